@@ -1,0 +1,56 @@
+# make train       set everything up, learn from real text, show what the model writes (a few minutes on two cores)
+# make test        set up and run the test suite (`make test-all`: the slow tests too)
+# make checks      format, lint, types
+# Pip's own variables hold here: PIP_INDEX_URL and PIP_EXTRA_INDEX_URL say where packages come from.
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+# 48 MB of Python source is several times what the debug run reads, so it never sees a line twice.
+CORPUS_BYTES := 48000000
+
+# The Python standard library and the installed packages: real text that every machine which can run forge has.
+SOURCES = $$($(BIN)/python -c "import sysconfig as s; print(s.get_path('stdlib'), s.get_path('purelib'))")
+
+.PHONY: train data test test-all checks format clean
+
+train: data
+	@$(BIN)/python train.py --config debug.toml
+	@echo
+	@echo "Next:  $(BIN)/python train.py --config debug.toml --train.steps=800    trains on from here"
+	@echo "       $(BIN)/torchrun --nproc-per-node 2 train.py --config debug.toml --run.name=two    on two processes"
+	@echo "       $(BIN)/tensorboard --logdir runs    shows the curves"
+	@echo "       $(BIN)/python train.py --help    lists every key"
+
+data: data/python/train/dataset.json
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+data/tokenizer/tokenizer.model: | $(READY)
+	$(BIN)/python scripts/train_tokenizer.py --input $(SOURCES) --extensions .py \
+	    --output data/tokenizer --vocab-size 4096
+
+data/python/train/dataset.json: data/tokenizer/tokenizer.model | $(READY)
+	$(BIN)/python scripts/prepare_data.py --input $(SOURCES) --extensions .py \
+	    --tokenizer data/tokenizer --output data/python --holdout 0.02 --max-bytes $(CORPUS_BYTES) --workers 2
+
+test: $(READY)
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(READY)
+	$(BIN)/python -m pytest
+
+checks: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv data runs
