@@ -1,0 +1,54 @@
+"""What differs between devices, back-ends and PyTorch versions; nothing else in forge asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _functional_collectives as collectives
+
+# 2.13 renamed these two; 2.11 has the old names only. (x, axis, group) and (x, "sum", axis, group), both without waiting.
+all_gather_single: Callable[..., Tensor] = (
+    getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
+)
+reduce_scatter_single: Callable[..., Tensor] = (
+    getattr(collectives, "reduce_scatter_single", None) or collectives.reduce_scatter_tensor
+)
+
+
+def training_device(local_rank: int) -> torch.device:
+    """The device that this process trains on: its own CUDA card if the machine has any, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", local_rank)
+    return torch.device("cpu")
+
+
+def communication_backend(device: torch.device) -> str:
+    """Process-group back-end for tensors on `device`; control messages always travel over gloo."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Every rank's `x` `[n, ...]`, in rank order: `[ranks * n, ...]`. In backward the gradients are reduce-scattered."""
+    # 2.13 renamed the function; 2.11 has the old name only.
+    name = "all_gather_single_autograd"
+    gather = getattr(collectives, name, None) or collectives.all_gather_tensor_autograd
+    return gather(x.contiguous(), 0, group)
+
+
+def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """x `[ranks, ...]`: `x[r]` goes to rank r, and the result's `[r]` came from there. Its own inverse, in backward too."""
+    return collectives.all_to_all_single_autograd(x.contiguous(), None, None, group)
+
+
+def pass_on(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`x` of the rank before this one, while this one's goes to the next, in a circle; has no gradient.
+
+    Does not wait: the first use of the result does.
+    """
+    rank, ranks = group.rank(), group.size()
+    sends, receives = [0] * ranks, [0] * ranks
+    sends[(rank + 1) % ranks] = receives[(rank - 1) % ranks] = x.shape[0]
+    return collectives.all_to_all_single(x.contiguous(), receives, sends, group)

@@ -1,0 +1,220 @@
+"""What one key alone cannot get wrong: combinations of keys, and values whose part of forge does not exist.
+
+A valid value of a key that the chosen options do not use is ignored: a check first asks if its keys count.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from forge.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Problem:
+    """`keys[0]` is at fault; the others take part. `text` says what must hold, with numbers and a remedy."""
+
+    keys: tuple[str, ...]
+    text: str
+
+
+def check(config: Config) -> list[Problem]:
+    """Everything wrong with a config whose keys are valid by themselves: the impossible, then the unbuilt."""
+    checks = (_heads, _tensor, _rope_scaling, _moe, _precision, _float8, _activation, _data, _checkpoint)
+    impossible = [problem for one in checks for problem in one(config)]
+    return impossible + [
+        Problem((row.key,), f"{row.feature} is not built yet; {row.remedy}")
+        for row in UNBUILT
+        if row.wanted(config)
+    ]
+
+
+@dataclass(frozen=True)
+class Unbuilt:
+    """A feature that has its keys but no code. Who builds it deletes the row."""
+
+    key: str
+    feature: str
+    wanted: Callable[[Config], bool]
+    remedy: str
+
+
+UNBUILT = (
+    Unbuilt(
+        "parallel.data_parallel", "this engine", lambda c: c.parallel.data_parallel != "fsdp2", "use fsdp2"
+    ),
+    Unbuilt("parallel.pp", "pipeline parallelism", lambda c: c.parallel.pp > 1, "use 1"),
+    Unbuilt("parallel.ep", "expert parallelism", lambda c: c.parallel.ep > 1, "use 1"),
+    Unbuilt(
+        "parallel.shard_optimizer_over",
+        "sharding the optimizer over replicas",
+        lambda c: c.parallel.shard_optimizer_over != "dp_shard",
+        "use dp_shard",
+    ),
+    Unbuilt("model.moe", "mixture of experts", lambda c: c.model.moe is not None, "leave the section out"),
+    Unbuilt("resilience.step_timeout_s", "the watchdog", lambda c: c.resilience.step_timeout_s > 0, "use 0"),
+    Unbuilt("resilience.time_limit_s", "the time limit", lambda c: c.resilience.time_limit_s > 0, "use 0"),
+    Unbuilt("resilience.max_rollbacks", "rolling back", lambda c: c.resilience.max_rollbacks > 0, "use 0"),
+)
+
+
+def _heads(config: Config) -> Iterator[Problem]:
+    model = config.model
+    if model.head_dim == 0:
+        lower = model.dim // model.n_heads * model.n_heads
+        near = " or ".join(str(n) for n in (lower, lower + model.n_heads) if n)
+        yield Problem(
+            ("model.dim", "model.n_heads", "model.head_dim"),
+            f"is not a multiple of model.n_heads = {model.n_heads}; use {near}, or set model.head_dim",
+        )
+    elif model.head_dim % 2:
+        yield Problem(
+            ("model.head_dim", "model.dim", "model.n_heads"),
+            f"must be even, because RoPE rotates pairs; use {model.head_dim + 1}"
+            f" (without the key it is model.dim / model.n_heads = {model.dim} / {model.n_heads})",
+        )
+    if model.n_heads % model.n_kv_heads:
+        divisors = [str(n) for n in range(1, model.n_heads + 1) if model.n_heads % n == 0]
+        yield Problem(
+            ("model.n_kv_heads", "model.n_heads"),
+            f"must divide model.n_heads = {model.n_heads}; use one of {', '.join(divisors)}",
+        )
+
+
+def _tensor(config: Config) -> Iterator[Problem]:
+    parallel, model, tp = config.parallel, config.model, config.parallel.tp
+    if tp == 1:
+        return
+    if parallel.tp_plan == "auto" and not parallel.tp_plan_styles:
+        for key, what in (
+            ("n_heads", "query heads"),
+            ("n_kv_heads", "key/value heads"),
+            ("ffn_dim", "features"),
+        ):
+            size = getattr(model, key)
+            if size % tp:
+                yield Problem(
+                    ("parallel.tp", f"model.{key}"),
+                    f"must divide model.{key} = {size}, whose {what} the ranks share; use {_divisors(size)}",
+                )
+    if parallel.tp_plan != "auto" and parallel.tp_plan_styles:
+        yield Problem(
+            ("parallel.tp_plan", "parallel.tp_plan_styles"),
+            "is a plan, and parallel.tp_plan_styles is another; leave one out",
+        )
+    pieces, seq_len = parallel.cp * tp, config.train.seq_len
+    if parallel.sequence_parallel and seq_len % pieces:
+        yield Problem(
+            ("parallel.sequence_parallel", "parallel.tp", "parallel.cp", "train.seq_len"),
+            f"needs train.seq_len = {seq_len} to be a multiple of cp * tp = {parallel.cp} * {tp} = {pieces}; use "
+            f"{seq_len // pieces * pieces or pieces} or {seq_len // pieces * pieces + pieces}, or false",
+        )
+    if -(-model.vocab_size // tp) * (tp - 1) >= model.vocab_size:
+        yield Problem(
+            ("parallel.tp", "model.vocab_size"),
+            f"leaves a rank without a row of model.vocab_size = {model.vocab_size}; use a smaller degree",
+        )
+    if isinstance(parallel.reshard_after_forward, int):
+        yield Problem(
+            ("parallel.reshard_after_forward", "parallel.tp"),
+            f"cannot be a number with parallel.tp = {tp}; use auto, always or never",
+        )
+    if parallel.async_tp and not (config.compile.enabled and parallel.sequence_parallel):
+        yield Problem(
+            ("parallel.async_tp", "compile.enabled", "parallel.sequence_parallel"),
+            "is the compiler's work on all-gathers and reduce-scatters; set compile.enabled = true and "
+            "parallel.sequence_parallel = true, or leave it false",
+        )
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
+def _rope_scaling(config: Config) -> Iterator[Problem]:
+    scaling, section = config.model.rope_scaling, "model.rope_scaling"
+    if scaling is None:
+        return
+    pairs = {"llama3": ("high_freq_factor", "low_freq_factor"), "yarn": ("beta_fast", "beta_slow")}
+    upper, lower = pairs[scaling.kind]
+    if getattr(scaling, upper) <= getattr(scaling, lower):
+        yield Problem(
+            (f"{section}.{upper}", f"{section}.{lower}"),
+            f"must be greater than {section}.{lower} = {getattr(scaling, lower)}",
+        )
+
+
+def _moe(config: Config) -> Iterator[Problem]:
+    moe = config.model.moe
+    if moe is None:
+        return
+    if moe.top_k > moe.n_experts:
+        yield Problem(
+            ("model.moe.top_k", "model.moe.n_experts"), f"is more than model.moe.n_experts = {moe.n_experts}"
+        )
+    if moe.n_dense_layers > config.model.n_layers:
+        yield Problem(
+            ("model.moe.n_dense_layers", "model.n_layers"),
+            f"is more than model.n_layers = {config.model.n_layers}",
+        )
+
+
+def _precision(config: Config) -> Iterator[Problem]:
+    precision = config.precision
+    for key in ("storage", "reduce"):
+        if precision.compute == "float64" and getattr(precision, key) == "bfloat16":
+            yield Problem(
+                (f"precision.{key}", "precision.compute"),
+                "throws away what precision.compute = float64 computes; use float64 or float32",
+            )
+
+
+def _float8(config: Config) -> Iterator[Problem]:
+    precision, train = config.precision, config.train
+    if precision.float8 == "none":
+        return
+    if precision.float8_all_gather is True and config.parallel.tp > 1:
+        yield Problem(
+            ("precision.float8_all_gather", "parallel.tp", "precision.float8"),
+            f"does not go with parallel.tp = {config.parallel.tp}; use auto or false",
+        )
+    if precision.float8_all_gather is True and precision.float8 == "rowwise":
+        yield Problem(
+            ("precision.float8_all_gather", "precision.float8"),
+            "does not go with precision.float8 = rowwise, which needs whole rows to scale; use auto or false",
+        )
+    tokens = train.micro_batch_size * train.seq_len
+    if tokens % (16 * config.parallel.cp):
+        yield Problem(
+            ("precision.float8", "train.micro_batch_size", "train.seq_len", "parallel.cp"),
+            "needs a multiple of 16 tokens in each microbatch of a rank, but micro_batch_size * seq_len / cp ="
+            f" {train.micro_batch_size} * {train.seq_len} / {config.parallel.cp}; use another train.seq_len",
+        )
+
+
+def _activation(config: Config) -> Iterator[Problem]:
+    if config.activation_checkpoint.mode == "memory_budget" and not config.compile.enabled:
+        yield Problem(
+            ("activation_checkpoint.mode", "compile.enabled"),
+            "is the compiler's choice and needs compile.enabled = true; set it, or use selective",
+        )
+
+
+def _data(config: Config) -> Iterator[Problem]:
+    if not sum(source.weight for source in config.data.sources) > 0:
+        yield Problem(("data.sources",), "all weights are 0; give at least one source a weight > 0")
+    names = Counter(source.name for source in config.data.validation)
+    twice = [name for name, number in names.items() if number > 1]
+    if twice:
+        yield Problem(("data.validation",), f"every name once, but there is more than one {', '.join(twice)}")
+
+
+def _checkpoint(config: Config) -> Iterator[Problem]:
+    checkpoint = config.checkpoint
+    if checkpoint.init and checkpoint.resume not in ("auto", "none"):
+        yield Problem(
+            ("checkpoint.init", "checkpoint.resume"),
+            f"begins a new history, checkpoint.resume = {checkpoint.resume!r} continues one; leave one out",
+        )

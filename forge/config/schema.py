@@ -1,0 +1,40 @@
+"""The whole configuration: one typed section per concern, in the order in which people think about a run."""
+
+from __future__ import annotations
+
+from forge.config.layout import ActivationCheckpoint, Compile, Parallel, Pipeline, Precision
+from forge.config.model import ModelConfig
+from forge.config.section import Section
+from forge.config.training import (
+    Checkpoint,
+    Data,
+    Evaluate,
+    Metrics,
+    Optimizer,
+    Profile,
+    Resilience,
+    Run,
+    Schedule,
+    Train,
+)
+
+
+class Config(Section):
+    """Everything that a user can say about a run."""
+
+    run: Run = Run()
+    model: ModelConfig
+    data: Data
+    train: Train
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
+    parallel: Parallel = Parallel()
+    pipeline: Pipeline = Pipeline()
+    precision: Precision = Precision()
+    activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
+    compile: Compile = Compile()
+    checkpoint: Checkpoint = Checkpoint()
+    evaluate: Evaluate = Evaluate()
+    metrics: Metrics = Metrics()
+    profile: Profile = Profile()
+    resilience: Resilience = Resilience()

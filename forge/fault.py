@@ -1,0 +1,52 @@
+"""Fault injection: make one rank fail at a named point of one step, to prove that the run survives it.
+
+`FORGE_FAULT=point:step:rank[:action]` in the environment; `*` as step or rank means every one. Without the
+variable nothing here has any effect. Actions: `kill` (the default) sends SIGKILL to this process, `raise`
+raises OSError(ENOSPC) as a full disk would, `sleep` or `sleep=SECONDS` stalls (an hour unless told). When torchrun
+has restarted the workers nothing fails again, or no restart could ever get past the point.
+
+Points:
+
+    step                 on every rank, when it has the batch of that step and has computed nothing
+    save.begin           on every rank, before anything is copied or written
+    save.between_shards  on every rank, when its own shard file is on disk and the shards' index is not
+    save.before_manifest on rank 0, when every file but the manifest is on disk
+    save.before_rename   on rank 0, when the partial folder is whole but has not got its final name
+    save.before_prune    on rank 0, when the new checkpoint is complete and the old ones are still there
+    save.during_prune    on rank 0, when an old checkpoint has lost its manifest and nothing else
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from functools import cache
+
+
+@cache
+def _fault() -> tuple[str, str, str, str] | None:
+    text = os.environ.get("FORGE_FAULT")
+    if not text or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        return None
+    point, step, rank, *action = text.split(":")
+    return point, step, rank, action[0] if action else "kill"
+
+
+def fault_point(name: str, step: int) -> None:
+    """Fails here if `FORGE_FAULT` says so for this point, step and rank (`RANK` in the environment or 0)."""
+    fault = _fault()
+    if fault is None or fault[0] != name:
+        return
+    if fault[1] not in ("*", str(step)) or fault[2] not in ("*", os.environ.get("RANK", "0")):
+        return
+    action, _, seconds = fault[3].partition("=")
+    if action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif action == "raise":
+        raise OSError(errno.ENOSPC, f"injected by FORGE_FAULT at {name}")
+    elif action == "sleep":
+        time.sleep(float(seconds or 3600))
+    else:
+        raise ValueError(f"FORGE_FAULT action {action!r}: expected kill, raise or sleep")

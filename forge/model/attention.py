@@ -1,0 +1,134 @@
+"""Grouped-query attention, and the function that computes it on this process's own sequence.
+
+The attention function is a seam: context parallelism sets another `Attention.attend` and leaves the rest.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from forge.config.model import ModelConfig
+from forge.model.mask import AttentionMask, block_table, dense_table
+from forge.model.norm import RMSNorm
+from forge.model.precision import promoted
+from forge.model.rope import rotate
+
+
+class Shared:
+    """What every block of one forward reads: RoPE's tables at its positions, and the mask of each window.
+
+    cos, sin: `[seq, 1, head_dim / 2]` or `[batch, seq, 1, head_dim / 2]`, promote(float32, compute).
+    masks: window (0: none) -> AttentionMask.
+    Not a dataclass, so that FSDP does not cast the tables (see AttentionMask).
+    """
+
+    def __init__(self, cos: Tensor, sin: Tensor, masks: dict[int, AttentionMask]):
+        self.cos = cos
+        self.sin = sin
+        self.masks = masks
+
+
+class AttentionFunction(Protocol):
+    """Causal attention of one forward; the parameterless inner part of `Attention`."""
+
+    def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
+        """Called once per forward and distinct window; of x `[batch, seq, dim]` only shape, dtype and device count."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+        """q `[batch, heads, seq, head_dim]`, k and v `[batch, kv_heads, seq, head_dim]` -> shaped like q."""
+
+
+class Attention(nn.Module):
+    """Projections, optional QK-norm, rotation, attention inside the layer's window, projection back."""
+
+    def __init__(self, config: ModelConfig, window: int):
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.window = window
+        q_dim, kv_dim = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+        self.wq = nn.Linear(config.dim, q_dim, bias=config.attention_bias)
+        self.wk = nn.Linear(config.dim, kv_dim, bias=config.attention_bias)
+        self.wv = nn.Linear(config.dim, kv_dim, bias=config.attention_bias)
+        self.wo = nn.Linear(q_dim, config.dim, bias=False)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.attend: AttentionFunction = sdpa_attention
+
+    def forward(self, x: Tensor, shared: Shared) -> Tensor:
+        """x `[batch, seq, dim]` -> `[batch, seq, dim]`."""
+        # Heads are counted from the projections: under tensor parallelism this rank has only some of them.
+        q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # [batch, seq, heads, head_dim]
+        k = self.wk(x).unflatten(-1, (-1, self.head_dim))  # [batch, seq, kv_heads, head_dim]
+        v = self.wv(x).unflatten(-1, (-1, self.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, shared.cos, shared.sin), rotate(k, shared.cos, shared.sin)
+        out = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), shared.masks[self.window])
+        return self.wo(out.transpose(1, 2).flatten(2))
+
+
+class SdpaAttention:
+    """PyTorch's kernels: causal SDPA if nothing else is asked; else flex_attention on CUDA, a dense table
+    and SDPA elsewhere.
+
+    float64 on CUDA takes the dense table too: flex's kernels stop at float32.
+    """
+
+    def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
+        seq = x.shape[1]
+        window = mask.window if mask.window < seq else 0
+        if not window and mask.documents is None and not mask.soft_cap:
+            return mask
+        make_table = block_table if x.is_cuda and x.dtype != torch.float64 else dense_table
+        table = make_table(window, mask.documents, seq, x.device)
+        return AttentionMask(window, mask.documents, mask.soft_cap, table)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+        if isinstance(mask.table, BlockMask):
+            return _flex_for(q.device.type)(
+                q, k, v, score_mod=_capped(mask.soft_cap), block_mask=mask.table, enable_gqa=True
+            )
+        if mask.soft_cap:
+            assert mask.table is not None
+            return _plain_attention(q, k, v, mask.table, mask.soft_cap)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask.table, is_causal=mask.table is None, enable_gqa=True
+        )
+
+
+sdpa_attention = SdpaAttention()
+
+
+def _plain_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, soft_cap: float) -> Tensor:
+    """Attention written out, for capped scores, which SDPA does not offer; in promote(float32, q.dtype)."""
+    exact, repeats = promoted(q.dtype), q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeats, dim=1).to(exact), v.repeat_interleave(repeats, dim=1).to(exact)
+    scores = q.to(exact) @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    scores = (soft_cap * torch.tanh(scores / soft_cap)).masked_fill(~table, -torch.inf)
+    return (scores.softmax(-1) @ v).to(q.dtype)
+
+
+@functools.cache
+def _flex_for(device_type: str) -> Callable[..., Tensor]:
+    """flex_attention, compiled at first use on CUDA; eager (the formula, unfused) elsewhere."""
+    attend: Callable[..., Tensor] = flex_attention
+    return torch.compile(attend) if device_type == "cuda" else attend
+
+
+@functools.cache
+def _capped(soft_cap: float) -> Callable[..., Tensor] | None:
+    """flex's score_mod for a soft cap; one function object per value, so that flex compiles it once."""
+    if not soft_cap:
+        return None
+
+    def cap(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return soft_cap * torch.tanh(score / soft_cap)
+
+    return cap

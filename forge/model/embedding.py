@@ -1,0 +1,39 @@
+"""Both ends of the model: tokens to vectors, and vectors to the loss (or to scores of the next token)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Embedding(nn.Module):
+    """One vector per token; also the output head of a model with tied embeddings."""
+
+    def __init__(self, vocab_size: int, dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, dim))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens int64 `[batch, seq]` -> `[batch, seq, dim]`."""
+        return F.embedding(tokens, self.weight)
+
+    def output(self, hidden: Tensor, labels: Tensor | None, loss: nn.Module) -> Tensor:
+        """As `Head.forward`. No hooks run around it: under FSDP the weight has to be in the root's unit."""
+        # For the same reason nothing else would cast to the dtype that the weight computes in.
+        return loss(hidden.to(self.weight.dtype), self.weight, labels)
+
+
+class Head(nn.Module):
+    """The output matrix. The loss is computed in here, where parallel engines have the weight at hand."""
+
+    # Losses and logits are never rounded to the dtype around them.
+    exact_output = True
+
+    def __init__(self, vocab_size: int, dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, dim))
+
+    def forward(self, hidden: Tensor, labels: Tensor | None, loss: nn.Module) -> Tensor:
+        """hidden `[batch, seq, dim]` -> loss(hidden, weight, labels): logits if there are no labels."""
+        return loss(hidden, self.weight, labels)

@@ -1,0 +1,70 @@
+"""What a model costs: parameters and floating-point operations per token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from forge.config.model import ModelConfig
+from forge.model.transformer import Transformer, window_of
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Number of parameters by where they are; a tied head has none of its own."""
+
+    embedding: int
+    attention: int
+    feed_forward: int
+    norms: int
+    head: int
+    # Elements of the matrices that every token is multiplied with: all but norms, biases and the embedding's
+    # look-up.
+    matmul: int
+
+    @property
+    def total(self) -> int:
+        return self.embedding + self.attention + self.feed_forward + self.norms + self.head
+
+
+def parameter_counts(config: ModelConfig) -> ParameterCounts:
+    """Counted from the model itself, built on the meta device; QK-norm weights are among the norms."""
+    with torch.device("meta"):
+        model = Transformer(config, seq_len=1)
+    counts = dict.fromkeys(("embedding", "attention", "feed_forward", "norms", "head"), 0)
+    matmul = 0
+    for name, parameter in model.named_parameters():
+        counts[_place(name)] += parameter.numel()
+        if parameter.ndim >= 2 and (name != "embedding.weight" or config.tie_embeddings):
+            matmul += parameter.numel()
+    return ParameterCounts(**counts, matmul=matmul)
+
+
+def _place(name: str) -> str:
+    """The field of ParameterCounts that the parameter `name` belongs to."""
+    *path, owner, _ = name.split(".")
+    if owner.endswith("norm"):
+        return "norms"
+    return path[-1] if path else owner
+
+
+def flops_per_token(config: ModelConfig, seq_len: int) -> float:
+    """Floating-point operations of forward and backward per token, of the matrix products alone.
+
+    6 * (matrix elements, head included, embedding look-up not) + sum over layers of 12 * n_heads * head_dim *
+    keys: a multiply and an add, forward and twice that backward; attention has two products, with `keys` the
+    mean number of keys that a token sees: (seq_len + 1) / 2 causally, fewer in a window. Document borders are
+    not subtracted, and recomputation is not added.
+    """
+    attention = sum(
+        12 * config.n_heads * config.head_dim * _mean_keys(seq_len, window_of(config, layer))
+        for layer in range(config.n_layers)
+    )
+    return 6 * parameter_counts(config).matmul + attention
+
+
+def _mean_keys(seq_len: int, window: int) -> float:
+    """Mean over a sequence of min(i + 1, window), the keys that token i sees; window 0: no limit."""
+    reach = min(window or seq_len, seq_len)
+    return (reach * (reach + 1) / 2 + (seq_len - reach) * reach) / seq_len

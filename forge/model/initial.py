@@ -1,0 +1,47 @@
+"""How every parameter starts: a description only, for the layout decides who draws which elements."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+
+from torch import nn
+
+from forge.config.model import ModelConfig
+from forge.model.embedding import Embedding, Head
+from forge.model.norm import RMSNorm
+
+# Projections back into the residual stream, a sum of 2 * n_layers of them (GPT-2, Radford et al. 2019, 2.3).
+INTO_STREAM = ("wo", "w2")
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Independent draws from a normal distribution with mean 0 and standard deviation `std`."""
+
+    std: float
+
+
+def initial_values(model: nn.Module, config: ModelConfig) -> dict[str, float | Normal]:
+    """The start value of every parameter of `model`, a part or the whole of the model of `config`, by name.
+
+    Raises TypeError for a parameter in a kind of module that is not known here, so none is ever forgotten.
+    """
+    return {
+        f"{path}.{leaf}": _start(module, path, leaf, config)
+        for path, module in model.named_modules()
+        for leaf, _ in module.named_parameters(recurse=False)
+    }
+
+
+def _start(module: nn.Module, path: str, leaf: str, config: ModelConfig) -> float | Normal:
+    if isinstance(module, RMSNorm):
+        return 1.0
+    if isinstance(module, nn.Linear):
+        if leaf == "bias":
+            return 0.0
+        into_stream = path.rpartition(".")[2] in INTO_STREAM
+        return Normal(config.init_std / sqrt(2 * config.n_layers) if into_stream else config.init_std)
+    if isinstance(module, Embedding | Head):
+        return Normal(config.init_std)
+    raise TypeError(f"no start value is defined for {path}.{leaf} in a {type(module).__name__}")

@@ -1,0 +1,165 @@
+"""The output head and the loss, fused in chunks of tokens so that the logits of a whole batch never exist.
+
+The gradients of head and hidden states are made chunk by chunk during forward, while the chunk's logits are
+there; backward only scales them. All but the matrix products is in promote(float32, compute). No host sync.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from forge.model.precision import promoted
+
+# Label of a position that has no part in the loss; PyTorch's own default.
+IGNORE = -100
+
+
+class FusedLoss(nn.Module):
+    """Sums over the valid tokens (label != IGNORE) of `[objective, cross_entropy, z_loss]`.
+
+    z_loss is logsumexp(logits)^2, unscaled; objective = cross_entropy + z_loss_coef * z_loss. Only the
+    objective carries a gradient. `chunk_tokens` bounds the logits held at once; `soft_cap` > 0 turns logits
+    into soft_cap * tanh(logits / soft_cap) first. A seam: loss parallelism puts another module in its place.
+    """
+
+    def __init__(self, z_loss_coef: float = 0.0, chunk_tokens: int = 1024, soft_cap: float = 0.0):
+        super().__init__()
+        self.z_loss_coef = z_loss_coef
+        self.chunk_tokens = chunk_tokens
+        self.soft_cap = soft_cap
+        # An attribute, so that it can be compiled.
+        self.chunk = chunk_loss
+
+    def forward(self, hidden: Tensor, head_weight: Tensor, labels: Tensor | None) -> Tensor:
+        """hidden `[batch, seq, dim]`, head_weight `[vocab, dim]`, labels int64 `[batch, seq]` -> `[3]`.
+
+        Without labels: logits `[batch, seq, vocab]` in promote(float32, compute).
+        """
+        if labels is None:
+            return head_logits(hidden, head_weight, self.soft_cap)
+        return _ChunkedLoss.apply(
+            hidden.flatten(0, -2),
+            head_weight,
+            labels.flatten(),
+            self.z_loss_coef,
+            self.chunk_tokens,
+            self.soft_cap,
+            # needs_input_grad is true under no_grad as well; inside forward the mode can no longer be seen.
+            torch.is_grad_enabled(),
+            self.chunk,
+        )
+
+
+def head_logits(hidden: Tensor, head_weight: Tensor, soft_cap: float) -> Tensor:
+    """Next-token scores `[..., vocab]` of hidden `[..., dim]`, in promote(float32, compute)."""
+    logits = F.linear(hidden, head_weight).to(promoted(hidden.dtype))
+    return soft_cap * torch.tanh(logits / soft_cap) if soft_cap else logits
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        z_loss_coef: float,
+        chunk_tokens: int,
+        soft_cap: float,
+        grad_enabled: bool,
+        chunk: Callable[..., tuple[Tensor, Tensor | None]],
+    ) -> Tensor:
+        exact = promoted(hidden.dtype)
+        wants_hidden, wants_weight = (needed and grad_enabled for needed in ctx.needs_input_grad[:2])
+        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=exact) if wants_weight else None
+        sums = torch.zeros(2, dtype=exact, device=hidden.device)
+        for start in range(0, hidden.shape[0], chunk_tokens):
+            rows = slice(start, start + chunk_tokens)
+            valid = labels[rows, None] != IGNORE  # [chunk, 1]
+            # Filled, not multiplied by 0: an ignored position counts exactly nothing even if it is infinite.
+            x = hidden[rows].masked_fill(~valid, 0.0)
+            target = labels[rows, None].masked_fill(~valid, 0)
+            chunk_sums, grad = chunk(
+                x, weight, target, valid, z_loss_coef, soft_cap, wants_hidden or wants_weight
+            )
+            sums += chunk_sums
+            if grad is not None and grad_hidden is not None:
+                torch.mm(grad, weight, out=grad_hidden[rows])
+            if grad is not None and grad_weight is not None:
+                _add_product(grad_weight, grad.T, x)
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.dtypes = hidden.dtype, weight.dtype
+        return torch.stack([sums[0] + z_loss_coef * sums[1], sums[0], sums[1]])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        scale = grad[0]
+        # The scale (often 1 / tokens) is never rounded to the compute dtype: that would bend all gradients
+        # alike.
+        scaled = (
+            None if saved is None else (saved.to(scale.dtype) * scale).to(dtype)
+            for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        )
+        return (*scaled, None, None, None, None, None, None)
+
+
+def chunk_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    valid: Tensor,
+    z_loss_coef: float,
+    soft_cap: float,
+    wants_grad: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """One chunk: hidden `[chunk, dim]`, weight `[vocab, dim]`, target int64 and valid bool `[chunk, 1]`.
+
+    Returns `[cross_entropy, z_loss]` summed over its valid tokens in promote(float32, compute), and the gradient
+    of their objective with respect to the logits `[chunk, vocab]` in hidden's dtype (None unless wanted).
+    """
+    logits = head_logits(hidden, weight, soft_cap)  # [chunk, vocab]
+    lse = logits.logsumexp(-1, keepdim=True)
+    cross_entropy = (lse - logits.gather(-1, target)).masked_fill(~valid, 0.0)
+    z_loss = lse.square().masked_fill(~valid, 0.0)
+    sums = torch.stack([cross_entropy.sum(), z_loss.sum()])
+    if not wants_grad:
+        return sums, None
+    grad = logits_gradient(logits, lse, target, z_loss_coef, soft_cap)
+    return sums, grad.masked_fill_(~valid, 0.0).to(hidden.dtype)
+
+
+def logits_gradient(
+    logits: Tensor,
+    lse: Tensor,
+    target: Tensor,
+    z_loss_coef: float,
+    soft_cap: float,
+    target_weight: Tensor | float = 1.0,
+) -> Tensor:
+    """Gradient of each row's objective with respect to its logits before the cap; shaped like `logits`.
+
+    `target_weight` `[rows, 1]` is 0 for rows whose target is not among these columns, else 1.
+    """
+    grad = torch.exp(logits - lse)
+    if z_loss_coef:
+        grad *= 1.0 + 2.0 * z_loss_coef * lse
+    grad.scatter_(-1, target, grad.gather(-1, target) - target_weight)
+    if soft_cap:
+        grad *= 1.0 - (logits / soft_cap).square()
+    return grad
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, where `total` may be of a wider dtype than a and b."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b

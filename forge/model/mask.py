@@ -1,0 +1,141 @@
+"""Who sees whom: one rule, from which both the dense table (CPU) and the block table (CUDA) are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+# Rows and columns of one tile of the block table: flex_attention's default.
+BLOCK = 128
+
+
+class AttentionMask:
+    """Query i sees key j iff 0 <= i - j (< window, if window > 0) and both are in one document (if given).
+
+    `documents`: int `[batch, seq]` or None.
+    `soft_cap`: scores become soft_cap * tanh(scores / soft_cap); 0: off.
+    `table`: what an attention function's `prepare` made of the rule for this forward; shared by all layers.
+
+    Not a dataclass: FSDP rebuilds dataclasses among a module's inputs and casts the tensors in them.
+    """
+
+    def __init__(
+        self,
+        window: int = 0,
+        documents: Tensor | None = None,
+        soft_cap: float = 0.0,
+        table: Any = None,
+    ):
+        self.window = window
+        self.documents = documents
+        self.soft_cap = soft_cap
+        self.table = table
+
+
+def visible(window: int, documents: Tensor | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """The rule as a function of broadcastable index tensors (batch, head, query, key) to bool."""
+
+    def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        seen = i >= j
+        if window:
+            seen = seen & (i - j < window)
+        if documents is not None:
+            seen = seen & (documents[b, i] == documents[b, j])
+        return seen
+
+    return sees
+
+
+def dense_table(window: int, documents: Tensor | None, seq: int, device: torch.device) -> Tensor:
+    """The rule for every pair: bool `[batch, 1, seq, seq]`, batch 1 without documents. Takes seq^2 memory."""
+    index = torch.arange(seq, device=device)
+    return dense_part(window, documents, index, index)
+
+
+def dense_part(window: int, documents: Tensor | None, queries: Tensor, keys: Tensor) -> Tensor:
+    """The rule for some queries and keys of a sequence: bool `[batch, 1, queries, keys]`.
+
+    queries, keys: int64 `[any]`, places in the sequence; documents `[batch, seq]` is of the whole sequence.
+    """
+    batch = 1 if documents is None else documents.shape[0]
+    b = torch.arange(batch, device=queries.device).view(batch, 1, 1, 1)
+    return visible(window, documents)(
+        b, torch.zeros_like(b), queries.view(1, 1, -1, 1), keys.view(1, 1, 1, -1)
+    )
+
+
+def block_table(window: int, documents: Tensor | None, seq: int, device: torch.device) -> BlockMask:
+    """The rule as tiles of BLOCK x BLOCK: which are skipped, which all visible; in others flex asks the rule.
+
+    Made from each tile's first and last index and document, so nothing of size seq x seq exists and no host
+    sync happens. A tile is skipped only if surely empty: document numbers may come in any order.
+    """
+    index = torch.arange(seq, device=device)
+    return _tiles(window, documents, index, index, visible(window, documents))
+
+
+def block_part(window: int, documents: Tensor | None, queries: Tensor, keys: Tensor) -> BlockMask:
+    """`block_table` for some queries and keys of a sequence, given as in `dense_part`, in any order."""
+    sees = visible(window, documents)
+
+    def sees_there(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return sees(b, h, queries[i], keys[j])
+
+    return _tiles(window, documents, queries, keys, sees_there)
+
+
+def _tiles(
+    window: int,
+    documents: Tensor | None,
+    queries: Tensor,
+    keys: Tensor,
+    rule: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+) -> BlockMask:
+    q_low, q_high = (end[:, :, None] for end in _ranges(queries[None]))
+    k_low, k_high = (end[:, None, :] for end in _ranges(keys[None]))
+    some = k_low <= q_high
+    every = (k_high <= q_low) & _whole(queries)[:, None] & _whole(keys)
+    if window:
+        some = some & (q_low - k_high < window)
+        every = every & (q_high - k_low < window)
+    if documents is not None:
+        q_low, q_high = (end[:, :, None] for end in _ranges(documents[:, queries]))
+        k_low, k_high = (end[:, None, :] for end in _ranges(documents[:, keys]))
+        some = some & (q_low <= k_high) & (k_low <= q_high)
+        every = every & (q_low == q_high) & (k_low == k_high) & (q_low == k_low)
+    partial_count, partial_index = _ordered(some & ~every)
+    full_count, full_index = _ordered(some & every)
+    return BlockMask.from_kv_blocks(
+        partial_count,
+        partial_index,
+        full_count,
+        full_index,
+        BLOCK_SIZE=BLOCK,
+        mask_mod=rule,
+        seq_lengths=(len(queries), len(keys)),
+    )
+
+
+def _whole(index: Tensor) -> Tensor:
+    """Which tiles do not reach over the end, bool `[tiles]`: one that does is never called full, so that the rule is
+    asked."""
+    return torch.arange(BLOCK, len(index) + BLOCK, BLOCK, device=index.device) <= len(index)
+
+
+def _ranges(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Lowest and highest value in each run of BLOCK tokens of `[batch, tokens]`: two `[batch, tiles]`."""
+    batch, tokens = values.shape
+    # The tail is filled with the last token's own value, which changes neither end of the range.
+    padded = torch.cat([values, values[:, -1:].expand(batch, -tokens % BLOCK)], dim=1).view(batch, -1, BLOCK)
+    return padded.amin(-1), padded.amax(-1)
+
+
+def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """bool `[batch, rows, columns]` to flex's form: count per row, and columns, chosen ones first; int32."""
+    index = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    count = chosen.sum(dim=-1)
+    return count[:, None].to(torch.int32), index[:, None].to(torch.int32).contiguous()

@@ -1,0 +1,41 @@
+"""Models by name."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from forge.config.model import ModelConfig
+from forge.errors import UserError
+from forge.model.transformer import Transformer
+
+# A builder takes (config, seq_len, **parts) and returns a module with the methods and attributes of
+# Transformer.
+MODELS: dict[str, Callable[..., Any]] = {"transformer": Transformer}
+
+
+def build_model(config: ModelConfig, seq_len: int, **parts: Any) -> Any:
+    """The model that `config.kind` names, registered or as `package.module:Class`; `parts` as Transformer's.
+
+    Raises UserError if there is no such model.
+    """
+    return _builder(config.kind)(config, seq_len, **parts)
+
+
+def _builder(kind: str) -> Callable[..., Any]:
+    if kind in MODELS:
+        return MODELS[kind]
+    module_name, colon, attribute = kind.partition(":")
+    if not colon:
+        near = difflib.get_close_matches(kind, MODELS, n=1)
+        hint = f'; did you mean "{near[0]}"?' if near else ""
+        raise UserError(
+            f'model.kind = "{kind}" is not a model; known: {", ".join(sorted(MODELS))}, '
+            f"or an import path package.module:Class{hint}"
+        )
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f'model.kind = "{kind}" cannot be imported: {error}') from error

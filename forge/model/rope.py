@@ -1,0 +1,89 @@
+"""Rotary position embedding, with the frequency scalings of Llama 3 and YaRN.
+
+Half rotation: element i of a head forms a pair with element i + head_dim/2, as in transformers; Su et al.
+2021 ("RoFormer") pairs neighbours, which is the same up to a permutation of each head's elements.
+"""
+
+from __future__ import annotations
+
+from math import ceil, floor, log, pi
+
+import torch
+from torch import Tensor
+
+from forge.config.model import ModelConfig, RopeScalingConfig
+from forge.model.precision import promoted
+
+
+def rope_tables(config: ModelConfig, seq_len: int) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every position's angles: two float64 CPU tensors `[seq_len, head_dim / 2]`.
+
+    YaRN's attention factor is multiplied into both, so attention scores grow by its square.
+    """
+    frequencies = rope_frequencies(config)
+    positions = torch.arange(seq_len, dtype=torch.float64, device="cpu")
+    angles = torch.outer(positions, frequencies)
+    scale = attention_factor(config.rope_scaling)
+    return angles.cos() * scale, angles.sin() * scale
+
+
+def rope_frequencies(config: ModelConfig) -> Tensor:
+    """Radians per position of each pair: float64 CPU `[head_dim / 2]`, after `config.rope_scaling`."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64, device="cpu") / config.head_dim
+    frequencies = config.rope_theta**-exponents
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies
+    if scaling.kind == "llama3":
+        return _llama3(frequencies, scaling)
+    return _yarn(frequencies, scaling, config.rope_theta)
+
+
+def attention_factor(scaling: RopeScalingConfig | None) -> float:
+    """YaRN's factor on queries and keys, 0.1 ln(factor) + 1 (the paper's) unless given; 1 without YaRN."""
+    if scaling is None or scaling.kind != "yarn":
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    return 0.1 * log(scaling.factor) + 1.0 if scaling.factor > 1.0 else 1.0
+
+
+def _llama3(frequencies: Tensor, scaling: RopeScalingConfig) -> Tensor:
+    """Llama 3.1 (Meta's llama-models, `apply_scaling`): keep fast rotations, divide slow ones by `factor`.
+
+    In between it blends, linearly in the number of rotations over the original context, from low_freq_factor
+    to high_freq_factor.
+    """
+    rotations = scaling.original_max_position * frequencies / (2 * pi)
+    span = scaling.high_freq_factor - scaling.low_freq_factor
+    kept = ((rotations - scaling.low_freq_factor) / span).clamp(0.0, 1.0)
+    return kept * frequencies + (1.0 - kept) * frequencies / scaling.factor
+
+
+def _yarn(frequencies: Tensor, scaling: RopeScalingConfig, theta: float) -> Tensor:
+    """YaRN (Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large Language Models").
+
+    The paper writes the blend between kept and divided frequencies as linear in the number of rotations; the
+    authors' code, and transformers after it, make it linear in the pair's index between the (rounded) indices
+    that rotate beta_fast and beta_slow times. Trained models follow the code, and so does this.
+    """
+    pairs = len(frequencies)
+
+    def index_of(rotations: float) -> float:
+        """The (real-valued) pair that rotates this often over the original context."""
+        return pairs * log(scaling.original_max_position / (rotations * 2 * pi)) / log(theta)
+
+    low = max(floor(index_of(scaling.beta_fast)), 0)
+    high = min(ceil(index_of(scaling.beta_slow)), 2 * pairs - 1)
+    width = high - low if high != low else 0.001
+    divided = ((torch.arange(pairs, dtype=torch.float64, device="cpu") - low) / width).clamp(0.0, 1.0)
+    return (1.0 - divided) * frequencies + divided * frequencies / scaling.factor
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn every pair of every head by its position's angle, in promote(float32, x.dtype); x's dtype stays.
+
+    x `[batch, seq, heads, head_dim]`; cos, sin `[seq or batch x seq, 1, head_dim / 2]`.
+    """
+    first, second = x.to(promoted(x.dtype)).chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

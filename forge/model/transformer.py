@@ -1,0 +1,149 @@
+"""The decoder, from tokens to the loss.
+
+Sizes: batch (sequences), seq (tokens in each), dim (residual stream), heads and kv_heads of head_dim, vocab.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forge.config.model import ModelConfig
+from forge.model.attention import Attention, Shared
+from forge.model.embedding import Embedding, Head
+from forge.model.feed_forward import feed_forward_for
+from forge.model.initial import Normal, initial_values
+from forge.model.loss import FusedLoss
+from forge.model.mask import AttentionMask
+from forge.model.norm import RMSNorm
+from forge.model.precision import promoted
+from forge.model.rope import rope_tables
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + feed_forward(norm(x))."""
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__()
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.attention = Attention(config, window_of(config, layer))
+        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
+        self.feed_forward = feed_forward_for(config, layer)
+
+    def forward(self, x: Tensor, shared: Shared) -> Tensor:
+        """x `[batch, seq, dim]` -> `[batch, seq, dim]`."""
+        x = x + self.attention(self.attention_norm(x), shared)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Transformer(nn.Module):
+    """The model of `config` for sequences of up to `seq_len` tokens, or a part of it.
+
+    `layers` are global indices (None: all), and parameters are named by them, so names do not depend on the
+    part. `embed`: it starts from tokens; `head`: it ends in the loss. A part with a tied head but without the
+    embedding has a copy of the embedding's weight, under the same name.
+
+    Is built on the device in whose context it is made. Fresh parameters mean nothing: fill them as
+    `initial_values` says, then call `reset_buffers`.
+
+    `loss` is the FusedLoss of plain cross-entropy until its owner sets another.
+    """
+
+    rope_cos: Tensor
+    rope_sin: Tensor
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        seq_len: int,
+        layers: range | None = None,
+        embed: bool = True,
+        head: bool = True,
+    ):
+        super().__init__()
+        self.config = config
+        self.seq_len = seq_len
+        self.embeds = embed
+        indices = range(config.n_layers) if layers is None else layers
+        ends = config.vocab_size, config.dim
+        self.embedding = Embedding(*ends) if embed or (head and config.tie_embeddings) else None
+        self.layers = nn.ModuleDict({str(layer): Block(config, layer) for layer in indices})
+        self.norm = RMSNorm(config.dim, config.norm_eps) if head else None
+        self.head = Head(*ends) if head and not config.tie_embeddings else None
+        self.loss: nn.Module = FusedLoss(soft_cap=config.logit_soft_cap)
+        for name in ("rope_cos", "rope_sin"):
+            self.register_buffer(name, torch.empty(seq_len, config.head_dim // 2), persistent=False)
+        self.reset_buffers(torch.get_default_dtype())
+
+    def forward(
+        self,
+        x: Tensor,
+        labels: Tensor | None = None,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
+        """One pass over `[batch, seq]`; every tensor argument has the batch first.
+
+        x: tokens int64 `[batch, seq]`, or hidden states `[batch, seq, dim]` where another part embeds.
+        labels: int64 `[batch, seq]`, IGNORE where there is nothing to predict.
+        positions: int64 `[batch, seq]`, below `seq_len`, for RoPE alone; None: 0, 1, ...
+        documents: int `[batch, seq]`; a token sees only its own document; None: no borders.
+
+        Returns hidden states `[batch, seq, dim]` if another part has the head; else with labels the three
+        sums of `FusedLoss`, without labels logits `[batch, seq, vocab]` in promote(float32, compute).
+        Raises ValueError if the sequence is longer than the model was built for.
+        """
+        # The blocks' input may be this process's piece of the sequence only (sequence parallelism).
+        seq = x.shape[1] if positions is None else positions.shape[1]
+        if self.embeds:
+            assert self.embedding is not None
+            x = self.embedding(x)
+        shared = self._shared(x, seq, positions, documents)
+        for layer in self.layers.values():
+            x = layer(x, shared)
+        if self.norm is None:
+            return x
+        x = self.norm(x)
+        if self.head is not None:
+            return self.head(x, labels, self.loss)
+        assert self.embedding is not None
+        return self.embedding.output(x, labels, self.loss)
+
+    def _shared(self, x: Tensor, seq: int, positions: Tensor | None, documents: Tensor | None) -> Shared:
+        """What the blocks have in common, made once: x is their input, of which attention sees `seq` tokens."""
+        if seq > self.seq_len:
+            raise ValueError(f"a sequence of {seq} tokens; the model was built for {self.seq_len}")
+        chosen = slice(seq) if positions is None else positions
+        like_x = x.new_empty(()).expand(
+            x.shape[0], seq, x.shape[-1]
+        )  # shape, dtype and device: all that masks ask
+        masks: dict[int, AttentionMask] = {}
+        for block in self.layers.values():
+            attention: Any = block.attention
+            if attention.window not in masks:
+                rule = AttentionMask(attention.window, documents, self.config.attention_soft_cap)
+                masks[attention.window] = attention.attend.prepare(rule, like_x)
+        return Shared(self.rope_cos[chosen].unsqueeze(-2), self.rope_sin[chosen].unsqueeze(-2), masks)
+
+    def initial_values(self) -> dict[str, float | Normal]:
+        """How each parameter of this part starts, by name; the same for a name in whichever part it lies."""
+        return initial_values(self, self.config)
+
+    def reset_buffers(self, dtype: torch.dtype) -> None:
+        """Write every buffer anew for computing in `dtype`: RoPE tables in promote(float32, dtype)."""
+        device = self.rope_cos.device
+        cos, sin = rope_tables(self.config, self.seq_len)
+        # Rounded once from float64: a float32 table turned into float64 would keep float32's errors.
+        self.rope_cos = cos.to(device=device, dtype=promoted(dtype))
+        self.rope_sin = sin.to(device=device, dtype=promoted(dtype))
+
+
+def window_of(config: ModelConfig, layer: int) -> int:
+    """Sliding window of the layer with this global index, 0 for the whole context.
+
+    With `sliding_window_pattern` n the layers n-1, 2n-1, ... see everything: n = 6 is five sliding, one full.
+    """
+    pattern = config.sliding_window_pattern
+    return 0 if pattern and (layer + 1) % pattern == 0 else config.sliding_window

@@ -1,0 +1,90 @@
+"""Impossible combinations are refused with numbers and a remedy, and what is not built yet says so."""
+
+import pytest
+
+from forge.config import load_config
+from forge.config.checks import UNBUILT
+from forge.config.keys import keys
+from tests.config.helpers import TINY, complaint, load, write
+
+ROPE = "\n[model.rope_scaling]\nfactor = 8\noriginal_max_position = 16\n"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "part"),
+    [
+        (
+            ["--model.dim=68"],
+            "model.dim = 68 (command line): is not a multiple of model.n_heads = 8; use 64 or 72,",
+        ),
+        (
+            ["--model.dim=72"],
+            "model.head_dim = 9 (default): must be even, because RoPE rotates pairs; use 10",
+        ),
+        (["--model.head_dim=7"], "model.head_dim = 7 (command line): must be even"),
+        (["--model.n_kv_heads=3"], "must divide model.n_heads = 8; use one of 1, 2, 4, 8"),
+        (['--data.sources=[{path="synthetic",weight=0}]'], "all weights are 0"),
+        (['--data.validation=[{name="a",path="x"},{name="a",path="y"}]'], "more than one a"),
+        (["--precision.compute=float64", "--precision.reduce=bfloat16"], "precision.reduce"),
+        (["--precision.compute=float64", "--precision.storage=bfloat16"], "precision.storage"),
+        (["--checkpoint.init=a", "--checkpoint.resume=b"], "leave one out"),
+        (["--precision.float8=rowwise", "--precision.float8_all_gather=true"], "use auto or false"),
+        (["--precision.float8=rowwise", "--train.seq_len=24"], "1 * 24 / 1; use another train.seq_len"),
+        (["--activation_checkpoint.mode=memory_budget"], "needs compile.enabled = true"),
+    ],
+)
+def test_impossible_combinations_are_refused_with_a_remedy(tmp_path, overrides, part) -> None:
+    assert part in complaint(tmp_path, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("lines", "key"),
+    [
+        ('kind = "llama3"\nlow_freq_factor = 4.0', "model.rope_scaling.high_freq_factor"),
+        ('kind = "yarn"\nbeta_fast = 1', "model.rope_scaling.beta_fast"),
+    ],
+)
+def test_rope_scaling_needs_an_interval_of_frequencies(tmp_path, lines: str, key: str) -> None:
+    assert f"{key} = " in complaint(tmp_path, text=TINY + ROPE + lines)
+
+
+def test_rope_scaling_of_one_kind_ignores_the_keys_of_the_other(tmp_path) -> None:
+    path = write(tmp_path, TINY + ROPE + 'kind = "yarn"\nlow_freq_factor = 9.0')
+    assert load_config(["--config", path]).model.rope_scaling is not None
+
+
+def test_head_dim_frees_dim_from_the_number_of_heads(tmp_path) -> None:
+    assert load(tmp_path, "--model.dim=68", "--model.head_dim=16").model.head_dim == 16
+
+
+def test_full_precision_and_pure_bfloat16_are_legal(tmp_path) -> None:
+    for value in ("float64", "bfloat16"):
+        load(tmp_path, *(f"--precision.{key}={value}" for key in ("storage", "compute", "reduce")))
+    load(tmp_path, "--precision.compute=float64")
+
+
+def test_a_run_may_end_within_its_warm_up(tmp_path) -> None:
+    load(tmp_path, "--train.steps=2", "--schedule.warmup_steps=40")
+
+
+ON = {
+    "parallel.data_parallel": ["zero1", "zero2", "ddp"],
+    "parallel.tp": ["2"],
+    "parallel.pp": ["2"],
+    "parallel.ep": ["2"],
+    "parallel.shard_optimizer_over": ["dp"],
+    "model.moe": ["{n_experts = 8}"],
+    "resilience.step_timeout_s": ["600"],
+    "resilience.time_limit_s": ["0.5"],
+    "resilience.max_rollbacks": ["1"],
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(row.key, value) for row in UNBUILT for value in ON[row.key]])
+def test_what_is_not_built_yet_says_so_with_key_and_value(tmp_path, key: str, value: str) -> None:
+    line = complaint(tmp_path, f"--{key}={value}")
+    assert line.startswith(f"{key} = ") and value.strip("{}") in line and "is not built yet" in line
+
+
+def test_unbuilt_rows_name_keys_that_exist() -> None:
+    assert all(row.key in keys() or row.key == "model.moe" for row in UNBUILT)

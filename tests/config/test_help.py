@@ -1,0 +1,30 @@
+"""Help and reference come from the schema and are complete."""
+
+from forge.config import help_text
+from forge.config.describe import docs_text
+from forge.config.keys import keys, sections
+from forge.config.load import CONFIGS
+
+
+def test_help_lists_every_key_with_type_default_and_meaning() -> None:
+    text = " ".join(help_text().split())
+    for key in keys().values():
+        default = "required" if key.field.is_required() else f"default {key.default}"
+        # Long words are broken after hyphens.
+        entry = f"--{key.name} {key.allowed}; {default} {key.meaning}"
+        assert entry.replace(" ", "") in text.replace(" ", ""), key.name
+    assert all(f"[{name}]" in text for name in sections())
+
+
+def test_help_fits_into_100_columns() -> None:
+    assert max(len(line) for line in help_text().splitlines()) <= 100
+
+
+def test_help_tells_usage_and_exit_codes() -> None:
+    text = help_text()
+    assert text.startswith("usage: train.py --config") and "75 stopped after saving" in text
+
+
+def test_the_reference_is_what_the_schema_says() -> None:
+    written = (CONFIGS.parent / "docs" / "configuration.md").read_text("utf-8")
+    assert written == docs_text(), "run: python -m forge.config.describe > docs/configuration.md"

@@ -1,0 +1,47 @@
+"""Every shipped config loads and fits the number of processes that its first line names."""
+
+import re
+
+import pytest
+
+from forge.config import check_world, load_config
+from forge.config.load import CONFIGS
+
+SHIPPED = sorted(path.stem for path in CONFIGS.glob("*.toml"))
+
+
+def test_the_promised_configs_are_there() -> None:
+    assert {"debug", "160m", "1b", "7b", "13b", "70b"} <= set(SHIPPED)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_it_fits_the_hardware_that_it_names(name: str) -> None:
+    first_line = (CONFIGS / f"{name}.toml").read_text().splitlines()[0]
+    named = re.match(r"# For (\d+) process(?:es)?: ", first_line)
+    assert named, f"{name}.toml must begin with the hardware that it is for"
+    config = load_config(["--config", name])
+    assert check_world(config, int(named[1])).accumulation >= 1
+    assert config.run.name == name
+
+
+SIZES = {
+    "160m": (0.15e9, 0.17e9),
+    "1b": (1.2e9, 1.3e9),
+    "7b": (7.9e9, 8.1e9),
+    "13b": (13e9, 13.6e9),
+    "70b": (70e9, 71e9),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_its_size_is_what_its_name_says(name: str) -> None:
+    model = load_config(["--config", name]).model
+    attention = model.dim * model.head_dim * 2 * (model.n_heads + model.n_kv_heads)
+    block = attention + 3 * model.dim * model.ffn_dim
+    embeddings = (1 if model.tie_embeddings else 2) * model.vocab_size * model.dim
+    assert SIZES[name][0] < model.n_layers * block + embeddings < SIZES[name][1]
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_debug_runs_on_a_few_processes(processes: int) -> None:
+    assert check_world(load_config(["--config", "debug"]), processes).dp == processes

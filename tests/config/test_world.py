@@ -1,0 +1,111 @@
+"""Degrees and batch against the number of processes: the equation, its numbers, and a remedy that works."""
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forge.config import Config, Degrees, check_world
+from forge.errors import BAD_CONFIG, UserError
+from tests.config.helpers import tiny
+
+
+def with_keys(**sections: dict) -> Config:
+    """The tiny config with keys set past the checks, so that layouts of the future can be tested."""
+    tree = tiny().model_dump(mode="json")
+    for section, values in sections.items():
+        tree[section] = (tree[section] or {}) | values
+    return Config.model_validate(tree)
+
+
+def refusal(world: int, **sections: dict) -> str:
+    with pytest.raises(UserError) as caught:
+        check_world(with_keys(**sections), world)
+    assert caught.value.exit_code == BAD_CONFIG
+    return str(caught.value)
+
+
+def test_one_process_holds_everything() -> None:
+    assert check_world(tiny(), 1) == Degrees(1, 1, 1, 1, 1, 1, 1, accumulation=8)
+
+
+def test_dp_shard_takes_what_the_other_degrees_leave() -> None:
+    config = with_keys(parallel={"dp_replicate": 2, "tp": 2, "cp": 2, "pp": 2, "ep": 4})
+    degrees = check_world(config, 32)
+    assert degrees == Degrees(32, pp=2, dp_replicate=2, dp_shard=2, cp=2, tp=2, ep=4, accumulation=2)
+    assert (degrees.dp, degrees.ep_shard) == (4, 2)
+
+
+def test_degrees_that_do_not_divide_the_world_are_told_with_numbers() -> None:
+    text = refusal(8, parallel={"dp_replicate": 3})
+    assert "8 processes are not a multiple of pp * dp_replicate * cp * tp = 1 * 3 * 1 * 1 = 3" in text
+    assert "start 6 or 9 processes" in text
+
+
+def test_degrees_whose_product_is_not_the_world_are_told_with_numbers() -> None:
+    text = refusal(8, parallel={"dp_replicate": 2, "dp_shard": 2})
+    assert "pp * dp_replicate * cp * tp * dp_shard = 1 * 2 * 1 * 1 * 2 = 4, but there are 8 processes" in text
+    assert "start 4, or set parallel.dp_shard = 4 or -1" in text
+
+
+def test_experts_must_divide_the_ranks_that_share_a_copy() -> None:
+    assert "dp_shard * cp * tp = ep_shard * ep, which is 8 * 1 * 1 = 8" in refusal(8, parallel={"ep": 3})
+    text = refusal(8, parallel={"ep": 4}, model={"moe": {"n_experts": 6}})
+    assert "must divide model.moe.n_experts = 6" in text
+
+
+def test_resharding_must_divide_the_sharding_degree() -> None:
+    assert check_world(with_keys(parallel={"reshard_after_forward": 4}), 8).dp_shard == 8
+    assert "does not divide dp_shard * cp = 8 * 1 = 8" in refusal(8, parallel={"reshard_after_forward": 3})
+
+
+def test_a_batch_that_does_not_divide_is_told_with_the_nearest_that_does() -> None:
+    text = refusal(4, train={"global_batch_size": 10, "micro_batch_size": 2}, parallel={"dp_replicate": 2})
+    assert (
+        "train.global_batch_size = 10: not a multiple of micro_batch_size * dp_replicate * dp_shard" in text
+    )
+    assert "= 2 * 2 * 2 = 8; set train.global_batch_size = 8 or 16" in text
+
+
+def test_a_sequence_that_does_not_split_is_told_with_the_nearest_that_does() -> None:
+    text = refusal(4, parallel={"cp": 4}, train={"seq_len": 60})
+    assert (
+        "train.seq_len = 60: not a multiple of 2 * cp = 2 * 4 = 8" in text
+        and "set train.seq_len = 56 or 64" in text
+    )
+    assert check_world(with_keys(parallel={"cp": 4}, train={"seq_len": 64}), 4).cp == 4
+
+
+def test_ulysses_needs_whole_heads_on_every_rank() -> None:
+    heads = {"n_heads": 8, "n_kv_heads": 2}
+    text = refusal(16, parallel={"cp": 8, "tp": 2, "context": "ulysses"}, model=heads)
+    assert "cp must divide model.n_heads / tp = 8 / 2 = 4; use one of 1, 2, 4, or" in text
+    for parallel in ({"cp": 4, "tp": 2, "context": "ulysses"}, {"cp": 8, "tp": 2, "context": "ring"}):
+        assert (
+            check_world(with_keys(parallel=parallel, model=heads, train={"seq_len": 64}), 16).cp
+            == parallel["cp"]
+        )
+
+
+def test_everything_wrong_is_told_at_once() -> None:
+    text = refusal(8, parallel={"reshard_after_forward": 3}, train={"global_batch_size": 9})
+    assert "reshard_after_forward" in text and "global_batch_size" in text
+
+
+SMALL = st.integers(1, 12)
+
+
+@settings(max_examples=200, deadline=None)
+@given(batch=st.integers(1, 64), micro=SMALL, world=SMALL)
+def test_every_remedy_for_a_batch_works(batch: int, micro: int, world: int) -> None:
+    train = {"global_batch_size": batch, "micro_batch_size": micro}
+    try:
+        degrees = check_world(with_keys(train=train), world)
+        assert degrees.accumulation * micro * degrees.dp == batch
+    except UserError as error:
+        for key, values in re.findall(
+            r"train\.(\w+) = (\d+(?: or \d+)?)(?=,|$)", str(error).partition("; set ")[2]
+        ):
+            for value in values.split(" or "):
+                check_world(with_keys(train=train | {key: int(value)}), world)

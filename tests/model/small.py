@@ -1,0 +1,67 @@
+"""Small models with known parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forge.config.model import ModelConfig
+from forge.model import IGNORE, Normal, Transformer
+
+VOCAB = 23
+
+
+def small_config(**changes: Any) -> ModelConfig:
+    """Two layers, grouped heads, no option on."""
+    plain: dict[str, Any] = {
+        "dim": 24,
+        "n_layers": 2,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "head_dim": 6,
+        "ffn_dim": 20,
+        "vocab_size": VOCAB,
+        "rope_theta": 100.0,
+        "init_std": 0.3,
+    }
+    return ModelConfig.model_validate(plain | changes)
+
+
+def small_model(
+    config: ModelConfig, seq_len: int = 12, dtype: torch.dtype = torch.float64, **parts: Any
+) -> Transformer:
+    """A part of the model of `config`; a parameter's values depend on its name alone."""
+    model = Transformer(config, seq_len, **parts).to(dtype)
+    fill(model)
+    model.reset_buffers(dtype)
+    return model
+
+
+@torch.no_grad()
+def fill(model: Transformer) -> None:
+    """Initial values, but constants with noise on top: ones and zeros would hide a missing norm or bias."""
+    values = model.initial_values()
+    for name, parameter in model.named_parameters():
+        start = values[name]
+        mean, std = (0.0, start.std) if isinstance(start, Normal) else (start, 0.2)
+        generator = torch.Generator().manual_seed(sum(map(ord, name)))
+        parameter.copy_(mean + std * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+
+
+def batch(sequences: int = 2, seq: int = 12, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Tokens and labels `[sequences, seq]`; some labels are ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    text = torch.randint(VOCAB, (sequences, seq + 1), generator=generator)
+    labels = text[:, 1:].clone()
+    labels[0, 3] = labels[-1, -1] = IGNORE
+    return text[:, :-1], labels
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, f"{name} has no gradient"
+        found[name] = parameter.grad
+    return found

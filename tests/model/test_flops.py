@@ -1,0 +1,53 @@
+"""Counts against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from forge.config.model import ModelConfig
+from forge.model import flops_per_token, parameter_counts
+from tests.model.small import small_config
+
+LLAMA3_8B = ModelConfig(
+    dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, head_dim=128, ffn_dim=14336, vocab_size=128256
+)
+
+
+def test_llama_3_8b_has_8030261248_parameters() -> None:
+    counts = parameter_counts(LLAMA3_8B)
+    assert counts.total == 8_030_261_248
+    assert counts.embedding == counts.head == 128256 * 4096
+    assert counts.norms == 65 * 4096
+    assert counts.matmul == counts.total - counts.embedding - counts.norms
+
+
+def test_biases_and_qk_norm_are_parameters_but_no_matrix_products() -> None:
+    plain, changed = (
+        parameter_counts(small_config()),
+        parameter_counts(small_config(attention_bias=True, qk_norm=True)),
+    )
+    assert changed.attention - plain.attention == 2 * (24 + 12 + 12)
+    assert changed.norms - plain.norms == 2 * 2 * 6
+    assert changed.matmul == plain.matmul
+
+
+def test_a_tied_head_is_computed_with_but_counted_once() -> None:
+    untied, tied = parameter_counts(small_config()), parameter_counts(small_config(tie_embeddings=True))
+    assert untied.total - tied.total == 23 * 24
+    assert tied.head == 0
+    assert tied.matmul == untied.matmul
+    assert flops_per_token(small_config(tie_embeddings=True), 64) == flops_per_token(small_config(), 64)
+
+
+def test_flops_of_llama_3_8b_at_8192_tokens() -> None:
+    matrices = 6 * (8_030_261_248 - 128256 * 4096 - 65 * 4096)
+    assert flops_per_token(LLAMA3_8B, 8192) == matrices + 32 * 12 * 4096 * 8193 / 2
+
+
+@pytest.mark.parametrize("window", [1, 3, 10, 99])
+def test_attention_counts_exactly_the_pairs_that_see_each_other(window: int) -> None:
+    seq = 10
+    pairs = sum(1 for i in range(seq) for j in range(i + 1) if i - j < window)
+    config = small_config(sliding_window=window, sliding_window_pattern=2)  # the second layer sees everything
+    attention = flops_per_token(config, seq) - 6 * parameter_counts(config).matmul
+    assert attention * seq == pytest.approx(12 * 24 * (pairs + seq * (seq + 1) / 2))

@@ -1,0 +1,33 @@
+"""Models by name and by import path."""
+
+from __future__ import annotations
+
+import pytest
+
+from forge.errors import UserError
+from forge.model import Transformer, build_model
+from tests.model.small import small_config
+
+
+class OtherModel(Transformer):
+    pass
+
+
+def test_a_registered_model_and_an_import_path_are_built() -> None:
+    assert type(build_model(small_config(), 8)) is Transformer
+    other = build_model(
+        small_config(kind="tests.model.test_registry:OtherModel"), 8, layers=range(1), head=False
+    )
+    assert type(other) is OtherModel
+    assert list(other.layers) == ["0"]
+
+
+def test_an_unknown_name_is_answered_with_the_nearest() -> None:
+    with pytest.raises(UserError, match=r'"transfomer" is not a model.*did you mean "transformer"'):
+        build_model(small_config(kind="transfomer"), 8)
+
+
+@pytest.mark.parametrize("kind", ["no.such.module:Model", "forge.model:NoSuchModel", ":"])
+def test_an_import_path_that_leads_nowhere_is_a_user_error(kind: str) -> None:
+    with pytest.raises(UserError, match="cannot be imported"):
+        build_model(small_config(kind=kind), 8)

@@ -1,0 +1,183 @@
+"""The model against its plain second form in float64: loss, logits, every gradient, option by option."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from forge.model import IGNORE, AttentionMask, FusedLoss, Transformer
+from forge.model.attention import SdpaAttention
+from tests.model.reference import reference_logits, reference_loss
+from tests.model.small import batch, gradients, small_config, small_model
+
+TIGHT = {"rtol": 1e-10, "atol": 1e-12}
+
+LLAMA3 = {
+    "kind": "llama3",
+    "factor": 8.0,
+    "original_max_position": 32,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+YARN = {"kind": "yarn", "factor": 4.0, "original_max_position": 32, "beta_fast": 4.0, "beta_slow": 1.0}
+DOCUMENTS = torch.tensor([[0] * 4 + [1] * 7 + [2], [5] + [6] * 11])
+POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 0], [0, *range(11)]])
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "one key head": {"n_kv_heads": 1},
+    "as many key heads": {"n_kv_heads": 4},
+    "heads wider than dim": {"head_dim": 10},
+    "qk_norm": {"qk_norm": True},
+    "attention_bias": {"attention_bias": True},
+    "tied": {"tie_embeddings": True},
+    "window": {"sliding_window": 3},
+    "window in every other layer": {"sliding_window": 3, "sliding_window_pattern": 2},
+    "window beyond the sequence": {"sliding_window": 50},
+    "logit cap": {"logit_soft_cap": 2.0},
+    "attention cap": {"attention_soft_cap": 0.5},
+    "llama3": {"rope_scaling": LLAMA3},
+    "yarn": {"rope_scaling": YARN},
+    "all at once": {
+        "qk_norm": True,
+        "attention_bias": True,
+        "tie_embeddings": True,
+        "sliding_window": 3,
+        "sliding_window_pattern": 2,
+        "logit_soft_cap": 2.0,
+        "attention_soft_cap": 0.5,
+        "rope_scaling": YARN,
+    },
+}
+
+
+@pytest.mark.parametrize("sequence", ["whole", "documents"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_loss_and_every_gradient_equal_the_plain_form(options: dict[str, Any], sequence: str) -> None:
+    inputs = {} if sequence == "whole" else {"documents": DOCUMENTS, "positions": POSITIONS}
+    config = small_config(**options)
+    model = small_model(config)
+    model.loss = FusedLoss(z_loss_coef=0.01, chunk_tokens=5, soft_cap=config.logit_soft_cap)
+    tokens, labels = batch()
+    ours = model(tokens, labels, **inputs)
+    ours[0].backward()
+
+    parameters = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    plain = reference_loss(parameters, config, tokens, labels, z_loss_coef=0.01, **inputs)
+    plain[0].backward()
+    assert ours.dtype == torch.float64
+    assert_close(ours, plain, **TIGHT)
+    assert_close(gradients(model), {name: p.grad for name, p in parameters.items()}, **TIGHT)
+
+
+@pytest.mark.parametrize("options", [{}, {"logit_soft_cap": 2.0}, {"tie_embeddings": True}], ids=str)
+def test_without_labels_the_model_returns_the_logits(options: dict[str, Any]) -> None:
+    config = small_config(**options)
+    model = small_model(config)
+    tokens, _ = batch()
+    assert_close(model(tokens), reference_logits(dict(model.named_parameters()), config, tokens), **TIGHT)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_parts_in_a_chain_equal_the_whole_model(tied: bool) -> None:
+    config = small_config(n_layers=3, tie_embeddings=tied, sliding_window=4, sliding_window_pattern=3)
+    tokens, labels = batch()
+    whole = small_model(config)
+    whole(tokens, labels, POSITIONS, DOCUMENTS)[0].backward()
+
+    first = small_model(config, layers=range(0, 2), head=False)
+    last = small_model(config, layers=range(2, 3), embed=False)
+    losses = last(first(tokens, None, POSITIONS, DOCUMENTS), labels, POSITIONS, DOCUMENTS)
+    losses[0].backward()
+    assert_close(losses, whole(tokens, labels, POSITIONS, DOCUMENTS), **TIGHT)
+    parts = gradients(first)
+    for name, grad in gradients(last).items():
+        parts[name] = parts.get(name, 0.0) + grad
+    assert_close(parts, gradients(whole), **TIGHT)
+
+
+def test_a_parameters_name_does_not_depend_on_the_part() -> None:
+    config = small_config(n_layers=3)
+    names = [name for name, _ in Transformer(config, 8).named_parameters()]
+    first = [name for name, _ in Transformer(config, 8, layers=range(0, 1), head=False).named_parameters()]
+    last = [name for name, _ in Transformer(config, 8, layers=range(1, 3), embed=False).named_parameters()]
+    assert first + last == names
+    assert names[0] == "embedding.weight"
+    assert names[-2:] == ["norm.weight", "head.weight"]
+    assert "layers.2.feed_forward.w3.weight" in names
+
+
+def test_positions_shift_nothing_but_the_rotation() -> None:
+    """RoPE is relative: the same offset on all positions leaves the loss, another spacing does not."""
+    model = small_model(small_config(), seq_len=40)
+    tokens, labels = batch()
+    plain = model(tokens, labels)
+    positions = torch.arange(12).expand(2, 12)
+    assert_close(model(tokens, labels, positions + 20), plain, **TIGHT)
+    assert not torch.allclose(model(tokens, labels, positions * 3), plain)
+
+
+def test_a_document_is_read_as_if_it_stood_alone() -> None:
+    model = small_model(small_config(sliding_window=3))
+    tokens, _ = batch(sequences=1)
+    documents = torch.tensor([[0] * 5 + [1] * 7])
+    together = model(tokens, documents=documents)
+    assert_close(together[:, :5], model(tokens[:, :5]), **TIGHT)
+    assert_close(together[:, 5:], model(tokens[:, 5:]), **TIGHT)
+
+
+def test_bfloat16_keeps_norm_rotation_and_loss_in_float32() -> None:
+    model = small_model(small_config(), dtype=torch.bfloat16)
+    tokens, labels = batch()
+    assert model.rope_cos.dtype == torch.float32
+    assert model(tokens, labels).dtype == torch.float32
+    assert model(tokens).dtype == torch.float32
+    exact = small_model(small_config())(tokens, labels)
+    assert_close(model(tokens, labels).double(), exact, rtol=0.02, atol=0.0)
+
+
+def test_a_longer_sequence_than_built_for_is_refused() -> None:
+    model = small_model(small_config(), seq_len=8)
+    with pytest.raises(ValueError, match=r"12 tokens.*8"):
+        model(*batch())
+
+
+def test_a_batch_without_a_valid_label_has_loss_and_gradients_zero() -> None:
+    model = small_model(small_config())
+    tokens, labels = batch()
+    losses = model(tokens, torch.full_like(labels, IGNORE))
+    losses[0].backward()
+    assert losses.tolist() == [0.0, 0.0, 0.0]
+    assert all((grad == 0).all() for grad in gradients(model).values())
+
+
+class CountingAttention(SdpaAttention):
+    """An attention function of another's, as parallel code puts in place."""
+
+    def __init__(self) -> None:
+        self.prepared: list[AttentionMask] = []
+        self.used: list[AttentionMask] = []
+
+    def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
+        self.prepared.append(super().prepare(mask, x))
+        return self.prepared[-1]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+        self.used.append(mask)
+        return super().__call__(q, k, v, mask)
+
+
+def test_masks_are_made_once_per_forward_and_window_by_the_attention_function_in_place() -> None:
+    model = small_model(small_config(n_layers=4, sliding_window=3, sliding_window_pattern=2))
+    plain = model(*batch())
+    attend = CountingAttention()
+    for block in model.layers.values():
+        block.attention.attend = attend
+    assert torch.equal(model(*batch()), plain)
+    sliding, full = attend.prepared
+    assert (sliding.window, full.window, full.table) == (3, 0, None)
+    assert all(used is made for used, made in zip(attend.used, [sliding, full, sliding, full], strict=True))

@@ -1,0 +1,11 @@
+"""Imported once by the fork server, so that no rank pays for it: every forge module that tests use on ranks."""
+
+import contextlib
+import importlib
+import pkgutil
+
+import forge
+
+for _module in pkgutil.walk_packages(forge.__path__, "forge."):
+    with contextlib.suppress(ImportError):
+        importlib.import_module(_module.name)
