@@ -1,0 +1,56 @@
+"""`build_parallel_model`: the one place where a model meets its layout."""
+
+from __future__ import annotations
+
+import torch
+
+from forge.config import Config
+from forge.model import FusedLoss, Transformer, build_model
+from forge.parallel.activation import apply_activation
+from forge.parallel.compile import apply_compile
+from forge.parallel.context import SequenceSplit, apply_context
+from forge.parallel.execute import SequentialModel
+from forge.parallel.float8 import apply_float8, scale_refresher
+from forge.parallel.fsdp import apply_fsdp, fsdp_shards, materialise
+from forge.parallel.initialize import initialize
+from forge.parallel.mesh import Meshes
+from forge.parallel.order import take_step
+from forge.parallel.precision import DTYPES
+from forge.parallel.tensor import apply_tensor, sequence_pieces
+
+
+def build_parallel_model(config: Config, meshes: Meshes, device: torch.device) -> SequentialModel:
+    """The model of `config` over all ranks, with its initial values. Collective.
+
+    The model is made on the meta device and parallelism is applied from the inside out (the order and its reasons:
+    forge/parallel/order.py); only then does memory exist, of each rank's own shards.
+    """
+    model = build_meta_model(config)
+    apply_layout(model, config, meshes)
+    materialise(model, config, device)
+    shards = fsdp_shards(model, meshes)
+    take_step(model, "initialise")
+    initialize(shards, model.initial_values(), config.run.seed)
+    model.reset_buffers(DTYPES[config.precision.compute])
+    split, refresh = SequenceSplit(meshes.cp, sequence_pieces(config)), scale_refresher(model)
+    return SequentialModel(model, shards, meshes, split, config.train.micro_batch_size, refresh)
+
+
+def apply_layout(model: Transformer, config: Config, meshes: Meshes) -> None:
+    """Change `model`, on the meta device, in place into this rank's part of it, without memory yet. Collective."""
+    apply_context(model, config, meshes)
+    apply_tensor(model, config, meshes)
+    apply_float8(model, config, meshes)
+    apply_activation(model, config, meshes)
+    apply_compile(model, config)
+    apply_fsdp(model, config, meshes)
+
+
+def build_meta_model(config: Config) -> Transformer:
+    """The model of `config` on the meta device: shapes and the storage dtype, no memory."""
+    with torch.device("meta"):
+        model = build_model(config.model, config.train.seq_len)
+    model.loss = FusedLoss(
+        config.train.z_loss_coef, config.train.loss_chunk_tokens, config.model.logit_soft_cap
+    )
+    return model.to(DTYPES[config.precision.storage])

@@ -1,0 +1,91 @@
+"""torch.compile, block by block: one graph that all blocks of a kind share, so depth costs no compile time.
+
+The forward of a block is compiled, not the block: parameters keep their names, and the hooks of data parallelism,
+which comes later, stay outside of the graph. A graph that would break is an error, never a silent loss of speed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+from forge.config import Config
+from forge.config.keys import nearest
+from forge.errors import UserError
+from forge.model import Transformer
+from forge.parallel.activation import Recomputed
+from forge.parallel.order import take_step
+
+
+def apply_compile(model: Transformer, config: Config) -> None:
+    """Compile the blocks and the loss of `model` as `config.compile` says, in place; at its first use, not here.
+
+    Raises UserError for a compiler that PyTorch does not know, or a loss that has nothing to compile.
+    """
+    take_step(model, "compile")
+    chosen = config.compile
+    if not (chosen.enabled or chosen.loss):
+        return
+    _check_backend(chosen.backend)
+    compiled = functools.partial(torch.compile, backend=chosen.backend, fullgraph=True)
+    if chosen.enabled:
+        for block in model.layers.values():
+            if isinstance(block.forward, Recomputed) and block.forward.whole:
+                # Nothing of it is kept, so the compiler gains nothing from seeing the checkpoint; and inside one PyTorch
+                # 2.13 fails to trace tensor parallelism with SDPA (it saves a DeviceMesh for backward).
+                block.forward.forward = compiled(block.forward.forward)
+            else:
+                block.forward = compiled(block.forward)
+        first = next(iter(model.layers.values()), None)
+        if first is not None:
+            first.forward = waiting(first.forward)
+    if chosen.loss:
+        _compile_loss(model.loss, compiled)
+
+
+def waiting(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward` with a first argument that has arrived.
+
+    Under tensor parallelism the embedding returns an AsyncCollectiveTensor, a promise of a collective's result;
+    compiled code takes it for a plain tensor and fails in backward.
+    """
+
+    @functools.wraps(forward)
+    def waited(x: Tensor, *args: Any) -> Any:
+        return forward(_Arrived.apply(x) if isinstance(x, AsyncCollectiveTensor) else x, *args)
+
+    return waited
+
+
+class _Arrived(torch.autograd.Function):
+    """The promised tensor. `AsyncCollectiveTensor.wait` by itself would leave the gradient behind."""
+
+    @staticmethod
+    def forward(ctx: Any, x: AsyncCollectiveTensor) -> Tensor:
+        return x.wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _compile_loss(loss: nn.Module, compiled: Callable[..., Any]) -> None:
+    """Compile what a loss computes per chunk of tokens: the loop itself is outside, or it would be unrolled."""
+    if not hasattr(loss, "chunk"):
+        raise UserError(f"compile.loss = true does not go with {type(loss).__name__}; use false")
+    loss.chunk = compiled(loss.chunk)
+
+
+def _check_backend(name: str) -> None:
+    known = torch.compiler.list_backends(exclude_tags=())
+    if name not in known:
+        hint = nearest(name, known) or "inductor"
+        raise UserError(
+            f'compile.backend = "{name}" is not known to PyTorch; known: {", ".join(known)}; '
+            f'did you mean "{hint}"?'
+        )

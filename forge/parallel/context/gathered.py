@@ -1,0 +1,63 @@
+"""Context parallelism by gathering keys and values: every rank has all of them while a layer computes its attention.
+
+One all-gather per layer and forward, one reduce-scatter in backward. Grouped heads make it cheap: only key/value heads
+travel (Llama Team 2024, "The Llama 3 Herd of Models", section 3.3.2).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
+
+from forge import compat
+from forge.model import AttentionMask, sdpa_attention
+from forge.model.mask import block_part, dense_part
+from forge.parallel.context.sequence import SequenceSplit
+
+
+class AllGatherAttention:
+    """This rank's queries against the keys and values of the whole sequence."""
+
+    def __init__(self, split: SequenceSplit):
+        self.split = split
+
+    def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
+        seq = x.shape[1] * self.split.ranks
+        window = mask.window if mask.window < seq else 0
+        if x.is_cuda and not window and mask.documents is None and not mask.soft_cap:
+            return mask
+        # flex's kernels stop at float32.
+        make_table = block_part if x.is_cuda and x.dtype != torch.float64 else dense_part
+        queries, keys = self.split.indices(seq, x.device), torch.arange(seq, device=x.device)
+        table = make_table(window, mask.documents, queries, keys)
+        return AttentionMask(window, mask.documents, mask.soft_cap, table)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+        gathered = compat.all_gather(torch.stack([k, v]).unsqueeze(0), self.split.group)
+        k, v = self.split.in_order(gathered).unbind(0)
+        if mask.table is None:
+            return causal_chunks(q, k, v, self.split)
+        return sdpa_attention(q, k, v, mask)
+
+
+def causal_chunks(q: Tensor, k: Tensor, v: Tensor, split: SequenceSplit) -> Tensor:
+    """Plain causal attention of this rank's two chunks of queries, each against the keys up to its end.
+
+    For CUDA, where a kernel knows this mask by itself; elsewhere PyTorch would write it out in every call.
+    """
+    size = q.shape[2] // 2
+    outs = []
+    for queries, chunk in zip(q.split(size, dim=2), split.chunks(split.rank), strict=True):
+        end = (chunk + 1) * size
+        outs.append(
+            F.scaled_dot_product_attention(
+                queries,
+                k[:, :, :end],
+                v[:, :, :end],
+                attn_mask=causal_lower_right(size, end),
+                enable_gqa=True,
+            )
+        )
+    return torch.cat(outs, dim=2)

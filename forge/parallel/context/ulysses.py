@@ -1,0 +1,46 @@
+"""Context parallelism by exchanging heads: for its attention a layer goes from all heads of a part of the sequence to
+some heads of the whole (Jacobs et al. 2023, "DeepSpeed Ulysses").
+
+Two all-to-alls per layer and forward, two in backward. Attention itself is what it is on one process.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from forge import compat
+from forge.model import AttentionMask, sdpa_attention
+from forge.parallel.context.sequence import SequenceSplit
+
+
+class UlyssesAttention:
+    """The whole sequence of heads / cp heads. Heads must divide by cp; key/value heads need not.
+
+    Where cp does not divide the key/value heads, each is sent several times, so that every rank gets those of its
+    query heads.
+    """
+
+    def __init__(self, split: SequenceSplit):
+        self.split = split
+
+    def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
+        # Of x only shape, dtype and device are asked: a view serves, and nothing is gathered.
+        return sdpa_attention.prepare(mask, x[:, :1].expand(-1, x.shape[1] * self.split.ranks, -1))
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+        ranks = self.split.ranks
+        repeats = ranks // gcd(ranks, k.shape[1])
+        if repeats > 1:
+            k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+        heads = [x.shape[1] // ranks for x in (q, k, v)]
+        by_rank = torch.cat([x.unflatten(1, (ranks, -1)) for x in (q, k, v)], dim=2)
+        # [cp: whose sequence, batch, heads of q, k and v, seq / cp, head_dim]
+        received = compat.all_to_all(by_rank.movedim(1, 0).contiguous(), self.split.group)
+        q, k, v = self.split.in_order(received).split(heads, dim=1)
+        out = sdpa_attention(q, k, v, mask)
+        # [cp: whose heads, batch, heads / cp, seq / cp, head_dim]
+        received = compat.all_to_all(self.split.by_rank(out), self.split.group)
+        return received.movedim(0, 1).flatten(1, 2)

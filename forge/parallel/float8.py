@@ -1,0 +1,205 @@
+"""Matrix products in float8, by torchao: linear layers are swapped for ones that scale and round their operands.
+
+    tensorwise  one scale per operand; with FSDP the weights can be gathered in float8, half the bytes of bfloat16
+    rowwise     one scale per row, a power of two: closer to the exact product, somewhat slower
+
+Parameters stay what they are, in `precision.storage` and under their names, so a checkpoint does not know of it.
+On a CPU the products are emulated: operands are rounded to float8 and multiplied in float32.
+torchao is imported only where float8 is on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from math import ceil
+
+import torch
+from torch import nn
+
+from forge.config import Config
+from forge.config.keys import nearest
+from forge.config.layout import Precision
+from forge.errors import UserError
+from forge.parallel.mesh import Meshes
+from forge.parallel.order import take_step
+from forge.shard import local
+
+log = logging.getLogger(__name__)
+
+# Float8 kernels take matrices whose sides this number divides.
+MULTIPLE = 16
+# Compute capability of the first cards with float8 kernels: Ada; then Hopper, 9.0.
+FIRST_CARD = (8, 9)
+HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+
+
+def apply_float8(model: nn.Module, config: Config, meshes: Meshes) -> None:
+    """Swap the linear layers of `model`, in place; those in `float8_exclude` or of an unfit size stay.
+
+    Raises UserError if the device has no float8, no layer is left to convert, or a pattern in `float8_exclude`
+    fits none.
+    """
+    take_step(model, "float8")
+    if config.precision.float8 == "none":
+        return
+    emulate = meshes.fsdp.device_type == "cpu"
+    if not emulate:
+        _check_device(config)
+    _check_patterns(model, config.precision.float8_exclude)
+    chosen, left_out = choose_layers(model, config.precision.float8_exclude)
+    gather = _gathers_in_float8(chosen, config, meshes)
+    _log_choice(config.precision.float8, gather, chosen, left_out)
+    if not chosen:
+        raise UserError(
+            f"precision.float8 = {config.precision.float8}: no linear layer is left to convert; "
+            + ("; ".join(f"{name} {why}" for name, why in left_out.items()) or "the model has none")
+        )
+    with _quiet():
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    recipe = dataclasses.replace(
+        Float8LinearConfig.from_recipe_name(config.precision.float8),
+        emulate=emulate,
+        enable_fsdp_float8_all_gather=gather,
+    )
+    hooks = count_hooks(model)
+    convert_to_float8_training(model, config=recipe, module_filter_fn=lambda _, name: name in chosen)
+    for name, layer in chosen.items():
+        carry_hooks(layer, model.get_submodule(name))
+    # Tensor parallelism lives in these hooks: without them every rank would silently compute a part for the whole.
+    assert count_hooks(model) == hooks, "hooks were lost when linear layers were swapped"
+
+
+def scale_refresher(model: nn.Module) -> Callable[[], None]:
+    """What has to be called after each change of the parameters of a sharded `model`. Collective when called.
+
+    Where FSDP gathers weights in float8 it makes their scales anew, in one all-reduce for all of them; before the
+    first call FSDP makes one per weight and forward, with the same result. Elsewhere it does nothing.
+    """
+    gathers = "enable_fsdp_float8_all_gather"
+    if not any(getattr(getattr(module, "config", None), gathers, False) for module in model.modules()):
+        return lambda: None
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    return functools.partial(precompute_float8_dynamic_scale_for_fsdp, model)
+
+
+def choose_layers(model: nn.Module, exclude: tuple[str, ...]) -> tuple[dict[str, nn.Linear], dict[str, str]]:
+    """The linear layers of `model` to convert, by name, and for all others why not."""
+    chosen: dict[str, nn.Linear] = {}
+    left_out: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        # What this rank multiplies with: under tensor parallelism a part of the matrix.
+        sides = tuple(local(module.weight).shape)
+        pattern = next((pattern for pattern in exclude if fnmatchcase(name, pattern)), None)
+        if pattern is not None:
+            left_out[name] = f'is in precision.float8_exclude ("{pattern}")'
+        elif any(side % MULTIPLE for side in sides):
+            left_out[name] = f"is {sides[0]} x {sides[1]} on each rank, not multiples of {MULTIPLE}"
+        else:
+            chosen[name] = module
+    return chosen, left_out
+
+
+def carry_hooks(old: nn.Module, new: nn.Module) -> None:
+    """Give `new` the forward hooks and pre-hooks of `old`, in their order, with or without keyword arguments."""
+    for name in HOOKS:
+        # The dictionaries themselves, so that a hook's handle can still remove it.
+        setattr(new, name, getattr(old, name))
+
+
+def count_hooks(model: nn.Module) -> Counter[str]:
+    """Number of hooks of each kind on all modules of `model` together."""
+    return Counter({name: sum(len(getattr(module, name)) for module in model.modules()) for name in HOOKS})
+
+
+def _gathers_in_float8(chosen: dict[str, nn.Linear], config: Config, meshes: Meshes) -> bool:
+    """Whether FSDP gathers the chosen weights in float8."""
+    wanted = config.precision.float8_all_gather
+    if config.precision.float8 != "tensorwise" or wanted is False:
+        return False
+    if wanted == "auto" and (config.parallel.data_parallel != "fsdp2" or config.parallel.tp > 1):
+        return False
+    # torchao takes the largest element of what each rank holds, and fails where a rank holds nothing.
+    ranks = meshes.fsdp.size(meshes.fsdp.ndim - 1)
+    empty = [name for name, layer in chosen.items() if _holders(layer.weight.shape[0], ranks) < ranks]
+    if empty and wanted is True:
+        raise UserError(
+            f"precision.float8_all_gather = true needs rows of every matrix on all {ranks} ranks, and "
+            f"{empty[0]} has too few; use auto or false"
+        )
+    return not empty
+
+
+def _holders(rows: int, ranks: int) -> int:
+    """How many of `ranks` hold rows when they are dealt out in equal chunks, the last ones shorter or empty."""
+    return ceil(rows / ceil(rows / ranks))
+
+
+def _check_device(config: Config) -> None:
+    capability = torch.cuda.get_device_capability()
+    if capability < FIRST_CARD:
+        raise UserError(
+            f"precision.float8 = {config.precision.float8} needs a card of compute capability "
+            f"{FIRST_CARD[0]}.{FIRST_CARD[1]} (Ada, Hopper or later), this one has {capability[0]}.{capability[1]}; use none"
+        )
+    if config.precision.compute == "float64":
+        raise UserError(
+            "precision.float8 on a GPU computes in bfloat16 or float32, not precision.compute = float64"
+        )
+
+
+def _check_patterns(model: nn.Module, patterns: tuple[str, ...]) -> None:
+    """A pattern that the user wrote and that fits nothing is a slip; the defaults may well fit nothing."""
+    names = [name for name, _ in model.named_modules() if name]
+    defaults = Precision().float8_exclude
+    for pattern in patterns:
+        if pattern not in defaults and not any(fnmatchcase(name, pattern) for name in names):
+            hint = nearest(pattern, names)
+            raise UserError(
+                f'precision.float8_exclude: "{pattern}" fits no module of this model'
+                + (f'; did you mean "{hint}"?' if hint else "")
+            )
+
+
+def _log_choice(kind: str, gather: bool, chosen: dict[str, nn.Linear], left_out: dict[str, str]) -> None:
+    kinds = Counter(name.rpartition(".")[2] for name in chosen)
+    log.info(
+        "float8 %s: %d of %d linear layers (%s), gathered in %s",
+        kind,
+        len(chosen),
+        len(chosen) + len(left_out),
+        ", ".join(f"{number} {name}" for name, number in kinds.items()) or "none",
+        "float8" if gather else "precision.compute",
+    )
+    for name, why in left_out.items():
+        log.info("not in float8: %s %s", name, why)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what torchao says while it is imported: that extensions are missing which forge does not use."""
+    os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

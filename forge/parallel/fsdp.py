@@ -1,0 +1,283 @@
+"""Fully sharded data parallelism, on PyTorch's FSDP2, at every degree including 1.
+
+Units: the embedding, every block, and the final norm with the head; a tied embedding is shared by both ends of the
+model and so belongs to the root. forge/parallel/precision.py divides a unit in which modules compute in different
+dtypes. Gradients are summed, never averaged: the loss is divided by the global number of tokens before backward, so a
+sum over ranks is the gradient (torch.distributed.fsdp.fully_shard: gradient divide factor).
+
+Accumulation: each microbatch's gradient is reduce-scattered at once and held sharded in the storage dtype, so nothing
+of the model's full size waits for the last microbatch; with replicas the all-reduce over them happens only there.
+`parallel.defer_gradient_reduction` does the opposite: one reduction per step, and full-size gradients until then.
+A rank that shares its copy of the model with no other holds everything in full size anyway, so there gradients are
+added up as backward makes them, and parameters are cast once per step instead of once per microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+
+from forge.config import Config
+from forge.errors import UserError
+from forge.model import Transformer
+from forge.parallel.mesh import Meshes
+from forge.parallel.order import take_step
+from forge.parallel.precision import (
+    DTYPES,
+    Unit,
+    cast_at_borders,
+    compute_dtypes,
+    joined_by_parameters,
+    pinned_parameters,
+    uniform_units,
+)
+from forge.shard import Box, Shard
+
+
+@dataclass(frozen=True)
+class _Accumulation:
+    """What microbatches before the last one do with `units` (the root among them).
+
+    defer: leave gradients unsharded and unreduced. keep: leave parameters gathered.
+    """
+
+    units: tuple[FSDPModule, ...]
+    defer: bool
+    keep: bool
+
+
+def apply_fsdp(model: Transformer, config: Config, meshes: Meshes) -> None:
+    """Shard `model` (on the meta device) in place over `meshes.fsdp`.
+
+    Raises UserError if precision.fp32_modules cannot be followed.
+    """
+    take_step(model, "data")
+    groups, dtypes = plan_units(model, config)
+    cast_at_borders(model, dtypes, DTYPES[config.precision.compute])
+    if config.compile.enabled:
+        _refuse_units_in_blocks(model, groups)
+    # What ends the model is needed again at once in backward: the last block, and the group behind it.
+    ends = len(groups) - (3 if model.norm is not None else 2)
+    sharded = [
+        [_shard_unit(unit, config, meshes, last=number >= ends) for unit in group]
+        for number, group in enumerate(groups)
+    ]
+    if isinstance(model.embedding, FSDPModule) and groups[0][-1].modules == (model.embedding,):
+        # Its backward adds to rows and never reads them.
+        model.embedding.set_unshard_in_backward(False)
+    _set_prefetch(model, sharded, config.parallel.prefetch)
+    alone = _shard_degree(meshes) == 1
+    defer = config.parallel.defer_gradient_reduction or alone
+    units = tuple(module for group in sharded for module in group)
+    model.__dict__["_forge_accumulation"] = _Accumulation(units, defer=defer, keep=alone)
+
+
+def plan_units(
+    model: Transformer, config: Config
+) -> tuple[list[list[Unit]], dict[nn.Parameter, torch.dtype]]:
+    """The units of `model` in the order of forward, and the compute dtype of every parameter.
+
+    A group of units for each part that is gathered by itself, the root last; more than one in a group where dtypes
+    differ, and then a unit that lies in another comes first. Whether storage is uniform is judged part by part.
+    """
+    pinned = pinned_parameters(model, config.precision.fp32_modules)
+    groups: list[list[Unit]] = []
+    dtypes: dict[nn.Parameter, torch.dtype] = {}
+    parts: list[list[nn.Module]] = [*_parts(model), [model]]
+    for part in parts:
+        resolved = compute_dtypes(
+            part,
+            DTYPES[config.precision.compute],
+            pinned=pinned,
+            per_parameter=config.precision.mixed_storage_rule == "per_parameter",
+            ignored=dtypes.keys(),
+        )
+        groups.append(uniform_units(part, resolved))
+        dtypes |= resolved
+    if not any(unit.modules == (model,) for unit in groups[-1]):
+        # The root of FSDP is the whole model even if no parameter is left for it.
+        groups[-1].append(Unit((model,), DTYPES[config.precision.compute]))
+    return groups, dtypes
+
+
+def _parts(model: Transformer) -> list[list[nn.Module]]:
+    """What is gathered by itself: embedding, each block, norm with head; those that share a parameter together."""
+    parts: list[list[nn.Module | None]] = [[layer] for layer in model.layers.values()]
+    if model.config.tie_embeddings:
+        parts.append([model.norm])
+    else:
+        parts = [[model.embedding], *parts, [model.norm, model.head]]
+    there = [[module for module in part if module is not None] for part in parts]
+    return joined_by_parameters([part for part in there if part])
+
+
+def _shard_unit(unit: Unit, config: Config, meshes: Meshes, *, last: bool) -> FSDPModule:
+    precision = config.precision
+    reduce = DTYPES[precision.reduce]
+    if unit.compute != DTYPES[precision.compute]:
+        reduce = torch.promote_types(reduce, unit.compute)
+    offload = OffloadPolicy()
+    if config.parallel.cpu_offload:
+        offload = CPUOffloadPolicy(pin_memory=meshes.fsdp.device_type != "cpu")
+    fully_shard(
+        list(unit.modules) if len(unit.modules) > 1 else unit.modules[0],  # type: ignore[arg-type]
+        mesh=meshes.fsdp,
+        mp_policy=MixedPrecisionPolicy(unit.compute, reduce, cast_forward_inputs=False),
+        reshard_after_forward=_reshard_after_forward(config, meshes, last=last),
+        offload_policy=offload,
+    )
+    module = unit.modules[0]
+    assert isinstance(module, FSDPModule)
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+    return module
+
+
+def _reshard_after_forward(config: Config, meshes: Meshes, *, last: bool) -> bool | int:
+    """Whether gathered parameters are freed after forward, or over how many ranks they stay spread.
+
+    `auto` frees them where another rank holds part of them, but for what backward begins with (`last`).
+    """
+    choice, degree = config.parallel.reshard_after_forward, _shard_degree(meshes)
+    if isinstance(choice, int):
+        return choice if 1 < choice < degree else choice == degree
+    return {"always": True, "never": False, "auto": degree > 1 and not last}[choice]
+
+
+def _set_prefetch(model: Transformer, groups: list[list[FSDPModule]], number: int) -> None:
+    """Gather the parameters of the next `number` groups while one computes, in forward and in backward.
+
+    0 leaves it to PyTorch: none in forward but what its streams overlap by themselves, one in backward.
+    """
+    if number == 0:
+        return
+    ends: list[object] = [model.embedding, *model.layers.values(), model.norm, model.head]
+    # A unit inside a block neither prefetches nor is prefetched in forward: recomputation, which runs forward again,
+    # would gather for the block behind it, and would issue more operations than it has recorded.
+    outer = [module for group in groups for module in group if module in ends]
+    model_as_unit = groups[-1][-1]
+    model_as_unit.set_modules_to_forward_prefetch(outer[:number])
+    for place, unit in enumerate(outer):
+        unit.set_modules_to_forward_prefetch(outer[place + 1 : place + 1 + number])
+    for place, group in enumerate(groups[:-1]):
+        before = [module for earlier in groups[max(0, place - number) : place] for module in earlier]
+        for unit in group:
+            # An empty list would mean PyTorch's choice, which under accumulation takes the first unit's predecessor to
+            # be the last unit of the microbatch before and gathers it once more. A unit itself is there already.
+            wanted = before[::-1] if unit in outer else []
+            unit.set_modules_to_backward_prefetch(wanted or [unit])
+
+
+def _refuse_units_in_blocks(model: Transformer, groups: list[list[Unit]]) -> None:
+    inner = {
+        name: module for block in model.layers.values() for name, module in block.named_modules() if name
+    }
+    units = [module for group in groups for unit in group for module in unit.modules]
+    for name, module in inner.items():
+        if module in units:
+            raise UserError(
+                f"precision.fp32_modules divides blocks at {name}, but compile.enabled = true makes each block one "
+                f"graph; set it to false, or pin whole blocks, embedding, norm or head."
+            )
+
+
+def _shard_degree(meshes: Meshes) -> int:
+    return meshes.fsdp.size(meshes.fsdp.ndim - 1)
+
+
+def begin_microbatch(model: nn.Module, *, last: bool) -> None:
+    """Say before a forward whether its backward is the optimizer step's last, which alone all-reduces over replicas."""
+    assert isinstance(model, FSDPModule)
+    accumulation: _Accumulation = model.__dict__["_forge_accumulation"]
+    model.set_is_last_backward(last)
+    for unit in accumulation.units:
+        # In this order: set_requires_gradient_sync switches the all-reduce as well.
+        unit.set_requires_gradient_sync(last or not accumulation.defer, recurse=False)
+        unit.set_requires_all_reduce(last, recurse=False)
+        unit.set_reshard_after_backward(last or not accumulation.keep, recurse=False)
+
+
+def held_while_accumulating(config: Config, shards: Sequence[Shard]) -> str:
+    """What lies in memory between the microbatches of a step, for the log. `shards`: all of the model's."""
+    if not config.parallel.defer_gradient_reduction:
+        return "each microbatch's gradient is reduced at once and held sharded"
+    size = DTYPES[config.precision.reduce].itemsize * sum(_unsharded_numel(shard) for shard in shards)
+    return (
+        f"gradients are reduced once per step (parallel.defer_gradient_reduction): until then every rank holds "
+        f"{size / 2**20:.1f} MiB of unsharded {config.precision.reduce} gradients"
+    )
+
+
+def fsdp_shards(model: nn.Module, meshes: Meshes) -> list[Shard]:
+    """What this rank holds of every parameter of a fully sharded `model`, in the order of `named_parameters`."""
+    return [_shard(name, parameter, meshes) for name, parameter in model.named_parameters()]
+
+
+def materialise(model: nn.Module, config: Config, device: torch.device) -> None:
+    """Give this rank memory for its own shards, on the CPU under parallel.cpu_offload; buffers are always on `device`."""
+    take_step(model, "materialise")
+    model.to_empty(device="cpu" if config.parallel.cpu_offload else device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+
+
+def _shard(name: str, parameter: nn.Parameter, meshes: Meshes) -> Shard:
+    assert isinstance(parameter, DTensor), f"{name} is not sharded"
+    mesh, placements = parameter.device_mesh, parameter.placements
+    box = _own_box(parameter)
+    axes = zip(mesh.mesh_dim_names or (), placements, mesh.shape, strict=True)
+    copies = tuple(axis for axis, placement, size in axes if placement.is_replicate() and size > 1)
+    return Shard(
+        name=name,
+        global_shape=parameter.shape,
+        boxes=(box,) if box.numel else (),
+        parameter=parameter,
+        replicas=meshes.copies[copies] if copies else None,
+    )
+
+
+def _own_box(parameter: DTensor) -> Box:
+    """The one box of the global tensor that this rank holds.
+
+    FSDP2 splits what tensor parallelism has split before, although its axis comes first in the mesh: where both split
+    the same dimension (`_StridedShard`), outer mesh axes divide what inner ones leave. So each axis divides the box,
+    the last axis first, into equal pieces, rounded up, as torch.chunk does.
+    """
+    offsets, sizes = [0] * parameter.ndim, list(parameter.shape)
+    mesh = parameter.device_mesh
+    for axis in reversed(range(mesh.ndim)):
+        placement = parameter.placements[axis]
+        if placement.is_replicate():
+            continue
+        dim: int = placement.dim  # type: ignore[attr-defined]
+        piece = -(-sizes[dim] // mesh.size(axis))
+        start = min(piece * mesh.get_local_rank(axis), sizes[dim])
+        offsets[dim] += start
+        sizes[dim] = min(piece, sizes[dim] - start)
+    assert tuple(sizes) == tuple(parameter.to_local().shape) or not parameter.to_local().numel()
+    return Box(tuple(offsets), tuple(sizes))
+
+
+def _unsharded_numel(shard: Shard) -> int:
+    """Elements of the parameter on this rank once its unit has been gathered."""
+    assert isinstance(shard.parameter, DTensor)
+    mesh, placements = shard.parameter.device_mesh, shard.parameter.placements
+    axes = zip(mesh.mesh_dim_names or (), placements, mesh.shape, strict=True)
+    gathered = ("dp_replicate", "dp_shard_cp")
+    parts = prod(
+        size for axis, placement, size in axes if not placement.is_replicate() and axis not in gathered
+    )
+    return shard.global_shape.numel() // parts

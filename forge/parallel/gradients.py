@@ -1,0 +1,67 @@
+"""What happens to gradients between backward and the optimizer: one global norm, a verdict, clipping.
+
+Nothing here waits for the device: norm, verdict and clip coefficient stay on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from forge.model.precision import promoted
+from forge.shard import Shard
+
+
+@dataclass(frozen=True)
+class GradientReport:
+    """Device scalars, equal on all ranks.
+
+    norm: L2 norm of the whole gradient, float64. skip: 1.0 if the step must leave the model untouched (a gradient or
+    the loss is not finite), else 0.0, float32. stop: how many ranks ask for the run to end after this step.
+    """
+
+    norm: Tensor
+    skip: Tensor
+    stop: Tensor
+
+
+def report_gradients(shards: list[Shard], loss: Tensor, *, stop: bool) -> GradientReport:
+    """Collective over all ranks, one small all-reduce. `loss` is any device scalar that is finite in a good step.
+
+    Each element of the global gradient is counted on one rank only, so the norm is the same for every layout.
+    """
+    entries = torch.zeros(2, dtype=torch.float64, device=loss.device)
+    for dtype, grads in _present([shard for shard in shards if shard.counted]).items():
+        norms = torch._foreach_norm(grads, 2, dtype=promoted(dtype))
+        entries[0] += torch.stack(norms).double().square().sum().to(entries.device)
+    entries[1] = float(stop)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(entries)
+    norm = entries[0].sqrt()
+    skip = (~(torch.isfinite(norm) & torch.isfinite(loss))).float()
+    return GradientReport(norm=norm, skip=skip, stop=entries[1])
+
+
+def clip_gradients(shards: list[Shard], norm: Tensor, max_norm: float) -> None:
+    """Scale all gradients in place so that their global norm is at most `max_norm` (0: leave them), on the device.
+
+    Pascanu et al., "On the difficulty of training recurrent neural networks", 2013.
+    """
+    if max_norm == 0:
+        return
+    coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for dtype, grads in _present(shards).items():
+        # Never in less than float32: a coefficient rounded to bfloat16 would scale all gradients wrongly alike.
+        torch._foreach_mul_(grads, coefficient.to(device=grads[0].device, dtype=promoted(dtype)))
+
+
+def _present(shards: list[Shard]) -> dict[torch.dtype, list[Tensor]]:
+    """The gradients that are here, by dtype: the kernels over lists take one each. On the CPU if parameters are."""
+    grads: dict[torch.dtype, list[Tensor]] = {}
+    for shard in shards:
+        if shard.boxes and shard.grad is not None:
+            grads.setdefault(shard.grad.dtype, []).append(shard.grad)
+    return grads

@@ -1,0 +1,74 @@
+"""Initial values that do not depend on the layout.
+
+Every element of a parameter is a pure function of (seed, parameter name, global index): values are drawn in float32
+in blocks of 2^16 consecutive elements of the flattened global tensor, each block from a generator of its own, keyed by
+(seed, name, block number). A rank draws only the blocks that its boxes touch. The same seed gives the same bits on any
+number of ranks, for each type of device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from math import prod
+
+import torch
+from torch import Tensor
+
+from forge.model import Normal
+from forge.shard import Box, Shard
+
+BLOCK = 1 << 16
+# A box is drawn in spans of at most this many elements of the flattened tensor, to bound the scratch memory (16 MiB).
+LONGEST_SPAN = 1 << 22
+
+
+def initialize(shards: list[Shard], values: dict[str, float | Normal], seed: int) -> None:
+    """Fill every shard in place with the start value that `values` gives for its parameter's name.
+
+    Raises KeyError if a shard's name has no start value: nothing is ever left as memory came.
+    """
+    for shard in shards:
+        start = values[shard.name]
+        if not isinstance(start, Normal):
+            shard.data.fill_(start)
+            continue
+        for box, piece in shard.pieces(shard.data):
+            fill_normal(piece, box, shard.global_shape, start.std, seed, shard.name)
+
+
+def fill_normal(out: Tensor, box: Box, global_shape: torch.Size, std: float, seed: int, name: str) -> None:
+    """Write the elements of `box` of the global tensor `name`, drawn from N(0, std^2), into `out` (shaped like the box)."""
+    if box.numel == 0:
+        return
+    strides = [prod(global_shape[d + 1 :]) for d in range(len(global_shape))]
+    first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
+    span = 1 + sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True))
+    if span <= LONGEST_SPAN:
+        drawn = _draw(first, first + span, prod(global_shape), seed, name, out.device)
+        out.copy_(drawn.mul_(std).as_strided(box.sizes, strides))
+        return
+    axis = next(d for d, size in enumerate(box.sizes) if size > 1)
+    half = box.sizes[axis] // 2
+    for begin, size in ((0, half), (half, box.sizes[axis] - half)):
+        offsets = (*box.offsets[:axis], box.offsets[axis] + begin, *box.offsets[axis + 1 :])
+        sizes = (*box.sizes[:axis], size, *box.sizes[axis + 1 :])
+        fill_normal(out.narrow(axis, begin, size), Box(offsets, sizes), global_shape, std, seed, name)
+
+
+def _draw(start: int, stop: int, numel: int, seed: int, name: str, device: torch.device) -> Tensor:
+    """Standard normal elements [start, stop) of the flattened global tensor `name`; float32 `[stop - start]`."""
+    out = torch.empty(stop - start, dtype=torch.float32, device=device)
+    generator = torch.Generator(device)
+    for block in range(start // BLOCK, (stop - 1) // BLOCK + 1):
+        begin, end = block * BLOCK, min((block + 1) * BLOCK, numel)
+        generator.manual_seed(_key(seed, name, block))
+        # Always the whole block: a generator's n-th number must not depend on how much of the block this rank holds.
+        drawn = torch.randn(end - begin, dtype=torch.float32, device=device, generator=generator)
+        low, high = max(begin, start), min(end, stop)
+        out[low - start : high - start] = drawn[low - begin : high - begin]
+    return out
+
+
+def _key(seed: int, name: str, block: int) -> int:
+    digest = hashlib.blake2b(f"{seed}:{name}:{block}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,0 +1,77 @@
+"""The one owner of meshes: which ranks share parameters, a sequence, a matrix product, the loss.
+
+    parameters   (pp, dp_replicate, dp_shard x cp, tp)      what dense DTensors live on
+    experts      (pp, dp_replicate, ep_shard, ep)           what experts will live on
+    data         (pp, dp_replicate, dp_shard, cp, tp)       who reads which samples and which part of them
+
+All are views of the same ranks in the same order; tp is the fastest axis, so that its ranks are neighbours on one node,
+and ep_shard * ep = dp_shard * cp * tp. Meshes and groups are made once and kept under a name here; nothing slices them
+by axis name later. Axes of size 1 stay, so that no code asks whether an axis exists, and issue no collective.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from forge.config import Degrees
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """Meshes and groups of this rank.
+
+    fsdp: the mesh that fully_shard takes, (dp_shard x cp), with dp_replicate in front of it where there are replicas.
+    tp: the 1-D mesh of tensor parallelism. experts: the mesh (dp_replicate, ep_shard, ep). cp: the ranks that share a
+    sequence. loss: the ranks whose losses and token counts add up to those of the global batch (dp x cp). copies: for
+    the mesh axes over which a parameter is replicated, the ranks that hold the same elements.
+    """
+
+    degrees: Degrees
+    fsdp: DeviceMesh
+    tp: DeviceMesh
+    experts: DeviceMesh
+    cp: dist.ProcessGroup
+    loss: dist.ProcessGroup
+    copies: dict[tuple[str, ...], dist.ProcessGroup]
+    data_rank: int
+
+    @property
+    def data_ranks(self) -> int:
+        return self.degrees.dp
+
+
+def make_meshes(degrees: Degrees, device_type: str) -> Meshes:
+    """Collective over all ranks; `degrees` have been checked against the world size before."""
+    parameters = init_device_mesh(
+        device_type,
+        (degrees.pp, degrees.dp_replicate, degrees.dp_shard * degrees.cp, degrees.tp),
+        mesh_dim_names=("pp", "dp_replicate", "dp_shard_cp", "tp"),
+    )
+    experts = init_device_mesh(
+        device_type,
+        (degrees.pp, degrees.dp_replicate, degrees.ep_shard, degrees.ep),
+        mesh_dim_names=("pp", "dp_replicate", "ep_shard", "ep"),
+    )
+    data = init_device_mesh(
+        device_type,
+        (degrees.pp, degrees.dp_replicate, degrees.dp_shard, degrees.cp, degrees.tp),
+        mesh_dim_names=("pp", "dp_replicate", "dp_shard", "cp", "tp"),
+    )
+    replicated = degrees.dp_replicate > 1
+    return Meshes(
+        degrees=degrees,
+        fsdp=parameters["dp_replicate", "dp_shard_cp"] if replicated else parameters["dp_shard_cp"],
+        tp=parameters["tp"],
+        experts=experts["dp_replicate", "ep_shard", "ep"],
+        cp=data.get_group("cp"),
+        loss=parameters["dp_replicate", "dp_shard_cp"]._flatten("dp_cp").get_group(),
+        copies={
+            ("dp_replicate",): parameters.get_group("dp_replicate"),
+            ("tp",): parameters.get_group("tp"),
+            ("dp_replicate", "tp"): parameters["dp_replicate", "tp"]._flatten("dp_replicate_tp").get_group(),
+        },
+        data_rank=data.get_local_rank("dp_replicate") * degrees.dp_shard + data.get_local_rank("dp_shard"),
+    )

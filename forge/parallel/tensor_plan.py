@@ -1,0 +1,154 @@
+"""Which module is split in which way under tensor parallelism.
+
+A plan maps names of modules, with globs for single components, to styles. The residual stream is in pieces of the
+sequence with parallel.sequence_parallel, else whole on every rank; attention and feed-forward take it whole.
+
+    colwise            rows of the weight are split: takes the whole input, returns some of the features
+    rowwise            columns of the weight are split: takes some of the features, returns a sum into the stream
+    colwise_rep        colwise, but the features are gathered on every rank
+    rowwise_rep        rowwise, but the input has all features on every rank
+    sequence_parallel  a norm on its piece of the sequence
+
+For the embedding `rowwise` splits the vocabulary, for the head `colwise` does. What no pattern names stays whole on
+every rank.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias
+
+from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from forge.config import Config
+from forge.config.keys import nearest
+from forge.config.layout import TENSOR_STYLES
+from forge.errors import UserError
+from forge.model import Attention, Embedding, FeedForward, Head, RMSNorm
+
+Plan: TypeAlias = dict[str, str | ParallelStyle]
+
+# The plan of Megatron-LM (Shoeybi et al. 2019), with sequence parallelism after Korthikanti et al. 2022.
+OWN: Mapping[str, str] = {
+    "embedding": "rowwise",
+    "layers.*.attention.wq": "colwise",
+    "layers.*.attention.wk": "colwise",
+    "layers.*.attention.wv": "colwise",
+    "layers.*.attention.wo": "rowwise",
+    "layers.*.feed_forward.w1": "colwise",
+    "layers.*.feed_forward.w3": "colwise",
+    "layers.*.feed_forward.w2": "rowwise",
+    "head": "colwise",
+}
+FITTING = {
+    nn.Linear: ("colwise", "rowwise", "colwise_rep", "rowwise_rep"),
+    Embedding: ("rowwise", "rowwise_rep"),
+    Head: ("colwise", "colwise_rep"),
+    RMSNorm: ("sequence_parallel",),
+}
+# Projections into a part of a block, and back into the residual stream.
+PARTS: dict[type[nn.Module], tuple[tuple[str, ...], str]] = {
+    Attention: (("wq", "wk", "wv"), "wo"),
+    FeedForward: (("w1", "w3"), "w2"),
+}
+
+
+def plan_for(model: nn.Module, config: Config) -> Plan:
+    """The style of every module that `config` names, or the model's own plan names, by the module's whole name.
+
+    Raises UserError for a pattern that matches nothing, a style that does not fit its module, a plan that cannot be
+    imported, and projections of one part that do not go together.
+    """
+    key, patterns = _patterns(model, config)
+    plan: Plan = {}
+    modules = dict(model.named_modules())
+    for pattern, style in patterns.items():
+        found = [name for name in modules if matches(pattern, name)]
+        if not found and key is not None:
+            raise UserError(f'{key}: "{pattern}" matches no module{_hint(pattern, modules)}')
+        for name in found:
+            _check_style(key, name, modules[name], style, config)
+            plan[name] = style
+    for name, module in modules.items():
+        _check_part(name, module, plan, config.parallel.tp)
+        inside = modules.get(name.rpartition(".")[0])
+        if type(module) is nn.Linear and not isinstance(inside, tuple(PARTS)) and name not in plan:
+            raise UserError(
+                f"tensor parallelism does not know what {name} computes on; name it in a plan "
+                f"(parallel.tp_plan = package.module:function) with a ParallelStyle of PyTorch"
+            )
+    return plan
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Component by component: `layers.*.wq` is not `layers.0.attention.wq`."""
+    patterns, names = pattern.split("."), name.split(".")
+    return len(patterns) == len(names) and all(map(fnmatchcase, names, patterns))
+
+
+def _patterns(model: nn.Module, config: Config) -> tuple[str | None, Mapping[str, Any]]:
+    """The key that the plan is from (None: the model's own, where a pattern may match nothing) and the plan."""
+    parallel = config.parallel
+    if parallel.tp_plan_styles:
+        return "parallel.tp_plan_styles", parallel.tp_plan_styles
+    if parallel.tp_plan == "auto":
+        return None, getattr(model, "tensor_plan", OWN)
+    key = f'parallel.tp_plan = "{parallel.tp_plan}"'
+    module_name, _, attribute = parallel.tp_plan.partition(":")
+    try:
+        plan = getattr(importlib.import_module(module_name), attribute)(model, config)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"{key} cannot be imported: {error}") from error
+    if not isinstance(plan, dict):
+        raise UserError(f"{key} returned a {type(plan).__name__}; needed: a dict of module names to styles")
+    return key, plan
+
+
+def _hint(pattern: str, names: Iterable[str]) -> str:
+    general = {".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names}
+    close = nearest(pattern, {*names, *general} if any(c.isdigit() for c in pattern) else general)
+    return f'; did you mean "{close}"?' if close else ""
+
+
+def _check_style(key: str | None, name: str, module: nn.Module, style: Any, config: Config) -> None:
+    if isinstance(style, ParallelStyle):
+        return
+    where = f'{key or "plan of the model"}: "{name}"'
+    if style not in TENSOR_STYLES:
+        raise UserError(f"{where} = {style!r} is not a style; known: {', '.join(TENSOR_STYLES)}")
+    fitting = next((styles for kind, styles in FITTING.items() if isinstance(module, kind)), ())
+    if style not in fitting:
+        allowed = f"use {' or '.join(fitting)}" if fitting else "it is not a module that can be split"
+        raise UserError(f"{where} is a {type(module).__name__}, which cannot be {style}; {allowed}")
+    if style == "sequence_parallel" and not config.parallel.sequence_parallel:
+        raise UserError(f"{where} = {style!r} needs parallel.sequence_parallel = true")
+    tp = config.parallel.tp
+    if isinstance(module, nn.Linear):
+        size = module.out_features if style.startswith("colwise") else module.in_features
+        if size % tp:
+            raise UserError(f"{where} splits {size} features, which parallel.tp = {tp} does not divide")
+
+
+def _check_part(name: str, part: nn.Module, plan: Plan, tp: int) -> None:
+    """All projections into a part give it the same share of the features, and the one back takes just that."""
+    names = next((names for kind, names in PARTS.items() if isinstance(part, kind)), None)
+    if names is None:
+        return
+    into = {leaf: plan.get(f"{name}.{leaf}") for leaf in names[0]}
+    back = plan.get(f"{name}.{names[1]}")
+    if any(isinstance(style, ParallelStyle) for style in (*into.values(), back)):
+        return  # a user's own styles are the user's own care
+    split = {style == "colwise" for style in into.values()}
+    if len(split) > 1 or split != {back == "rowwise"}:
+        shown = ", ".join(f"{leaf}: {style or 'whole'}" for leaf, style in (*into.items(), (names[1], back)))
+        raise UserError(
+            f"tensor parallelism cannot split {name} so ({shown}): either all of {', '.join(names[0])} are colwise "
+            f"and {names[1]} is rowwise, or none of them is"
+        )
+    if isinstance(part, Attention) and split == {True}:
+        heads = part.wk.out_features // part.head_dim
+        if heads % tp:
+            raise UserError(f"{name}: parallel.tp = {tp} does not divide its {heads} key/value heads")

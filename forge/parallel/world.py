@@ -1,0 +1,146 @@
+"""Which process this is among all: rank, world size, device and launcher, and the process group that joins them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from forge import compat
+from forge.errors import UserError
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all. `restarts_left` is how often the launcher would start the run again by itself."""
+
+    rank: int
+    size: int
+    local_rank: int
+    launcher: str
+    restarts_left: int = 0
+
+    @property
+    def device(self) -> torch.device:
+        return compat.training_device(self.local_rank)
+
+
+def read_world(environment: Mapping[str, str] = os.environ) -> World:
+    """What the launcher says in the environment: torchrun's variables, else those of an srun step, else one process."""
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        restarts = int(environment.get("TORCHELASTIC_MAX_RESTARTS", 0))
+        used = int(environment.get("TORCHELASTIC_RESTART_COUNT", 0))
+        return World(
+            rank=int(environment["RANK"]),
+            size=int(environment["WORLD_SIZE"]),
+            local_rank=int(environment.get("LOCAL_RANK", 0)),
+            launcher="torchrun",
+            restarts_left=restarts - used,
+        )
+    if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        return World(
+            rank=int(environment["SLURM_PROCID"]),
+            size=int(environment["SLURM_STEP_NUM_TASKS"]),
+            local_rank=int(environment["SLURM_LOCALID"]),
+            launcher="srun",
+        )
+    return World(rank=0, size=1, local_rank=0, launcher="python")
+
+
+def join(world: World, timeout: timedelta = timedelta(minutes=10)) -> None:
+    """Make the default process group, of one process too, so that no later code asks whether there is one.
+
+    Raises UserError when there are more processes on this machine than CUDA cards, or under srun when the first
+    node cannot be told.
+    """
+    if world.device.type == "cuda":
+        cards = torch.cuda.device_count()
+        if world.local_rank >= cards:
+            raise UserError(
+                f"local rank {world.local_rank} has no CUDA card: this machine has {cards}. "
+                f"Start at most {cards} processes per node (torchrun --nproc-per-node {cards})."
+            )
+        torch.cuda.set_device(world.device)
+    backend = compat.communication_backend(world.device)
+    # Naming the device binds each NCCL communicator to its card at once, instead of by guess at the first collective.
+    bound: dict[str, Any] = {"device_id": world.device} if world.device.type == "cuda" else {}
+    if world.launcher == "python":
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, **bound
+        )
+        return
+    if world.launcher == "srun":
+        os.environ.setdefault("MASTER_ADDR", _first_slurm_host(os.environ))
+        os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000))
+    store, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))
+    dist.init_process_group(
+        backend,
+        store=_fresh(store, os.environ),
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timeout,
+        **bound,
+    )
+    # Gloo fails on a rank whose peer leaves while it still connects, as after an error in the config; nobody leaves alone.
+    dist.barrier()
+
+
+def _fresh(store: dist.Store, environment: Mapping[str, str]) -> dist.Store:
+    """`store` without what workers before a restart left in it.
+
+    torchrun lends its workers one store over all its restarts, and PyTorch takes it for a new one each time: a group may
+    then be made with the address of a dead worker, and hang. On one node the number of restarts tells the starts apart;
+    on several the agents may count differently.
+    """
+    if environment.get("LOCAL_WORLD_SIZE") != environment.get("WORLD_SIZE"):
+        return store
+    return dist.PrefixStore(f"start-{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+def _first_slurm_host(environment: Mapping[str, str]) -> str:
+    """The first host of a Slurm node list such as `gpu[003-006,9],login1` (`scontrol show hostnames` without a process)."""
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST", "")
+    match = re.match(r"(?P<stem>[^,\[]+)(\[(?P<first>\d+)[^\]]*\])?", nodes)
+    if match is None:
+        raise UserError(
+            "srun set no SLURM_STEP_NODELIST; export MASTER_ADDR and MASTER_PORT and start again."
+        )
+    return match["stem"] + (match["first"] or "")
+
+
+def on_first_rank(action: Callable[[], Result]) -> Result:
+    """Run `action` on rank 0 and give every rank its result, or raise its UserError on every rank."""
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = action()
+        except UserError as error:
+            outcome[1] = (str(error), error.exit_code)
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise UserError(*outcome[1])
+    return outcome[0]
+
+
+def on_every_rank(action: Callable[[], Result]) -> Result:
+    """Run `action` on every rank; if any rank raises UserError, all raise the error of the first that did."""
+    result: Any = None
+    error: tuple[str, int] | None = None
+    try:
+        result = action()
+    except UserError as raised:
+        error = (str(raised), raised.exit_code)
+    errors: list[tuple[str, int] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    for raised_somewhere in errors:
+        if raised_somewhere is not None:
+            raise UserError(*raised_somewhere)
+    return result

@@ -1,0 +1,179 @@
+"""Three training steps on any layout against three steps of a plain, undistributed model in one process.
+
+Float64 everywhere, so that only the mathematics can differ. After each step: the loss, every gradient, the global norm.
+After three steps of SGD: every parameter. SGD, because AdamW divides the gradient's scale away and so hides wrong ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from forge.config import Config, check_world, parse_toml_text
+from forge.data.build import build_dataset
+from forge.data.loader import Loader
+from forge.model import Normal
+from forge.parallel.build import build_meta_model, build_parallel_model
+from forge.parallel.gradients import clip_gradients, report_gradients
+from forge.parallel.initialize import fill_normal
+from forge.parallel.mesh import make_meshes
+from forge.shard import Box
+from tests.harness import run_ranks
+
+STEPS, LR, MAX_NORM, TOLERANCE = 3, 0.5, 0.3, 1e-9
+
+TINY = """
+[model]
+dim = 32
+n_layers = 3
+n_heads = 4
+n_kv_heads = 2
+ffn_dim = 48
+vocab_size = 67
+{model}
+[parallel]
+{parallel}
+[precision]
+storage = "float64"
+compute = "float64"
+reduce = "float64"
+[data]
+sources = [{{path = "synthetic", weight = 1.0}}]
+document_mask = true
+[train]
+steps = 3
+seq_len = 80
+global_batch_size = 8
+micro_batch_size = {micro}
+z_loss_coef = 0.01
+loss_chunk_tokens = 32
+"""
+
+
+@dataclass
+class Trace:
+    """What a run computed: per step the loss, norm and gradients (before clipping), and the parameters at the end."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: list[dict[str, torch.Tensor]]
+    parameters: dict[str, torch.Tensor]
+
+
+def tiny_config(*, parallel: str = "", model: str = "", micro: int = 1) -> str:
+    return TINY.format(parallel=parallel, model=model, micro=micro)
+
+
+def reference(text: str) -> Trace:
+    """The whole global batch in one forward of a plain module, clipped by PyTorch, plain SGD."""
+    config = parse_toml_text(text)
+    model = build_meta_model(config)
+    model.to_empty(device="cpu")
+    for name, parameter in model.named_parameters():
+        start = model.initial_values()[name]
+        if isinstance(start, Normal):
+            box = Box((0,) * parameter.ndim, tuple(parameter.shape))
+            fill_normal(parameter.data, box, parameter.shape, start.std, config.run.seed, name)
+        else:
+            torch.nn.init.constant_(parameter, start)
+    model.reset_buffers(torch.float64)
+    trace = Trace([], [], [], {})
+    for batch in _batches(config, 0, 1):
+        valid = (batch.labels >= 0).sum()
+        losses = model(batch.tokens, batch.labels, batch.positions, batch.documents)
+        model.zero_grad()
+        (losses[0] / valid).backward()
+        trace.losses.append((losses[1] / valid).item())
+        trace.gradients.append({n: p.grad.clone() for n, p in model.named_parameters()})
+        trace.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= LR * parameter.grad
+    trace.parameters = {n: p.detach().clone() for n, p in model.named_parameters()}
+    return trace
+
+
+def layout(text: str, world: int) -> Trace:
+    """The same three steps through `build_parallel_model` on `world` ranks; all ranks must agree on loss and norm."""
+    traces = run_ranks(_layout_on_rank, world, text)
+    for trace in traces[1:]:
+        assert trace.losses == traces[0].losses and trace.norms == traces[0].norms, "ranks disagree"
+    return traces[0]
+
+
+def _layout_on_rank(rank: int, world: int, text: str) -> Trace:
+    config = parse_toml_text(text)
+    meshes = make_meshes(check_world(config, world), "cpu")
+    model = build_parallel_model(config, meshes, torch.device("cpu"))
+    trace = Trace([], [], [], {})
+    for batch in _batches(config, meshes.data_rank, meshes.data_ranks):
+        tokens = model.count_tokens(batch)
+        sums = model.forward_backward(batch, tokens)
+        model.finalize_gradients()
+        report = report_gradients(model.shards, sums.objective, stop=False)
+        trace.losses.append((sums.cross_entropy / sums.tokens).item())
+        trace.norms.append(report.norm.item())
+        gradients = {shard.name: whole(shard.parameter.grad) for shard in model.shards}
+        trace.gradients.append(gradients if rank == 0 else {})
+        clip_gradients(model.shards, report.norm, MAX_NORM)
+        for shard in model.shards:
+            if shard.grad is not None:
+                shard.data.sub_(LR * shard.grad)
+        model.after_update()
+        model.zero_gradients()
+    parameters = {shard.name: whole(shard.parameter) for shard in model.shards}
+    trace.parameters = parameters if rank == 0 else {}
+    return trace
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The global tensor. Collective."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def assert_equal(actual: Trace, expected: Trace, tolerance: float = TOLERANCE) -> None:
+    """Every number of `actual` is within `tolerance` of the number of `expected`, in absolute terms.
+
+    Another tolerance than 1e-9 is for formats narrower than float64 only.
+    """
+    for step in range(STEPS):
+        _close(
+            tolerance,
+            f"loss of step {step}",
+            torch.tensor(actual.losses[step]),
+            torch.tensor(expected.losses[step]),
+        )
+        _close(
+            tolerance,
+            f"norm of step {step}",
+            torch.tensor(actual.norms[step]),
+            torch.tensor(expected.norms[step]),
+        )
+        assert actual.gradients[step].keys() == expected.gradients[step].keys()
+        for name, gradient in expected.gradients[step].items():
+            assert gradient.abs().max() > 0, f"{name} has no gradient to compare"
+            _close(tolerance, f"gradient of {name}, step {step}", actual.gradients[step][name], gradient)
+    for name, parameter in expected.parameters.items():
+        _close(tolerance, f"parameter {name}", actual.parameters[name], parameter)
+
+
+def _close(tolerance: float, what: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
+    difference = (actual - expected).abs().max().item()
+    assert difference <= tolerance, f"{what}: differs by {difference:.3e}"
+
+
+def _batches(config: Config, rank: int, ranks: int):
+    loader = Loader(
+        build_dataset(config),
+        global_batch_size=config.train.global_batch_size,
+        rank=rank,
+        ranks=ranks,
+        start_sample=0,
+        device=torch.device("cpu"),
+        prefetch=1,
+    )
+    for _ in range(STEPS):
+        yield next(loader)
+    loader.close()

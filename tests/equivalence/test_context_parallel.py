@@ -1,0 +1,123 @@
+"""Context parallelism computes what one process computes: each way of reaching the keys, on every mask."""
+
+import functools
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from forge.data.synthetic import SyntheticSource
+from forge.parallel.context.blocks import PlainKernel
+from tests.equivalence import compare
+from tests.equivalence.compare import Trace, assert_equal, layout, reference, tiny_config
+from tests.harness import run_ranks
+
+KINDS = ["allgather", "ulysses", "ring"]
+VARIANTS = {
+    "plain": "",
+    "tied": "tie_embeddings = true",
+    "everything": "qk_norm = true\nattention_bias = true\nsliding_window = 24\nsliding_window_pattern = 2\n"
+    "logit_soft_cap = 5.0\nattention_soft_cap = 3.0\n",
+    "window of 3": "sliding_window = 3\n",
+}
+
+
+@functools.cache
+def expected(variant: str) -> Trace:
+    return reference(tiny_config(model=VARIANTS[variant]))
+
+
+def check(world: int, kind: str, parallel: str, variant: str = "plain", micro: int = 4) -> None:
+    text = tiny_config(parallel=f'context = "{kind}"\n{parallel}', model=VARIANTS[variant], micro=micro)
+    assert_equal(layout(text, world), expected(variant))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize(
+    "variant", ["plain", pytest.param("tied", marks=pytest.mark.slow), "everything", "window of 3"]
+)
+def test_context_parallel_alone(kind: str, cp: int, variant: str) -> None:
+    check(cp, kind, f"cp = {cp}", variant)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_fsdp_and_accumulation(kind: str) -> None:
+    check(4, kind, "cp = 2\ndp_shard = 2", micro=2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_replicas_and_accumulation(kind: str) -> None:
+    check(4, kind, "cp = 2\ndp_replicate = 2\ndp_shard = 1", "everything", micro=2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sequence", ["true", pytest.param("false", marks=pytest.mark.slow)])
+def test_with_tensor_parallelism(kind: str, sequence: str) -> None:
+    check(4, kind, f"cp = 2\ntp = 2\nsequence_parallel = {sequence}", "everything")
+
+
+SHORT = {"documents": "", "documents and window": "sliding_window = 3\n"}
+
+
+def short_documents(self: SyntheticSource, start: int, count: int) -> np.ndarray:
+    """Documents of 1, 2 and 3 tokens in turn, so that most chunks, and most rows of any two, share none."""
+    borders = np.isin(np.arange(count) % 6, (1, 3, 0))
+    borders[0] = False
+    return np.cumsum(borders, dtype=np.int32)
+
+
+def on_rank_with_short_documents(rank: int, world: int, text: str) -> Trace:
+    with mock.patch.object(SyntheticSource, "document_ids", short_documents):
+        return compare._layout_on_rank(rank, world, text)
+
+
+def on_rank_with_lse_0(rank: int, world: int, text: str) -> Trace:
+    """The defect: rows without a visible key have lse = 0, as the CPU's fused attention says it."""
+    right = PlainKernel.forward
+
+    def wrong(*args):
+        out, lse = right(*args)
+        return out, lse.masked_fill(lse == -torch.inf, 0.0)
+
+    with mock.patch.object(PlainKernel, "forward", wrong):
+        return on_rank_with_short_documents(rank, world, text)
+
+
+@functools.cache
+def expected_with_short_documents(variant: str) -> Trace:
+    with mock.patch.object(SyntheticSource, "document_ids", short_documents):
+        return reference(tiny_config(model=SHORT[variant]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("variant", SHORT)
+def test_documents_shorter_than_a_chunk(kind: str, variant: str) -> None:
+    text = tiny_config(parallel=f'context = "{kind}"\ncp = 2', model=SHORT[variant], micro=4)
+    trace = run_ranks(on_rank_with_short_documents, 2, text)[0]
+    assert_equal(trace, expected_with_short_documents(variant))
+
+
+def test_empty_rows_that_weigh_something_are_caught() -> None:
+    text = tiny_config(parallel='context = "ring"\ncp = 2', micro=4)
+    with pytest.raises(AssertionError, match="loss of step 0"):
+        assert_equal(run_ranks(on_rank_with_lse_0, 2, text)[0], expected_with_short_documents("documents"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_with_compiled_and_recomputed_blocks(kind: str, mode: str) -> None:
+    extra = f'[activation_checkpoint]\nmode = "{mode}"\n[compile]\nenabled = true\nbackend = "aot_eager_decomp_partition"\n'
+    text = tiny_config(parallel=f'context = "{kind}"\ncp = 2', model=VARIANTS["everything"], micro=4) + extra
+    assert_equal(layout(text, 2), expected("everything"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_recomputed_blocks(kind: str) -> None:
+    text = (
+        tiny_config(parallel=f'context = "{kind}"\ncp = 2', micro=4)
+        + '[activation_checkpoint]\nmode = "full"\n'
+    )
+    assert_equal(layout(text, 2), expected("plain"))

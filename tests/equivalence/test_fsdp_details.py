@@ -1,0 +1,60 @@
+"""Every option of sharded data parallelism computes what one process computes."""
+
+import functools
+
+import pytest
+
+from tests.equivalence.compare import Trace, assert_equal, layout, reference, tiny_config
+
+VARIANTS = {"plain": "", "tied": "tie_embeddings = true"}
+HSDP = "dp_replicate = 2\ndp_shard = 2"
+
+
+@functools.cache
+def expected(variant: str) -> Trace:
+    return reference(tiny_config(model=VARIANTS[variant]))
+
+
+def check(world: int, *parallel: str, variant: str = "plain", micro: int = 1, extra: str = "") -> None:
+    text = tiny_config(parallel="\n".join(parallel), model=VARIANTS[variant], micro=micro) + extra
+    assert_equal(layout(text, world), expected(variant))
+
+
+@pytest.mark.parametrize(
+    ("world", "parallel"), [(1, ""), (2, ""), (4, HSDP), (2, "dp_replicate = 2\ndp_shard = 1")]
+)
+def test_deferred_reduction(world: int, parallel: str) -> None:
+    check(world, parallel, "defer_gradient_reduction = true")
+
+
+@pytest.mark.parametrize("policy", ['"always"', '"never"', "2"])
+def test_deferred_reduction_with_every_reshard_policy(policy: str) -> None:
+    check(4, "defer_gradient_reduction = true", f"reshard_after_forward = {policy}")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("prefetch", [0, 2, 9])
+def test_prefetch(prefetch: int, variant: str) -> None:
+    check(2, f"prefetch = {prefetch}", variant=variant, micro=2)
+
+
+@pytest.mark.parametrize("policy", ['"always"', '"never"', "2"])
+def test_prefetch_of_a_tied_model_with_every_reshard_policy(policy: str) -> None:
+    check(4, "prefetch = 2", f"reshard_after_forward = {policy}", variant="tied")
+
+
+@pytest.mark.parametrize(("world", "parallel"), [(1, ""), (2, "defer_gradient_reduction = true"), (4, HSDP)])
+def test_cpu_offload(world: int, parallel: str) -> None:
+    check(world, parallel, "cpu_offload = true")
+
+
+def test_recomputation_with_prefetch_and_deferred_reduction() -> None:
+    recompute = '[activation_checkpoint]\nmode = "selective"\n'
+    check(2, "prefetch = 2", "defer_gradient_reduction = true", micro=2, extra=recompute)
+
+
+def test_pins_change_nothing_in_float64() -> None:
+    text = tiny_config(micro=2).replace(
+        "[precision]", '[precision]\nfp32_modules = ["layers.*.attention_norm", "head"]'
+    )
+    assert_equal(layout(text, 2), expected("plain"))

@@ -1,0 +1,134 @@
+"""Recomputation happens where it is asked for, holds less memory, and keeps every name."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from forge.config import parse_toml_text
+from forge.errors import UserError
+from forge.model import Transformer
+from forge.parallel import activation
+from forge.parallel.activation import apply_activation
+from forge.parallel.build import build_meta_model
+from tests.equivalence.compare import tiny_config
+
+LAYERS = 3
+
+
+def build(section: str) -> Transformer:
+    """A small model on the CPU with recomputation as in `section`."""
+    config = parse_toml_text(tiny_config() + f"[activation_checkpoint]\n{section}\n")
+    model = build_meta_model(config)
+    apply_activation(model, config, None)
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    model.reset_buffers(torch.float64)
+    return model
+
+
+def run(model: Transformer) -> None:
+    tokens = torch.arange(80).view(1, 80) % 67
+    model(tokens, tokens)[0].backward()
+
+
+def calls(model: Transformer) -> Counter:
+    """How often each kind of part runs in one forward and backward."""
+    counts: Counter = Counter()
+    for name, module in model.named_modules():
+        kind = name.rpartition(".")[2]
+        module.register_forward_pre_hook(lambda *_, kind=kind: counts.update([kind]))
+    run(model)
+    return counts
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators by name without overload."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[str(func).rpartition(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operators(model: Transformer) -> Counter:
+    with Operators() as seen:
+        run(model)
+    return seen.counts
+
+
+def saved_bytes(model: Transformer) -> int:
+    """Bytes that `model` keeps between forward and backward, parameters aside."""
+    own = {parameter.data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if tensor.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    tokens = torch.arange(80).view(1, 80) % 67
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(tokens, tokens)
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize(
+    ("section", "attention", "feed_forward"),
+    [
+        ('mode = "none"', LAYERS, LAYERS),
+        ('mode = "full"', 2 * LAYERS, 2 * LAYERS),
+        ('mode = "full"\nevery = 2', LAYERS + 2, LAYERS + 2),
+        ('mode = "full"\nmodules = ["attention"]', LAYERS, LAYERS),
+    ],
+)
+def test_parts_run_again_in_backward_only_where_asked(section, attention, feed_forward) -> None:
+    counts = calls(build(section))
+    assert (counts["attention"], counts["feed_forward"]) == (attention, feed_forward)
+
+
+def test_a_named_part_alone_computes_its_inside_again() -> None:
+    counts = calls(build('mode = "full"\nmodules = ["attention"]'))
+    assert (counts["wo"], counts["w2"]) == (2 * LAYERS, LAYERS)
+
+
+def test_selective_computes_cheap_operators_again_and_no_expensive_one() -> None:
+    none, full, selective = (operators(build(f'mode = "{mode}"')) for mode in ("none", "full", "selective"))
+    expensive = ("aten.mm", "aten._scaled_dot_product_flash_attention_for_cpu")
+    assert all(selective[name] == none[name] < full[name] for name in expensive)
+    assert selective["aten.silu"] == full["aten.silu"] == 2 * none["aten.silu"]
+
+
+def test_a_policy_that_keeps_nothing_is_seen(monkeypatch) -> None:
+    monkeypatch.setattr(activation, "kept_operators", lambda: frozenset())
+    with pytest.raises(AssertionError):
+        test_selective_computes_cheap_operators_again_and_no_expensive_one()
+
+
+def test_every_mode_keeps_fewer_bytes_than_none() -> None:
+    none, full = saved_bytes(build('mode = "none"')), saved_bytes(build('mode = "full"'))
+    second = saved_bytes(build('mode = "full"\nevery = 2'))
+    attention = saved_bytes(build('mode = "full"\nmodules = ["attention"]'))
+    # Full keeps of every block its input alone; what is left is the loss's own.
+    assert full < none / 5 and full < second < none and full < attention < none
+
+
+def test_names_stay() -> None:
+    names = [name for name, _ in build('mode = "none"').named_parameters()]
+    assert [name for name, _ in build('mode = "selective"').named_parameters()] == names
+
+
+def test_a_module_that_is_no_part_of_a_block_is_refused_with_the_nearest() -> None:
+    with pytest.raises(UserError, match=r'"atention" is no part of a block; .*; did you mean "attention"'):
+        build('mode = "full"\nmodules = ["atention"]')
+
+
+def test_modules_are_not_looked_at_where_nothing_is_recomputed() -> None:
+    build('mode = "none"\nmodules = ["atention"]')

@@ -1,0 +1,121 @@
+"""Compiled blocks: one graph for all of them, none again in later steps, names kept, mistakes named."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+from forge.config import parse_toml_text
+from forge.errors import UserError
+from forge.model import FusedLoss, Transformer
+from forge.parallel import compile as compiling
+from forge.parallel.activation import apply_activation
+from forge.parallel.build import build_meta_model
+from forge.parallel.compile import apply_compile
+from tests.equivalence.compare import tiny_config
+from tests.harness import run_ranks
+
+SECTION = '[compile]\nenabled = true\nloss = true\nbackend = "{backend}"\n'
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def build(extra: str, layers: int = 3) -> Transformer:
+    config = parse_toml_text(tiny_config().replace("n_layers = 3", f"n_layers = {layers}") + extra)
+    model = build_meta_model(config)
+    apply_activation(model, config, None)
+    apply_compile(model, config)
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        torch.manual_seed(parameter.numel())
+        nn.init.normal_(parameter, std=0.02)
+    model.reset_buffers(torch.float64)
+    return model
+
+
+def step(model: Transformer, seed: int) -> torch.Tensor:
+    """Losses and the embedding's gradient of one step with documents."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(67, (2, 64), generator=generator)
+    documents = torch.randint(2, (2, 64), generator=generator).cumsum(-1)
+    model.zero_grad()
+    losses = model(tokens, tokens, None, documents)
+    losses[0].backward()
+    return torch.cat([losses.detach(), model.embedding.weight.grad.flatten()])
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_all_blocks_share_one_graph_that_later_steps_use_again(mode: str) -> None:
+    model = build(
+        SECTION.format(backend="aot_eager") + f'[activation_checkpoint]\nmode = "{mode}"', layers=10
+    )
+    for seed in range(3):
+        step(model, seed)
+        assert counters["stats"]["unique_graphs"] == 2, "one for the blocks, one for a chunk of the loss"
+    assert not counters["graph_break"]
+
+
+def test_names_stay() -> None:
+    plain, compiled = build(""), build(SECTION.format(backend="aot_eager"))
+    assert list(compiled.state_dict()) == list(plain.state_dict())
+    assert [name for name, _ in compiled.named_modules()] == [name for name, _ in plain.named_modules()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["none", "selective"])
+def test_inductor_computes_the_same(mode: str) -> None:
+    recompute = f'[activation_checkpoint]\nmode = "{mode}"'
+    expected = step(build(""), 0)
+    actual = step(build(SECTION.format(backend="inductor") + recompute), 0)
+    assert (actual - expected).abs().max() < 1e-9
+
+
+def test_an_unknown_compiler_is_refused_with_the_nearest() -> None:
+    with pytest.raises(UserError, match=r'"inductr" is not known to PyTorch.*did you mean "inductor"'):
+        build(SECTION.format(backend="inductr"))
+
+
+def test_a_loss_without_chunks_cannot_be_compiled() -> None:
+    config = parse_toml_text(tiny_config() + SECTION.format(backend="aot_eager"))
+    model = build_meta_model(config)
+    model.loss = nn.Identity()
+    with pytest.raises(UserError, match=r"compile.loss = true does not go with Identity"):
+        apply_compile(model, config)
+
+
+def test_the_loss_alone_can_be_compiled() -> None:
+    section = SECTION.format(backend="aot_eager").replace("enabled = true", "enabled = false")
+    expected, model = step(build(""), 0), build(section)
+    assert (step(model, 0) - expected).abs().max() < 1e-12
+    assert isinstance(model.loss, FusedLoss) and counters["stats"]["unique_graphs"] == 1
+
+
+def promised_gradient(rank: int, world: int, arrive: bool) -> torch.Tensor:
+    """Gradient of a compiled function of an AsyncCollectiveTensor, as tensor parallelism makes them."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    mesh = init_device_mesh("cpu", (world,))
+    x = torch.arange(4.0, dtype=torch.float64).view(2, 2).requires_grad_()
+    promise = (
+        DTensor.from_local(x, mesh, [Shard(0)]).redistribute(mesh, [Replicate()], async_op=True).to_local()
+    )
+    function = torch.compile(lambda x: (x * x).sin(), backend="aot_eager", fullgraph=True)
+    block = SimpleNamespace(forward=compiling.waiting(function) if arrive else function)
+    block.forward(promise).sum().backward()
+    return x.grad
+
+
+def test_a_promised_tensor_arrives_before_the_first_block_and_keeps_its_gradient() -> None:
+    x = torch.arange(4.0, dtype=torch.float64).view(2, 2)
+    for gradient in run_ranks(promised_gradient, 2, True):
+        # Gradients of a replicated result are alike on all ranks; each keeps its own rows.
+        assert torch.allclose(gradient, 2 * x * (x * x).cos())

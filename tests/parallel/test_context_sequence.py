@@ -1,0 +1,85 @@
+"""The split of a sequence over ranks: chunks by rank, back in order, and what a rank computes of a batch."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.testing import assert_close
+
+from forge.parallel.context import SequenceSplit
+from forge.parallel.context.gathered import causal_chunks
+
+
+class Group:
+    def __init__(self, rank: int, ranks: int):
+        self.rank, self.size = lambda: rank, lambda: ranks
+
+
+def splits(ranks: int) -> list[SequenceSplit]:
+    groups: list[Any] = [Group(rank, ranks) for rank in range(ranks)]
+    return [SequenceSplit(group) for group in groups]
+
+
+def batch(seq: int, **tensors: Tensor) -> Any:
+    rows = torch.arange(2 * seq).view(2, seq)
+    return SimpleNamespace(
+        **({"tokens": rows, "labels": rows + 1, "positions": None, "documents": None} | tensors)
+    )
+
+
+def test_a_rank_holds_an_early_and_a_late_chunk() -> None:
+    parts = [split.indices(16, torch.device("cpu")).tolist() for split in splits(4)]
+    assert parts[0] == [0, 1, 14, 15] and parts[3] == [6, 7, 8, 9]
+    assert sorted(index for part in parts for index in part) == list(range(16))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_rank_has_the_same_number_of_visible_keys(ranks: int) -> None:
+    costs = {int((split.indices(32, torch.device("cpu")) + 1).sum()) for split in splits(ranks)}
+    assert len(costs) == 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_parts_in_order_are_the_whole_and_back(ranks: int) -> None:
+    whole = torch.arange(2 * 3 * 16 * 5).view(2, 3, 16, 5)
+    parts = torch.stack([split.part(whole, dim=2) for split in splits(ranks)])
+    split = splits(ranks)[0]
+    assert torch.equal(split.in_order(parts), whole)
+    assert torch.equal(split.by_rank(whole), parts)
+
+
+def test_one_rank_computes_the_batch_as_it_is() -> None:
+    given = batch(7)
+    found = splits(1)[0].local_part(given)
+    assert found.tokens is given.tokens and found.positions is None
+
+
+def test_a_part_brings_its_positions_and_all_documents() -> None:
+    documents = torch.zeros(2, 8, dtype=torch.int32)
+    found = splits(2)[1].local_part(batch(8, documents=documents))
+    assert found.tokens.tolist() == [[2, 3, 4, 5], [10, 11, 12, 13]]
+    assert found.labels.tolist() == [[3, 4, 5, 6], [11, 12, 13, 14]]
+    assert found.positions is not None and found.positions.tolist() == [[2, 3, 4, 5]] * 2
+    assert found.documents is documents
+
+
+def test_positions_that_the_batch_gives_are_kept() -> None:
+    positions = torch.arange(8).flip(0).expand(2, 8)
+    found = splits(2)[0].local_part(batch(8, positions=positions))
+    assert found.positions is not None and found.positions.tolist() == [[7, 6, 1, 0]] * 2
+
+
+@pytest.mark.filterwarnings("ignore:Lower right causal bias")
+def test_causal_chunks_are_the_rows_of_causal_attention() -> None:
+    """What CUDA runs for a plain causal mask; written out on the CPU it is the same."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 16, 6, generator=generator, dtype=torch.float64) for heads in (4, 2, 2))
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    for split in splits(2):
+        out = causal_chunks(split.part(q, dim=2), k, v, split)
+        assert_close(out, split.part(expected, dim=2), rtol=0, atol=1e-12)

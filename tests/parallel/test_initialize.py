@@ -1,0 +1,127 @@
+"""Initial values are a pure function of (seed, name, global index), and nothing is left as memory came."""
+
+import pytest
+import torch
+
+from forge.config import check_world, parse_toml_text
+from forge.model import Normal
+from forge.parallel import initialize as module
+from forge.parallel.build import build_parallel_model
+from forge.parallel.initialize import fill_normal, initialize
+from forge.parallel.mesh import make_meshes
+from forge.shard import Box, Shard
+from tests.equivalence.compare import tiny_config, whole
+from tests.harness import RankFailed, run_ranks
+
+SHAPE = torch.Size((300, 7, 101))
+
+
+def drawn(box: Box, seed: int = 0, name: str = "w", std: float = 1.0) -> torch.Tensor:
+    out = torch.full(box.sizes, torch.nan)
+    fill_normal(out, box, SHAPE, std, seed, name)
+    return out
+
+
+@pytest.mark.parametrize(
+    "box",
+    [
+        Box((0, 0, 0), (1, 1, 1)),
+        Box((299, 6, 100), (1, 1, 1)),
+        Box((17, 0, 0), (200, 7, 101)),
+        Box((0, 3, 0), (300, 2, 101)),
+        Box((5, 1, 40), (290, 5, 33)),
+        Box((0, 0, 0), (0, 7, 101)),
+    ],
+)
+@pytest.mark.parametrize("longest_span", [64, 1 << 22])
+def test_a_box_holds_the_same_bits_as_that_part_of_the_whole(
+    box: Box, longest_span: int, monkeypatch
+) -> None:
+    everything = drawn(Box((0, 0, 0), tuple(SHAPE)))
+    monkeypatch.setattr(module, "LONGEST_SPAN", longest_span)
+    part = everything[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))]
+    assert torch.equal(drawn(box), part)
+
+
+def test_seed_and_name_and_block_all_enter_the_key() -> None:
+    everything = Box((0, 0, 0), tuple(SHAPE))
+    first = drawn(everything).flatten()
+    assert not torch.equal(first, drawn(everything, seed=1).flatten())
+    assert not torch.equal(first, drawn(everything, name="v").flatten())
+    block = module.BLOCK
+    assert not torch.equal(first[:block], first[block : 2 * block])
+
+
+def test_values_have_the_asked_standard_deviation() -> None:
+    values = drawn(Box((0, 0, 0), tuple(SHAPE)), std=0.02)
+    assert abs(values.std().item() / 0.02 - 1) < 0.01
+    assert abs(values.mean().item()) < 0.0002
+
+
+def test_a_parameter_without_a_start_value_is_an_error() -> None:
+    shard = Shard("unknown", torch.Size((2,)), (Box((0,), (2,)),), torch.zeros(2))
+    with pytest.raises(KeyError, match="unknown"):
+        initialize([shard], {"known": Normal(1.0)}, seed=0)
+
+
+MODELS = {
+    "plain": "",
+    "everything": "tie_embeddings = true\nqk_norm = true\nattention_bias = true\nsliding_window = 24\n"
+    '[model.rope_scaling]\nkind = "yarn"\nfactor = 4.0\noriginal_max_position = 64\n',
+}
+LAYOUTS = {1: "", 2: "", 3: "", 4: "dp_replicate = 2\ndp_shard = 2"}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("world", LAYOUTS)
+def test_memory_full_of_nan_is_written_over_completely_and_alike_on_every_layout(
+    model: str, world: int
+) -> None:
+    text = tiny_config(model=MODELS[model], parallel=LAYOUTS[world]).replace(
+        "global_batch_size = 8", "global_batch_size = 12"
+    )
+    values = run_ranks(_built_on_nan, world, text)[0]
+    single = (
+        run_ranks(_built_on_nan, 1, text.replace(LAYOUTS[world], ""))[0]
+        if LAYOUTS[world]
+        else run_ranks(_built_on_nan, 1, text)[0]
+    )
+    for name, tensor in single.items():
+        assert torch.equal(values[name], tensor), name
+
+
+def test_the_nan_test_sees_an_initialisation_that_skips_norms() -> None:
+    with pytest.raises(RankFailed, match=r"norm\.weight"):
+        run_ranks(_built_skipping_vectors, 1, tiny_config())
+
+
+def _built_skipping_vectors(rank: int, world: int, text: str) -> None:
+    import forge.parallel.build as build
+
+    def skipping(shards, values, seed):
+        initialize([shard for shard in shards if len(shard.global_shape) > 1], values, seed)
+
+    build.initialize = skipping
+    _built_on_nan(rank, world, text)
+
+
+def _built_on_nan(rank: int, world: int, text: str) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer of the model, made in memory that was full of NaN."""
+    to_empty = torch.nn.Module.to_empty
+
+    def to_nan(self, **arguments):
+        to_empty(self, **arguments)
+        for tensor in [*self.parameters(), *self.buffers()]:
+            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            local.detach().fill_(torch.nan if tensor.is_floating_point() else 7777)
+        return self
+
+    torch.nn.Module.to_empty = to_nan
+    config = parse_toml_text(text)
+    model = build_parallel_model(config, make_meshes(check_world(config, world), "cpu"), torch.device("cpu"))
+    tensors = {s.name: whole(s.parameter) for s in model.shards}
+    tensors |= {name: buffer.clone() for name, buffer in model.parts[0].named_buffers()}
+    assert any("rope" in name or "cos" in name for name in tensors), "expected RoPE tables among the buffers"
+    left = [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]
+    assert not left, f"not initialised: {left}"
+    return tensors

@@ -1,0 +1,55 @@
+"""Who is whose neighbour on every mesh, and which groups exist."""
+
+from typing import Any
+
+import torch.distributed as dist
+
+from forge.config import Degrees
+from forge.parallel.mesh import make_meshes
+from tests.harness import run_ranks
+
+
+def degrees(**sizes: int) -> Degrees:
+    axes = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "ep": 1} | sizes
+    world = axes["pp"] * axes["dp_replicate"] * axes["dp_shard"] * axes["cp"] * axes["tp"]
+    return Degrees(world=world, accumulation=1, **axes)
+
+
+def neighbours(rank: int, world: int, layout: Degrees) -> dict[str, Any]:
+    meshes = make_meshes(layout, "cpu")
+    return {
+        "tp": meshes.tp.mesh.tolist(),
+        "fsdp": meshes.fsdp.mesh.tolist(),
+        "experts": meshes.experts.mesh.tolist(),
+        "cp": dist.get_process_group_ranks(meshes.cp),
+        "loss": dist.get_process_group_ranks(meshes.loss),
+        "copies": dist.get_process_group_ranks(meshes.copies["dp_replicate",]),
+        "data_rank": meshes.data_rank,
+    }
+
+
+def test_tp_is_fastest_then_cp_then_the_data_axes() -> None:
+    ranks = run_ranks(neighbours, 8, degrees(dp_shard=2, cp=2, tp=2))
+    assert ranks[0]["tp"] == [0, 1] and ranks[5]["tp"] == [4, 5]
+    assert ranks[0]["cp"] == [0, 2] and ranks[7]["cp"] == [5, 7]
+    assert ranks[0]["fsdp"] == [0, 2, 4, 6] == ranks[0]["loss"]
+    assert [rank["data_rank"] for rank in ranks] == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+def test_replicas_are_the_slow_axis_of_the_sharding_mesh() -> None:
+    ranks = run_ranks(neighbours, 4, degrees(dp_replicate=2, dp_shard=2))
+    assert ranks[0]["fsdp"] == [[0, 1], [2, 3]]
+    assert ranks[1]["copies"] == [1, 3]
+    assert ranks[3]["loss"] == [0, 1, 2, 3]
+
+
+def test_experts_spread_over_all_ranks_that_share_one_copy_of_the_model() -> None:
+    ranks = run_ranks(neighbours, 4, degrees(dp_shard=2, tp=2, ep=4))
+    assert ranks[0]["experts"] == [[[0, 1, 2, 3]]]
+    ranks = run_ranks(neighbours, 4, degrees(dp_shard=2, tp=2, ep=2))
+    assert ranks[0]["experts"] == [[[0, 1], [2, 3]]]
+
+
+def test_without_a_data_axis_every_group_is_one_rank() -> None:
+    ranks = run_ranks(neighbours, 2, degrees(tp=2))
+    assert ranks[1]["fsdp"] == [1] and ranks[1]["loss"] == [1] and ranks[1]["data_rank"] == 0

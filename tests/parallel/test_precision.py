@@ -1,0 +1,330 @@
+"""Which dtype a parameter computes in, and which modules become one FSDP unit because of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from forge.config import parse_toml_text
+from forge.errors import UserError
+from forge.parallel.build import build_meta_model
+from forge.parallel.fsdp import plan_units
+from forge.parallel.precision import (
+    Unit,
+    cast_at_borders,
+    compute_dtypes,
+    joined_by_parameters,
+    matches,
+    maximal_subtrees,
+    pinned_parameters,
+    record_compute_dtype,
+    uniform_units,
+)
+from tests.equivalence.compare import tiny_config
+
+F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
+
+
+class Net(nn.Module):
+    """Children by keyword, none of which is ever called here."""
+
+    def __init__(self, **children: nn.Module):
+        super().__init__()
+        for name, child in children.items():
+            self.add_module(name, child)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise AssertionError
+
+
+def linear(size: int = 4, dtype: torch.dtype = F32) -> nn.Linear:
+    return nn.Linear(size, size, bias=False, dtype=dtype, device="meta")
+
+
+def resolved(module: nn.Module, policy: torch.dtype | None, **options: Any) -> dict[str, torch.dtype]:
+    dtypes = compute_dtypes([module], policy, **options)
+    return {name: dtypes[p] for name, p in module.named_parameters() if p in dtypes}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "expected"),
+    [
+        ("*.router", "layers.3.feed_forward.router", True),
+        ("*.router", "router", False),
+        ("*.gate", "layers.0.feed_forward.gate_proj", False),
+        ("gate", "layers.0.gate", False),
+        ("layers.*.attention_norm", "layers.11.attention_norm", True),
+        ("layers.*.attention_norm", "layers.11.attention_norm.inner", False),
+        ("layers.[01].*norm", "layers.1.ffn_norm", True),
+        ("layers.[01].*norm", "layers.2.ffn_norm", False),
+        ("layers.[01].*norm", "layers.1.attention.q_norm", False),
+        ("layers.1*", "layers.12", True),
+        ("norm", "norm", True),
+        ("norm", "layers.0.norm", False),
+        ("head", "header", False),
+    ],
+)
+def test_patterns_are_whole_names_with_a_glob_for_each_component(pattern, name, expected) -> None:
+    assert matches(pattern, name) is expected
+
+
+def test_what_is_no_floating_point_number_keeps_its_dtype() -> None:
+    net = Net(a=linear())
+    net.register_parameter("table", nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False))
+    assert resolved(net, BF16) == {"table": torch.int64, "a.weight": BF16}
+
+
+def test_a_pin_beats_what_was_recorded_and_that_beats_the_policy() -> None:
+    net = Net(a=linear(), b=linear(), c=linear())
+    record_compute_dtype(net.a.weight, F64)
+    record_compute_dtype(net.b.weight, F64)
+    assert resolved(net, BF16, pinned={net.a.weight}) == {"a.weight": F32, "b.weight": F64, "c.weight": BF16}
+
+
+def test_a_pin_never_narrows() -> None:
+    net = Net(a=linear())
+    assert resolved(net, F64, pinned={net.a.weight}) == {"a.weight": F64}
+    assert resolved(net, None, pinned={net.a.weight}) == {"a.weight": F32}
+
+
+@pytest.mark.parametrize(
+    ("storage", "policy", "uniform", "per_parameter"),
+    [
+        ((F32, F32), BF16, (BF16, BF16), (BF16, BF16)),
+        ((BF16, BF16), BF16, (BF16, BF16), (BF16, BF16)),
+        # A bfloat16 sibling must not make float32 masters compute in float32, unless the older rule is asked for.
+        ((F32, BF16), BF16, (F32, BF16), (BF16, BF16)),
+        ((BF16, BF16), F32, (F32, F32), (BF16, BF16)),
+        ((F32, BF16), F32, (F32, BF16), (F32, BF16)),
+        ((F32, BF16), None, (F32, BF16), (F32, BF16)),
+        ((F64, F64), F64, (F64, F64), (F64, F64)),
+        ((F32, F32), F64, (F64, F64), (F32, F32)),
+    ],
+)
+def test_storage_decides_together_or_each_parameter_by_itself(
+    storage, policy, uniform, per_parameter
+) -> None:
+    net = Net(a=linear(dtype=storage[0]), b=linear(dtype=storage[1]))
+    assert tuple(resolved(net, policy).values()) == uniform
+    assert tuple(resolved(net, policy, per_parameter=True).values()) == per_parameter
+
+
+def test_ignored_parameters_neither_have_a_dtype_nor_make_the_storage_mixed() -> None:
+    net = Net(a=linear(), b=linear(dtype=BF16))
+    assert resolved(net, BF16, ignored={net.b.weight}, pinned={net.b.weight}) == {"a.weight": BF16}
+
+
+def test_pins_are_the_parameters_under_the_matched_modules() -> None:
+    net = Net(a=Net(router=linear()), b=linear())
+    assert pinned_parameters(net, ["*.router"]) == {net.a.router.weight}
+    assert pinned_parameters(net, ["a", "b"]) == set(net.parameters())
+
+
+def test_the_default_pin_may_match_nothing_a_users_may_not() -> None:
+    net = Net(attention=linear(), norm=linear())
+    assert pinned_parameters(net, ["*.router"]) == set()
+    with pytest.raises(UserError, match=r"'atention' stands for no module .* nearest name is 'attention'"):
+        pinned_parameters(net, ["atention"])
+
+
+def test_the_nearest_name_stands_for_all_layers() -> None:
+    config = parse_toml_text(
+        tiny_config().replace("[precision]", '[precision]\nfp32_modules = ["attention_norm"]')
+    )
+    with pytest.raises(UserError, match=r"nearest name is 'layers\.\*\.attention_norm'") as error:
+        plan_units(build_meta_model(config), config)
+    assert error.value.exit_code == 2
+
+
+# The largest subtrees of one key.
+
+
+def subtrees(net: nn.Module, **keys: Any) -> list[tuple[str, Any]]:
+    """By name; `keys` are prefixes of parameter names (dots as underscores)."""
+    of = {
+        p: next(key for prefix, key in keys.items() if name.replace(".", "_").startswith(prefix))
+        for name, p in net.named_parameters()
+        if any(name.replace(".", "_").startswith(prefix) for prefix in keys)
+    }
+    names = {module: name for name, module in net.named_modules()}
+    return [(names[module], key) for module, key in maximal_subtrees(net, of)]
+
+
+def test_one_key_throughout_is_the_root() -> None:
+    assert subtrees(Net(a=linear(), b=Net(c=linear())), a=1, b=1) == [("", 1)]
+
+
+def test_subtrees_are_as_large_as_can_be_and_in_order() -> None:
+    net = Net(a=linear(), b=Net(c=linear(), d=Net(e=linear(), f=linear())), g=linear())
+    assert subtrees(net, a=1, b=2, g=1) == [("a", 1), ("b", 2), ("g", 1)]
+    assert subtrees(net, a=1, b_c=1, b_d=2, g=1) == [("a", 1), ("b.c", 1), ("b.d", 2), ("g", 1)]
+
+
+def test_subtrees_without_parameters_or_keys_do_not_count() -> None:
+    net = Net(a=linear(), empty=nn.Identity(), skipped=linear())
+    assert subtrees(net, a=1) == [("", 1)]
+    assert subtrees(Net(empty=nn.Identity())) == []
+
+
+def test_buffers_do_not_count() -> None:
+    net = Net(a=linear(), b=linear())
+    net.a.register_buffer("table", torch.zeros(2, dtype=F64))
+    assert subtrees(net, a=1, b=1) == [("", 1)]
+
+
+def test_a_module_that_is_never_called_stands_for_its_children() -> None:
+    net = Net(a=nn.ModuleList([linear(), linear()]), b=linear())
+    assert subtrees(net, a=1, b=2) == [("a.0", 1), ("a.1", 1), ("b", 2)]
+
+
+# Units.
+
+
+def units(net: nn.Module, policy: torch.dtype = BF16, **options: Any) -> list[tuple[list[str], torch.dtype]]:
+    names = {module: name for name, module in net.named_modules()}
+    made = uniform_units([net], compute_dtypes([net], policy, **options))
+    return [([names[m] for m in unit.modules], unit.compute) for unit in made]
+
+
+def test_one_dtype_is_one_unit() -> None:
+    assert units(Net(a=linear(), b=linear())) == [([""], BF16)]
+
+
+def test_of_two_dtypes_the_rarer_is_split_off_whichever_it_is() -> None:
+    net = Net(a=linear(2), b=linear(8), c=linear(2))
+    assert units(net, pinned={net.a.weight, net.c.weight}) == [(["a"], F32), (["c"], F32), ([""], BF16)]
+    assert units(net, pinned={net.b.weight}) == [(["a"], BF16), (["c"], BF16), ([""], F32)]
+
+
+def test_rarer_is_counted_in_elements_and_a_tie_goes_to_the_first() -> None:
+    net = Net(a=linear(8), b=linear(2), c=linear(2))
+    assert units(net, pinned={net.a.weight}) == [(["b"], BF16), (["c"], BF16), ([""], F32)]
+    tie = Net(a=linear(), b=linear())
+    assert units(tie, pinned={tie.b.weight}) == [(["a"], BF16), ([""], F32)]
+
+
+def test_storage_divides_as_compute_does() -> None:
+    net = Net(a=linear(2, BF16), b=linear(8, F32))
+    assert units(net, per_parameter=True) == [(["a"], BF16), ([""], BF16)]
+
+
+def test_three_dtypes_leave_nothing_over() -> None:
+    net = Net(a=linear(), b=Net(c=linear(), d=linear()), e=linear())
+    record_compute_dtype(net.e.weight, F64)
+    assert units(net, pinned={net.a.weight}) == [(["a"], F32), (["b"], BF16), (["e"], F64)]
+
+
+def test_ignored_parameters_are_in_no_unit() -> None:
+    net = Net(a=linear(), b=linear(), c=linear(), d=linear())
+    record_compute_dtype(net.b.weight, F64)
+    assert units(net, pinned={net.a.weight}, ignored={net.c.weight, net.d.weight}) == [
+        (["a"], F32),
+        ([""], F64),
+    ]
+    assert units(net, ignored=set(net.parameters())) == []
+
+
+def test_a_containers_children_become_units() -> None:
+    net = Net(a=nn.ModuleList([linear(2), linear(2)]), b=linear(8))
+    assert units(net, pinned=set(net.a.parameters())) == [
+        (["a.0"], F32),
+        (["a.1"], F32),
+        ([""], BF16),
+    ]
+
+
+def test_parameters_of_one_module_cannot_be_divided() -> None:
+    mixed = nn.Linear(4, 4, device="meta")
+    with pytest.raises(
+        UserError, match=r"a\.bias of Net cannot compute in another dtype .* module of their own"
+    ):
+        units(Net(a=mixed, b=linear()), pinned={mixed.bias})
+
+
+def test_the_owner_of_a_parameter_can_be_divided_from_its_children() -> None:
+    net = Net(a=linear(8))
+    net.register_parameter("scale", nn.Parameter(torch.ones(3)))
+    with pytest.raises(UserError, match="scale of Net cannot"):
+        units(net, pinned={net.scale})
+    assert units(net, pinned={net.a.weight, net.scale}) == [([""], F32)]
+
+
+class Double(nn.Module):
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((1,), 2.0, dtype=dtype))
+        self.took: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.took += [x.dtype, labels.dtype]
+        return self.weight * x, labels
+
+
+def test_a_module_in_another_dtype_takes_and_returns_the_stream_around_it() -> None:
+    net = Net(a=Double(F32), b=Double(BF16), router=Double(F32))
+    net.router.exact_output = True
+    dtypes = {net.a.weight: F32, net.b.weight: BF16, net.router.weight: F32}
+    cast_at_borders(net, dtypes, BF16)
+    for module, inside, outside in ((net.a, F32, BF16), (net.b, BF16, BF16), (net.router, F32, F32)):
+        output, labels = module(torch.ones(2, dtype=BF16), torch.ones(2, dtype=torch.int64))
+        assert module.took == [inside, torch.int64]
+        assert (output.dtype, labels.dtype) == (outside, torch.int64)
+
+
+def test_shared_parameters_are_in_one_unit() -> None:
+    net = Net(a=linear(2), b=linear(8), c=linear(2), d=linear(2))
+    net.c.weight = net.a.weight
+    assert units(net, pinned={net.a.weight, net.d.weight}) == [
+        (["a", "c"], F32),
+        (["d"], F32),
+        ([""], BF16),
+    ]
+    a, b, c, d = [linear()], [linear()], [linear()], [linear()]
+    assert joined_by_parameters([a, b, c, d]) == [a, b, c, d]
+    c[0].weight, d[0].weight = a[0].weight, a[0].weight
+    assert joined_by_parameters([a, b, c, d]) == [[*a, *c, *d], b]
+    bridge = Net(x=a[0], y=b[0])
+    assert joined_by_parameters([a, b, [bridge], c]) == [[*a, *b, bridge, *c]]
+
+
+# Whole models.
+
+
+def groups(model: str = "", precision: str = "") -> list[list[tuple[list[str], torch.dtype]]]:
+    text = tiny_config(model=model).replace('"float64"', '"float32"')
+    text = text.replace('compute = "float32"', 'compute = "bfloat16"')
+    config = parse_toml_text(text.replace("[precision]", f"[precision]\n{precision}"))
+    net = build_meta_model(config)
+    names = {module: name or "root" for name, module in net.named_modules()}
+
+    def told(unit: Unit) -> tuple[list[str], torch.dtype]:
+        return [names[module] for module in unit.modules], unit.compute
+
+    return [[told(unit) for unit in group] for group in plan_units(net, config)[0]]
+
+
+def test_units_of_a_model_in_one_dtype() -> None:
+    layers = [[([f"layers.{i}"], BF16)] for i in range(3)]
+    root = [(["root"], BF16)]
+    assert groups() == [[(["embedding"], BF16)], *layers, [(["norm", "head"], BF16)], root]
+    assert groups("tie_embeddings = true") == [*layers, [(["norm"], BF16)], root]
+
+
+def test_units_of_a_model_with_pins_inside_and_at_its_ends() -> None:
+    found = groups(precision='fp32_modules = ["layers.0", "layers.*.attention_norm", "head"]')
+    assert found[1] == [(["layers.0"], F32)]
+    assert found[2] == [(["layers.1.attention_norm"], F32), (["layers.1"], BF16)]
+    assert found[4] == [(["norm"], BF16), (["head"], F32)]
+    tied = groups("tie_embeddings = true", 'fp32_modules = ["embedding"]')
+    assert tied[-1] == [(["root"], F32)]
+
+
+def test_tied_weights_of_two_modules_are_one_unit() -> None:
+    config = parse_toml_text(tiny_config())
+    net = build_meta_model(config)
+    net.head.weight = net.embedding.weight
+    first = plan_units(net, config)[0][0]
+    assert [unit.modules for unit in first] == [(net.embedding, net.norm, net.head)]

@@ -1,0 +1,51 @@
+"""Every shipped config builds on the world that its first line names: on meta tensors, under a fake process group."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.harness import start_ranks
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_shipped_config_builds_on_its_world(path: Path, tmp_path) -> None:
+    world = int(re.match(r"# For (\d+) process", path.read_text())[1])
+    report = tmp_path / "report"
+    assert start_ranks(_build, 1, path, world, report).join(timeout=120) == [0], report.read_text()
+
+
+def _build(rank: int, ranks: int, path: Path, world: int, report: Path) -> None:
+    import traceback
+
+    try:
+        _build_on_fake_ranks(path, world)
+    except BaseException:
+        report.write_text(traceback.format_exc())
+        raise
+
+
+def _build_on_fake_ranks(path: Path, world: int) -> None:
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from forge.config import check_world, load_config
+    from forge.model import parameter_counts
+    from forge.parallel.build import apply_layout, build_meta_model
+    from forge.parallel.fsdp import fsdp_shards
+    from forge.parallel.mesh import make_meshes
+
+    config = load_config([f"--config={path}"])
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    meshes = make_meshes(check_world(config, world), "cpu")
+    model = build_meta_model(config)
+    apply_layout(model, config, meshes)
+    shards = fsdp_shards(model, meshes)
+    whole = sum(shard.global_shape.numel() for shard in shards)
+    held = sum(box.numel for shard in shards for box in shard.boxes)
+    assert whole == parameter_counts(config.model).total
+    degrees = meshes.degrees
+    # The first rank holds its share, rounded up to whole rows.
+    assert 0 <= held * degrees.dp_shard * degrees.cp * degrees.tp / whole - 1 < 0.02

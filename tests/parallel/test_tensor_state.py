@@ -1,0 +1,70 @@
+"""Under tensor parallelism a model starts with the same bits as in one process, and its checkpoints load anywhere."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from forge.checkpoint import Checkpoints, load
+from forge.config import check_world, parse_toml_text
+from forge.parallel.build import build_parallel_model
+from forge.parallel.mesh import make_meshes
+from tests.equivalence.compare import tiny_config, whole
+from tests.harness import run_ranks
+from tests.parallel.test_initialize import _built_on_nan
+
+MODELS = {
+    "plain": "",
+    "everything": "tie_embeddings = true\nqk_norm = true\nattention_bias = true\nsliding_window = 24\n",
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("world", "keys"),
+    [(2, "tp = 2"), (4, "tp = 2"), (4, "tp = 2\ndp_replicate = 2\nsequence_parallel = false")],
+)
+def test_memory_full_of_nan_is_written_over_alike(model: str, world: int, keys: str) -> None:
+    values = run_ranks(_built_on_nan, world, tiny_config(model=MODELS[model], parallel=keys))
+    single = run_ranks(_built_on_nan, 1, tiny_config(model=MODELS[model]))[0]
+    for of_rank in values:
+        for name, tensor in single.items():
+            assert torch.equal(of_rank[name], tensor), name
+
+
+def shards_of(world: int, keys: str, seed: int) -> list:
+    text = tiny_config(parallel=keys, model=MODELS["everything"]) + f"[run]\nseed = {seed}\n"
+    config = parse_toml_text(text)
+    meshes = make_meshes(check_world(config, world), "cpu")
+    return build_parallel_model(config, meshes, torch.device("cpu")).shards
+
+
+def save_in(rank: int, world: int, folder: str, keys: str) -> dict[str, torch.Tensor]:
+    shards = shards_of(world, keys, seed=1)
+    (outcome,) = Checkpoints(Path(folder), mode="sync").save(
+        1, {shard.name: (shard, shard.data) for shard in shards}, {}, {}, {}
+    )
+    assert outcome.error is None, outcome.error
+    return {shard.name: whole(shard.parameter) for shard in shards}
+
+
+def load_in(rank: int, world: int, folder: str, keys: str) -> dict[str, torch.Tensor]:
+    shards = shards_of(world, keys, seed=2)
+    load(Path(folder) / "step-00000001", {shard.name: (shard, shard.data) for shard in shards})
+    return {shard.name: whole(shard.parameter) for shard in shards}
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        ((4, "tp = 2\ndp_shard = 2"), (1, "")),
+        ((1, ""), (4, "tp = 2\ndp_shard = 2")),
+        ((2, "tp = 2"), (4, "tp = 2\ndp_replicate = 2")),
+        ((2, "dp_shard = 2"), (2, "tp = 2\nsequence_parallel = false")),
+    ],
+)
+def test_a_checkpoint_moves_between_layouts(tmp_path, saved, loaded) -> None:
+    expected = run_ranks(save_in, saved[0], str(tmp_path), saved[1])[0]
+    for actual in run_ranks(load_in, loaded[0], str(tmp_path), loaded[1]):
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
