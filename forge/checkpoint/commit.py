@@ -1,0 +1,159 @@
+"""The protocol that makes a checkpoint appear whole or not at all.
+
+partial folder -> every rank writes and syncs its tensors (DCP) and hashes them -> rank 0 adds the other files
+and, last, the manifest -> sync -> rename to the final name -> sync -> prune. Before each arrow all ranks
+agree that it went well.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import StorageMeta
+
+from forge.checkpoint import folders
+from forge.checkpoint.manifest import MANIFEST, compose, entry, sync_folder, write_durably
+from forge.checkpoint.team import RanksFailed, Team, describe
+from forge.checkpoint.tensors import ShardTensor
+from forge.fault import fault_point
+
+logger = logging.getLogger(__name__)
+TRAINER = "trainer.json"
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What goes into the checkpoint of `step`; `tensors` are this rank's own, the rest counts on rank 0."""
+
+    step: int
+    layout: dict[str, Any]
+    trainer: str = ""
+    files: dict[str, bytes | Path] = field(default_factory=dict)
+    tensors: dict[str, ShardTensor] = field(default_factory=dict)
+
+
+def write_checkpoint(
+    team: Team, root: Path, contents: Callable[[], Contents], step: int, keep_last: int, keep_every: int
+) -> bool:
+    """Writes one checkpoint; collective. False when the step has a complete one already: that is left alone.
+
+    `contents` may raise, like everything else here: any rank's failure is `RanksFailed` on all, and leaves
+    nothing.
+    """
+    partial, final = root / f".partial-{folders.step_name(step)}", root / folders.step_name(step)
+
+    staged: list[Contents] = []
+
+    def begin() -> bool:
+        staged.append(contents())
+        return team.rank != 0 or _make_partial(root, partial, final)
+
+    try:
+        if not all(team.every("preparing the checkpoint", begin)):
+            if team.rank == 0:
+                logger.info("step %d has a complete checkpoint already: not saved again", step)
+            return False
+        _save_tensors(team, partial, staged[0])
+        parts = team.every("reading back what was written", lambda: _own_files(team.rank, partial))
+        team.first("completing the checkpoint", lambda: _complete(partial, final, staged[0], parts))
+    except RanksFailed:
+        # Every rank comes here; none goes on before the partial folder is gone and its space free again.
+        team.first("removing the partial checkpoint", lambda: shutil.rmtree(partial, ignore_errors=True))
+        raise
+    if team.rank == 0:
+        try:
+            folders.prune(root, step, keep_last, keep_every)
+        except OSError as error:
+            logger.error("could not remove old checkpoints in %s: %s", root, describe(error))
+    return True
+
+
+def _make_partial(root: Path, partial: Path, final: Path) -> bool:
+    """Rank 0 makes an empty partial folder; False when the step has a complete checkpoint."""
+    if (final / MANIFEST).exists():
+        return False
+    root.mkdir(parents=True, exist_ok=True)
+    folders.sweep(root)
+    if final.exists():
+        logger.error("%s has no %s, so it is no checkpoint: moved out of the way", final, MANIFEST)
+        folders.set_aside(root, int(final.name.removeprefix("step-")), "damaged")
+    partial.mkdir()
+    return True
+
+
+class _Writer(dcp.FileSystemWriter):
+    """DCP's writer with a fault point, and without the absolute path that it puts into the checkpoint."""
+
+    def __init__(self, folder: Path, step: int):
+        # per_thread_copy_ahead: a non-zero value makes it open CUDA streams in this thread although all is on
+        # the CPU.
+        super().__init__(folder, thread_count=1, per_thread_copy_ahead=0)
+        self._step = step
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        written = super().write_data(plan, planner)
+        fault_point("save.between_shards", self._step)
+        return written
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta()
+
+
+def _save_tensors(team: Team, partial: Path, contents: Contents) -> None:
+    try:
+        dcp.save(
+            dict(contents.tensors),
+            storage_writer=_Writer(partial, contents.step),
+            planner=DefaultSavePlanner(flatten_sharded_tensors=False),
+            process_group=team.group,
+        )
+    except CheckpointException as error:  # DCP raises it on all ranks alike
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise RanksFailed(f"writing tensors failed on rank {rank}: {describe(cause)}") from None
+
+
+def _own_files(rank: int, partial: Path) -> dict[str, dict[str, Any]]:
+    """Entries for the manifest of the files that DCP has written on this rank, and of its index on rank 0."""
+    names = sorted(path.name for path in partial.glob(f"__{rank}_*.distcp"))
+    if rank == 0:
+        names.append(".metadata")
+    return {name: entry(partial / name) for name in names}
+
+
+def _complete(partial: Path, final: Path, contents: Contents, parts: list[dict[str, dict[str, Any]]]) -> None:
+    """Rank 0 adds its files and the manifest, and gives the folder its final name."""
+    files = {name: described for part in parts for name, described in part.items()}
+    others: dict[str, bytes | Path] = {TRAINER: contents.trainer.encode(), **contents.files}
+    for name, source in _expand(others).items():
+        path = partial / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(path, source if isinstance(source, bytes) else source.read_bytes())
+        files[name] = entry(path)
+    for folder in {(partial / name).parent for name in files}:
+        sync_folder(folder)
+    fault_point("save.before_manifest", contents.step)
+    write_durably(partial / MANIFEST, compose(contents.step, len(parts), contents.layout, files).encode())
+    sync_folder(partial)
+    fault_point("save.before_rename", contents.step)
+    partial.rename(final)
+    sync_folder(final.parent)
+
+
+def _expand(files: dict[str, bytes | Path]) -> dict[str, bytes | Path]:
+    """Replaces each folder by the files below it."""
+    flat: dict[str, bytes | Path] = {}
+    for name, source in files.items():
+        if isinstance(source, Path) and source.is_dir():
+            inside = sorted(path for path in source.rglob("*") if path.is_file())
+            flat |= {f"{name}/{path.relative_to(source).as_posix()}": path for path in inside}
+        else:
+            flat[name] = source
+    return flat

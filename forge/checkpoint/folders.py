@@ -1,0 +1,78 @@
+"""The names in a run's checkpoint folder, and what becomes of each: found, passed over, set aside, pruned.
+
+step-00000100            complete, if it holds manifest.json
+.partial-step-00000100   being written, or left by a process that died while writing: worthless
+.pruned-step-00000100    being removed
+.damaged-step-00000100   found damaged and passed over; kept for the user
+.aside-step-00000100     from a history that was rolled back or begun anew; kept for the user
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from pathlib import Path
+
+from forge.checkpoint.manifest import MANIFEST
+from forge.fault import fault_point
+
+logger = logging.getLogger(__name__)
+_STEP = re.compile(r"step-(\d{8,})")
+
+
+def step_name(step: int) -> str:
+    """Name of the folder of a complete checkpoint: step-00000100."""
+    return f"step-{step:08d}"
+
+
+def steps(root: Path, *, complete: bool = True) -> list[int]:
+    """Steps with a (complete) checkpoint folder, ascending; none when `root` does not exist."""
+    if not root.is_dir():
+        return []
+    found = [match for path in root.iterdir() if (match := _STEP.fullmatch(path.name))]
+    return sorted(int(m[1]) for m in found if not complete or (root / m[0] / MANIFEST).is_file())
+
+
+def has_damaged(root: Path) -> bool:
+    """True when a checkpoint of this run was found damaged earlier."""
+    return root.is_dir() and any(root.glob(".damaged-step-*"))
+
+
+def set_aside(root: Path, step: int, why: str) -> str:
+    """Renames `step-n` to `.{why}-step-n`, or `.{why}-step-n.k` when that is taken; returns the new name."""
+    name = f".{why}-{step_name(step)}"
+    taken = 0
+    while (root / name).exists():
+        taken += 1
+        name = f".{why}-{step_name(step)}.{taken}"
+    (root / step_name(step)).rename(root / name)
+    return name
+
+
+def sweep(root: Path) -> None:
+    """Removes what saves and prunings that died have left; only one process group may use the folder."""
+    for pattern in (".partial-step-*", ".pruned-step-*"):
+        for path in root.glob(pattern):
+            logger.warning("removing %s, left by a process that ended while saving", path)
+            shutil.rmtree(path)
+
+
+def prune(root: Path, step: int, keep_last: int, keep_every: int) -> None:
+    """Removes all but the newest `keep_last` (0: keeps all) and those of which `keep_every` divides the step.
+
+    The manifest goes first, so a process that dies here leaves a folder that nobody takes for a checkpoint.
+    `step` is the one just saved, for fault injection.
+    """
+    if keep_last == 0:
+        return
+    fault_point("save.before_prune", step)
+    kept = steps(root)[-keep_last:]
+    for old in steps(root, complete=False):
+        if old >= kept[0] or (keep_every and old % keep_every == 0):
+            continue
+        path, removed = root / step_name(old), root / f".pruned-{step_name(old)}"
+        (path / MANIFEST).unlink(missing_ok=True)
+        fault_point("save.during_prune", step)
+        path.rename(removed)
+        shutil.rmtree(removed)

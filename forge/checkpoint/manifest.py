@@ -1,0 +1,127 @@
+"""manifest.json: what a complete checkpoint holds, with every file's size and SHA-256: damage is found.
+
+A folder is a complete checkpoint exactly when it has a manifest, which is written last. The manifest carries
+a digest of itself and has one spelling only, so a flipped bit in any byte of it is found as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+
+class Damaged(Exception):
+    """A checkpoint is not what was saved; the message names the file and what is wrong with it."""
+
+
+def entry(path: Path) -> dict[str, Any]:
+    """What the manifest says of one file: size in bytes and SHA-256."""
+    with path.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        return {"size": stream.tell(), "sha256": digest}
+
+
+def compose(step: int, world_size: int, layout: dict, files: dict[str, dict[str, Any]]) -> str:
+    """The manifest's text; `files` maps relative paths to `entry`s."""
+    return _spell(
+        {
+            "format": FORMAT,
+            "step": step,
+            "world_size": world_size,
+            "layout": layout,
+            "versions": _versions(),
+            "files": files,
+        }
+    )
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint, as written; raises `Damaged`."""
+    try:
+        text = (folder / MANIFEST).read_text("utf-8")
+        manifest = json.loads(text)
+        body = {key: value for key, value in manifest.items() if key != "digest"}
+    except (OSError, ValueError, AttributeError) as error:
+        raise Damaged(f"{MANIFEST} cannot be read: {error}") from error
+    if text != _spell(body):
+        raise Damaged(f"{MANIFEST} does not match its own digest")
+    for name in manifest.get("files", {}):
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            raise Damaged(f"{MANIFEST} names a file outside the checkpoint: {name}")
+    return manifest
+
+
+def check_sizes(folder: Path, manifest: dict[str, Any]) -> None:
+    """Raises `Damaged` for the first file that is missing or has another size: cheap, finds most damage."""
+    for name, expected in manifest["files"].items():
+        try:
+            size = (folder / name).stat().st_size
+        except OSError as error:
+            raise Damaged(f"{name} cannot be read: {error.strerror}") from error
+        if size != expected["size"]:
+            raise Damaged(f"{name} has {size} bytes instead of {expected['size']}")
+
+
+def find_changed(folder: Path, files: dict[str, dict[str, Any]]) -> list[str]:
+    """One sentence for each of these files whose content is not what was saved; reads them whole."""
+    problems = []
+    for name, expected in files.items():
+        try:
+            actual = entry(folder / name)
+        except OSError as error:
+            problems.append(f"{name} cannot be read: {error.strerror}")
+            continue
+        if actual != expected:
+            problems.append(f"{name} has a wrong checksum")
+    return problems
+
+
+def share(files: dict[str, dict[str, Any]], rank: int, ranks: int) -> dict[str, dict[str, Any]]:
+    """The part of `files` that one rank hashes, dealt out by size: no rank gets all the large ones."""
+    by_size = sorted(files, key=lambda name: (-files[name]["size"], name))
+    return {name: files[name] for name in by_size[rank::ranks]}
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Writes a file that after a crash is either there whole or not there: temporary name, sync, rename."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.rename(path)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _spell(body: dict[str, Any]) -> str:
+    canonical = json.dumps(body, sort_keys=True)
+    digest = hashlib.sha256(canonical.encode()).hexdigest()
+    return json.dumps(body | {"digest": digest}, sort_keys=True, indent=1) + "\n"
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in ("forge", "numpy"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:  # run from a source tree
+            continue
+    return found

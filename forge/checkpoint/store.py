@@ -1,0 +1,256 @@
+"""`Checkpoints`: a run's checkpoint folder, through which the trainer saves, finds, verifies and loads."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from forge.checkpoint import folders, loading
+from forge.checkpoint.commit import Contents, write_checkpoint
+from forge.checkpoint.manifest import FORMAT, Damaged, check_sizes, find_changed, read_manifest, share
+from forge.checkpoint.staging import Stager
+from forge.checkpoint.team import RanksFailed, Team, describe
+from forge.checkpoint.tensors import NamedTensors
+from forge.errors import NO_CHECKPOINT, UserError
+from forge.fault import fault_point
+
+logger = logging.getLogger(__name__)
+
+# A rank may have to write for long while others wait for it; whether training as a whole hangs is the
+# watchdog's affair.
+_PATIENCE = timedelta(hours=2)
+
+
+@dataclass(frozen=True)
+class SaveOutcome:
+    """How a save went, the same on every rank: `error` is None when the checkpoint of `step` is complete.
+
+    `seconds` from the call of `save` to the end; for `blocked_s` of them the caller could not go on.
+    """
+
+    step: int
+    seconds: float
+    blocked_s: float
+    error: str | None = None
+
+
+class Checkpoints:
+    """The checkpoints in `folder`. Every method is collective over all ranks, unless it says otherwise.
+
+    `mode` "async" writes in a background thread while training goes on, "sync" before `save` returns. The
+    newest `keep_last` checkpoints are kept (0: all), and for ever those whose step `keep_every` (0: none)
+    divides. `group` is a gloo group of all ranks for decisions on the main thread; one is made when absent.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep_last: int = 3,
+        keep_every: int = 0,
+        mode: Literal["async", "sync"] = "async",
+        group: ProcessGroup | None = None,
+    ):
+        self.folder = Path(folder)
+        self.fallbacks: list[str] = []
+        """What `latest` had to pass over, one sentence each; for the run's events."""
+        self.failures_in_row = 0
+        """Failed saves since the last good one, as of the last `save` or `wait`: the same on every rank."""
+        self._keep_last, self._keep_every, self._mode = keep_last, keep_every, mode
+        self._team = Team(group or dist.new_group(backend="gloo", timeout=_PATIENCE))
+        # Saving has a group of its own: two threads may not use one.
+        self._saving_team = Team(dist.new_group(backend="gloo", timeout=_PATIENCE))
+        self._stager = Stager()
+        self._thread: threading.Thread | None = None
+        self._last: SaveOutcome | None = None
+        self._outcomes: deque[SaveOutcome] = deque()
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of `step` is or would be. Not collective."""
+        return self.folder / folders.step_name(step)
+
+    def save(
+        self,
+        step: int,
+        tensors: NamedTensors,
+        state: Mapping[str, Any],
+        files: Mapping[str, bytes | Path],
+        layout: Mapping[str, Any],
+    ) -> list[SaveOutcome]:
+        """Saves the checkpoint of `step`; parameters may change as soon as it returns.
+
+        `state` (JSON) becomes trainer.json; `files` maps relative paths to bytes or to a file or folder to
+        copy (only rank 0's count); `layout` (JSON) is recorded in the manifest. A save in flight is waited
+        for first. A step that has a complete checkpoint is left alone. No failure is raised: returns the
+        outcome of every save that ended since last asked.
+        """
+        began = time.monotonic()
+        self._join()
+        contents = self._stage(step, tensors, state, files, layout)
+        blocked = time.monotonic() - began
+        if self._mode == "async":
+            self._thread = threading.Thread(
+                target=self._write, args=(step, contents, began, blocked), name=f"save-{step}", daemon=True
+            )
+            self._thread.start()
+        else:
+            self._write(step, contents, began, None)
+            self._join()
+        return self.poll()
+
+    def poll(self) -> list[SaveOutcome]:
+        """Saves that ended since last asked. Not collective: ranks may learn of an end at different times."""
+        return [self._outcomes.popleft() for _ in range(len(self._outcomes))]
+
+    def wait(self) -> list[SaveOutcome]:
+        """Waits for the save in flight, if any; returns the saves that ended since last asked."""
+        self._join()
+        return self.poll()
+
+    def latest(self, verify: bool = True) -> int | None:
+        """The newest step whose checkpoint is complete and as it was saved; None when there never was one.
+
+        A damaged one is renamed `.damaged-step-n`, loudly, and the next older is tried; see `fallbacks`.
+        Without `verify` only names and sizes are compared, not contents. `UserError` with exit code 77 when
+        all are damaged.
+        """
+        self._join()
+        self.fallbacks = []
+        try:
+            candidates, remains = self._team.first("listing checkpoints", self._list)
+            for step in candidates:
+                problem = self.verify(self.path(step), contents=verify)
+                if problem is None:
+                    return step
+                self._pass_over(step, problem)
+        except RanksFailed as error:
+            raise UserError(f"no checkpoint in {self.folder} can be used: {error}", NO_CHECKPOINT) from error
+        if candidates or remains:
+            raise UserError(
+                f"every checkpoint in {self.folder} is damaged and was renamed .damaged-step-*: restore one, "
+                f"or begin anew with checkpoint.resume = none or under another run.name",
+                NO_CHECKPOINT,
+            )
+        return None
+
+    def verify(self, path: Path, contents: bool = True) -> str | None:
+        """What is wrong with the checkpoint at `path`; None when it is as it was saved.
+
+        Sizes first; then, with `contents`, every rank hashes a share of the files.
+        """
+        manifest, problem = self._team.first("reading the manifest", lambda: _read_and_measure(path))
+        if problem is not None:
+            return problem
+        if manifest["format"] != FORMAT:
+            message = f"checkpoint {path} has format {manifest['format']}; this forge reads {FORMAT}"
+            raise UserError(message, NO_CHECKPOINT)
+        if not contents:
+            return None
+        mine = share(manifest["files"], self._team.rank, self._team.size)
+        found = self._team.every("hashing the checkpoint", lambda: find_changed(path, mine))
+        problems = [problem for part in found for problem in part]
+        more = f" (and {len(problems) - 1} more files)" if len(problems) > 1 else ""
+        return f"{problems[0]}{more}" if problems else None
+
+    def load(self, path: Path, tensors: NamedTensors) -> None:
+        """Fills the values in place from the checkpoint at `path`: see `loading.load`."""
+        self._join()
+        loading.load(path, tensors, self._team.group)
+
+    def set_aside_after(self, step: int) -> list[str]:
+        """Renames every checkpoint of a later step to `.aside-step-n`; returns the new names."""
+        self._join()
+        return self._team.first("setting checkpoints aside", lambda: _set_aside_after(self.folder, step))
+
+    def _stage(
+        self,
+        step: int,
+        tensors: NamedTensors,
+        state: Mapping[str, Any],
+        files: Mapping[str, bytes | Path],
+        layout: Mapping[str, Any],
+    ) -> Callable[[], Contents]:
+        """What to write; where staging failed, a function that raises when the ranks come to agree on it."""
+        try:
+            fault_point("save.begin", step)
+            text = json.dumps(state, indent=1)
+            contents = Contents(step, dict(layout), text, dict(files), self._stager.stage(tensors))
+        except Exception as error:
+            failure = error
+
+            def fail() -> Contents:
+                raise failure
+
+            return fail
+        return lambda: contents
+
+    def _write(
+        self, step: int, contents: Callable[[], Contents], began: float, blocked: float | None
+    ) -> None:
+        """Runs in the thread: whatever happens becomes an outcome."""
+        error = None
+        try:
+            write_checkpoint(
+                self._saving_team, self.folder, contents, step, self._keep_last, self._keep_every
+            )
+        except Exception as failure:
+            error = str(failure) if isinstance(failure, RanksFailed) else describe(failure)
+            logger.debug("checkpoint of step %d was not saved", step, exc_info=True)
+        seconds = time.monotonic() - began
+        self._last = SaveOutcome(step, seconds, seconds if blocked is None else blocked, error)
+        self._outcomes.append(self._last)
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._last is not None:
+            self.failures_in_row = 0 if self._last.error is None else self.failures_in_row + 1
+            self._last = None
+
+    def _list(self) -> tuple[list[int], bool]:
+        return folders.steps(self.folder)[::-1], folders.has_damaged(self.folder)
+
+    def _pass_over(self, step: int, problem: str) -> None:
+        name = self._team.first(
+            "setting a damaged checkpoint aside", lambda: folders.set_aside(self.folder, step, "damaged")
+        )
+        message = f"checkpoint {self.path(step)} is damaged: {problem}; renamed {name} and passed over"
+        self.fallbacks.append(message)
+        if self._team.rank == 0:
+            logger.error(message)
+
+
+def _read_and_measure(path: Path) -> tuple[dict[str, Any], str | None]:
+    try:
+        manifest = read_manifest(path)
+        if manifest["format"] == FORMAT:
+            check_sizes(path, manifest)
+    except Damaged as error:
+        return {}, str(error)
+    return manifest, None
+
+
+def _set_aside_after(folder: Path, step: int) -> list[str]:
+    names = []
+    for later in folders.steps(folder):
+        if later > step:
+            names.append(folders.set_aside(folder, later, "aside"))
+            logger.warning(
+                "checkpoint %s is after step %d: renamed %s",
+                folder / folders.step_name(later),
+                step,
+                names[-1],
+            )
+    return names

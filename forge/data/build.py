@@ -1,0 +1,100 @@
+"""The data that a config asks for, checked against its model and tokenizer. What is off is not opened."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from forge.config import Config
+from forge.config.training import Stream
+from forge.data.dataset import PackedDataset
+from forge.data.format import TokenDataset
+from forge.data.permutation import key_of
+from forge.data.sources import SYNTHETIC, Source, count_windows, open_source
+from forge.data.tokenizer import Tokenizer, load_tokenizer
+from forge.errors import UserError
+
+NO_TOKENIZER = "none"
+
+
+def build_dataset(config: Config) -> PackedDataset:
+    """The training samples. UserError where a source is missing, damaged, too short or of another
+    tokenizer."""
+    used = [source for source in config.data.sources if source.weight > 0]
+    if not used:
+        raise UserError(
+            "data.sources: needs a source with a weight above 0, e.g. {path = 'synthetic', weight = 1}"
+        )
+    return PackedDataset(
+        _open(config, used, "train"),
+        [source.weight for source in used],
+        config.train.seq_len,
+        config.run.seed,
+        config.data.mixture_block,
+        config.data.document_mask,
+    )
+
+
+def build_validation(config: Config) -> dict[str, Source]:
+    """Name -> held-out source; none where `evaluate.interval` is 0. UserErrors as for training."""
+    if not config.evaluate.interval:
+        return {}
+    entries = config.data.validation
+    sources = _open(config, entries, "validation")
+    for source in sources:
+        count_windows(source, config.train.seq_len)
+    return {entry.name: source for entry, source in zip(entries, sources, strict=True)}
+
+
+def build_tokenizer(config: Config) -> Tokenizer | None:
+    """The tokenizer of the data, for checkpoints and written samples; None where all data is synthetic, or where
+    `data.tokenizer` is "none"."""
+    paths = [source.path for source in config.data.sources if source.weight > 0]
+    if all(path == SYNTHETIC for path in paths) or config.data.tokenizer == NO_TOKENIZER:
+        return None
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise UserError(
+            f"data.tokenizer {config.data.tokenizer}: has {tokenizer.vocab_size} ids, more than "
+            f"model.vocab_size {config.model.vocab_size}; set that to {tokenizer.vocab_size} or more"
+        )
+    return tokenizer
+
+
+def input_fingerprints(dataset: PackedDataset, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """What a run may not go on without: key -> what it stands for, as JSON."""
+    return {"data.tokenizer": tokenizer.fingerprint if tokenizer else None} | dataset.fingerprint()
+
+
+def _open(config: Config, streams: Sequence[Stream], purpose: str) -> list[Source]:
+    """The sources; each synthetic one draws a stream of its own from the one chain."""
+    vocab_size = config.model.vocab_size
+    sources = [
+        open_source(
+            stream.path,
+            key_of(config.run.seed, purpose, number),
+            vocab_size,
+            dtype=stream.dtype,
+            eos_id=stream.eos_id,
+        )
+        for number, stream in enumerate(streams)
+    ]
+    datasets = [source for source in sources if isinstance(source, TokenDataset)]
+    if datasets:
+        _check_tokenizer(config, datasets)
+    return sources
+
+
+def _check_tokenizer(config: Config, datasets: list[TokenDataset]) -> None:
+    if config.data.tokenizer == NO_TOKENIZER:
+        raise UserError(
+            f"data.tokenizer: is none, and {datasets[0].path} was prepared with a tokenizer; name that one"
+        )
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    for dataset in datasets:
+        if dataset.index.tokenizer != tokenizer.fingerprint:
+            raise UserError(
+                f"{dataset.path}: was prepared with another tokenizer (fingerprint "
+                f"{dataset.index.tokenizer[:12]}) than data.tokenizer {config.data.tokenizer} (fingerprint "
+                f"{tokenizer.fingerprint[:12]}); name that one, or prepare the data again"
+            )

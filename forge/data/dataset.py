@@ -1,0 +1,63 @@
+"""`PackedDataset`: the global sequence of training samples, each a window of a token stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from forge.data.mixture import Mixture
+from forge.data.sources import Source, count_windows
+
+
+class PackedDataset:
+    """`dataset[i]` is global sample i, for any i from 0 on.
+
+    Window k of a source of T tokens is tokens k S ... k S + S inclusive: S inputs and, shifted by one, S
+    labels; there are (T - 1) // S windows, so that every token but the first is a label once, up to a rest
+    shorter than S.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        weights: Sequence[float],
+        seq_len: int,
+        seed: int,
+        block: int = 1024,
+        document_mask: bool = False,
+    ):
+        self.sources = list(sources)
+        self.weights = list(weights)
+        self.seq_len = seq_len
+        self.seed = seed
+        self.document_mask = document_mask
+        self.mixture = Mixture(weights, [count_windows(source, seq_len) for source in sources], seed, block)
+
+    def __getitem__(self, global_sample: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """Tokens [seq_len + 1], and with `document_mask` each token's document, int32 [seq_len + 1], from
+        0."""
+        source, _, window = self.mixture.locate(global_sample)
+        return read_window(self.sources[source], window, self.seq_len, self.document_mask)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What the order and content of samples depend on, as flat JSON: two equal ones give the same
+        samples."""
+        fingerprint: dict[str, Any] = {
+            "run.seed": self.seed,
+            "train.seq_len": self.seq_len,
+            "data.mixture_block": self.mixture.block,
+        }
+        for number, (source, weight) in enumerate(zip(self.sources, self.weights, strict=True)):
+            fingerprint[f"data.sources[{number}].path"] = source.fingerprint
+            fingerprint[f"data.sources[{number}].weight"] = float(weight)
+        return fingerprint
+
+
+def read_window(
+    source: Source, window: int, seq_len: int, documents: bool
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Tokens [seq_len + 1] of a window of the source, and their documents, int32, if asked for."""
+    start, count = window * seq_len, seq_len + 1
+    return source.read(start, count), source.document_ids(start, count) if documents else None

@@ -1,0 +1,218 @@
+"""Opening a dataset folder: memory-mapped tokens and document starts (docs/data_format.md)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from bisect import bisect_right
+from collections.abc import Iterator
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from forge.errors import UserError
+
+INDEX = "dataset.json"
+FORMAT = "forge-tokens"
+VERSION = 1
+START_DTYPE = np.dtype("<u8")
+
+
+class FileRecord(BaseModel):
+    """One file of a dataset: its name, size in bytes and checksum."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    name: str = Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*$")
+    bytes: int = Field(ge=0)
+    sha256: str
+
+
+class ShardRecord(BaseModel):
+    """`tokens` tokens of the stream, and the starts of the `documents` documents that begin among them."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    tokens: int = Field(ge=1)
+    documents: int = Field(ge=0)
+    token_file: FileRecord
+    document_file: FileRecord
+
+
+class DatasetIndex(BaseModel):
+    """What `dataset.json` holds."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    format: Literal["forge-tokens"] = FORMAT  # type: ignore[assignment]
+    version: Literal[1] = VERSION  # type: ignore[assignment]
+    dtype: Literal["uint16", "uint32"]
+    vocab_size: int
+    tokenizer: str
+    max_token_id: int
+    tokens: int
+    documents: int
+    text_bytes: int
+    shards: list[ShardRecord]
+    origin: dict[str, Any] = {}
+
+    @property
+    def token_dtype(self) -> np.dtype:
+        return token_dtype(self.vocab_size)
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """Little-endian, two bytes where every id fits."""
+    return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
+
+
+class TokenDataset:
+    """A token stream on disk. Opening reads `dataset.json` and compares every file's size; `verify` reads all
+    bytes.
+
+    With `vocab_size` (the model's), ids at or beyond it are refused: at opening by the recorded greatest id,
+    and in `read`, where only damage can bring one up. All problems are `UserError`s that name the file.
+    """
+
+    def __init__(self, path: str | Path, vocab_size: int | None = None):
+        self.path = Path(path)
+        self.name = str(path)
+        self.index = _read_index(self.path)
+        self.vocab_size = vocab_size
+        self._check(vocab_size)
+        self._firsts = list(accumulate((shard.tokens for shard in self.index.shards), initial=0))
+        self._maps: dict[str, np.ndarray] = {}
+
+    @property
+    def tokens(self) -> int:
+        return self.index.tokens
+
+    @property
+    def documents(self) -> int:
+        return self.index.documents
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the content: of everything in `dataset.json` but where it came from; the same after a copy or a
+        move."""
+        content = self.index.model_dump(exclude={"origin"})
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Tokens start ... start + count - 1 of the stream, in the stored dtype; may be a view of the
+        file."""
+        assert start >= 0 and start + count <= self.tokens
+        pieces = []
+        for shard, begin, end in self._spans(start, count):
+            piece = self._map(shard.token_file, self.index.token_dtype)[begin:end]
+            if self.vocab_size is not None and int(piece.max()) >= self.vocab_size:
+                self._refuse_token(shard, begin, piece)
+            pieces.append(piece)
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def document_ids(self, start: int, count: int) -> np.ndarray:
+        """For each of these tokens the number of document starts after the first token up to it, int32: 0, 0,
+        1, 1, ..."""
+        assert start >= 0 and start + count <= self.tokens
+        steps = np.zeros(count, np.int32)
+        done = 0
+        for shard, begin, end in self._spans(start, count):
+            if shard.documents:
+                starts = self._map(shard.document_file, START_DTYPE)
+                low, high = np.searchsorted(starts, np.array([begin, end], START_DTYPE))
+                steps[starts[low:high].astype(np.int64) - begin + done] = 1
+            done += end - begin
+        steps[0] = 0
+        return np.cumsum(steps, dtype=np.int32)
+
+    def verify(self) -> None:
+        """Reads everything and compares checksums; UserError names the first file that differs."""
+        for shard in self.index.shards:
+            for record in (shard.token_file, shard.document_file):
+                with open(self.path / record.name, "rb") as file:
+                    found = hashlib.file_digest(file, "sha256").hexdigest()
+                if found != record.sha256:
+                    raise UserError(
+                        f"{self.path / record.name}: damaged, its SHA-256 is {found[:12]}... and {INDEX} "
+                        f"says {record.sha256[:12]}...; make the dataset again"
+                    )
+
+    def _spans(self, start: int, count: int) -> Iterator[tuple[ShardRecord, int, int]]:
+        """(shard, first, end) pieces, within the shard, of a range of the stream."""
+        number, end = bisect_right(self._firsts, start) - 1, start + count
+        while start < end:
+            first, stop = self._firsts[number], min(end, self._firsts[number + 1])
+            yield self.index.shards[number], start - first, stop - first
+            start, number = stop, number + 1
+
+    def _map(self, record: FileRecord, dtype: np.dtype) -> np.ndarray:
+        if record.name not in self._maps:
+            try:
+                mapped = np.memmap(self.path / record.name, dtype, mode="r")
+            except OSError as error:
+                raise UserError(f"{self.path / record.name}: cannot be read: {error.strerror}") from None
+            self._maps[record.name] = mapped.view(np.ndarray)
+        return self._maps[record.name]
+
+    def _check(self, vocab_size: int | None) -> None:
+        index, where = self.index, self.path / INDEX
+        if index.dtype != token_dtype(index.vocab_size).name:
+            raise UserError(f"{where}: dtype {index.dtype} does not go with vocab_size {index.vocab_size}")
+        for shard in index.shards:
+            self._check_size(shard.token_file, shard.tokens, index.token_dtype)
+            self._check_size(shard.document_file, shard.documents, START_DTYPE)
+        totals = sum(s.tokens for s in index.shards), sum(s.documents for s in index.shards)
+        if totals != (index.tokens, index.documents):
+            raise UserError(
+                f"{where}: its totals (tokens, documents) {(index.tokens, index.documents)} are not its "
+                f"shards' {totals}"
+            )
+        if index.documents < 1:
+            raise UserError(f"{self.path}: holds no document; prepare it again from input that has text")
+        if vocab_size is not None and index.max_token_id >= vocab_size:
+            raise UserError(
+                f"{self.path}: holds token id {index.max_token_id}, and model.vocab_size is {vocab_size}; "
+                f"set model.vocab_size to the tokenizer's {index.vocab_size} or more"
+            )
+
+    def _check_size(self, record: FileRecord, elements: int, dtype: np.dtype) -> None:
+        path = self.path / record.name
+        try:
+            found = path.stat().st_size
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+        expected = elements * dtype.itemsize
+        if found != expected or record.bytes != expected:
+            raise UserError(
+                f"{path}: has {found} bytes where {INDEX} says {record.bytes} ({elements} x "
+                f"{dtype.itemsize}); it is truncated or replaced: make the dataset again"
+            )
+
+    def _refuse_token(self, shard: ShardRecord, begin: int, piece: np.ndarray) -> None:
+        place = int(np.argmax(piece >= self.vocab_size))
+        raise UserError(
+            f"{self.path / shard.token_file.name}: token id {int(piece[place])} at byte "
+            f"{(begin + place) * piece.itemsize} is beyond model.vocab_size {self.vocab_size}; "
+            "the file is damaged"
+        )
+
+
+def _read_index(folder: Path) -> DatasetIndex:
+    path = folder / INDEX
+    try:
+        text = path.read_text("utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        what = "holds no dataset.json" if folder.is_dir() else "is not a folder"
+        raise UserError(
+            f"{folder}: {what}, so it is no finished dataset; scripts/prepare_data.py makes one "
+            "('synthetic' needs no file)"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+    try:
+        return DatasetIndex.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise UserError(f"{path}: damaged or of another version: {key}: {first['msg']}") from None

@@ -1,0 +1,78 @@
+"""What a step reads, spelled out: for looking at data before and after it has surprised someone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from forge.data.dataset import PackedDataset, read_window
+from forge.data.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sequence of a step.
+
+    `sample` is its global number and `rank` the data rank that reads it; it is window `window` (tokens `first_token`
+    and following) of `source`, in that source's epoch `epoch`, from 0. `tokens` are its first ids and `text` what they
+    say (None without a tokenizer). `documents`: the places in the sequence, 0 and above, at which a document
+    begins. `masked` labels count nothing, because `data.document_mask` is on and they begin a document.
+    """
+
+    sample: int
+    rank: int
+    source: str
+    epoch: int
+    window: int
+    first_token: int
+    tokens: list[int]
+    text: str | None
+    documents: list[int]
+    masked: int
+
+
+def samples_of_step(
+    dataset: PackedDataset,
+    tokenizer: Tokenizer | None,
+    step: int,
+    *,
+    global_batch_size: int,
+    rank: int | None = None,
+    ranks: int = 1,
+    head: int = 16,
+    excerpt: int = 64,
+) -> Iterator[Sample]:
+    """The sequences of step `step` (from 1) in order: all of them, or those of data rank `rank` of `ranks`.
+
+    Of each, `head` ids are given and the text of `excerpt`.
+    """
+    rows = global_batch_size // ranks
+    begin = (step - 1) * global_batch_size
+    mine = range(ranks) if rank is None else (rank,)
+    for reader in mine:
+        for sample in range(begin + reader * rows, begin + (reader + 1) * rows):
+            yield _describe(dataset, tokenizer, sample, reader, head, excerpt)
+
+
+def _describe(
+    dataset: PackedDataset, tokenizer: Tokenizer | None, sample: int, rank: int, head: int, excerpt: int
+) -> Sample:
+    number, epoch, window = dataset.mixture.locate(sample)
+    source, seq_len = dataset.sources[number], dataset.seq_len
+    tokens, owners = read_window(source, window, seq_len, documents=True)
+    assert owners is not None
+    starts = np.flatnonzero(np.diff(owners)) + 1
+    return Sample(
+        sample=sample,
+        rank=rank,
+        source=source.name,
+        epoch=epoch,
+        window=window,
+        first_token=window * seq_len,
+        tokens=tokens[:head].tolist(),
+        text=tokenizer.decode(tokens[:excerpt].tolist()) if tokenizer else None,
+        documents=[int(start) for start in starts if start < seq_len],
+        masked=len(starts) if dataset.document_mask else 0,
+    )

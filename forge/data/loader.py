@@ -1,0 +1,181 @@
+"""Samples -> the batches of one data rank, read ahead by a thread and moved to the device."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forge.data.dataset import PackedDataset, read_window
+from forge.data.sources import Source, count_windows
+from forge.model import IGNORE
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`tokens` and `labels`: int64 [n, seq_len], labels[i] the token after tokens[i] or IGNORE (-100).
+
+    `documents`: int32 [n, seq_len], which document each token is in, or None (all of a row may attend to each
+    other); `positions`: int64 [n, seq_len] or None (0, 1, ...); `first_sample`: the global number of row 0.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor | None = None
+    documents: Tensor | None = None
+    first_sample: int = 0
+
+    def microbatches(self, size: int) -> Iterator[Batch]:
+        """Views of `size` rows each, in order; the last one is smaller where `size` does not divide."""
+        for start in range(0, len(self.tokens), size):
+            yield self._map(
+                lambda tensor, start=start: tensor[start : start + size], self.first_sample + start
+            )
+
+    def to(self, device: torch.device) -> Batch:
+        """On the device; the copy does not wait where this batch is in pinned memory."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True), self.first_sample)
+
+    def pin_memory(self) -> Batch:
+        return self._map(lambda tensor: tensor.pin_memory(), self.first_sample)
+
+    def _map(self, function, first_sample: int) -> Batch:
+        return replace(
+            self,
+            tokens=function(self.tokens),
+            labels=function(self.labels),
+            positions=None if self.positions is None else function(self.positions),
+            documents=None if self.documents is None else function(self.documents),
+            first_sample=first_sample,
+        )
+
+
+class Loader:
+    """Endless iterator of the batches of data rank `rank` of `ranks`, from global sample `start_sample` on.
+
+    Each step takes the next `global_batch_size` samples, of which rank r has the r-th contiguous part; so the
+    samples of a step do not depend on `ranks`, and where to go on after a restart is one integer. `prefetch`
+    batches are made ahead in a thread; what it raises, the next `next` raises. `wait_s` is how long the last
+    `next` waited for it.
+    """
+
+    def __init__(
+        self,
+        dataset: PackedDataset,
+        *,
+        global_batch_size: int,
+        rank: int,
+        ranks: int,
+        start_sample: int = 0,
+        device: torch.device | str = "cpu",
+        prefetch: int = 2,
+    ):
+        assert global_batch_size % ranks == 0 and 0 <= rank < ranks
+        self.wait_s = 0.0
+        self._dataset = dataset
+        self._global_batch_size = global_batch_size
+        self._rows = global_batch_size // ranks
+        self._next_sample = start_sample + rank * self._rows
+        self._device = torch.device(device)
+        self._queue: queue.Queue[Batch | BaseException] = queue.Queue(max(1, prefetch))
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="forge-loader", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Loader:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._closed.is_set():
+            raise StopIteration
+        begin = time.perf_counter()
+        item = self._queue.get()
+        self.wait_s = time.perf_counter() - begin
+        if isinstance(item, BaseException):
+            self.close()
+            raise item
+        return item.to(self._device)
+
+    def close(self) -> None:
+        """Ends the thread; further `next` calls raise StopIteration. May be called twice."""
+        self._closed.set()
+        self._thread.join()
+
+    def _work(self) -> None:
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # else pinning would make a context on device 0
+            while not self._closed.is_set():
+                samples = range(self._next_sample, self._next_sample + self._rows)
+                rows = (self._dataset[sample] for sample in samples)
+                batch = _assemble(
+                    rows, self._rows, self._dataset.seq_len, self._dataset.document_mask, samples.start
+                )
+                self._next_sample += self._global_batch_size
+                self._put(batch.pin_memory() if self._device.type == "cuda" else batch)
+        except BaseException as error:  # to be raised where it is seen
+            self._put(error)
+
+    def _put(self, item: Batch | BaseException) -> None:
+        while not self._closed.is_set():
+            try:
+                return self._queue.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+
+
+def evaluation_batches(
+    source: Source,
+    *,
+    seq_len: int,
+    sequences: int,
+    micro_batch_size: int,
+    rank: int,
+    ranks: int,
+    device: torch.device | str = "cpu",
+    document_mask: bool = False,
+) -> Iterator[Batch]:
+    """The first `sequences` windows of the source in order (all, if it has fewer), shared out over the data
+    ranks.
+
+    Every rank yields the same number of batches of `micro_batch_size` rows; what is missing is filled with
+    rows whose labels are all IGNORE. Which windows are read does not depend on `ranks`.
+    """
+    sequences = min(sequences, count_windows(source, seq_len))
+    per_round = micro_batch_size * ranks
+    for first in range(rank * micro_batch_size, -(-sequences // per_round) * per_round, per_round):
+        windows = range(min(first, sequences), min(first + micro_batch_size, sequences))
+        rows = (read_window(source, window, seq_len, document_mask) for window in windows)
+        yield _assemble(rows, micro_batch_size, seq_len, document_mask, first).to(torch.device(device))
+
+
+def _assemble(
+    rows: Iterable[tuple[np.ndarray, np.ndarray | None]],
+    n: int,
+    seq_len: int,
+    document_mask: bool,
+    first_sample: int,
+) -> Batch:
+    """A batch of n rows on the CPU; rows beyond those given are token 0 and IGNORE."""
+    tokens = np.zeros((n, seq_len), np.int64)
+    labels = np.full((n, seq_len), IGNORE, np.int64)
+    documents = np.zeros((n, seq_len), np.int32) if document_mask else None
+    for i, (window, owners) in enumerate(rows):
+        tokens[i] = window[:-1]
+        labels[i] = window[1:]
+        if documents is not None and owners is not None:
+            documents[i] = owners[:-1]
+            # The first token of a document does not follow from the one before it, which it may not see.
+            labels[i][owners[1:] != owners[:-1]] = IGNORE
+    return Batch(
+        torch.from_numpy(tokens),
+        torch.from_numpy(labels),
+        documents=None if documents is None else torch.from_numpy(documents),
+        first_sample=first_sample,
+    )

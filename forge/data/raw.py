@@ -1,0 +1,102 @@
+"""Token files that forge did not write: a bare array of ids (`RawTokens`), and what every such file needs.
+
+Such a file has no checksum and does not tell its greatest id, so ids are checked wherever they are read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from forge.errors import UserError
+
+DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+SAMPLES = 64
+SAMPLE_BYTES = 1 << 16
+
+
+class RawTokens:
+    """The ids in one file, one after another, without a header: a `Source`.
+
+    `dtype` is "uint16" or "uint32" (little-endian), as the user says: a file of one reads as the other just as well.
+    With `eos_id` a document ends after each such token; without it all is one document. UserError where the file
+    cannot be read, is empty or does not hold whole ids, and in `read` for an id at or beyond `vocab_size`.
+    """
+
+    def __init__(self, path: str | Path, dtype: str, vocab_size: int, eos_id: int | None = None):
+        self.name = str(path)
+        self._ids = MappedIds(Path(path), DTYPES[dtype], vocab_size)
+        self._eos_id = eos_id
+
+    @property
+    def tokens(self) -> int:
+        return self._ids.count
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of size, dtype, `eos_id` and sampled content: see `sampled_digest`."""
+        return f"raw-{self._ids.dtype.name}-{self._eos_id}-{sampled_digest(self._ids.path)}"
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Tokens start ... start + count - 1, in the file's dtype; a view of the file."""
+        return self._ids.read(start, count)
+
+    def document_ids(self, start: int, count: int) -> np.ndarray:
+        """int32 [count]: 0 for the document of the first of these tokens, 1 for the next one, ..."""
+        if self._eos_id is None:
+            return np.zeros(count, np.int32)
+        ends = self._ids.read(start, count) == self._eos_id
+        return np.cumsum(np.concatenate([[False], ends[:-1]]), dtype=np.int32)
+
+
+class MappedIds:
+    """The `count` integers of a headerless file, mapped into memory; every range that is read is checked."""
+
+    def __init__(self, path: Path, dtype: np.dtype, vocab_size: int):
+        self.path, self.dtype, self._vocab_size = path, dtype, vocab_size
+        try:
+            size = path.stat().st_size
+            if not size:
+                raise UserError(f"{path}: is empty")
+            if size % dtype.itemsize:
+                raise UserError(
+                    f"{path}: has {size} bytes, which is no multiple of {dtype.itemsize}, the size of "
+                    f"{dtype.name}; it is truncated, or its dtype is another"
+                )
+            self._ids = np.memmap(path, dtype, mode="r").view(np.ndarray)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+        self.count = size // dtype.itemsize
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Ids start ... start + count - 1, as a view; UserError names the first that the model does not have."""
+        assert start >= 0 and start + count <= self.count
+        ids = self._ids[start : start + count]
+        if int(ids.max()) >= self._vocab_size or int(ids.min()) < 0:
+            place = int(np.argmax((ids >= self._vocab_size) | (ids < 0)))
+            raise UserError(
+                f"{self.path}: token id {int(ids[place])} at byte {(start + place) * self.dtype.itemsize} is not "
+                f"below model.vocab_size {self._vocab_size}; raise that to the tokenizer's number of ids, or, if "
+                f"the ids are not {self.dtype.name}, mend the source's dtype"
+            )
+        return ids
+
+
+def sampled_digest(path: Path) -> str:
+    """SHA-256 of the file's size and of 64 blocks of 64 KiB spread evenly over it, the first and the last among them.
+
+    It costs 4 MB of reading at any size. A file up to 4 MB is hashed whole; in a larger one a change of a few bytes
+    may go unseen, another file of the same size will not.
+    """
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        size = file.seek(0, 2)
+        digest.update(size.to_bytes(8, "little"))
+        last = max(0, size - SAMPLE_BYTES)
+        for offset in sorted({last * sample // (SAMPLES - 1) for sample in range(SAMPLES)}):
+            file.seek(offset)
+            digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()

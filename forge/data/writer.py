@@ -1,0 +1,145 @@
+"""Writing a dataset folder (docs/data_format.md). It becomes a dataset when `dataset.json` appears, which is
+written last."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from forge.data.format import INDEX, START_DTYPE, DatasetIndex, FileRecord, ShardRecord, token_dtype
+from forge.errors import UserError
+
+SHARD_BYTES = 512 << 20
+
+
+class ShardWriter:
+    """Appends documents to shards of at most `shard_bytes`; `finish` makes the folder a dataset.
+
+    Files are written under a dotted name and renamed when complete, so an interrupted writer leaves nothing
+    that looks finished; the next one overwrites what it left. A document may go on in the next shard.
+    """
+
+    def __init__(
+        self, folder: str | Path, *, vocab_size: int, tokenizer: str, shard_bytes: int = SHARD_BYTES
+    ):
+        self.folder = Path(folder)
+        if (self.folder / INDEX).exists():
+            raise UserError(f"{self.folder}: already holds a dataset; choose another folder or delete it")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.vocab_size = vocab_size
+        self.tokenizer = tokenizer
+        self._dtype = token_dtype(vocab_size)
+        self._capacity = max(1, shard_bytes // self._dtype.itemsize)
+        self._shards: list[ShardRecord] = []
+        self._token_file: _HashedFile | None = None
+        self._starts: list[np.ndarray] = []
+        self._filled = 0
+        self._max_token_id = -1
+
+    def add_document(self, tokens: np.ndarray | list[int]) -> None:
+        """One document, whole: its tokens with the specials that enclose it."""
+        self.append(np.asarray(tokens), np.zeros(1, np.int64))
+
+    def append(self, tokens: np.ndarray, starts: np.ndarray) -> None:
+        """Many documents: integer tokens [n], and where in them each document starts, ascending."""
+        if not len(tokens):
+            return
+        largest = int(tokens.max())
+        assert int(tokens.min()) >= 0 and largest < self.vocab_size
+        self._max_token_id = max(self._max_token_id, largest)
+        done = 0
+        while done < len(tokens):
+            count = min(len(tokens) - done, self._capacity - self._filled)
+            if self._token_file is None:
+                self._token_file = _HashedFile(self.folder / f"tokens-{len(self._shards):05d}.bin")
+            self._token_file.write(tokens[done : done + count].astype(self._dtype))
+            low, high = np.searchsorted(starts, [done, done + count])
+            self._starts.append((starts[low:high] - done + self._filled).astype(START_DTYPE))
+            self._filled += count
+            done += count
+            if self._filled == self._capacity:
+                self._close_shard()
+
+    def finish(self, text_bytes: int = 0, origin: dict[str, Any] | None = None) -> DatasetIndex:
+        """Completes the last shard and writes `dataset.json`.
+
+        `text_bytes` is how much UTF-8 the tokens stand for, `origin` a note on where it came from.
+        """
+        self._close_shard()
+        index = DatasetIndex(
+            dtype=self._dtype.name,  # type: ignore[arg-type]
+            vocab_size=self.vocab_size,
+            tokenizer=self.tokenizer,
+            max_token_id=self._max_token_id,
+            tokens=sum(shard.tokens for shard in self._shards),
+            documents=sum(shard.documents for shard in self._shards),
+            text_bytes=text_bytes,
+            shards=self._shards,
+            origin=origin or {},
+        )
+        _sync_folder(self.folder)
+        write_atomically(self.folder / INDEX, index.model_dump_json(indent=1).encode() + b"\n")
+        return index
+
+    def _close_shard(self) -> None:
+        if self._token_file is None:
+            return
+        document_file = _HashedFile(self.folder / f"documents-{len(self._shards):05d}.bin")
+        starts = np.concatenate(self._starts)
+        document_file.write(starts)
+        self._shards.append(
+            ShardRecord(
+                tokens=self._filled,
+                documents=len(starts),
+                token_file=self._token_file.close(),
+                document_file=document_file.close(),
+            )
+        )
+        self._token_file, self._starts, self._filled = None, [], 0
+
+
+class _HashedFile:
+    """A file that is checksummed while it is written and has its name only when it is complete and on
+    disk."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._partial = path.with_name("." + path.name)
+        self._file: BinaryIO = open(self._partial, "wb")  # noqa: SIM115
+        self._digest = hashlib.sha256()
+
+    def write(self, values: np.ndarray) -> None:
+        data = values.tobytes()
+        self._file.write(data)
+        self._digest.update(data)
+
+    def close(self) -> FileRecord:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        size = self._file.tell()
+        self._file.close()
+        self._partial.replace(self._path)
+        return FileRecord(name=self._path.name, bytes=size, sha256=self._digest.hexdigest())
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """The file at `path` is the old one or the new one at every moment, whatever stops the process."""
+    partial = path.with_name("." + path.name + ".partial")
+    with open(partial, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

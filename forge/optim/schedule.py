@@ -1,0 +1,60 @@
+"""The learning rate of every step, as a pure function of the step."""
+
+from __future__ import annotations
+
+import math
+
+from forge.config.training import Schedule
+
+
+def learning_rate(schedule: Schedule, *, lr: float, step: int, steps: int) -> float:
+    """Learning rate of update `step`, counted from 1, in a run of `steps` updates with peak `lr`.
+
+    Every schedule is a warm-up, a plateau and a decay, some of them empty:
+
+    - warm-up: lr * step / warmup_steps up to step = warmup_steps; step 1 is not lost at rate zero;
+    - plateau: lr, up to the step where the decay begins, see `_decay_start`;
+    - decay: lr * (m + (1 - m) * f(p)), with m = min_lr_ratio, f the shape and p the share of the decay that
+      is done, 1 at step = steps: the last step is taken at m * lr, and so is every later one.
+    """
+    assert step >= 1
+    if step < schedule.warmup_steps:
+        return lr * step / schedule.warmup_steps
+    start = _decay_start(schedule, steps)
+    if step <= start or start >= steps:
+        return lr
+    done = min(1.0, (step - start) / (steps - start))
+    low = schedule.min_lr_ratio
+    return lr * (low + (1.0 - low) * _remaining(_shape(schedule), done))
+
+
+def _decay_start(schedule: Schedule, steps: int) -> int:
+    """The last step before the decay.
+
+    wsd (warm-up, stable, decay; Hu et al. 2024, MiniCPM, arXiv:2404.06395) keeps the plateau until the last
+    round(decay_fraction * steps) steps; cosine and linear decay from the end of the warm-up; constant never
+    does. A decay does not begin within the warm-up.
+    """
+    if schedule.name == "constant":
+        return max(steps, schedule.warmup_steps)
+    plateau_end = steps - round(schedule.decay_fraction * steps) if schedule.name == "wsd" else 0
+    return max(plateau_end, schedule.warmup_steps)
+
+
+def _shape(schedule: Schedule) -> str:
+    return schedule.decay_shape if schedule.name == "wsd" else schedule.name
+
+
+def _remaining(shape: str, done: float) -> float:
+    """How much of the rate is left, from 1 to 0, when `done` of the decay is behind us, from 0 to 1.
+
+    linear: 1 - p. cosine: (1 + cos(pi p)) / 2 (Loshchilov and Hutter 2017, arXiv:1608.03983, without
+    restarts). sqrt: 1 - sqrt(p) (Hägele et al. 2024, arXiv:2405.18392, where it did best as the decay of a
+    plateau).
+    """
+    if shape == "linear":
+        return 1.0 - done
+    if shape == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * done))
+    assert shape == "sqrt", shape
+    return 1.0 - math.sqrt(done)

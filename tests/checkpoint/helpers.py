@@ -1,0 +1,117 @@
+"""Shards of every shape for the checkpoint tests, and small functions that ranks run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from forge import fault
+from forge.checkpoint import Checkpoints, SaveOutcome
+from forge.shard import Box, Shard
+
+
+def numbers(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    """A tensor in which no two elements are equal and none is zero."""
+    return (torch.arange(prod(shape), dtype=torch.float64) + 1.25).view(shape).to(dtype)
+
+
+def slice_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """The boxes, in order, of elements [start, stop) of a row-major tensor: at most 2 * ndim - 1."""
+    if start >= stop:
+        return
+    if not shape or (start == 0 and stop == prod(shape)):
+        yield Box((0,) * len(shape), shape)
+        return
+    row = prod(shape[1:])
+
+    def in_row(i: int, a: int, b: int) -> Iterator[Box]:
+        for box in slice_boxes(shape[1:], a, b):
+            yield Box((i, *box.offsets), (1, *box.sizes))
+
+    first, last = -(-start // row), stop // row
+    if first > last:
+        yield from in_row(last, start - last * row, stop - last * row)
+        return
+    if first * row > start:
+        yield from in_row(first - 1, start - (first - 1) * row, row)
+    if first < last:
+        yield Box((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:]))
+    if last * row < stop:
+        yield from in_row(last, 0, stop - last * row)
+
+
+def flat_slice(name: str, full: Tensor, start: int, stop: int) -> Shard:
+    """Elements [start, stop) in memory order, as a contiguous-buffer engine holds them; its own copy."""
+    values = full.reshape(-1)[start:stop].clone()
+    return Shard(name, full.shape, tuple(slice_boxes(tuple(full.shape), start, stop)), values)
+
+
+def cut(name: str, full: Tensor, rank: int, world: int) -> Shard:
+    """An uneven flat cut over the ranks; small tensors leave some ranks nothing."""
+    edges = [round(full.numel() * (i / world) ** 2) for i in range(world + 1)]
+    return flat_slice(name, full, edges[rank], edges[rank + 1])
+
+
+def rows(name: str, full: Tensor, rank: int, world: int) -> Shard:
+    """Rows in chunks as fully_shard makes them; a scalar is on the last rank alone."""
+    if full.dim() == 0:
+        return flat_slice(name, full, 0, int(rank == world - 1))
+    size = -(-full.shape[0] // world)
+    begin, end = min(rank * size, full.shape[0]), min((rank + 1) * size, full.shape[0])
+    row = prod(full.shape[1:])
+    return flat_slice(name, full, begin * row, end * row)
+
+
+def whole(name: str, full: Tensor) -> Shard:
+    """Every rank holds all of it."""
+    boxes = (Box((0,) * full.dim(), tuple(full.shape)),)
+    return Shard(name, full.shape, boxes, full.clone(), replicas=dist.group.WORLD)
+
+
+def named(shards: list[Shard]) -> dict[str, tuple[Shard, Tensor]]:
+    return {f"model.{shard.name}": (shard, shard.data) for shard in shards}
+
+
+def inject(text: str | None) -> None:
+    """Sets FORGE_FAULT for this process."""
+    os.environ.pop("FORGE_FAULT", None)
+    if text is not None:
+        os.environ["FORGE_FAULT"] = text
+    fault._fault.cache_clear()
+
+
+def value_shards(rank: int, world: int, value: float) -> list[Shard]:
+    """A small model all of whose elements are `value`: one cut tensor, one replicated."""
+    return [
+        cut("layers.0.weight", torch.full((5, 7), value), rank, world),
+        whole("norm.weight", torch.full((6,), value)),
+    ]
+
+
+def save_value(checkpoints: Checkpoints, step: int, value: float | None = None) -> list[SaveOutcome]:
+    """Starts to save a model all of whose elements are `value` (the step unless told)."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    shards = value_shards(rank, world, float(step) if value is None else value)
+    return checkpoints.save(
+        step, named(shards), {"step": step}, {"config.toml": b"[run]\n"}, {"dp_shard": world}
+    )
+
+
+def loaded_value(checkpoints: Checkpoints, step: int) -> float:
+    """Loads the checkpoint of `step`; asserts that it is of one piece, and returns its one value."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    shards = value_shards(rank, world, float("nan"))
+    checkpoints.load(checkpoints.path(step), named(shards))
+    found = {element for shard in shards for element in shard.data.tolist()}
+    assert len(found) == 1, f"a mix: {found}"
+    return found.pop()
+
+
+def names(folder: str | Path) -> list[str]:
+    return sorted(path.name for path in Path(folder).iterdir())

@@ -1,0 +1,174 @@
+"""Saving: what is copied when, what is kept, what the folder looks like, what is said."""
+
+import logging
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from forge.checkpoint import Checkpoints, read_config, read_state
+from forge.checkpoint.manifest import read_manifest
+from tests.checkpoint.helpers import inject, loaded_value, named, names, save_value, value_shards
+from tests.harness import run_ranks
+
+
+def save_and_overwrite(rank: int, world: int, folder: str, mode: str) -> None:
+    checkpoints = Checkpoints(Path(folder), mode=mode)
+    inject("save.between_shards:*:*:sleep=0.2")
+    shards = value_shards(rank, world, 1.0)
+    checkpoints.save(1, named(shards), {}, {}, {})
+    for shard in shards:
+        shard.data.fill_(2.0)
+    checkpoints.save(2, named(shards), {}, {}, {})
+    for shard in shards:
+        shard.data.fill_(3.0)
+    checkpoints.wait()
+    assert [loaded_value(checkpoints, step) for step in (1, 2)] == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_parameters_may_change_as_soon_as_save_returns(mode, tmp_path):
+    run_ranks(save_and_overwrite, 2, str(tmp_path), mode)
+
+
+def slow_saves(rank: int, world: int, folder: str) -> None:
+    checkpoints = Checkpoints(Path(folder), mode="async")
+    inject("save.between_shards:*:1:sleep=0.5")
+    began = time.monotonic()
+    assert save_value(checkpoints, 1) == []
+    assert time.monotonic() - began < 0.3 and checkpoints.poll() == []
+    (first,) = save_value(checkpoints, 2)
+    assert time.monotonic() - began > 0.5 and "step-00000001" in names(folder)
+    (second,) = checkpoints.wait()
+    assert (first.step, second.step) == (1, 2) and first.error is None and second.error is None
+    assert first.blocked_s < 0.3 < 0.5 < first.seconds and second.blocked_s > 0.3
+    assert checkpoints.wait() == []
+
+
+def test_async_saves_run_beside_training_one_at_a_time(tmp_path):
+    run_ranks(slow_saves, 2, str(tmp_path))
+
+
+def save_steps(rank: int, world: int, folder: str, keep_last: int, keep_every: int) -> None:
+    checkpoints = Checkpoints(Path(folder), keep_last=keep_last, keep_every=keep_every, mode="sync")
+    for step in range(1, 8):
+        save_value(checkpoints, step)
+
+
+@pytest.mark.parametrize(
+    "keep_last, keep_every, kept", [(2, 0, [6, 7]), (1, 3, [3, 6, 7]), (0, 2, range(1, 8))]
+)
+def test_the_newest_and_every_nth_are_kept(keep_last, keep_every, kept, tmp_path):
+    run_ranks(save_steps, 1, str(tmp_path), keep_last, keep_every)
+    assert names(tmp_path) == [f"step-{step:08d}" for step in kept]
+
+
+def save_again(rank: int, world: int, folder: str) -> None:
+    checkpoints = Checkpoints(Path(folder), mode="sync")
+    save_value(checkpoints, 1)
+    save_value(checkpoints, 1, value=5.0)
+    assert loaded_value(checkpoints, 1) == 1.0 and checkpoints.failures_in_row == 0
+
+
+def test_a_complete_checkpoint_is_never_overwritten(tmp_path):
+    run_ranks(save_again, 2, str(tmp_path))
+
+
+def save_over_remains(rank: int, world: int, folder: str) -> None:
+    checkpoints = Checkpoints(Path(folder), mode="sync")
+    assert checkpoints.latest() is None
+    save_value(checkpoints, 4)
+    assert loaded_value(checkpoints, 4) == 4.0 and checkpoints.latest() == 4
+
+
+def test_remains_of_dead_saves_are_cleared_and_an_incomplete_folder_is_moved(tmp_path):
+    for name in (
+        ".partial-step-00000004",
+        ".partial-step-00000009",
+        ".pruned-step-00000001",
+        "step-00000004",
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__0_0.distcp").write_bytes(b"rubbish")
+    run_ranks(save_over_remains, 2, str(tmp_path))
+    assert names(tmp_path) == [".damaged-step-00000004", "step-00000004"]
+
+
+def save_files(rank: int, world: int, folder: str, tokenizer: str) -> None:
+    checkpoints = Checkpoints(Path(folder), mode="sync")
+    files = {"config.toml": b"[run]\nname = 'x'\n", "tokenizer": Path(tokenizer)} if rank == 0 else {}
+    state = {"progress": {"step": 3}, "rate": 0.1}
+    (outcome,) = checkpoints.save(3, named(value_shards(rank, world, 3.0)), state, files, {"tp": 2})
+    assert outcome.error is None
+
+
+def test_a_checkpoint_can_be_used_alone(tmp_path):
+    source = tmp_path / "source" / "deeper"
+    source.mkdir(parents=True)
+    (source / "vocabulary").write_text("abc")
+    run_ranks(save_files, 2, str(tmp_path / "run"), str(tmp_path / "source"))
+    path = tmp_path / "run" / "step-00000003"
+    assert read_state(path) == {"progress": {"step": 3}, "rate": 0.1}
+    assert read_config(path) == "[run]\nname = 'x'\n"
+    assert (path / "tokenizer" / "deeper" / "vocabulary").read_text() == "abc"
+    manifest = read_manifest(path)
+    assert (manifest["step"], manifest["world_size"], manifest["layout"]) == (3, 2, {"tp": 2})
+    assert manifest["versions"]["torch"] == torch.__version__
+    found = {p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file()}
+    assert found == {"manifest.json", *manifest["files"]}
+    assert tmp_path.name.encode() not in (path / ".metadata").read_bytes()
+
+
+def save_step_zero(rank: int, world: int, folder: str) -> None:
+    checkpoints = Checkpoints(Path(folder), mode="sync")
+    save_value(checkpoints, 0, value=4.0)
+    assert checkpoints.latest() == 0 and loaded_value(checkpoints, 0) == 4.0
+
+
+def test_a_checkpoint_of_step_zero_is_one_like_others(tmp_path):
+    run_ranks(save_step_zero, 2, str(tmp_path))
+
+
+def set_aside(rank: int, world: int, folder: str) -> list[str]:
+    checkpoints = Checkpoints(Path(folder), keep_last=0, mode="async")
+    for step in (1, 2, 3):
+        save_value(checkpoints, step)
+    aside = checkpoints.set_aside_after(1)
+    save_value(checkpoints, 2, value=20.0)
+    checkpoints.wait()
+    assert checkpoints.latest() == 2 and loaded_value(checkpoints, 2) == 20.0
+    assert checkpoints.set_aside_after(1) == [".aside-step-00000002.1"]
+    return aside
+
+
+def test_checkpoints_of_an_abandoned_history_are_set_aside(tmp_path):
+    aside = run_ranks(set_aside, 2, str(tmp_path))
+    assert aside == [[".aside-step-00000002", ".aside-step-00000003"]] * 2
+    assert names(tmp_path) == [
+        *aside[0][:1],
+        ".aside-step-00000002.1",
+        ".aside-step-00000003",
+        "step-00000001",
+    ]
+
+
+def quiet(rank: int, world: int, folder: str) -> None:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger().addHandler(handler)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        checkpoints = Checkpoints(Path(folder), mode="async")
+        save_value(checkpoints, 1)
+        checkpoints.wait()
+        assert checkpoints.latest() == 1 and loaded_value(checkpoints, 1) == 1.0
+    assert [str(warning.message) for warning in caught] == []
+    assert [record.getMessage() for record in records] == []
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_nothing_is_said_when_all_is_well(world, tmp_path):
+    run_ranks(quiet, world, str(tmp_path))

@@ -1,0 +1,180 @@
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from forge.data.dataset import PackedDataset
+from forge.data.loader import IGNORE, Batch, Loader, evaluation_batches
+from forge.data.synthetic import SyntheticSource
+from forge.errors import UserError
+from tests.data.streams import Counting, write_documents
+
+S, GLOBAL = 16, 8
+
+
+def make_dataset(**options):
+    return PackedDataset([Counting(1000), SyntheticSource(0, 300)], [1, 3], S, seed=0, block=32, **options)
+
+
+def first_batches(count, dataset=None, **options):
+    loader = Loader(
+        dataset or make_dataset(), **{"global_batch_size": GLOBAL, "rank": 0, "ranks": 1} | options
+    )
+    try:
+        return [next(loader) for _ in range(count)]
+    finally:
+        loader.close()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("start_step", [0, 1, 5])
+def test_ranks_together_see_the_global_samples_in_order_from_any_step(ranks, start_step):
+    dataset = make_dataset()
+    per_rank = [
+        first_batches(3, rank=rank, ranks=ranks, start_sample=start_step * GLOBAL) for rank in range(ranks)
+    ]
+    for step in range(3):
+        tokens = torch.cat([batches[step].tokens for batches in per_rank])
+        first = (start_step + step) * GLOBAL
+        expected = np.stack([dataset[first + i][0][:-1] for i in range(GLOBAL)])
+        assert np.array_equal(tokens, expected)
+        assert [b[step].first_sample for b in per_rank] == [first + r * GLOBAL // ranks for r in range(ranks)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_microbatches_are_the_batch_in_pieces(size):
+    (batch,) = first_batches(1, make_dataset(document_mask=True))
+    pieces = list(batch.microbatches(size))
+    assert [len(piece.tokens) for piece in pieces] == [size] * (GLOBAL // size)
+    for name in ("tokens", "labels", "documents"):
+        assert torch.equal(torch.cat([getattr(piece, name) for piece in pieces]), getattr(batch, name))
+    assert [piece.first_sample for piece in pieces] == list(range(0, GLOBAL, size))
+
+
+def test_labels_are_the_next_tokens():
+    dataset = PackedDataset([Counting(1000)], [1], S, seed=0)
+    (batch,) = first_batches(1, dataset)
+    assert torch.equal(batch.labels, batch.tokens + 1)
+    assert batch.tokens.dtype == batch.labels.dtype == torch.int64 and batch.documents is None
+
+
+def test_with_document_mask_the_first_token_of_a_document_is_no_label():
+    dataset = PackedDataset([Counting(1000, length=10)], [1], S, seed=0, document_mask=True)
+    for batch in first_batches(4, dataset):
+        assert torch.equal(batch.labels == IGNORE, (batch.tokens + 1) % 10 == 0)
+        assert torch.equal(batch.documents, (batch.tokens // 10 - batch.tokens[:, :1] // 10).int())
+
+
+def test_an_epoch_labels_every_token_but_the_first_once():
+    dataset = PackedDataset([Counting(10 * S + 1)], [1], S, seed=0)
+    labels = np.concatenate([dataset[i][0][1:] for i in range(10)])
+    assert sorted(labels) == list(range(1, 10 * S + 1))
+
+
+def test_a_dataset_smaller_than_the_batch_goes_on_into_its_next_epochs():
+    dataset = PackedDataset([Counting(3 * S + 1)], [1], S, seed=0)
+    firsts = torch.cat([batch.tokens[:, 0] for batch in first_batches(3, dataset)]).tolist()
+    for epoch in range(8):
+        assert sorted(firsts[3 * epoch : 3 * epoch + 3]) == [0, S, 2 * S]
+
+
+def test_fingerprint_tells_what_the_order_depends_on():
+    def fingerprint(tokens=1000, weights=(1, 3), seq_len=S, seed=0, block=32):
+        return PackedDataset(
+            [Counting(tokens), SyntheticSource(0, 300)], weights, seq_len, seed, block
+        ).fingerprint()
+
+    assert fingerprint() == fingerprint()
+    others = [fingerprint(weights=(1, 2)), fingerprint(seq_len=8), fingerprint(seed=1), fingerprint(block=64)]
+    assert all(other != fingerprint() for other in others)
+
+
+class Failing(Counting):
+    def read(self, start, count):
+        raise UserError("file x: token id 9 at byte 3")
+
+
+def test_what_the_thread_raises_comes_out_of_next_and_ends_the_loader():
+    loader = Loader(PackedDataset([Failing(1000)], [1], S, seed=0), global_batch_size=8, rank=0, ranks=1)
+    with pytest.raises(UserError, match="byte 3"):
+        next(loader)
+    assert list(loader) == [] and not loader._thread.is_alive()
+
+
+def test_damage_in_a_shard_comes_out_of_next(tmp_path):
+    write_documents(tmp_path / "set", [200], vocab_size=200)
+    from forge.data.format import TokenDataset
+
+    source = TokenDataset(tmp_path / "set", vocab_size=200)
+    values = np.fromfile(tmp_path / "set" / "tokens-00000.bin", "<u2")
+    values[50] = 60000
+    values.tofile(tmp_path / "set" / "tokens-00000.bin")
+    with pytest.raises(UserError, match="60000 at byte 100"):
+        first_batches(2, PackedDataset([source], [1], S, seed=0))
+
+
+def test_close_ends_the_thread_while_it_is_ahead():
+    loader = Loader(make_dataset(), global_batch_size=8, rank=0, ranks=1, prefetch=1)
+    next(loader)
+    loader.close()
+    loader.close()
+    assert not loader._thread.is_alive()
+    with pytest.raises(StopIteration):
+        next(loader)
+
+
+class Slow(Counting):
+    def read(self, start, count):
+        time.sleep(0.02)
+        return super().read(start, count)
+
+
+def test_the_wait_is_measured_and_reading_ahead_hides_it():
+    loader = Loader(PackedDataset([Slow(1000)], [1], S, seed=0), global_batch_size=4, rank=0, ranks=1)
+    next(loader)
+    assert loader.wait_s > 0.05
+    time.sleep(0.4)
+    next(loader)
+    assert loader.wait_s < 0.05
+    loader.close()
+
+
+@pytest.mark.parametrize(("ranks", "sequences"), [(1, 7), (2, 7), (4, 7), (4, 1), (2, 8), (1, 100)])
+def test_evaluation_reads_the_first_windows_once_with_equal_batches_per_rank(ranks, sequences):
+    source = Counting(20 * S + 5)
+    batches = [
+        list(
+            evaluation_batches(
+                source, seq_len=S, sequences=sequences, micro_batch_size=2, rank=rank, ranks=ranks
+            )
+        )
+        for rank in range(ranks)
+    ]
+    assert len({len(of_rank) for of_rank in batches}) == 1
+    everything = [batch for of_rank in batches for batch in of_rank]
+    assert all(batch.tokens.shape == (2, S) for batch in everything)
+    labels = torch.cat([batch.labels.flatten() for batch in everything])
+    wanted = min(sequences, 20) * S
+    assert sorted(labels[labels != IGNORE].tolist()) == list(range(1, wanted + 1))
+
+
+def test_evaluation_masks_documents_like_training():
+    (batch,) = evaluation_batches(
+        Counting(100), seq_len=S, sequences=2, micro_batch_size=4, rank=0, ranks=1, document_mask=True
+    )
+    assert torch.equal(batch.labels[:2] == IGNORE, (batch.tokens[:2] + 1) % 10 == 0)
+    assert (batch.labels[2:] == IGNORE).all() and (batch.documents[2:] == 0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_batches_arrive_whole():
+    expected = first_batches(20)
+    for batch, reference in zip(first_batches(20, device="cuda"), expected, strict=True):
+        assert batch.tokens.is_cuda and torch.equal(batch.tokens.cpu(), reference.tokens)
+
+
+def test_a_batch_without_documents_stays_without_them():
+    batch = Batch(torch.zeros(2, S, dtype=torch.int64), torch.zeros(2, S, dtype=torch.int64))
+    assert [piece.documents for piece in batch.microbatches(1)] == [None, None]

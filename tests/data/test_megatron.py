@@ -1,0 +1,131 @@
+import struct
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from forge.data.megatron import MegatronTokens
+from forge.data.sources import open_source
+from forge.errors import UserError
+
+
+@dataclass
+class Written:
+    """What goes into a Megatron dataset of sequences of these lengths whose ids count up from 0."""
+
+    lengths: list[int]
+    firsts: list[int]
+    code: int = 8
+    dtype: str = "<u2"
+    version: int = 1
+    magic: bytes = b"MMIDIDX\x00\x00"
+    tail: bytes = b""
+    pointers: list[int] = field(default_factory=list)
+
+    def to(self, prefix):
+        ids = np.arange(sum(self.lengths)).astype(self.dtype)
+        ids.tofile(f"{prefix}.bin")
+        starts = [sum(self.lengths[:i]) * ids.itemsize for i in range(len(self.lengths))]
+        header = struct.pack("<QBQQ", self.version, self.code, len(self.lengths), len(self.firsts))
+        arrays = [(self.lengths, "<i4"), (self.pointers or starts, "<i8"), (self.firsts, "<i8")]
+        content = b"".join(np.array(values, dtype).tobytes() for values, dtype in arrays)
+        prefix.with_name(f"{prefix.name}.idx").write_bytes(self.magic + header + content + self.tail)
+        return prefix
+
+
+def plain(**changes):
+    """Documents of 3 + 2, 4 and 1 tokens, the first of two sequences."""
+    return Written(**({"lengths": [3, 2, 4, 1], "firsts": [0, 2, 3, 4]} | changes))
+
+
+@pytest.mark.parametrize("name", ["set", "set.idx"])
+def test_opened_by_prefix_or_index(tmp_path, name):
+    plain().to(tmp_path / "set")
+    source = open_source(str(tmp_path / name), 0, 100)
+    assert isinstance(source, MegatronTokens) and (source.tokens, source.documents) == (10, 3)
+    assert source.read(2, 5).tolist() == [2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("code", "dtype"), [(1, "u1"), (2, "i1"), (3, "<i2"), (4, "<i4"), (5, "<i8"), (8, "<u2")]
+)
+def test_every_integer_dtype(tmp_path, code, dtype):
+    source = MegatronTokens(plain(code=code, dtype=dtype).to(tmp_path / "set"), 100)
+    assert source.read(0, 10).tolist() == list(range(10))
+    assert source.document_ids(0, 10).tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 1, 2]
+
+
+def test_documents_within_a_window(tmp_path):
+    source = MegatronTokens(plain().to(tmp_path / "set"), 100)
+    assert source.document_ids(3, 3).tolist() == [0, 0, 1]
+    assert source.document_ids(5, 4).tolist() == [0, 0, 0, 0]
+    assert source.document_ids(9, 1).tolist() == [0]
+
+
+def test_empty_documents_count_for_nothing(tmp_path):
+    written = Written(lengths=[2, 2], firsts=[0, 0, 1, 1, 2, 2])
+    source = MegatronTokens(written.to(tmp_path / "set"), 100)
+    assert source.document_ids(0, 4).tolist() == [0, 0, 1, 1]
+
+
+def test_modes_of_multimodal_datasets_are_passed_over(tmp_path):
+    assert MegatronTokens(plain(tail=bytes(4)).to(tmp_path / "set"), 100).tokens == 10
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"magic": b"SOMETHING"}, "MMIDIDX"),
+        ({"version": 2}, "version 2"),
+        ({"code": 6}, "dtype code 6"),
+        ({"tail": b"x"}, "truncated or damaged"),
+        ({"pointers": [0, 6, 12, 18]}, "sequence 2 does not begin where"),
+        ({"code": 4}, "sequence 1 does not begin where"),
+        ({"firsts": [0, 3, 2, 4]}, "do not ascend"),
+        ({"firsts": [1, 4]}, "do not go from 0 to its 4 sequences"),
+        ({"firsts": [0, 3]}, "do not go from 0 to its 4 sequences"),
+        ({"firsts": []}, "do not go from 0 to its 4 sequences"),
+        ({"lengths": [], "firsts": [0]}, "holds no sequence"),
+    ],
+)
+def test_an_index_that_does_not_fit_is_refused(tmp_path, changes, said):
+    with pytest.raises(UserError, match=said):
+        MegatronTokens(plain(**changes).to(tmp_path / "set"), 100)
+
+
+def test_a_truncated_bin_is_refused(tmp_path):
+    plain().to(tmp_path / "set")
+    (tmp_path / "set.bin").write_bytes((tmp_path / "set.bin").read_bytes()[:-2])
+    with pytest.raises(UserError, match=r"set.bin: has 18 bytes where set.idx says 20"):
+        MegatronTokens(tmp_path / "set", 100)
+
+
+def test_missing_files_are_told(tmp_path):
+    with pytest.raises(UserError, match=r"a.idx: cannot be read"):
+        open_source(str(tmp_path / "a.idx"), 0, 100)
+    plain().to(tmp_path / "b")
+    (tmp_path / "b.bin").unlink()
+    with pytest.raises(UserError, match=r"b.bin: cannot be read"):
+        open_source(str(tmp_path / "b"), 0, 100)
+
+
+@pytest.mark.parametrize(
+    ("written", "vocab_size", "said"), [(plain(), 9, "id 9 at byte 18"), (plain(), 4, "id 4")]
+)
+def test_an_id_beyond_the_vocabulary_is_told_by_file_and_byte(tmp_path, written, vocab_size, said):
+    source = MegatronTokens(written.to(tmp_path / "set"), vocab_size)
+    with pytest.raises(UserError, match=said):
+        source.read(0, 10)
+
+
+def test_a_negative_id_is_refused(tmp_path):
+    plain(code=4, dtype="<i4").to(tmp_path / "set")
+    np.full(10, -1, "<i4").tofile(tmp_path / "set.bin")
+    with pytest.raises(UserError, match=r"token id -1 at byte 0"):
+        MegatronTokens(tmp_path / "set", 100).read(0, 10)
+
+
+def test_the_fingerprint_goes_by_content(tmp_path):
+    first = MegatronTokens(plain().to(tmp_path / "a"), 100).fingerprint
+    assert MegatronTokens(plain().to(tmp_path / "b"), 100).fingerprint == first
+    assert MegatronTokens(plain(firsts=[0, 4]).to(tmp_path / "c"), 100).fingerprint != first

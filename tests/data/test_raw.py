@@ -1,0 +1,78 @@
+import numpy as np
+import pytest
+
+from forge.data.raw import SAMPLE_BYTES, SAMPLES, RawTokens
+from forge.data.sources import open_source
+from forge.errors import UserError
+
+
+def write(path, ids, dtype="uint16"):
+    np.asarray(ids).astype(dtype).tofile(path)
+    return path
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_ids_are_read_from_anywhere(tmp_path, dtype):
+    source = open_source(str(write(tmp_path / "a.bin", range(1000), dtype)), 0, 1000, dtype=dtype)
+    assert source.tokens == 1000
+    assert source.read(990, 10).tolist() == list(range(990, 1000))
+
+
+def test_a_dtype_is_never_guessed(tmp_path):
+    """Trap 12: a size that goes with both dtypes, and one that goes with one only, are both refused."""
+    for ids in (range(1000), range(999)):
+        with pytest.raises(UserError, match=r'write {path = ".*a.bin", dtype = "uint16"} or .*"uint32"'):
+            open_source(str(write(tmp_path / "a.bin", ids)), 0, 1000)
+
+
+def test_a_megatron_file_named_by_its_bin_is_told_what_to_name(tmp_path):
+    write(tmp_path / "a.bin", range(10))
+    (tmp_path / "a.idx").touch()
+    with pytest.raises(UserError, match=r"a.idx: for a Megatron dataset name that one"):
+        open_source(str(tmp_path / "a.bin"), 0, 1000)
+
+
+def test_documents_end_with_eos(tmp_path):
+    path = write(tmp_path / "a.bin", [5, 6, 0, 7, 0, 0, 8])
+    source = RawTokens(path, "uint16", 100, eos_id=0)
+    assert source.document_ids(0, 7).tolist() == [0, 0, 0, 1, 1, 2, 3]
+    assert source.document_ids(2, 3).tolist() == [0, 1, 1]
+    assert RawTokens(path, "uint16", 100).document_ids(1, 4).tolist() == [0, 0, 0, 0]
+
+
+def test_an_id_beyond_the_vocabulary_is_told_by_file_and_byte(tmp_path):
+    source = RawTokens(write(tmp_path / "a.bin", [1, 2, 300, 4]), "uint16", 300)
+    assert source.read(0, 2).tolist() == [1, 2]
+    with pytest.raises(UserError, match=r"a.bin: token id 300 at byte 4 .* model.vocab_size 300"):
+        source.read(1, 3)
+
+
+def test_the_wrong_dtype_meets_the_vocabulary(tmp_path):
+    source = RawTokens(write(tmp_path / "a.bin", range(100)), "uint32", 1000)
+    with pytest.raises(UserError, match=r"mend the source's dtype"):
+        source.read(0, 50)
+
+
+@pytest.mark.parametrize(("content", "said"), [(b"", "is empty"), (b"abc", "no multiple of 2")])
+def test_files_that_hold_no_ids_are_refused(tmp_path, content, said):
+    (tmp_path / "a.bin").write_bytes(content)
+    with pytest.raises(UserError, match=said):
+        RawTokens(tmp_path / "a.bin", "uint16", 10)
+
+
+def test_a_missing_file_is_told(tmp_path):
+    with pytest.raises(UserError, match=r"b.bin: cannot be read: No such file"):
+        RawTokens(tmp_path / "b.bin", "uint16", 10)
+
+
+def test_the_fingerprint_goes_by_content_not_by_place(tmp_path):
+    def fingerprint(name, ids, **options):
+        return RawTokens(write(tmp_path / name, ids), "uint16", 2**16, **options).fingerprint
+
+    large = np.arange(2 * SAMPLES * SAMPLE_BYTES // 2)  # twice what is sampled
+    same = fingerprint("a.bin", large)
+    assert fingerprint("b.bin", large) == same
+    assert fingerprint("c.bin", large, eos_id=3) != same
+    assert fingerprint("d.bin", large[:-1]) != same
+    assert fingerprint("e.bin", large[::-1]) != same
+    assert fingerprint("f.bin", np.append(large[:-1], 0)) != same, "the end is always among the samples"
