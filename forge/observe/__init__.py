@@ -1,0 +1,1 @@
+"""What a run tells of itself: its directory, metrics, events, status, TensorBoard, logs and progress line."""

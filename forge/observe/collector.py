@@ -1,0 +1,55 @@
+"""Python's garbage collector at chosen steps only: at random it stops one rank, and all who wait for it."""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import Any
+
+
+class Collector:
+    """Context manager around the loop: no automatic collection within; `collect` does it at times.
+
+    What exists on entry (modules, model, optimizer) is collected once and then frozen: no later collection
+    walks it. Every rank collects at the same steps, so that they pause together. Only young objects
+    (generation 1) are collected, in milliseconds. `interval` is in steps; 0 leaves everything to Python. Either way
+    the time that collections take is counted.
+    """
+
+    def __init__(self, interval: int):
+        self._interval = interval
+        self._was_enabled = False
+        self._seconds = 0.0
+        self._began = 0.0
+
+    def __enter__(self) -> Collector:
+        if self._interval:
+            self._was_enabled = gc.isenabled()
+            gc.collect()
+            gc.freeze()
+            gc.disable()
+        gc.callbacks.append(self._time)
+        return self
+
+    def collect(self, step: int) -> None:
+        """Collect if `step` is a multiple of the interval."""
+        if self._interval and step % self._interval == 0:
+            gc.collect(1)
+
+    def take_seconds(self) -> float:
+        """Seconds that collections took since last asked."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def _time(self, phase: str, _info: dict[str, Any]) -> None:
+        if phase == "start":
+            self._began = time.perf_counter()
+        else:
+            self._seconds += time.perf_counter() - self._began
+
+    def __exit__(self, *_: object) -> None:
+        gc.callbacks.remove(self._time)
+        if self._interval:
+            gc.unfreeze()
+            if self._was_enabled:
+                gc.enable()

@@ -1,0 +1,29 @@
+"""events.jsonl: what happened to a run, over all its starts. Never cut."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from forge.observe.json_lines import JsonLines
+
+
+def utc_now() -> str:
+    """The time in ISO 8601, UTC, to the millisecond: 2025-06-01T12:00:00.123+00:00."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+class EventLog:
+    """Appends to `path`. Of all ranks only the first has one."""
+
+    def __init__(self, path: Path):
+        self._lines = JsonLines(path)
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Append one line `{"time": ..., "event": kind, **fields}` and flush it."""
+        self._lines.append({"time": utc_now(), "event": kind, **fields})
+
+    def close(self) -> None:
+        """Close the file."""
+        self._lines.close()

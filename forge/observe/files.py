@@ -1,0 +1,30 @@
+"""Replacing a file so that whoever reads it, even after a crash, finds the old content or the new."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def replace_atomically(path: Path, content: bytes) -> None:
+    """Write `content` beside `path`, sync it and rename it over `path`. On OSError `path` is as it was."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Put a rename within `folder` on disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,89 @@
+"""torch.profiler traces of chosen steps on chosen ranks, and CUDA memory snapshots of the same steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from forge.config.training import Profile
+
+log = logging.getLogger(__name__)
+
+# Allocations and frees that a memory snapshot remembers: some steps of a large model, in some tens of megabytes.
+SNAPSHOT_ENTRIES = 200_000
+
+
+class StepProfiler:
+    """Context manager and watcher of steps; writes to `folder` when the last chosen step, or the run, ends.
+
+    `rank-R-steps-A-B.json.gz` opens in https://ui.perfetto.dev and chrome://tracing; with `memory_snapshot`
+    `rank-R-steps-A-B.pickle` opens in https://pytorch.org/memory_viz. A profile that fails costs a warning.
+    """
+
+    def __init__(self, config: Profile, rank: int, folder: Path, device: torch.device):
+        self._first, self._last = config.span or (0, 0)
+        self._chosen = bool(config.span) and rank in config.ranks
+        self._snapshot = config.memory_snapshot and device.type == "cuda"
+        if self._chosen and config.memory_snapshot and not self._snapshot:
+            log.warning("profile.memory_snapshot: there are only snapshots of CUDA memory; none is made")
+        self._rank, self._folder, self._device = rank, folder, device
+        self._profile: profile | None = None
+        self._begun_at = 0
+        self._span = ExitStack()
+
+    def __enter__(self) -> StepProfiler:
+        return self
+
+    def before_step(self, step: int) -> None:
+        """Begin the profile, if `step` is the first chosen one, and a span named after the step."""
+        if not self._chosen or not self._first <= step <= self._last:
+            return
+        if self._profile is None:
+            self._begin(step)
+        self._span.enter_context(record_function(f"step {step}"))
+
+    def after_step(self, step: int) -> None:
+        """End the span, and after the last chosen step the profile."""
+        self._span.close()
+        if self._profile is not None and step >= self._last:
+            self._end(step)
+
+    def __exit__(self, *_: object) -> None:
+        self._span.close()
+        if self._profile is not None:
+            self._end(None)
+
+    def _begin(self, step: int) -> None:
+        self._begun_at = step
+        if self._snapshot:
+            torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES)
+        activities = [ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self._profile = profile(activities=activities, record_shapes=True)
+        self._profile.start()
+
+    def _end(self, step: int | None) -> None:
+        assert self._profile is not None
+        finished, self._profile = self._profile, None
+        self._chosen = False
+        finished.stop()
+        span = f"{self._begun_at}-{step if step is not None else 'end'}"
+        stem = self._folder / f"rank-{self._rank}-steps-{span}"
+        self._write(stem.with_suffix(".json.gz"), lambda path: finished.export_chrome_trace(str(path)))
+        if self._snapshot:
+            self._write(stem.with_suffix(".pickle"), lambda path: torch.cuda.memory._dump_snapshot(str(path)))
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _write(self, path: Path, export: Callable[[Path], object]) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            export(path)
+            log.info("profile written to %s", path)
+        except (OSError, RuntimeError) as error:
+            log.warning("%s was not written: %s", path, error)

@@ -1,0 +1,169 @@
+"""The directory of one run: where everything lies in it, and the lock that keeps a second run out."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import tempfile
+import time
+import weakref
+from pathlib import Path
+
+from forge.errors import UserError
+from forge.observe.events import utc_now
+
+log = logging.getLogger(__name__)
+
+# What flock says on a file system that has no locks (some Lustre and FUSE mounts).
+_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
+# Rather more than the disk would put into the inode itself, so that a full disk is noticed.
+_PROBE_BYTES = 64 * 1024
+
+_held: weakref.WeakSet[RunDirectory] = weakref.WeakSet()
+
+
+class RunDirectory:
+    """Paths of a run below `root`. Every rank may have one; only rank 0 calls `acquire`."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        self.config = root / "config.toml"
+        self.status = root / "status.json"
+        self.metrics = root / "metrics.jsonl"
+        self.events = root / "events.jsonl"
+        self.tensorboard = root / "tensorboard"
+        self.checkpoints = root / "checkpoints"
+        self.logs = root / "logs"
+        self.profile = root / "profile"
+        self._lock_path = root / ".lock"
+        self._descriptor: int | None = None
+
+    def acquire(self, patience_s: float = 2.0) -> None:
+        """Make the folders, see that they can be written to, and lock the directory.
+
+        The lock lasts until `release`, until this object is collected, or to the end of the process, even by
+        SIGKILL. It waits `patience_s` seconds for a holder that was killed just now and is not quite gone.
+
+        Raises UserError (exit 2) when a folder cannot be written to or another run holds the directory.
+        """
+        for folder in (self.root, self.tensorboard, self.checkpoints, self.logs):
+            _require_writable(folder)
+        descriptor = self._open()
+        try:
+            self._lock(descriptor, patience_s)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._tell_of_stale_holder(descriptor)
+        holder = {"host": socket.gethostname(), "pid": os.getpid(), "started": utc_now()}
+        _rewrite(descriptor, json.dumps(holder).encode())
+        self._descriptor = descriptor
+        self._finalizer = weakref.finalize(self, _let_go, descriptor)
+        _held.add(self)
+
+    def release(self) -> None:
+        """Give the directory back. Does nothing if it is not held."""
+        if self._descriptor is not None:
+            self._descriptor = None
+            self._finalizer()
+
+    def _open(self) -> int:
+        try:
+            return os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise UserError(
+                f"{self._lock_path} cannot be opened ({error.strerror}); is {self.root} another user's run?"
+            ) from error
+
+    def _lock(self, descriptor: int, patience_s: float) -> None:
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise UserError(self._refusal(descriptor)) from None
+                time.sleep(0.05)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise UserError(f"{self._lock_path} cannot be locked: {error.strerror}.") from error
+                log.warning(
+                    "%s: its file system has no locks; a second run there would go unnoticed", self.root
+                )
+                return
+
+    def _refusal(self, descriptor: int) -> str:
+        holder = _read_holder(descriptor)
+        who = (
+            f"process {holder['pid']} on {holder['host']} since {holder['started']}"
+            if holder
+            else "another process"
+        )
+        return f"{self.root} is in use by {who}; wait for that run, stop it, or choose another run.name."
+
+    def _tell_of_stale_holder(self, descriptor: int) -> None:
+        if holder := _read_holder(descriptor):
+            log.warning(
+                "%s: taking over from process %s on %s, started %s, which ended without giving the lock back",
+                self.root,
+                holder["pid"],
+                holder["host"],
+                holder["started"],
+            )
+
+    def _forget(self) -> None:
+        """In a forked child: close its copy of the descriptor, which would hold the lock after our death."""
+        if self._descriptor is not None:
+            self._finalizer.detach()
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _forget_in_child() -> None:
+    for directory in list(_held):
+        directory._forget()
+    _held.clear()
+
+
+# O_CLOEXEC keeps the descriptor out of programs that we start; this keeps it out of plain forks.
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def _require_writable(folder: Path) -> None:
+    """Make `folder` and write to it for a try; the file has no name, so that none is left behind."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(bytes(_PROBE_BYTES))
+            probe.flush()
+            os.fsync(probe.fileno())
+    except OSError as error:
+        raise UserError(
+            f"{folder} cannot be written to ({error.strerror}); "
+            "point run.output_dir at a folder that you may write to and that has room."
+        ) from error
+
+
+def _read_holder(descriptor: int) -> dict[str, str] | None:
+    """What the last holder wrote; None if it gave the directory back, or has not yet written."""
+    try:
+        holder = json.loads(os.pread(descriptor, 4096, 0))
+        return {key: str(holder[key]) for key in ("host", "pid", "started")}
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _rewrite(descriptor: int, content: bytes) -> None:
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, content, 0)
+
+
+def _let_go(descriptor: int) -> None:
+    try:
+        _rewrite(descriptor, b"")
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""The training run: assembling the parts, the loop, evaluation, saving and resuming."""

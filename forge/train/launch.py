@@ -1,0 +1,50 @@
+"""From the command line to an exit code: the one place where errors become messages."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+
+import torch.distributed as dist
+
+from forge.config import check_world, help_text, load_config, parse_command_line, to_toml
+from forge.errors import FAILED, FINISHED, UserError
+from forge.parallel.world import join, read_world
+from forge.train.run import run
+
+log = logging.getLogger(__name__)
+
+
+def main(argv: list[str]) -> int:
+    """Run train.py's command line `argv` (without the program's name) and return the process's exit code."""
+    world = read_world()
+    try:
+        command = parse_command_line(argv)
+        if command.action == "help":
+            _say(world.rank, help_text())
+            return FINISHED
+        config = load_config(argv)
+        if command.action == "print_config":
+            _say(world.rank, to_toml(config))
+            return FINISHED
+        degrees = check_world(config, world.size)
+        join(world)
+        code = run(config, degrees, world)
+        dist.destroy_process_group()
+        return code
+    except UserError as error:
+        if world.rank == 0:
+            print(f"forge: {error}", file=sys.stderr, flush=True)
+        else:
+            # torchrun kills the other workers when the first one ends; rank 0 must have spoken by then.
+            time.sleep(2)
+        return error.exit_code
+    except Exception:
+        log.exception("rank %d failed", world.rank)
+        return FAILED
+
+
+def _say(rank: int, text: str) -> None:
+    if rank == 0:
+        print(text)

@@ -1,0 +1,120 @@
+"""Where a run begins: at its newest usable checkpoint, at one the user names, from another model's weights, or afresh."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from forge.checkpoint import Checkpoints, load, read_config, read_state
+from forge.config import Config, difference, parse_toml_text
+from forge.errors import NO_CHECKPOINT, UserError
+from forge.optim import AdamW
+from forge.parallel.execute import ParallelModel
+from forge.shard import Shard
+
+log = logging.getLogger(__name__)
+
+# The shape of the model and the order of its data: with another value a resumed run would not continue its history.
+FIXED = ("model.", "train.seq_len", "run.seed", "data.mixture_block", "data.document_mask")
+# Say how a model starts, not what it is.
+FREE = ("model.init_std",)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The checkpoint that a run continues, and its JSON state."""
+
+    path: Path
+    state: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return int(self.state["progress"]["step"])
+
+
+def find_origin(config: Config, checkpoints: Checkpoints) -> Origin | None:
+    """The verified checkpoint that `checkpoint.resume` asks for, or None to start a new history. Collective.
+
+    Raises UserError: exit 77 if checkpoints exist but none is usable, or the named one is not; exit 2 if the config
+    changes what a resume must not change.
+    """
+    wanted = config.checkpoint.resume
+    if wanted == "none":
+        return None
+    if wanted == "auto":
+        step = checkpoints.latest(verify=config.checkpoint.verify)
+        if step is None:
+            return None
+        path = checkpoints.path(step)
+    else:
+        path = Path(wanted)
+        _require_sound(path, checkpoints, "checkpoint.resume", config.checkpoint.verify)
+    origin = Origin(path, read_state(path))
+    _compare(parse_toml_text(read_config(path)), config, path)
+    return origin
+
+
+def _require_sound(path: Path, checkpoints: Checkpoints, key: str, verify: bool) -> None:
+    problem = checkpoints.verify(path, contents=verify)
+    if problem is not None:
+        raise UserError(f"{key} = {str(path)!r}: {problem}", exit_code=NO_CHECKPOINT)
+
+
+def _compare(old: Config, new: Config, path: Path) -> None:
+    changes = difference(old, new)
+    refused = [c for c in changes if c[0].startswith(FIXED) and not c[0].startswith(FREE)]
+    if refused:
+        lines = "\n".join(
+            f"  {key}: {before!r} in the checkpoint, {after!r} now" for key, before, after in refused
+        )
+        raise UserError(
+            f"{path} cannot be continued with another model or data order:\n{lines}\n"
+            f"Set them back, or start a new run (another run.name) with checkpoint.init = {str(path)!r} to keep the weights."
+        )
+    for key, before, after in changes:
+        log.info("changed since %s: %s = %s (was %s)", path.name, key, after, before)
+
+
+def check_inputs(origin: Origin, inputs: dict[str, Any]) -> None:
+    """Refuse to continue on other data or with another tokenizer than the checkpoint's (UserError, exit 2)."""
+    before = origin.state["inputs"]
+    for key in sorted(set(before) | set(inputs)):
+        if before.get(key) != inputs.get(key):
+            raise UserError(
+                f"{key} is not what {origin.path} was trained on: fingerprint {_short(before.get(key))} there, "
+                f"{_short(inputs.get(key))} now. Restore the files and data.sources, or start a new run (another "
+                f"run.name) with checkpoint.init = {str(origin.path)!r} to keep the weights."
+            )
+
+
+def _short(fingerprint: Any) -> str:
+    text = str(fingerprint)
+    return text if len(text) <= 160 else text[:157] + "..."
+
+
+def load_origin(origin: Origin, model: ParallelModel, optimizer: AdamW) -> None:
+    """Overwrite parameters and optimizer state with the checkpoint's. Collective."""
+    load(origin.path, all_tensors(model, optimizer))
+    optimizer.load_state(origin.state["optimizer"])
+
+
+def load_weights(config: Config, model: ParallelModel, checkpoints: Checkpoints) -> None:
+    """Overwrite parameters only with those of the checkpoint that `checkpoint.init` names. Collective."""
+    path = Path(config.checkpoint.init)
+    _require_sound(path, checkpoints, "checkpoint.init", config.checkpoint.verify)
+    load(path, model_tensors(model))
+
+
+def model_tensors(model: ParallelModel) -> dict[str, tuple[Shard, Tensor]]:
+    """Checkpoint names of the parameters, each with its shard and values."""
+    return {f"model.{shard.name}": (shard, shard.data) for shard in model.shards}
+
+
+def all_tensors(model: ParallelModel, optimizer: AdamW) -> dict[str, tuple[Shard, Tensor]]:
+    """Checkpoint names of everything that is saved as tensors."""
+    slots = {f"optimizer.{shard.name}.{slot}": (shard, values) for slot, shard, values in optimizer.tensors()}
+    return model_tensors(model) | slots

@@ -1,0 +1,106 @@
+"""Show what a step will read, decoded: which sequences of which source, in which epoch, and where documents begin.
+
+It opens the data just as training does and reads nothing else. Overrides are those of train.py, as in
+    python scripts/inspect_data.py --config debug.toml --step 100 --train.global_batch_size=8
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
+
+from forge.config import Config, load_config
+from forge.data.build import build_dataset, build_tokenizer
+from forge.data.inspect import Sample, samples_of_step
+from forge.errors import FAILED, FINISHED, STOPPED, UserError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given, overrides = _parser().parse_known_args(arguments)
+    try:
+        config = load_config(["--config", given.config, *overrides])
+        _check(given, config)
+        dataset, tokenizer = build_dataset(config), build_tokenizer(config)
+        samples = samples_of_step(
+            dataset,
+            tokenizer,
+            given.step,
+            global_batch_size=config.train.global_batch_size,
+            rank=given.rank,
+            ranks=given.ranks,
+            head=given.tokens,
+            excerpt=given.text,
+        )
+        for sample in samples:
+            print(json.dumps(asdict(sample)) if given.json else _show(sample), flush=True)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FINISHED
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        return STOPPED
+    return FINISHED
+
+
+def _check(given: argparse.Namespace, config: Config) -> None:
+    batch = config.train.global_batch_size
+    if given.ranks < 1 or batch % given.ranks:
+        raise UserError(
+            f"--ranks {given.ranks}: must divide train.global_batch_size = {batch}; it is the number of data-parallel "
+            "ranks, dp_replicate * dp_shard"
+        )
+    if given.rank is not None and not 0 <= given.rank < given.ranks:
+        raise UserError(f"--rank {given.rank}: there are ranks 0 to {given.ranks - 1}; --ranks says how many")
+    if given.step < 1:
+        raise UserError(f"--step {given.step}: steps are counted from 1")
+    for option in ("tokens", "text"):
+        if getattr(given, option) < 0:
+            raise UserError(f"--{option} {getattr(given, option)}: must be at least 0")
+
+
+def _show(sample: Sample) -> str:
+    lines = [
+        f"sample {sample.sample}  rank {sample.rank}  {sample.source}  epoch {sample.epoch}  window {sample.window}"
+        f" (from token {sample.first_token})",
+        f"  ids        {' '.join(map(str, sample.tokens))} ...",
+        f"  documents  {len(sample.documents)} begin within"
+        + (f", at {', '.join(map(str, sample.documents[:8]))}" if sample.documents else "")
+        + (" ..." if len(sample.documents) > 8 else "")
+        + (f"; {sample.masked} labels masked" if sample.masked else ""),
+    ]
+    if sample.text is not None:
+        lines.append(f"  text       {json.dumps(sample.text, ensure_ascii=False)}")
+    return "\n".join(lines)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        epilog="Any other --section.key=value overrides a key of the config.",
+    )
+    add = parser.add_argument
+    add("--config", required=True, metavar="PATH_OR_NAME", help="as for train.py")
+    add("--step", type=int, required=True, metavar="N", help="the optimizer step, from 1")
+    add("--rank", type=int, metavar="R", help="only what this data-parallel rank reads (all ranks)")
+    add("--ranks", type=int, default=1, metavar="K", help="number of data-parallel ranks (%(default)s)")
+    add("--tokens", type=int, default=16, metavar="N", help="ids shown of each sequence (%(default)s)")
+    add("--text", type=int, default=64, metavar="N", help="ids whose text is shown (%(default)s)")
+    add("--json", action="store_true", help="one JSON object a sequence")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+import json
+import math
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forge.observe.metrics import MetricsLog
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "metrics.jsonl"
+
+
+def test_every_line_is_on_its_way_to_the_disk_when_write_returns(path):
+    metrics = MetricsLog(path)
+    for step in (1, 2):
+        metrics.write(step=step, loss=0.5)
+        assert read(path)[-1] == {"step": step, "loss": 0.5}
+
+
+@given(value=st.floats(allow_nan=False, allow_infinity=False))
+def test_floats_read_back_exactly(tmp_path_factory, value):
+    path = tmp_path_factory.mktemp("metrics") / "metrics.jsonl"
+    metrics = MetricsLog(path)
+    metrics.write(step=1, loss=value)
+    metrics.close()
+    read_back = read(path)[0]["loss"]
+    assert read_back == value and math.copysign(1, read_back) == math.copysign(1, value)
+
+
+def test_numbers_that_are_not_finite_are_null_wherever_they_stand(path):
+    MetricsLog(path).write(step=1, loss=math.nan, eval={"a": math.inf, "b": [1.0, -math.inf]})
+    assert read(path) == [{"step": 1, "loss": None, "eval": {"a": None, "b": [1.0, None]}}]
+
+
+def test_cut_drops_what_follows_the_step_evaluations_too(path):
+    metrics = MetricsLog(path)
+    for step in range(1, 5):
+        metrics.write(step=step, loss=1.0)
+        metrics.write(step=step, eval={"held_out": 2.0})
+    before = path.read_bytes().splitlines(keepends=True)
+    metrics.cut(2)
+    assert path.read_bytes() == b"".join(before[:4])
+    metrics.write(step=3, loss=1.5)
+    assert [line["step"] for line in read(path)] == [1, 1, 2, 2, 3]
+
+
+def test_cut_to_the_beginning_leaves_an_empty_file(path):
+    metrics = MetricsLog(path)
+    metrics.write(step=1, loss=1.0)
+    metrics.cut(0)
+    assert path.read_bytes() == b""
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 2, "lo', b'{"step": 1}'])
+def test_cut_drops_a_torn_last_line(path, torn):
+    path.write_bytes(b'{"step": 1}\n' + torn)
+    MetricsLog(path).cut(5)
+    assert path.read_bytes() == b'{"step": 1}\n'
+
+
+def test_cut_drops_unreadable_lines_and_says_so(path, caplog):
+    path.write_bytes(b'\0\0\0\n[]\n{"step": 1}\n{"step": "x"}\n')
+    MetricsLog(path).cut(5)
+    assert path.read_bytes() == b'{"step": 1}\n'
+    assert "line 1 " in caplog.text and "line 2 " in caplog.text and "line 4 " in caplog.text
+
+
+def test_cut_of_no_file_makes_none(path):
+    MetricsLog(path).cut(3)
+    assert not path.exists()
+
+
+def test_cut_with_nothing_to_drop_does_not_touch_the_file(path):
+    MetricsLog(path).write(step=1, loss=1.0)
+    before = path.stat()
+    MetricsLog(path).cut(1)
+    assert path.stat() == before
+
+
+def test_a_crash_in_the_middle_of_a_cut_loses_nothing(path, monkeypatch):
+    MetricsLog(path).write(step=1, loss=1.0)
+    before = path.read_bytes()
+
+    def crash(*_):
+        raise OSError("crash")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="crash"):
+        patched.setattr(os, "replace", crash)
+        MetricsLog(path).cut(0)
+    assert path.read_bytes() == before
+    assert list(path.parent.iterdir()) == [path]

@@ -1,0 +1,51 @@
+import gzip
+import json
+
+import pytest
+import torch
+
+from forge.config.training import Profile
+from forge.observe.profile import StepProfiler
+
+CPU = torch.device("cpu")
+
+
+def train(folder, config: Profile, steps: range, rank: int = 0) -> list[str]:
+    with StepProfiler(config, rank, folder, CPU) as profiler:
+        for step in steps:
+            profiler.before_step(step)
+            torch.ones(8, 8) @ torch.ones(8, 8)
+            profiler.after_step(step)
+    return sorted(path.name for path in folder.glob("*"))
+
+
+def test_the_trace_holds_the_chosen_steps_and_their_operators(tmp_path) -> None:
+    config = Profile(span=(2, 3), ranks=(0, 1))
+    assert train(tmp_path, config, range(1, 6), rank=1) == ["rank-1-steps-2-3.json.gz"]
+    trace = gzip.decompress((tmp_path / "rank-1-steps-2-3.json.gz").read_bytes())
+    events = json.loads(trace)["traceEvents"]
+    names = {event.get("name") for event in events}
+    assert {"step 2", "step 3", "aten::mm"} <= names and not {"step 1", "step 4"} & names
+
+
+@pytest.mark.parametrize("config", [Profile(), Profile(span=(2, 3), ranks=(1,)), Profile(span=(8, 9))])
+def test_nothing_is_written_where_nothing_is_asked_for(tmp_path, config) -> None:
+    assert train(tmp_path, config, range(1, 6)) == []
+
+
+def test_a_run_that_begins_or_ends_within_the_steps_leaves_what_it_has(tmp_path) -> None:
+    assert train(tmp_path / "resumed", Profile(span=(2, 5)), range(4, 8)) == ["rank-0-steps-4-5.json.gz"]
+    assert train(tmp_path / "stopped", Profile(span=(2, 50)), range(1, 4)) == ["rank-0-steps-2-end.json.gz"]
+
+
+def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path, caplog) -> None:
+    (tmp_path / "profile").write_text("a file where the folder should be")
+    with StepProfiler(Profile(span=(1, 1)), 0, tmp_path / "profile", CPU) as profiler:
+        profiler.before_step(1)
+        profiler.after_step(1)
+    assert "was not written" in caplog.text
+
+
+def test_a_memory_snapshot_without_cuda_is_a_warning(tmp_path, caplog) -> None:
+    names = train(tmp_path, Profile(span=(1, 1), memory_snapshot=True), range(1, 3))
+    assert names == ["rank-0-steps-1-1.json.gz"] and "only snapshots of CUDA memory" in caplog.text

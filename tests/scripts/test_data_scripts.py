@@ -1,0 +1,99 @@
+"""The two data scripts as a user runs them."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from forge.data.format import TokenDataset
+from forge.errors import BAD_CONFIG, FINISHED, STOPPED
+
+ROOT = Path(__file__).parents[2]
+
+
+def command(name, *arguments):
+    return [sys.executable, str(ROOT / "scripts" / f"{name}.py"), *map(str, arguments)]
+
+
+def run(name, *arguments):
+    return subprocess.run(command(name, *arguments), capture_output=True, text=True, timeout=60)
+
+
+def test_from_text_to_datasets_and_again(tmp_path):
+    text = ROOT / "forge"
+    trained = run("train_tokenizer", "--input", text, "--output", tmp_path / "tokenizer", "--vocab-size", 500)
+    assert trained.returncode == FINISHED, trained.stderr
+    assert trained.stderr.count("\n") == 2, "SentencePiece is quiet"
+    arguments = ["--input", text, "--tokenizer", tmp_path / "tokenizer", "--output", tmp_path / "data"]
+    arguments += ["--holdout", "0.2", "--extensions", ".py"]
+    prepared = run("prepare_data", *arguments, "--workers", 2)
+    assert prepared.returncode == FINISHED, prepared.stderr
+    train, validation = (TokenDataset(tmp_path / "data" / split, 500) for split in ("train", "validation"))
+    assert train.tokens > validation.tokens > 100 and train.index.vocab_size == 500
+    again = run("prepare_data", *arguments)
+    assert again.returncode == FINISHED and again.stdout.count("already prepared") == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("prepare_data", ["--input", "absent", "--tokenizer", "bytes", "--output", "out"]),
+        ("prepare_data", ["--input", "empty", "--tokenizer", "bytes", "--output", "out"]),
+        ("prepare_data", ["--input", "text", "--tokenizer", "absent", "--output", "out"]),
+        ("prepare_data", ["--input", "text", "--tokenizer", "bytes", "--output", "text/a.txt"]),
+        ("prepare_data", ["--input", "text", "--tokenizer", "bytes", "--output", "out", "--workers", "0"]),
+        ("prepare_data", ["--input", "text", "--tokenizer", "bytes", "--output", "out", "--holdout", "1.5"]),
+        ("train_tokenizer", ["--input", "absent", "--output", "out", "--vocab-size", "300"]),
+        ("train_tokenizer", ["--input", "empty", "--output", "out", "--vocab-size", "300"]),
+        ("train_tokenizer", ["--input", "text", "--output", "out", "--vocab-size", "9"]),
+        ("train_tokenizer", ["--input", "text", "--output", "text/a.txt", "--vocab-size", "300"]),
+    ],
+)
+def test_what_is_wrong_is_one_sentence_and_exit_2(tmp_path, name, arguments):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("some text\n" * 50)
+    names = {"absent", "empty", "text", "out", "text/a.txt"}
+    result = run(name, *[tmp_path / part if part in names else part for part in arguments])
+    assert result.returncode == BAD_CONFIG
+    assert "Traceback" not in result.stderr and "error: " in result.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", ["prepare_data", "train_tokenizer"])
+def test_help_names_every_option(name):
+    result = run(name, "--help")
+    options = re.findall(r"\"(--[a-z-]+)\"", (ROOT / "scripts" / f"{name}.py").read_text())
+    assert result.returncode == FINISHED and options and all(option in result.stdout for option in options)
+
+
+def test_ctrl_c_stops_all_processes_and_the_same_command_goes_on(tmp_path):
+    (tmp_path / "text").mkdir()
+    for i in range(30):
+        (tmp_path / "text" / f"{i}.txt").write_text(f"{i} some words of text\n" * 45_000)
+    arguments = [
+        "--input",
+        tmp_path / "text",
+        "--tokenizer",
+        "bytes",
+        "--output",
+        tmp_path / "out",
+        "--workers",
+        2,
+    ]
+    process = subprocess.Popen(
+        command("prepare_data", *arguments), stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    deadline = time.monotonic() + 30
+    while not list(tmp_path.glob("out/.parts/part-*.npz")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers too
+    _, told = process.communicate(timeout=30)
+    assert process.returncode == STOPPED and "interrupted" in told and "Traceback" not in told
+    result = run("prepare_data", *arguments)
+    assert result.returncode == FINISHED and "continuing an interrupted run" in result.stderr
+    assert TokenDataset(tmp_path / "out").documents == 30

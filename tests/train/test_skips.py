@@ -1,0 +1,75 @@
+"""A step whose loss or gradient is not finite changes nothing, on any rank, and is counted."""
+
+import torch
+
+from tests.end_to_end.runs import Run
+
+
+def test_one_bad_gradient_on_one_rank_makes_all_skip_and_the_run_goes_on(tmp_path) -> None:
+    run = Run(tmp_path)
+    assert run.start(world=2, patch="tests.train.test_skips:spoil_step_3_on_rank_1").join() == [0, 0]
+    lines = run.metrics()
+    assert [line["step"] for line in lines if line.get("skipped")] == [3]
+    assert lines[2]["grad_norm"] is None
+    assert all(line["loss"] is not None for line in lines)
+
+
+def test_a_skipped_step_leaves_parameters_moments_and_counters_as_they_were(tmp_path) -> None:
+    """The run whose third step is spoiled saves, after it, what it had saved after the second."""
+    from tests.end_to_end.test_resume import tensor_files
+
+    run = Run(tmp_path, "--checkpoint.interval=1", "--checkpoint.keep_last=100", "--train.steps=4")
+    assert run.start(world=2, patch="tests.train.test_skips:spoil_step_3_on_rank_1").join() == [0, 0]
+    assert tensor_files(run, 3) == tensor_files(run, 2)
+    assert tensor_files(run, 4) != tensor_files(run, 3)
+
+
+def test_too_many_bad_steps_in_a_row_end_the_run_with_what_it_knows(tmp_path) -> None:
+    run = Run(tmp_path, "--resilience.max_skipped_steps=3", "--train.steps=50")
+    assert run.start(world=2, patch="tests.train.test_skips:spoil_every_step_from_5").join() == [1, 1]
+    status = run.status()
+    assert status["state"] == "failed" and "max_skipped_steps" in status["reason"]
+    assert "Traceback" not in run.said()
+    assert run.checkpoints()[-1] <= "step-00000006"
+
+
+def test_a_failing_sample_costs_a_warning(tmp_path) -> None:
+    run = Run(tmp_path, "--train.steps=2", "--evaluate.sample_interval=2")
+    assert run.start(patch="tests.train.test_skips:break_sampling").join() == [0]
+    assert "no sample at step 2" in run.log()
+
+
+def spoil_step_3_on_rank_1() -> None:
+    _spoil(lambda step: step == 3, ranks=(1,))
+
+
+def spoil_every_step_from_5() -> None:
+    _spoil(lambda step: step >= 5, ranks=(0, 1))
+
+
+def break_sampling() -> None:
+    import forge.train.loop as loop
+    import forge.train.run as run
+    from forge.data.tokenizer import ByteTokenizer
+
+    def fail(*_):
+        raise RuntimeError("no words")
+
+    loop.write_sample = fail
+    run.build_tokenizer = lambda config: ByteTokenizer()
+
+
+def _spoil(when, ranks) -> None:
+    import torch.distributed as dist
+
+    import forge.train.loop as loop
+
+    report, step = loop.report_gradients, [0]
+
+    def spoiled(shards, loss, *, stop):
+        step[0] += 1
+        if when(step[0]) and dist.get_rank() in ranks:
+            next(shard for shard in shards if shard.boxes).grad.view(-1)[0] = torch.nan
+        return report(shards, loss, stop=stop)
+
+    loop.report_gradients = spoiled
