@@ -1,0 +1,237 @@
+"""What a checkpoint takes from training, synchronous and asynchronous, and how long a resume takes.
+
+    python benchmarks/checkpoint.py
+    python benchmarks/checkpoint.py --config 160m.toml --folder /mnt/disk
+
+Steps without a save and steps with one take turns. `taken` is how much longer so many steps take with a save in them:
+the wait for it, and what writing in the background slows them down. A resume is verifying every checksum and
+loading; it is set against reading the same files and doing nothing with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
+
+import torch
+
+from benchmarks.data import forget
+from benchmarks.loops import ForgeLoop, alone, configure
+from benchmarks.measure import (
+    RESULTS,
+    Spread,
+    environment,
+    markdown,
+    require_learning,
+    synchronize,
+    timed,
+    write_results,
+)
+from benchmarks.throughput import TINY
+from forge.errors import FAILED, FINISHED, UserError
+from forge.train.resume import all_tensors
+
+
+@dataclass(frozen=True)
+class Save:
+    """One save and the steps after it, in seconds: the call, until it was on disk, all together."""
+
+    blocked: float
+    until_on_disk: float
+    together: float
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given, overrides = _parser().parse_known_args(arguments)
+    try:
+        measure(given, [*(TINY if given.tiny else ()), *overrides])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return FINISHED
+
+
+def measure(given: argparse.Namespace, overrides: list[str]) -> None:
+    """Measures saves in both modes and resumes, prints and writes the table."""
+    device = alone().device
+    config = configure(given.config, *overrides)
+    about = environment(device) | {"settings": _settings(given, device)}
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+        for mode in ("sync", "async"):
+            loop = ForgeLoop(mode, config, Path(folder) / mode, mode=mode)
+            _mean_step(loop, given.steps, device)  # warms up
+            pairs = [
+                (_mean_step(loop, given.steps, device), _with_save(loop, given.steps, device))
+                for _ in range(given.rounds)
+            ]
+            require_learning(mode, loop.losses())
+            plain = Spread.of([step_s for step_s, _ in pairs])
+            results[mode] = {
+                "step_s": plain,
+                "blocked_s": Spread.of([save.blocked for _, save in pairs]),
+                "on_disk_s": Spread.of([save.until_on_disk for _, save in pairs]),
+                # Against the median step: against the step just before, one hiccup of the machine would show as a gain.
+                "taken_s": Spread.of([save.together - given.steps * plain.median for _, save in pairs]),
+            }
+            if mode == "async":
+                results["resume"] = _resume(loop, given.rounds)
+            loop.close()
+    table = _table(results)
+    print(table)
+    path = write_results("checkpoint", given.output, about, results, table)
+    print(f"\nwritten to {path}", file=sys.stderr)
+
+
+def _mean_step(loop: ForgeLoop, steps: int, device: torch.device) -> float:
+    synchronize(device)
+    began = time.perf_counter()
+    for _ in range(steps):
+        loop.step()
+    synchronize(device)
+    return (time.perf_counter() - began) / steps
+
+
+def _with_save(loop: ForgeLoop, steps: int, device: torch.device) -> Save:
+    """A save and `steps` steps after it, then the end of the save."""
+    saver, checkpoints = loop.training.saver, loop.checkpoints
+    began = time.perf_counter()
+    _, blocked = timed(saver.save)
+    for _ in range(steps):
+        loop.step()
+    synchronize(device)
+    together = time.perf_counter() - began
+    outcomes = checkpoints.wait()  # none where save() has waited itself
+    step = loop.training.progress.step - steps
+    problem = outcomes[-1].error if outcomes else None
+    if problem or not checkpoints.path(step).exists():
+        raise UserError(f"the checkpoint of step {step} was not written: {problem}", exit_code=FAILED)
+    return Save(blocked, outcomes[-1].seconds if outcomes else blocked, together)
+
+
+def _resume(loop: ForgeLoop, rounds: int) -> dict[str, Any]:
+    """Verifying and loading the newest checkpoint, and a bare read of its files, in turns; all from cold files."""
+    checkpoints = loop.checkpoints
+    step = checkpoints.latest(verify=False)
+    assert step is not None
+    path = checkpoints.path(step)
+    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    folders = [path, *(folder for folder in path.rglob("*") if folder.is_dir())]
+    tensors = all_tensors(loop.training.model, loop.training.optimizer)
+    seconds: dict[str, list[float]] = {"verify": [], "load": [], "plain read": []}
+    for _ in range(rounds):
+        _forget_all(folders)
+        problem, verify_s = timed(lambda: checkpoints.verify(path))
+        if problem is not None:
+            raise UserError(problem, exit_code=FAILED)
+        _, load_s = timed(lambda: checkpoints.load(path, tensors))
+        _forget_all(folders)
+        _, read_s = timed(lambda: _read_all(path))
+        for name, value in (("verify", verify_s), ("load", load_s), ("plain read", read_s)):
+            seconds[name].append(value)
+    both = [a + b for a, b in zip(seconds["verify"], seconds["load"], strict=True)]
+    return {
+        "megabytes": size / 1e6,
+        "verify_s": Spread.of(seconds["verify"]),
+        "load_s": Spread.of(seconds["load"]),
+        "plain_read_s": Spread.of(seconds["plain read"]),
+        "megabytes_per_second": Spread.of([size / 1e6 / value for value in both]),
+        "plain_megabytes_per_second": Spread.of([size / 1e6 / value for value in seconds["plain read"]]),
+    }
+
+
+def _forget_all(folders: list[Path]) -> None:
+    for folder in folders:
+        forget(folder)
+
+
+def _read_all(path: Path) -> None:
+    for file in path.rglob("*"):
+        if file.is_file():
+            with open(file, "rb", buffering=0) as content:
+                while content.read(1 << 24):
+                    pass
+
+
+def _table(results: dict[str, Any]) -> str:
+    resume = results["resume"]
+    saves = [
+        [
+            mode,
+            results[mode]["step_s"].show(),
+            results[mode]["blocked_s"].show(),
+            results[mode]["on_disk_s"].show(),
+            results[mode]["taken_s"].show(),
+        ]
+        for mode in ("sync", "async")
+    ]
+    resumes = [
+        [
+            "verify and load",
+            f"{resume['verify_s'].show()} + {resume['load_s'].show()}",
+            resume["megabytes_per_second"].show(0),
+        ],
+        ["plain read", resume["plain_read_s"].show(), resume["plain_megabytes_per_second"].show(0)],
+    ]
+    return "\n\n".join(
+        [
+            markdown(
+                ["save", "step s", "save() blocks s", "on disk after s", "taken from training s"], saves
+            ),
+            f"{resume['megabytes']:.0f} MB in the checkpoint, resumed from cold files:",
+            markdown(["resume", "s", "MB/s"], resumes),
+            f"Median of {resume['verify_s'].rounds} rounds (lowest to highest).",
+        ]
+    )
+
+
+def _settings(given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    return {
+        "config": Path(given.config).stem,
+        "device": device.type,
+        "rounds": given.rounds,
+        "steps with each save": given.steps,
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add(
+        "--config", default="debug.toml", metavar="PATH_OR_NAME", help="the model that is saved (%(default)s)"
+    )
+    add("--rounds", type=int, default=5, metavar="N", help="saves in each mode, and resumes (%(default)s)")
+    add(
+        "--steps",
+        type=int,
+        default=3,
+        metavar="N",
+        help="optimizer steps with and without a save (%(default)s)",
+    )
+    add("--folder", type=Path, metavar="DIR", help="the disk that is measured (the system's /tmp)")
+    add(
+        "--output",
+        type=Path,
+        default=RESULTS,
+        metavar="DIR",
+        help="where the results go (benchmarks/results)",
+    )
+    add(
+        "--tiny",
+        action="store_true",
+        help="a model of toy size: shows that the benchmark works, measures nothing",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

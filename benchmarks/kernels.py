@@ -1,0 +1,62 @@
+"""Where a step's time goes: matrix products, attention, or neither, by the names of what the profiler saw."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.measure import synchronize
+
+# Kernels of cuBLAS (gemm, gemv, splitK, nvjet), CUTLASS, Triton templates and PyTorch's float8; operators on the CPU.
+_PRODUCT = re.compile(
+    r"gemm|gemv|nvjet|splitk|cutlass|cublas|triton_(?:tem|mm)|scaled_mm|(?:aten|mkldnn)::_?(?:add|b|badd)?mm|"
+    r"aten::mkldnn_|aten::dot\b|aten::mv\b",
+    re.IGNORECASE,
+)
+# Flash, memory-efficient and cuDNN attention, and flex attention's templates. Asked first: CUTLASS makes some of them.
+_ATTENTION = re.compile(r"flash|fmha|attention|sdpa|flex_|pytorch_.*scaled_dot", re.IGNORECASE)
+
+
+def kind_of(name: str) -> str:
+    """ "attention", "products" or "other", for a kernel's or operator's name."""
+    if _ATTENTION.search(name):
+        return "attention"
+    return "products" if _PRODUCT.search(name) else "other"
+
+
+def shares(times: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Share of the summed time by kind; they add up to one."""
+    totals = {"products": 0.0, "attention": 0.0, "other": 0.0}
+    for name, seconds in times:
+        totals[kind_of(name)] += seconds
+    whole = sum(totals.values()) or 1.0
+    return {kind: total / whole for kind, total in totals.items()}
+
+
+def largest_other(times: Iterable[tuple[str, float]], count: int = 8) -> list[tuple[str, float]]:
+    """The names outside products and attention that take most, with their share of the whole: where to look first."""
+    times = list(times)
+    whole = sum(seconds for _, seconds in times) or 1.0
+    others = [(name[:120], seconds / whole) for name, seconds in times if kind_of(name) == "other"]
+    return sorted(others, key=lambda pair: -pair[1])[:count]
+
+
+def times_of(action: Callable[[], Any], device: torch.device) -> list[tuple[str, float]]:
+    """(name, microseconds by itself) of every kernel that `action` runs on a CUDA device, or operator on the CPU."""
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities = [ProfilerActivity.CUDA]  # kernels alone: recording operators would slow the host down
+    with profile(activities=activities) as profiler:
+        action()
+        synchronize(device)
+    events: list[FunctionEvent] = profiler.key_averages()  # type: ignore[assignment]
+    if device.type == "cuda":
+        return [
+            (event.key, event.self_device_time_total) for event in events if event.self_device_time_total > 0
+        ]
+    return [(event.key, event.self_cpu_time_total) for event in events]

@@ -1,0 +1,249 @@
+"""The contenders: forge's own training step, the plain PyTorch loop of the same model, and transformers' Llama."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from fnmatch import fnmatchcase
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from forge.checkpoint import Checkpoints
+from forge.config import Config, check_world, load_config
+from forge.data.build import build_dataset, build_tokenizer, input_fingerprints
+from forge.data.loader import Batch, Loader
+from forge.model import IGNORE, flops_per_token
+from forge.observe.collector import Collector
+from forge.observe.hardware import peak_flops
+from forge.observe.metrics import MetricsLog
+from forge.optim import build_optimizer
+from forge.parallel.build import build_meta_model, build_parallel_model
+from forge.parallel.fsdp import DTYPES
+from forge.parallel.initialize import initialize
+from forge.parallel.mesh import make_meshes
+from forge.parallel.world import World, join
+from forge.resilience.signals import StopSignals
+from forge.shard import Box, Shard
+from forge.train.loop import Training
+from forge.train.recorder import Recorder
+from forge.train.save import Saver
+from forge.train.state import Progress
+
+# Learnable data without a file; no schedule, so that a loss falls within a few steps; no pauses of any kind.
+LEARNABLE = (
+    '--data.sources=[{path="synthetic",weight=1.0}]',
+    "--data.validation=[]",
+    "--schedule.name=constant",
+    "--schedule.warmup_steps=0",
+    "--train.steps=1000000",
+    "--evaluate.interval=0",
+    "--evaluate.sample_interval=0",
+    "--checkpoint.interval=0",
+    "--metrics.tensorboard=false",
+)
+
+
+def configure(config: str, *overrides: str) -> Config:
+    """The config as a benchmark runs it; later overrides win."""
+    return load_config(["--config", config, *LEARNABLE, *overrides])
+
+
+def alone() -> World:
+    """This process as a world of one, joined on the first call."""
+    world = World(rank=0, size=1, local_rank=0, launcher="python")
+    if not dist.is_initialized():
+        join(world)
+    return world
+
+
+class ForgeLoop:
+    """forge's training loop as `train.py` puts it together: loader, step, metrics; without a run directory's locks.
+
+    `training` is the loop itself, `checkpoints` where its saver writes (`folder`/checkpoints).
+    """
+
+    def __init__(self, name: str, config: Config, folder: Path, mode: str = "async"):
+        self.name, self.config = name, config
+        world = alone()
+        degrees = check_world(config, world.size)
+        meshes = make_meshes(degrees, world.device.type)
+        dataset, tokenizer = build_dataset(config), build_tokenizer(config)
+        model = build_parallel_model(config, meshes, world.device)
+        optimizer = build_optimizer(model.shards, config)
+        progress = Progress()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._metrics = folder / "metrics.jsonl"
+        self._stack = ExitStack()
+        self.checkpoints = Checkpoints(folder / "checkpoints", keep_last=1, mode=mode)  # type: ignore[arg-type]
+        metrics = MetricsLog(self._metrics)
+        flops = flops_per_token(config.model, config.train.seq_len)
+        recorder = Recorder(
+            config, progress, world.device, world.size, flops, metrics, None, lambda step: None
+        )
+        batches = Loader(
+            dataset,
+            global_batch_size=config.train.global_batch_size,
+            rank=0,
+            ranks=1,
+            device=world.device,
+            prefetch=config.data.prefetch,
+        )
+        self._stack.callback(batches.close)
+        inputs = input_fingerprints(dataset, tokenizer)
+        self.training = Training(
+            config=config,
+            meshes=meshes,
+            device=world.device,
+            model=model,
+            optimizer=optimizer,
+            progress=progress,
+            batches=batches,
+            validation={},
+            tokenizer=tokenizer,
+            recorder=recorder,
+            saver=Saver(
+                self.checkpoints, config, meshes, model, optimizer, progress, tokenizer, inputs, None
+            ),
+            signals=StopSignals(speak=False),
+            # The contenders share one interpreter, so its garbage collector stays as it is for all of them.
+            collector=self._stack.enter_context(Collector(0)),
+            watchers=[],
+        )
+
+    def step(self) -> None:
+        self.training.step()
+        self.training.collector.collect(self.training.progress.step)
+
+    def losses(self) -> list[float]:
+        self.training.recorder.flush()
+        lines = map(json.loads, self._metrics.read_text().splitlines())
+        return [float("nan") if line["loss"] is None else line["loss"] for line in lines]
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+class BareLoop:
+    """The same model, loss and start in a loop as anyone would write it: torch.optim.AdamW, no sharding, no metrics.
+
+    Its batches lie on the device before it starts, so reading data costs it nothing.
+    """
+
+    def __init__(self, name: str, config: Config, batches: list[Batch], device: torch.device):
+        self.name, self.config = name, config
+        self._batches, self._next = batches, 0
+        self._losses: list[Tensor] = []
+        self.model = self._build(device)
+        decayed: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
+        for parameter_name, parameter in self.model.named_parameters():
+            free = any(fnmatchcase(parameter_name, glob) for glob in config.optimizer.no_decay)
+            (others if free else decayed).append(parameter)
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": decayed, "weight_decay": config.optimizer.weight_decay},
+                {"params": others, "weight_decay": 0.0},
+            ],
+            lr=config.optimizer.lr,
+            betas=config.optimizer.betas,
+            eps=config.optimizer.eps,
+            fused=True,
+        )
+
+    def _build(self, device: torch.device) -> nn.Module:
+        model = build_meta_model(self.config)
+        model.to_empty(device=device)
+        shards = [
+            Shard(name, parameter.shape, (Box((0,) * parameter.ndim, tuple(parameter.shape)),), parameter)
+            for name, parameter in model.named_parameters()
+        ]
+        initialize(shards, model.initial_values(), self.config.run.seed)
+        model.reset_buffers(DTYPES[self.config.precision.storage])
+        return model
+
+    def step(self) -> None:
+        batch = self._batches[self._next % len(self._batches)]
+        self._next += 1
+        tokens = (batch.labels != IGNORE).sum()
+        total = torch.zeros((), device=batch.tokens.device)
+        for micro in batch.microbatches(self.config.train.micro_batch_size):
+            loss = self._loss(micro)
+            (loss / tokens).backward()
+            total += loss.detach()
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.grad_clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._losses.append(total / tokens)
+
+    def _loss(self, micro: Batch) -> Tensor:
+        """Summed over the tokens of a microbatch."""
+        return self.model(micro.tokens, micro.labels)[0]
+
+    def losses(self) -> list[float]:
+        return torch.stack(self._losses).tolist() if self._losses else []
+
+    def close(self) -> None:
+        self._batches = []
+
+
+class LlamaLoop(BareLoop):
+    """transformers' Llama of the same shape, in the same loop, with its attention "sdpa" and PyTorch's loss."""
+
+    def _build(self, device: torch.device) -> nn.Module:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        model = self.config.model
+        torch.manual_seed(self.config.run.seed)
+        with torch.device(device):
+            return LlamaForCausalLM(
+                LlamaConfig(
+                    hidden_size=model.dim,
+                    num_hidden_layers=model.n_layers,
+                    num_attention_heads=model.n_heads,
+                    num_key_value_heads=model.n_kv_heads,
+                    head_dim=model.head_dim,
+                    intermediate_size=model.ffn_dim,
+                    vocab_size=model.vocab_size,
+                    rms_norm_eps=model.norm_eps,
+                    tie_word_embeddings=model.tie_embeddings,
+                    max_position_embeddings=self.config.train.seq_len,
+                    use_cache=False,
+                    attn_implementation="sdpa",
+                )
+            )
+
+    def _loss(self, micro: Batch) -> Tensor:
+        logits = self.model(input_ids=micro.tokens).logits.flatten(0, 1).float()
+        return F.cross_entropy(logits, micro.labels.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+def why_no_llama() -> str | None:
+    """Why transformers' Llama cannot take part; None if it can."""
+    return None if find_spec("transformers") else "transformers is not installed"
+
+
+def make_batches(config: Config, count: int, device: torch.device) -> list[Batch]:
+    """The first `count` batches that forge's loader gives, on the device."""
+    loader = Loader(
+        build_dataset(config),
+        global_batch_size=config.train.global_batch_size,
+        rank=0,
+        ranks=1,
+        device=device,
+    )
+    try:
+        return [next(loader) for _ in range(count)]
+    finally:
+        loader.close()
+
+
+def known_peak(config: Config, device: torch.device) -> float | None:
+    """The card's peak for the products of this config, FLOP/s: float8's for float8. None where it is not known."""
+    float8: Any = config.precision.float8 != "none"
+    return peak_flops(device, "float8" if float8 else config.precision.compute)

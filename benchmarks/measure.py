@@ -1,0 +1,184 @@
+"""What all benchmarks share: taking turns, refusing models that do not learn, and writing down what was measured."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from forge.errors import FAILED, UserError
+
+RESULTS = Path(__file__).resolve().parent / "results"
+PACKAGES = ("torch", "transformers", "torchao", "numpy", "triton")
+# By how many nats the loss must have fallen. The synthetic stream starts at ln(vocab_size) and is far below that after
+# ten steps; noise between batches is a few hundredths.
+LEAST_GAIN = 0.2
+
+
+class Contender(Protocol):
+    """Something that takes training steps."""
+
+    name: str
+
+    def step(self) -> None:
+        """One optimizer step; may return before the device has done it."""
+
+    def losses(self) -> list[float]:
+        """Mean cross-entropy per token of steps so far, in order; not necessarily of every step."""
+
+    def close(self) -> None:
+        """Gives back what it holds."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Of repeated measurements: the median and the extremes."""
+
+    median: float
+    low: float
+    high: float
+    rounds: int
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Spread:
+        return Spread(statistics.median(values), min(values), max(values), len(values))
+
+    def show(self, digits: int = 3) -> str:
+        return f"{self.median:.{digits}f} ({self.low:.{digits}f} to {self.high:.{digits}f})"
+
+
+def take_turns(
+    contenders: Sequence[Contender], *, rounds: int, steps: int, warmup: int, device: torch.device
+) -> dict[str, list[float]]:
+    """Name -> seconds per step in each round.
+
+    In a round every contender takes `steps` steps; who begins moves on by one each round, so that drift of the
+    machine's speed falls on all alike. Before the first, each takes `warmup` steps.
+    """
+    for contender in contenders:
+        for _ in range(warmup):
+            contender.step()
+    seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    for number in range(rounds):
+        for place in range(len(contenders)):
+            contender = contenders[(number + place) % len(contenders)]
+            synchronize(device)
+            began = time.perf_counter()
+            for _ in range(steps):
+                contender.step()
+            synchronize(device)
+            seconds[contender.name].append((time.perf_counter() - began) / steps)
+    return seconds
+
+
+def ratio(base: Sequence[float], mine: Sequence[float]) -> Spread:
+    """How many times as fast `mine` is as `base`, round by round."""
+    return Spread.of([b / m for b, m in zip(base, mine, strict=True)])
+
+
+def require_learning(name: str, losses: Sequence[float], least_gain: float = LEAST_GAIN) -> None:
+    """UserError (exit 1) unless the loss fell: a model that does not learn may well be fast, and means nothing."""
+    last = statistics.fmean(losses[-max(1, len(losses) // 4) :]) if losses else float("nan")
+    if len(losses) < 2 or not losses[0] - last >= least_gain:  # so that NaN is refused, too
+        raise UserError(
+            f"{name}: its loss did not fall by {least_gain} nats on learnable data (it went from "
+            f"{losses[0] if losses else float('nan'):.3f} to {last:.3f}); nothing is reported of a model that does "
+            "not learn",
+            exit_code=FAILED,
+        )
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def timed(action: Callable[[], Any]) -> tuple[Any, float]:
+    """What `action` returns, and the seconds it took."""
+    began = time.perf_counter()
+    result = action()
+    return result, time.perf_counter() - began
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Date, machine and versions, for a results file."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+        "system": platform.platform(),
+        "versions": {"forge": _commit(), "python": platform.python_version()}
+        | {name: _version(name) for name in PACKAGES},
+        "load": os.getloadavg()[0],
+    }
+
+
+def write_results(
+    name: str, folder: Path, about: dict[str, Any], results: dict[str, Any], table: str
+) -> Path:
+    """FOLDER/DATE-DEVICE-NAME.json and, beside it, the table as Markdown."""
+    folder.mkdir(parents=True, exist_ok=True)
+    short = "cpu" if "cpu" in about["settings"]["device"] else about["device"].replace(" ", "-").lower()
+    path = folder / f"{about['date']}-{short}-{name}.json"
+    content = about | {"results": results}
+    path.write_text(json.dumps(content, indent=1, default=_plain) + "\n")
+    path.with_suffix(".md").write_text(heading(name, about) + table + "\n")
+    return path
+
+
+def heading(name: str, about: dict[str, Any]) -> str:
+    """What stands above a table: without it a number means nothing."""
+    versions = ", ".join(f"{package} {found}" for package, found in about["versions"].items() if found)
+    settings = ", ".join(f"{key} {value}" for key, value in about["settings"].items())
+    return (
+        f"## {name}\n\n{about['date']}, {about['device']}, {about['cores']} cores, {about['threads']} threads; "
+        f"{versions}; load before {about['load']:.1f}.\n{settings}.\n\n"
+    )
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _plain(value: Any) -> Any:
+    return asdict(value) if isinstance(value, Spread) else str(value)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """Of forge, as git names it; None outside a clone."""
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        found = subprocess.run(command, cwd=RESULTS.parent, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine()
+    )

@@ -1,0 +1,154 @@
+"""Every benchmark runs at toy size and writes what it promises. Nothing here looks at a speed."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu import STATES
+from benchmarks.kernels import kind_of, largest_other, shares
+from benchmarks.measure import RESULTS, require_learning
+from forge.errors import UserError
+from tests.harness import run_ranks
+
+FAST = ["--rounds", "2", "--steps", "4"]
+
+
+def _main(rank: int, world: int, name: str, arguments: list[str], unbuilt: str) -> int:
+    from forge.config import checks
+
+    if unbuilt:
+        feature = checks.Unbuilt(
+            "precision.float8", "float8", lambda c: c.precision.float8 == unbuilt, "use none"
+        )
+        checks.UNBUILT = (*checks.UNBUILT, feature)
+    return importlib.import_module(f"benchmarks.{name}").main(arguments)
+
+
+def run(folder: Path, name: str, *arguments: str, unbuilt: str = "") -> tuple[int, dict]:
+    """Exit code, and the results file if there is one."""
+    (code,) = run_ranks(_main, 1, name, [*arguments, "--output", str(folder)], unbuilt)
+    files = list(folder.glob(f"*-{name}.json"))
+    assert [file.with_suffix(".md").exists() for file in files] == [True] * len(files)
+    return code, json.loads(files[0].read_text()) if files else {}
+
+
+def test_throughput_compares_the_same_model_from_the_same_start(tmp_path):
+    code, found = run(tmp_path, "throughput", "--tiny", "--threads", "1", *FAST)
+    assert code == 0
+    assert found["versions"]["torch"] and found["date"] and found["settings"]["rounds"] == 2
+    rows = {row["name"]: row for row in found["results"]["rows"]}
+    assert {"bare, float32", "forge, float32", "forge, bfloat16 compute"} <= set(rows)
+    assert rows["forge, float32"]["base"] == "bare, float32"
+    assert rows["forge, float32"]["first_loss"] == pytest.approx(
+        rows["bare, float32"]["first_loss"], abs=1e-5
+    )
+    for row in rows.values():
+        assert row["ratio"]["low"] <= row["ratio"]["median"] <= row["ratio"]["high"]
+
+
+def test_a_model_that_does_not_learn_is_not_reported(tmp_path):
+    """Trap 14."""
+    code, found = run(tmp_path, "throughput", "--tiny", "--threads", "1", *FAST, "--optimizer.lr=1e-30")
+    assert (code, found) == (1, {})
+
+
+@pytest.mark.parametrize(
+    "losses", [[], [4.0], [4.0, 3.99, 3.95], [4.0, 5.0], [4.0, float("nan")], [float("nan"), 1.0]]
+)
+def test_learning_is_a_loss_that_fell(losses):
+    with pytest.raises(UserError, match="did not fall") as caught:
+        require_learning("a model", losses)
+    assert caught.value.exit_code == 1
+    require_learning("a model", [4.0, 3.5, 3.0])
+
+
+def test_the_gpu_benchmark_at_toy_size(tmp_path):
+    only = (
+        "compile, float8 rowwise"  # with and without AC, of two shapes and two states: eight rows, none built
+    )
+    code, found = run(tmp_path, "gpu", "--tiny", *FAST, "--only", only, unbuilt="rowwise")
+    assert code == 0 and [row["note"] for row in found["results"]["rows"]] == ["not built"] * 2 * len(STATES)
+    code, found = run(tmp_path, "gpu", "--tiny", *FAST, "--only", "eager")
+    rows = found["results"]["rows"]
+    assert [row["name"] for row in rows] == ["1b A, eager", "1b B, eager", "8b A, eager", "8b B, eager"]
+    for row in rows:
+        assert row["note"] == "" and row["last_loss"] < row["first_loss"] and 0 < row["outside"] < 1
+
+
+def test_the_gpu_benchmark_refuses_rows_that_do_not_learn_and_rows_without_time(tmp_path):
+    _, found = run(tmp_path, "gpu", "--tiny", *FAST, "--only", "1b B, eager", "--optimizer.lr=1e-30")
+    (row,) = found["results"]["rows"]
+    assert "did not fall" in row["note"] and row["tokens_per_second"] is None
+    _, found = run(tmp_path, "gpu", "--tiny", *FAST, "--only", "B, eager", "--minutes", "0.0001")
+    assert [row["note"] for row in found["results"]["rows"]][1:] == ["not run: no time left"]
+
+
+def test_the_data_benchmark(tmp_path):
+    code, found = run(tmp_path, "data", "--megabytes", "2", "--batches", "3", "--batch", "4", "--rounds", "2")
+    names = [row["name"] for row in found["results"]["rows"]]
+    assert code == 0 and {"bare memmap, cold", "bare memmap, warm", "loader, cold", "loader, warm"} <= set(
+        names
+    )
+
+
+def test_the_checkpoint_benchmark(tmp_path):
+    code, found = run(tmp_path, "checkpoint", "--tiny", "--rounds", "2", "--steps", "6")
+    assert code == 0
+    for mode in ("sync", "async"):
+        assert found["results"][mode]["blocked_s"]["low"] > 0
+    assert found["results"]["resume"]["megabytes"] > 0
+
+
+@pytest.mark.parametrize("name", ["throughput", "gpu", "data", "checkpoint"])
+def test_a_wrong_option_is_told_with_exit_2(name, capsys):
+    main = importlib.import_module(f"benchmarks.{name}").main
+    try:
+        code = main(["--nonsense"] if name != "gpu" else [])
+    except SystemExit as error:  # argparse
+        code = error.code
+    assert code == 2 and "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NNT", "products"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "products"),
+        ("void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<...>>", "products"),
+        ("ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_stages_64x3_tn", "products"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int, ...>", "products"),
+        ("aten::addmm", "products"),
+        ("aten::_scaled_mm", "products"),
+        ("void pytorch_flash::flash_fwd_kernel<...>", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_3", "attention"),
+        ("fmha_cutlassB_bf16_aligned_64x64_k128_sm80(...)", "attention"),
+        ("triton_tem_fused_flex_attention_0", "attention"),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"),
+        ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_3", "other"),
+        ("void at::native::vectorized_elementwise_kernel<4, ...>", "other"),
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<...>", "other"),
+        ("aten::silu", "other"),
+        ("Memcpy DtoD (Device -> Device)", "other"),
+    ],
+)
+def test_kernels_are_told_apart_by_name(kernel, kind):
+    assert kind_of(kernel) == kind
+
+
+def test_shares_add_up_and_the_largest_come_first():
+    times = [("aten::mm", 50.0), ("flash", 20.0), ("aten::mul", 10.0), ("aten::add", 20.0)]
+    assert shares(times) == {"products": 0.5, "attention": 0.2, "other": 0.3}
+    assert largest_other(times, 1) == [("aten::add", 0.2)]
+
+
+def test_every_published_result_says_what_it_was_measured_with():
+    for file in RESULTS.glob("*.json"):
+        found = json.loads(file.read_text())
+        assert (
+            found["date"] in file.name
+            and found["device"]
+            and found["settings"]
+            and found["versions"]["torch"]
+        )

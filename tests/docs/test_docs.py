@@ -1,0 +1,221 @@
+"""Every key, path and command that the documentation names exists, and every command runs.
+
+Commands run in a folder that looks like a fresh clone with a little data in it. train.py and the scripts run in forked
+processes, so that a command costs no interpreter start; what would take long is made small by overrides that
+are appended to the command line, which changes nothing in what the reader typed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomli
+
+from forge.config import load_config
+from forge.config.keys import keys, sections
+from forge.config.toml import to_literal
+from tests.docs.pages import PAGES, REPOSITORY, blocks, commands, links, quoted
+from tests.end_to_end.runs import _free_port
+from tests.harness import start_ranks
+
+NAMES = [str(page.relative_to(REPOSITORY)) for page in PAGES]
+FILE_ENDINGS = ("py", "toml", "jsonl", "json", "md", "log", "sbatch", "txt", "sh")
+# Folders of the repository; what lies elsewhere is made by commands.
+OURS = tuple(
+    f"{name}/"
+    for name in ("benchmarks", "configs", "docs", "forge", "scripts", "tests")
+    if (REPOSITORY / name).is_dir()
+)
+
+pages = pytest.mark.parametrize("page", PAGES, ids=NAMES)
+
+
+@pages
+def test_every_key_exists(page: Path) -> None:
+    text = page.read_text("utf-8")
+    named = set(re.findall(r"--([a-z_]+\.[a-z_.]+)[ =`]", text))
+    for word in quoted(page):
+        match = re.fullmatch(r"([a-z_]+(?:\.[a-z_0-9]+)+)(?: = .*)?", word)
+        if match and match[1].split(".")[0] in sections() and not match[1].endswith(FILE_ENDINGS):
+            named.add(match[1])
+    named -= {"section.key"}
+    assert sorted(name for name in named if name not in keys() and name not in sections()) == []
+    for word in quoted(page):
+        match = re.fullmatch(r"\[([a-z_.]+)\]", word)
+        assert not match or match[1] in sections(), word
+
+
+@pages
+def test_every_toml_block_is_accepted(page: Path) -> None:
+    """A whole configuration loads; a part of one is accepted on top of the debug configuration."""
+    for block in blocks(page):
+        if block.language == "toml":
+            table = tomli.loads(block.text)
+            options = [
+                f"--{section}.{key}={to_literal(value)}"
+                for section, part in table.items()
+                for key, value in part.items()
+            ]
+            load_config(["--config=debug", *options])
+
+
+@pages
+def test_every_path_exists(page: Path) -> None:
+    missing = []
+    for target in links(page):
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        if not file.exists() or (anchor and anchor not in _anchors(file)):
+            missing.append(target)
+    for word in quoted(page):
+        path = word.split()[0].rstrip("/") if word.split() else ""
+        if path.startswith(OURS) and re.fullmatch(r"[\w./-]+", path) and not (REPOSITORY / path).exists():
+            missing.append(word)
+        if re.fullmatch(r"\w+\.py", path) and not any(REPOSITORY.glob(f"**/{path}")):
+            missing.append(word)
+    assert missing == []
+
+
+@pages
+def test_every_command_runs(page: Path, clone: Path, tmp_path: Path) -> None:
+    for command in commands(page):
+        code, said = _run(command, clone, tmp_path)
+        assert code == 0, f"{command}\nexit code {code}\n{said}"
+
+
+def test_a_wrong_key_path_or_command_would_be_found(tmp_path, clone) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "`train.stepps` in `forge/nowhere.py`\n\n```bash\npython train.py --config debg.toml\n```\n"
+    )
+    for check in (test_every_key_exists, test_every_path_exists):
+        with pytest.raises(AssertionError):
+            check(page)
+    with pytest.raises(AssertionError, match="did you mean debug"):
+        test_every_command_runs(page, clone, tmp_path)
+
+
+@pytest.fixture
+def clone(prepared: Path, tmp_path: Path) -> Path:
+    """A copy for every page, for pages may give the same names to different things."""
+    return Path(shutil.copytree(prepared, tmp_path / "clone", symlinks=True))
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory) -> Path:
+    """A folder with everything of the repository in it, with text, and with what `make train` makes, in small."""
+    folder = tmp_path_factory.mktemp("clone")
+    for path in REPOSITORY.iterdir():
+        if path.name not in ("data", "runs", ".git"):
+            (folder / path.name).symlink_to(path)
+    (folder / "my_text").mkdir()
+    for number, file in enumerate(sorted((REPOSITORY / "forge").rglob("*.py"))):
+        (folder / "my_text" / f"{number}.txt").write_text(file.read_text("utf-8"))
+    for command in (
+        "python scripts/train_tokenizer.py --input my_text --output data/tokenizer --vocab-size 1000",
+        "python scripts/prepare_data.py --input my_text --tokenizer data/tokenizer --output data/python --holdout 0.2",
+        "python train.py --config debug.toml --train.steps=300 --train.global_batch_size=2 --checkpoint.interval=100",
+    ):
+        code, said = _run(command, folder, folder)
+        assert code == 0, f"{command}\n{said}"
+    return folder
+
+
+# Makes any configuration small; keys that the command itself gives are left as they are.
+SMALL = {
+    "model.dim": "32", "model.n_layers": "2", "model.n_heads": "4", "model.n_kv_heads": "2", "model.ffn_dim": "64",
+    "model.vocab_size": "1000", "train.seq_len": "64", "train.global_batch_size": "4", "train.micro_batch_size": "1",
+    "train.steps": "3", "evaluate.sequences": "2", "evaluate.sample_tokens": "2", "metrics.tensorboard": "false",
+}  # fmt: skip
+
+
+def _run(command: str, folder: Path, scratch: Path) -> tuple[int, str]:
+    """Exit code and output of a command typed in `folder`."""
+    words = shlex.split(command, comments=True)
+    if "--vocab-size" in words:  # a small text has no more pieces than this
+        words[words.index("--vocab-size") + 1] = "1000"
+    terminal = scratch / "terminal.txt"
+    terminal.unlink(missing_ok=True)
+    world = 1
+    if words[0] == "torchrun":
+        world = min(2, int(words[words.index("--nproc-per-node") + 1]))
+        words = ["python", *words[words.index("train.py") :]]
+    if words[0] == "python" and words[1].startswith(("train.py", "scripts/")):
+        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())} if world > 1 else {}
+        ranks = start_ranks(_python, world, [*words[1:], *_small(words)], folder, environment, terminal)
+        codes = ranks.join(100)
+        return max(codes, key=abs), terminal.read_text()
+    if words[0] == "make":
+        words.insert(1, "--dry-run")
+    environment = os.environ | {
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    }
+    if words[0] == "sbatch":
+        environment |= _cluster(scratch)
+    done = subprocess.run(
+        ["bash", "-c", shlex.join(words)],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def _small(words: list[str]) -> list[str]:
+    if words[1] != "train.py" or "--help" in words:
+        return []
+    given = {word.removeprefix("--").partition("=")[0] for word in words}
+    options = SMALL | {"parallel.dp_shard": "-1"}
+    config = words[words.index("--config") + 1]
+    if config != "debug.toml" and not {"data.sources", "data.tokenizer"} & given:
+        options |= {"data.sources": '[{path = "synthetic"}]', "data.validation": "[]"}
+    return [f"--{key}={value}" for key, value in options.items() if key not in given]
+
+
+def _cluster(scratch: Path) -> dict[str, str]:
+    """Stand-ins for Slurm whose steps do nothing: that the script works is proven in tests/slurm."""
+    standins = REPOSITORY / "tests" / "slurm" / "bin"
+    path = os.pathsep.join([str(standins), str(Path(sys.executable).parent), os.environ["PATH"]])
+    return {"PATH": path, "STANDIN": str(scratch), "STANDIN_STEP": "true"}
+
+
+def _python(
+    rank: int, world: int, words: list[str], folder: Path, environment: dict[str, str], terminal: Path
+) -> None:
+    """Run `python WORDS` in this process, which a test has forked."""
+    import torch
+
+    descriptor = os.open(terminal, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    torch.set_num_threads(1)
+    os.environ.update(environment)
+    if world > 1:
+        os.environ.update(
+            RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world)
+        )
+    os.chdir(folder)
+    sys.argv = words
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}

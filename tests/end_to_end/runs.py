@@ -1,0 +1,122 @@
+"""Whole runs of train.py's `main` on forked ranks, and what they leave in the run directory.
+
+A rank here is a real process that takes real signals and joins over a real rendezvous; only the interpreter start and
+the imports are saved.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+from tests.harness import start_ranks
+
+# A model that steps in a few milliseconds, on the same data as every other test: no file, no tokenizer.
+BASE = [
+    "--config=debug.toml",
+    "--run.name=run",
+    "--model.dim=32",
+    "--model.n_layers=2",
+    "--model.n_heads=4",
+    "--model.n_kv_heads=2",
+    "--model.ffn_dim=64",
+    "--model.vocab_size=64",
+    '--data.sources=[{path="synthetic",weight=1.0}]',
+    "--data.validation=[]",
+    "--train.seq_len=32",
+    "--train.global_batch_size=8",
+    "--train.micro_batch_size=2",
+    "--train.steps=10",
+    "--schedule.name=constant",
+    "--schedule.warmup_steps=0",
+    "--evaluate.interval=0",
+    "--evaluate.sample_interval=0",
+    "--metrics.log_interval=1",
+    "--metrics.tensorboard=false",
+    "--checkpoint.interval=2",
+]
+TIMES = ("tokens_per_second", "step_time_s", "data_time_s", "gc_time_s", "memory_gib", "mfu")
+
+
+class Run:
+    """A run directory under `folder`, and the command that works on it."""
+
+    def __init__(self, folder: Path, *options: str):
+        self.path = folder / "run"
+        self._terminal = folder / "terminal.txt"
+        folder.mkdir(exist_ok=True)
+        self._options = [*BASE, f"--run.output_dir={folder}", *options]
+
+    def start(self, *options: str, world: int = 1, fault: str = "", patch: str = "") -> Any:
+        """Start the command; `.join()` of the result gives the exit codes in rank order.
+
+        `patch` ("module:function") is called on every rank first, to put a defect in.
+        """
+        self._terminal.unlink(missing_ok=True)
+        environment = {"FORGE_FAULT": fault} if fault else {}
+        if world > 1:
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        return start_ranks(_main, world, [*self._options, *options], environment, self._terminal, patch)
+
+    def __call__(self, *options: str, world: int = 1, fault: str = "") -> int:
+        """Run the command to its end; the exit code, which all ranks must share."""
+        codes = self.start(*options, world=world, fault=fault).join()
+        assert len(set(codes)) == 1, f"exit codes differ: {codes}"
+        return codes[0]
+
+    def metrics(self, *, times: bool = False) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl, without what depends on the clock."""
+        lines = [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
+        return lines if times else [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
+
+    def losses(self) -> list[float]:
+        return [line["loss"] for line in self.metrics() if "loss" in line]
+
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.path / "events.jsonl").read_text().splitlines()]
+
+    def status(self) -> dict[str, Any]:
+        return json.loads((self.path / "status.json").read_text())
+
+    def checkpoints(self) -> list[str]:
+        """Names in checkpoints/, those that start with a dot included."""
+        return sorted(path.name for path in (self.path / "checkpoints").iterdir())
+
+    def said(self) -> str:
+        """What the last start printed on the terminal, all ranks together."""
+        return self._terminal.read_text()
+
+    def log(self, rank: int = 0) -> str:
+        return (self.path / "logs" / f"rank-{rank}.log").read_text()
+
+
+def _main(
+    rank: int, world: int, argv: list[str], environment: dict[str, str], terminal: Path, patch: str
+) -> None:
+    import torch
+
+    descriptor = os.open(terminal, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    torch.set_num_threads(1)
+    os.environ.update(environment)
+    if world > 1:
+        os.environ.update(
+            RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world)
+        )
+    from forge.train.launch import main
+
+    if patch:
+        module, _, function = patch.partition(":")
+        getattr(importlib.import_module(module), function)()
+    os._exit(main(argv))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

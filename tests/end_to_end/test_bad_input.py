@@ -1,0 +1,130 @@
+"""Bad input gets one clear message, exit code 2 and no traceback, and costs the user nothing."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from forge.data.prepare import Request, prepare
+from tests.end_to_end.runs import Run
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory) -> Path:
+    """A small dataset of bytes."""
+    folder = tmp_path_factory.mktemp("data")
+    text = folder / "text.txt"
+    text.write_text("It was a bright cold day in April, and the clocks were striking thirteen. " * 200)
+    prepare_bytes(text, folder / "shards")
+    return folder / "shards"
+
+
+def prepare_bytes(text: Path, output: Path) -> None:
+    prepare(Request(inputs=(str(text),), tokenizer="bytes", output=output))
+
+
+def refused(run: Run, *options: str, world: int = 1, code: int = 2) -> str:
+    """What is said about a command that must be refused."""
+    assert run(*options, world=world) == code
+    said = run.said()
+    assert "Traceback" not in said
+    assert said.count("forge: ") == 1, said
+    return said
+
+
+def sources(path: Path | str) -> str:
+    return f'--data.sources=[{{path="{path}",weight=1.0}}]'
+
+
+def test_unknown_keys_wrong_types_and_impossible_combinations_are_all_told_at_once(tmp_path) -> None:
+    said = refused(Run(tmp_path), "--model.dimm=3", "--train.steps=ten", "--model.n_heads=5")
+    assert "model.dimm" in said and "model.dim" in said
+    assert "train.steps" in said
+    assert "model.n_heads" in said
+
+
+def test_a_config_that_does_not_exist_is_told_with_the_nearest_name(tmp_path) -> None:
+    run = Run(tmp_path)
+    run._options = ["--config=debgu.toml"]
+    assert "debug" in refused(run)
+
+
+def test_a_batch_that_does_not_divide_is_told_with_the_equation(tmp_path) -> None:
+    said = refused(Run(tmp_path), "--train.micro_batch_size=3", world=2)
+    assert "train.global_batch_size = 8" in said and "3 * 1 * 2" in said
+
+
+def test_degrees_that_do_not_make_up_the_world_are_told_with_the_equation(tmp_path) -> None:
+    assert "dp_shard" in refused(Run(tmp_path), "--parallel.dp_shard=3", world=2)
+
+
+def test_missing_data_is_told_before_training(tmp_path) -> None:
+    assert str(tmp_path / "nowhere") in refused(Run(tmp_path), sources(tmp_path / "nowhere"), world=2)
+
+
+def test_a_truncated_shard_is_told_with_its_file(tmp_path, shards) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(shards, broken)
+    file = max(broken.iterdir(), key=lambda path: path.stat().st_size)
+    file.write_bytes(file.read_bytes()[:-100])
+    said = refused(Run(tmp_path), sources(broken), "--data.tokenizer=bytes", "--model.vocab_size=258")
+    assert file.name in said
+
+
+def test_shards_of_another_tokenizer_are_refused(tmp_path, shards) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(shards, other)
+    index = json.loads((other / "dataset.json").read_text())
+    key = next(key for key in index if "tokenizer" in key)
+    index[key] = "0" * 64
+    (other / "dataset.json").write_text(json.dumps(index))
+    said = refused(Run(tmp_path), sources(other), "--data.tokenizer=bytes", "--model.vocab_size=258")
+    assert "tokenizer" in said or "dataset.json" in said
+
+
+def test_token_ids_beyond_the_vocabulary_are_refused(tmp_path, shards) -> None:
+    said = refused(Run(tmp_path), sources(shards), "--data.tokenizer=bytes", "--model.vocab_size=64")
+    assert "model.vocab_size" in said
+
+
+def test_an_output_folder_that_cannot_be_made_is_told_at_the_start(tmp_path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    assert "run.output_dir" in refused(Run(tmp_path), f"--run.output_dir={tmp_path / 'file' / 'runs'}")
+
+
+def test_a_checkpoint_to_resume_that_is_none_is_told(tmp_path) -> None:
+    said = refused(Run(tmp_path), f"--checkpoint.resume={tmp_path}", code=77)
+    assert "manifest.json" in said
+
+
+def test_a_checkpoint_of_another_shape_to_start_from_is_told(tmp_path) -> None:
+    first = Run(tmp_path / "first")
+    assert first("--train.steps=2") == 0
+    folder = first.path / "checkpoints" / "step-00000002"
+    said = refused(Run(tmp_path / "second"), f"--checkpoint.init={folder}", "--model.ffn_dim=96")
+    assert "w1.weight" in said and "64x32" in said and "96x32" in said
+
+
+def test_changed_data_is_refused_on_resume(tmp_path, shards) -> None:
+    mine, options = tmp_path / "mine", ["--data.tokenizer=bytes", "--model.vocab_size=258"]
+    shutil.copytree(shards, mine)
+    run = Run(tmp_path, sources(mine), *options)
+    assert run("--train.steps=2") == 0
+    shutil.rmtree(mine)
+    text = tmp_path / "text.txt"
+    text.write_text("Something else altogether. " * 500)
+    prepare_bytes(text, mine)
+    before = run.metrics(times=True), run.checkpoints()
+    assert "data.sources[0]" in refused(run)
+    assert (run.metrics(times=True), run.checkpoints()) == before
+
+
+def test_a_run_on_text_carries_its_tokenizer_in_the_checkpoint(tmp_path, shards) -> None:
+    from forge.data.tokenizer import load_tokenizer
+
+    run = Run(tmp_path, sources(shards), "--data.tokenizer=bytes", "--model.vocab_size=258")
+    assert run("--train.steps=2", "--evaluate.sample_interval=2", "--evaluate.sample_tokens=8") == 0
+    saved = load_tokenizer(run.path / "checkpoints" / "step-00000002" / "tokenizer")
+    assert saved.decode(saved.encode("clocks")) == "clocks"
+    assert "sample:" in run.log()

@@ -1,0 +1,121 @@
+"""The commands that a user types: plain python, torchrun, an srun step. Fresh interpreters, real signals."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.runs import BASE, Run, _free_port
+from tests.end_to_end.test_resume import wait_for
+
+ROOT = Path(__file__).parents[2]
+TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--standalone"]
+SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+
+
+def command(*options: str) -> list[str]:
+    return [str(ROOT / "train.py"), *BASE, *options]
+
+
+def start(arguments: list[str], folder: Path, **environment: str) -> subprocess.Popen:
+    clean = {
+        key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "RANK", "WORLD"))
+    }
+    return subprocess.Popen(
+        arguments,
+        cwd=folder,
+        env=clean | {"OMP_NUM_THREADS": "1"} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_torchrun_tells_the_history_that_forked_ranks_tell(tmp_path) -> None:
+    forked = Run(tmp_path / "forked")
+    assert forked(world=2) == 0
+    process = start([*TORCHRUN, "--nproc-per-node=2", *command(f"--run.output_dir={tmp_path}")], tmp_path)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert Run(tmp_path).metrics() == forked.metrics()
+
+
+def test_sigusr1_to_torchrun_saves_and_stops_every_rank_in_good_order(tmp_path) -> None:
+    run = Run(tmp_path)
+    options = command(f"--run.output_dir={tmp_path}", "--train.steps=100000", "--checkpoint.interval=0")
+    process = start([*TORCHRUN, SIGNALS, "--nproc-per-node=2", *options], tmp_path)
+    wait_for(lambda: (run.path / "metrics.jsonl").exists() and len(run.metrics()) > 3)
+    process.send_signal(signal.SIGUSR1)
+    process.communicate(timeout=60)
+    status = run.status()
+    assert status["state"] == "stopped" and status["exit_code"] == 75
+    assert run.checkpoints() == [f"step-{status['step']:08d}"]
+
+
+def test_torchrun_restarts_after_a_killed_worker_and_finishes_the_same_history(tmp_path) -> None:
+    whole = Run(tmp_path / "whole")
+    assert whole(world=2) == 0
+    (tmp_path / "torchrun").mkdir()
+    options = command(f"--run.output_dir={tmp_path / 'torchrun'}")
+    process = start(
+        [*TORCHRUN, "--max-restarts=2", "--nproc-per-node=2", *options], tmp_path, FORGE_FAULT="step:7:1"
+    )
+    _, said = process.communicate(timeout=180)
+    assert process.returncode == 0, said
+    restarted = Run(tmp_path / "torchrun")
+    assert restarted.metrics() == whole.metrics()
+    assert [event["event"] for event in restarted.events()].count("started") == 2
+
+
+def test_a_wrong_command_line_is_told_once_and_before_any_training(tmp_path) -> None:
+    process = start([*TORCHRUN, "--nproc-per-node=2", *command("--train.stepz=3")], tmp_path)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert said.count("train.stepz") == 1 and "train.steps" in said
+    assert not (tmp_path / "runs").exists()
+
+
+def test_plain_python_runs_from_any_folder(tmp_path) -> None:
+    process = start([sys.executable, *command("--train.steps=2")], tmp_path)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert json.loads((tmp_path / "runs" / "run" / "status.json").read_text())["state"] == "finished"
+
+
+def test_the_tasks_of_an_srun_step_find_each_other(tmp_path) -> None:
+    port = str(_free_port())
+    tasks = [
+        start(
+            [sys.executable, *command(f"--run.output_dir={tmp_path}", "--train.steps=2")],
+            tmp_path,
+            SLURM_PROCID=str(rank),
+            SLURM_LOCALID=str(rank),
+            SLURM_STEP_NUM_TASKS="2",
+            SLURM_STEP_NODELIST="localhost",
+            MASTER_PORT=port,
+        )
+        for rank in range(2)
+    ]
+    for task in tasks:
+        _, said = task.communicate(timeout=120)
+        assert task.returncode == 0, said
+    assert Run(tmp_path).events()[0]["world_size"] == 2
+
+
+@pytest.mark.parametrize("flag", ["--help", "--print-config"])
+def test_help_and_print_config_go_to_stdout_and_exit_0(tmp_path, flag: str) -> None:
+    process = start([sys.executable, *command(flag)], tmp_path)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "global_batch_size" in out
+
+
+def test_plan_says_that_it_is_not_built_yet(tmp_path) -> None:
+    process = start([sys.executable, *command("--plan", "--world-size", "8")], tmp_path)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "not built yet" in said

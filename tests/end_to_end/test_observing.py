@@ -1,0 +1,56 @@
+"""What a run tells of itself: memory, traces, and what to do when memory runs out."""
+
+import pytest
+
+from tests.end_to_end.runs import Run
+
+
+def test_a_run_reports_its_memory_and_profiles_the_chosen_steps(tmp_path) -> None:
+    run = Run(tmp_path, "--train.steps=4", "--profile.span=[2,3]", "--profile.ranks=[1]")
+    assert run(world=2) == 0
+    [memory] = [event for event in run.events() if event["event"] == "memory"]
+    assert memory["optimizer_bytes"] == 2 * memory["parameters_bytes"] > 0
+    assert "memory of this rank" in run.said()
+    assert [path.name for path in (run.path / "profile").iterdir()] == ["rank-1-steps-2-3.json.gz"]
+
+
+def test_a_profile_changes_nothing_in_the_history(tmp_path) -> None:
+    plain, profiled = (
+        Run(tmp_path / "plain", "--train.steps=3"),
+        Run(tmp_path / "profiled", "--train.steps=3"),
+    )
+    assert plain() == 0 and profiled("--profile.span=[1,2]") == 0
+    assert profiled.metrics() == plain.metrics()
+
+
+@pytest.mark.parametrize("patch", ["card", "host"])
+def test_out_of_memory_gives_the_report_and_three_keys_and_no_traceback(tmp_path, patch: str) -> None:
+    run = Run(tmp_path)
+    assert run.start(patch=f"tests.end_to_end.test_observing:{patch}_is_full").join() == [1]
+    said = run.said()
+    assert "Traceback" not in said and "out of memory in step 1" in said
+    assert "optimizer" in said and "GiB" in said
+    keys = [line for line in said.splitlines() if line.startswith("  ") and " = " in line]
+    assert len(keys) == 3 and "train.micro_batch_size = 1" in keys[0]
+    assert run.status()["state"] == "failed" and run.status()["exit_code"] == 1
+
+
+def card_is_full() -> None:
+    import torch
+
+    _raise_in_forward(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."))
+
+
+def host_is_full() -> None:
+    _raise_in_forward(
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes.")
+    )
+
+
+def _raise_in_forward(error: Exception) -> None:
+    from forge.parallel.execute import SequentialModel
+
+    def fail(*_: object) -> None:
+        raise error
+
+    SequentialModel.forward_backward = fail

@@ -1,0 +1,119 @@
+"""Defects that have cost others weeks, each put in on purpose: a test here fails when forge has it."""
+
+import os
+import signal
+
+import pytest
+
+import tests.equivalence.compare as compare
+from tests.end_to_end.runs import Run
+from tests.end_to_end.test_resume import wait_for
+from tests.equivalence.compare import assert_equal, layout, reference, tiny_config
+from tests.harness import RankFailed, run_ranks
+
+
+def test_a_mean_of_per_rank_means_is_not_the_loss() -> None:
+    """Ranks have different numbers of valid tokens; dividing by one's own gives another loss and other gradients."""
+    text = tiny_config(micro=2)
+    assert_equal(layout(text, 2), reference(text))
+    traces = run_ranks(_with_local_token_counts, 2, text)
+    with pytest.raises(AssertionError, match="differs by"):
+        assert_equal(traces[0], reference(text))
+
+
+def _with_local_token_counts(rank: int, world: int, text: str):
+    from forge.parallel.execute import SequentialModel
+
+    SequentialModel.count_tokens = lambda self, batch: (batch.labels >= 0).sum().double()
+    return compare._layout_on_rank(rank, world, text)
+
+
+def test_evaluation_is_over_all_ranks_data(tmp_path) -> None:
+    """Two ranks see different held-out sequences; the loss they tell is the one that one rank computes of all."""
+    options = [
+        '--data.validation=[{name="held",path="synthetic"}]',
+        "--evaluate.interval=2",
+        "--evaluate.sequences=5",
+        "--data.document_mask=true",
+        "--train.steps=2",
+        *[f"--precision.{key}=float64" for key in ("storage", "compute", "reduce")],
+    ]
+    one, two = Run(tmp_path / "one", *options), Run(tmp_path / "two", *options)
+    assert one() == 0 and two(world=2) == 0
+    alone, shared = one.metrics()[-1]["eval"]["held"], two.metrics()[-1]["eval"]["held"]
+    assert alone == pytest.approx(shared, rel=0, abs=1e-9)
+
+
+def test_evaluation_on_the_first_ranks_share_only_would_be_seen(tmp_path) -> None:
+    options = [
+        '--data.validation=[{name="held",path="synthetic"}]',
+        "--evaluate.interval=2",
+        "--evaluate.sequences=5",
+        "--train.steps=2",
+    ]
+    one, two = Run(tmp_path / "one", *options), Run(tmp_path / "two", *options)
+    assert one() == 0
+    assert two.start(world=2, patch="tests.end_to_end.test_traps:only_the_first_ranks_share").join() == [0, 0]
+    assert abs(one.metrics()[-1]["eval"]["held"] - two.metrics()[-1]["eval"]["held"]) > 1e-4
+
+
+def only_the_first_ranks_share() -> None:
+    import forge.train.evaluate as evaluate
+
+    every = evaluate.evaluation_batches
+
+    def share_of_the_first(source, **arguments):
+        return every(source, **(arguments | {"rank": 0}))
+
+    evaluate.evaluation_batches = share_of_the_first
+
+
+def test_a_stop_flag_that_one_rank_keeps_to_itself_is_caught(tmp_path) -> None:
+    """Put in: each rank acts on its own flag. Rank 1 stops alone, and the run does not end in good order."""
+    run = Run(tmp_path, "--train.steps=100000", "--checkpoint.interval=0")
+    ranks = run.start(world=2, patch="tests.end_to_end.test_traps:act_on_ones_own_flag")
+    wait_for(lambda: (run.path / "metrics.jsonl").exists() and len(run.metrics()) > 3)
+    os.kill(ranks.pids[1], signal.SIGTERM)
+    with pytest.raises((RankFailed, AssertionError)):
+        assert ranks.join(timeout=8) == [75, 75]
+
+
+def act_on_ones_own_flag() -> None:
+    import forge.train.loop as loop
+
+    step = loop.Training.step
+
+    def acting_alone(self) -> None:
+        step(self)
+        self.recorder.stop_asked = self.signals.reason is not None
+
+    loop.Training.step = acting_alone
+
+
+def test_a_resume_that_begins_its_data_anew_is_caught(tmp_path) -> None:
+    """Put in: the position in the data is not restored. The history then differs from the undisturbed one."""
+    whole, halves = Run(tmp_path / "whole"), Run(tmp_path / "halves")
+    assert whole() == 0
+    assert halves("--train.steps=5") == 0
+    assert halves.start(patch="tests.end_to_end.test_traps:forget_the_data").join() == [0]
+    assert halves.metrics()[:5] == whole.metrics()[:5]
+    assert halves.metrics()[5:] != whole.metrics()[5:]
+
+
+def forget_the_data() -> None:
+    import forge.train.run as run
+
+    loader = run.Loader
+    run.Loader = lambda dataset, **arguments: loader(dataset, **(arguments | {"start_sample": 0}))
+
+
+def test_a_half_written_folder_is_not_resumed_from(tmp_path) -> None:
+    """A folder that looks like a later step, without its manifest, is neither loaded nor looped on."""
+    whole, run = Run(tmp_path / "whole"), Run(tmp_path / "run")
+    assert whole() == 0
+    assert run("--train.steps=4") == 0
+    half = run.path / "checkpoints" / "step-00000008"
+    half.mkdir()
+    (half / "__0_0.distcp").write_bytes(b"half of a shard")
+    assert run() == 0
+    assert run.metrics() == whole.metrics()
