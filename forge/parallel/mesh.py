@@ -1,7 +1,7 @@
 """The one owner of meshes: which ranks share parameters, a sequence, a matrix product, the loss.
 
     parameters   (pp, dp_replicate, dp_shard x cp, tp)      what dense DTensors live on
-    experts      (pp, dp_replicate, ep_shard, ep)           what experts will live on
+    experts      (pp, dp_replicate, ep_shard, ep)           what DTensors of experts live on
     data         (pp, dp_replicate, dp_shard, cp, tp)       who reads which samples and which part of them
 
 All are views of the same ranks in the same order; tp is the fastest axis, so that its ranks are neighbours on one node,
@@ -24,17 +24,22 @@ class Meshes:
     """Meshes and groups of this rank.
 
     fsdp: the mesh that fully_shard takes, (dp_shard x cp), with dp_replicate in front of it where there are replicas.
-    tp: the 1-D mesh of tensor parallelism. experts: the mesh (dp_replicate, ep_shard, ep). cp: the ranks that share a
-    sequence. loss: the ranks whose losses and token counts add up to those of the global batch (dp x cp). copies: for
-    the mesh axes over which a parameter is replicated, the ranks that hold the same elements.
+    fsdp_experts: the same for experts, (ep_shard) or (dp_replicate, ep_shard). tp, ep: the 1-D meshes of tensor and
+    expert parallelism. cp: the ranks that share a sequence; sequence: those and the ranks that tensor parallelism adds
+    (cp x tp). loss: the ranks whose losses and token counts add up to those of the global batch (dp x cp). stage: all
+    ranks that hold parts of the same layers (dp x cp x tp). copies: for the mesh axes over which a parameter is
+    replicated, the ranks that hold the same elements.
     """
 
     degrees: Degrees
     fsdp: DeviceMesh
+    fsdp_experts: DeviceMesh
     tp: DeviceMesh
-    experts: DeviceMesh
+    ep: DeviceMesh
     cp: dist.ProcessGroup
+    sequence: dist.ProcessGroup
     loss: dist.ProcessGroup
+    stage: dist.ProcessGroup
     copies: dict[tuple[str, ...], dist.ProcessGroup]
     data_rank: int
 
@@ -64,10 +69,13 @@ def make_meshes(degrees: Degrees, device_type: str) -> Meshes:
     return Meshes(
         degrees=degrees,
         fsdp=parameters["dp_replicate", "dp_shard_cp"] if replicated else parameters["dp_shard_cp"],
+        fsdp_experts=experts["dp_replicate", "ep_shard"] if replicated else experts["ep_shard"],
         tp=parameters["tp"],
-        experts=experts["dp_replicate", "ep_shard", "ep"],
+        ep=experts["ep"],
         cp=data.get_group("cp"),
+        sequence=data["cp", "tp"]._flatten("cp_tp").get_group(),
         loss=parameters["dp_replicate", "dp_shard_cp"]._flatten("dp_cp").get_group(),
+        stage=parameters["dp_replicate", "dp_shard_cp", "tp"]._flatten("stage").get_group(),
         copies={
             ("dp_replicate",): parameters.get_group("dp_replicate"),
             ("tp",): parameters.get_group("tp"),

@@ -20,8 +20,11 @@ def neighbours(rank: int, world: int, layout: Degrees) -> dict[str, Any]:
     return {
         "tp": meshes.tp.mesh.tolist(),
         "fsdp": meshes.fsdp.mesh.tolist(),
-        "experts": meshes.experts.mesh.tolist(),
+        "ep": meshes.ep.mesh.tolist(),
+        "fsdp_experts": meshes.fsdp_experts.mesh.tolist(),
         "cp": dist.get_process_group_ranks(meshes.cp),
+        "sequence": dist.get_process_group_ranks(meshes.sequence),
+        "stage": dist.get_process_group_ranks(meshes.stage),
         "loss": dist.get_process_group_ranks(meshes.loss),
         "copies": dist.get_process_group_ranks(meshes.copies["dp_replicate",]),
         "data_rank": meshes.data_rank,
@@ -32,7 +35,9 @@ def test_tp_is_fastest_then_cp_then_the_data_axes() -> None:
     ranks = run_ranks(neighbours, 8, degrees(dp_shard=2, cp=2, tp=2))
     assert ranks[0]["tp"] == [0, 1] and ranks[5]["tp"] == [4, 5]
     assert ranks[0]["cp"] == [0, 2] and ranks[7]["cp"] == [5, 7]
+    assert ranks[0]["sequence"] == [0, 1, 2, 3] and ranks[7]["sequence"] == [4, 5, 6, 7]
     assert ranks[0]["fsdp"] == [0, 2, 4, 6] == ranks[0]["loss"]
+    assert ranks[3]["stage"] == list(range(8))
     assert [rank["data_rank"] for rank in ranks] == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
@@ -45,9 +50,15 @@ def test_replicas_are_the_slow_axis_of_the_sharding_mesh() -> None:
 
 def test_experts_spread_over_all_ranks_that_share_one_copy_of_the_model() -> None:
     ranks = run_ranks(neighbours, 4, degrees(dp_shard=2, tp=2, ep=4))
-    assert ranks[0]["experts"] == [[[0, 1, 2, 3]]]
+    assert ranks[2]["ep"] == [0, 1, 2, 3] and ranks[2]["fsdp_experts"] == [2]
     ranks = run_ranks(neighbours, 4, degrees(dp_shard=2, tp=2, ep=2))
-    assert ranks[0]["experts"] == [[[0, 1], [2, 3]]]
+    assert ranks[2]["ep"] == [2, 3] and ranks[2]["fsdp_experts"] == [0, 2]
+
+
+def test_replicas_copy_the_experts_as_well() -> None:
+    ranks = run_ranks(neighbours, 8, degrees(dp_replicate=2, dp_shard=4, ep=2))
+    assert ranks[5]["ep"] == [4, 5] and ranks[5]["fsdp_experts"] == [[1, 3], [5, 7]]
+    assert ranks[5]["copies"] == [1, 5] and ranks[5]["stage"] == list(range(8))
 
 
 def test_without_a_data_axis_every_group_is_one_rank() -> None:
