@@ -38,6 +38,9 @@ class Contents:
     trainer: str = ""
     files: dict[str, bytes | Path] = field(default_factory=dict)
     tensors: dict[str, ShardTensor] = field(default_factory=dict)
+    # A file for each tensor: DCP holds on to all that it has written until the file is done, and tensors that
+    # are made only when they are written must not pile up.
+    file_per_tensor: bool = False
 
 
 def write_checkpoint(
@@ -61,9 +64,7 @@ def write_checkpoint(
             if team.rank == 0:
                 logger.info("step %d has a complete checkpoint already: not saved again", step)
             return False
-        _save_tensors(team, partial, staged[0])
-        parts = team.every("reading back what was written", lambda: _own_files(team.rank, partial))
-        team.first("completing the checkpoint", lambda: _complete(partial, final, staged[0], parts))
+        fill_folder(team, partial, final, staged[0])
     except RanksFailed:
         # Every rank comes here; none goes on before the partial folder is gone and its space free again.
         team.first("removing the partial checkpoint", lambda: shutil.rmtree(partial, ignore_errors=True))
@@ -74,6 +75,16 @@ def write_checkpoint(
         except OSError as error:
             logger.error("could not remove old checkpoints in %s: %s", root, describe(error))
     return True
+
+
+def fill_folder(team: Team, partial: Path, final: Path, contents: Contents) -> None:
+    """Fills the empty folder `partial` and, when it is complete, renames it to `final`; collective.
+
+    On `RanksFailed` the caller removes what is left of `partial`.
+    """
+    _save_tensors(team, partial, contents)
+    parts = team.every("reading back what was written", lambda: _own_files(team.rank, partial))
+    team.first("completing the checkpoint", lambda: _complete(partial, final, contents, parts))
 
 
 def _make_partial(root: Path, partial: Path, final: Path) -> bool:
@@ -92,10 +103,12 @@ def _make_partial(root: Path, partial: Path, final: Path) -> bool:
 class _Writer(dcp.FileSystemWriter):
     """DCP's writer with a fault point, and without the absolute path that it puts into the checkpoint."""
 
-    def __init__(self, folder: Path, step: int):
+    def __init__(self, folder: Path, step: int, file_per_tensor: bool):
         # per_thread_copy_ahead: a non-zero value makes it open CUDA streams in this thread although all is on
         # the CPU.
-        super().__init__(folder, thread_count=1, per_thread_copy_ahead=0)
+        super().__init__(
+            folder, thread_count=1, per_thread_copy_ahead=0, single_file_per_rank=not file_per_tensor
+        )
         self._step = step
 
     def write_data(self, plan: Any, planner: Any) -> Any:
@@ -111,7 +124,7 @@ def _save_tensors(team: Team, partial: Path, contents: Contents) -> None:
     try:
         dcp.save(
             dict(contents.tensors),
-            storage_writer=_Writer(partial, contents.step),
+            storage_writer=_Writer(partial, contents.step, contents.file_per_tensor),
             planner=DefaultSavePlanner(flatten_sharded_tensors=False),
             process_group=team.group,
         )
