@@ -9,9 +9,9 @@ from forge.model import FusedLoss, Transformer, build_model
 from forge.parallel.activation import apply_activation
 from forge.parallel.compile import apply_compile
 from forge.parallel.context import SequenceSplit, apply_context
+from forge.parallel.data import DataParallel, apply_data_parallel
 from forge.parallel.execute import SequentialModel
-from forge.parallel.float8 import apply_float8, scale_refresher
-from forge.parallel.fsdp import apply_fsdp, fsdp_shards, materialise
+from forge.parallel.float8 import apply_float8
 from forge.parallel.initialize import initialize
 from forge.parallel.mesh import Meshes
 from forge.parallel.order import take_step
@@ -26,24 +26,23 @@ def build_parallel_model(config: Config, meshes: Meshes, device: torch.device) -
     forge/parallel/order.py); only then does memory exist, of each rank's own shards.
     """
     model = build_meta_model(config)
-    apply_layout(model, config, meshes)
-    materialise(model, config, device)
-    shards = fsdp_shards(model, meshes)
+    engine = apply_layout(model, config, meshes)
+    engine.materialise(device)
     take_step(model, "initialise")
-    initialize(shards, model.initial_values(), config.run.seed)
+    initialize(engine.shards, model.initial_values(), config.run.seed)
     model.reset_buffers(DTYPES[config.precision.compute])
-    split, refresh = SequenceSplit(meshes.cp, sequence_pieces(config)), scale_refresher(model)
-    return SequentialModel(model, shards, meshes, split, config.train.micro_batch_size, refresh)
+    split = SequenceSplit(meshes.cp, sequence_pieces(config))
+    return SequentialModel(model, engine, meshes, split, config.train.micro_batch_size)
 
 
-def apply_layout(model: Transformer, config: Config, meshes: Meshes) -> None:
+def apply_layout(model: Transformer, config: Config, meshes: Meshes) -> DataParallel:
     """Change `model`, on the meta device, in place into this rank's part of it, without memory yet. Collective."""
     apply_context(model, config, meshes)
     apply_tensor(model, config, meshes)
     apply_float8(model, config, meshes)
     apply_activation(model, config, meshes)
     apply_compile(model, config)
-    apply_fsdp(model, config, meshes)
+    return apply_data_parallel(model, config, meshes)
 
 
 def build_meta_model(config: Config) -> Transformer:

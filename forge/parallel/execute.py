@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forge.model import IGNORE
-from forge.parallel import fsdp
 from forge.parallel.context import SequenceSplit
 from forge.parallel.context.sequence import Sequences
+from forge.parallel.data import DataParallel
 from forge.parallel.mesh import Meshes
 from forge.parallel.tensor import open_shards, sum_open_gradients
 from forge.shard import Shard
@@ -76,6 +75,9 @@ class ParallelModel(Protocol):
     def logits(self, tokens: Tensor) -> Tensor:
         """Next-token scores `[batch, seq, vocab]` of `tokens` `[batch, seq]`, the same tokens on all ranks."""
 
+    def held_while_accumulating(self) -> str:
+        """What lies in memory between the microbatches of a step, for the log. Not collective."""
+
 
 class SequentialModel:
     """The whole model in every rank's hands, layer after layer."""
@@ -83,21 +85,20 @@ class SequentialModel:
     def __init__(
         self,
         model: nn.Module,
-        shards: list[Shard],
+        engine: DataParallel,
         meshes: Meshes,
         split: SequenceSplit,
         micro_batch_size: int,
-        after_update: Callable[[], None],
     ):
         self.parts = [model]
-        self.shards = shards
+        self.shards = engine.shards
         self._model = model
+        self._engine = engine
         self._group = meshes.loss
         self._tp = meshes.tp
-        self._open = open_shards(model, shards)
+        self._open = open_shards(model, engine.shards)
         self._split = split
         self._micro_batch_size = micro_batch_size
-        self._after_update = after_update
 
     def count_tokens(self, batch: Batch) -> Tensor:
         labels = self._split.local_part(batch).labels
@@ -107,7 +108,7 @@ class SequentialModel:
         microbatches = list(batch.microbatches(self._micro_batch_size))
         total = torch.zeros(3, dtype=torch.float64, device=batch.tokens.device)
         for index, micro in enumerate(microbatches):
-            fsdp.begin_microbatch(self._model, last=index == len(microbatches) - 1)
+            self._engine.begin_microbatch(last=index == len(microbatches) - 1)
             losses = self._model(*self._split.local_part(micro))
             # A batch without any valid token has loss 0 and gradient 0, not 0/0.
             (losses[0] / tokens.clamp(min=1).to(losses.dtype)).backward()
@@ -115,17 +116,18 @@ class SequentialModel:
         return Sums(torch.cat([self._over_ranks(total), tokens.reshape(1)]))
 
     def finalize_gradients(self) -> None:
-        # FSDP2 reduces over its own axes inside the last backward; tensor parallelism leaves some sums open.
+        self._engine.finish_gradients()
+        # Tensor parallelism leaves some sums open.
         sum_open_gradients(self._open, self._tp)
 
     def update_router(self, skip: Tensor) -> None:
         """A dense model has no router."""
 
     def after_update(self) -> None:
-        self._after_update()
+        self._engine.after_update()
 
     def zero_gradients(self) -> None:
-        self._model.zero_grad(set_to_none=True)
+        self._engine.zero_gradients()
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Sums:
@@ -137,6 +139,9 @@ class SequentialModel:
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
         return self._split.logits(self._model, tokens)
+
+    def held_while_accumulating(self) -> str:
+        return self._engine.held_while_accumulating()
 
     def _over_ranks(self, values: Tensor) -> Tensor:
         if self._group.size() > 1:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor
+import torch.distributed as dist
 
 from forge.config import Config, check_world, parse_toml_text
 from forge.data.build import build_dataset
@@ -19,7 +19,7 @@ from forge.parallel.build import build_meta_model, build_parallel_model
 from forge.parallel.gradients import clip_gradients, report_gradients
 from forge.parallel.initialize import fill_normal
 from forge.parallel.mesh import make_meshes
-from forge.shard import Box
+from forge.shard import Box, Shard
 from tests.harness import run_ranks
 
 STEPS, LR, MAX_NORM, TOLERANCE = 3, 0.5, 0.3, 1e-9
@@ -115,7 +115,7 @@ def _layout_on_rank(rank: int, world: int, text: str) -> Trace:
         report = report_gradients(model.shards, sums.objective, stop=False)
         trace.losses.append((sums.cross_entropy / sums.tokens).item())
         trace.norms.append(report.norm.item())
-        gradients = {shard.name: whole(shard.parameter.grad) for shard in model.shards}
+        gradients = {shard.name: whole(shard, shard.grad) for shard in model.shards}
         trace.gradients.append(gradients if rank == 0 else {})
         clip_gradients(model.shards, report.norm, MAX_NORM)
         for shard in model.shards:
@@ -123,14 +123,19 @@ def _layout_on_rank(rank: int, world: int, text: str) -> Trace:
                 shard.data.sub_(LR * shard.grad)
         model.after_update()
         model.zero_gradients()
-    parameters = {shard.name: whole(shard.parameter) for shard in model.shards}
+    parameters = {shard.name: whole(shard, shard.data) for shard in model.shards}
     trace.parameters = parameters if rank == 0 else {}
     return trace
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The global tensor. Collective."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+def whole(shard: Shard, values: torch.Tensor) -> torch.Tensor:
+    """The global tensor of which `values` (laid out like `shard.data`) are this rank's part. Collective."""
+    out = torch.zeros(shard.global_shape, dtype=values.dtype)
+    for box, piece in shard.pieces(values):
+        if shard.counted:
+            out[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))] = piece
+    dist.all_reduce(out)
+    return out
 
 
 def assert_equal(actual: Trace, expected: Trace, tolerance: float = TOLERANCE) -> None:

@@ -60,6 +60,7 @@ def _train(
             shard.data.fill_(float("nan"))
         state = {"progress": {"step": begin}, "optimizer": {"updates": begin}}
         load_origin(Origin(checkpoints.path(begin), state), model, optimizer)
+        model.after_update()
     losses = []
     for step, batch in enumerate(_batches(config, meshes.data_rank, meshes.data_ranks)):
         if not begin <= step < end:
@@ -69,12 +70,13 @@ def _train(
         report = report_gradients(model.shards, sums.objective, stop=False)
         clip_gradients(model.shards, report.norm, 1.0)
         optimizer.step(LR, report.skip)
+        model.after_update()
         model.zero_gradients()
         losses.append((sums.cross_entropy / sums.tokens).item())
     if end < STEPS:
         (outcome,) = checkpoints.save(end, all_tensors(model, optimizer), optimizer.state(), {}, {})
         assert outcome.error is None, outcome.error
-    return {"losses": losses, "parameters": {s.name: whole(s.parameter) for s in model.shards}}
+    return {"losses": losses, "parameters": {s.name: whole(s, s.data) for s in model.shards}}
 
 
 @functools.cache

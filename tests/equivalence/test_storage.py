@@ -21,7 +21,9 @@ def _norm_weights_after(rank: int, world: int, text: str) -> tuple[torch.dtype, 
     optimizer = build_optimizer(model.shards, config)
     for batch in _batches(config, meshes.data_rank, meshes.data_ranks):
         model.forward_backward(batch, model.count_tokens(batch))
+        model.finalize_gradients()
         optimizer.step(1e-3, torch.zeros(()))
+        model.after_update()
         model.zero_gradients()
     norms = [shard for shard in model.shards if shard.name == "norm.weight" and shard.boxes]
     return norms[0].data.dtype, max((shard.data.float() - 1).abs().min().item() for shard in norms)

@@ -119,7 +119,7 @@ def _built_on_nan(rank: int, world: int, text: str) -> dict[str, torch.Tensor]:
     torch.nn.Module.to_empty = to_nan
     config = parse_toml_text(text)
     model = build_parallel_model(config, make_meshes(check_world(config, world), "cpu"), torch.device("cpu"))
-    tensors = {s.name: whole(s.parameter) for s in model.shards}
+    tensors = {s.name: whole(s, s.data) for s in model.shards}
     tensors |= {name: buffer.clone() for name, buffer in model.parts[0].named_buffers()}
     assert any("rope" in name or "cos" in name for name in tensors), "expected RoPE tables among the buffers"
     left = [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]

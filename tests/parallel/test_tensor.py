@@ -12,7 +12,7 @@ from forge.parallel.tensor import sum_open_gradients
 from forge.parallel.tensor_plan import matches, plan_for
 from tests.collectives import collectives_of
 from tests.config.helpers import complaint
-from tests.equivalence.compare import _batches, tiny_config, whole
+from tests.equivalence.compare import _batches, tiny_config
 from tests.harness import RankFailed, run_ranks
 
 LAYERS, CHUNKS = 3, 3  # of tiny_config: 80 tokens in chunks of 32
@@ -88,7 +88,7 @@ def boxes(rank: int, world: int, text: str) -> dict:
     for shard in model.shards:
         assert isinstance(shard.parameter, DTensor)
         assert sum(box.numel for box in shard.boxes) == shard.data.numel()
-        everything = whole(shard.parameter)
+        everything = shard.parameter.full_tensor().detach()
         for box, piece in shard.pieces(shard.data):
             part = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
             assert torch.equal(everything[part], piece), shard.name

@@ -45,13 +45,13 @@ def save_in(rank: int, world: int, folder: str, keys: str) -> dict[str, torch.Te
         1, {shard.name: (shard, shard.data) for shard in shards}, {}, {}, {}
     )
     assert outcome.error is None, outcome.error
-    return {shard.name: whole(shard.parameter) for shard in shards}
+    return {shard.name: whole(shard, shard.data) for shard in shards}
 
 
 def load_in(rank: int, world: int, folder: str, keys: str) -> dict[str, torch.Tensor]:
     shards = shards_of(world, keys, seed=2)
     load(Path(folder) / "step-00000001", {shard.name: (shard, shard.data) for shard in shards})
-    return {shard.name: whole(shard.parameter) for shard in shards}
+    return {shard.name: whole(shard, shard.data) for shard in shards}
 
 
 @pytest.mark.parametrize(

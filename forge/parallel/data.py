@@ -1,0 +1,81 @@
+"""`DataParallel`: how ranks that read different data share one model, and the choice between the ways to do it.
+
+The layer above asks every engine the same few things in the same order, whether a parameter is gathered unit by unit
+or lies in a contiguous buffer.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from forge.config import Config
+from forge.model import Transformer
+from forge.parallel import fsdp
+from forge.parallel.float8 import scale_refresher
+from forge.parallel.mesh import Meshes
+from forge.shard import Shard
+
+
+class DataParallel(Protocol):
+    """An engine that has been put on one model, or on one part of a model. Every method is collective."""
+
+    shards: list[Shard]
+    """What training updates, in the order of `named_parameters`; there once there is memory."""
+
+    def materialise(self, device: torch.device) -> None:
+        """Give this rank memory for its part of the model, in which nothing means anything yet."""
+
+    def begin_microbatch(self, *, last: bool) -> None:
+        """Said before each forward that has a backward; `last`: that backward is the optimizer step's last."""
+
+    def finish_gradients(self) -> None:
+        """After the last backward: the shards' gradients are sums over all ranks that read data."""
+
+    def after_update(self) -> None:
+        """What the model computes with follows its shards; said when they have been written to."""
+
+    def zero_gradients(self) -> None:
+        """Forget the gradients."""
+
+    def held_while_accumulating(self) -> str:
+        """What lies in memory between the microbatches of a step, for the log."""
+
+
+def apply_data_parallel(model: Transformer, config: Config, meshes: Meshes) -> DataParallel:
+    """Put the engine that `parallel.data_parallel` names on `model` (on the meta device), in place. Collective."""
+    return FullySharded(model, config, meshes)
+
+
+class FullySharded:
+    """PyTorch's FSDP2: see forge/parallel/fsdp.py."""
+
+    shards: list[Shard]
+
+    def __init__(self, model: Transformer, config: Config, meshes: Meshes):
+        fsdp.apply_fsdp(model, config, meshes)
+        self._model: nn.Module = model
+        self._config, self._meshes = config, meshes
+        # What is sharded is what is computed with, but for the scales of weights that are gathered in float8.
+        self._refresh_scales = scale_refresher(model)
+
+    def materialise(self, device: torch.device) -> None:
+        fsdp.materialise(self._model, self._config, device)
+        self.shards = fsdp.fsdp_shards(self._model, self._meshes)
+
+    def begin_microbatch(self, *, last: bool) -> None:
+        fsdp.begin_microbatch(self._model, last=last)
+
+    def finish_gradients(self) -> None:
+        """FSDP2 has reduced them inside the last backward."""
+
+    def after_update(self) -> None:
+        self._refresh_scales()
+
+    def zero_gradients(self) -> None:
+        self._model.zero_grad(set_to_none=True)
+
+    def held_while_accumulating(self) -> str:
+        return fsdp.held_while_accumulating(self._config, self.shards)
