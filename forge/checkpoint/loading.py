@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
@@ -23,7 +24,7 @@ from forge.checkpoint.commit import TRAINER
 from forge.checkpoint.team import RanksFailed, Team
 from forge.checkpoint.tensors import NamedTensors, ShardTensor
 from forge.errors import NO_CHECKPOINT, UserError
-from forge.shard import local
+from forge.shard import Box, Shard, local
 
 _SHOWN = 5
 
@@ -53,6 +54,30 @@ def load(path: Path, tensors: NamedTensors, group: dist.ProcessGroup | None = No
         team.every("reading tensors", lambda: _read(reader, wanted))
     except RanksFailed as error:
         raise UserError(f"checkpoint {path} cannot be loaded: {error}", NO_CHECKPOINT) from error
+
+
+class TensorReader:
+    """The tensors of a checkpoint one by one, whole, in one process. The caller has verified the checkpoint."""
+
+    def __init__(self, path: Path):
+        self._reader = _Reader(path)
+
+    def tensors(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """Shape and dtype of every tensor, by its name."""
+        saved = self._reader.index().state_dict_metadata
+        return {
+            name: (entry.size, entry.properties.dtype)
+            for name, entry in saved.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+
+    def read(self, name: str) -> Tensor:
+        """The tensor `name` in its own dtype; beside it one of its pieces, as a rank saved it, is in memory."""
+        shape, dtype = self.tensors()[name]
+        values = torch.empty(shape, dtype=dtype)
+        whole = Box((0,) * len(shape), tuple(shape))
+        _read(self._reader, {name: (Shard(name, shape, (whole,), values), values)})
+        return values
 
 
 @dataclass(frozen=True)
