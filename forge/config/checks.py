@@ -53,7 +53,6 @@ UNBUILT = (
         lambda c: c.parallel.shard_optimizer_over != "dp_shard",
         "use dp_shard",
     ),
-    Unbuilt("model.moe", "mixture of experts", lambda c: c.model.moe is not None, "leave the section out"),
     Unbuilt("resilience.step_timeout_s", "the watchdog", lambda c: c.resilience.step_timeout_s > 0, "use 0"),
     Unbuilt("resilience.time_limit_s", "the time limit", lambda c: c.resilience.time_limit_s > 0, "use 0"),
     Unbuilt("resilience.max_rollbacks", "rolling back", lambda c: c.resilience.max_rollbacks > 0, "use 0"),
@@ -153,6 +152,23 @@ def _moe(config: Config) -> Iterator[Problem]:
     if moe.top_k > moe.n_experts:
         yield Problem(
             ("model.moe.top_k", "model.moe.n_experts"), f"is more than model.moe.n_experts = {moe.n_experts}"
+        )
+    if moe.n_experts % moe.n_expert_groups:
+        yield Problem(
+            ("model.moe.n_expert_groups", "model.moe.n_experts"),
+            f"must divide model.moe.n_experts = {moe.n_experts}; use one of {_divisors(moe.n_experts)}",
+        )
+    elif moe.n_limited_groups > moe.n_expert_groups:
+        yield Problem(
+            ("model.moe.n_limited_groups", "model.moe.n_expert_groups"),
+            f"is more than model.moe.n_expert_groups = {moe.n_expert_groups}; use 0 for all of them",
+        )
+    elif moe.top_k <= moe.n_experts < moe.top_k * moe.n_expert_groups / moe.n_limited_groups:
+        size = moe.n_experts // moe.n_expert_groups
+        yield Problem(
+            ("model.moe.n_limited_groups", "model.moe.top_k", "model.moe.n_expert_groups"),
+            f"leaves {moe.n_limited_groups} groups of {size} experts, fewer than model.moe.top_k = {moe.top_k}; use at "
+            f"least {-(-moe.top_k // size)}",
         )
     if moe.n_dense_layers > config.model.n_layers:
         yield Problem(

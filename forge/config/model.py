@@ -41,12 +41,23 @@ class MoEConfig(Section):
     """Routed experts that each token visits."""
     n_shared_experts: Count = 0
     """Experts that every token visits, besides the routed ones."""
+    n_expert_groups: Positive = 1
+    """Groups of consecutive experts, a divisor of n_experts."""
+    n_limited_groups: Count = 0
+    """Groups among which a token may choose, those with the highest scores. 0: all."""
     expert_dim: Count = 0
     """Hidden size of one expert. 0: model.ffn_dim."""
     score_function: Literal["softmax", "sigmoid"] = "softmax"
     """Turns router logits into scores."""
     normalize_top_k: bool = True
-    """Rescale the chosen scores of a token to sum to one."""
+    """Rescale the chosen scores of a token to sum to one; not done with top_k = 1, where all would be one."""
+    route_scale: PositiveNumber = 1.0
+    """Factor on the weights of routed experts, after normalisation."""
+    router_noise: NonNegativeNumber = 0.0
+    """Standard deviation of noise on router logits in training. 0: none. With it, splitting sequences changes results."""
+    capacity_factor: NonNegativeNumber = 0.0
+    """An expert takes at most this many times an even share of a process's microbatch, the choices with the largest
+    weights; others are dropped, so layout and microbatch size change results. 0: no limit, nothing is dropped."""
     balance: Literal["bias", "aux_loss", "sequence_aux_loss", "none"] = "bias"
     """How load is evened out: a bias on selection, a loss over the global batch or over each sequence."""
     aux_loss_coef: NonNegativeNumber = 0.01
@@ -114,6 +125,14 @@ class ModelConfig(Section):
                 derived["n_kv_heads"] = n_heads
             if _is_zero(values.get("head_dim", 0)) and type(dim) is int and dim % n_heads == 0:
                 derived["head_dim"] = max(0, dim // n_heads)
+        moe, ffn_dim = values.get("moe"), values.get("ffn_dim")
+        if isinstance(moe, dict):
+            groups = moe.get("n_expert_groups", 1)
+            fitting = {"expert_dim": ffn_dim, "n_limited_groups": groups}
+            zeros = {key: value for key, value in fitting.items() if _is_zero(moe.get(key, 0))}
+            derived["moe"] = moe | {
+                key: value for key, value in zeros.items() if type(value) is int and value > 0
+            }
         return values | derived
 
 

@@ -2,13 +2,16 @@
 
 from forge.model.attention import Attention, AttentionFunction, Shared, sdpa_attention
 from forge.model.embedding import Embedding, Head
-from forge.model.feed_forward import FeedForward, feed_forward_for
+from forge.model.experts import Experts
+from forge.model.feed_forward import FeedForward
 from forge.model.flops import ParameterCounts, flops_per_token, parameter_counts
 from forge.model.initial import Normal
 from forge.model.loss import IGNORE, FusedLoss
 from forge.model.mask import AttentionMask
+from forge.model.moe import MoE, feed_forward_for
 from forge.model.norm import RMSNorm
 from forge.model.registry import MODELS, build_model
+from forge.model.router import Router, update_routers
 from forge.model.transformer import Block, Transformer
 
 __all__ = [
@@ -19,12 +22,15 @@ __all__ = [
     "AttentionMask",
     "Block",
     "Embedding",
+    "Experts",
     "FeedForward",
     "FusedLoss",
     "Head",
+    "MoE",
     "Normal",
     "ParameterCounts",
     "RMSNorm",
+    "Router",
     "Shared",
     "Transformer",
     "build_model",
@@ -32,4 +38,5 @@ __all__ = [
     "flops_per_token",
     "parameter_counts",
     "sdpa_attention",
+    "update_routers",
 ]

@@ -26,13 +26,17 @@ class Shared:
 
     cos, sin: `[seq, 1, head_dim / 2]` or `[batch, seq, 1, head_dim / 2]`, promote(float32, compute).
     masks: window (0: none) -> AttentionMask.
+    labels: int64 `[batch, seq]`, which say what tokens count in balancing; None: all.
     Not a dataclass, so that FSDP does not cast the tables (see AttentionMask).
     """
 
-    def __init__(self, cos: Tensor, sin: Tensor, masks: dict[int, AttentionMask]):
+    def __init__(
+        self, cos: Tensor, sin: Tensor, masks: dict[int, AttentionMask], labels: Tensor | None = None
+    ):
         self.cos = cos
         self.sin = sin
         self.masks = masks
+        self.labels = labels
 
 
 class AttentionFunction(Protocol):

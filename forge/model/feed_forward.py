@@ -1,11 +1,9 @@
-"""The feed-forward half of a block."""
+"""The dense feed-forward half of a block."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from forge.config.model import ModelConfig
 
 
 class FeedForward(nn.Module):
@@ -20,8 +18,3 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x `[batch, seq, dim]` -> `[batch, seq, dim]`."""
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
-
-
-def feed_forward_for(config: ModelConfig, layer: int) -> nn.Module:
-    """The feed-forward of the block with this global index."""
-    return FeedForward(config.dim, config.ffn_dim)

@@ -9,7 +9,9 @@ from torch import nn
 
 from forge.config.model import ModelConfig
 from forge.model.embedding import Embedding, Head
+from forge.model.experts import Experts
 from forge.model.norm import RMSNorm
+from forge.model.router import Router
 
 # Projections back into the residual stream, a sum of 2 * n_layers of them (GPT-2, Radford et al. 2019, 2.3).
 INTO_STREAM = ("wo", "w2")
@@ -40,8 +42,13 @@ def _start(module: nn.Module, path: str, leaf: str, config: ModelConfig) -> floa
     if isinstance(module, nn.Linear):
         if leaf == "bias":
             return 0.0
-        into_stream = path.rpartition(".")[2] in INTO_STREAM
-        return Normal(config.init_std / sqrt(2 * config.n_layers) if into_stream else config.init_std)
-    if isinstance(module, Embedding | Head):
+        return _projection(path.rpartition(".")[2], config)
+    if isinstance(module, Experts):
+        return _projection(leaf, config)
+    if isinstance(module, Embedding | Head | Router):
         return Normal(config.init_std)
     raise TypeError(f"no start value is defined for {path}.{leaf} in a {type(module).__name__}")
+
+
+def _projection(name: str, config: ModelConfig) -> Normal:
+    return Normal(config.init_std / sqrt(2 * config.n_layers) if name in INTO_STREAM else config.init_std)

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from forge.config.model import ModelConfig
 from forge.model.attention import Attention, Shared
 from forge.model.embedding import Embedding, Head
-from forge.model.feed_forward import feed_forward_for
 from forge.model.initial import Normal, initial_values
 from forge.model.loss import FusedLoss
 from forge.model.mask import AttentionMask
+from forge.model.moe import MoE, feed_forward_for
 from forge.model.norm import RMSNorm
 from forge.model.precision import promoted
 from forge.model.rope import rope_tables
+from forge.model.router import Router
 
 
 class Block(nn.Module):
@@ -35,7 +36,10 @@ class Block(nn.Module):
     def forward(self, x: Tensor, shared: Shared) -> Tensor:
         """x `[batch, seq, dim]` -> `[batch, seq, dim]`."""
         x = x + self.attention(self.attention_norm(x), shared)
-        return x + self.feed_forward(self.ffn_norm(x))
+        normed = self.ffn_norm(x)
+        if isinstance(self.feed_forward, MoE):
+            return x + self.feed_forward(normed, shared.labels)
+        return x + self.feed_forward(normed)
 
 
 class Transformer(nn.Module):
@@ -87,7 +91,8 @@ class Transformer(nn.Module):
         """One pass over `[batch, seq]`; every tensor argument has the batch first.
 
         x: tokens int64 `[batch, seq]`, or hidden states `[batch, seq, dim]` where another part embeds.
-        labels: int64 `[batch, seq]`, IGNORE where there is nothing to predict.
+        labels: int64 `[batch, seq]`, IGNORE where there is nothing to predict. With a mixture of experts parts
+            without a head take them too: what is ignored does not count in balancing.
         positions: int64 `[batch, seq]`, below `seq_len`, for RoPE alone; None: 0, 1, ...
         documents: int `[batch, seq]`; a token sees only its own document; None: no borders.
 
@@ -100,7 +105,7 @@ class Transformer(nn.Module):
         if self.embeds:
             assert self.embedding is not None
             x = self.embedding(x)
-        shared = self._shared(x, seq, positions, documents)
+        shared = self._shared(x, seq, labels, positions, documents)
         for layer in self.layers.values():
             x = layer(x, shared)
         if self.norm is None:
@@ -111,7 +116,14 @@ class Transformer(nn.Module):
         assert self.embedding is not None
         return self.embedding.output(x, labels, self.loss)
 
-    def _shared(self, x: Tensor, seq: int, positions: Tensor | None, documents: Tensor | None) -> Shared:
+    def _shared(
+        self,
+        x: Tensor,
+        seq: int,
+        labels: Tensor | None,
+        positions: Tensor | None,
+        documents: Tensor | None,
+    ) -> Shared:
         """What the blocks have in common, made once: x is their input, of which attention sees `seq` tokens."""
         if seq > self.seq_len:
             raise ValueError(f"a sequence of {seq} tokens; the model was built for {self.seq_len}")
@@ -125,19 +137,34 @@ class Transformer(nn.Module):
             if attention.window not in masks:
                 rule = AttentionMask(attention.window, documents, self.config.attention_soft_cap)
                 masks[attention.window] = attention.attend.prepare(rule, like_x)
-        return Shared(self.rope_cos[chosen].unsqueeze(-2), self.rope_sin[chosen].unsqueeze(-2), masks)
+        cos, sin = self.rope_cos[chosen].unsqueeze(-2), self.rope_sin[chosen].unsqueeze(-2)
+        return Shared(cos, sin, masks, labels)
+
+    @property
+    def routers(self) -> dict[int, Router]:
+        """The routers of this part by layer; none in a dense model."""
+        feed_forwards = {int(layer): block.feed_forward for layer, block in self.layers.items()}
+        return {layer: moe.router for layer, moe in feed_forwards.items() if isinstance(moe, MoE)}
+
+    def set_loss_scale(self, scale: Tensor) -> None:
+        """Take `scale`, a scalar, for the balancing losses of the coming forwards: 1 / (valid tokens of the step)."""
+        scales = [router.loss_scale for router in self.routers.values()]
+        if scales:
+            torch._foreach_copy_(scales, [scale.to(torch.float64)] * len(scales))
 
     def initial_values(self) -> dict[str, float | Normal]:
         """How each parameter of this part starts, by name; the same for a name in whichever part it lies."""
         return initial_values(self, self.config)
 
     def reset_buffers(self, dtype: torch.dtype) -> None:
-        """Write every buffer anew for computing in `dtype`: RoPE tables in promote(float32, dtype)."""
+        """Write every buffer anew for computing in `dtype`: RoPE tables in promote(float32, dtype), routers' state."""
         device = self.rope_cos.device
         cos, sin = rope_tables(self.config, self.seq_len)
         # Rounded once from float64: a float32 table turned into float64 would keep float32's errors.
         self.rope_cos = cos.to(device=device, dtype=promoted(dtype))
         self.rope_sin = sin.to(device=device, dtype=promoted(dtype))
+        for router in self.routers.values():
+            router.reset_state()
 
 
 def window_of(config: ModelConfig, layer: int) -> int:

@@ -1,0 +1,42 @@
+"""A mixture of experts in the place of a block's feed-forward."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from forge.config.model import ModelConfig
+from forge.model.dispatch import Dispatcher, LocalDispatcher
+from forge.model.experts import Experts
+from forge.model.feed_forward import FeedForward
+from forge.model.router import Router
+
+
+class MoE(nn.Module):
+    """Each token goes to the experts that the router chooses for it, and through the shared ones, if any.
+
+    Shared experts are one feed-forward as wide as all of them: the same function, in larger products.
+    `dispatch` is a seam: expert parallelism sets another and leaves the rest.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__()
+        moe = config.moe
+        assert moe is not None
+        self.router = Router(config.dim, moe, layer)
+        self.experts = Experts(moe.n_experts, config.dim, moe.expert_dim)
+        shared_dim = moe.n_shared_experts * moe.expert_dim
+        self.shared = FeedForward(config.dim, shared_dim) if shared_dim else None
+        self.dispatch: Dispatcher = LocalDispatcher(moe.n_experts, drops=moe.capacity_factor > 0)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        """x `[batch, seq, dim]`, labels int64 `[batch, seq]` for what counts in balancing -> `[batch, seq, dim]`."""
+        experts, weights = self.router(x, labels)
+        routed = self.dispatch(x.flatten(0, 1), experts, weights, self.experts).view_as(x)
+        return routed if self.shared is None else routed + self.shared(x)
+
+
+def feed_forward_for(config: ModelConfig, layer: int) -> FeedForward | MoE:
+    """The feed-forward of the block with this global index."""
+    if config.moe is None or layer < config.moe.n_dense_layers:
+        return FeedForward(config.dim, config.ffn_dim)
+    return MoE(config, layer)

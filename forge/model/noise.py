@@ -1,0 +1,49 @@
+"""Random numbers for routing without a generator: a pure function of which token it is.
+
+So recomputation draws the same ones, and neither microbatches nor data-parallel layouts matter; splitting a sequence over
+processes does.
+"""
+
+from __future__ import annotations
+
+from math import tau
+
+import torch
+from torch import Tensor
+
+_LABEL, _POSITION, _LAYER, _EXPERT = (
+    -7046029254386353131,
+    -4417276706812531889,
+    1609587929392839161,
+    -8796714831421723037,
+)
+
+
+def token_noise(labels: Tensor, layer: int, like: Tensor) -> Tensor:
+    """Standard normal numbers `[batch, seq, n]` in the dtype of `like` `[batch, seq, n]`.
+
+    Keyed by (labels int64 `[batch, seq]` of the whole row, position, layer, index): a sample has its own, wherever it
+    lies in the batch.
+    """
+    position = torch.arange(labels.shape[1], device=labels.device)
+    index = torch.arange(like.shape[-1], device=labels.device)
+    row = _mix(labels * _LABEL + position * _POSITION).sum(1, keepdim=True)
+    token = _mix(row + position * _POSITION + layer * _LAYER)
+    keys = _mix(token.unsqueeze(-1) + index * _EXPERT)
+    # Box and Muller 1958, from two uniform numbers of 31 bits each, the first of them not 0.
+    first, second = (keys >> 32) & 0x7FFFFFFF, keys & 0x7FFFFFFF
+    exact = torch.float64
+    radius = (-2.0 * ((first + 1).to(exact) / 2**31).log()).sqrt()
+    return (radius * (tau / 2**31 * second.to(exact)).cos()).to(like.dtype)
+
+
+def _mix(key: Tensor) -> Tensor:
+    """Scramble int64 keys (the finaliser of splitmix64, Steele et al. 2014)."""
+    key = (key ^ _shifted(key, 30)) * -4658895280553007687
+    key = (key ^ _shifted(key, 27)) * -7723592293110705685
+    return key ^ _shifted(key, 31)
+
+
+def _shifted(key: Tensor, bits: int) -> Tensor:
+    """Logical shift to the right; PyTorch's own keeps the sign."""
+    return (key >> bits) & ((1 << (64 - bits)) - 1)

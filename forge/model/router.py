@@ -1,0 +1,203 @@
+"""The router of a mixture-of-experts layer: which experts a token visits, with which weights, and what keeps them even.
+
+Everything here is local to the tokens it sees and linear in them, so that it does not depend on microbatches or layout:
+balancing losses enter backward where they are computed, and state moves once per optimizer step, in `update_routers`,
+never inside a forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from forge.config.model import MoEConfig
+from forge.model.loss import IGNORE
+from forge.model.noise import token_noise
+from forge.model.precision import promoted
+
+# As in DeepSeek-V3's code: sigmoid scores may all be 0, and then so are the weights.
+TINY = 1e-20
+
+
+class Router(nn.Module):
+    """Scores, choice and weights of experts, in promote(float32, compute); ties go to the lower index.
+
+    State that moves once per optimizer step and belongs into checkpoints:
+        bias             float32 `[n_experts]`: added to the scores for the choice only (balance = bias)
+        previous_counts  int64 `[n_experts]`: tokens per expert in the last step, over all ranks (balance = aux_loss)
+    Sums over valid tokens since the last step, of this process; forwards without a gradient and recomputation
+    add nothing:
+        counts   int64 `[n_experts]`: choices of each expert
+        losses   float64 `[2]`: balancing loss (1 per token if the load is even) and z-loss, without coefficients
+        dropped  int64 `[]`: choices beyond an expert's capacity
+    `loss_scale`, float64 `[]`, multiplies the gradient of the balancing losses: 1 / (valid tokens of the global batch).
+    """
+
+    # Its outputs stay in its own dtype under any policy for the model.
+    exact_output = True
+
+    bias: Tensor
+    previous_counts: Tensor
+    counts: Tensor
+    losses: Tensor
+    dropped: Tensor
+    loss_scale: Tensor
+
+    def __init__(self, dim: int, config: MoEConfig, layer: int):
+        super().__init__()
+        self.config = config
+        self.layer = layer
+        self.weight = nn.Parameter(torch.empty(config.n_experts, dim))
+        # A seam: sums counts over the processes that share a sequence.
+        self.sum_over_sequence: Callable[[Tensor], Tensor] = lambda counts: counts
+        for name, value in self._fresh_state().items():
+            self.register_buffer(name, value, persistent=name in ("bias", "previous_counts"))
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x `[batch, seq, dim]`, labels int64 `[batch, seq]` -> experts int64 and weights, both `[batch * seq, top_k]`.
+
+        Tokens whose label is IGNORE are routed like others, but do not count; without labels all count. An expert of
+        n_experts stands for a choice that was dropped.
+        """
+        config = self.config
+        logits = F.linear(x.to(self.weight.dtype), self.weight)  # [batch, seq, n_experts]
+        logits = logits.to(promoted(logits.dtype))
+        if config.router_noise and labels is not None and torch.is_grad_enabled():
+            logits = logits + config.router_noise * token_noise(labels, self.layer, logits)
+        scores = logits.softmax(-1) if config.score_function == "softmax" else logits.sigmoid()
+        experts = self._choose(scores.detach())
+        weights = scores.gather(-1, experts)
+        if config.normalize_top_k and config.top_k > 1:
+            weights = weights / (weights.sum(-1, keepdim=True) + TINY)
+        weights = weights * config.route_scale
+        valid = torch.ones_like(experts[..., 0], dtype=torch.bool) if labels is None else labels != IGNORE
+        if torch.is_grad_enabled():
+            weights = self._balance(weights, logits, scores, experts, valid)
+        experts, weights = experts.flatten(0, 1), weights.flatten(0, 1)
+        if config.capacity_factor:
+            experts = self._drop(experts, weights.detach(), valid)
+        return experts, weights
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        """scores `[batch, seq, n_experts]` -> the top_k experts of each token, best first."""
+        config = self.config
+        if config.balance == "bias":
+            scores = scores + self.bias
+        if config.n_limited_groups < config.n_expert_groups:
+            groups = scores.unflatten(-1, (config.n_expert_groups, -1))
+            # Group-limited choice. DeepSeek-V3 (2412.19437, 2.1.2) adds up a group's two best scores; DeepSeek-V2
+            # (2405.04434, 2.2.2), with softmax and no bias, takes the best one.
+            n_best = 2 if config.score_function == "sigmoid" or config.balance == "bias" else 1
+            best = _first_indices(groups, min(n_best, groups.shape[-1]))
+            chosen = _first_indices(groups.gather(-1, best).sum(-1), config.n_limited_groups)
+            open_groups = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter_(-1, chosen, True)
+            # Not 0, which would beat a negative biased score.
+            scores = groups.masked_fill(~open_groups.unsqueeze(-1), -torch.inf).flatten(-2)
+        return _first_indices(scores, config.top_k)
+
+    def _balance(
+        self, weights: Tensor, logits: Tensor, scores: Tensor, experts: Tensor, valid: Tensor
+    ) -> Tensor:
+        """Count, and hang the balancing losses onto `weights`, which are returned unchanged otherwise."""
+        config = self.config
+        chosen = valid.unsqueeze(-1).expand_as(experts).flatten(1).long()
+        counts = chosen.new_zeros(experts.shape[0], config.n_experts)  # [batch, n_experts]
+        counts.scatter_add_(1, experts.flatten(1), chosen)
+        aux = z_loss = logits.new_zeros(())
+        if config.balance in ("aux_loss", "sequence_aux_loss"):
+            shares = scores / (scores.sum(-1, keepdim=True) + TINY)
+            sums = shares.masked_fill(~valid.unsqueeze(-1), 0.0).sum(1)  # [batch, n_experts]
+            load = self.previous_counts if config.balance == "aux_loss" else self.sum_over_sequence(counts)
+            aux = (_relative(load, sums.dtype) * sums).sum()
+        if config.z_loss_coef:
+            z_loss = logits.logsumexp(-1).square().masked_fill(~valid, 0.0).sum()
+        if torch._C._current_graph_task_id() == -1:  # else backward is computing this forward again
+            self.counts += counts.sum(0)
+            self.losses += torch.stack([aux.detach(), z_loss.detach()])
+        loss = config.aux_loss_coef * aux + config.z_loss_coef * z_loss
+        return _Attach.apply(weights, loss, self.loss_scale) if loss.requires_grad else weights
+
+    def _drop(self, experts: Tensor, weights: Tensor, valid: Tensor) -> Tensor:
+        """`experts` with n_experts in place of each choice beyond capacity; of one expert's the largest weights stay.
+
+        Capacity is capacity_factor times an even share of this forward's choices, rounded up.
+        """
+        n_experts, flat = self.config.n_experts, experts.flatten()
+        capacity = -int(-self.config.capacity_factor * flat.numel() // n_experts)
+        by_weight = weights.flatten().argsort(descending=True, stable=True)
+        grouped, order = flat[by_weight].sort(stable=True)
+        begins = torch.searchsorted(grouped, torch.arange(n_experts, device=flat.device))
+        rank = torch.arange(flat.numel(), device=flat.device) - begins[grouped]
+        over = torch.zeros_like(flat, dtype=torch.bool)
+        over[by_weight[order]] = rank >= capacity
+        over = over.view_as(experts)
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self.dropped += (over & valid.flatten().unsqueeze(-1)).sum()
+        return experts.masked_fill(over, n_experts)
+
+    def reset_state(self) -> None:
+        """Write every buffer anew: no bias, nothing counted, a loss scale of 1."""
+        for name, value in self._fresh_state().items():
+            setattr(self, name, value.to(self.weight.device))
+
+    def _fresh_state(self) -> dict[str, Tensor]:
+        n_experts = self.config.n_experts
+        return {
+            "bias": torch.zeros(n_experts, dtype=torch.float32),
+            "previous_counts": torch.zeros(n_experts, dtype=torch.int64),
+            "counts": torch.zeros(n_experts, dtype=torch.int64),
+            "losses": torch.zeros(2, dtype=torch.float64),
+            "dropped": torch.zeros((), dtype=torch.int64),
+            "loss_scale": torch.ones((), dtype=torch.float64),
+        }
+
+
+@torch.no_grad()
+def update_routers(routers: Sequence[Router], counts: Tensor, skip: Tensor) -> None:
+    """Move the state of all routers by one optimizer step, and begin counting anew.
+
+    counts: int64 `[routers, n_experts]`, this step's over all ranks. skip: scalar, 1 where the step changes nothing.
+    The bias of an expert goes up by bias_update_rate if it got less than an even share, down if more (Wang et al. 2024,
+    "Auxiliary-Loss-Free Load Balancing Strategy for MoE"). The sign is taken of integers, so it is the same everywhere.
+    """
+    if not routers:
+        return
+    config, skipped = routers[0].config, skip > 0
+    if config.balance == "bias":
+        direction = (counts.sum(-1, keepdim=True) - config.n_experts * counts).sign()
+        moves = config.bias_update_rate * direction.masked_fill(skipped, 0).float()
+        torch._foreach_add_([router.bias for router in routers], list(moves.unbind()))
+    before = [router.previous_counts for router in routers]
+    torch._foreach_copy_(before, list(torch.where(skipped, torch.stack(before), counts).unbind()))
+    for name in ("counts", "losses", "dropped"):
+        torch._foreach_zero_([getattr(router, name) for router in routers])
+
+
+def _relative(counts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Each expert's load relative to an even one: n_experts * count / sum; ones where nothing was counted."""
+    total = counts.sum(-1, keepdim=True)
+    return torch.where(total > 0, counts.shape[-1] * counts.to(dtype) / total.clamp(min=1), 1.0)
+
+
+def _first_indices(scores: Tensor, k: int) -> Tensor:
+    """Indices of the k highest along the last axis, best first; of equal ones the lower index. topk gives no such order."""
+    return scores.argsort(dim=-1, descending=True, stable=True)[..., :k]
+
+
+class _Attach(torch.autograd.Function):
+    """`x` as it is; in backward `loss` gets the gradient `scale`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(scale)
+        ctx.dtype = loss.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (scale,) = ctx.saved_tensors
+        return grad, scale.to(ctx.dtype), None
