@@ -101,10 +101,10 @@ def test_a_resume_that_begins_its_data_anew_is_caught(tmp_path) -> None:
 
 
 def forget_the_data() -> None:
-    import forge.train.run as run
+    import forge.train.assemble as assemble
 
-    loader = run.Loader
-    run.Loader = lambda dataset, **arguments: loader(dataset, **(arguments | {"start_sample": 0}))
+    loader = assemble.Loader
+    assemble.Loader = lambda dataset, **arguments: loader(dataset, **(arguments | {"start_sample": 0}))
 
 
 def test_a_half_written_folder_is_not_resumed_from(tmp_path) -> None:

@@ -48,15 +48,15 @@ def spoil_every_step_from_5() -> None:
 
 
 def break_sampling() -> None:
+    import forge.train.assemble as assemble
     import forge.train.loop as loop
-    import forge.train.run as run
     from forge.data.tokenizer import ByteTokenizer
 
     def fail(*_):
         raise RuntimeError("no words")
 
     loop.write_sample = fail
-    run.build_tokenizer = lambda config: ByteTokenizer()
+    assemble.build_tokenizer = lambda config: ByteTokenizer()
 
 
 def _spoil(when, ranks) -> None:
