@@ -30,9 +30,13 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         """x `[batch, seq, dim]`, labels int64 `[batch, seq]` for what counts in balancing -> `[batch, seq, dim]`."""
-        experts, weights = self.router(x, labels)
-        routed = self.dispatch(x.flatten(0, 1), experts, weights, self.experts).view_as(x)
+        routed = self.routed(x, labels)
         return routed if self.shared is None else routed + self.shared(x)
+
+    def routed(self, x: Tensor, labels: Tensor | None) -> Tensor:
+        """The part of the chosen experts; shapes as in `forward`."""
+        experts, weights = self.router(x, labels)
+        return self.dispatch(x.flatten(0, 1), experts, weights, self.experts).view_as(x)
 
 
 def feed_forward_for(config: ModelConfig, layer: int) -> FeedForward | MoE:

@@ -64,7 +64,7 @@ class Router(nn.Module):
         n_experts stands for a choice that was dropped.
         """
         config = self.config
-        logits = F.linear(x.to(self.weight.dtype), self.weight)  # [batch, seq, n_experts]
+        logits = self.logits(x)  # [batch, seq, n_experts]
         logits = logits.to(promoted(logits.dtype))
         if config.router_noise and labels is not None and torch.is_grad_enabled():
             logits = logits + config.router_noise * token_noise(labels, self.layer, logits)
@@ -81,6 +81,10 @@ class Router(nn.Module):
         if config.capacity_factor:
             experts = self._drop(experts, weights.detach(), valid)
         return experts, weights
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x `[batch, seq, dim]` -> `[batch, seq, n_experts]` in the weight's dtype."""
+        return F.linear(x.to(self.weight.dtype), self.weight)
 
     def _choose(self, scores: Tensor) -> Tensor:
         """scores `[batch, seq, n_experts]` -> the top_k experts of each token, best first."""

@@ -35,11 +35,15 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, shared: Shared) -> Tensor:
         """x `[batch, seq, dim]` -> `[batch, seq, dim]`."""
-        x = x + self.attention(self.attention_norm(x), shared)
+        x = self.attend(x, shared)
         normed = self.ffn_norm(x)
         if isinstance(self.feed_forward, MoE):
             return x + self.feed_forward(normed, shared.labels)
         return x + self.feed_forward(normed)
+
+    def attend(self, x: Tensor, shared: Shared) -> Tensor:
+        """The first half."""
+        return x + self.attention(self.attention_norm(x), shared)
 
 
 class Transformer(nn.Module):
