@@ -8,7 +8,7 @@ from forge.config import Config
 from forge.data.loader import evaluation_batches
 from forge.data.sources import Source
 from forge.data.tokenizer import Tokenizer
-from forge.generate import generate
+from forge.generate import Sampling, generate, recomputed
 from forge.parallel.execute import ParallelModel
 from forge.parallel.mesh import Meshes
 
@@ -50,13 +50,12 @@ def write_sample(
         prompt = [tokenizer.bos_id, *prompt]
     if not prompt:
         raise ValueError("the tokenizer has no token that begins a text; set evaluate.sample_prompt")
-    new = generate(
-        lambda tokens: model.logits(tokens.to(device)),
-        prompt,
-        max_tokens=config.evaluate.sample_tokens,
-        temperature=config.evaluate.sample_temperature,
-        seed=config.run.seed + step,
-        seq_len=config.train.seq_len,
-        eos=tokenizer.eos_id,
+    steps = generate(
+        recomputed(lambda tokens: model.logits(tokens.to(device)), config.train.seq_len),
+        [prompt],
+        config.evaluate.sample_tokens,
+        Sampling(config.evaluate.sample_temperature, seed=config.run.seed + step),
+        stop=lambda row, new: new[-1] == tokenizer.eos_id,
     )
-    return config.evaluate.sample_prompt + tokenizer.decode(new)
+    new = [token for (token,) in steps if token is not None]
+    return tokenizer.decode([*prompt, *new])
