@@ -15,6 +15,7 @@ import shutil
 from pathlib import Path
 
 from forge.checkpoint.manifest import MANIFEST
+from forge.errors import UserError
 from forge.fault import fault_point
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,22 @@ def steps(root: Path, *, complete: bool = True) -> list[int]:
         return []
     found = [match for path in root.iterdir() if (match := _STEP.fullmatch(path.name))]
     return sorted(int(m[1]) for m in found if not complete or (root / m[0] / MANIFEST).is_file())
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint at `path`: that folder itself, or the newest complete one of the run at `path`. Not verified.
+
+    Raises UserError (exit 2) if there is none.
+    """
+    if (path / MANIFEST).is_file():
+        return path
+    for root in (path / "checkpoints", path):
+        if found := steps(root):
+            return root / step_name(found[-1])
+    raise UserError(
+        f"{path}: {'is not there' if not path.exists() else 'holds no complete checkpoint'}; name a checkpoint (a folder "
+        f"with {MANIFEST}) or the folder of a run that has saved one"
+    )
 
 
 def has_damaged(root: Path) -> bool:
