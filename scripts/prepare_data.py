@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         "--tokenizer",
         required=True,
         metavar="PATH",
-        help="'bytes', a SentencePiece .model, or a folder with one",
+        help="'bytes', a SentencePiece .model, a tokenizer.json, or a folder with one",
     )
     add(
         "--output",

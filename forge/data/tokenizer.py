@@ -1,11 +1,12 @@
-"""Text <-> token ids: SentencePiece models, and a byte tokenizer that needs no file."""
+"""Text <-> token ids: SentencePiece models, Hugging Face's tokenizer.json, and a byte tokenizer that needs no file."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from forge.data.writer import write_atomically
 from forge.errors import UserError
@@ -13,6 +14,11 @@ from forge.errors import UserError
 BYTES = "bytes"
 MODEL_FILE = "tokenizer.model"
 BYTES_FILE = "tokenizer.bytes"
+JSON_FILE = "tokenizer.json"
+# Beside a tokenizer.json: which of its tokens begin and end a text.
+SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+# What ends a document where no settings say so: the first of these that the tokenizer.json has as a special token.
+USUAL_ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[EOS]")
 _ESCAPED_SPACE = "\u2581"
 
 
@@ -37,15 +43,35 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """`path`: "bytes", a SentencePiece .model file, or a folder with one (see `save`)."""
+    """`path`: "bytes", a SentencePiece .model file, a tokenizer.json, or a folder with one (see `save`).
+
+    Of several in a folder, tokenizer.json counts: it also has what was added to a SentencePiece model later.
+    Raises UserError that names the file and what is wrong with it.
+    """
     if str(path) == BYTES:
         return ByteTokenizer()
     file = Path(path)
     if file.is_dir():
         if (file / BYTES_FILE).is_file():
             return ByteTokenizer()
-        file = file / MODEL_FILE
+        found = [file / name for name in (JSON_FILE, MODEL_FILE) if (file / name).is_file()]
+        if not found:
+            raise UserError(
+                f"tokenizer {file}: the folder has no {JSON_FILE} and no {MODEL_FILE}; scripts/train_tokenizer.py makes "
+                "one, and 'bytes' needs no file"
+            )
+        file = found[0]
     try:
+        if file.suffix == ".json":
+            return HuggingFaceTokenizer(
+                {JSON_FILE: file.read_bytes()}
+                | {
+                    name: (file.parent / name).read_bytes()
+                    for name in SETTINGS_FILES
+                    if (file.parent / name).is_file()
+                },
+                str(file),
+            )
         return SentencePieceTokenizer(file.read_bytes(), str(file))
     except OSError as error:
         raise UserError(
@@ -116,6 +142,98 @@ class SentencePieceTokenizer:
 
     def save(self, folder: Path) -> None:
         _write(folder / MODEL_FILE, self._model)
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer.json, given as file name -> content together with those of SETTINGS_FILES that lie beside it.
+
+    A document ends with the settings' eos_token. It begins with what the tokenizer itself puts before a text, or with
+    bos_token where the settings have add_bos_token = true. Text that spells a special token stays text. Whether every
+    text comes back exactly is up to the file: byte-level ones do that, ones that normalise do not.
+    """
+
+    def __init__(self, files: dict[str, bytes], name: str):
+        try:
+            import tokenizers  # only where it is used, and optional
+        except ImportError:
+            raise UserError(
+                f"tokenizer {name}: needs the package tokenizers: pip install 'forge[tokenizers]'; a SentencePiece model "
+                "(name the .model file itself) and 'bytes' need nothing"
+            ) from None
+        self._files, self._name = files, name
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(files[JSON_FILE])
+        except Exception as error:
+            raise UserError(f"tokenizer {name}: is not a tokenizer.json: {error}") from None
+        # A file may carry the settings of whoever used it last, and would then cut documents short.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.bos_id, self.eos_id = self._ends()
+        ends = json.dumps([self.bos_id, self.eos_id]).encode()
+        self.fingerprint = hashlib.sha256(files[JSON_FILE] + b"\0" + ends).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        text.encode("utf-8")  # raises for lone surrogates
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._tokenizer.decode([i for i in ids if 0 <= i < self.vocab_size], skip_special_tokens=True)
+
+    def save(self, folder: Path) -> None:
+        for name, content in self._files.items():
+            _write(folder / name, content)
+
+    def _ends(self) -> tuple[int | None, int | None]:
+        settings: dict[str, Any] = {}
+        for file in reversed(SETTINGS_FILES):
+            settings |= self._settings(file)
+        plain = self._tokenizer.encode("a", add_special_tokens=False).ids
+        whole = self._tokenizer.encode("a", add_special_tokens=True).ids
+        before = next(
+            (whole[:n] for n in range(len(whole)) if plain and whole[n : n + len(plain)] == plain), []
+        )
+        after = whole[len(before) + len(plain) :]
+        bos, eos = self._id_of(settings, "bos_token"), self._id_of(settings, "eos_token")
+        if settings.get("add_bos_token") is None:
+            if len(before) > 1:
+                raise UserError(
+                    f"tokenizer {self._name}: puts {len(before)} tokens before every text; forge stores one at most"
+                )
+            bos = before[0] if before else None
+        elif not settings["add_bos_token"]:
+            bos = None
+        if eos is None and len(after) == 1:
+            eos = after[0]
+        if eos is None:
+            special = {
+                t.content: i for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special
+            }
+            eos = next((special[end] for end in USUAL_ENDS if end in special), None)
+        return bos, eos
+
+    def _settings(self, file: str) -> dict[str, Any]:
+        try:
+            read = json.loads(self._files.get(file, b"{}"))
+        except ValueError as error:
+            raise UserError(f"tokenizer {self._name}: {file} beside it is not JSON: {error}") from None
+        if not isinstance(read, dict):
+            raise UserError(f"tokenizer {self._name}: {file} beside it is not a JSON object")
+        return read
+
+    def _id_of(self, settings: dict[str, Any], key: str) -> int | None:
+        """The id of the token that the settings name: as text, or as an object with its `content`."""
+        token = settings.get(key)
+        token = token.get("content") if isinstance(token, dict) else token
+        if token is None:
+            return None
+        found = self._tokenizer.token_to_id(token) if isinstance(token, str) else None
+        if found is None:
+            raise UserError(
+                f"tokenizer {self._name}: the settings beside it say {key} = {token!r}, which the vocabulary lacks"
+            )
+        return found
 
 
 def _write(path: Path, content: bytes) -> None:

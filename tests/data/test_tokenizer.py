@@ -1,3 +1,5 @@
+import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,37 @@ def tokenizer(folder):
     return load_tokenizer(folder)
 
 
+@pytest.fixture(scope="module")
+def huggingface(tmp_path_factory):
+    """A folder as Hugging Face has it: byte-level BPE, <s> put before a text, and a truncation left behind."""
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=500,
+        special_tokens=["<s>", "</s>", "<pad>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator((path.read_text() for path in PYTHON.glob("*.py")), trainer)
+    made.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    made.enable_truncation(5)
+    made.enable_padding(length=8)
+    folder = tmp_path_factory.mktemp("huggingface")
+    made.save(str(folder / "tokenizer.json"))
+    end = {"__type": "AddedToken", "content": "</s>", "special": True}
+    end |= dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": end}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def every_kind(tokenizer, huggingface):
+    return tokenizer, load_tokenizer(huggingface), ByteTokenizer()
+
+
 TEXTS = st.text(st.characters(exclude_categories=["Cs"])) | st.text("ab \t\r\n\u2581\x00<>0A_é\ufeff")
 
 
@@ -30,8 +63,8 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"])) | st.text("ab \t\r\n\u
 @example("def f(x):\n    if x:\n\t\treturn  1\r\n\n\n    \n")
 @example(" \u2581 \u2581\u2581")
 @example("<s></s><unk><0x0A> \u2047 \U0001f600 e\u0301 \ufb01 \u3000 \u200b")
-def test_every_text_comes_back_exactly(tokenizer, text):
-    for each in (tokenizer, ByteTokenizer()):
+def test_every_text_comes_back_exactly(every_kind, text):
+    for each in every_kind:
         ids = each.encode(text)
         assert each.decode(ids) == text
         assert all(0 <= i < each.vocab_size and i not in (each.bos_id, each.eos_id) for i in ids)
@@ -45,30 +78,32 @@ def test_python_source_comes_back_and_takes_fewer_ids_than_bytes(tokenizer):
 
 
 @given(ids=st.lists(st.integers(-5, 10**6)))
-def test_decoding_takes_any_ids(tokenizer, ids):
-    for each in (tokenizer, ByteTokenizer()):
+def test_decoding_takes_any_ids(every_kind, ids):
+    for each in every_kind:
         assert isinstance(each.decode(ids), str)
 
 
-def test_specials_are_left_out_of_decoded_text(tokenizer):
-    for each in (tokenizer, ByteTokenizer()):
+def test_specials_are_left_out_of_decoded_text(every_kind):
+    for each in every_kind:
         assert each.decode(enclose(each.encode("a b"), each)) == "a b"
         assert enclose([], each) == [each.bos_id, each.eos_id]
 
 
-def test_lone_surrogates_are_refused_not_changed(tokenizer):
-    for each in (tokenizer, ByteTokenizer()):
+def test_lone_surrogates_are_refused_not_changed(every_kind):
+    for each in every_kind:
         with pytest.raises(UnicodeEncodeError):
             each.encode("a\ud800b")
 
 
-@pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
-def test_a_saved_tokenizer_is_the_same_again(tmp_path, tokenizer, kind):
-    original = ByteTokenizer() if kind == "bytes" else tokenizer
-    original.save(tmp_path / "a" / "b")
-    again = load_tokenizer(tmp_path / "a" / "b")
-    assert (again.fingerprint, again.vocab_size) == (original.fingerprint, original.vocab_size)
-    assert again.encode("x = 1\n") == original.encode("x = 1\n")
+def test_a_saved_tokenizer_is_the_same_again(tmp_path, every_kind):
+    for number, original in enumerate(every_kind):
+        folder = tmp_path / "a" / str(number)
+        original.save(folder)
+        again = load_tokenizer(folder)
+        for what in ("fingerprint", "vocab_size", "bos_id", "eos_id"):
+            assert getattr(again, what) == getattr(original, what)
+        assert again.encode("x = 1\n") == original.encode("x = 1\n")
+    assert len({each.fingerprint for each in every_kind}) == 3
 
 
 def test_training_again_gives_the_same_file(folder, tmp_path):
@@ -86,6 +121,76 @@ def test_has_the_size_that_was_asked_for_and_pieces_of_spaces_and_line_ends(toke
 def test_an_impossible_vocabulary_is_one_sentence(tmp_path, vocab_size):
     with pytest.raises(UserError, match=rf"--vocab-size {vocab_size}: \S+"):
         train_tokenizer([PYTHON], tmp_path, vocab_size)
+
+
+def test_a_huggingface_folder_encodes_as_transformers_does(huggingface):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(huggingface)
+    ours = load_tokenizer(huggingface)
+    assert (ours.bos_id, ours.eos_id) == (theirs.bos_token_id, theirs.eos_token_id) == (0, 1)
+    for path in PYTHON.glob("*.py"):
+        text = path.read_text()
+        assert [ours.bos_id, *ours.encode(text)] == theirs(text, split_special_tokens=True)["input_ids"]
+
+
+def test_long_documents_are_neither_cut_nor_padded_whatever_the_file_says(huggingface):
+    ours = load_tokenizer(huggingface)
+    assert len(ours.encode("x " * 500)) >= 500 and len(ours.encode("x")) == 1
+
+
+def test_of_two_in_a_folder_the_json_counts(tmp_path, tokenizer, huggingface):
+    tokenizer.save(tmp_path)
+    load_tokenizer(huggingface).save(tmp_path)
+    assert load_tokenizer(tmp_path).fingerprint == load_tokenizer(huggingface).fingerprint
+    assert load_tokenizer(tmp_path / "tokenizer.model").fingerprint == tokenizer.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("settings", "ends"),
+    [
+        ({"bos_token": "<s>", "eos_token": "</s>"}, (0, 1)),
+        ({"bos_token": "<pad>", "eos_token": "<pad>"}, (0, 2)),  # what is put before a text begins it
+        ({"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": False}, (None, 1)),
+        ({"bos_token": "<pad>", "eos_token": None, "add_bos_token": True}, (2, 1)),
+        ({}, (0, 1)),
+    ],
+)
+def test_settings_say_what_begins_and_ends_a_document(tmp_path, huggingface, settings, ends):
+    (tmp_path / "tokenizer.json").write_bytes((huggingface / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    for path in (tmp_path, tmp_path / "tokenizer.json"):
+        ours = load_tokenizer(path)
+        assert (ours.bos_id, ours.eos_id) == ends
+    changed = ends != (0, 1)
+    assert (ours.fingerprint != load_tokenizer(huggingface).fingerprint) == changed
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "named"),
+    [
+        ("tokenizer.json", b"{}", "tokenizer.json: is not a tokenizer.json"),
+        ("tokenizer.json", b"\xff", "tokenizer.json: is not a tokenizer.json"),
+        ("tokenizer_config.json", b"{", "tokenizer_config.json beside it is not JSON"),
+        ("tokenizer_config.json", b"[]", "tokenizer_config.json beside it is not a JSON object"),
+        ("special_tokens_map.json", b'{"eos_token": "<none>"}', "eos_token = '<none>'"),
+    ],
+)
+def test_what_is_wrong_with_a_huggingface_folder_is_named(tmp_path, huggingface, file, content, named):
+    (tmp_path / "tokenizer.json").write_bytes((huggingface / "tokenizer.json").read_bytes())
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(UserError, match=f"tokenizer .*{named}"):
+        load_tokenizer(tmp_path)
+
+
+def test_without_the_package_a_tokenizer_json_is_refused_with_the_remedy(huggingface, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(UserError, match=r"forge\[tokenizers\]"):
+        load_tokenizer(huggingface)
+
+
+def test_a_folder_without_a_tokenizer_is_refused_by_name(tmp_path):
+    with pytest.raises(UserError, match=r"has no tokenizer\.json and no tokenizer\.model"):
+        load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"not a model"])
