@@ -82,8 +82,8 @@ class Data(Section):
     """Training data: folders made by scripts/prepare_data.py, raw `.bin` (these need dtype), Megatron `.idx`, or
     `synthetic`. Weights need not sum to one."""
     tokenizer: Text = "bytes"
-    """A SentencePiece .model file, a folder that holds one, `bytes` (one token per byte, no file), or `none`: the ids
-    of foreign data are all there is, no text is shown."""
+    """A SentencePiece .model file, a Hugging Face tokenizer.json, a folder that holds one of them, `bytes` (one token
+    per byte, no file), or `none`: the ids of foreign data are all there is, no text is shown."""
     document_mask: bool = False
     """Documents that share a sequence do not see each other."""
     validation: ListOf[ValidationConfig] = ()
