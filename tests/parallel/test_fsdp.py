@@ -383,11 +383,12 @@ def _held(rank: int, world: int, text: str) -> str:
 
 
 def _unsharded_between_microbatches(rank: int, world: int, text: str) -> list[tuple[bool, bool]]:
-    """After each backward: whether a block's parameters are gathered, and whether it holds an unsharded gradient."""
+    """After each backward: whether the parameters of a block (of the model, in one process) are gathered, and whether it holds an unsharded gradient."""
     model, batch = build(text, world)
     found = []
     net = model.parts[0]
-    (group,) = net.layers["0"]._get_fsdp_state()._fsdp_param_groups
+    unit = net.layers["0"] if world > 1 else net
+    (group,) = unit._get_fsdp_state()._fsdp_param_groups
     begin = fsdp.begin_microbatch
 
     def watch() -> tuple[bool, bool]:
@@ -416,3 +417,20 @@ def test_nothing_of_full_size_waits_between_microbatches_unless_asked() -> None:
 def test_one_process_casts_parameters_once_per_step() -> None:
     (found,) = run_ranks(_unsharded_between_microbatches, 1, tiny_config(micro=2))
     assert found == [(True, True)] * 3 + [(False, False)]
+
+
+def _in_units(rank: int, world: int, text: str, largest: int) -> tuple[int, list[torch.Tensor]]:
+    """How many units the model is with one unit for up to `largest` parameters, and its gradients after one step."""
+    fsdp.ONE_UNIT = largest
+    model, batch = build(text, world)
+    step(model, batch)
+    units = sum(isinstance(module, FSDPModule) for module in model.parts[0].modules())
+    return units, [shard.grad.clone() for shard in model.shards]
+
+
+def test_a_small_model_in_one_process_is_one_unit_with_the_same_gradients() -> None:
+    text = tiny_config(micro=2)
+    ((one, together),) = run_ranks(_in_units, 1, text, 1 << 25)
+    ((many, apart),) = run_ranks(_in_units, 1, text, 0)
+    assert one == 1 < many
+    assert all(map(torch.equal, together, apart))
