@@ -12,20 +12,27 @@ from forge.model.transformer import Transformer, window_of
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Number of parameters by where they are; a tied head has none of its own."""
+    """Number of parameters by where they are; a tied head has none of its own. Routers and experts: feed_forward."""
 
     embedding: int
     attention: int
     feed_forward: int
     norms: int
     head: int
-    # Elements of the matrices that every token is multiplied with: all but norms, biases and the embedding's
-    # look-up.
+    # Elements of the matrices that one token is multiplied with: all but norms, biases, the embedding's look-up, and
+    # the experts that it does not visit.
     matmul: int
+    # In the experts that a token does not visit.
+    idle: int
 
     @property
     def total(self) -> int:
         return self.embedding + self.attention + self.feed_forward + self.norms + self.head
+
+    @property
+    def active(self) -> int:
+        """What one token uses, the whole embedding included."""
+        return self.total - self.idle
 
 
 def parameter_counts(config: ModelConfig) -> ParameterCounts:
@@ -33,20 +40,21 @@ def parameter_counts(config: ModelConfig) -> ParameterCounts:
     with torch.device("meta"):
         model = Transformer(config, seq_len=1)
     counts = dict.fromkeys(("embedding", "attention", "feed_forward", "norms", "head"), 0)
-    matmul = 0
+    matmul = idle = 0
     for name, parameter in model.named_parameters():
         counts[_place(name)] += parameter.numel()
         if parameter.ndim >= 2 and (name != "embedding.weight" or config.tie_embeddings):
             matmul += parameter.numel()
-    return ParameterCounts(**counts, matmul=matmul)
+        if config.moe is not None and ".experts." in name:
+            idle += parameter.numel() // config.moe.n_experts * (config.moe.n_experts - config.moe.top_k)
+    return ParameterCounts(**counts, matmul=matmul - idle, idle=idle)
 
 
 def _place(name: str) -> str:
     """The field of ParameterCounts that the parameter `name` belongs to."""
-    *path, owner, _ = name.split(".")
-    if owner.endswith("norm"):
+    if name.split(".")[-2].endswith("norm"):
         return "norms"
-    return path[-1] if path else owner
+    return name.split(".")[2] if name.startswith("layers.") else name.split(".")[0]
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> float:

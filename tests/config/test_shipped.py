@@ -6,12 +6,13 @@ import pytest
 
 from forge.config import check_world, load_config
 from forge.config.load import CONFIGS
+from forge.model import parameter_counts
 
 SHIPPED = sorted(path.stem for path in CONFIGS.glob("*.toml"))
 
 
 def test_the_promised_configs_are_there() -> None:
-    assert {"debug", "160m", "1b", "7b", "13b", "70b"} <= set(SHIPPED)
+    assert {"debug", "160m", "1b", "7b", "13b", "70b", "moe_debug", "moe_16b"} <= set(SHIPPED)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -30,16 +31,14 @@ SIZES = {
     "7b": (7.9e9, 8.1e9),
     "13b": (13e9, 13.6e9),
     "70b": (70e9, 71e9),
+    "moe_16b": (15.5e9, 16.6e9),
 }
 
 
 @pytest.mark.parametrize("name", SIZES)
 def test_its_size_is_what_its_name_says(name: str) -> None:
-    model = load_config(["--config", name]).model
-    attention = model.dim * model.head_dim * 2 * (model.n_heads + model.n_kv_heads)
-    block = attention + 3 * model.dim * model.ffn_dim
-    embeddings = (1 if model.tie_embeddings else 2) * model.vocab_size * model.dim
-    assert SIZES[name][0] < model.n_layers * block + embeddings < SIZES[name][1]
+    total = parameter_counts(load_config(["--config", name]).model).total
+    assert SIZES[name][0] < total < SIZES[name][1]
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from forge.config.model import ModelConfig, RopeScalingConfig
-
-Parameters = dict[str, Tensor]
+from tests.model.reference_moe import Mixture, Parameters, swiglu
 
 
 def reference_loss(
@@ -22,9 +21,13 @@ def reference_loss(
     positions: Tensor | None = None,
     documents: Tensor | None = None,
     z_loss_coef: float = 0.0,
+    mixture: Mixture | None = None,
 ) -> Tensor:
-    """[objective, cross-entropy, sum of squared logsumexp], summed over labels that are not negative."""
-    logits = reference_logits(parameters, config, tokens, positions, documents)
+    """[objective, cross-entropy, sum of squared logsumexp], summed over labels that are not negative.
+
+    The objective is without the losses of routers, which `mixture` adds up.
+    """
+    logits = reference_logits(parameters, config, tokens, positions, documents, labels, mixture)
     cross_entropy, z_loss = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     for row, label in zip(logits.flatten(0, 1), labels.flatten().tolist(), strict=True):
         if label >= 0:
@@ -40,17 +43,26 @@ def reference_logits(
     tokens: Tensor,
     positions: Tensor | None = None,
     documents: Tensor | None = None,
+    labels: Tensor | None = None,
+    mixture: Mixture | None = None,
 ) -> Tensor:
     rows = []
     for b in range(len(tokens)):
         where = torch.arange(tokens.shape[1]) if positions is None else positions[b]
         which = torch.zeros(tokens.shape[1]) if documents is None else documents[b]
-        rows.append(_one_sequence(parameters, config, tokens[b], where, which))
+        counts = [True] * tokens.shape[1] if labels is None else (labels[b] >= 0).tolist()
+        rows.append(_one_sequence(parameters, config, tokens[b], where, which, counts, mixture))
     return torch.stack(rows)
 
 
 def _one_sequence(
-    parameters: Parameters, config: ModelConfig, tokens: Tensor, positions: Tensor, documents: Tensor
+    parameters: Parameters,
+    config: ModelConfig,
+    tokens: Tensor,
+    positions: Tensor,
+    documents: Tensor,
+    counts: list[bool],
+    mixture: Mixture | None,
 ):
     x = parameters["embedding.weight"][tokens]
     for layer in range(config.n_layers):
@@ -58,12 +70,11 @@ def _one_sequence(
         h = _norm(x, own["attention_norm.weight"], config.norm_eps)
         x = x + _attention(own, config, layer, h, positions, documents)
         h = _norm(x, own["ffn_norm.weight"], config.norm_eps)
-        gate = h @ own["feed_forward.w1.weight"].T
-        x = (
-            x
-            + (gate * torch.sigmoid(gate) * (h @ own["feed_forward.w3.weight"].T))
-            @ own["feed_forward.w2.weight"].T
-        )
+        if "feed_forward.router.weight" in own:
+            assert mixture is not None
+            x = x + mixture.feed_forward(own, layer, h, counts)
+        else:
+            x = x + swiglu(h, *(own[f"feed_forward.{name}.weight"] for name in ("w1", "w3", "w2")))
     x = _norm(x, parameters["norm.weight"], config.norm_eps)
     logits = x @ parameters["embedding.weight" if config.tie_embeddings else "head.weight"].T
     return _cap(logits, config.logit_soft_cap)

@@ -44,6 +44,58 @@ def test_flops_of_llama_3_8b_at_8192_tokens() -> None:
     assert flops_per_token(LLAMA3_8B, 8192) == matrices + 32 * 12 * 4096 * 8193 / 2
 
 
+# Mixtral 8x7B and Qwen3-30B-A3B by their published shapes; DeepSeek-V3's layer with its dense ones and its shared expert.
+MIXTRAL = ModelConfig.model_validate(
+    {
+        "dim": 4096,
+        "n_layers": 32,
+        "n_heads": 32,
+        "n_kv_heads": 8,
+        "head_dim": 128,
+        "ffn_dim": 14336,
+        "vocab_size": 32000,
+    }
+    | {"moe": {"n_experts": 8, "top_k": 2}}
+)
+QWEN3_30B_A3B = ModelConfig.model_validate(
+    {
+        "dim": 2048,
+        "n_layers": 48,
+        "n_heads": 32,
+        "n_kv_heads": 4,
+        "head_dim": 128,
+        "ffn_dim": 6144,
+        "qk_norm": True,
+    }
+    | {"vocab_size": 151936, "moe": {"n_experts": 128, "top_k": 8, "expert_dim": 768}}
+)
+
+
+def test_mixtral_8x7b_has_46_7_billion_parameters_of_which_12_9_are_active() -> None:
+    counts = parameter_counts(MIXTRAL)
+    assert counts.total == 46_702_792_704
+    assert counts.active == counts.total - 6 * 32 * 3 * 4096 * 14336 == 12_879_925_248
+
+
+def test_qwen3_30b_a3b_has_30_5_billion_parameters_of_which_3_3_are_active() -> None:
+    counts = parameter_counts(QWEN3_30B_A3B)
+    assert counts.total == 30_532_122_624
+    assert counts.active == counts.total - 120 * 48 * 3 * 2048 * 768
+    assert counts.matmul == counts.active - counts.embedding - counts.norms
+
+
+def test_experts_cost_what_a_token_uses_of_them() -> None:
+    """Router, chosen and shared experts; leading layers stay dense."""
+    moe = {"n_experts": 6, "top_k": 2, "expert_dim": 7, "n_shared_experts": 3, "n_dense_layers": 1}
+    config = small_config(n_layers=3, moe=moe)
+    counts = parameter_counts(config)
+    assert counts.feed_forward == 3 * 24 * 20 + 2 * (6 * 24 + (6 + 3) * 3 * 24 * 7)
+    assert counts.idle == 2 * 4 * 3 * 24 * 7
+    dense = small_config(n_layers=3)
+    extra = 2 * (6 * 24 + (2 + 3) * 3 * 24 * 7 - 3 * 24 * 20)
+    assert flops_per_token(config, 64) - flops_per_token(dense, 64) == 6 * extra
+
+
 @pytest.mark.parametrize("window", [1, 3, 10, 99])
 def test_attention_counts_exactly_the_pairs_that_see_each_other(window: int) -> None:
     seq = 10

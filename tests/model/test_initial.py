@@ -10,14 +10,18 @@ import torch
 from torch import nn
 
 from forge.model import Normal, Transformer
+from forge.parallel.initialize import fill_normal
+from forge.shard import Box
 from tests.model.small import batch, small_config
 
 EVERYTHING = {"qk_norm": True, "attention_bias": True}
+MOE = {"moe": {"n_experts": 4, "top_k": 2, "n_shared_experts": 1, "n_dense_layers": 1}}
+UNTOUCHED = -(2**40)  # for integers, which have no NaN
 PARTS = [{}, {"layers": range(1), "head": False}, {"layers": range(1, 2), "embed": False}]
 
 
 @pytest.mark.parametrize("parts", PARTS, ids=["whole", "first stage", "last stage"])
-@pytest.mark.parametrize("options", [{}, EVERYTHING, EVERYTHING | {"tie_embeddings": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, EVERYTHING, EVERYTHING | {"tie_embeddings": True}, MOE], ids=str)
 def test_no_nan_survives_initialisation_of_fresh_memory(
     options: dict[str, Any], parts: dict[str, Any]
 ) -> None:
@@ -27,14 +31,14 @@ def test_no_nan_survives_initialisation_of_fresh_memory(
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     model.to_empty(device="cpu")
     for tensor in (*model.parameters(), *model.buffers()):
-        tensor.detach().fill_(torch.nan)
+        tensor.detach().fill_(torch.nan if tensor.is_floating_point() else UNTOUCHED)
 
     for name, start in model.initial_values().items():
         parameter = model.get_parameter(name).detach()
         parameter.normal_(0.0, start.std) if isinstance(start, Normal) else parameter.fill_(start)
     model.reset_buffers(torch.float32)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        assert tensor.isfinite().all(), name
+        assert tensor.isfinite().all() and (tensor != UNTOUCHED).all(), name
     tokens, labels = batch()
     x = tokens if parts.get("embed", True) else torch.randn(2, 12, config.dim)
     assert model(x, labels).isfinite().all()
@@ -50,6 +54,18 @@ def test_start_values_follow_the_kind_of_parameter() -> None:
     assert values["layers.6.attention.wk.bias"] == 0.0
     norms = {name for name, start in values.items() if start == 1.0}
     assert norms == {name for name in values if name.endswith("norm.weight")}
+
+
+def test_experts_start_as_dense_projections_do_and_differ_from_each_other() -> None:
+    config = small_config(n_layers=8, init_std=0.02, **MOE)
+    values = Transformer(config, 12, layers=range(6, 8)).initial_values()
+    into_stream = Normal(0.02 / sqrt(2 * 8))
+    experts = "layers.7.feed_forward.experts"
+    assert values[f"{experts}.w13"] == values["layers.7.feed_forward.router.weight"] == Normal(0.02)
+    assert values[f"{experts}.w2"] == values["layers.7.feed_forward.shared.w2.weight"] == into_stream
+    weight = torch.empty(4, 6, 8)
+    fill_normal(weight, Box((0, 0, 0), (4, 6, 8)), weight.shape, 1.0, 0, f"{experts}.w13")
+    assert len({tuple(expert.flatten().tolist()) for expert in weight}) == 4
 
 
 def test_a_parameter_of_an_unknown_module_is_an_error() -> None:

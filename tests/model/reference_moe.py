@@ -1,0 +1,83 @@
+"""The mixture of experts a second time: one token after the other, in Python. Shares no code with forge."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from forge.config.model import MoEConfig
+
+Parameters = dict[str, Tensor]
+
+
+class Mixture:
+    """The routers' state, by layer, and what they add up over the sequences that pass."""
+
+    def __init__(self, config: MoEConfig, bias: dict[int, list[float]], previous: dict[int, list[int]]):
+        self.config, self.bias, self.previous = config, bias, previous
+        self.counts = {layer: [0] * config.n_experts for layer in bias}
+        self.aux = {layer: torch.zeros((), dtype=torch.float64) for layer in bias}
+        self.z_loss = {layer: torch.zeros((), dtype=torch.float64) for layer in bias}
+
+    @property
+    def loss(self) -> Tensor:
+        """To be added to the objective."""
+        balanced = self.config.aux_loss_coef * sum(self.aux.values())
+        return balanced + self.config.z_loss_coef * sum(self.z_loss.values())
+
+    def feed_forward(self, own: Parameters, layer: int, x: Tensor, counts: list[bool]) -> Tensor:
+        """x `[seq, dim]`, one whole sequence; `counts` says which tokens do."""
+        config = self.config
+        here = [0] * config.n_experts
+        shares = torch.zeros(config.n_experts, dtype=torch.float64)
+        rows = []
+        for token, valid in zip(x, counts, strict=True):
+            logits = own["feed_forward.router.weight"] @ token
+            scores = logits.exp() / logits.exp().sum()
+            if config.score_function == "sigmoid":
+                scores = 1 / (1 + (-logits).exp())
+            chosen = choose(config, scores.tolist(), self.bias[layer])
+            total = sum(scores[e] for e in chosen) if config.normalize_top_k and config.top_k > 1 else 1.0
+            row = torch.zeros_like(token)
+            for e in chosen:
+                gate, up = own["feed_forward.experts.w13"][e].chunk(2)
+                output = swiglu(token, gate, up, own["feed_forward.experts.w2"][e])
+                row = row + config.route_scale * scores[e] / total * output
+            if config.n_shared_experts:
+                names = (f"feed_forward.shared.{name}.weight" for name in ("w1", "w3", "w2"))
+                row = row + swiglu(token, *(own[name] for name in names))
+            rows.append(row)
+            if valid:
+                for e in chosen:
+                    here[e] += 1
+                shares = shares + scores / scores.sum()
+                if config.z_loss_coef:
+                    self.z_loss[layer] = self.z_loss[layer] + logits.exp().sum().log() ** 2
+        load = here if config.balance == "sequence_aux_loss" else self.previous[layer]
+        if config.balance in ("aux_loss", "sequence_aux_loss"):
+            even = sum(load) / config.n_experts
+            relative = [count / even if even else 1.0 for count in load]
+            self.aux[layer] = self.aux[layer] + sum(f * p for f, p in zip(relative, shares, strict=True))
+        self.counts[layer] = [before + now for before, now in zip(self.counts[layer], here, strict=True)]
+        return torch.stack(rows)
+
+
+def choose(config: MoEConfig, scores: list[float], bias: list[float]) -> list[int]:
+    """The experts of one token, best first; of equal ones the lower index."""
+    biased = config.balance == "bias"
+    if biased:
+        scores = [score + b for score, b in zip(scores, bias, strict=True)]
+    size = config.n_experts // config.n_expert_groups
+    groups = [list(range(g * size, (g + 1) * size)) for g in range(config.n_expert_groups)]
+
+    def worth(group: list[int]) -> float:
+        best = sorted((scores[e] for e in group), reverse=True)
+        return sum(best[:2]) if biased or config.score_function == "sigmoid" else best[0]
+
+    groups = sorted(groups, key=lambda group: -worth(group))[: config.n_limited_groups]
+    return sorted((e for group in groups for e in group), key=lambda e: (-scores[e], e))[: config.top_k]
+
+
+def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    opened = x @ gate.T
+    return (opened * torch.sigmoid(opened) * (x @ up.T)) @ down.T

@@ -1,0 +1,180 @@
+"""Grouped products against one product per expert, and the way of tokens to experts and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.testing import assert_close
+
+from forge.model import Experts
+from forge.model import experts as module
+from forge.model.dispatch import LocalDispatcher, combine, sort_by_expert, spread
+
+DIM, HIDDEN, EXPERTS = 16, 8, 5
+COUNTS = {
+    "uneven": [3, 1, 7, 2, 4],
+    "an expert without rows": [5, 0, 4, 0, 3],
+    "all rows to one": [0, 0, 0, 9, 0],
+    "one row": [0, 1, 0, 0, 0],
+    "no rows": [0, 0, 0, 0, 0],
+}
+
+
+def make_experts(dtype: torch.dtype, dim: int = DIM, hidden: int = HIDDEN) -> Experts:
+    generator = torch.Generator().manual_seed(0)
+    experts = Experts(EXPERTS, dim, hidden)
+    for weight in experts.parameters():
+        weight.data.copy_(torch.randn(weight.shape, generator=generator) * 0.3)
+    return experts.to(dtype)
+
+
+def one_by_one(experts: Experts, rows: Tensor, counts: list[int]) -> Tensor:
+    outputs = []
+    for own, w13, w2 in zip(rows.split(counts), experts.w13, experts.w2, strict=True):
+        gate, up = (own @ w13.T).chunk(2, -1)
+        outputs.append((F.silu(gate) * up) @ w2.T)
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.05)]
+)
+def test_grouped_products_equal_one_after_the_other(
+    dtype: torch.dtype, tolerance: float, counts: list[int]
+) -> None:
+    results = []
+    for grouped in (True, False):
+        experts = make_experts(dtype if grouped else torch.float64)
+        rows = torch.randn(sum(counts), DIM, generator=torch.Generator().manual_seed(1)).to(experts.w2.dtype)
+        rows.requires_grad_()
+        out = experts(rows, torch.tensor(counts)) if grouped else one_by_one(experts, rows, counts)
+        (out * torch.linspace(-1, 1, DIM, dtype=out.dtype)).sum().backward()
+        results.append([tensor.double() for tensor in (out, rows.grad, experts.w13.grad, experts.w2.grad)])
+    for ours, plain in zip(*results, strict=True):
+        assert_close(ours, plain, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "grouped"),
+    [
+        (torch.float32, 16, True),
+        (torch.float32, 12, True),
+        (torch.float32, 14, False),
+        (torch.bfloat16, 16, True),
+        (torch.bfloat16, 12, False),
+        (torch.float64, 16, False),
+    ],
+)
+def test_shapes_that_the_kernel_takes_are_one_product_of_exactly_the_rows(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, dim: int, grouped: bool
+) -> None:
+    kernel, seen = module._grouped_mm, []
+
+    def spy(rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+        seen.append((tuple(rows.shape), offs.tolist()))
+        return kernel(rows, weight, offs=offs)
+
+    monkeypatch.setattr(module, "_grouped_mm", spy)
+    out = make_experts(dtype, dim)(torch.randn(9, dim).to(dtype), torch.tensor([0, 1, 8, 0, 0]))
+    assert out.shape == (9, dim)
+    assert seen == ([((9, dim), [0, 1, 9, 9, 9]), ((9, HIDDEN), [0, 1, 9, 9, 9])] if grouped else [])
+
+
+def test_a_plan_sorts_choices_by_expert_in_the_order_of_tokens() -> None:
+    plan = sort_by_expert(torch.tensor([[2, 0], [0, 1], [3, 0], [2, 3]]), n_experts=3)
+    assert plan.order.tolist() == [1, 2, 5, 3, 0, 6, 4, 7]  # choices of expert 3, which is none, are last
+    assert plan.counts.tolist() == [3, 1, 2]
+    assert torch.equal(plan.order[plan.places.flatten()], torch.arange(8))
+
+
+def random_choices(tokens: int, top_k: int, none: bool = False) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    experts = torch.rand(tokens, EXPERTS + none, generator=generator).argsort(-1)[:, :top_k]
+    return experts, torch.rand(tokens, top_k, generator=generator, dtype=torch.float64)
+
+
+def test_spread_and_combine_have_the_right_gradients() -> None:
+    experts, weights = random_choices(6, 3)
+    plan = sort_by_expert(experts, EXPERTS)
+    x = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    rows = torch.randn(18, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.equal(spread(x, plan), x[plan.order // 3])
+    torch.autograd.gradcheck(lambda x: spread(x, plan), x)
+    torch.autograd.gradcheck(lambda *a: combine(*a, plan), (rows, weights.requires_grad_()))
+
+
+def test_sums_over_experts_are_in_float32() -> None:
+    """Many small addends to a large one, each of which bfloat16 would round away."""
+    experts, _ = random_choices(2, EXPERTS)
+    plan = sort_by_expert(experts, EXPERTS)
+    rows = torch.full((10, 4), 2.0**-8).bfloat16()
+    rows[plan.places[:, 0]] = 1.0
+    total = combine(rows, torch.ones(2, EXPERTS), plan)
+    assert total.dtype == torch.bfloat16 and (total == torch.tensor(1 + 4 * 2.0**-8).bfloat16()).all()
+    x = torch.zeros(2, 4, dtype=torch.bfloat16, requires_grad=True)
+    spread(x, plan).backward(rows)
+    assert torch.equal(x.grad, total)
+
+
+@pytest.mark.parametrize("top_k", [1, 3, EXPERTS])
+def test_dispatch_equals_a_loop_over_tokens(top_k: int) -> None:
+    experts, weights = random_choices(7, top_k)
+    own = make_experts(torch.float64)
+    x = torch.randn(7, DIM, dtype=torch.float64)
+    out = LocalDispatcher(EXPERTS, drops=False)(x, experts, weights, own)
+    for t in range(7):
+        expected = torch.zeros(DIM, dtype=torch.float64)
+        for e, weight in zip(experts[t].tolist(), weights[t], strict=True):
+            counts = [0] * EXPERTS
+            counts[e] = 1
+            expected += weight * one_by_one(own, x[t : t + 1], counts)[0]
+        assert_close(out[t], expected)
+
+
+class Garbage(torch.autograd.Function):
+    """NaN past `kept` rows, as memory that no kernel has written, in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, kept: int) -> Tensor:
+        ctx.kept = kept
+        rows = rows.clone()
+        rows[kept:] = torch.nan
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.clone()
+        grad[ctx.kept :] = torch.nan
+        return grad, None
+
+
+def test_dropped_choices_are_neither_computed_nor_felt() -> None:
+    experts, weights = random_choices(9, 3, none=True)
+    assert (experts == EXPERTS).any()
+    own = make_experts(torch.float64)
+    kept = int((experts < EXPERTS).sum())
+
+    def compute(rows: Tensor, counts: Tensor) -> Tensor:
+        assert counts.sum() == kept
+        return Garbage.apply(own(Garbage.apply(rows, kept), counts), kept)
+
+    results = []
+    for drops in (True, False):
+        x = torch.randn(9, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+        x.requires_grad_()
+        w = weights.clone().requires_grad_()
+        own.zero_grad()
+        if drops:
+            out = LocalDispatcher(EXPERTS, drops=True)(x, experts, w, compute)
+        else:  # the same by weights of zero, computed in full
+            full = w.masked_fill(experts == EXPERTS, 0.0)
+            out = LocalDispatcher(EXPERTS, drops=False)(x, experts.clamp(max=EXPERTS - 1), full, own)
+        out.square().sum().backward()
+        results.append([out.detach(), x.grad, w.grad, own.w13.grad.clone(), own.w2.grad.clone()])
+    for ours, plain in zip(*results, strict=True):
+        assert_close(ours, plain)
