@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -52,3 +53,32 @@ def pass_on(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     sends, receives = [0] * ranks, [0] * ranks
     sends[(rank + 1) % ranks] = receives[(rank - 1) % ranks] = x.shape[0]
     return collectives.all_to_all_single(x.contiguous(), receives, sends, group)
+
+
+def raise_timeouts(seconds: float) -> None:
+    """Let no process group that exists fail a collective which has waited for less than `seconds`.
+
+    New groups take PyTorch's default, 10 minutes on NCCL, whatever the first one was made with.
+    """
+    wanted = timedelta(seconds=seconds)
+    for group in list(dist.distributed_c10d._world.pg_map):
+        for device in group._device_types:
+            options = getattr(group._get_backend(device), "options", None)
+            if options is not None and options._timeout < wanted:
+                dist.distributed_c10d._set_pg_timeout(wanted, group)
+
+
+def flight_record() -> bytes | None:
+    """PyTorch's record of the latest collectives of this process, a pickle for `torchfrtrace`; None where it keeps none."""
+    import torch._C._distributed_c10d as c10d
+
+    for name in ("_dump_fr_trace", "_dump_nccl_trace"):
+        dump = getattr(c10d, name, None)
+        if dump is not None:
+            return dump()
+    return None
+
+
+def meeting_store() -> dist.Store:
+    """A connection of its own to the store through which the ranks met, for use by another thread."""
+    return dist.distributed_c10d._get_default_store().clone()

@@ -53,9 +53,7 @@ UNBUILT = (
         lambda c: c.parallel.shard_optimizer_over != "dp_shard",
         "use dp_shard",
     ),
-    Unbuilt("resilience.step_timeout_s", "the watchdog", lambda c: c.resilience.step_timeout_s > 0, "use 0"),
     Unbuilt("resilience.time_limit_s", "the time limit", lambda c: c.resilience.time_limit_s > 0, "use 0"),
-    Unbuilt("resilience.max_rollbacks", "rolling back", lambda c: c.resilience.max_rollbacks > 0, "use 0"),
 )
 
 

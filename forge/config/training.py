@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Lt, MinLen
+from annotated_types import Ge, Gt, Lt, MinLen
 from pydantic import AfterValidator, Field, Strict, StringConstraints
 
 from forge.config.section import (
@@ -210,11 +210,39 @@ class Profile(Section):
 class Resilience(Section):
     """What happens when something goes wrong."""
 
-    step_timeout_s: NonNegativeNumber = 0.0
-    """Seconds after which a step that has not ended ends the run. 0: off."""
+    setup_timeout_s: NonNegativeNumber = 3600.0
+    """Seconds from the start to the first step, reading a checkpoint included, after which the watchdog writes the
+    stacks of every rank and ends the run with exit code 76. 0: off."""
+    first_step_timeout_s: NonNegativeNumber = 3600.0
+    """The same for the first step, which compiles. 0: off."""
+    step_timeout_s: NonNegativeNumber = 1800.0
+    """The same for every other step, and for the wait for its data. Some ten times a step are enough. 0: off."""
+    evaluate_timeout_s: NonNegativeNumber = 3600.0
+    """The same for an evaluation with its samples. 0: off."""
+    save_timeout_s: NonNegativeNumber = 3600.0
+    """The same for the part of a save that training waits for, the one before it included. 0: off."""
     time_limit_s: NonNegativeNumber = 0.0
-    """Seconds after which the run saves and stops. 0: off."""
+    """Seconds within which the run saves and stops with exit code 75, as upon a signal; it stops early enough for its
+    slowest save so far. 0: off."""
     max_skipped_steps: Positive = 10
-    """Steps in a row with a loss or gradient that is not finite; each is skipped, this many end the run."""
-    max_rollbacks: Count = 0
-    """Returns to the last good checkpoint after max_skipped_steps, each passing over the data in between."""
+    """Skipped steps in a row after which the run rolls back."""
+    max_rollbacks: Count = 2
+    """Returns to the last good checkpoint, passing over the data of the steps since, without a later checkpoint in
+    between. After that the run ends with what it knows."""
+    rerun_skipped_steps: bool = True
+    """Compute the gradient of a skipped step once more, to tell a transient fault from one that the data or the
+    parameters cause, and to name tensors and ranks. Costs nothing in good steps."""
+    spikes: Literal["report", "skip", "rollback"] = "report"
+    """What follows a loss or gradient norm far above its like: an event alone; the step changes nothing, as if it were
+    not finite; or a roll-back at once."""
+    spike_threshold: PositiveNumber = 10.0
+    """How far above the median a spike is, in standard deviations, robustly estimated from the window."""
+    spike_window: Positive = 128
+    """Steps whose loss and gradient norm say what is usual; there are no spikes until half of them are there."""
+    check_replicas: bool = True
+    """Compare digests of what several ranks hold copies of before each save. A difference rolls the run back, without
+    passing over data, and is never saved."""
+    straggler_interval: Count = 100
+    """Steps between comparisons of all ranks' speeds. 0: never."""
+    straggler_factor: Annotated[float, Gt(1)] = 1.3
+    """A rank that is slower than the median rank by this factor is named."""

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from forge import compat
 from forge.checkpoint import Checkpoints
 from forge.config import Config, Degrees
 from forge.data.build import build_dataset, build_tokenizer, build_validation, input_fingerprints
@@ -27,11 +28,13 @@ from forge.parallel.execute import ParallelModel
 from forge.parallel.mesh import Meshes, make_meshes
 from forge.parallel.world import World, on_every_rank
 from forge.resilience.signals import StopSignals
+from forge.resilience.watchdog import patience
 from forge.train.loop import Training
 from forge.train.recorder import Recorder
 from forge.train.report import Reporter
 from forge.train.save import Saver
 from forge.train.state import Progress
+from forge.train.watch import Phases
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +50,7 @@ class Job:
     reporter: Reporter
     signals: StopSignals
     memory: MemoryReport
+    phases: Phases
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,7 @@ def build(job: Job) -> Built:
     """Meshes, a freshly initialised model and its optimizer. Collective."""
     config = job.config
     meshes = make_meshes(job.degrees, job.world.device.type)
+    compat.raise_timeouts(patience(config.resilience))
     model = build_parallel_model(config, meshes, job.world.device)
     optimizer = build_optimizer(model.shards, config)
     job.memory.take_in(model.shards, optimizer.tensors())
@@ -140,6 +145,7 @@ def assemble(
             job.reporter.events,
         ),
         signals=job.signals,
+        phases=job.phases,
         collector=stack.enter_context(Collector(config.train.gc_interval)),
         watchers=[
             job.memory,

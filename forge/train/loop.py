@@ -23,7 +23,7 @@ from forge.train.evaluate import evaluate, write_sample
 from forge.train.recorder import Recorder, StepFacts
 from forge.train.save import Saver
 from forge.train.state import Progress
-from forge.train.watch import Watcher
+from forge.train.watch import Phases, Watcher
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +44,7 @@ class Training:
     recorder: Recorder
     saver: Saver
     signals: StopSignals
+    phases: Phases
     collector: Collector
     watchers: list[Watcher]
 
@@ -58,14 +59,18 @@ class Training:
                 watcher.after_step(step)
             self.after_step()
         self.recorder.flush()
-        self.saver.save_and_wait()
+        with self.phases.during("save", self.progress.step):
+            self.saver.save_and_wait()
+        self.phases.enter("end")
         return self.progress.step >= self.config.train.steps
 
     def step(self) -> None:
         """One optimizer step. Nothing in it waits for the device."""
         began = time.perf_counter()
-        batch = next(self.batches)
         step = self.progress.step + 1
+        self.phases.enter("data", step)
+        batch = next(self.batches)
+        self.phases.enter("step", step)
         fault_point("step", step)
         lr = learning_rate(
             self.config.schedule, lr=self.config.optimizer.lr, step=step, steps=self.config.train.steps
@@ -93,12 +98,15 @@ class Training:
         last = step == config.train.steps
         if self.validation and _due(config.evaluate.interval, step, last):
             self.recorder.flush()
-            self.evaluate(step)
+            with self.phases.during("evaluation", step):
+                self.evaluate(step)
         if self.tokenizer is not None and _due(config.evaluate.sample_interval, step, last):
-            self.sample(step, self.tokenizer)
+            with self.phases.during("evaluation", step):
+                self.sample(step, self.tokenizer)
         if not last and _due(config.checkpoint.interval, step, last):
             self.recorder.flush()
-            self.saver.save()
+            with self.phases.during("save", step):
+                self.saver.save()
         self.saver.poll()
         self.collector.collect(step)
 

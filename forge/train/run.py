@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from forge import compat
 from forge.checkpoint import Checkpoints
 from forge.config import Config, Degrees, to_toml
-from forge.errors import FAILED, FINISHED, STOPPED, UserError
+from forge.errors import FINISHED, STOPPED, UserError
 from forge.observe.files import replace_atomically
 from forge.observe.log import setup_logging
 from forge.observe.memory_report import MemoryReport
@@ -20,10 +21,13 @@ from forge.observe.metrics import MetricsLog
 from forge.observe.run_directory import RunDirectory
 from forge.parallel.world import World, on_first_rank
 from forge.resilience.signals import StopSignals
+from forge.resilience.watchdog import Watchdog, bounds, patience
 from forge.train.assemble import Built, Job, assemble, build, open_checkpoints, open_inputs
+from forge.train.last_words import LastWords
 from forge.train.report import Reporter
 from forge.train.resume import Origin, check_inputs, find_origin, load_origin, load_weights
 from forge.train.state import Progress
+from forge.train.watch import Phases
 
 log = logging.getLogger(__name__)
 
@@ -43,16 +47,20 @@ def run(config: Config, degrees: Degrees, world: World) -> int:
 
 def _run_in(directory: RunDirectory, config: Config, degrees: Degrees, world: World) -> int:
     setup_logging(world.rank, directory.logs)
-    reporter = Reporter(directory, world)
+    compat.raise_timeouts(patience(config.resilience))
+    reporter, phases = Reporter(directory, world), Phases()
     memory = MemoryReport(world.device, reporter.event)
+    last_words = LastWords(reporter, world, directory.logs)
+    watchdog = Watchdog(bounds(config.resilience), directory.logs, world.rank, last_words.of_watchdog)
     try:
-        with StopSignals(speak=world.rank == 0) as signals, memory.explaining(config, degrees):
-            finished = _train(Job(config, degrees, world, directory, reporter, signals, memory))
+        with StopSignals(speak=world.rank == 0) as signals, watchdog, memory.explaining(config, degrees):
+            phases.listen(watchdog.enter)
+            finished = _train(Job(config, degrees, world, directory, reporter, signals, memory, phases))
     except UserError as error:
         reporter.ended("failed", str(error), error.exit_code)
         raise
     except BaseException as error:
-        reporter.ended("failed", f"{type(error).__name__}: {error}", FAILED)
+        last_words.of_error(error, phases)
         raise
     if finished:
         reporter.ended("finished", "all steps done", FINISHED)

@@ -73,9 +73,7 @@ ON = {
     "parallel.pp": ["2"],
     "parallel.ep": ["2"],
     "parallel.shard_optimizer_over": ["dp"],
-    "resilience.step_timeout_s": ["600"],
     "resilience.time_limit_s": ["0.5"],
-    "resilience.max_rollbacks": ["1"],
 }
 
 

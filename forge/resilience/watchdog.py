@@ -1,0 +1,155 @@
+"""Ends a process that hangs, after it has written down where.
+
+PyTorch's own timeouts end a collective that waits; they know nothing of a rank that sleeps, a file system that does not
+answer or a compiler that never ends, and they leave no stacks. This thread knows what the process is doing and how long
+that may take. Every rank has one and all hang together, so all stacks are written at about the same time.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from forge import compat
+from forge.config.training import Resilience
+from forge.errors import WATCHDOG
+
+log = logging.getLogger(__name__)
+
+# A process whose interpreter lock never comes free cannot run our thread; C code writes its stacks this much later.
+NET_S = 30.0
+
+
+def bounds(config: Resilience) -> dict[str, tuple[float, str]]:
+    """How many seconds each phase of a run may take (0: for ever), and the key that says so."""
+    keys = {
+        "set-up": "setup_timeout_s",
+        "first step": "first_step_timeout_s",
+        "data": "step_timeout_s",
+        "step": "step_timeout_s",
+        "evaluation": "evaluate_timeout_s",
+        "save": "save_timeout_s",
+        "end": "save_timeout_s",
+    }
+    return {phase: (getattr(config, key), f"resilience.{key}") for phase, key in keys.items()}
+
+
+def patience(config: Resilience) -> float:
+    """Seconds that a collective may wait: longer than any phase, for the watchdog knows more and is to come first.
+
+    What it cannot see, PyTorch's own timeout then ends.
+    """
+    usual = 1800.0
+    return max(seconds or usual for seconds, _ in bounds(config).values()) + 2 * NET_S
+
+
+class Watchdog:
+    """Context manager in whose body each phase must end within its bound, else the process exits with code 76.
+
+    bounds: phase -> (seconds, the key that says so); a phase without one, or with 0 seconds, may take for ever. At the
+    end of a bound `stacks-rank-R.txt` (Python stacks of all threads) and `collectives-rank-R` (PyTorch's flight recorder,
+    for `torchfrtrace FOLDER --prefix collectives-rank-`) go to `folder`, then `last_words(reason, step)` is called, in a
+    thread of its own: it may write, or wait for other ranks, for at most `grace_s` seconds.
+    """
+
+    def __init__(
+        self,
+        bounds: Mapping[str, tuple[float, str]],
+        folder: Path,
+        rank: int,
+        last_words: Callable[[str, int], None],
+        grace_s: float = 10.0,
+    ):
+        self._bounds, self._folder, self._rank = bounds, folder, rank
+        self._last_words, self._grace_s = last_words, grace_s
+        # One tuple, replaced at once: phase, step, when it began, when it must have ended.
+        self._phase = ("", 0, 0.0, math.inf)
+        self._waits_until = math.inf
+        self._wake = threading.Event()
+        self._closed = False
+        self._expired = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def enter(self, phase: str, step: int) -> None:
+        """The process begins with `phase` (of `step`), and has ended the one before."""
+        seconds = self._bounds.get(phase, (0.0, ""))[0]
+        began = time.monotonic()
+        deadline = began + (seconds or math.inf)
+        self._phase = (phase, step, began, deadline)
+        if deadline < self._waits_until:
+            self._wake.set()
+
+    @property
+    def expired(self) -> bool:
+        """Whether the process is being ended."""
+        return self._expired.is_set()
+
+    def wait_for_end(self) -> None:
+        """Do not return if the process is being ended: an error that a peer's end causes must not be quicker."""
+        while self.expired:
+            time.sleep(1)
+
+    def __enter__(self) -> Watchdog:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wait_for_end()
+        self._closed = True
+        self._wake.set()
+        self._thread.join()
+        faulthandler.cancel_dump_traceback_later()
+
+    def _watch(self) -> None:
+        while not self._closed:
+            phase, step, began, deadline = self._phase
+            now = time.monotonic()
+            if now >= deadline:
+                return self._end(phase, step, now - began)
+            self._waits_until = deadline
+            if self._phase[3] < deadline:
+                continue  # a sooner one came between the two lines above and has woken nobody
+            if deadline < math.inf:
+                _throw_net(deadline - now + NET_S)
+                self._wake.wait(deadline - now)
+            else:
+                faulthandler.cancel_dump_traceback_later()
+                self._wake.wait()
+            self._wake.clear()
+
+    def _end(self, phase: str, step: int, seconds: float) -> None:
+        self._expired.set()
+        faulthandler.cancel_dump_traceback_later()
+        bound, key = self._bounds[phase]
+        reason = f"{phase} of step {step}" if step else phase
+        reason = f"{reason} has taken {seconds:.1f} s, and {key} = {bound:g}"
+        # Whatever hangs may hang the writing too (a file system, a lock of the logging).
+        speaker = threading.Thread(target=self._speak, args=(reason, step), name="last-words", daemon=True)
+        speaker.start()
+        speaker.join(self._grace_s)
+        os._exit(WATCHDOG)
+
+    def _speak(self, reason: str, step: int) -> None:
+        try:
+            log.error("%s; the watchdog ends this process. Stacks of every rank: %s", reason, self._folder)
+            with open(self._folder / f"stacks-rank-{self._rank}.txt", "w") as file:
+                print(f"rank {self._rank}: {reason}\n", file=file, flush=True)
+                faulthandler.dump_traceback(file)
+            record = compat.flight_record()
+            if record is not None:
+                (self._folder / f"collectives-rank-{self._rank}").write_bytes(record)
+        finally:
+            self._last_words(reason, step)
+
+
+def _throw_net(seconds: float) -> None:
+    # Not sys.stderr: a test runner's has no file descriptor.
+    if sys.__stderr__ is not None:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)

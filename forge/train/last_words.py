@@ -1,0 +1,68 @@
+"""What a rank says when the run ends against its will: which rank and step, and who did not live to tell."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from forge import compat
+from forge.errors import FAILED, WATCHDOG
+from forge.observe.events import utc_now
+from forge.parallel.world import World, on_first_rank
+from forge.resilience.roll_call import RollCall
+from forge.train.report import Reporter
+from forge.train.watch import Phases
+
+log = logging.getLogger(__name__)
+
+# Ranks hang, and fail for each other, within a step of each other; torchrun gives them 30 s before it kills them.
+PATIENCE_S = 8.0
+
+
+class LastWords:
+    """For all ranks of one start of a run; to be made by all of them together."""
+
+    def __init__(self, reporter: Reporter, world: World, logs: Path):
+        self._reporter, self._world, self._logs = reporter, world, logs
+        start = on_first_rank(utc_now)
+        self._roll_call = RollCall(compat.meeting_store(), world.rank, world.size, f"roll-call-{start}")
+
+    def of_watchdog(self, reason: str, step: int) -> None:
+        """The watchdog ends this process."""
+        if self._world.rank == 0:
+            self._reporter.ended("failed", f"{reason}; stacks of every rank are in {self._logs}", WATCHDOG)
+        # All ranks wait, so that none is torn down by another's end before it has written its stacks.
+        cause = self._call(reason, quiet_s=PATIENCE_S)
+        if self._world.rank == 0:
+            self._reporter.event("watchdog", step=step, reason=reason, cause=cause)
+
+    def of_error(self, error: BaseException, phases: Phases) -> None:
+        """`error` ends the run on this rank."""
+        phase, step = phases.now
+        trouble = f"{phase} of step {step}" if step else phase
+        trouble = f"{trouble}: {type(error).__name__}: {error}"
+        log.error("rank %d fails in %s", self._world.rank, trouble)
+        cause = self._call(trouble, quiet_s=1.0)
+        self._reporter.ended("failed", cause or trouble, FAILED)
+
+    def _call(self, trouble: str, quiet_s: float) -> str:
+        """Who did not answer or failed first, as a sentence; empty in a world of one."""
+        if self._world.size == 1:
+            return ""
+        try:
+            first = self._roll_call.answer(trouble)
+            missing = self._roll_call.missing(PATIENCE_S, quiet_s)
+        except Exception as error:
+            cause = f"the store through which the ranks met is gone, and with it the process that held it: {error}"
+        else:
+            cause = f"the first to fail was {first}"
+            if missing:
+                cause = f"no answer from {_ranks(missing)}, killed or hung; {cause}"
+        if self._world.rank < 2:  # two, because one of them may be the dead one
+            log.error("%s", cause)
+        return cause
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

@@ -1,0 +1,49 @@
+"""Ranks that hang, die or crawl: the others do not wait for ever, and the log names who it was."""
+
+import signal
+import time
+
+import pytest
+
+from tests.end_to_end.runs import Run
+
+LONG = ["--train.steps=100000", "--checkpoint.interval=0"]
+
+
+@pytest.mark.parametrize("asleep", [0, 1])
+def test_h1_a_rank_that_sleeps_for_ever_ends_the_run_with_the_stacks_of_all(tmp_path, asleep: int) -> None:
+    run = Run(tmp_path, *LONG, "--resilience.step_timeout_s=3")
+    began = time.monotonic()
+    assert run.start(world=2, fault=f"step:5:{asleep}:sleep").join(60) == [76, 76]
+    assert time.monotonic() - began < 40
+    stacks = [(run.path / "logs" / f"stacks-rank-{rank}.txt").read_text() for rank in range(2)]
+    assert "fault_point" in stacks[asleep] and "fault_point" not in stacks[1 - asleep]
+    assert "count_tokens" in stacks[1 - asleep]
+    status = run.status()
+    assert status["state"] == "failed" and status["exit_code"] == 76
+    assert "step 5" in status["reason"] and "resilience.step_timeout_s = 3" in status["reason"]
+    assert [event["step"] for event in run.events() if event["event"] == "watchdog"] == [5]
+
+
+def test_h1_the_same_command_goes_on_after_the_watchdog_as_if_nothing_had_been(tmp_path) -> None:
+    whole, hung = Run(tmp_path / "whole"), Run(tmp_path / "hung", "--resilience.step_timeout_s=3")
+    assert whole() == 0
+    assert hung(fault="step:7:0:sleep") == 76
+    assert hung() == 0
+    assert hung.metrics() == whole.metrics()
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_k1_survivors_of_a_killed_rank_end_soon_and_the_log_names_rank_and_step(tmp_path, dead: int) -> None:
+    run = Run(tmp_path, *LONG, "--train.global_batch_size=6")
+    began = time.monotonic()
+    codes = run.start(world=3, fault=f"step:7:{dead}").join(60)
+    assert codes[dead] == -signal.SIGKILL
+    assert all(code not in (0, -signal.SIGKILL) for rank, code in enumerate(codes) if rank != dead)
+    assert time.monotonic() - began < 30
+    log = run.log(1 - dead)
+    assert f"rank {1 - dead} fails in step of step 7" in log
+    # Rank 0 holds the store through which the ranks meet; torchrun's agent would outlive it.
+    assert f"no answer from rank {dead}" in log or (dead == 0 and "is gone" in log)
+    if dead:
+        assert f"no answer from rank {dead}" in run.status()["reason"]
