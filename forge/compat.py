@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,47 @@ all_gather_single: Callable[..., Tensor] = (
 reduce_scatter_single: Callable[..., Tensor] = (
     getattr(collectives, "reduce_scatter_single", None) or collectives.reduce_scatter_tensor
 )
+
+
+def reduce_scatter_into(part: Tensor, whole: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Sum `whole` `[ranks * n]` over the ranks of `group` into `part` `[n]`, which may be a view of it; does not wait."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return scatter(part, whole, group=group, async_op=True)
+
+
+def all_gather_into(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Every rank's `part` `[n]` into `whole` `[ranks * n]`, of which `part` may be a view; does not wait."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(whole, part, group=group, async_op=True)
+
+
+def side_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A CUDA stream for what goes on beside the computation; None on the CPU, which has threads for that."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
+@contextmanager
+def communication_memory(
+    device: torch.device, groups: Sequence[dist.ProcessGroup], *, symmetric: bool
+) -> Iterator[None]:
+    """What is allocated inside is known to NCCL as symmetric memory, at the same place on every rank of `groups`.
+
+    Its kernels then need fewer multiprocessors. Needs CUDA, and is collective, if `symmetric`; else nothing happens.
+    """
+    if not (symmetric and groups):
+        yield
+        return
+    backends = [group._get_backend(device) for group in groups]
+    pool = torch.cuda.MemPool(backends[0].mem_allocator)
+    _POOLS.append(pool)
+    with torch.cuda.use_mem_pool(pool, device):
+        yield
+    for backend in backends:
+        backend.register_mem_pool(pool, symm=True)
+
+
+# Pools of symmetric memory; they end with the process.
+_POOLS: list[Any] = []
 
 
 def training_device(local_rank: int) -> torch.device:

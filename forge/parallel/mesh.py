@@ -66,6 +66,8 @@ def make_meshes(degrees: Degrees, device_type: str) -> Meshes:
         mesh_dim_names=("pp", "dp_replicate", "dp_shard", "cp", "tp"),
     )
     replicated = degrees.dp_replicate > 1
+    loss = parameters["dp_replicate", "dp_shard_cp"]._flatten("dp_cp").get_group()
+    stage = parameters["dp_replicate", "dp_shard_cp", "tp"]._flatten("stage").get_group()
     return Meshes(
         degrees=degrees,
         fsdp=parameters["dp_replicate", "dp_shard_cp"] if replicated else parameters["dp_shard_cp"],
@@ -74,12 +76,15 @@ def make_meshes(degrees: Degrees, device_type: str) -> Meshes:
         ep=experts["ep"],
         cp=data.get_group("cp"),
         sequence=data["cp", "tp"]._flatten("cp_tp").get_group(),
-        loss=parameters["dp_replicate", "dp_shard_cp"]._flatten("dp_cp").get_group(),
-        stage=parameters["dp_replicate", "dp_shard_cp", "tp"]._flatten("stage").get_group(),
+        loss=loss,
+        stage=stage,
         copies={
             ("dp_replicate",): parameters.get_group("dp_replicate"),
             ("tp",): parameters.get_group("tp"),
             ("dp_replicate", "tp"): parameters["dp_replicate", "tp"]._flatten("dp_replicate_tp").get_group(),
+            ("dp_replicate", "dp_shard_cp"): loss,
+            ("dp_replicate", "dp_shard_cp", "tp"): stage,
+            ("dp_replicate", "ep_shard"): experts["dp_replicate", "ep_shard"]._flatten("edp").get_group(),
         },
         data_rank=data.get_local_rank("dp_replicate") * degrees.dp_shard + data.get_local_rank("dp_shard"),
     )
