@@ -34,6 +34,7 @@ from forge.train.loop import Training
 from forge.train.recorder import Recorder
 from forge.train.save import Saver
 from forge.train.state import Progress
+from forge.train.watch import Phases
 
 # Learnable data without a file; no schedule, so that a loss falls within a few steps; no pauses of any kind.
 LEARNABLE = (
@@ -111,6 +112,7 @@ class ForgeLoop:
                 self.checkpoints, config, meshes, model, optimizer, progress, tokenizer, inputs, None
             ),
             signals=StopSignals(speak=False),
+            phases=Phases(),
             # The contenders share one interpreter, so its garbage collector stays as it is for all of them.
             collector=self._stack.enter_context(Collector(0)),
             watchers=[],
