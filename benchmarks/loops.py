@@ -16,23 +16,20 @@ from torch.nn import functional as F
 
 from forge.checkpoint import Checkpoints
 from forge.config import Config, check_world, load_config
-from forge.data.build import build_dataset, build_tokenizer, input_fingerprints
+from forge.data.build import build_dataset
 from forge.data.loader import Batch, Loader
-from forge.model import IGNORE, flops_per_token
-from forge.observe.collector import Collector
+from forge.model import IGNORE
 from forge.observe.hardware import peak_flops
-from forge.observe.metrics import MetricsLog
-from forge.optim import build_optimizer
-from forge.parallel.build import build_meta_model, build_parallel_model
+from forge.observe.memory_report import MemoryReport
+from forge.observe.run_directory import RunDirectory
+from forge.parallel.build import build_meta_model
 from forge.parallel.fsdp import DTYPES
 from forge.parallel.initialize import initialize
-from forge.parallel.mesh import make_meshes
 from forge.parallel.world import World, join
 from forge.resilience.signals import StopSignals
 from forge.shard import Box, Shard
-from forge.train.loop import Training
-from forge.train.recorder import Recorder
-from forge.train.save import Saver
+from forge.train.assemble import Job, assemble, build, open_inputs
+from forge.train.report import Reporter
 from forge.train.state import Progress
 from forge.train.watch import Phases
 
@@ -47,6 +44,10 @@ LEARNABLE = (
     "--evaluate.sample_interval=0",
     "--checkpoint.interval=0",
     "--metrics.tensorboard=false",
+    # So that the last losses in the table are of the same step.
+    "--metrics.log_interval=1",
+    # The contenders share one interpreter, so its garbage collector stays as it is for all of them.
+    "--train.gc_interval=0",
 )
 
 
@@ -64,58 +65,26 @@ def alone() -> World:
 
 
 class ForgeLoop:
-    """forge's training loop as `train.py` puts it together: loader, step, metrics; without a run directory's locks.
+    """forge's training loop as `train.py` puts it together, without taking the run directory, `folder`, for itself.
 
-    `training` is the loop itself, `checkpoints` where its saver writes (`folder`/checkpoints).
+    `training` is the loop itself, `checkpoints` where its saver writes.
     """
 
     def __init__(self, name: str, config: Config, folder: Path, mode: str = "async"):
         self.name, self.config = name, config
         world = alone()
         degrees = check_world(config, world.size)
-        meshes = make_meshes(degrees, world.device.type)
-        dataset, tokenizer = build_dataset(config), build_tokenizer(config)
-        model = build_parallel_model(config, meshes, world.device)
-        optimizer = build_optimizer(model.shards, config)
-        progress = Progress()
+        directory = RunDirectory(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        self._metrics = folder / "metrics.jsonl"
+        reporter = Reporter(directory, world)
+        memory = MemoryReport(world.device, reporter.event)
+        signals = StopSignals(speak=False)
+        job = Job(config, degrees, world, directory, reporter, signals, memory, Phases())
+        self._metrics = directory.metrics
         self._stack = ExitStack()
-        self.checkpoints = Checkpoints(folder / "checkpoints", keep_last=1, mode=mode)  # type: ignore[arg-type]
-        metrics = MetricsLog(self._metrics)
-        flops = flops_per_token(config.model, config.train.seq_len)
-        recorder = Recorder(
-            config, progress, world.device, world.size, flops, metrics, None, lambda step: None
-        )
-        batches = Loader(
-            dataset,
-            global_batch_size=config.train.global_batch_size,
-            rank=0,
-            ranks=1,
-            device=world.device,
-            prefetch=config.data.prefetch,
-        )
-        self._stack.callback(batches.close)
-        inputs = input_fingerprints(dataset, tokenizer)
-        self.training = Training(
-            config=config,
-            meshes=meshes,
-            device=world.device,
-            model=model,
-            optimizer=optimizer,
-            progress=progress,
-            batches=batches,
-            validation={},
-            tokenizer=tokenizer,
-            recorder=recorder,
-            saver=Saver(
-                self.checkpoints, config, meshes, model, optimizer, progress, tokenizer, inputs, None
-            ),
-            signals=StopSignals(speak=False),
-            phases=Phases(),
-            # The contenders share one interpreter, so its garbage collector stays as it is for all of them.
-            collector=self._stack.enter_context(Collector(0)),
-            watchers=[],
+        self.checkpoints = Checkpoints(directory.checkpoints, keep_last=1, mode=mode)  # type: ignore[arg-type]
+        self.training = assemble(
+            job, self.checkpoints, open_inputs(config), build(job), Progress(), self._stack
         )
 
     def step(self) -> None:
