@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
+
+Kind: TypeAlias = Literal["dense", "expert", "router"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Shard:
     boxes: tuple[Box, ...]
     parameter: Tensor
     replicas: ProcessGroup | None = None
-    kind: Literal["dense", "expert", "router"] = "dense"
+    kind: Kind = "dense"
 
     @property
     def data(self) -> Tensor:

@@ -46,7 +46,6 @@ UNBUILT = (
         "parallel.data_parallel", "this engine", lambda c: c.parallel.data_parallel != "fsdp2", "use fsdp2"
     ),
     Unbuilt("parallel.pp", "pipeline parallelism", lambda c: c.parallel.pp > 1, "use 1"),
-    Unbuilt("parallel.ep", "expert parallelism", lambda c: c.parallel.ep > 1, "use 1"),
     Unbuilt(
         "parallel.shard_optimizer_over",
         "sharding the optimizer over replicas",
@@ -85,28 +84,42 @@ def _tensor(config: Config) -> Iterator[Problem]:
     if tp == 1:
         return
     if parallel.tp_plan == "auto" and not parallel.tp_plan_styles:
-        for key, what in (
-            ("n_heads", "query heads"),
-            ("n_kv_heads", "key/value heads"),
-            ("ffn_dim", "features"),
-        ):
+        shared = [("n_heads", "query heads"), ("n_kv_heads", "key/value heads")]
+        moe = model.moe
+        if moe is None or moe.n_dense_layers:
+            shared.append(("ffn_dim", "features"))
+        for key, what in shared:
             size = getattr(model, key)
             if size % tp:
                 yield Problem(
                     ("parallel.tp", f"model.{key}"),
                     f"must divide model.{key} = {size}, whose {what} the ranks share; use {_divisors(size)}",
                 )
+        if moe is not None and moe.n_shared_experts * moe.expert_dim % tp:
+            yield Problem(
+                ("parallel.tp", "model.moe.n_shared_experts", "model.moe.expert_dim"),
+                f"must divide n_shared_experts * expert_dim = {moe.n_shared_experts} * {moe.expert_dim}, the features of "
+                f"the shared experts; use {_divisors(moe.n_shared_experts * moe.expert_dim)}",
+            )
     if parallel.tp_plan != "auto" and parallel.tp_plan_styles:
         yield Problem(
             ("parallel.tp_plan", "parallel.tp_plan_styles"),
             "is a plan, and parallel.tp_plan_styles is another; leave one out",
         )
     pieces, seq_len = parallel.cp * tp, config.train.seq_len
-    if parallel.sequence_parallel and seq_len % pieces:
+    lower = seq_len // pieces * pieces
+    nearest = f"{lower or pieces} or {lower + pieces}"
+    if model.moe is not None and seq_len % pieces:
+        yield Problem(
+            ("train.seq_len", "parallel.tp", "parallel.cp", "model.moe"),
+            f"must be a multiple of cp * tp = {parallel.cp} * {tp} = {pieces}, whose ranks each route a piece of the "
+            f"sequence; use {nearest}",
+        )
+    elif parallel.sequence_parallel and seq_len % pieces:
         yield Problem(
             ("parallel.sequence_parallel", "parallel.tp", "parallel.cp", "train.seq_len"),
             f"needs train.seq_len = {seq_len} to be a multiple of cp * tp = {parallel.cp} * {tp} = {pieces}; use "
-            f"{seq_len // pieces * pieces or pieces} or {seq_len // pieces * pieces + pieces}, or false",
+            f"{nearest}, or false",
         )
     if -(-model.vocab_size // tp) * (tp - 1) >= model.vocab_size:
         yield Problem(

@@ -46,7 +46,8 @@ class Parallel(Section):
     context: Literal["allgather", "ulysses", "ring"] = "allgather"
     """With cp: how a query reaches keys on other ranks."""
     reshard_after_forward: Literal["auto", "always", "never"] | Positive = "auto"
-    """Free gathered parameters after forward. A number: keep them sharded over that many ranks only."""
+    """Free gathered parameters after forward. A number: keep them sharded over that many ranks only;
+    experts are freed."""
     shard_optimizer_over: Literal["dp_shard", "dp"] = "dp_shard"
     """Ranks that share the optimizer state: those of one copy, or of all copies."""
     prefetch: Count = 1

@@ -35,15 +35,18 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, shared: Shared) -> Tensor:
         """x `[batch, seq, dim]` -> `[batch, seq, dim]`."""
-        x = self.attend(x, shared)
-        normed = self.ffn_norm(x)
-        if isinstance(self.feed_forward, MoE):
-            return x + self.feed_forward(normed, shared.labels)
-        return x + self.feed_forward(normed)
+        return self.feed(self.attend(x, shared), shared)
 
     def attend(self, x: Tensor, shared: Shared) -> Tensor:
         """The first half."""
         return x + self.attention(self.attention_norm(x), shared)
+
+    def feed(self, x: Tensor, shared: Shared) -> Tensor:
+        """The second half."""
+        normed = self.ffn_norm(x)
+        if isinstance(self.feed_forward, MoE):
+            return x + self.feed_forward(normed, shared.labels)
+        return x + self.feed_forward(normed)
 
 
 class Transformer(nn.Module):

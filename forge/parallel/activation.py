@@ -7,6 +7,7 @@
 
 What is wrapped is a module's forward, not the module, so parameters keep their names. Hooks on the wrapped
 module itself (FSDP's, and tensor parallelism's on a child) run outside: what they gather is not gathered again.
+A block with a mixture of experts is selective half by half, because only its first half can be compiled.
 """
 
 from __future__ import annotations
@@ -17,12 +18,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from forge.config import Config
 from forge.config.keys import nearest
 from forge.errors import UserError
-from forge.model import Transformer
+from forge.model import MoE, Transformer
 from forge.parallel.mesh import Meshes
 from forge.parallel.order import take_step
 
@@ -51,6 +57,7 @@ COLLECTIVES = (
     "_c10d_functional.all_to_all_single",
     "_c10d_functional.all_reduce",
 )
+MARKS = ("profiler._record_function_enter_new", "profiler._record_function_exit")
 # What float8 scales with: a handful of numbers that cost a pass over a whole activation each.
 SCALES = ("aten.max", "aten.amax")
 
@@ -66,15 +73,20 @@ def apply_activation(model: Transformer, config: Config, meshes: Meshes) -> None
     if chosen.mode not in ("full", "selective"):
         return
     context = selective_context if chosen.mode == "selective" else None
+    # Selective checkpointing does not let recomputation issue more operations than forward did, and counts the profiler's
+    # marks, of which FSDP sets more in recomputation around a unit that lies inside.
+    SAC_IGNORED_OPS.update(overload for name in MARKS for overload in _overloads(name))
     blocks = [block for name, block in model.layers.items() if int(name) % chosen.every == 0]
     targets = _children(blocks, chosen.modules) if chosen.modules else blocks
     for module in targets:
-        recompute(module, context)
+        mixed = isinstance(getattr(module, "feed_forward", None), MoE)
+        for method in ("attend", "feed") if mixed and context is not None else ("forward",):
+            recompute(module, context, method)
 
 
-def recompute(module: nn.Module, context: Callable[[], Any] | None = None) -> None:
+def recompute(module: nn.Module, context: Callable[[], Any] | None = None, method: str = "forward") -> None:
     """Make `module` forget its activations in forward and compute them again in backward; `context` may keep some."""
-    module.forward = Recomputed(module.forward, context)  # type: ignore[method-assign]
+    setattr(module, method, Recomputed(getattr(module, method), context))
 
 
 class Recomputed:

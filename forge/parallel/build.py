@@ -11,6 +11,7 @@ from forge.parallel.compile import apply_compile
 from forge.parallel.context import SequenceSplit, apply_context
 from forge.parallel.data import DataParallel, apply_data_parallel
 from forge.parallel.execute import SequentialModel
+from forge.parallel.expert import apply_expert
 from forge.parallel.float8 import apply_float8
 from forge.parallel.initialize import initialize
 from forge.parallel.mesh import Meshes
@@ -39,6 +40,7 @@ def apply_layout(model: Transformer, config: Config, meshes: Meshes) -> DataPara
     """Change `model`, on the meta device, in place into this rank's part of it, without memory yet. Collective."""
     apply_context(model, config, meshes)
     apply_tensor(model, config, meshes)
+    apply_expert(model, config, meshes)
     apply_float8(model, config, meshes)
     apply_activation(model, config, meshes)
     apply_compile(model, config)

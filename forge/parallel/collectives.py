@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -50,6 +51,43 @@ def sum_to_all(x: Tensor, mesh: DeviceMesh) -> Tensor:
 def own_piece(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """This rank's piece of a sequence that is equal on all ranks."""
     return _Paired.apply(x, mesh, _own_piece, _all_gather)
+
+
+def piece_of(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """This rank's piece of a sequence that is equal on all ranks and has no gradient."""
+    return _own_piece(x, mesh)
+
+
+def sum_over(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sum over the ranks of `group`, on each; has no gradient."""
+    return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", group))
+
+
+def exchange(x: Tensor, receives: list[int], sends: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Rows to other ranks: of x `[sum(sends), ...]` the first sends[0] go to rank 0, ...; `[sum(receives), ...]` by rank."""
+    return _Exchange.apply(x, receives, sends, group)
+
+
+def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """counts `[ranks, ...]`: `[r]` goes to rank r, and the result's `[r]` came from there. Has no gradient."""
+    return functional.wait_tensor(functional.all_to_all_single(counts.contiguous(), None, None, group))
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, receives: list[int], sends: list[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.receives, ctx.sends, ctx.group = receives, sends, group
+        return _exchange(x, receives, sends, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return _exchange(grad, ctx.sends, ctx.receives, ctx.group), None, None, None
+
+
+def _exchange(x: Tensor, receives: list[int], sends: list[int], group: dist.ProcessGroup) -> Tensor:
+    return functional.wait_tensor(functional.all_to_all_single(x.contiguous(), receives, sends, group))
 
 
 class _Paired(torch.autograd.Function):

@@ -2,6 +2,8 @@
 
 The forward of a block is compiled, not the block: parameters keep their names, and the hooks of data parallelism,
 which comes later, stay outside of the graph. A graph that would break is an error, never a silent loss of speed.
+Of a block with a mixture of experts the attention half is one graph and the shared experts are another: how many rows
+go to an expert is known only when they do, so routing and dispatch are not compiled.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from forge.config import Config
 from forge.config.keys import nearest
 from forge.errors import UserError
-from forge.model import Transformer
+from forge.model import MoE, Transformer
 from forge.parallel.activation import Recomputed
 from forge.parallel.order import take_step
 
@@ -35,7 +37,9 @@ def apply_compile(model: Transformer, config: Config) -> None:
     compiled = functools.partial(torch.compile, backend=chosen.backend, fullgraph=True)
     if chosen.enabled:
         for block in model.layers.values():
-            if isinstance(block.forward, Recomputed) and block.forward.whole:
+            if isinstance(block.feed_forward, MoE):
+                _compile_around_experts(block, compiled)
+            elif isinstance(block.forward, Recomputed) and block.forward.whole:
                 # Nothing of it is kept, so the compiler gains nothing from seeing the checkpoint; and inside one PyTorch
                 # 2.13 fails to trace tensor parallelism with SDPA (it saves a DeviceMesh for backward).
                 block.forward.forward = compiled(block.forward.forward)
@@ -46,6 +50,14 @@ def apply_compile(model: Transformer, config: Config) -> None:
             first.forward = waiting(first.forward)
     if chosen.loss:
         _compile_loss(model.loss, compiled)
+
+
+def _compile_around_experts(block: Any, compiled: functools.partial[Any]) -> None:
+    block.attend = compiled(block.attend)
+    shared = block.feed_forward.shared
+    if shared is not None:
+        # The whole call, so that what tensor parallelism hooked onto it is inside.
+        shared.compile(**compiled.keywords)
 
 
 def waiting(forward: Callable[..., Any]) -> Callable[..., Any]:

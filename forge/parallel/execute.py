@@ -7,13 +7,14 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from forge.model import IGNORE
+from forge.model import IGNORE, Transformer
 from forge.parallel.context import SequenceSplit
 from forge.parallel.context.sequence import Sequences
 from forge.parallel.data import DataParallel
 from forge.parallel.mesh import Meshes
+from forge.parallel.routers import RouterReport, Routers
 from forge.parallel.tensor import open_shards, sum_open_gradients
 from forge.shard import Shard
 
@@ -48,8 +49,11 @@ class Sums:
 class ParallelModel(Protocol):
     """A model spread over ranks. Every method is collective; the loop calls them in the order given here."""
 
-    parts: list[nn.Module]
+    parts: list[Transformer]
     shards: list[Shard]
+    """The parameters."""
+    buffers: list[Shard]
+    """What else belongs into checkpoints: the balancing state of routers."""
 
     def count_tokens(self, batch: Batch) -> Tensor:
         """Number of valid labels in the global batch: a float64 device scalar, equal on all ranks."""
@@ -60,8 +64,8 @@ class ParallelModel(Protocol):
     def finalize_gradients(self) -> None:
         """Complete the sums of gradients across every axis that backward left open."""
 
-    def update_router(self, skip: Tensor) -> None:
-        """Move the balancing state of mixture-of-experts routers, unless the step is skipped (device scalar 1.0)."""
+    def update_router(self, skip: Tensor) -> RouterReport | None:
+        """Move the balancing state of all routers, unless the step is skipped (device scalar 1.0); None if there is none."""
 
     def after_update(self) -> None:
         """Make anew what derives from the parameters: after each optimizer step or load into a used model."""
@@ -84,7 +88,7 @@ class SequentialModel:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Transformer,
         engine: DataParallel,
         meshes: Meshes,
         split: SequenceSplit,
@@ -92,6 +96,8 @@ class SequentialModel:
     ):
         self.parts = [model]
         self.shards = engine.shards
+        self._routers = Routers(model, meshes)
+        self.buffers = self._routers.shards()
         self._model = model
         self._engine = engine
         self._group = meshes.loss
@@ -107,11 +113,13 @@ class SequentialModel:
     def forward_backward(self, batch: Batch, tokens: Tensor) -> Sums:
         microbatches = list(batch.microbatches(self._micro_batch_size))
         total = torch.zeros(3, dtype=torch.float64, device=batch.tokens.device)
+        # A batch without any valid token has loss 0 and gradient 0, not 0/0.
+        divisor = tokens.clamp(min=1)
+        self._model.set_loss_scale(1 / divisor)
         for index, micro in enumerate(microbatches):
             self._engine.begin_microbatch(last=index == len(microbatches) - 1)
             losses = self._model(*self._split.local_part(micro))
-            # A batch without any valid token has loss 0 and gradient 0, not 0/0.
-            (losses[0] / tokens.clamp(min=1).to(losses.dtype)).backward()
+            (losses[0] / divisor.to(losses.dtype)).backward()
             total += losses.detach()
         return Sums(torch.cat([self._over_ranks(total), tokens.reshape(1)]))
 
@@ -120,8 +128,8 @@ class SequentialModel:
         # Tensor parallelism leaves some sums open.
         sum_open_gradients(self._open, self._tp)
 
-    def update_router(self, skip: Tensor) -> None:
-        """A dense model has no router."""
+    def update_router(self, skip: Tensor) -> RouterReport | None:
+        return self._routers.update(skip)
 
     def after_update(self) -> None:
         self._engine.after_update()

@@ -27,6 +27,7 @@ from forge.config import Config
 from forge.config.keys import nearest
 from forge.config.layout import Precision
 from forge.errors import UserError
+from forge.model import Experts
 from forge.parallel.mesh import Meshes
 from forge.parallel.order import take_step
 from forge.shard import local
@@ -62,6 +63,8 @@ def apply_float8(model: nn.Module, config: Config, meshes: Meshes) -> None:
     chosen, left_out = choose_layers(model, config.precision.float8_exclude)
     gather = _gathers_in_float8(chosen, config, meshes)
     _log_choice(config.precision.float8, gather, chosen, left_out)
+    if any(isinstance(module, Experts) for module in model.modules()):
+        log.info("not in float8: routed experts, which multiply groups of rows in precision.compute")
     if not chosen:
         raise UserError(
             f"precision.float8 = {config.precision.float8}: no linear layer is left to convert; "

@@ -1,25 +1,29 @@
 """Fully sharded data parallelism, on PyTorch's FSDP2, at every degree including 1.
 
 Units: the embedding, every block, and the final norm with the head; a tied embedding is shared by both ends of the
-model and so belongs to the root. forge/parallel/precision.py divides a unit in which modules compute in different
-dtypes. Gradients are summed, never averaged: the loss is divided by the global number of tokens before backward, so a
-sum over ranks is the gradient (torch.distributed.fsdp.fully_shard: gradient divide factor).
+model and so belongs to the root. The routed experts of a layer are a unit inside its block, over other ranks: those
+that share one expert. forge/parallel/precision.py divides a unit in which modules compute in different dtypes.
+Gradients are summed, never averaged: the loss is divided by the global number of tokens before backward, so a sum over
+ranks is the gradient (torch.distributed.fsdp.fully_shard: gradient divide factor).
 
 Accumulation: each microbatch's gradient is reduce-scattered at once and held sharded in the storage dtype, so nothing
 of the model's full size waits for the last microbatch; with replicas the all-reduce over them happens only there.
 `parallel.defer_gradient_reduction` does the opposite: one reduction per step, and full-size gradients until then.
 A rank that shares its copy of the model with no other holds everything in full size anyway, so there gradients are
-added up as backward makes them, and parameters are cast once per step instead of once per microbatch.
+added up as backward makes them, and parameters are cast once per step instead of once per microbatch. A small model
+in a process by itself is one unit: nothing is gathered piece by piece there, and every unit costs hooks in each microbatch.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -28,10 +32,12 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Shard as Split
 
 from forge.config import Config
 from forge.errors import UserError
-from forge.model import Transformer
+from forge.model import Experts, Router, Transformer
+from forge.parallel.expert import parameter_kinds
 from forge.parallel.mesh import Meshes
 from forge.parallel.order import take_step
 from forge.parallel.precision import (
@@ -43,28 +49,31 @@ from forge.parallel.precision import (
     pinned_parameters,
     uniform_units,
 )
-from forge.shard import Box, Shard
+from forge.shard import Box, Kind, Shard, local
+
+# Parameters of the largest model that is one unit in a process by itself; bounds what its reduction holds at once.
+ONE_UNIT = 1 << 25
 
 
 @dataclass(frozen=True)
 class _Accumulation:
-    """What microbatches before the last one do with `units` (the root among them).
+    """What microbatches before the last one do with `unit`.
 
     defer: leave gradients unsharded and unreduced. keep: leave parameters gathered.
     """
 
-    units: tuple[FSDPModule, ...]
+    unit: FSDPModule
     defer: bool
     keep: bool
 
 
 def apply_fsdp(model: Transformer, config: Config, meshes: Meshes) -> None:
-    """Shard `model` (on the meta device) in place over `meshes.fsdp`.
+    """Shard `model` (on the meta device) in place over `meshes.fsdp`, its experts over `meshes.fsdp_experts`.
 
     Raises UserError if precision.fp32_modules cannot be followed.
     """
     take_step(model, "data")
-    groups, dtypes = plan_units(model, config)
+    groups, dtypes = plan_units(model, config, whole=meshes.fsdp.size() == 1 and _numel(model) <= ONE_UNIT)
     cast_at_borders(model, dtypes, DTYPES[config.precision.compute])
     if config.compile.enabled:
         _refuse_units_in_blocks(model, groups)
@@ -78,19 +87,21 @@ def apply_fsdp(model: Transformer, config: Config, meshes: Meshes) -> None:
         # Its backward adds to rows and never reads them.
         model.embedding.set_unshard_in_backward(False)
     _set_prefetch(model, sharded, config.parallel.prefetch)
-    alone = _shard_degree(meshes) == 1
-    defer = config.parallel.defer_gradient_reduction or alone
-    units = tuple(module for group in sharded for module in group)
-    model.__dict__["_forge_accumulation"] = _Accumulation(units, defer=defer, keep=alone)
+    model.__dict__["_forge_accumulation"] = [
+        _accumulation(module, unit, config, meshes)
+        for modules, units in zip(sharded, groups, strict=True)
+        for module, unit in zip(modules, units, strict=True)
+    ]
 
 
 def plan_units(
-    model: Transformer, config: Config
+    model: Transformer, config: Config, *, whole: bool = False
 ) -> tuple[list[list[Unit]], dict[nn.Parameter, torch.dtype]]:
     """The units of `model` in the order of forward, and the compute dtype of every parameter.
 
     A group of units for each part that is gathered by itself, the root last; more than one in a group where dtypes
     differ, and then a unit that lies in another comes first. Whether storage is uniform is judged part by part.
+    `whole`: one group for everything.
     """
     pinned = pinned_parameters(model, config.precision.fp32_modules)
     groups: list[list[Unit]] = []
@@ -104,12 +115,21 @@ def plan_units(
             per_parameter=config.precision.mixed_storage_rule == "per_parameter",
             ignored=dtypes.keys(),
         )
-        groups.append(uniform_units(part, resolved))
+        groups.append(_units(part, resolved))
         dtypes |= resolved
+    if whole:
+        groups = [_units([model], dtypes)]
     if not any(unit.modules == (model,) for unit in groups[-1]):
         # The root of FSDP is the whole model even if no parameter is left for it.
         groups[-1].append(Unit((model,), DTYPES[config.precision.compute]))
     return groups, dtypes
+
+
+def _units(part: list[nn.Module], dtypes: dict[nn.Parameter, torch.dtype]) -> list[Unit]:
+    """The units of `part`; those of experts come first and by themselves, for other ranks share them."""
+    experts = [module for root in part for module in root.modules() if isinstance(module, Experts)]
+    inner = [replace(unit, experts=True) for module in experts for unit in uniform_units([module], dtypes)]
+    return inner + uniform_units(part, dtypes, apart={p for module in experts for p in module.parameters()})
 
 
 def _parts(model: Transformer) -> list[list[nn.Module]]:
@@ -124,33 +144,55 @@ def _parts(model: Transformer) -> list[list[nn.Module]]:
 
 
 def _shard_unit(unit: Unit, config: Config, meshes: Meshes, *, last: bool) -> FSDPModule:
-    precision = config.precision
+    precision, mesh = config.precision, _mesh(unit, meshes)
     reduce = DTYPES[precision.reduce]
     if unit.compute != DTYPES[precision.compute]:
         reduce = torch.promote_types(reduce, unit.compute)
     offload = OffloadPolicy()
     if config.parallel.cpu_offload:
-        offload = CPUOffloadPolicy(pin_memory=meshes.fsdp.device_type != "cpu")
+        offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     fully_shard(
         list(unit.modules) if len(unit.modules) > 1 else unit.modules[0],  # type: ignore[arg-type]
-        mesh=meshes.fsdp,
+        mesh=mesh,
         mp_policy=MixedPrecisionPolicy(unit.compute, reduce, cast_forward_inputs=False),
-        reshard_after_forward=_reshard_after_forward(config, meshes, last=last),
+        reshard_after_forward=_reshard_after_forward(config, _degree(mesh), experts=unit.experts, last=last),
         offload_policy=offload,
+        shard_placement_fn=functools.partial(_expert_placement, ranks=_degree(mesh))
+        if unit.experts
+        else None,
     )
     module = unit.modules[0]
     assert isinstance(module, FSDPModule)
-    module.set_gradient_divide_factor(1.0)
+    if mesh.size() > 1:  # a rank by itself would copy its gradients once more, only to divide them by 1
+        module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
     return module
 
 
-def _reshard_after_forward(config: Config, meshes: Meshes, *, last: bool) -> bool | int:
-    """Whether gathered parameters are freed after forward, or over how many ranks they stay spread.
+def _mesh(unit: Unit, meshes: Meshes) -> DeviceMesh:
+    return meshes.fsdp_experts if unit.experts else meshes.fsdp
 
-    `auto` frees them where another rank holds part of them, but for what backward begins with (`last`).
+
+def _expert_placement(parameter: nn.Parameter, ranks: int) -> Split:
+    """Experts are dealt out whole; where there are fewer than ranks, each is cut, if it comes out even."""
+    n_experts = local(parameter).shape[0]
+    return Split(1 if n_experts < ranks and parameter.shape[1] % ranks == 0 else 0)
+
+
+def _accumulation(module: FSDPModule, unit: Unit, config: Config, meshes: Meshes) -> _Accumulation:
+    alone = _degree(_mesh(unit, meshes)) == 1
+    return _Accumulation(module, defer=config.parallel.defer_gradient_reduction or alone, keep=alone)
+
+
+def _reshard_after_forward(config: Config, degree: int, *, experts: bool, last: bool) -> bool | int:
+    """Whether parameters gathered from `degree` ranks are freed after forward, or over how many they stay spread.
+
+    `auto` frees them where another rank holds part of them, but for what backward begins with (`last`). FSDP2 cannot
+    spread over fewer ranks what is split over ep: where a number is said, experts are freed.
     """
-    choice, degree = config.parallel.reshard_after_forward, _shard_degree(meshes)
+    choice = config.parallel.reshard_after_forward
+    if isinstance(choice, int) and experts:
+        return degree > 1
     if isinstance(choice, int):
         return choice if 1 < choice < degree else choice == degree
     return {"always": True, "never": False, "auto": degree > 1 and not last}[choice]
@@ -164,25 +206,33 @@ def _set_prefetch(model: Transformer, groups: list[list[FSDPModule]], number: in
     if number == 0:
         return
     ends: list[object] = [model.embedding, *model.layers.values(), model.norm, model.head]
-    # A unit inside a block neither prefetches nor is prefetched in forward: recomputation, which runs forward again,
-    # would gather for the block behind it, and would issue more operations than it has recorded.
-    outer = [module for group in groups for module in group if module in ends]
+    # Each group in the order in which forward needs it: the last unit lies around the others.
+    ordered = [group[::-1] for group in groups[:-1]]
     model_as_unit = groups[-1][-1]
-    model_as_unit.set_modules_to_forward_prefetch(outer[:number])
-    for place, unit in enumerate(outer):
-        unit.set_modules_to_forward_prefetch(outer[place + 1 : place + 1 + number])
-    for place, group in enumerate(groups[:-1]):
-        before = [module for earlier in groups[max(0, place - number) : place] for module in earlier]
+    model_as_unit.set_modules_to_forward_prefetch([module for group in ordered[:number] for module in group])
+    for place, group in enumerate(ordered):
+        after = [module for later in ordered[place + 1 : place + 1 + number] for module in later]
+        before = [module for earlier in ordered[max(0, place - number) : place][::-1] for module in earlier]
         for unit in group:
+            # A unit inside a block gathers for no other: recomputation, which runs forward again, would gather for the
+            # block behind. And what is inside is gathered before recomputation gets there, as it was in forward:
+            # selective checkpointing does not allow it to issue more operations than it has recorded.
+            if unit in ends:
+                unit.set_modules_to_forward_prefetch(after)
+            wanted = [*group[1:], *before] if unit in ends else []
             # An empty list would mean PyTorch's choice, which under accumulation takes the first unit's predecessor to
             # be the last unit of the microbatch before and gathers it once more. A unit itself is there already.
-            wanted = before[::-1] if unit in outer else []
             unit.set_modules_to_backward_prefetch(wanted or [unit])
 
 
 def _refuse_units_in_blocks(model: Transformer, groups: list[list[Unit]]) -> None:
+    # Routing and routed experts are outside of the graphs.
+    outside = (Router, Experts)
     inner = {
-        name: module for block in model.layers.values() for name, module in block.named_modules() if name
+        name: module
+        for block in model.layers.values()
+        for name, module in block.named_modules()
+        if name and not isinstance(module, outside)
     }
     units = [module for group in groups for unit in group for module in unit.modules]
     for name, module in inner.items():
@@ -193,20 +243,25 @@ def _refuse_units_in_blocks(model: Transformer, groups: list[list[Unit]]) -> Non
             )
 
 
-def _shard_degree(meshes: Meshes) -> int:
-    return meshes.fsdp.size(meshes.fsdp.ndim - 1)
+def _numel(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _degree(mesh: DeviceMesh) -> int:
+    """Over how many ranks `mesh` shards, replicas aside."""
+    return mesh.size(mesh.ndim - 1)
 
 
 def begin_microbatch(model: nn.Module, *, last: bool) -> None:
     """Say before a forward whether its backward is the optimizer step's last, which alone all-reduces over replicas."""
     assert isinstance(model, FSDPModule)
-    accumulation: _Accumulation = model.__dict__["_forge_accumulation"]
+    accumulations: list[_Accumulation] = model.__dict__["_forge_accumulation"]
     model.set_is_last_backward(last)
-    for unit in accumulation.units:
+    for one in accumulations:
         # In this order: set_requires_gradient_sync switches the all-reduce as well.
-        unit.set_requires_gradient_sync(last or not accumulation.defer, recurse=False)
-        unit.set_requires_all_reduce(last, recurse=False)
-        unit.set_reshard_after_backward(last or not accumulation.keep, recurse=False)
+        one.unit.set_requires_gradient_sync(last or not one.defer, recurse=False)
+        one.unit.set_requires_all_reduce(last, recurse=False)
+        one.unit.set_reshard_after_backward(last or not one.keep, recurse=False)
 
 
 def held_while_accumulating(config: Config, shards: Sequence[Shard]) -> str:
@@ -222,7 +277,8 @@ def held_while_accumulating(config: Config, shards: Sequence[Shard]) -> str:
 
 def fsdp_shards(model: nn.Module, meshes: Meshes) -> list[Shard]:
     """What this rank holds of every parameter of a fully sharded `model`, in the order of `named_parameters`."""
-    return [_shard(name, parameter, meshes) for name, parameter in model.named_parameters()]
+    kinds = parameter_kinds(model)
+    return [_shard(name, p, meshes, kinds.get(p, "dense")) for name, p in model.named_parameters()]
 
 
 def materialise(model: nn.Module, config: Config, device: torch.device) -> None:
@@ -234,7 +290,7 @@ def materialise(model: nn.Module, config: Config, device: torch.device) -> None:
             setattr(module, name, buffer.to(device))
 
 
-def _shard(name: str, parameter: nn.Parameter, meshes: Meshes) -> Shard:
+def _shard(name: str, parameter: nn.Parameter, meshes: Meshes, kind: Kind) -> Shard:
     assert isinstance(parameter, DTensor), f"{name} is not sharded"
     mesh, placements = parameter.device_mesh, parameter.placements
     box = _own_box(parameter)
@@ -246,6 +302,7 @@ def _shard(name: str, parameter: nn.Parameter, meshes: Meshes) -> Shard:
         boxes=(box,) if box.numel else (),
         parameter=parameter,
         replicas=meshes.copies[copies] if copies else None,
+        kind=kind,
     )
 
 
@@ -276,7 +333,7 @@ def _unsharded_numel(shard: Shard) -> int:
     assert isinstance(shard.parameter, DTensor)
     mesh, placements = shard.parameter.device_mesh, shard.parameter.placements
     axes = zip(mesh.mesh_dim_names or (), placements, mesh.shape, strict=True)
-    gathered = ("dp_replicate", "dp_shard_cp")
+    gathered = ("dp_replicate", "dp_shard_cp", "ep_shard")
     parts = prod(
         size for axis, placement, size in axes if not placement.is_replicate() and axis not in gathered
     )

@@ -36,10 +36,11 @@ _RECORDED = "_forge_compute_dtype"
 
 @dataclass(frozen=True)
 class Unit:
-    """Modules whose parameters are gathered together, and the dtype that they are gathered in."""
+    """Modules whose parameters are gathered together, the dtype that they are gathered in, and whether by `experts`."""
 
     modules: tuple[nn.Module, ...]
     compute: torch.dtype
+    experts: bool = False
 
 
 def record_compute_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
@@ -166,12 +167,17 @@ def _to(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
-def uniform_units(modules: Sequence[nn.Module], dtypes: dict[nn.Parameter, torch.dtype]) -> list[Unit]:
+def uniform_units(
+    modules: Sequence[nn.Module],
+    dtypes: dict[nn.Parameter, torch.dtype],
+    apart: Collection[nn.Parameter] = frozenset(),
+) -> list[Unit]:
     """Units of one storage and one compute dtype for all parameters of `modules` that are in `dtypes`; inner ones first.
 
+    Those `apart` have units of their own; none of those made here lies around them, but for what takes the rest.
     Raises UserError where parameters of different dtypes lie in one module, so that no border runs between them.
     """
-    keys = {p: (p.dtype, dtypes[p]) for p in _parameters(modules) if p in dtypes}
+    keys = {p: (p.dtype, dtypes[p]) for p in _parameters(modules) if p in dtypes and p not in apart}
     sizes: dict[tuple[torch.dtype, torch.dtype], int] = {}
     for parameter, key in keys.items():
         sizes[key] = sizes.get(key, 0) + parameter.numel()
@@ -183,7 +189,8 @@ def uniform_units(modules: Sequence[nn.Module], dtypes: dict[nn.Parameter, torch
     # Of two equally large ones the first is split off: `min` and dictionaries keep the order of the parameters' names.
     split = {min(sizes, key=lambda key: sizes[key])} if len(sizes) == 2 else set(sizes)
 
-    subtrees = [pair for module in modules for pair in maximal_subtrees(module, keys) if pair[1] in split]
+    borders: dict[nn.Parameter, Any] = {**keys, **dict.fromkeys(apart)}
+    subtrees = [pair for module in modules for pair in maximal_subtrees(module, borders) if pair[1] in split]
     covered = set(_parameters([subtree for subtree, _ in subtrees]))
     missed = [p for p, key in keys.items() if key in split and p not in covered]
     if missed:

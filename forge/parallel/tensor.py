@@ -6,8 +6,8 @@ norm's gradient by itself in every microbatch. Per block and direction there are
 reduce-scatters; without sequence parallelism two all-reduces.
 
 A parameter that is whole on every rank, but whose gradient is made from this rank's part of the activations only
-(norms on pieces of the sequence, QK-norm on some of the heads), is `open`: its gradients are summed over the ranks
-once per step, all in one collective, by `sum_open_gradients`.
+(norms and routers on pieces of the sequence, QK-norm on some of the heads), is `open`: its gradients are summed over the
+ranks once per step, all in one collective, by `sum_open_gradients`. Experts are left whole (forge/parallel/expert.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch.nn import functional as F
 
 from forge.config import Config
 from forge.errors import UserError
-from forge.model import Embedding, FusedLoss, Head, RMSNorm, Transformer
+from forge.model import Embedding, Experts, FusedLoss, Head, RMSNorm, Router, Transformer
 from forge.parallel.collectives import SEQUENCE, own_piece, sum_to_all, sum_to_pieces
 from forge.parallel.loss_parallel import TensorLoss
 from forge.parallel.mesh import Meshes
@@ -47,7 +47,7 @@ INTO_STREAM = tuple(f".{back}" for _, back in PARTS.values())
 
 
 def apply_tensor(model: Transformer, config: Config, meshes: Meshes) -> None:
-    """Split `model` (on the meta device) in place over `meshes.tp`; every parameter becomes a DTensor.
+    """Split `model` (on the meta device) in place over `meshes.tp`; all parameters but experts' become DTensors.
 
     Raises UserError if the plan does not fit the model, or if asynchronous collectives are asked for without a card.
     """
@@ -73,20 +73,31 @@ def apply_tensor(model: Transformer, config: Config, meshes: Meshes) -> None:
         elif isinstance(module, Embedding):
             _split_embedding(module, style, mesh, pieces=parallel.sequence_parallel)
         elif isinstance(module, Head):
-            _distribute(module, mesh, Split(0) if style else Replicate())
+            distribute(module, mesh, Split(0) if style else Replicate())
+        elif isinstance(module, Router):
+            distribute(module, mesh, Replicate())
+            module.__class__ = _LocalRouter
+            opened.append(f"{name}.weight")
         elif isinstance(module, RMSNorm):
             _localise_norm(module, mesh)
             if _sees_a_part(name, plan, parallel.sequence_parallel):
                 opened.append(f"{name}.weight")
     model.loss = _loss(model, plan, config, mesh)
     model.__dict__["_forge_open_over_tp"] = frozenset(opened)
-    left = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    whole = {
+        parameter
+        for module in model.modules()
+        if isinstance(module, Experts)
+        for parameter in module.parameters()
+    }
+    left = [name for name, p in model.named_parameters() if not isinstance(p, DTensor) and p not in whole]
     assert not left, f"tensor parallelism does not know what to do with {', '.join(left)}"
 
 
 def sequence_pieces(config: Config) -> int:
-    """In how many pieces tensor parallelism holds the sequence between attention and feed-forward."""
-    return config.parallel.tp if config.parallel.sequence_parallel else 1
+    """Into how many pieces tensor parallelism divides the sequence: for the stream in between, or to route it."""
+    divided = config.parallel.sequence_parallel or config.model.moe is not None
+    return config.parallel.tp if divided else 1
 
 
 def open_shards(model: nn.Module, shards: Sequence[Shard]) -> list[Shard]:
@@ -136,7 +147,7 @@ class _Whole(ParallelStyle):
         self.output_layout = output_layout
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _distribute(module, device_mesh, Replicate())
+        distribute(module, device_mesh, Replicate())
         module.register_forward_pre_hook(lambda _, inputs: self._enter(inputs[0], device_mesh))
         module.register_forward_hook(lambda _, __, output: self._leave(output))
         return module
@@ -148,7 +159,8 @@ class _Whole(ParallelStyle):
         return output.redistribute(placements=[self.output_layout]).to_local()
 
 
-def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
+def distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
+    """Make the parameters that are directly in `module` (on the meta device) DTensors over the 1-D `mesh`."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         whole = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
@@ -162,8 +174,15 @@ class _LocalNorm(RMSNorm):
 
 
 def _localise_norm(module: RMSNorm, mesh: DeviceMesh) -> None:
-    _distribute(module, mesh, Replicate())
+    distribute(module, mesh, Replicate())
     module.__class__ = _LocalNorm
+
+
+class _LocalRouter(Router):
+    """A router of this rank's piece of the sequence; its weight is whole on every rank."""
+
+    def logits(self, x: Tensor) -> Tensor:
+        return F.linear(x.to(self.weight.dtype), cast(DTensor, self.weight).to_local())
 
 
 def _sees_a_part(name: str, plan: Plan, pieces: bool) -> bool:
@@ -195,7 +214,7 @@ class _LocalEmbedding(Embedding):
 
 def _split_embedding(module: Embedding, style: str | None, mesh: DeviceMesh, *, pieces: bool) -> None:
     vocabulary = module.weight.shape[0]
-    _distribute(module, mesh, Split(0) if style else Replicate())
+    distribute(module, mesh, Split(0) if style else Replicate())
     module.__class__ = _LocalEmbedding
     local = cast(_LocalEmbedding, module)
     local.mesh, local.pieces = mesh, pieces

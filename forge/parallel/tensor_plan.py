@@ -41,6 +41,9 @@ OWN: Mapping[str, str] = {
     "layers.*.feed_forward.w1": "colwise",
     "layers.*.feed_forward.w3": "colwise",
     "layers.*.feed_forward.w2": "rowwise",
+    "layers.*.feed_forward.shared.w1": "colwise",
+    "layers.*.feed_forward.shared.w3": "colwise",
+    "layers.*.feed_forward.shared.w2": "rowwise",
     "head": "colwise",
 }
 FITTING = {

@@ -31,6 +31,18 @@ ROPE = "\n[model.rope_scaling]\nfactor = 8\noriginal_max_position = 16\n"
         (["--precision.float8=rowwise", "--precision.float8_all_gather=true"], "use auto or false"),
         (["--precision.float8=rowwise", "--train.seq_len=24"], "1 * 24 / 1; use another train.seq_len"),
         (["--activation_checkpoint.mode=memory_budget"], "needs compile.enabled = true"),
+        (
+            ["--model.moe.n_experts=8", "--parallel.tp=4", "--train.seq_len=30", "--model.n_kv_heads=4"],
+            "train.seq_len = 30 (command line): must be a multiple of cp * tp = 1 * 4 = 4, whose ranks each route",
+        ),
+        (
+            [
+                "--model.moe={n_experts = 8, n_shared_experts = 1, expert_dim = 6}",
+                "--parallel.tp=4",
+                "--model.n_kv_heads=4",
+            ],
+            "must divide n_shared_experts * expert_dim = 1 * 6",
+        ),
     ],
 )
 def test_impossible_combinations_are_refused_with_a_remedy(tmp_path, overrides, part) -> None:
@@ -71,7 +83,6 @@ ON = {
     "parallel.data_parallel": ["zero1", "zero2", "ddp"],
     "parallel.tp": ["2"],
     "parallel.pp": ["2"],
-    "parallel.ep": ["2"],
     "parallel.shard_optimizer_over": ["dp"],
     "resilience.time_limit_s": ["0.5"],
 }

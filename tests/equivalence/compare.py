@@ -1,12 +1,13 @@
 """Three training steps on any layout against three steps of a plain, undistributed model in one process.
 
-Float64 everywhere, so that only the mathematics can differ. After each step: the loss, every gradient, the global norm.
-After three steps of SGD: every parameter. SGD, because AdamW divides the gradient's scale away and so hides wrong ones.
+Float64 everywhere, so that only the mathematics can differ. After each step: the loss, every gradient, the global norm,
+the state of every router. After three steps of SGD: every parameter. SGD, because AdamW divides the gradient's scale away
+and so hides wrong ones.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -14,11 +15,13 @@ import torch.distributed as dist
 from forge.config import Config, check_world, parse_toml_text
 from forge.data.build import build_dataset
 from forge.data.loader import Loader
-from forge.model import Normal
+from forge.model import Normal, Transformer
 from forge.parallel.build import build_meta_model, build_parallel_model
+from forge.parallel.execute import ParallelModel
 from forge.parallel.gradients import clip_gradients, report_gradients
 from forge.parallel.initialize import fill_normal
 from forge.parallel.mesh import make_meshes
+from forge.parallel.routers import RouterReport
 from forge.shard import Box, Shard
 from tests.harness import run_ranks
 
@@ -54,12 +57,16 @@ loss_chunk_tokens = 32
 
 @dataclass
 class Trace:
-    """What a run computed: per step the loss, norm and gradients (before clipping), and the parameters at the end."""
+    """What a run computed: per step the loss, norm and gradients (before clipping), and the parameters at the end.
 
-    losses: list[float]
-    norms: list[float]
-    gradients: list[dict[str, torch.Tensor]]
-    parameters: dict[str, torch.Tensor]
+    routers: per step the balancing state after it and, as `layers.N`, the row of the step's report.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+    routers: list[dict[str, torch.Tensor]] = field(default_factory=list)
 
 
 def tiny_config(*, parallel: str = "", model: str = "", micro: int = 1) -> str:
@@ -79,9 +86,10 @@ def reference(text: str) -> Trace:
         else:
             torch.nn.init.constant_(parameter, start)
     model.reset_buffers(torch.float64)
-    trace = Trace([], [], [], {})
+    trace = Trace()
     for batch in _batches(config, 0, 1):
-        valid = (batch.labels >= 0).sum()
+        valid = (batch.labels >= 0).sum().clamp(min=1)
+        model.set_loss_scale(1 / valid.double())
         losses = model(batch.tokens, batch.labels, batch.positions, batch.documents)
         model.zero_grad()
         (losses[0] / valid).backward()
@@ -91,8 +99,30 @@ def reference(text: str) -> Trace:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter -= LR * parameter.grad
+            trace.routers.append(_move_routers(model, valid))
     trace.parameters = {n: p.detach().clone() for n, p in model.named_parameters()}
     return trace
+
+
+def _move_routers(model: Transformer, valid: torch.Tensor) -> dict[str, torch.Tensor]:
+    """One step of every router's state, written out expert by expert; state and report as in `Trace.routers`."""
+    moved = {}
+    for layer, router in model.routers.items():
+        moe, counts = router.config, router.counts.tolist()
+        if moe.balance == "bias":
+            for expert, count in enumerate(counts):
+                even = sum(counts) / moe.n_experts
+                router.bias[expert] += moe.bias_update_rate * ((count < even) - (count > even))
+        router.previous_counts = router.counts.clone()
+        losses = (router.losses / valid).tolist()
+        ends = router.bias.min().item(), router.bias.max().item()
+        moved[f"layers.{layer}"] = torch.tensor(
+            [*counts, *losses, router.dropped.item(), *ends], dtype=torch.float64
+        )
+        moved |= {f"{layer}.{name}": getattr(router, name).clone() for name in ("bias", "previous_counts")}
+        for name in ("counts", "losses", "dropped"):
+            getattr(router, name).zero_()
+    return moved
 
 
 def layout(text: str, world: int) -> Trace:
@@ -100,6 +130,8 @@ def layout(text: str, world: int) -> Trace:
     traces = run_ranks(_layout_on_rank, world, text)
     for trace in traces[1:]:
         assert trace.losses == traces[0].losses and trace.norms == traces[0].norms, "ranks disagree"
+        for mine, first in zip(trace.routers, traces[0].routers, strict=True):
+            assert all(torch.equal(mine[name], state) for name, state in first.items()), "routers disagree"
     return traces[0]
 
 
@@ -107,7 +139,7 @@ def _layout_on_rank(rank: int, world: int, text: str) -> Trace:
     config = parse_toml_text(text)
     meshes = make_meshes(check_world(config, world), "cpu")
     model = build_parallel_model(config, meshes, torch.device("cpu"))
-    trace = Trace([], [], [], {})
+    trace = Trace()
     for batch in _batches(config, meshes.data_rank, meshes.data_ranks):
         tokens = model.count_tokens(batch)
         sums = model.forward_backward(batch, tokens)
@@ -122,10 +154,20 @@ def _layout_on_rank(rank: int, world: int, text: str) -> Trace:
             if shard.grad is not None:
                 shard.data.sub_(LR * shard.grad)
         model.after_update()
+        trace.routers.append(_routers(model, model.update_router(report.skip)))
         model.zero_gradients()
     parameters = {shard.name: whole(shard, shard.data) for shard in model.shards}
     trace.parameters = parameters if rank == 0 else {}
     return trace
+
+
+def _routers(model: ParallelModel, report: RouterReport | None) -> dict[str, torch.Tensor]:
+    """What `_move_routers` returns of the reference."""
+    if report is None:
+        return {}
+    rows = {f"layers.{layer}": row for layer, row in zip(report.layers, report.values.clone(), strict=True)}
+    state = {shard.name: shard.data.clone() for shard in model.buffers}
+    return rows | {f"{n.split('.')[1]}.{n.rpartition('.')[2]}": value for n, value in state.items()}
 
 
 def whole(shard: Shard, values: torch.Tensor) -> torch.Tensor:
@@ -160,6 +202,9 @@ def assert_equal(actual: Trace, expected: Trace, tolerance: float = TOLERANCE) -
         for name, gradient in expected.gradients[step].items():
             assert gradient.abs().max() > 0, f"{name} has no gradient to compare"
             _close(tolerance, f"gradient of {name}, step {step}", actual.gradients[step][name], gradient)
+        assert actual.routers[step].keys() == expected.routers[step].keys()
+        for name, state in expected.routers[step].items():
+            _close(tolerance, f"router state {name}, step {step}", actual.routers[step][name], state)
     for name, parameter in expected.parameters.items():
         _close(tolerance, f"parameter {name}", actual.parameters[name], parameter)
 

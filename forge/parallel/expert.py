@@ -1,0 +1,103 @@
+"""Expert parallelism: the ranks of the ep axis share the experts of a layer, and each routes tokens of its own.
+
+Only what is inside a mixture of experts changes: its weights are split over ep by expert, and the dispatcher brings
+tokens to where their experts are. The ep axis may span data, context and tensor ranks alike; tensor parallelism never
+splits an expert. With sequence parallelism a tensor rank routes the piece of the sequence that it has anyway; without,
+its share of the whole sequence, and the outputs are gathered. So no token is computed twice, and a router's weight, whole
+on every rank, sees part of the tokens only: its gradient is open over tp (forge/parallel/tensor.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator
+from typing import cast
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Shard as Split
+
+from forge.config import Config
+from forge.model import Experts, MoE, Router, Transformer
+from forge.model.experts import grouped_swiglu
+from forge.parallel.collectives import gather_for_all, own_piece, piece_of, sum_over
+from forge.parallel.expert_dispatch import AllToAllDispatcher
+from forge.parallel.mesh import Meshes
+from forge.parallel.order import take_step
+from forge.parallel.tensor import distribute
+from forge.shard import Kind
+
+log = logging.getLogger(__name__)
+
+
+def apply_expert(model: Transformer, config: Config, meshes: Meshes) -> None:
+    """Spread the experts of `model` (on the meta device) over `meshes.ep`, in place; a dense model stays as it is."""
+    take_step(model, "expert")
+    moe = config.model.moe
+    if moe is None:
+        return
+    for layer in mixtures(model):
+        if meshes.ep.size() > 1:
+            _split_experts(layer.experts, meshes.ep)
+            layer.dispatch = AllToAllDispatcher(meshes.ep.get_group(), moe.n_experts)
+        if meshes.tp.size() > 1:
+            _route_pieces(layer, meshes.tp, whole_stream=not config.parallel.sequence_parallel)
+        if meshes.sequence.size() > 1:
+            layer.router.sum_over_sequence = functools.partial(sum_over, group=meshes.sequence)
+    outside = [key for key in ("capacity_factor", "router_noise") if getattr(moe, key)]
+    if outside and dist.get_world_size() > 1:
+        keys = " and ".join(f"model.moe.{key}" for key in outside)
+        log.info("results depend on the layout: %s", keys)
+
+
+def mixtures(model: Transformer) -> Iterator[MoE]:
+    """The mixtures of experts among the feed-forwards of `model`, in the order of the layers."""
+    return (module for module in model.modules() if isinstance(module, MoE))
+
+
+class _LocalExperts(Experts):
+    """The experts that this rank has, of weights that are split over ep."""
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        w13, w2 = (cast(DTensor, weight).to_local() for weight in (self.w13, self.w2))
+        return grouped_swiglu(rows, w13, w2, counts)
+
+
+def _split_experts(experts: Experts, mesh: DeviceMesh) -> None:
+    distribute(experts, mesh, Split(0))
+    experts.__class__ = _LocalExperts
+
+
+class _PieceRouted(MoE):
+    """Routes only this rank's piece of the sequence. `whole_stream`: x is the whole sequence on every rank of `mesh`."""
+
+    mesh: DeviceMesh
+    whole_stream: bool
+
+    def routed(self, x: Tensor, labels: Tensor | None) -> Tensor:
+        if labels is not None:
+            labels = piece_of(labels, self.mesh)
+        if not self.whole_stream:
+            return super().routed(x, labels)
+        return gather_for_all(super().routed(own_piece(x, self.mesh), labels), self.mesh)
+
+
+def _route_pieces(moe: MoE, mesh: DeviceMesh, *, whole_stream: bool) -> None:
+    moe.__class__ = _PieceRouted
+    pieces = cast(_PieceRouted, moe)
+    pieces.mesh, pieces.whole_stream = mesh, whole_stream
+
+
+def parameter_kinds(model: nn.Module) -> dict[nn.Parameter, Kind]:
+    """The parameters of experts and of routers in `model`; all others are dense."""
+    kinds: list[tuple[type[nn.Module], Kind]] = [(Experts, "expert"), (Router, "router")]
+    return {
+        parameter: kind
+        for owner, kind in kinds
+        for module in model.modules()
+        if isinstance(module, owner)
+        for parameter in module.parameters()
+    }
