@@ -110,8 +110,8 @@ def load_weights(config: Config, model: ParallelModel, checkpoints: Checkpoints)
 
 
 def model_tensors(model: ParallelModel) -> dict[str, tuple[Shard, Tensor]]:
-    """Checkpoint names of the parameters, each with its shard and values."""
-    return {f"model.{shard.name}": (shard, shard.data) for shard in model.shards}
+    """Checkpoint names of the parameters and of routers' state, each with its shard and values."""
+    return {f"model.{shard.name}": (shard, shard.data) for shard in [*model.shards, *model.buffers]}
 
 
 def all_tensors(model: ParallelModel, optimizer: AdamW) -> dict[str, tuple[Shard, Tensor]]:
