@@ -1,0 +1,152 @@
+"""Measure a trained model: its loss on held-out data, or its score on tasks of EleutherAI's lm-eval.
+
+    python scripts/evaluate.py --checkpoint runs/debug --data data/python/validation
+    python scripts/evaluate.py --checkpoint runs/debug --tasks lambada_openai,arc_easy
+
+With --data: loss (nats per token), perplexity, and bits per byte of the text itself, which compares models with different
+tokenizers. Every token but the first is predicted once, from those before it in its window of --context tokens.
+
+With --tasks: needs the extra forge[eval]. --include-path names a folder with tasks of your own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
+
+from forge.data.format import TokenDataset
+from forge.data.permutation import key_of
+from forge.data.progress import ProgressLine
+from forge.data.raw import DTYPES
+from forge.data.sources import SYNTHETIC, Source, open_source
+from forge.errors import UserError
+from forge.train.measure import Measured, measure
+from forge.train.open import Opened
+from forge.train.script import add_model_options, exit_code_of, open_model, positive
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = _parser().parse_args(arguments)
+    return exit_code_of(lambda: _run(given))
+
+
+def _run(given: argparse.Namespace) -> None:
+    if not given.data and not given.tasks:
+        raise UserError("nothing to measure: give --data DIR, or --tasks NAME,NAME")
+    if given.tasks:
+        from forge.train.tasks import require_lm_eval
+
+        require_lm_eval()  # before the model is loaded
+    opened = open_model(given)
+    for path in given.data:
+        source = _open_source(path, given, opened)
+        sequences = given.sequences
+        if path == SYNTHETIC and sequences is None:
+            sequences = opened.config.evaluate.sequences
+        tokens = source.tokens if sequences is None else sequences * opened.config.train.seq_len
+        line = ProgressLine(path, min(tokens, source.tokens), "thousand tokens", 1e3)
+        measured = measure(opened, source, sequences, given.batch_size, line.update)
+        seconds = line.close()
+        if given.json:
+            print(json.dumps(_record(path, measured, opened)), flush=True)
+        else:
+            print(_line(path, measured), flush=True)
+            print(f"{measured.tokens / seconds:,.0f} tokens/s", file=sys.stderr)
+    if given.tasks:
+        _run_tasks(given, opened)
+
+
+def _open_source(path: str, given: argparse.Namespace, opened: Opened) -> Source:
+    config, tokenizer = opened.config, opened.tokenizer
+    seed = key_of(config.run.seed, "validation", 0)  # of `synthetic`: as in training
+    source = open_source(path, seed, config.model.vocab_size, dtype=given.data_dtype, eos_id=given.eos_id)
+    if isinstance(source, TokenDataset) and tokenizer is not None:
+        if source.index.tokenizer != tokenizer.fingerprint:
+            raise UserError(
+                f"--data {path}: was prepared with another tokenizer (fingerprint {source.index.tokenizer[:12]}) than the "
+                f"model's (fingerprint {tokenizer.fingerprint[:12]}); prepare it again with {opened.path / 'tokenizer'}"
+            )
+    elif tokenizer is None and path != SYNTHETIC:
+        print(
+            f"warning: {opened.path} holds no tokenizer, so nothing tells whether it is that of {path}",
+            file=sys.stderr,
+        )
+    return source
+
+
+def _record(path: str, measured: Measured, opened: Opened) -> dict[str, Any]:
+    return {
+        "data": path,
+        "loss": measured.loss,
+        "perplexity": measured.perplexity,
+        "bits_per_byte": measured.bits_per_byte,
+        "tokens": measured.tokens,
+        "sequences": measured.sequences,
+        "text_bytes": measured.text_bytes,
+        "text_bytes_from": measured.bytes_from,
+        "checkpoint": str(opened.path),
+        "step": opened.step,
+    }
+
+
+def _line(path: str, measured: Measured) -> str:
+    per_byte = "bits per byte unknown (no tokenizer)"
+    if measured.bits_per_byte is not None:
+        origin = {"dataset.json": "of the text", "decoding": "of the decoded labels"}[
+            measured.bytes_from or ""
+        ]
+        per_byte = f"bits per byte {measured.bits_per_byte:.4f} ({measured.text_bytes:,} bytes {origin})"
+    return f"{path}: loss {measured.loss:.4f}, perplexity {measured.perplexity:.2f}, {per_byte}, {measured.tokens:,} tokens"
+
+
+def _run_tasks(given: argparse.Namespace, opened: Opened) -> None:
+    from forge.train.tasks import run_tasks
+
+    results = run_tasks(
+        opened,
+        given.tasks.split(","),
+        include_path=given.include_path,
+        num_fewshot=given.num_fewshot,
+        limit=given.limit,
+        batch_size=given.batch_size,
+    )
+    if given.json:
+        print(json.dumps({"tasks": results, "checkpoint": str(opened.path), "step": opened.step}))
+        return
+    for task, metrics in results.items():
+        for name, value in metrics.items():
+            print(f"{task}: {name} {value:.4f}" if isinstance(value, float) else f"{task}: {name} {value}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add_model_options(parser)
+    add(
+        "--data",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="a folder made by prepare_data.py, a raw .bin, a Megatron .idx, or synthetic; may be repeated",
+    )
+    add("--sequences", type=positive, metavar="N", help="only the first N windows of --data (all)")
+    add("--data-dtype", choices=sorted(DTYPES), help="of the ids in a .bin, which needs it")
+    add("--eos-id", type=int, metavar="ID", help="the id that ends a document in a .bin")
+    add("--batch-size", type=positive, default=8, metavar="N", help="sequences in one forward (%(default)s)")
+    add("--tasks", metavar="A,B", help="tasks of lm-eval")
+    add("--include-path", metavar="DIR", help="a folder with tasks of lm-eval besides its own")
+    add("--num-fewshot", type=int, metavar="N", help="examples before each question (as the task says)")
+    add("--limit", type=positive, metavar="N", help="only the first N questions of each task (all)")
+    add("--json", action="store_true", help="one JSON object for each --data, and one for --tasks")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""evaluate.py as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge.data.format import TokenDataset
+from forge.data.tokenizer import ByteTokenizer
+from forge.errors import BAD_CONFIG, FINISHED
+from tests.end_to_end.runs import Run
+from tests.scripts.trained import ROOT, Said, call, prepared, trained
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("evaluate")
+    prepared(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(folder) -> Run:
+    return trained(folder)
+
+
+def evaluate(run: Run, *arguments: object) -> Said:
+    return call(run.path.parent, "evaluate", "--checkpoint", run.path, *arguments)
+
+
+def one_object(said: Said) -> dict[str, Any]:
+    assert said.code == FINISHED, said.err
+    (line,) = said.out.splitlines()
+    return json.loads(line)
+
+
+LAYOUTS = {
+    "one process": (1, []),
+    "two processes, tensor parallel": (2, ["--parallel.tp=2"]),
+    "bfloat16": (1, ["--precision.compute=bfloat16"]),
+    "documents apart": (1, ["--data.document_mask=true"]),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_loss_is_the_trainers(folder, tmp_path, name) -> None:
+    """On the same windows; whatever layout and format the run computed in."""
+    world, options = LAYOUTS[name]
+    (tmp_path / "data").symlink_to(folder / "data")
+    run = trained(tmp_path, *options, world=world)
+    (expected,) = [line["eval"]["held"] for line in run.metrics() if "eval" in line]
+    found = one_object(
+        evaluate(run, "--data", "data/validation", "--sequences", 5, "--batch-size", 2, "--json")
+    )
+    assert found["loss"] == pytest.approx(expected, abs=1e-6 if name != "bfloat16" else 1e-4)
+    assert found["sequences"] == 5 and found["step"] == 6
+
+
+def test_a_whole_dataset_with_the_bytes_of_its_text(run, folder) -> None:
+    data = TokenDataset(folder / "data" / "validation")
+    found = one_object(evaluate(run, "--data", "data/validation", "--json"))
+    assert found["tokens"] == data.tokens - 1
+    assert (found["text_bytes"], found["text_bytes_from"]) == (data.index.text_bytes, "dataset.json")
+    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+    bits = found["loss"] * found["tokens"] / math.log(2)
+    assert found["bits_per_byte"] == pytest.approx(bits / data.index.text_bytes)
+
+
+def test_says_it_in_words_for_each_data(run) -> None:
+    said = evaluate(run, "--data", "data/validation", "--data", "data/train", "--sequences", 3)
+    lines = said.out.splitlines()
+    pattern = r"data/\w+: loss [\d.]+, perplexity [\d.]+, bits per byte [\d.]+ \(\d+ bytes of the decoded labels\), 96 tokens"
+    assert len(lines) == 2 and all(re.fullmatch(pattern, line) for line in lines), said.out
+
+
+def test_raw_tokens_and_a_synthetic_stream(run, folder, tmp_path) -> None:
+    shard = next((folder / "data" / "validation").glob("*.bin"))
+    (tmp_path / "raw.bin").write_bytes(shard.read_bytes())
+    by_hand = ("--data", tmp_path / "raw.bin", "--data-dtype", "uint16", "--eos-id", 257, "--json")
+    raw, whole = (
+        one_object(evaluate(run, *by_hand)),
+        one_object(evaluate(run, "--data", "data/validation", "--json")),
+    )
+    assert raw["loss"] == whole["loss"] and raw["text_bytes"] == whole["text_bytes"]
+    assert raw["text_bytes_from"] == "decoding"
+    synthetic = one_object(evaluate(run, "--data", "synthetic", "--json"))
+    assert synthetic["sequences"] == 5
+
+
+def test_a_run_on_synthetic_data_is_measured_on_its_own_held_out_stream(tmp_path) -> None:
+    run = Run(
+        tmp_path,
+        "--train.steps=2",
+        '--data.validation=[{name="held",path="synthetic"}]',
+        "--evaluate.interval=2",
+    )
+    assert run("--evaluate.sequences=4") == 0
+    (expected,) = [line["eval"]["held"] for line in run.metrics() if "eval" in line]
+    found = one_object(evaluate(run, "--data", "synthetic", "--json"))
+    assert found["loss"] == pytest.approx(expected, abs=1e-6) and found["bits_per_byte"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "nothing to measure: give --data DIR, or --tasks"),
+        (["--data", "absent"], "absent: is not a folder"),
+        (["--data", "run"], "holds no dataset.json"),
+        (["--data", "run/metrics.jsonl"], "metrics.jsonl: is not a folder"),
+        (["--data", "data/validation", "--sequences", "0"], "at least 1"),
+        (["--data", "data/validation", "--dtype", "int4"], "invalid choice: 'int4'"),
+        (["--data", "data/validation", "--checkpoint", "absent"], "absent: is not there"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence_and_exit_2(run, arguments, sentence) -> None:
+    said = evaluate(run, *arguments)
+    assert said.code == BAD_CONFIG and said.out == ""
+    assert sentence in said.err.splitlines()[-1] and "Traceback" not in said.err
+
+
+def test_data_of_another_tokenizer_is_refused(run, folder, tmp_path) -> None:
+    shutil.copytree(folder / "data" / "validation", tmp_path / "other")
+    index = tmp_path / "other" / "dataset.json"
+    index.write_text(index.read_text().replace(ByteTokenizer.fingerprint, "0" * 64))
+    said = evaluate(run, "--data", tmp_path / "other")
+    assert said.code == BAD_CONFIG and "other: was prepared with another tokenizer" in said.err
+
+
+def test_help_names_every_option(tmp_path) -> None:
+    said = call(tmp_path, "evaluate", "--help")
+    options = re.findall(r"\"(--[a-z-]+)\"", (ROOT / "scripts" / "evaluate.py").read_text())
+    assert said.code == FINISHED and len(options) > 8 and all(option in said.out for option in options)

@@ -1,0 +1,224 @@
+"""generate.py as a user runs it, on models that a short run has trained."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge.errors import BAD_CONFIG, FINISHED, NO_CHECKPOINT
+from tests.end_to_end.runs import Run
+from tests.scripts.trained import ROOT, Said, call, prepared, trained
+
+MOE = [
+    "--model.moe.n_experts=4",
+    "--model.moe.top_k=2",
+    "--model.moe.expert_dim=32",
+    "--model.moe.n_shared_experts=1",
+    "--model.moe.capacity_factor=1.0",
+]
+MODELS = {
+    "dense": [],
+    "windows": [
+        "--model.sliding_window=4",
+        "--model.sliding_window_pattern=2",
+        "--model.tie_embeddings=true",
+    ],
+}
+BEGIN, END = 256, 257
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("generate")
+    prepared(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(folder) -> Run:
+    return trained(folder, "--checkpoint.interval=10", steps=30)
+
+
+def generate(run: Run, *arguments: object) -> Said:
+    return call(run.path.parent, "generate", "--checkpoint", run.path, *arguments)
+
+
+def objects(said: Said) -> list[dict[str, Any]]:
+    assert said.code == FINISHED, said.err
+    return [json.loads(line) for line in said.out.splitlines()]
+
+
+def test_writes_what_it_has_learnt_and_ends_where_the_document_does(run) -> None:
+    (found,) = objects(generate(run, "--prompt", "bcd", "--temperature", 0, "--json"))
+    assert found["tokens"] == [*b"efgh", END]
+    assert (found["text"], found["finish"]) == ("efgh", "end")
+    assert found["prompt_tokens"] == [BEGIN, *b"bcd"]
+    assert found["step"] == 30 and found["checkpoint"] == str(run.path / "checkpoints" / "step-00000030")
+
+
+def test_shows_prompt_and_text_and_keeps_the_rest_for_stderr(run) -> None:
+    said = generate(run, "--prompt", "bcd", "--temperature", 0)
+    assert said.out == "bcdefgh\n" and re.search(r"5 tokens in .* tokens/s", said.err)
+    assert generate(run, "--prompt", "bcd", "--prompt-ids", "256,100", "--temperature", 0).out == (
+        "--- 1\nbcdefgh\n--- 2\ndefgh\n"
+    )
+
+
+def test_prompt_ids_are_taken_as_they_are(run) -> None:
+    (by_ids,) = objects(generate(run, "--prompt-ids", "256,98,99", "--temperature", 0, "--json"))
+    (by_text,) = objects(generate(run, "--prompt", "bc", "--temperature", 0, "--json"))
+    assert by_ids["tokens"] == by_text["tokens"] and by_ids["prompt_tokens"] == by_text["prompt_tokens"]
+    assert by_ids["prompt"] is None
+
+
+def test_max_tokens_and_ignore_end_say_how_long_it_gets(run) -> None:
+    greedy = ("--prompt", "f", "--temperature", 0, "--json")
+    (short,) = objects(generate(run, *greedy, "--max-tokens", 2))
+    assert short["tokens"] == [*b"gh"] and short["finish"] == "length"
+    (long,) = objects(generate(run, *greedy, "--max-tokens", 50, "--ignore-end"))
+    assert long["tokens"][:3] == [*b"gh", END] and len(long["tokens"]) == 50  # beyond the context of 32 too
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_with_and_without_a_cache_alone_and_side_by_side(folder, tmp_path_factory, name) -> None:
+    scratch = tmp_path_factory.mktemp("models")
+    (scratch / "data").symlink_to(folder / "data")
+    model = trained(scratch, *MODELS[name])
+    prompts = ["a", "abcdefgh" * 2, "xyz"]
+    common = [
+        "--temperature",
+        1.5,
+        "--top-k",
+        40,
+        "--top-p",
+        0.95,
+        "--seed",
+        7,
+        "--max-tokens",
+        40,
+        "--ignore-end",
+    ]
+    common += ["--json", "--dtype", "float64"]
+    together = objects(generate(model, *common, *(each for text in prompts for each in ("--prompt", text))))
+    for text, found in zip(prompts, together, strict=True):
+        assert objects(generate(model, *common, "--prompt", text)) == [found]
+    assert objects(generate(model, *common, "--no-cache", "--prompt", prompts[2])) == [together[2]]
+    assert len(set(together[0]["tokens"])) > 5
+
+
+def test_seeds_decide(run) -> None:
+    texts = [generate(run, "--prompt", "a", "--temperature", 3, "--seed", seed).out for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_any_folder_of_the_run_will_do(run) -> None:
+    first = run.path / "checkpoints" / "step-00000010"
+    found = {
+        path: objects(
+            call(
+                run.path.parent,
+                "generate",
+                "--checkpoint",
+                path,
+                "--prompt",
+                "b",
+                "--temperature",
+                0,
+                "--json",
+            )
+        )[0]
+        for path in (run.path, run.path / "checkpoints", run.path / "checkpoints" / "step-00000030", first)
+    }
+    assert found.pop(first)["step"] == 10
+    assert {each["step"] for each in found.values()} == {30}
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_left_alone(run, tmp_path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run.path, copy)
+    newest = copy / "checkpoints" / "step-00000030"
+    data = next(newest.glob("*.distcp"))
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    names = sorted(path.name for path in (copy / "checkpoints").iterdir())
+    said = call(tmp_path, "generate", "--checkpoint", copy, "--prompt", "b", "--json")
+    assert objects(said)[0]["step"] == 20 and "step-00000030 is damaged" in said.err
+    assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == names
+    alone = call(tmp_path, "generate", "--checkpoint", newest, "--prompt", "b")
+    assert alone.code == NO_CHECKPOINT and _one_sentence(alone).count("wrong checksum") == 1
+    trusted = call(tmp_path, "generate", "--checkpoint", newest, "--prompt", "b", "--no-verify", "--json")
+    assert objects(trusted)[0]["step"] == 30
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "no prompt: give --prompt TEXT or --prompt-ids"),
+        (["--prompt-ids", "1,x"], "'1,x' is not a list of token ids"),
+        (["--prompt-ids", ""], "is not a list of token ids"),
+        (["--prompt-ids", "3,258"], "token 258 of the prompt: the model has tokens 0 to 257"),
+        (["--prompt", "a", "--temperature", "-1"], "at least 0"),
+        (["--prompt", "a", "--temperature", "nan"], "at least 0"),
+        (["--prompt", "a", "--top-p", "0"], "more than 0"),
+        (["--prompt", "a", "--max-tokens", "0"], "at least 1"),
+        (["--prompt", "a", "--device", "gpu7"], "--device gpu7: cannot be used"),
+        (["--prompt", "a", "--tokenizer", "absent.model"], "tokenizer absent.model: cannot be read"),
+        (["--prompt", "a", "--checkpoint", "absent"], "absent: is not there"),
+        (["--prompt", "a", "--checkpoint", "data"], "data: holds no complete checkpoint"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence_and_exit_2(run, arguments, sentence) -> None:
+    said = generate(run, *arguments)
+    assert said.code == BAD_CONFIG and sentence in _one_sentence(said)
+    assert said.out == ""
+
+
+def test_a_run_without_a_tokenizer_takes_ids_alone(tmp_path) -> None:
+    run = Run(tmp_path, "--train.steps=2")
+    assert run() == 0
+    said = generate(run, "--prompt-ids", "1,2,3", "--max-tokens", 4, "--temperature", 0)
+    assert re.fullmatch(r"1 2 3( \d+){4}\n", said.out)
+    refused = generate(run, "--prompt", "a")
+    assert refused.code == BAD_CONFIG and "holds no tokenizer: give --prompt-ids" in _one_sentence(refused)
+    (found,) = objects(
+        generate(run, "--prompt-ids", "1,2,3", "--max-tokens", 4, "--temperature", 0, "--json")
+    )
+    assert found["text"] is None and said.out.split()[3:] == [str(token) for token in found["tokens"]]
+
+
+def test_a_run_carries_its_tokenizer(tmp_path) -> None:
+    """Of Hugging Face, too; generation works after the original is gone."""
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    special = tokenizers.trainers.BpeTrainer(
+        special_tokens=["<|endoftext|>"], initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    )
+    made.train_from_iterator([], special)
+    path = tmp_path / "tokenizer.json"
+    made.save(str(path))
+    prepared(tmp_path, str(path))
+    run = trained(tmp_path, tokenizer=str(path), steps=30)
+    path.unlink()
+    said = generate(run, "--prompt", "bcd", "--temperature", 0)
+    assert said.out == "bcdefgh\n", said.err
+
+
+def test_help_names_every_option(tmp_path) -> None:
+    said = call(tmp_path, "generate", "--help")
+    options = re.findall(r"\"(--[a-z-]+)\"", (ROOT / "scripts" / "generate.py").read_text())
+    assert said.code == FINISHED and len(options) > 8 and all(option in said.out for option in options)
+
+
+def _one_sentence(said: Said) -> str:
+    assert "Traceback" not in said.err
+    errors = [line for line in said.err.splitlines() if "error: " in line]
+    assert len(errors) == 1 and said.err.splitlines()[-1] == errors[0], said.err
+    return errors[0]
