@@ -1,12 +1,13 @@
 """The protocol that makes a checkpoint appear whole or not at all.
 
-partial folder -> every rank writes and syncs its tensors (DCP) and hashes them -> rank 0 adds the other files
-and, last, the manifest -> sync -> rename to the final name -> sync -> prune. Before each arrow all ranks
-agree that it went well.
+partial folder, room for all of it -> every rank writes and syncs its tensors (DCP) and hashes them -> rank 0
+adds the other files and, last, the manifest -> sync -> rename to the final name -> sync -> prune. Before each
+arrow all ranks agree that it went well.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import shutil
 from collections.abc import Callable
@@ -55,15 +56,20 @@ def write_checkpoint(
 
     staged: list[Contents] = []
 
-    def begin() -> bool:
+    def begin() -> int | None:
+        """Bytes that this rank will write; None when the step has a complete checkpoint."""
         staged.append(contents())
-        return team.rank != 0 or _make_partial(root, partial, final)
+        if team.rank == 0 and not _make_partial(root, partial, final):
+            return None
+        return sum(tensor.held_bytes for tensor in staged[0].tensors.values())
 
     try:
-        if not all(team.every("preparing the checkpoint", begin)):
+        sizes = team.every("preparing the checkpoint", begin)
+        if sizes[0] is None:
             if team.rank == 0:
                 logger.info("step %d has a complete checkpoint already: not saved again", step)
             return False
+        team.first("looking for room", lambda: _require_room(root, sum(size or 0 for size in sizes)))
         fill_folder(team, partial, final, staged[0])
     except RanksFailed:
         # Every rank comes here; none goes on before the partial folder is gone and its space free again.
@@ -72,7 +78,8 @@ def write_checkpoint(
     if team.rank == 0:
         try:
             folders.prune(root, step, keep_last, keep_every)
-        except OSError as error:
+        # Whatever it is, the checkpoint is saved, and so all other ranks believe.
+        except Exception as error:
             logger.error("could not remove old checkpoints in %s: %s", root, describe(error))
     return True
 
@@ -98,6 +105,19 @@ def _make_partial(root: Path, partial: Path, final: Path) -> bool:
         folders.set_aside(root, int(final.name.removeprefix("step-")), "damaged")
     partial.mkdir()
     return True
+
+
+def _require_room(root: Path, needed: int) -> None:
+    """A save that cannot fit must not first fill the disk, which metrics and other runs need.
+
+    Quotas do not show here; they are met while writing.
+    """
+    free = shutil.disk_usage(root).free
+    if free < needed:
+        raise OSError(
+            errno.ENOSPC,
+            f"the checkpoint takes {needed / 1e9:.3g} GB and {free / 1e9:.3g} GB are free in {root}",
+        )
 
 
 class _Writer(dcp.FileSystemWriter):

@@ -6,6 +6,7 @@ start that the checkpoint fits the model, and at the end that all could read it.
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from forge.checkpoint.commit import TRAINER
+from forge.checkpoint.manifest import check_content
 from forge.checkpoint.team import RanksFailed, Team
 from forge.checkpoint.tensors import NamedTensors, ShardTensor
 from forge.errors import NO_CHECKPOINT, UserError
@@ -149,7 +151,8 @@ def _read(reader: _Reader, wanted: NamedTensors) -> None:
 
 
 class _Reader(dcp.FileSystemReader):
-    """DCP's reader, except that the index, a pickle, may name nothing but DCP's own plain records."""
+    """DCP's reader, except that the index, a pickle, is compared with its checksum before it is opened, and may
+    name nothing but DCP's own plain records. (Tensors are read by `torch.load(weights_only=True)`.)"""
 
     _index: Metadata | None = None
 
@@ -159,8 +162,9 @@ class _Reader(dcp.FileSystemReader):
         return self._index
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
-        with (Path(self.path) / ".metadata").open("rb") as stream:
-            metadata = _Unpickler(stream).load()
+        content = (Path(self.path) / ".metadata").read_bytes()
+        check_content(Path(self.path), ".metadata", content)
+        metadata = _Unpickler(io.BytesIO(content)).load()
         if not isinstance(metadata, Metadata):
             raise pickle.UnpicklingError(f".metadata holds a {type(metadata).__name__}")
         metadata.storage_meta = StorageMeta()

@@ -52,13 +52,26 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         manifest = json.loads(text)
         body = {key: value for key, value in manifest.items() if key != "digest"}
     except (OSError, ValueError, AttributeError) as error:
-        raise Damaged(f"{MANIFEST} cannot be read: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise Damaged(f"{MANIFEST} cannot be read: {why}") from error
     if text != _spell(body):
         raise Damaged(f"{MANIFEST} does not match its own digest")
     for name in manifest.get("files", {}):
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise Damaged(f"{MANIFEST} names a file outside the checkpoint: {name}")
     return manifest
+
+
+def check_content(folder: Path, name: str, content: bytes) -> None:
+    """Raises `Damaged` unless `content` is what was saved as the file `name` of the checkpoint."""
+    expected = read_manifest(folder)["files"].get(name, {})
+    if hashlib.sha256(content).hexdigest() != expected.get("sha256"):
+        raise Damaged(f"{name} has a wrong checksum")
+
+
+def is_tensors(name: str) -> bool:
+    """True for the files that make up nearly all of a checkpoint."""
+    return name.endswith(".distcp")
 
 
 def check_sizes(folder: Path, manifest: dict[str, Any]) -> None:

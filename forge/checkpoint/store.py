@@ -18,7 +18,15 @@ from torch.distributed import ProcessGroup
 
 from forge.checkpoint import folders, loading
 from forge.checkpoint.commit import Contents, write_checkpoint
-from forge.checkpoint.manifest import FORMAT, Damaged, check_sizes, find_changed, read_manifest, share
+from forge.checkpoint.manifest import (
+    FORMAT,
+    Damaged,
+    check_sizes,
+    find_changed,
+    is_tensors,
+    read_manifest,
+    share,
+)
 from forge.checkpoint.staging import Stager
 from forge.checkpoint.team import RanksFailed, Team, describe
 from forge.checkpoint.tensors import NamedTensors
@@ -118,17 +126,25 @@ class Checkpoints:
         self._join()
         return self.poll()
 
-    def latest(self, verify: bool = True) -> int | None:
-        """The newest step whose checkpoint is complete and as it was saved; None when there never was one.
+    def steps(self) -> list[int]:
+        """Steps that have a complete checkpoint, the newest first."""
+        self._join()
+        return self._team.first("listing checkpoints", lambda: folders.steps(self.folder)[::-1])
+
+    def latest(self, verify: bool = True, at_most: int | None = None) -> int | None:
+        """The newest step, of those up to `at_most`, whose checkpoint is complete and as it was saved; None when there
+        never was one.
 
         A damaged one is renamed `.damaged-step-n`, loudly, and the next older is tried; see `fallbacks`.
-        Without `verify` only names and sizes are compared, not contents. `UserError` with exit code 77 when
-        all are damaged.
+        Without `verify` the tensors' files are compared by name and size only. `UserError` with exit code 77
+        when all are damaged.
         """
         self._join()
         self.fallbacks = []
         try:
             candidates, remains = self._team.first("listing checkpoints", self._list)
+            if at_most is not None:
+                candidates, remains = [step for step in candidates if step <= at_most], False
             for step in candidates:
                 problem = self.verify(self.path(step), contents=verify)
                 if problem is None:
@@ -147,7 +163,7 @@ class Checkpoints:
     def verify(self, path: Path, contents: bool = True) -> str | None:
         """What is wrong with the checkpoint at `path`; None when it is as it was saved.
 
-        Sizes first; then, with `contents`, every rank hashes a share of the files.
+        Sizes first; then every rank hashes a share of the files, of those with tensors only if `contents`.
         """
         manifest, problem = self._team.first("reading the manifest", lambda: _read_and_measure(path))
         if problem is not None:
@@ -155,9 +171,8 @@ class Checkpoints:
         if manifest["format"] != FORMAT:
             message = f"checkpoint {path} has format {manifest['format']}; this forge reads {FORMAT}"
             raise UserError(message, NO_CHECKPOINT)
-        if not contents:
-            return None
-        mine = share(manifest["files"], self._team.rank, self._team.size)
+        files = {name: entry for name, entry in manifest["files"].items() if contents or not is_tensors(name)}
+        mine = share(files, self._team.rank, self._team.size)
         found = self._team.every("hashing the checkpoint", lambda: find_changed(path, mine))
         problems = [problem for part in found for problem in part]
         more = f" (and {len(problems) - 1} more files)" if len(problems) > 1 else ""
@@ -220,7 +235,9 @@ class Checkpoints:
             self._last = None
 
     def _list(self) -> tuple[list[int], bool]:
-        return folders.steps(self.folder)[::-1], folders.has_damaged(self.folder)
+        """Steps with a folder, newest first. One without a manifest is no checkpoint, but to begin anew because
+        somebody has deleted that one file would be worse than to call it damaged."""
+        return folders.steps(self.folder, complete=False)[::-1], folders.has_damaged(self.folder)
 
     def _pass_over(self, step: int, problem: str) -> None:
         name = self._team.first(

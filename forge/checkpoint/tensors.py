@@ -48,6 +48,11 @@ class ShardTensor(torch.Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"ShardTensor(shape={tuple(self.shape)}, dtype={self.dtype}, boxes={len(self._pieces)})"
 
+    @property
+    def held_bytes(self) -> int:
+        """Size of this rank's pieces."""
+        return sum(piece.numel() * piece.element_size() for piece in self._pieces.values())
+
     def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:
         properties = TensorProperties(dtype=self.dtype)
         return [

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from forge.checkpoint import Checkpoints, load
+from forge.checkpoint.loading import TensorReader
 from forge.checkpoint.manifest import MANIFEST, Damaged, compose, entry, read_manifest
 from forge.errors import NO_CHECKPOINT, UserError
 from tests.checkpoint.helpers import loaded_value, named, names, save_value, value_shards
@@ -41,23 +43,32 @@ def find_and_save(rank: int, world: int, folder: str) -> list[str]:
     return fallbacks
 
 
-DAMAGE: list[tuple[str, Callable[[Path], None], str]] = [
-    ("__1_0.distcp", cut_short, "bytes instead of"),
-    ("__1_0.distcp", os.unlink, "cannot be read"),
-    ("__1_0.distcp", flip, "wrong checksum"),
-    ("trainer.json", flip, "wrong checksum"),
-    (".metadata", flip, "wrong checksum"),
-    ("manifest.json", flip, "manifest.json"),
-]
+FILES = ["__1_0.distcp", "trainer.json", ".metadata", "config.toml", MANIFEST]
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "truncated": (cut_short, "bytes instead of"),
+    "missing": (os.unlink, "cannot be read: No such file"),
+    "flipped": (flip, "wrong checksum"),
+}
 
 
-@pytest.mark.parametrize("name, damage, reason", DAMAGE, ids=[f"{d[1].__name__}-{d[0]}" for d in DAMAGE])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(name, damage, reason, tmp_path):
-    run_ranks(save_steps, 2, str(tmp_path))
-    damage(tmp_path / "step-00000002" / name)
-    one, other = run_ranks(find_and_save, 2, str(tmp_path))
-    assert one == other and len(one) == 1 and name in one[0] and reason in one[0]
-    assert names(tmp_path) == [".damaged-step-00000002", "step-00000001", "step-00000002"]
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """Two checkpoints of two ranks."""
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(save_steps, 2, str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+@pytest.mark.parametrize("name", FILES)
+def test_s1_a_damaged_checkpoint_is_named_and_the_one_before_is_used(name, how, saved, tmp_path):
+    folder = Path(shutil.copytree(saved, tmp_path / "checkpoints"))
+    damage, reason = DAMAGE[how]
+    damage(folder / "step-00000002" / name)
+    one, other = run_ranks(find_and_save, 2, str(folder))
+    assert one == other and len(one) == 1 and name in one[0]
+    assert reason in one[0] or (name == MANIFEST and how != "missing")
+    assert names(folder) == [".damaged-step-00000002", "step-00000001", "step-00000002"]
 
 
 def test_every_flipped_bit_of_a_manifest_is_found(tmp_path):
@@ -88,11 +99,12 @@ def no_checkpoint(rank: int, world: int, folder: str) -> str:
     return str(error.value)
 
 
-def test_without_a_usable_checkpoint_the_run_ends_and_does_not_begin_anew(tmp_path):
-    run_ranks(save_steps, 1, str(tmp_path))
+@pytest.mark.parametrize("damage, name", [(flip, "trainer.json"), (os.unlink, MANIFEST)])
+def test_s1_without_a_usable_checkpoint_the_run_ends_and_does_not_begin_anew(damage, name, saved, tmp_path):
+    folder = Path(shutil.copytree(saved, tmp_path / "checkpoints"))
     for step in (1, 2):
-        flip(tmp_path / f"step-{step:08d}" / "trainer.json")
-    one, other = run_ranks(no_checkpoint, 2, str(tmp_path))
+        damage(folder / f"step-{step:08d}" / name)
+    one, other = run_ranks(no_checkpoint, 2, str(folder))
     assert one == other and "damaged" in one and "\n" not in one
 
 
@@ -101,6 +113,7 @@ def sizes_only(rank: int, world: int, folder: str) -> None:
     assert checkpoints.latest(verify=False) == 2
     assert "wrong checksum" in (checkpoints.verify(checkpoints.path(2)) or "")
     assert checkpoints.verify(checkpoints.path(1)) is None
+    assert "wrong checksum" in (checkpoints.verify(checkpoints.path(1).with_name("state"), False) or "")
 
 
 def newer(rank: int, world: int, folder: str) -> str:
@@ -118,10 +131,12 @@ def test_a_checkpoint_of_a_newer_format_is_left_alone(tmp_path, monkeypatch):
     assert "format 2" in message and names(tmp_path) == ["step-00000001"]
 
 
-def test_contents_are_not_read_when_not_asked_for(tmp_path):
-    run_ranks(save_steps, 1, str(tmp_path))
-    flip(tmp_path / "step-00000002" / "trainer.json")
-    run_ranks(sizes_only, 2, str(tmp_path))
+def test_tensors_are_not_read_to_verify_when_not_asked_for_but_all_else_is(saved, tmp_path):
+    folder = Path(shutil.copytree(saved, tmp_path / "checkpoints"))
+    shutil.copytree(folder / "step-00000001", folder / "state")
+    flip(folder / "state" / "trainer.json")
+    flip(folder / "step-00000002" / "__0_0.distcp")
+    run_ranks(sizes_only, 2, str(folder))
 
 
 class Bomb:
@@ -138,18 +153,48 @@ def refused(rank: int, world: int, folder: str) -> str:
     return str(error.value)
 
 
-def test_an_index_that_would_run_code_is_refused(tmp_path):
-    run_ranks(save_steps, 1, str(tmp_path), 1)
-    path = tmp_path / "step-00000001"
-    (path / ".metadata").write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
+def sign(path: Path) -> None:
+    """Makes the manifest agree with what is there, as an attacker would who knows the format."""
+    manifest = read_manifest(path)
+    files = {name: entry(path / name) for name in manifest["files"]}
+    text = compose(manifest["step"], manifest["world_size"], manifest["layout"], files)
+    (path / MANIFEST).write_text(text)
+
+
+def test_an_index_is_not_opened_before_its_checksum_is_known_to_be_right(saved, tmp_path):
+    path = Path(shutil.copytree(saved / "step-00000001", tmp_path / "checkpoint"))
+    content = (path / ".metadata").read_bytes()
+    # To a pickle the same, to a checksum not.
+    (path / ".metadata").write_bytes(content + b"\0")
+    assert isinstance(pickle.loads(content + b"\0"), type(pickle.loads(content)))
+    one, other = run_ranks(refused, 2, str(path))
+    assert one == other and ".metadata has a wrong checksum" in one and str(path) in one
+    with pytest.raises(Damaged):
+        TensorReader(path).tensors()
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_an_index_that_would_run_code_is_refused_even_with_a_right_checksum(wrapped, saved, tmp_path):
+    path = Path(shutil.copytree(saved / "step-00000001", tmp_path / "checkpoint"))
+    bomb = Bomb(tmp_path / "exploded")
+    if wrapped:
+        index = pickle.loads((path / ".metadata").read_bytes())
+        index.planner_data = [bomb]
+        bomb = index
+    (path / ".metadata").write_bytes(pickle.dumps(bomb))
+    sign(path)
     (message,) = run_ranks(refused, 1, str(path))
     assert "mkdir" in message and not (tmp_path / "exploded").exists()
 
 
-def test_an_index_that_cannot_be_read_ends_all_ranks_alike(tmp_path):
-    run_ranks(save_steps, 1, str(tmp_path), 1)
-    path = tmp_path / "step-00000001"
-    cut_short(path / ".metadata")
-    one, other = run_ranks(refused, 2, str(path))
-    assert one == other and str(path) in one
-    shutil.rmtree(path)
+def test_a_tensor_that_would_run_code_is_refused_even_with_a_right_checksum(saved, tmp_path):
+    """A shard file is a row of torch.save's archives; one of them becomes one that holds something else."""
+    path = Path(shutil.copytree(saved / "step-00000001", tmp_path / "checkpoint"))
+    index = pickle.loads((path / ".metadata").read_bytes())
+    for place in index.storage_data.values():
+        torch.save(Bomb(tmp_path / "exploded"), path / place.relative_path)
+        place.offset, place.length = 0, (path / place.relative_path).stat().st_size
+    (path / ".metadata").write_bytes(pickle.dumps(index))
+    sign(path)
+    (message,) = run_ranks(refused, 1, str(path))
+    assert "mkdir" in message and not (tmp_path / "exploded").exists()

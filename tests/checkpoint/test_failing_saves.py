@@ -3,6 +3,8 @@
 import contextlib
 import os
 import resource
+import shutil
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,8 @@ from forge.checkpoint.folders import steps
 from forge.fault import fault_point
 from tests.checkpoint.helpers import inject, loaded_value, names, save_value, whole
 from tests.harness import RankFailed, run_ranks
+
+Usage = namedtuple("Usage", "total used free")
 
 KILLS = [  # point, rank, steps that are complete afterwards
     ("save.begin", 1, [1]),
@@ -46,7 +50,7 @@ def find_and_go_on(rank: int, world: int, folder: str, expected: int) -> None:
 
 
 @pytest.mark.parametrize("point, rank, complete", KILLS)
-def test_a_kill_at_any_boundary_leaves_the_old_or_the_new_checkpoint(point, rank, complete, tmp_path):
+def test_k3_a_kill_at_any_boundary_leaves_the_old_or_the_new_checkpoint(point, rank, complete, tmp_path):
     with pytest.raises(RankFailed, match=f"rank {rank}: died with exit code -9"):
         run_ranks(save_and_die, 2, str(tmp_path), f"{point}:2:{rank}", "async", timeout=20)
     assert steps(tmp_path) == complete
@@ -80,7 +84,7 @@ FAILURES = [
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
 @pytest.mark.parametrize("point, rank", FAILURES)
-def test_a_failure_on_one_rank_is_told_to_all_and_leaves_nothing(point, rank, mode, tmp_path):
+def test_s4_a_failure_on_one_rank_is_told_to_all_and_leaves_nothing(point, rank, mode, tmp_path):
     errors = run_ranks(fail_once, 2, str(tmp_path), f"{point}:2:{rank}:raise", mode)
     assert errors[0] == errors[1] and f"rank {rank}" in errors[0]
     assert "injected by FORGE_FAULT" in errors[0]
@@ -102,7 +106,7 @@ def fill_the_disk(rank: int, world: int, folder: str) -> str:
     return outcome.error
 
 
-def test_a_file_that_cannot_grow_fails_the_save_and_not_the_run(tmp_path):
+def test_s2_a_file_that_cannot_grow_fails_the_save_and_not_the_run(tmp_path):
     errors = run_ranks(fill_the_disk, 2, str(tmp_path))
     assert errors[0] == errors[1] and "rank 1" in errors[0]
 
@@ -122,19 +126,39 @@ def test_an_error_while_staging_does_not_leave_the_other_ranks_waiting(tmp_path)
     assert errors[0] == errors[1] and "rank 1" in str(errors[0]) and "JSON" in str(errors[0])
 
 
+def little_room(rank: int, world: int, folder: str, room: int) -> str | None:
+    checkpoints = Checkpoints(Path(folder), mode="sync")
+    shutil.disk_usage = lambda path: Usage(10**6, 10**6 - room, room)
+    (outcome,) = save_value(checkpoints, 1)
+    return outcome.error
+
+
+def test_s2_a_save_that_cannot_fit_is_not_begun(tmp_path):
+    """Two ranks hold 41 float32 between them, not counting copies."""
+    one, other = run_ranks(little_room, 2, str(tmp_path), 4 * 41 - 1)
+    assert one == other and "1.64e-07 GB" in one and "free" in one and names(tmp_path) == []
+    assert run_ranks(little_room, 2, str(tmp_path), 4 * 41) == [None, None]
+
+
 def prune_fails(rank: int, world: int, folder: str) -> None:
     checkpoints = Checkpoints(Path(folder), keep_last=1, mode="sync")
     save_value(checkpoints, 1)
     inject("save.during_prune:2:0:raise")
     save_value(checkpoints, 2)
-    assert checkpoints.failures_in_row == 0 and checkpoints.latest() == 2
-    inject(None)
+    remove, shutil.rmtree = shutil.rmtree, defect
     save_value(checkpoints, 3)
+    assert checkpoints.failures_in_row == 0 and checkpoints.latest() == 3
+    shutil.rmtree = remove
+    save_value(checkpoints, 4)
+
+
+def defect(path: Path) -> None:
+    raise ValueError("whatever it is")
 
 
 def test_failing_to_remove_an_old_checkpoint_does_not_fail_the_new_one(tmp_path):
     run_ranks(prune_fails, 2, str(tmp_path))
-    assert names(tmp_path) == ["step-00000003"]
+    assert names(tmp_path) == ["step-00000004"]
 
 
 def test_without_the_variable_a_fault_point_does_nothing():
