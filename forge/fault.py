@@ -2,12 +2,15 @@
 
 `FORGE_FAULT=point:step:rank[:action]` in the environment; `*` as step or rank means every one. Without the
 variable nothing here has any effect. Actions: `kill` (the default) sends SIGKILL to this process, `raise`
-raises OSError(ENOSPC) as a full disk would, `sleep` or `sleep=SECONDS` stalls (an hour unless told). When torchrun
-has restarted the workers nothing fails again, or no restart could ever get past the point.
+raises OSError(ENOSPC) as a full disk would, `sleep` or `sleep=SECONDS` stalls (an hour unless told), `signal` or
+`signal=NAME` sends this process a signal (SIGTERM unless told). When torchrun has restarted the workers nothing fails
+again, or no restart could ever get past the point.
 
 Points:
 
+    set-up               on every rank, when the run directory is locked and nothing is read or built; step 0
     step                 on every rank, when it has the batch of that step and has computed nothing
+    evaluation           on every rank, before the first batch of an evaluation after that step
     save.begin           on every rank, before anything is copied or written
     save.between_shards  on every rank, when its own shard file is on disk and the shards' index is not
     save.before_manifest on rank 0, when every file but the manifest is on disk
@@ -41,12 +44,14 @@ def fault_point(name: str, step: int) -> None:
         return
     if fault[1] not in ("*", str(step)) or fault[2] not in ("*", os.environ.get("RANK", "0")):
         return
-    action, _, seconds = fault[3].partition("=")
+    action, _, detail = fault[3].partition("=")
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif action == "raise":
         raise OSError(errno.ENOSPC, f"injected by FORGE_FAULT at {name}")
     elif action == "sleep":
-        time.sleep(float(seconds or 3600))
+        time.sleep(float(detail or 3600))
+    elif action == "signal":
+        os.kill(os.getpid(), signal.Signals[detail or "SIGTERM"])
     else:
-        raise ValueError(f"FORGE_FAULT action {action!r}: expected kill, raise or sleep")
+        raise ValueError(f"FORGE_FAULT action {action!r}: expected kill, raise, sleep or signal")

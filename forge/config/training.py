@@ -165,7 +165,11 @@ class Checkpoint(Section):
     init: str = ""
     """A checkpoint or imported folder whose weights a new history begins with. Empty: fresh weights."""
     verify: bool = True
-    """Compare checksums before loading."""
+    """Compare all checksums before loading. Else those of the tensors' files are left out."""
+    max_failed_saves: Count = 5
+    """Failed saves in a row after which the run ends. 0: it trains on whatever fails."""
+    allow_changed_data: bool = False
+    """Resume although the data are not those that the checkpoint was trained on."""
 
 
 class Evaluate(Section):

@@ -27,7 +27,7 @@ _held: weakref.WeakSet[RunDirectory] = weakref.WeakSet()
 
 
 class RunDirectory:
-    """Paths of a run below `root`. Every rank may have one; only rank 0 calls `acquire`."""
+    """Paths of a run below `root`. Every rank has one; rank 0 calls `acquire`, the others may `find` what it did."""
 
     def __init__(self, root: Path):
         self.root = root
@@ -35,6 +35,7 @@ class RunDirectory:
         self.status = root / "status.json"
         self.metrics = root / "metrics.jsonl"
         self.events = root / "events.jsonl"
+        self.rollbacks = root / "rollbacks.json"
         self.tensorboard = root / "tensorboard"
         self.checkpoints = root / "checkpoints"
         self.logs = root / "logs"
@@ -42,8 +43,8 @@ class RunDirectory:
         self._lock_path = root / ".lock"
         self._descriptor: int | None = None
 
-    def acquire(self, patience_s: float = 2.0) -> None:
-        """Make the folders, see that they can be written to, and lock the directory.
+    def acquire(self, patience_s: float = 2.0) -> str:
+        """Make the folders, see that they can be written to, and lock the directory; returns what `find` looks for.
 
         The lock lasts until `release`, until this object is collected, or to the end of the process, even by
         SIGKILL. It waits `patience_s` seconds for a holder that was killed just now and is not quite gone.
@@ -59,11 +60,29 @@ class RunDirectory:
             os.close(descriptor)
             raise
         self._tell_of_stale_holder(descriptor)
-        holder = {"host": socket.gethostname(), "pid": os.getpid(), "started": utc_now()}
-        _rewrite(descriptor, json.dumps(holder).encode())
+        holder = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "started": utc_now()})
+        _rewrite(descriptor, holder.encode())
         self._descriptor = descriptor
         self._finalizer = weakref.finalize(self, _let_go, descriptor)
         _held.add(self)
+        return holder
+
+    def find(self, holder: str) -> None:
+        """On another node: see that this is the directory that `acquire` returned `holder` for, and can be written to.
+
+        Raises UserError (exit 2).
+        """
+        try:
+            seen = self._lock_path.read_text()
+        except OSError:
+            seen = ""
+        if seen != holder:
+            raise UserError(
+                f"{self.root} on {socket.gethostname()} is another folder than on {json.loads(holder)['host']}; "
+                "point run.output_dir at a file system that all nodes share."
+            )
+        for folder in (self.checkpoints, self.logs):
+            _require_writable(folder)
 
     def release(self) -> None:
         """Give the directory back. Does nothing if it is not held."""
@@ -160,6 +179,7 @@ def _read_holder(descriptor: int) -> dict[str, str] | None:
 def _rewrite(descriptor: int, content: bytes) -> None:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, content, 0)
+    os.fsync(descriptor)  # or a network file system keeps it to this node
 
 
 def _let_go(descriptor: int) -> None:

@@ -79,16 +79,30 @@ def _compare(old: Config, new: Config, path: Path) -> None:
         log.info("changed since %s: %s = %s (was %s)", path.name, key, after, before)
 
 
-def check_inputs(origin: Origin, inputs: dict[str, Any]) -> None:
-    """Refuse to continue on other data or with another tokenizer than the checkpoint's (UserError, exit 2)."""
-    before = origin.state["inputs"]
+def check_inputs(origin: Origin, inputs: dict[str, Any], allow_changed_data: bool = False) -> list[str]:
+    """Refuse to continue on other data or with another tokenizer than the checkpoint's (UserError, exit 2).
+
+    With `allow_changed_data` other data are taken; returns what of them has changed, one sentence each.
+    """
+    before, changes = origin.state["inputs"], []
     for key in sorted(set(before) | set(inputs)):
-        if before.get(key) != inputs.get(key):
+        if before.get(key) == inputs.get(key):
+            continue
+        change = (
+            f"{key} is not what {origin.path} was trained on: fingerprint {_short(before.get(key))} there, "
+            f"{_short(inputs.get(key))} now"
+        )
+        # With another tokenizer the same ids mean something else.
+        free = key.startswith("data.sources")
+        if not (allow_changed_data and free):
+            remedy = ", set checkpoint.allow_changed_data = true to read these from here on" if free else ""
             raise UserError(
-                f"{key} is not what {origin.path} was trained on: fingerprint {_short(before.get(key))} there, "
-                f"{_short(inputs.get(key))} now. Restore the files and data.sources, or start a new run (another "
-                f"run.name) with checkpoint.init = {str(origin.path)!r} to keep the weights."
+                f"{change}. Restore the files and data.sources{remedy}, or start a new run (another run.name) with "
+                f"checkpoint.init = {str(origin.path)!r} to keep the weights."
             )
+        log.warning("%s", change)
+        changes.append(change)
+    return changes
 
 
 def _short(fingerprint: Any) -> str:

@@ -40,11 +40,17 @@ class Saver:
         self._model, self._optimizer, self._progress = model, optimizer, progress
         self._inputs, self._events = inputs, events
         self._files = _files(config, tokenizer)
-        self._saved_step = -1
+        self.saved_step = -1
+        """The step that needs no more saving."""
+        self._error: str | None = None
 
     def save(self) -> None:
-        """Start a checkpoint of the current step; returns when the state has been copied."""
-        self._saved_step = self._progress.step
+        """Start a checkpoint of the current step; returns when the state has been copied.
+
+        Raises UserError (exit 1) on every rank when too many saves in a row, the last of them included, have failed.
+        """
+        self.wait()
+        self.saved_step = self._progress.step
         self._tell(
             self._checkpoints.save(
                 self._progress.step,
@@ -61,15 +67,25 @@ class Saver:
 
     def save_and_wait(self) -> None:
         """Save the current step unless that is done, and see it on disk. Raises UserError (exit 1) if it fails."""
-        if self._saved_step != self._progress.step:
+        self.wait()
+        if self.saved_step != self._progress.step or self._error is not None:
             self.save()
-        outcomes = self._checkpoints.wait()
-        self._tell(outcomes)
-        for outcome in outcomes:
-            if outcome.step == self._progress.step and outcome.error is not None:
-                raise UserError(
-                    f"the last checkpoint, of step {outcome.step}, failed: {outcome.error}", exit_code=FAILED
-                )
+            self.wait()
+        if self._error is not None:
+            raise UserError(
+                f"the last checkpoint, of step {self._progress.step}, failed: {self._error}", exit_code=FAILED
+            )
+
+    def wait(self) -> None:
+        """See the end of the save under way, if any. Raises UserError (exit 1) as `save` does."""
+        self._tell(self._checkpoints.wait())
+        failed, limit = self._checkpoints.failures_in_row, self._config.checkpoint.max_failed_saves
+        if limit and failed >= limit:
+            raise UserError(
+                f"{failed} saves in a row have failed (checkpoint.max_failed_saves = {limit}), the last: {self._error}. "
+                f"Make room or mend what it names, then start the run again: it resumes from its last checkpoint.",
+                exit_code=FAILED,
+            )
 
     def poll(self) -> None:
         """Tell of saves that ended in the background."""
@@ -77,10 +93,13 @@ class Saver:
 
     def _tell(self, outcomes: list[SaveOutcome]) -> None:
         for outcome in outcomes:
+            self._error = outcome.error
             if outcome.error is None:
                 log.info("saved step %d (%.1f s)", outcome.step, outcome.seconds)
             else:
-                log.error("saving step %d failed, training goes on: %s", outcome.step, outcome.error)
+                # All ranks have the same to say: in their files.
+                level = logging.INFO if self._events is None else logging.ERROR
+                log.log(level, "saving step %d failed: %s", outcome.step, outcome.error)
             if self._events is not None:
                 kind = "saved" if outcome.error is None else "save_failed"
                 self._events.write(kind, step=outcome.step, seconds=outcome.seconds, error=outcome.error)
