@@ -124,4 +124,5 @@ def flight_record() -> bytes | None:
 
 def meeting_store() -> dist.Store:
     """A connection of its own to the store through which the ranks met, for use by another thread."""
-    return dist.distributed_c10d._get_default_store().clone()
+    store: Any = dist.distributed_c10d._get_default_store()
+    return store.clone()

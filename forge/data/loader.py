@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from forge.data.dataset import PackedDataset, read_window
+from forge.data.passed_over import Ranges, nth_sample
 from forge.data.sources import Source, count_windows
 from forge.model import IGNORE
 
@@ -60,9 +61,9 @@ class Loader:
     """Endless iterator of the batches of data rank `rank` of `ranks`, from global sample `start_sample` on.
 
     Each step takes the next `global_batch_size` samples, of which rank r has the r-th contiguous part; so the
-    samples of a step do not depend on `ranks`, and where to go on after a restart is one integer. `prefetch`
-    batches are made ahead in a thread; what it raises, the next `next` raises. `wait_s` is how long the last
-    `next` waited for it.
+    samples of a step do not depend on `ranks`, and where to go on after a restart is one integer. Ranges of samples
+    in `passed_over` (as of `merge`) are left out. `prefetch` batches are made ahead in a thread; what it raises, the
+    next `next` raises. `wait_s` is how long the last `next` waited for it.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Loader:
         rank: int,
         ranks: int,
         start_sample: int = 0,
+        passed_over: Ranges = (),
         device: torch.device | str = "cpu",
         prefetch: int = 2,
     ):
@@ -81,7 +83,8 @@ class Loader:
         self._dataset = dataset
         self._global_batch_size = global_batch_size
         self._rows = global_batch_size // ranks
-        self._next_sample = start_sample + rank * self._rows
+        self._first_row = rank * self._rows
+        self._position, self._passed_over = start_sample, passed_over
         self._device = torch.device(device)
         self._queue: queue.Queue[Batch | BaseException] = queue.Queue(max(1, prefetch))
         self._closed = threading.Event()
@@ -112,15 +115,18 @@ class Loader:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # else pinning would make a context on device 0
             while not self._closed.is_set():
-                samples = range(self._next_sample, self._next_sample + self._rows)
+                samples = [self._sample(self._first_row + row) for row in range(self._rows)]
                 rows = (self._dataset[sample] for sample in samples)
                 batch = _assemble(
-                    rows, self._rows, self._dataset.seq_len, self._dataset.document_mask, samples.start
+                    rows, self._rows, self._dataset.seq_len, self._dataset.document_mask, samples[0]
                 )
-                self._next_sample += self._global_batch_size
+                self._position = self._sample(self._global_batch_size)
                 self._put(batch.pin_memory() if self._device.type == "cuda" else batch)
         except BaseException as error:  # to be raised where it is seen
             self._put(error)
+
+    def _sample(self, n: int) -> int:
+        return nth_sample(self._position, n, self._passed_over)
 
     def _put(self, item: Batch | BaseException) -> None:
         while not self._closed.is_set():

@@ -42,6 +42,12 @@ class Board:
         if self._writer is not None:
             self._try("flush")
 
+    def begin_after(self, step: int) -> None:
+        """Hide what has been written about steps after `step`: they are made again."""
+        if self._writer is not None:
+            self._try("close")
+        self._after_step, self._writer = step, None
+
     def close(self) -> None:
         """Flush and close; a closed board is off."""
         if self._writer is not None:

@@ -29,9 +29,11 @@ from forge.parallel.mesh import Meshes, make_meshes
 from forge.parallel.world import World, on_every_rank
 from forge.resilience.signals import StopSignals
 from forge.resilience.watchdog import patience
+from forge.train.judge import Judge
 from forge.train.loop import Training
 from forge.train.recorder import Recorder
 from forge.train.report import Reporter
+from forge.train.rollback import Rollbacks
 from forge.train.save import Saver
 from forge.train.state import Progress
 from forge.train.watch import Phases
@@ -120,19 +122,20 @@ def assemble(
 ) -> Training:
     """The training, about to make the step after `progress`; what must be closed is closed by `stack`."""
     config, world = job.config, job.world
-    batches = _loader(job, inputs, built, progress)
-    stack.callback(batches.close)
-    return Training(
+    training = Training(
         config=config,
         meshes=built.meshes,
         device=world.device,
         model=built.model,
         optimizer=built.optimizer,
         progress=progress,
-        batches=batches,
+        batches=_loader(job, inputs, built, progress),
+        read_on=lambda: _loader(job, inputs, built, progress),
         validation=inputs.validation if config.evaluate.interval else {},
         tokenizer=inputs.tokenizer if config.evaluate.sample_interval else None,
         recorder=_recorder(job, progress, stack),
+        judge=Judge(config, progress, built.model, world.device, job.reporter.event),
+        roll_back=Rollbacks(job.directory, checkpoints, job.reporter.event),
         saver=Saver(
             checkpoints,
             config,
@@ -154,6 +157,9 @@ def assemble(
             ),
         ],
     )
+    # A roll-back puts another one in its place.
+    stack.callback(lambda: training.batches.close())
+    return training
 
 
 def _recorder(job: Job, progress: Progress, stack: ExitStack) -> Recorder:
@@ -164,7 +170,6 @@ def _recorder(job: Job, progress: Progress, stack: ExitStack) -> Recorder:
         board = stack.enter_context(Board(directory.tensorboard, config.metrics.tensorboard, progress.step))
     return Recorder(
         config,
-        progress,
         job.world.device,
         job.world.size,
         flops_per_token(config.model, config.train.seq_len),
@@ -181,6 +186,7 @@ def _loader(job: Job, inputs: Inputs, built: Built, progress: Progress) -> Loade
         rank=built.meshes.data_rank,
         ranks=built.meshes.data_ranks,
         start_sample=progress.next_sample,
+        passed_over=progress.passed_over,
         device=job.world.device,
         prefetch=job.config.data.prefetch,
     )

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from forge.config import Config
-from forge.data.loader import Loader
+from forge.data.loader import Batch, Loader
 from forge.data.sources import Source
 from forge.data.tokenizer import Tokenizer
 from forge.fault import fault_point
 from forge.observe.collector import Collector
 from forge.optim import AdamW, learning_rate
-from forge.parallel.execute import ParallelModel
-from forge.parallel.gradients import clip_gradients, report_gradients
+from forge.parallel.execute import ParallelModel, Sums
+from forge.parallel.gradients import GradientReport, clip_gradients, report_gradients
 from forge.parallel.mesh import Meshes
 from forge.resilience.signals import StopSignals
 from forge.train.evaluate import evaluate, write_sample
+from forge.train.judge import Judge, Setback
 from forge.train.recorder import Recorder, StepFacts
+from forge.train.resume import Origin, load_origin
 from forge.train.save import Saver
-from forge.train.state import Progress
+from forge.train.state import Progress, Rollback
 from forge.train.watch import Phases, Watcher
 
 log = logging.getLogger(__name__)
@@ -39,33 +42,48 @@ class Training:
     optimizer: AdamW
     progress: Progress
     batches: Loader
+    read_on: Callable[[], Loader]
     validation: dict[str, Source]
     tokenizer: Tokenizer | None
     recorder: Recorder
     saver: Saver
+    judge: Judge
+    roll_back: Callable[[Training, Setback], None]
     signals: StopSignals
     phases: Phases
     collector: Collector
     watchers: list[Watcher]
 
     def run(self) -> bool:
-        """Train until `train.steps`; True if it got there, False if it was asked to stop. Saves at the end either way."""
-        while self.progress.step < self.config.train.steps and not self.recorder.stop_asked:
-            step = self.progress.step + 1
-            for watcher in self.watchers:
-                watcher.before_step(step)
-            self.step()
-            for watcher in self.watchers:
-                watcher.after_step(step)
-            self.after_step()
-        self.recorder.flush()
-        with self.phases.during("save", self.progress.step):
-            self.saver.save_and_wait()
+        """Train until `train.steps`; True if it got there, False if it was asked to stop. Saves at the end either way.
+
+        Raises UserError (exit 1) when too much goes wrong, with what is known of it.
+        """
+        while not self._over:
+            try:
+                self._next_step()
+                if self._over:
+                    self._finish()
+            except Setback as setback:
+                self.roll_back(self, setback)
         self.phases.enter("end")
         return self.progress.step >= self.config.train.steps
 
+    @property
+    def _over(self) -> bool:
+        return self.progress.step >= self.config.train.steps or self.recorder.stop_asked
+
+    def _next_step(self) -> None:
+        step = self.progress.step + 1
+        for watcher in self.watchers:
+            watcher.before_step(step)
+        self.step()
+        for watcher in self.watchers:
+            watcher.after_step(step)
+        self.after_step()
+
     def step(self) -> None:
-        """One optimizer step. Nothing in it waits for the device."""
+        """One optimizer step. It waits for the device to end the step before, never for the one it launches."""
         began = time.perf_counter()
         step = self.progress.step + 1
         self.phases.enter("data", step)
@@ -76,39 +94,65 @@ class Training:
             self.config.schedule, lr=self.config.optimizer.lr, step=step, steps=self.config.train.steps
         )
 
+        sums, report = self.gradients(batch)
+        if self.judge.settle(self.recorder.read(), self.gradients):
+            sums, report = self.gradients(batch)
+        limits, report = self.judge.with_spikes(step, sums, report)
+        clip_gradients(self.model.shards, report.norm, self.config.train.grad_clip_norm)
+        self.optimizer.step(lr, report.skip)
+        self.model.after_update()
+        routers = self.model.update_router(report.skip)
+        self.model.zero_gradients()
+
+        self.judge.keep(batch)
+        self.progress.advance(self.config)
+        self.recorder.record(StepFacts(step, self.progress.tokens, lr, limits), sums, report, routers)
+        self.recorder.add_time(
+            time.perf_counter() - began, self.batches.wait_s, self.collector.take_seconds()
+        )
+
+    def gradients(self, batch: Batch) -> tuple[Sums, GradientReport]:
+        """The gradient of the whole global batch, left in the shards, and what is to be known of it."""
         tokens = self.model.count_tokens(batch)
         sums = self.model.forward_backward(batch, tokens)
         self.model.finalize_gradients()
         report = report_gradients(self.model.shards, sums.objective, stop=self.signals.reason is not None)
-        clip_gradients(self.model.shards, report.norm, self.config.train.grad_clip_norm)
-        self.optimizer.step(lr, report.skip)
-        self.model.after_update()
-        self.model.update_router(report.skip)
-        self.model.zero_gradients()
-
-        self.progress.advance(self.config)
-        self.recorder.record(StepFacts(step, self.progress.tokens, lr), sums, report)
-        self.recorder.add_time(
-            time.perf_counter() - began, self.batches.wait_s, self.collector.take_seconds()
-        )
+        return sums, report
 
     def after_step(self) -> None:
         """Evaluate, sample, save and collect garbage where due, in this order: a checkpoint follows all lines of its step."""
         step, config = self.progress.step, self.config
         last = step == config.train.steps
         if self.validation and _due(config.evaluate.interval, step, last):
-            self.recorder.flush()
+            self.judge.settle(self.recorder.flush(), self.gradients)
             with self.phases.during("evaluation", step):
                 self.evaluate(step)
         if self.tokenizer is not None and _due(config.evaluate.sample_interval, step, last):
             with self.phases.during("evaluation", step):
                 self.sample(step, self.tokenizer)
         if not last and _due(config.checkpoint.interval, step, last):
-            self.recorder.flush()
+            self.judge.settle(self.recorder.flush(), self.gradients)
             with self.phases.during("save", step):
                 self.saver.save()
         self.saver.poll()
         self.collector.collect(step)
+
+    def _finish(self) -> None:
+        self.judge.settle(self.recorder.flush(), self.gradients)
+        with self.phases.during("save", self.progress.step):
+            self.saver.save_and_wait()
+
+    def begin_after(self, origin: Origin, rollbacks: list[Rollback]) -> None:
+        """Return to the checkpoint `origin`, from where on nothing is read that `rollbacks` pass over. Collective."""
+        load_origin(origin, self.model, self.optimizer)
+        self.model.after_update()
+        self.judge.give_up_gradients()
+        self.progress.load(origin.state["progress"])
+        self.progress.pass_over(rollbacks)
+        self.recorder.begin_after(origin.step)
+        self.saver.saved_step = origin.step
+        self.batches.close()
+        self.batches = self.read_on()
 
     def evaluate(self, step: int) -> None:
         losses = evaluate(self.model, self.validation, self.config, self.meshes, self.device)

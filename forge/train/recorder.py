@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from forge.config import Config
-from forge.errors import FAILED, UserError
 from forge.observe.hardware import memory_gib, peak_flops
 from forge.observe.metrics import MetricsLog
 from forge.observe.progress import StepTimes, format_line
+from forge.observe.router_load import load_fields
 from forge.observe.tensorboard import Board
 from forge.parallel.execute import Sums
 from forge.parallel.gradients import GradientReport
+from forge.parallel.routers import RouterReport
+from forge.resilience.anomalies import Limits
 from forge.resilience.delayed import DelayedRead
-from forge.train.state import Progress
 
 log = logging.getLogger(__name__)
 
@@ -31,16 +32,27 @@ class StepFacts:
     step: int
     tokens: int
     lr: float
+    limits: Limits
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a step came to; the same on every rank. `loss` and `grad_norm` may be anything if it was `skipped`."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    skipped: bool
+    limits: Limits
 
 
 class Recorder:
-    """Turns every step into at most one line. All ranks hold one, because the stop flag and the count of skipped steps
-    steer all of them alike; only rank 0's has somewhere to write."""
+    """Turns every step into at most one line. All ranks hold one, because what a step came to steers all of them alike;
+    only rank 0's has somewhere to write."""
 
     def __init__(
         self,
         config: Config,
-        progress: Progress,
         device: torch.device,
         world_size: int,
         flops_per_token: float,
@@ -48,7 +60,7 @@ class Recorder:
         board: Board | None,
         tell_step: Callable[[int], None],
     ):
-        self._config, self._progress, self._device = config, progress, device
+        self._config, self._device = config, device
         self._metrics, self._board, self._tell_step = metrics, board, tell_step
         self._delayed = DelayedRead(device)
         # Float8 products count against the card's float8 peak: against bfloat16's, MFU could exceed one.
@@ -58,25 +70,47 @@ class Recorder:
         self._tokens_per_step = config.train.global_batch_size * config.train.seq_len
         self._times = StepTimes()
         # Since the last line; what evaluation and saving take is not among them.
-        self._steps, self._seconds, self._data_seconds, self._gc_seconds = 0, 0.0, 0.0, 0.0
+        self._restart_mean()
         self.stop_asked = False
 
-    def record(self, facts: StepFacts, sums: Sums, report: GradientReport) -> None:
-        """Take in the step just launched and write up the one before it.
+    def record(
+        self, facts: StepFacts, sums: Sums, report: GradientReport, routers: RouterReport | None = None
+    ) -> None:
+        """Take in the step just launched; `read` it before the next one."""
+        parts = [sums.values, torch.stack([report.norm, report.skip.double(), report.stop])]
+        layers: tuple[int, ...] = ()
+        if routers is not None and self._due(facts.step):
+            parts.append(routers.values.flatten())
+            layers = routers.layers
+        self._delayed.push((facts, layers), torch.cat(parts))
 
-        Raises UserError (exit code 1) after `resilience.max_skipped_steps` skipped steps in a row.
+    def read(self, between_steps: bool = False) -> Reading | None:
+        """What the step recorded last came to, once the device has ended it; written up where due. None if all is read.
+
+        The next step may have been launched by then but for its update, so that the state is still the one that the
+        step has left behind. `between_steps`: the wait counts to the step that was recorded.
         """
-        vector = torch.cat([sums.values, torch.stack([report.norm, report.skip.double(), report.stop])])
-        self._delayed.push(facts, vector)
-        while (ready := self._delayed.pop()) is not None:
-            self._write(*ready)
+        began = time.perf_counter()
+        ready = self._delayed.pop(flush=True)
+        if between_steps:
+            self._seconds += time.perf_counter() - began
+        if ready is None:
+            return None
+        (facts, layers), values = ready
+        _, cross_entropy, z_loss, tokens, norm, skipped, stop = values[:7]
+        self.stop_asked |= stop > 0
+        reading = Reading(facts.step, cross_entropy / max(tokens, 1.0), norm, skipped > 0, facts.limits)
+        self._steps += 1
+        if self._due(facts.step) or reading.skipped:
+            self._write(facts, reading, z_loss / max(tokens, 1.0), layers, values[7:])
+        return reading
 
     def add_time(self, seconds: float, data_seconds: float, gc_seconds: float) -> None:
         """Count the wall time of the step just recorded, `data_seconds` of which it waited for its batch.
 
         `gc_seconds` went into garbage collection since the step before; collections between steps come on top of `seconds`.
 
-        On a GPU a step's own work is waited for in the next one's `record`, so a mean over some steps is exact but for a
+        On a GPU a step's own work is waited for in the next one, by `read`, so a mean over some steps is exact but for a
         shift by one step.
         """
         self._times.add(seconds)
@@ -84,16 +118,21 @@ class Recorder:
         self._data_seconds += data_seconds
         self._gc_seconds += gc_seconds
 
-    def flush(self) -> None:
-        """Write up every step so far, waiting for the device; a kill after this loses none of it."""
-        began = time.perf_counter()
-        ready = self._delayed.pop(flush=True)
-        self._seconds += time.perf_counter() - began
-        while ready is not None:
-            self._write(*ready)
-            ready = self._delayed.pop(flush=True)
+    def flush(self) -> Reading | None:
+        """`read`, and put all lines so far where a kill loses none of them."""
+        reading = self.read(between_steps=True)
         if self._board is not None:
             self._board.flush()
+        return reading
+
+    def begin_after(self, step: int) -> None:
+        """Forget what has not been read, and what has been told of later steps than `step`: they are made again."""
+        self._delayed = DelayedRead(self._device)
+        self._restart_mean()
+        if self._metrics is not None:
+            self._metrics.cut(step)
+        if self._board is not None:
+            self._board.begin_after(step)
 
     def evaluation(self, step: int, losses: dict[str, float]) -> None:
         """Write an evaluation line."""
@@ -110,21 +149,23 @@ class Recorder:
             self._board.text(step, "sample", text)
             log.info("step %d  sample:\n%s", step, text)
 
-    def _write(self, facts: StepFacts, values: list[float]) -> None:
-        _, cross_entropy, z_loss, tokens, norm, skipped, stop = values
-        self.stop_asked |= stop > 0
-        self._progress.skipped_in_a_row = self._progress.skipped_in_a_row + 1 if skipped else 0
-        self._steps += 1
-        interval = self._config.metrics.log_interval
-        due = (
-            facts.step == 1 or facts.step % interval == 0 or facts.step == self._config.train.steps or skipped
-        )
-        if due and self._metrics is not None:
+    def _due(self, step: int) -> bool:
+        return step == 1 or step % self._config.metrics.log_interval == 0 or step == self._config.train.steps
+
+    def _write(
+        self,
+        facts: StepFacts,
+        reading: Reading,
+        z_loss: float,
+        layers: tuple[int, ...],
+        router_values: list[float],
+    ) -> None:
+        if self._metrics is not None:
             step_time = self._seconds / self._steps
             fields: dict[str, Any] = {
                 "step": facts.step,
-                "loss": cross_entropy / max(tokens, 1.0),
-                "grad_norm": norm,
+                "loss": reading.loss,
+                "grad_norm": reading.grad_norm,
                 "lr": facts.lr,
                 "tokens": facts.tokens,
                 "tokens_per_second": self._tokens_per_step / step_time,
@@ -137,24 +178,36 @@ class Recorder:
             if self._mfu_per_token_rate is not None:
                 fields["mfu"] = fields["tokens_per_second"] * self._mfu_per_token_rate
             if self._config.train.z_loss_coef:
-                fields["z_loss"] = z_loss / max(tokens, 1.0)
-            if skipped:
+                fields["z_loss"] = z_loss
+            if layers:
+                fields |= self._router_fields(layers, router_values)
+            if reading.skipped:
                 fields["skipped"] = True
             self._metrics.write(**fields)
             if self._board is not None:
-                self._board.scalars(
-                    facts.step, {f"train/{k}": v for k, v in fields.items() if k not in ("step", "skipped")}
-                )
+                self._board.scalars(facts.step, dict(_curves(fields)))
             self._tell_step(facts.step)
             steps = self._config.train.steps
             log.info(format_line(fields, total_steps=steps, eta_s=self._times.eta(steps - facts.step)))
-        if due:
-            self._steps, self._seconds, self._data_seconds, self._gc_seconds = 0, 0.0, 0.0, 0.0
-        limit = self._config.resilience.max_skipped_steps
-        if self._progress.skipped_in_a_row >= limit:
-            raise UserError(
-                f"the last {limit} steps up to step {facts.step} all had a loss or gradient that is not finite "
-                f"(resilience.max_skipped_steps = {limit}); none of them changed the model. Lower optimizer.lr or "
-                f"look at the data of these steps, then resume from the last checkpoint.",
-                exit_code=FAILED,
-            )
+        self._restart_mean()
+
+    def _router_fields(self, layers: tuple[int, ...], values: list[float]) -> dict[str, Any]:
+        moe = self._config.model.moe
+        assert moe is not None
+        on = {"aux_loss": moe.balance in ("aux_loss", "sequence_aux_loss"), "router_z_loss": moe.z_loss_coef}
+        width = len(values) // len(layers)
+        rows = [values[start : start + width] for start in range(0, len(values), width)]
+        return load_fields(rows, layers, losses=[name for name, used in on.items() if used])
+
+    def _restart_mean(self) -> None:
+        self._steps, self._seconds, self._data_seconds, self._gc_seconds = 0, 0.0, 0.0, 0.0
+
+
+def _curves(fields: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Names and values for TensorBoard."""
+    for name, value in fields.items():
+        if name == "routers":
+            for layer, of_layer in value.items():
+                yield from ((f"routers/{layer}/{key}", number) for key, number in of_layer.items())
+        elif name not in ("step", "skipped"):
+            yield f"train/{name}", value

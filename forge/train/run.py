@@ -20,12 +20,14 @@ from forge.observe.memory_report import MemoryReport
 from forge.observe.metrics import MetricsLog
 from forge.observe.run_directory import RunDirectory
 from forge.parallel.world import World, on_first_rank
+from forge.resilience.anomalies import SpikeWindow
 from forge.resilience.signals import StopSignals
 from forge.resilience.watchdog import Watchdog, bounds, patience
 from forge.train.assemble import Built, Job, assemble, build, open_checkpoints, open_inputs
 from forge.train.last_words import LastWords
 from forge.train.report import Reporter
 from forge.train.resume import Origin, check_inputs, find_origin, load_origin, load_weights
+from forge.train.rollback import remember
 from forge.train.state import Progress
 from forge.train.watch import Phases
 
@@ -84,7 +86,8 @@ def _train(job: Job) -> bool:
     for fallback in checkpoints.fallbacks:
         reporter.event("fallback", problem=fallback)
     inputs = open_inputs(config)
-    progress = Progress()
+    resilience = config.resilience
+    progress = Progress(spikes=SpikeWindow(resilience.spike_window, resilience.spike_threshold))
     if origin is not None:
         check_inputs(origin, inputs.fingerprints)
         progress.load(origin.state["progress"])
@@ -95,6 +98,7 @@ def _train(job: Job) -> bool:
             return True
     built = build(job)
     _begin(job, origin, checkpoints, built)
+    remember(job.directory, origin, progress)
     with ExitStack() as stack:
         finished = assemble(job, checkpoints, inputs, built, progress, stack).run()
     reporter.step = progress.step

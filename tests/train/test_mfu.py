@@ -5,15 +5,12 @@ import torch
 
 from forge.config import Config
 from forge.train.recorder import Recorder
-from forge.train.state import Progress
 from tests.config.helpers import tiny
 
 
 def rate(config: Config) -> float | None:
     """MFU at one token per second of a model with 1e12 FLOPs a token."""
-    return Recorder(
-        config, Progress(), torch.device("cuda", 0), 2, 1e12, None, None, print
-    )._mfu_per_token_rate
+    return Recorder(config, torch.device("cuda", 0), 2, 1e12, None, None, print)._mfu_per_token_rate
 
 
 def with_float8(config: Config) -> Config:

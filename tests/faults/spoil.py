@@ -1,0 +1,44 @@
+"""Defects put into runs by `Run.start(patch="tests.faults.spoil:NAME")`, keyed by data, so that who reads it again meets
+them again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+
+def samples_32_to_55() -> None:
+    """A gradient that is not finite on the rank that reads one of these samples, in steps 5 to 7 of a batch of 8."""
+    _spoil_gradients(lambda samples: any(32 <= sample < 56 for sample in samples), torch.nan)
+
+
+def samples_36_to_39() -> None:
+    """The same in the second half of step 5: with two ranks, on rank 1 only."""
+    _spoil_gradients(lambda samples: any(36 <= sample < 40 for sample in samples), torch.nan)
+
+
+def everything_from_32() -> None:
+    """The same for all data from step 5 on."""
+    _spoil_gradients(lambda samples: max(samples) >= 32, torch.nan)
+
+
+def spike_at_56() -> None:
+    """A finite gradient, a thousand times too large, in step 8."""
+    _spoil_gradients(lambda samples: 56 in samples, 1000.0)
+
+
+def _spoil_gradients(when: Callable[[range], bool], factor: float) -> None:
+    from forge.parallel.execute import SequentialModel
+
+    compute = SequentialModel.forward_backward
+
+    def spoiled(self, batch, tokens):
+        sums = compute(self, batch, tokens)
+        if when(range(batch.first_sample, batch.first_sample + len(batch.tokens))):
+            for shard in self.shards:
+                if shard.grad is not None and shard.boxes:
+                    shard.grad.mul_(factor)
+        return sums
+
+    SequentialModel.forward_backward = spoiled

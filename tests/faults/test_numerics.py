@@ -1,0 +1,156 @@
+"""Losses and gradients that are not as they should be: skipped, looked into, rolled back, and never trained on."""
+
+import json
+import signal
+
+import pytest
+
+from tests.end_to_end.runs import Run
+from tests.end_to_end.test_resume import tensor_files
+
+THREE = "--resilience.max_skipped_steps=3"
+MOE = "--model.moe={n_experts=4,top_k=2,expert_dim=32}"
+SPIKES = ["--resilience.spike_window=8", "--resilience.spike_threshold=100"]
+
+
+def told(run: Run, kind: str) -> list[dict]:
+    return [event for event in run.events() if event["event"] == kind]
+
+
+def test_n1_a_skipped_step_is_computed_again_and_tensors_and_ranks_are_named(tmp_path) -> None:
+    run = Run(tmp_path, "--train.steps=7")
+    assert run.start(world=2, patch="tests.faults.spoil:samples_36_to_39").join() == [0, 0]
+    [skipped] = told(run, "skipped")
+    assert skipped["step"] == 5 and skipped["cause"] == "deterministic"
+    assert skipped["where"] and all(place.startswith("rank 1: ") for place in skipped["where"])
+    assert "step 5 was skipped" in run.log(0)
+
+
+def test_n1_a_fault_that_does_not_come_again_is_called_transient(tmp_path) -> None:
+    run = Run(tmp_path, "--train.steps=5")
+    assert run.start(world=2, patch="tests.train.test_skips:spoil_step_3_on_rank_1").join() == [0, 0]
+    [skipped] = told(run, "skipped")
+    assert (skipped["step"], skipped["cause"], skipped["where"]) == (3, "transient", [])
+
+
+@pytest.mark.parametrize("model", ["--model.n_layers=2", MOE], ids=["dense", "moe"])
+def test_n1_looking_into_a_step_changes_nothing(tmp_path, model: str) -> None:
+    """Not even where the numbers of the bad step arrive when the next step's gradient is already there, as of step 5."""
+    looks = Run(tmp_path / "a", model)
+    does_not = Run(tmp_path / "b", model, "--resilience.rerun_skipped_steps=false")
+    for run in (looks, does_not):
+        assert run.start(world=2, patch="tests.faults.spoil:samples_36_to_39").join() == [0, 0]
+    assert looks.metrics() == does_not.metrics()
+    assert tensor_files(looks, 10) == tensor_files(does_not, 10)
+    assert "cause" not in told(does_not, "skipped")[0]
+
+
+def test_n2_bad_data_is_rolled_back_over_and_never_seen_again(tmp_path) -> None:
+    run = Run(tmp_path / "run", THREE)
+    assert run.start(world=2, patch="tests.faults.spoil:samples_32_to_55").join() == [0, 0]
+    assert [line["step"] for line in run.metrics()] == list(range(1, 11))
+    assert not any(line.get("skipped") for line in run.metrics())
+    [event] = told(run, "rolled_back")
+    assert (event["from_step"], event["to_step"]) == (7, 4)
+    assert (event["first_sample"], event["end_sample"]) == (32, 56)
+
+    never = Run(tmp_path / "never", THREE)
+    assert never("--train.steps=4", world=2) == 0
+    rollbacks = run.path / "rollbacks.json"
+    (never.path / "rollbacks.json").write_text(rollbacks.read_text())
+    assert never(world=2) == 0
+    assert never.metrics() == run.metrics()
+    assert tensor_files(never, 10) == tensor_files(run, 10)
+
+
+@pytest.mark.parametrize("model", ["--model.n_layers=2", MOE], ids=["dense", "moe"])
+def test_n2_a_kill_right_after_a_rollback_does_not_forget_it(tmp_path, model: str) -> None:
+    patch = "tests.faults.spoil:samples_32_to_55"
+    whole, killed = Run(tmp_path / "whole", THREE, model), Run(tmp_path / "killed", THREE, model)
+    assert whole.start(patch=patch).join() == [0]
+    assert killed.start(patch="tests.faults.test_numerics:die_when_step_5_comes_again").join() == [
+        -signal.SIGKILL
+    ]
+    assert told(killed, "rolled_back") and killed.metrics()[-1]["step"] == 4
+    assert killed.start(patch=patch).join() == [0]
+    assert len(told(killed, "rolled_back")) == 1
+    assert killed.metrics() == whole.metrics()
+    assert tensor_files(killed, 10) == tensor_files(whole, 10)
+
+
+def test_n2_trouble_without_end_is_rolled_back_twice_and_then_ends_with_a_diagnosis(tmp_path) -> None:
+    run = Run(tmp_path, THREE)
+    assert run.start(world=2, patch="tests.faults.spoil:everything_from_32").join() == [1, 1]
+    assert [(event["from_step"], event["to_step"]) for event in told(run, "rolled_back")] == [(7, 4), (7, 2)]
+    status = run.status()
+    assert status["state"] == "failed" and "2 roll-backs have not helped" in status["reason"]
+    assert "resilience.max_rollbacks = 2" in status["reason"] and "Traceback" not in run.said()
+    assert {event["cause"] for event in told(run, "skipped")} == {"deterministic"}
+
+
+def test_n2_without_a_checkpoint_from_before_the_trouble_there_is_nowhere_to_return_to(tmp_path) -> None:
+    run = Run(tmp_path, THREE, "--checkpoint.interval=0")
+    assert run.start(patch="tests.faults.spoil:everything_from_32").join() == [1]
+    assert "no checkpoint from before step 5" in run.status()["reason"]
+
+
+def test_n2_passed_over_samples_stay_so_on_another_number_of_ranks_and_another_batch(tmp_path) -> None:
+    run = Run(tmp_path, THREE)
+    assert run.start("--train.steps=8", world=2, patch="tests.faults.spoil:samples_32_to_55").join() == [0, 0]
+    assert run.start("--train.global_batch_size=4", patch="tests.faults.spoil:samples_32_to_55").join() == [0]
+    assert len(told(run, "rolled_back")) == 1 and not any(line.get("skipped") for line in run.metrics())
+    state = json.loads((run.path / "checkpoints" / "step-00000010" / "trainer.json").read_text())
+    assert state["progress"]["next_sample"] == 8 * 8 + 24 + 2 * 4
+
+
+def test_a_spike_is_reported_skipped_or_rolled_back_as_asked(tmp_path) -> None:
+    patch = "tests.faults.spoil:spike_at_56"
+    for policy in ("report", "skip", "rollback"):
+        run = Run(tmp_path / policy, f"--resilience.spikes={policy}", *SPIKES)
+        assert run.start(patch=patch).join() == [0]
+        events = [
+            (event["event"], event.get("step", event.get("from_step")))
+            for event in run.events()
+            if event["event"] in ("spike", "skipped", "rolled_back")
+        ]
+        skipped = [line["step"] for line in run.metrics() if line.get("skipped")]
+        expected = {
+            "report": ([("spike", 8)], []),
+            "skip": ([("skipped", 8)], [8]),
+            "rollback": ([("spike", 8), ("rolled_back", 8)], []),
+        }
+        assert (events, skipped) == expected[policy]
+    assert told(Run(tmp_path / "skip"), "skipped")[0]["cause"] == "deterministic"
+
+
+def test_the_spike_window_survives_a_resume_bit_for_bit(tmp_path) -> None:
+    """Stopped between two saves and resumed, a run skips the spike that the undisturbed one skips."""
+    options = ["--resilience.spikes=skip", *SPIKES]
+    whole, halves = Run(tmp_path / "whole", *options), Run(tmp_path / "halves", *options)
+    patch = "tests.faults.spoil:spike_at_56"
+    assert whole.start(patch=patch).join() == [0]
+    for steps in (5, 7, 10):
+        assert halves.start(f"--train.steps={steps}", patch=patch).join() == [0]
+    assert halves.metrics() == whole.metrics()
+    state = [
+        json.loads((run.path / "checkpoints" / "step-00000010" / "trainer.json").read_text())
+        for run in (whole, halves)
+    ]
+    assert state[0]["progress"]["spikes"] == state[1]["progress"]["spikes"]
+
+
+def die_when_step_5_comes_again() -> None:
+    import os
+
+    import forge.train.loop as loop
+    from tests.faults import spoil
+
+    spoil.samples_32_to_55()
+    seen = []
+
+    def die(name: str, step: int) -> None:
+        seen.append(step)
+        if seen.count(5) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    loop.fault_point = die

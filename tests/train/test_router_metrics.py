@@ -1,0 +1,30 @@
+"""What a mixture of experts adds to the metrics."""
+
+import pytest
+
+from tests.end_to_end.runs import Run
+
+
+@pytest.mark.parametrize(
+    ("options", "losses"),
+    [
+        ('balance="aux_loss",z_loss_coef=0.001', {"aux_loss", "router_z_loss"}),
+        ('balance="bias"', set()),
+    ],
+    ids=["aux_loss", "bias"],
+)
+def test_the_load_of_experts_is_told_as_far_as_it_is_on(tmp_path, options: str, losses: set[str]) -> None:
+    moe = f"--model.moe={{n_experts=4,top_k=2,expert_dim=32,n_dense_layers=1,{options}}}"
+    run = Run(tmp_path, moe, "--train.steps=4", "--metrics.log_interval=2", "--metrics.tensorboard=true")
+    assert run(world=2) == 0
+    for line in run.metrics():
+        assert 0 <= line["expert_load_min"] <= 1 <= line["expert_load_max"] <= 2
+        assert list(line["routers"]) == ["1"] and line["expert_dropped"] == 0
+        assert losses == {"aux_loss", "router_z_loss"} & set(line)
+    moved = run.metrics()[-1]["routers"]["1"]["bias_max"] > 0
+    assert moved == (not losses)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    curves = EventAccumulator(str(run.path / "tensorboard"))
+    curves.Reload()
+    assert {"train/expert_load_max", "routers/1/load_entropy"} <= set(curves.Tags()["scalars"])
