@@ -1,0 +1,51 @@
+"""What both directions share: one process as a team, a folder that appears whole or not at all, progress."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeAlias
+
+import torch.distributed as dist
+
+from forge.checkpoint.team import Team
+from forge.errors import UserError
+
+Tell: TypeAlias = Callable[[str, int, int], None]
+"""(what is being done, bytes done, bytes in all)"""
+
+
+def silent(what: str, done: int, total: int) -> None:
+    """Tells nobody."""
+
+
+@contextmanager
+def appearing(output: Path) -> Iterator[Path]:
+    """An empty folder beside `output` to be filled and renamed to it; removed, whatever stops the work.
+
+    Raises UserError (exit 2) if there is something at `output`.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"{output}: is there already; choose another folder or remove it")
+    partial = output.absolute().with_name(f".partial-{output.absolute().name}")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"{output}: cannot be written: {error.strerror}") from None
+    try:
+        yield partial
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def alone() -> Iterator[Team]:
+    """This process as a team of one, in a process group of its own."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield Team()
+    finally:
+        dist.destroy_process_group()

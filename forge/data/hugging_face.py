@@ -1,0 +1,213 @@
+"""Tokenizers as files of Hugging Face: what AutoTokenizer loads, and what forge takes from such a folder.
+
+tokenizer.json describes a tokenizer as data: how text is normalised, split, and merged, and what is put around it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from forge.data.tokenizer import (
+    BYTES_FILE,
+    JSON_FILE,
+    MODEL_FILE,
+    SETTINGS_FILES,
+    SentencePieceTokenizer,
+)
+from forge.errors import UserError
+
+Json: TypeAlias = dict[str, Any]
+Ends: TypeAlias = tuple[str | None, str | None]
+
+_SPACE = "\u2581"
+_BEGIN, _END = "<s>", "</s>"
+_SETTINGS: Json = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "clean_up_tokenization_spaces": False,
+    "model_input_names": ["input_ids", "attention_mask"],
+}
+_AS_IT_STANDS = {"single_word": False, "lstrip": False, "rstrip": False}
+# Besides what forge itself reads.
+_ALSO_COPIED = ("added_tokens.json", "chat_template.jinja")
+
+
+def export_files(folder: Path) -> dict[str, bytes]:
+    """Name -> content of what AutoTokenizer needs to give the ids that forge's tokenizer in `folder` gives.
+
+    Text that spells a special token is an exception: AutoTokenizer takes it for the token. A text begins with the token
+    that begins a document, if there is one. Raises UserError for a SentencePiece model that tokenizer.json has no words
+    for. Nothing for a folder that is not there.
+    """
+    if (folder / BYTES_FILE).is_file():
+        return _files(*_bytes()) | {BYTES_FILE: (folder / BYTES_FILE).read_bytes()}
+    if (folder / JSON_FILE).is_file():
+        names = [JSON_FILE, *SETTINGS_FILES, *_ALSO_COPIED]
+        files = {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+        return {SETTINGS_FILES[0]: _text(_SETTINGS)} | files
+    if (folder / MODEL_FILE).is_file():
+        model = (folder / MODEL_FILE).read_bytes()
+        return _files(*_sentencepiece(model, str(folder / MODEL_FILE))) | {MODEL_FILE: model}
+    return {}
+
+
+def import_files(folder: Path) -> dict[str, bytes]:
+    """Name -> content of the tokenizer in a folder of Hugging Face, for a folder that `load_tokenizer` reads.
+
+    Of a tokenizer.json and a SentencePiece model with as many tokens, which are one tokenizer in two formats, the latter:
+    it is the original and needs no extra package. Nothing if there is neither. Raises UserError for a file that is not
+    what its name says.
+    """
+    if (folder / BYTES_FILE).is_file():
+        return {BYTES_FILE: (folder / BYTES_FILE).read_bytes()}
+    model, described = folder / MODEL_FILE, folder / JSON_FILE
+    if model.is_file():
+        content = model.read_bytes()
+        if not described.is_file():
+            return {MODEL_FILE: _checked(content, str(model))}
+        try:
+            if SentencePieceTokenizer(content, str(model)).vocab_size == _vocab_size(described):
+                return {MODEL_FILE: content}
+        except UserError:
+            pass  # another format under the same name, as Llama 3 has it; the other file counts
+    names = [JSON_FILE, *SETTINGS_FILES, *_ALSO_COPIED] if described.is_file() else []
+    return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+
+
+def _checked(content: bytes, name: str) -> bytes:
+    SentencePieceTokenizer(content, name)  # raises for what is no model
+    return content
+
+
+def _vocab_size(described: Path) -> int:
+    try:
+        tokenizer = json.loads(described.read_text("utf-8"))
+        vocab = tokenizer["model"]["vocab"]
+        ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
+        return 1 + max([*ids, *(token["id"] for token in tokenizer["added_tokens"])], default=-1)
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"tokenizer {described}: is not a tokenizer.json: {error}") from None
+
+
+def _bytes() -> tuple[dict[str, Any], Ends]:
+    """One token for each byte, and two ends: every character falls back to its bytes."""
+    ends = {_BEGIN: 256, _END: 257}
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | ends
+    return _tokenizer_json(vocab, [], special=ends, whole={}, begin=_BEGIN), (_BEGIN, _END)
+
+
+def _sentencepiece(content: bytes, name: str) -> tuple[dict[str, Any], Ends]:
+    """SentencePiece joins the two neighbours whose joint piece has the highest score, the leftmost first.
+
+    So the merges are all ways to cut a piece in two, those of the best pieces first.
+    """
+    from sentencepiece import sentencepiece_model_pb2 as protocol
+
+    model = protocol.ModelProto.FromString(_checked(content, name))  # type: ignore[attr-defined]
+    text, trainer, kinds = model.normalizer_spec, model.trainer_spec, model.SentencePiece
+    for what, is_so in (
+        ("is not BPE", trainer.model_type != trainer.BPE),
+        ("has no bytes to fall back to", not trainer.byte_fallback),
+        ("normalises text", bool(text.precompiled_charsmap)),
+        ("removes spaces", text.remove_extra_whitespaces),
+        ("does not escape spaces", not text.escape_whitespaces),
+        ("has spaces at the ends of pieces", trainer.treat_whitespace_as_suffix),
+    ):
+        if is_so:
+            raise UserError(f"tokenizer {name}: {what}, and no tokenizer.json is made for such a model")
+    vocab = {piece.piece: number for number, piece in enumerate(model.pieces)}
+    scores = {p.piece: p.score for p in model.pieces if p.type in (kinds.NORMAL, kinds.USER_DEFINED)}
+    merges = [
+        (scores[piece], f"{piece[:cut]} {piece[cut:]}")
+        for piece in scores
+        for cut in range(1, len(piece))
+        if piece[:cut] in scores and piece[cut:] in scores
+    ]
+    merges.sort(key=lambda merge: -merge[0])
+    begin, end = (
+        model.pieces[number].piece if number >= 0 else None for number in (trainer.bos_id, trainer.eos_id)
+    )
+    described = _tokenizer_json(
+        vocab,
+        [pair for _, pair in merges],
+        special={p.piece: vocab[p.piece] for p in model.pieces if p.type in (kinds.CONTROL, kinds.UNKNOWN)},
+        whole={p.piece: vocab[p.piece] for p in model.pieces if p.type == kinds.USER_DEFINED},
+        begin=begin,
+        escaped=True,
+        prefixed=text.add_dummy_prefix,
+    )
+    return described, (begin, end)
+
+
+def _tokenizer_json(
+    vocab: dict[str, int],
+    merges: list[str],
+    *,
+    special: dict[str, int],
+    whole: dict[str, int],
+    begin: str | None,
+    escaped: bool = False,
+    prefixed: bool = False,
+) -> dict[str, Any]:
+    """BPE over the whole text, with bytes for what is not in `vocab`.
+
+    special: tokens that stand for no text. whole: text that is always one token. escaped: a space is written U+2581.
+    prefixed: a text begins with one space more than it has.
+    """
+    prepend: list[Json] = [{"type": "Prepend", "prepend": _SPACE}] if prefixed else []
+    escape: list[Json] = [_replace(" ", _SPACE)] if escaped else []
+    unescape: list[Json] = [_replace(_SPACE, " ")] if escaped else []
+    strip: list[Json] = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefixed else []
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {"id": number, "content": token, "special": token in special, "normalized": False} | _AS_IT_STANDS
+            for token, number in sorted((special | whole).items(), key=lambda item: item[1])
+        ],
+        "normalizer": {"type": "Sequence", "normalizers": prepend + escape},
+        "pre_tokenizer": None,
+        "post_processor": _begin_with(begin, special[begin]) if begin else None,
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [*unescape, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip],
+        },
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": True,
+            "vocab": vocab,
+            "merges": merges,
+        },
+    }
+
+
+def _replace(old: str, new: str) -> Json:
+    return {"type": "Replace", "pattern": {"String": old}, "content": new}
+
+
+def _begin_with(token: str, number: int) -> Json:
+    """Puts `token` before a text, and before each of a pair."""
+    begin = {"SpecialToken": {"id": token, "type_id": 0}}
+    first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+    return {
+        "type": "TemplateProcessing",
+        "single": [begin, first],
+        "pair": [begin, first, begin, second],
+        "special_tokens": {token: {"id": token, "ids": [number], "tokens": [token]}},
+    }
+
+
+def _files(described: Json, ends: Ends) -> dict[str, bytes]:
+    named = {key: token for key, token in zip(("bos_token", "eos_token"), ends, strict=True) if token}
+    return {JSON_FILE: _text(described), SETTINGS_FILES[0]: _text(_SETTINGS | named)}
+
+
+def _text(values: Json) -> bytes:
+    return (json.dumps(values, ensure_ascii=False, indent=1) + "\n").encode()

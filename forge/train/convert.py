@@ -1,0 +1,48 @@
+"""A checkpoint as a folder of Hugging Face and back: the weights together with their tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from forge.checkpoint import find_checkpoint
+from forge.checkpoint.hf import Ends, export_weights, import_weights
+from forge.checkpoint.hf.exporting import SHARD_BYTES
+from forge.checkpoint.hf.folder import Tell, silent
+from forge.data.hugging_face import export_files, import_files
+from forge.data.tokenizer import load_tokenizer
+
+
+def to_hugging_face(
+    source: Path,
+    output: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    tokenizer: bool = True,
+    tell: Tell = silent,
+) -> str:
+    """What AutoModelForCausalLM and AutoTokenizer load, from a checkpoint or the newest one of a run; returns what it is.
+
+    tokenizer: take the checkpoint's along, if it has one. The rest, and errors: see `export_weights`.
+    """
+    checkpoint = find_checkpoint(source)
+    folder, files, ends = checkpoint / "tokenizer", {}, Ends()
+    if tokenizer and folder.is_dir():
+        files, known = export_files(folder), load_tokenizer(folder)
+        ends = Ends(known.bos_id, known.eos_id)
+    architecture = export_weights(
+        checkpoint, output, files=files, ends=ends, dtype=dtype, shard_bytes=shard_bytes, tell=tell
+    )
+    return f"{checkpoint} as {architecture}, {'with its' if files else 'without a'} tokenizer"
+
+
+def from_hugging_face(source: Path, output: Path, *, tell: Tell = silent) -> str:
+    """A checkpoint for checkpoint.init, generating and evaluating, from a folder of transformers; returns what it is.
+
+    The tokenizer goes along, if there is one. The rest, and errors: see `import_weights`.
+    """
+    files = import_files(source)
+    architecture = import_weights(source, output, files=files, tell=tell)
+    return f"{architecture} from {source}, {'with its' if files else 'without a'} tokenizer"

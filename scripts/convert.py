@@ -1,0 +1,106 @@
+"""Weights in and out: checkpoints of forge as folders that transformers loads, and such folders as checkpoints.
+
+to-hf takes a checkpoint, or the newest complete one of a run; AutoModelForCausalLM and AutoTokenizer load what it writes.
+from-hf takes a folder with config.json and safetensors; what it writes is for checkpoint.init, generate.py and evaluate.py.
+Tensors pass through memory one at a time. A folder that could not be written whole is not there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
+
+import torch
+
+from forge.data.progress import ProgressLine
+from forge.errors import STOPPED, UserError
+from forge.train.convert import from_hugging_face, to_hugging_face
+
+DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = _parser().parse_args(arguments)
+    source, output, progress = Path(given.input), Path(given.output), _Progress()
+    try:
+        if given.direction == "to-hf":
+            what = to_hugging_face(
+                source,
+                output,
+                dtype=DTYPES.get(given.dtype),
+                shard_bytes=int(given.shard_size * 1e9),
+                tokenizer=not given.no_tokenizer,
+                tell=progress.tell,
+            )
+        else:
+            what = from_hugging_face(source, output, tell=progress.tell)
+    except UserError as error:
+        progress.close()
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:  # a full disk
+        progress.close()
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; nothing was left at {output}", file=sys.stderr)
+        return STOPPED
+    progress.close()
+    print(f"{output}: {what}")
+    return 0
+
+
+class _Progress:
+    """A line for each thing that is being done, one after another."""
+
+    def __init__(self) -> None:
+        self._what = ""
+        self._line: ProgressLine | None = None
+
+    def tell(self, what: str, done: int, total: int) -> None:
+        if what != self._what or self._line is None:
+            self.close()
+            self._what, self._line = what, ProgressLine(what, total)
+        self._line.update(done)
+
+    def close(self) -> None:
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    directions = parser.add_subparsers(dest="direction", required=True, metavar="to-hf|from-hf")
+    to_hf = directions.add_parser("to-hf", help="a checkpoint or run -> a folder of transformers")
+    from_hf = directions.add_parser("from-hf", help="a folder of transformers -> a checkpoint")
+    for direction, source in (
+        (to_hf, "a checkpoint, or a run's folder: its newest"),
+        (from_hf, "config.json, safetensors"),
+    ):
+        direction.add_argument("--input", required=True, metavar="DIR", help=source)
+        direction.add_argument("--output", required=True, metavar="DIR", help="must not exist yet")
+    to_hf.add_argument(
+        "--dtype", choices=[*DTYPES, "stored"], default="stored", help="of the weights (as they are stored)"
+    )
+    to_hf.add_argument(
+        "--shard-size", type=_size, default=5.0, metavar="GB", help="limit of one file, in GB (%(default)s)"
+    )
+    to_hf.add_argument("--no-tokenizer", action="store_true", help="leave the tokenizer out")
+    return parser
+
+
+def _size(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError("must be more than 0")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())
