@@ -69,7 +69,7 @@ class Router(nn.Module):
         if config.router_noise and labels is not None and torch.is_grad_enabled():
             logits = logits + config.router_noise * token_noise(labels, self.layer, logits)
         scores = logits.softmax(-1) if config.score_function == "softmax" else logits.sigmoid()
-        experts = self._choose(scores.detach())
+        experts = self.choose(scores.detach())
         weights = scores.gather(-1, experts)
         if config.normalize_top_k and config.top_k > 1:
             weights = weights / (weights.sum(-1, keepdim=True) + TINY)
@@ -86,7 +86,7 @@ class Router(nn.Module):
         """x `[batch, seq, dim]` -> `[batch, seq, n_experts]` in the weight's dtype."""
         return F.linear(x.to(self.weight.dtype), self.weight)
 
-    def _choose(self, scores: Tensor) -> Tensor:
+    def choose(self, scores: Tensor) -> Tensor:
         """scores `[batch, seq, n_experts]` -> the top_k experts of each token, best first."""
         config = self.config
         if config.balance == "bias":

@@ -48,6 +48,21 @@ def test_throughput_compares_the_same_model_from_the_same_start(tmp_path):
         assert row["ratio"]["low"] <= row["ratio"]["median"] <= row["ratio"]["high"]
 
 
+def test_experts_are_compared_under_one_load(tmp_path):
+    code, found = run(tmp_path, "moe", "--tiny", "--threads", "1", "--skew", "3", *FAST)
+    assert code == 0 and found["settings"]["experts"] == 32
+    rows = {row["name"]: row for row in found["results"]["rows"]}
+    experts, padded = (rows[f"experts{pad}, skewed load"] for pad in ("", ", padded"))
+    assert experts["base"] == padded["name"]
+    assert experts["load"] > 2 * rows["experts"]["load"]
+    assert experts["first_loss"] == pytest.approx(
+        padded["first_loss"], abs=0.01
+    )  # the same but for who went where
+    assert (
+        experts["active"] - 32 * 32 == rows["dense, as many active parameters"]["active"]
+    )  # but for the router
+
+
 def test_a_model_that_does_not_learn_is_not_reported(tmp_path):
     """Trap 14."""
     code, found = run(tmp_path, "throughput", "--tiny", "--threads", "1", *FAST, "--optimizer.lr=1e-30")

@@ -1,0 +1,252 @@
+"""A mixture of experts against a dense model of the same active parameters, and against experts padded to the largest.
+
+    python benchmarks/moe.py                     32 experts, 4 per token; on CPU or on the first CUDA card
+    python benchmarks/moe.py --experts 8 --top-k 2 --train.micro_batch_size=4
+
+All contenders take turns in one process. Prints the table and writes it, with date, versions and settings, to
+benchmarks/results/. What each row is: see benchmarks/README.md. Other --section.key=value options override the config for
+every contender.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.loops import ForgeLoop, alone, configure, known_peak
+from benchmarks.measure import (
+    RESULTS,
+    Spread,
+    environment,
+    markdown,
+    ratio,
+    require_learning,
+    take_turns,
+    write_results,
+)
+from forge.config import Config
+from forge.errors import FINISHED, UserError
+from forge.model import Experts, flops_per_token, parameter_counts
+
+DENSE, MOE, PADDED = "dense, as many active parameters", "experts", "experts, padded"
+SKEWED, PADDED_SKEWED = "experts, skewed load", "experts, padded, skewed load"
+BASES = {DENSE: DENSE, MOE: DENSE, PADDED: MOE, SKEWED: PADDED_SKEWED, PADDED_SKEWED: PADDED_SKEWED}
+# Least ratio to the base, at the default size on a CPU.
+BARS = {MOE: 0.6, SKEWED: 1.5}
+# Enough tokens in a microbatch that each expert has rows to work on: 256 on average, at the default size.
+SIZE = ("--train.micro_batch_size=8",)
+TINY = (
+    "--model.dim=32",
+    "--model.n_layers=1",
+    "--model.n_heads=2",
+    "--model.n_kv_heads=1",
+    "--model.ffn_dim=64",
+    "--model.vocab_size=64",
+    "--train.seq_len=64",
+    "--train.global_batch_size=4",
+    "--train.micro_batch_size=2",
+    "--optimizer.lr=1e-2",
+)
+
+
+def padded(experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
+    """`Experts.forward` by batched products: each expert's rows are filled up to as many as the most visited one has.
+
+    For that the host has to know how many that is.
+    """
+    longest = int(counts.max())
+    first = counts.cumsum(0) - counts
+    expert = torch.repeat_interleave(counts)
+    place = torch.arange(rows.shape[0], device=rows.device) - first[expert] + longest * expert
+    batch = rows.new_zeros(counts.numel() * longest, rows.shape[1]).index_copy(0, place, rows)
+    gate, up = (batch.unflatten(0, (-1, longest)) @ experts.w13.mT).chunk(2, -1)
+    return (F.silu(gate) * up @ experts.w2.mT).flatten(0, 1)[place]
+
+
+class ExpertsLoop(ForgeLoop):
+    """forge's step on a mixture whose load is given: tokens draw their experts, of which number i is i^-skew as popular.
+
+    So every contender carries the same load from the first step on, whatever its router has learned. `pad`: see `padded`.
+    """
+
+    def __init__(self, name: str, config: Config, folder: Path, pad: bool, skew: float):
+        super().__init__(name, config, folder)
+        (self.model,) = self.training.model.parts
+        for router in self.model.routers.values():
+            router.choose = functools.partial(draw, skew, router.config.top_k)
+        for module in self.model.modules():
+            if pad and isinstance(module, Experts):
+                module.forward = functools.partial(padded, module)
+
+    def load(self) -> float:
+        """The most visited expert's part of the last step, in even shares; mean over layers."""
+        counts = torch.stack([router.previous_counts for router in self.model.routers.values()]).double()
+        return (counts.amax(1) / counts.mean(1)).mean().item()
+
+
+def draw(skew: float, top_k: int, scores: Tensor) -> Tensor:
+    """`top_k` different experts for each of scores `[..., n_experts]`, in random order (Gumbel's trick)."""
+    numbers = torch.arange(1, scores.shape[-1] + 1, device=scores.device)
+    gumbel = -torch.empty_like(scores).exponential_().log()
+    return (gumbel - skew * numbers.log()).topk(top_k).indices
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given, overrides = _parser().parse_known_args(arguments)
+    try:
+        measure(given, [*(TINY if given.tiny else ()), *overrides])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return FINISHED
+
+
+def measure(given: argparse.Namespace, overrides: list[str]) -> None:
+    """Runs all contenders, refuses what does not learn, prints and writes the table."""
+    torch.set_num_threads(given.threads)
+    device = alone().device
+    dense, experts = _configs(given, overrides)
+    about = environment(device) | {"settings": _settings(given, experts, device)}
+    with tempfile.TemporaryDirectory() as folder:
+        loops: list[ForgeLoop] = [ForgeLoop(DENSE, dense, Path(folder) / "dense")]
+        for name in (MOE, PADDED, SKEWED, PADDED_SKEWED):
+            skew = given.skew if "skewed" in name else 0.0
+            loops.append(ExpertsLoop(name, experts, Path(folder) / name, "padded" in name, skew))
+        seconds = take_turns(
+            loops, rounds=given.rounds, steps=given.steps, warmup=given.warmup, device=device
+        )
+        barred = device.type == "cpu" and not given.tiny and not overrides and given.experts == 32
+        rows = [_row(loop, seconds, device, barred) for loop in loops]
+        for loop in loops:
+            require_learning(loop.name, loop.losses())
+            loop.close()
+    table = _table(rows)
+    print(table)
+    path = write_results("moe", given.output, about, {"rows": rows}, table)
+    print(f"\nwritten to {path}", file=sys.stderr)
+
+
+def _configs(given: argparse.Namespace, overrides: list[str]) -> tuple[Config, Config]:
+    """A dense model, and one with experts of which those of a token are together as wide."""
+    dense = configure(given.config, *SIZE, *overrides)
+    width, rest = divmod(dense.model.ffn_dim, given.top_k)
+    if rest:
+        raise UserError(f"--top-k = {given.top_k}: must divide model.ffn_dim = {dense.model.ffn_dim}")
+    moe = f"{{n_experts = {given.experts}, top_k = {given.top_k}, expert_dim = {width}}}"
+    return dense, configure(given.config, *SIZE, f"--model.moe={moe}", *overrides)
+
+
+def _row(
+    loop: ForgeLoop, seconds: dict[str, list[float]], device: torch.device, barred: bool
+) -> dict[str, Any]:
+    name, config = loop.name, loop.config
+    rate = Spread.of([config.train.global_batch_size * config.train.seq_len / s for s in seconds[name]])
+    peak, counts, losses = known_peak(config, device), parameter_counts(config.model), loop.losses()
+    return {
+        "name": name,
+        "parameters": counts.total,
+        "active": counts.active,
+        "tokens_per_second": rate,
+        "mfu": rate.median * flops_per_token(config.model, config.train.seq_len) / peak if peak else None,
+        "load": loop.load() if isinstance(loop, ExpertsLoop) else None,
+        "base": BASES[name],
+        "ratio": ratio(seconds[BASES[name]], seconds[name]),
+        "bar": BARS.get(name) if barred else None,
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+    }
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    head = ["model", "parameters", "active", "largest load", "tokens/s", "MFU", "times as fast as", "ratio"]
+    lines = []
+    for row in rows:
+        met = "" if row["bar"] is None else "met" if row["ratio"].median >= row["bar"] else "missed"
+        lines.append(
+            [
+                row["name"],
+                f"{row['parameters'] / 1e6:.1f} M",
+                f"{row['active'] / 1e6:.1f} M",
+                "" if row["load"] is None else f"{row['load']:.2f}",
+                row["tokens_per_second"].show(0),
+                "peak not known" if row["mfu"] is None else f"{row['mfu']:.3f}",
+                row["base"],
+                row["ratio"].show(),
+                f"{row['bar']}: {met}" if met else "",
+                f"{row['first_loss']:.4f}",
+                f"{row['last_loss']:.4f}",
+            ]
+        )
+    rounds = rows[0]["ratio"].rounds
+    return (
+        f"{markdown([*head, 'bar', 'loss from', 'to'], lines)}\n\n"
+        f"Median of {rounds} rounds (lowest to highest); ratios are taken round by round. "
+        "Largest load: of the most visited expert, in even shares."
+    )
+
+
+def _settings(given: argparse.Namespace, config: Config, device: torch.device) -> dict[str, Any]:
+    train, model, moe = config.train, config.model, config.model.moe
+    assert moe is not None
+    return {
+        "config": Path(given.config).stem,
+        "device": device.type,
+        "compute": config.precision.compute,
+        "dim": model.dim,
+        "layers": model.n_layers,
+        "experts": moe.n_experts,
+        "top-k": moe.top_k,
+        "expert_dim": moe.expert_dim,
+        "skew": given.skew,
+        "seq_len": train.seq_len,
+        "global_batch_size": train.global_batch_size,
+        "micro_batch_size": train.micro_batch_size,
+        "rounds": given.rounds,
+        "steps per round": given.steps,
+        "warm-up steps": given.warmup,
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add, cores = parser.add_argument, len(os.sched_getaffinity(0))
+    add("--config", default="debug.toml", metavar="PATH_OR_NAME", help="the dense model (%(default)s)")
+    add("--experts", type=int, default=32, metavar="N", help="routed experts (%(default)s)")
+    add("--top-k", type=int, default=4, metavar="N", help="experts that a token visits (%(default)s)")
+    add(
+        "--skew",
+        type=float,
+        default=0.4,
+        metavar="X",
+        help="bias of the first over the last expert (%(default)s)",
+    )
+    add("--rounds", type=int, default=7, metavar="N", help="turns that every contender gets (%(default)s)")
+    add("--steps", type=int, default=2, metavar="N", help="optimizer steps in a turn (%(default)s)")
+    add("--warmup", type=int, default=3, metavar="N", help="steps before the first turn (%(default)s)")
+    add("--threads", type=int, default=cores, metavar="N", help="of PyTorch on the CPU (%(default)s)")
+    add(
+        "--output",
+        type=Path,
+        default=RESULTS,
+        metavar="DIR",
+        help="where the results go (benchmarks/results)",
+    )
+    add("--tiny", action="store_true", help="a model of toy size: shows that it works, measures nothing")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
