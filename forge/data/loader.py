@@ -146,19 +146,28 @@ def evaluation_batches(
     ranks: int,
     device: torch.device | str = "cpu",
     document_mask: bool = False,
+    unreadable: list[Exception] | None = None,
 ) -> Iterator[Batch]:
     """The first `sequences` windows of the source in order (all, if it has fewer), shared out over the data
     ranks.
 
     Every rank yields the same number of batches of `micro_batch_size` rows; what is missing is filled with
-    rows whose labels are all IGNORE. Which windows are read does not depend on `ranks`.
+    rows whose labels are all IGNORE. Which windows are read does not depend on `ranks`. With `unreadable` an error
+    in reading is put there, and the batch is all filled, so that ranks that read together stay together.
     """
     sequences = min(sequences, count_windows(source, seq_len))
     per_round = micro_batch_size * ranks
     for first in range(rank * micro_batch_size, -(-sequences // per_round) * per_round, per_round):
         windows = range(min(first, sequences), min(first + micro_batch_size, sequences))
         rows = (read_window(source, window, seq_len, document_mask) for window in windows)
-        yield _assemble(rows, micro_batch_size, seq_len, document_mask, first).to(torch.device(device))
+        try:
+            batch = _assemble(rows, micro_batch_size, seq_len, document_mask, first)
+        except Exception as error:
+            if unreadable is None:
+                raise
+            unreadable.append(error)
+            batch = _assemble((), micro_batch_size, seq_len, document_mask, first)
+        yield batch.to(torch.device(device))
 
 
 def _assemble(

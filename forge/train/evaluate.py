@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from forge.checkpoint.team import Team
 from forge.config import Config
 from forge.data.loader import evaluation_batches
 from forge.data.sources import Source
@@ -19,9 +20,10 @@ def evaluate(
     """Mean cross-entropy over all valid tokens of each source's first `evaluate.sequences` windows. Collective.
 
     Losses and tokens are summed over batches and ranks before the one division, so every token weighs the same on any
-    layout.
+    layout. Raises RanksFailed on all ranks when any could not read its part.
     """
     losses = {}
+    unreadable: list[Exception] = []
     for name, source in sources.items():
         total = torch.zeros(2, dtype=torch.float64, device=device)
         for batch in evaluation_batches(
@@ -33,12 +35,19 @@ def evaluate(
             ranks=meshes.data_ranks,
             device=device,
             document_mask=config.data.document_mask,
+            unreadable=unreadable,
         ):
             sums = model.evaluate(batch)
             total += torch.stack([sums.cross_entropy, sums.tokens])
         cross_entropy, tokens = total.tolist()
         losses[name] = cross_entropy / max(tokens, 1.0)
+    Team().every("reading", lambda: _raise_first(unreadable))
     return losses
+
+
+def _raise_first(errors: list[Exception]) -> None:
+    for error in errors:
+        raise error
 
 
 def write_sample(

@@ -14,12 +14,13 @@ from forge import compat
 from forge.checkpoint import Checkpoints
 from forge.config import Config, Degrees, to_toml
 from forge.errors import FINISHED, STOPPED, UserError
+from forge.fault import fault_point
 from forge.observe.files import replace_atomically
 from forge.observe.log import setup_logging
 from forge.observe.memory_report import MemoryReport
 from forge.observe.metrics import MetricsLog
 from forge.observe.run_directory import RunDirectory
-from forge.parallel.world import World, on_first_rank
+from forge.parallel.world import World, on_every_rank, on_first_rank
 from forge.resilience.anomalies import SpikeWindow
 from forge.resilience.signals import StopSignals
 from forge.resilience.watchdog import Watchdog, bounds, patience
@@ -40,8 +41,9 @@ def run(config: Config, degrees: Degrees, world: World) -> int:
     Raises UserError for what the user can mend; `status.json` has then been written where the run directory was ours.
     """
     directory = RunDirectory(Path(config.run.output_dir) / config.run.name)
-    on_first_rank(directory.acquire)
+    holder = on_first_rank(directory.acquire)
     try:
+        on_every_rank(lambda: directory.find(holder) if world.local_rank == 0 and world.rank > 0 else None)
         return _run_in(directory, config, degrees, world)
     finally:
         directory.release()
@@ -81,6 +83,7 @@ def _train(job: Job) -> bool:
     reporter.event(
         "started", world_size=job.world.size, launcher=job.world.launcher, layout=vars(job.degrees)
     )
+    fault_point("set-up", 0)
     checkpoints = open_checkpoints(job)
     origin = find_origin(config, checkpoints)
     for fallback in checkpoints.fallbacks:
@@ -89,7 +92,8 @@ def _train(job: Job) -> bool:
     resilience = config.resilience
     progress = Progress(spikes=SpikeWindow(resilience.spike_window, resilience.spike_threshold))
     if origin is not None:
-        check_inputs(origin, inputs.fingerprints)
+        for change in check_inputs(origin, inputs.fingerprints, config.checkpoint.allow_changed_data):
+            reporter.event("changed_data", change=change)
         progress.load(origin.state["progress"])
         reporter.running(progress.step)
         if progress.step >= config.train.steps:
