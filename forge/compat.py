@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
+from torch.distributed.fsdp import FSDPModule
 
 # 2.13 renamed these two; 2.11 has the old names only. (x, axis, group) and (x, "sum", axis, group), both without waiting.
 all_gather_single: Callable[..., Tensor] = (
@@ -49,7 +50,7 @@ def communication_memory(
     if not (symmetric and groups):
         yield
         return
-    backends = [group._get_backend(device) for group in groups]
+    backends: list[Any] = [group._get_backend(device) for group in groups]
     pool = torch.cuda.MemPool(backends[0].mem_allocator)
     _POOLS.append(pool)
     with torch.cuda.use_mem_pool(pool, device):
@@ -96,6 +97,21 @@ def pass_on(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     sends, receives = [0] * ranks, [0] * ranks
     sends[(rank + 1) % ranks] = receives[(rank - 1) % ranks] = x.shape[0]
     return collectives.all_to_all_single(x.contiguous(), receives, sends, group)
+
+
+def fsdp_parameter_groups(model: FSDPModule) -> list[Any]:
+    """FSDP2's groups of parameters that are gathered together, of all units of `model`, a root."""
+    groups: list[Any] = []
+    for state in model._get_fsdp_state()._state_ctx.all_states:
+        # 2.13 has several in a unit, 2.11 one at most.
+        several = getattr(state, "_fsdp_param_groups", None)
+        groups += [state._fsdp_param_group] if several is None else several
+    return [group for group in groups if group is not None]
+
+
+def end_fsdp_backward(model: FSDPModule) -> None:
+    """Do what FSDP2 does at the end of a backward of `model`, a root, by the flags that have been set for it."""
+    model._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def raise_timeouts(seconds: float) -> None:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from forge.config.pipeline import SPLIT_BACKWARD, check_stages
 from forge.config.schema import Config
 
 
@@ -22,7 +23,19 @@ class Problem:
 
 def check(config: Config) -> list[Problem]:
     """Everything wrong with a config whose keys are valid by themselves: the impossible, then the unbuilt."""
-    checks = (_heads, _tensor, _rope_scaling, _moe, _precision, _float8, _activation, _data, _checkpoint)
+    checks = (
+        _heads,
+        _tensor,
+        _rope_scaling,
+        _moe,
+        _engine,
+        _pipeline,
+        _precision,
+        _float8,
+        _activation,
+        _data,
+        _checkpoint,
+    )
     impossible = [problem for one in checks for problem in one(config)]
     return impossible + [
         Problem((row.key,), f"{row.feature} is not built yet; {row.remedy}")
@@ -43,14 +56,10 @@ class Unbuilt:
 
 UNBUILT = (
     Unbuilt(
-        "parallel.data_parallel", "this engine", lambda c: c.parallel.data_parallel != "fsdp2", "use fsdp2"
-    ),
-    Unbuilt("parallel.pp", "pipeline parallelism", lambda c: c.parallel.pp > 1, "use 1"),
-    Unbuilt(
-        "parallel.shard_optimizer_over",
-        "sharding the optimizer over replicas",
-        lambda c: c.parallel.shard_optimizer_over != "dp_shard",
-        "use dp_shard",
+        "parallel.data_parallel",
+        "a pipeline with this engine",
+        lambda c: c.parallel.pp > 1 and c.parallel.data_parallel != "fsdp2",
+        "use fsdp2, or parallel.pp = 1",
     ),
     Unbuilt("resilience.time_limit_s", "the time limit", lambda c: c.resilience.time_limit_s > 0, "use 0"),
 )
@@ -185,6 +194,42 @@ def _moe(config: Config) -> Iterator[Problem]:
         yield Problem(
             ("model.moe.n_dense_layers", "model.n_layers"),
             f"is more than model.n_layers = {config.model.n_layers}",
+        )
+
+
+def _engine(config: Config) -> Iterator[Problem]:
+    parallel, engine = config.parallel, config.parallel.data_parallel
+    if parallel.shard_optimizer_over == "dp" and engine not in ("zero1", "zero2"):
+        yield Problem(
+            ("parallel.shard_optimizer_over", "parallel.data_parallel"),
+            f"is for zero1 and zero2, but parallel.data_parallel = {engine}; use dp_shard, or one of them",
+        )
+    if engine == "fsdp2":
+        return
+    if config.precision.float8 != "none":
+        yield Problem(
+            ("precision.float8", "parallel.data_parallel"),
+            f"needs parallel.data_parallel = fsdp2, but it is {engine}, whose buffers do not hold float8; use none, or fsdp2",
+        )
+    if parallel.cpu_offload:
+        yield Problem(
+            ("parallel.cpu_offload", "parallel.data_parallel"),
+            f"needs parallel.data_parallel = fsdp2, but it is {engine}; use false, or fsdp2",
+        )
+
+
+def _pipeline(config: Config) -> Iterator[Problem]:
+    for keys, text in check_stages(config):
+        yield Problem(keys, text)
+    parallel, schedule = config.parallel, config.pipeline.schedule
+    if (
+        parallel.pp > 1
+        and schedule in SPLIT_BACKWARD
+        and parallel.reshard_after_forward not in ("auto", "never")
+    ):
+        yield Problem(
+            ("parallel.reshard_after_forward", "pipeline.schedule"),
+            f"would free parameters whose gradients pipeline.schedule = {schedule} computes later; use auto or never",
         )
 
 

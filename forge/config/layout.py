@@ -51,9 +51,22 @@ class Parallel(Section):
     shard_optimizer_over: Literal["dp_shard", "dp"] = "dp_shard"
     """Ranks that share the optimizer state: those of one copy, or of all copies."""
     prefetch: Count = 1
-    """Units whose parameters are gathered while an earlier one computes. 0: as PyTorch does by itself."""
+    """Units (not fsdp2: buckets) whose parameters are gathered while an earlier one computes. 0, with fsdp2: as PyTorch
+    does by itself."""
     defer_gradient_reduction: bool = False
     """Reduce gradients once per step, not once per microbatch: less traffic for a full-size gradient on each rank."""
+    bucket_size: Literal["auto"] | Count = "auto"
+    """Not fsdp2: parameters in a bucket, the unit of communication. auto: 40 million, with many ranks a million for each;
+    0: one bucket for all."""
+    overlap_gradients: bool = True
+    """Not fsdp2: reduce buckets while backward goes on."""
+    overlap_parameters: bool = True
+    """Not fsdp2: gather buckets while the next forward goes on."""
+    check_gradients: Literal["none", "finite", "plausible"] = "none"
+    """Not fsdp2: stop and name the parameter when a rank's gradient is not finite, or a thousand times what it has been.
+    Waits for the device at every bucket."""
+    symmetric_memory: bool = False
+    """Not fsdp2: keep the buffers in symmetric memory of NCCL. Needs CUDA."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory."""
 

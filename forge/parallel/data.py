@@ -14,6 +14,7 @@ from torch import nn
 from forge.config import Config
 from forge.model import Transformer
 from forge.parallel import fsdp
+from forge.parallel.buffered import Buffered
 from forge.parallel.float8 import scale_refresher
 from forge.parallel.mesh import Meshes
 from forge.shard import Shard
@@ -29,10 +30,19 @@ class DataParallel(Protocol):
         """Give this rank memory for its part of the model, in which nothing means anything yet."""
 
     def begin_microbatch(self, *, last: bool) -> None:
-        """Said before each forward that has a backward; `last`: that backward is the optimizer step's last."""
+        """Said before each forward that has a backward, in a pipeline just before the backward.
 
-    def finish_gradients(self) -> None:
-        """After the last backward: the shards' gradients are sums over all ranks that read data."""
+        `last`: that backward is the optimizer step's last.
+        """
+
+    def take_weight_gradients(self, *, last: bool) -> None:
+        """Said after weights' gradients that a pipeline computed by themselves; `last`: of the step."""
+
+    def start_gradient_sync(self) -> None:
+        """After the last backward: all sums over ranks that read data are on their way."""
+
+    def finish_gradient_sync(self) -> None:
+        """The shards' gradients are those sums."""
 
     def after_update(self) -> None:
         """What the model computes with follows its shards; said when they have been written to."""
@@ -40,13 +50,17 @@ class DataParallel(Protocol):
     def zero_gradients(self) -> None:
         """Forget the gradients."""
 
+    def memory(self) -> dict[str, int]:
+        """What this rank holds through a step, in bytes by kind. Not collective."""
+
     def held_while_accumulating(self) -> str:
-        """What lies in memory between the microbatches of a step, for the log."""
+        """What lies in memory between the microbatches of a step, for the log. Not collective."""
 
 
 def apply_data_parallel(model: Transformer, config: Config, meshes: Meshes) -> DataParallel:
     """Put the engine that `parallel.data_parallel` names on `model` (on the meta device), in place. Collective."""
-    return FullySharded(model, config, meshes)
+    engine = FullySharded if config.parallel.data_parallel == "fsdp2" else Buffered
+    return engine(model, config, meshes)
 
 
 class FullySharded:
@@ -68,14 +82,24 @@ class FullySharded:
     def begin_microbatch(self, *, last: bool) -> None:
         fsdp.begin_microbatch(self._model, last=last)
 
-    def finish_gradients(self) -> None:
-        """FSDP2 has reduced them inside the last backward."""
+    def take_weight_gradients(self, *, last: bool) -> None:
+        fsdp.take_weight_gradients(self._model, last=last)
+
+    def start_gradient_sync(self) -> None:
+        """FSDP2 has done it inside the last backward."""
+
+    def finish_gradient_sync(self) -> None:
+        """And has waited at its end."""
 
     def after_update(self) -> None:
         self._refresh_scales()
 
     def zero_gradients(self) -> None:
         self._model.zero_grad(set_to_none=True)
+
+    def memory(self) -> dict[str, int]:
+        held = sum(shard.data.nbytes for shard in self.shards)
+        return {"parameters": held, "gradients": held}
 
     def held_while_accumulating(self) -> str:
         return fsdp.held_while_accumulating(self._config, self.shards)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -79,6 +80,9 @@ class ParallelModel(Protocol):
     def logits(self, tokens: Tensor) -> Tensor:
         """Next-token scores `[batch, seq, vocab]` of `tokens` `[batch, seq]`, the same tokens on all ranks."""
 
+    def copies(self) -> Iterable[tuple[str, Tensor, dist.ProcessGroup]]:
+        """What several ranks hold copies of besides shards and buffers: name, values, the ranks. Not collective."""
+
     def held_while_accumulating(self) -> str:
         """What lies in memory between the microbatches of a step, for the log. Not collective."""
 
@@ -96,7 +100,7 @@ class SequentialModel:
     ):
         self.parts = [model]
         self.shards = engine.shards
-        self._routers = Routers(model, meshes)
+        self._routers = Routers(model.routers, meshes)
         self.buffers = self._routers.shards()
         self._model = model
         self._engine = engine
@@ -121,10 +125,12 @@ class SequentialModel:
             losses = self._model(*self._split.local_part(micro))
             (losses[0] / divisor.to(losses.dtype)).backward()
             total += losses.detach()
+        # Before any other collective: a rank may have had nothing to say of some parameters until now.
+        self._engine.start_gradient_sync()
         return Sums(torch.cat([self._over_ranks(total), tokens.reshape(1)]))
 
     def finalize_gradients(self) -> None:
-        self._engine.finish_gradients()
+        self._engine.finish_gradient_sync()
         # Tensor parallelism leaves some sums open.
         sum_open_gradients(self._open, self._tp)
 
@@ -147,6 +153,10 @@ class SequentialModel:
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
         return self._split.logits(self._model, tokens)
+
+    def copies(self) -> Iterable[tuple[str, Tensor, dist.ProcessGroup]]:
+        # Of an engine whose weights to compute with are others than its shards.
+        return getattr(self._engine, "copies", tuple)()
 
     def held_while_accumulating(self) -> str:
         return self._engine.held_while_accumulating()

@@ -34,6 +34,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard as Split
 
+from forge import compat
 from forge.config import Config
 from forge.errors import UserError
 from forge.model import Experts, Router, Transformer
@@ -181,13 +182,21 @@ def _expert_placement(parameter: nn.Parameter, ranks: int) -> Split:
 
 def _accumulation(module: FSDPModule, unit: Unit, config: Config, meshes: Meshes) -> _Accumulation:
     alone = _degree(_mesh(unit, meshes)) == 1
-    return _Accumulation(module, defer=config.parallel.defer_gradient_reduction or alone, keep=alone)
+    # In a pipeline other microbatches are under way when one ends: what is gathered stays until the last is done.
+    gathered = config.parallel.pp > 1 and config.parallel.reshard_after_forward in ("auto", "never")
+    return _Accumulation(module, defer=_defers(config) or alone, keep=alone or gathered)
+
+
+def _defers(config: Config) -> bool:
+    """Whether gradients are reduced in the last microbatch only; always so in a pipeline."""
+    return config.parallel.defer_gradient_reduction or config.parallel.pp > 1
 
 
 def _reshard_after_forward(config: Config, degree: int, *, experts: bool, last: bool) -> bool | int:
     """Whether parameters gathered from `degree` ranks are freed after forward, or over how many they stay spread.
 
-    `auto` frees them where another rank holds part of them, but for what backward begins with (`last`). FSDP2 cannot
+    `auto` frees them where another rank holds part of them, but for what backward begins with (`last`), and never in a
+    pipeline, which would gather them anew for every microbatch. FSDP2 cannot
     spread over fewer ranks what is split over ep: where a number is said, experts are freed.
     """
     choice = config.parallel.reshard_after_forward
@@ -195,7 +204,8 @@ def _reshard_after_forward(config: Config, degree: int, *, experts: bool, last: 
         return degree > 1
     if isinstance(choice, int):
         return choice if 1 < choice < degree else choice == degree
-    return {"always": True, "never": False, "auto": degree > 1 and not last}[choice]
+    auto = degree > 1 and not last and config.parallel.pp == 1
+    return {"always": True, "never": False, "auto": auto}[choice]
 
 
 def _set_prefetch(model: Transformer, groups: list[list[FSDPModule]], number: int) -> None:
@@ -264,13 +274,22 @@ def begin_microbatch(model: nn.Module, *, last: bool) -> None:
         one.unit.set_reshard_after_backward(last or not one.keep, recurse=False)
 
 
+def take_weight_gradients(model: nn.Module, *, last: bool) -> None:
+    """Do for gradients that were computed without backward's hooks what these would have done; `last`: of the step."""
+    assert isinstance(model, FSDPModule)
+    for group in compat.fsdp_parameter_groups(model):
+        group.post_backward()
+    compat.end_fsdp_backward(model)
+
+
 def held_while_accumulating(config: Config, shards: Sequence[Shard]) -> str:
     """What lies in memory between the microbatches of a step, for the log. `shards`: all of the model's."""
-    if not config.parallel.defer_gradient_reduction:
+    if not _defers(config):
         return "each microbatch's gradient is reduced at once and held sharded"
     size = DTYPES[config.precision.reduce].itemsize * sum(_unsharded_numel(shard) for shard in shards)
+    why = "parallel.defer_gradient_reduction" if config.parallel.pp == 1 else "a pipeline"
     return (
-        f"gradients are reduced once per step (parallel.defer_gradient_reduction): until then every rank holds "
+        f"gradients are reduced once per step ({why}): until then every rank holds "
         f"{size / 2**20:.1f} MiB of unsharded {config.precision.reduce} gradients"
     )
 
@@ -293,7 +312,7 @@ def materialise(model: nn.Module, config: Config, device: torch.device) -> None:
 def _shard(name: str, parameter: nn.Parameter, meshes: Meshes, kind: Kind) -> Shard:
     assert isinstance(parameter, DTensor), f"{name} is not sharded"
     mesh, placements = parameter.device_mesh, parameter.placements
-    box = _own_box(parameter)
+    box = own_box(parameter)
     axes = zip(mesh.mesh_dim_names or (), placements, mesh.shape, strict=True)
     copies = tuple(axis for axis, placement, size in axes if placement.is_replicate() and size > 1)
     return Shard(
@@ -306,7 +325,7 @@ def _shard(name: str, parameter: nn.Parameter, meshes: Meshes, kind: Kind) -> Sh
     )
 
 
-def _own_box(parameter: DTensor) -> Box:
+def own_box(parameter: DTensor) -> Box:
     """The one box of the global tensor that this rank holds.
 
     FSDP2 splits what tensor parallelism has split before, although its axis comes first in the mesh: where both split

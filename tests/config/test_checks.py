@@ -30,6 +30,19 @@ ROPE = "\n[model.rope_scaling]\nfactor = 8\noriginal_max_position = 16\n"
         (["--checkpoint.init=a", "--checkpoint.resume=b"], "leave one out"),
         (["--precision.float8=rowwise", "--precision.float8_all_gather=true"], "use auto or false"),
         (["--precision.float8=rowwise", "--train.seq_len=24"], "1 * 24 / 1; use another train.seq_len"),
+        (
+            ["--parallel.shard_optimizer_over=dp"],
+            "is for zero1 and zero2, but parallel.data_parallel = fsdp2; use dp_shard",
+        ),
+        (["--parallel.shard_optimizer_over=dp", "--parallel.data_parallel=ddp"], "is for zero1 and zero2"),
+        (
+            ["--precision.float8=rowwise", "--parallel.data_parallel=zero1"],
+            "needs parallel.data_parallel = fsdp2, but it is zero1",
+        ),
+        (
+            ["--parallel.cpu_offload=true", "--parallel.data_parallel=ddp"],
+            "needs parallel.data_parallel = fsdp2, but it is ddp",
+        ),
         (["--activation_checkpoint.mode=memory_budget"], "needs compile.enabled = true"),
         (
             ["--model.moe.n_experts=8", "--parallel.tp=4", "--train.seq_len=30", "--model.n_kv_heads=4"],
@@ -80,10 +93,8 @@ def test_a_run_may_end_within_its_warm_up(tmp_path) -> None:
 
 
 ON = {
-    "parallel.data_parallel": ["zero1", "zero2", "ddp"],
     "parallel.tp": ["2"],
     "parallel.pp": ["2"],
-    "parallel.shard_optimizer_over": ["dp"],
     "resilience.time_limit_s": ["0.5"],
 }
 

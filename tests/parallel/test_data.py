@@ -41,7 +41,8 @@ def test_a_step_tells_the_engine_of_each_microbatch_and_which_is_the_last() -> N
         "begin_microbatch False",
         "begin_microbatch False",
         "begin_microbatch True",
-        "finish_gradients",
+        "start_gradient_sync",
+        "finish_gradient_sync",
         "after_update",
         "zero_gradients",
     ]

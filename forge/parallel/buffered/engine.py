@@ -1,0 +1,204 @@
+"""`Buffered`: the data-parallel engines on contiguous buffers.
+
+    ddp     every rank optimises everything          one all-reduce per bucket and step
+    zero1   each rank optimises its part             one reduce-scatter and one all-gather per bucket and step
+    zero2   and keeps gradients of its part only     one reduce-scatter per bucket and microbatch, one all-gather per step
+
+The counterpart of Megatron-Core's DistributedDataParallel with its distributed optimizer (Rajbhandari et al., "ZeRO:
+Memory Optimizations Toward Training Trillion Parameter Models", 2020, stages 1 and 2). With dp_replicate > 1 gradients
+are summed over the copies as well, or shared over them too (parallel.shard_optimizer_over = "dp").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from forge import compat
+from forge.config import Config
+from forge.errors import UserError
+from forge.model import Transformer
+from forge.parallel.buffered.buffer import Buffer
+from forge.parallel.buffered.check import GradientCheck
+from forge.parallel.buffered.communication import Groups
+from forge.parallel.buffered.gathering import Gathering
+from forge.parallel.buffered.plan import plan_buffers
+from forge.parallel.buffered.pool import Pool
+from forge.parallel.buffered.reduction import Entry, InPlace, Reduction, Scattered
+from forge.parallel.expert import parameter_kinds
+from forge.parallel.mesh import Meshes
+from forge.parallel.order import take_step
+from forge.shard import Shard
+
+
+class Buffered:
+    """ddp, zero1 or zero2 on `model`, as `parallel.data_parallel` says. A `DataParallel`; its methods are collective."""
+
+    shards: list[Shard]
+
+    def __init__(self, model: Transformer, config: Config, meshes: Meshes):
+        take_step(model, "data")
+        self._model, self._config, self._meshes = model, config, meshes
+        self._plans = plan_buffers(model, config, meshes)
+
+    def materialise(self, device: torch.device) -> None:
+        """Memory for the buffers, into which the model's parameters now point; and the hooks."""
+        model, config, meshes = self._model, self._config, self._meshes
+        take_step(model, "materialise")
+        names = {name: parameter for name, parameter in model.named_parameters()}
+        kinds = {name: parameter_kinds(model).get(parameter, "dense") for name, parameter in names.items()}
+        sharded = config.parallel.data_parallel == "zero2"
+        if config.parallel.symmetric_memory and device.type != "cuda":
+            raise UserError("parallel.symmetric_memory = true needs CUDA cards; use false")
+
+        def allocating(groups: Groups) -> Any:
+            return compat.communication_memory(device, groups, symmetric=config.parallel.symmetric_memory)
+
+        self.buffers = [
+            Buffer(plan, names, device, sharded_gradients=sharded, allocating=allocating)
+            for plan in self._plans
+        ]
+        placed = {held.name: held.parameter for b in self.buffers for m in b.buckets for held in m.held}
+        _replace_parameters(model, {names[name]: parameter for name, parameter in placed.items()})
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, torch.empty_like(buffer, device=device))
+        _forbid_moving(model)
+
+        order = {name: place for place, name in enumerate(names)}
+        shards = {s.name: s for b in self.buffers for s in b.shards(kinds, meshes)}
+        self.shards = [shards[name] for name in names]
+        # Backward is done with a bucket when it is done with the parameter that forward needs first.
+        entries = [Entry(buffer, memory) for buffer in self.buffers for memory in buffer.buckets]
+        entries.sort(key=lambda entry: -min(order[held.name] for held in entry.memory.held))
+        stream = compat.side_stream(device)
+        self._reduction = self._make_reduction(entries, device, stream)
+        self._gathering = Gathering(
+            [(entry.memory, entry.buffer.plan.axes) for entry in reversed(entries)],
+            _needs(model, {parameter: name for name, parameter in placed.items()}),
+            prefetch=config.parallel.prefetch,
+            overlap=config.parallel.overlap_parameters,
+            stream=stream,
+        )
+
+    def _make_reduction(
+        self, entries: list[Entry], device: torch.device, stream: torch.cuda.Stream | None
+    ) -> Reduction:
+        parallel = self._config.parallel
+        kind = Scattered if parallel.data_parallel == "zero2" else InPlace
+        # Temporary buckets are in the format in which gradients travel, so where it is theirs there are none.
+        largest = max(
+            (
+                entry.memory.bucket.numel * entry.buffer.plan.formats.reduce.itemsize
+                for entry in entries
+                if kind is Scattered or entry.buffer.plan.narrowed
+            ),
+            default=0,
+        )
+        self.pool = Pool(largest, device)
+        check = None if parallel.check_gradients == "none" else GradientCheck(parallel.check_gradients)
+        return kind(entries, self.pool, overlap=parallel.overlap_gradients, stream=stream, check=check)
+
+    def begin_microbatch(self, *, last: bool) -> None:
+        """Raises RuntimeError if gradients of an earlier step have not been zeroed."""
+        self._reduction.begin(last=last)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside add up gradients; the one after it is the step's last."""
+        self.begin_microbatch(last=False)
+        yield
+        self.begin_microbatch(last=True)
+
+    def start_gradient_sync(self) -> None:
+        """Launch the reduction of every bucket that backward has not launched."""
+        self._reduction.launch_rest()
+
+    def finish_gradient_sync(self) -> None:
+        self._reduction.finish()
+
+    def scale_gradients(self, factor: float | torch.Tensor) -> None:
+        """Multiply what has been added up so far, on this rank."""
+        for buffer in self.buffers:
+            buffer.gradients.mul_(factor)
+
+    def zero_gradients(self) -> None:
+        for buffer in self.buffers:
+            buffer.gradients.zero_()
+        self._reduction.forget()
+
+    def after_update(self) -> None:
+        self._gathering.follow()
+
+    def start_parameter_sync(self) -> None:
+        """Launch the gathering of every bucket that does not follow its masters yet."""
+        self._gathering.start()
+
+    def finish_parameter_sync(self) -> None:
+        """The model computes with what its shards hold, in every parameter."""
+        self._gathering.finish()
+
+    def disable_forward_pre_hooks(self) -> None:
+        """Gather now, and from now on in `after_update`: for whoever calls parts of the model without their hooks."""
+        self._gathering.disable_hooks()
+
+    def enable_forward_pre_hooks(self) -> None:
+        """Gather beside forward again, as from the start."""
+        self._gathering.enable_hooks()
+
+    def memory(self) -> dict[str, int]:
+        """Bytes on this rank. `buckets`: the temporary ones, which are there during backward only."""
+        return {
+            "parameters": sum(buffer.compute.nbytes for buffer in self.buffers),
+            "masters": sum(buffer.masters.nbytes for buffer in self.buffers if buffer.masters is not None),
+            "gradients": sum(buffer.gradients.nbytes for buffer in self.buffers),
+            "buckets": self.pool.nbytes,
+        }
+
+    def held_while_accumulating(self) -> str:
+        if self._reduction.each_microbatch:
+            return "each microbatch's gradient is reduced at once and held sharded"
+        size = sum(buffer.gradients.nbytes for buffer in self.buffers) / 2**20
+        return f"gradients are reduced once per step: every rank holds {size:.1f} MiB of them"
+
+
+def _needs(model: Transformer, names: dict[nn.Parameter, str]) -> Iterator[tuple[nn.Module, list[str]]]:
+    """Modules of the model in the order of forward, and the parameters that each needs."""
+    parts = [model.embedding, *model.layers.values(), model.norm, model.head]
+    needs = [(part, [names[p] for p in part.parameters()]) for part in parts if part is not None]
+    of_parts = {name for _, own in needs for name in own}
+    # A tied embedding is the head, too, and that is not called as a module; where another stage embeds it is not called
+    # at all.
+    tied = {"embedding.weight"} if model.config.tie_embeddings else set()
+    yield model, [name for name in names.values() if name not in of_parts or name in tied]
+    yield from needs
+
+
+def _replace_parameters(model: nn.Module, new: dict[nn.Parameter, nn.Parameter]) -> None:
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            module.register_parameter(name, new[parameter])
+
+
+def _forbid_moving(model: nn.Module) -> None:
+    """Whatever would put other memory in the place of the buffers, or write past the masters, is an error."""
+
+    def move(*_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(
+            "parameters are views of contiguous buffers and cannot be moved or cast: set the device before the model is "
+            "built, and precision.compute and precision.storage in the config"
+        )
+
+    def load(*_: Any) -> NoReturn:
+        raise RuntimeError(
+            "load_state_dict() would write past the master copies of the parameters: load into the shards of the "
+            "parallel model, then call its after_update()"
+        )
+
+    for module in model.modules():
+        module._apply = move  # type: ignore[method-assign]
+        module.register_load_state_dict_pre_hook(load)

@@ -1,0 +1,141 @@
+"""Which buffers a model needs, what lies in each, and over which ranks it is shared and summed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from forge.config import Config
+from forge.model import Transformer
+from forge.model.precision import promoted
+from forge.parallel.buffered.layout import Item, Layout, default_bucket_numel, lay_out
+from forge.parallel.expert import parameter_kinds
+from forge.parallel.fsdp import plan_units
+from forge.parallel.mesh import Meshes
+from forge.parallel.precision import DTYPES, cast_at_borders
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Groups of more than one rank, for parameters of one kind.
+
+    scatter: share gradients and optimizer state, one group after the other. add: hold copies of them.
+    copies: the mesh axes of `add`.
+    """
+
+    scatter: tuple[dist.ProcessGroup, ...]
+    add: tuple[dist.ProcessGroup, ...]
+    copies: tuple[str, ...]
+
+    @property
+    def parts(self) -> int:
+        parts = 1
+        for group in self.scatter:
+            parts *= group.size()
+        return parts
+
+    @property
+    def part(self) -> int:
+        """Which of the parts is this rank's."""
+        part = 0
+        for group in self.scatter:
+            part = part * group.size() + group.rank()
+        return part
+
+
+@dataclass(frozen=True)
+class Formats:
+    """compute: what the model computes with. storage: what the optimizer updates. gradient: in which gradients add up
+    over microbatches. reduce: in which they travel."""
+
+    compute: torch.dtype
+    storage: torch.dtype
+    gradient: torch.dtype
+    reduce: torch.dtype
+
+
+@dataclass(frozen=True)
+class BufferPlan:
+    """One buffer; in its layout the parameter that forward needs last comes first, as backward is done with it first."""
+
+    formats: Formats
+    axes: Axes
+    layout: Layout
+
+    @property
+    def narrowed(self) -> bool:
+        """Whether gradients travel in another format than they are added up in."""
+        return self.formats.reduce != self.formats.gradient and bool(self.axes.scatter or self.axes.add)
+
+
+def plan_buffers(model: Transformer, config: Config, meshes: Meshes) -> list[BufferPlan]:
+    """The buffers of `model` (on the meta device), which is changed to cast where dtypes meet.
+
+    Raises UserError if precision.fp32_modules cannot be followed.
+    """
+    _, dtypes = plan_units(model, config)
+    cast_at_borders(model, dtypes, DTYPES[config.precision.compute])
+    kinds = parameter_kinds(model)
+    members: dict[tuple[Formats, bool], list[Item]] = {}
+    for name, parameter in reversed(list(model.named_parameters())):
+        expert = kinds.get(parameter) == "expert"
+        key = formats_of(parameter, dtypes[parameter], config), expert
+        # Both ends of the model use it. On its own it is cut alike wherever else it lies.
+        alone = model.config.tie_embeddings and name == "embedding.weight"
+        members.setdefault(key, []).append(Item(name, slot_numel(parameter), alone))
+    plans = []
+    for (formats, expert), items in members.items():
+        axes = axes_of(config, meshes, expert=expert)
+        chosen = config.parallel.bucket_size
+        numel = default_bucket_numel(meshes.loss.size()) if chosen == "auto" else chosen
+        plans.append(BufferPlan(formats, axes, lay_out(items, parts=axes.parts, bucket_numel=numel)))
+    return plans
+
+
+def axes_of(config: Config, meshes: Meshes, *, expert: bool) -> Axes:
+    """ddp: all data ranks hold copies. zero1, zero2: the ranks of one copy share, or those of all copies."""
+    parallel = config.parallel
+    shard = "ep_shard" if expert else "dp_shard_cp"
+    mesh = meshes.fsdp_experts if expert else meshes.fsdp
+    share, replicate = mesh.get_group(shard), meshes.copies[("dp_replicate",)]
+    if parallel.data_parallel == "ddp":
+        every = meshes.copies[("dp_replicate", shard)]
+        return Axes((), _several(every), ("dp_replicate", shard) if every.size() > 1 else ())
+    if parallel.shard_optimizer_over == "dp":
+        return Axes(_several(share, replicate), (), ())
+    add = _several(replicate)
+    return Axes(_several(share), add, ("dp_replicate",) if add else ())
+
+
+def formats_of(parameter: nn.Parameter, compute: torch.dtype, config: Config) -> Formats:
+    """Gradients add up in promote(float32, compute) at least, and travel in `precision.reduce`."""
+    reduce = DTYPES[config.precision.reduce]
+    if compute != DTYPES[config.precision.compute]:  # pinned
+        reduce = torch.promote_types(reduce, compute)
+    return Formats(compute, parameter.dtype, torch.promote_types(promoted(compute), reduce), reduce)
+
+
+def slot_numel(parameter: nn.Parameter) -> int:
+    """Elements of the parameter on the rank that has most of it, so that layouts are the same on all.
+
+    Only so do ranks of tensor parallelism keep the same elements of a parameter that is whole on each of them.
+    """
+    sizes = list(parameter.shape)
+    for mesh_size, placement in _placements(parameter):
+        if not placement.is_replicate():
+            sizes[placement.dim] = -(-sizes[placement.dim] // mesh_size)  # type: ignore[attr-defined]
+    return torch.Size(sizes).numel()
+
+
+def _placements(parameter: nn.Parameter) -> Iterator[tuple[int, torch.distributed.tensor.Placement]]:
+    if isinstance(parameter, DTensor):
+        yield from zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+
+
+def _several(*groups: dist.ProcessGroup) -> tuple[dist.ProcessGroup, ...]:
+    return tuple(group for group in groups if group.size() > 1)

@@ -1,0 +1,237 @@
+"""Parameters and gradients lie in their buffers and stay there; memory is what the engine says; the start is everyone's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from forge.config import parse_toml_text
+from forge.optim import build_optimizer
+from forge.parallel.buffered import Buffered
+from forge.parallel.buffered.layout import PART_ALIGNMENT, SLOT_ALIGNMENT
+from tests.harness import RankFailed, run_ranks
+from tests.parallel.buffered.helpers import ENGINES, SMALL, backward, build, engine_config
+from tests.parallel.test_initialize import _built_on_nan
+
+BFLOAT16 = ("float32", "bfloat16", "float32")
+
+
+def _views(rank: int, world: int, text: str) -> None:
+    model, engine, batches = build(text, world)
+    optimizer = build_optimizer(model.shards, parse_toml_text(text))
+
+    def assert_views() -> None:
+        for buffer in engine.buffers:
+            storage = buffer.compute.untyped_storage().data_ptr()
+            for held in (held for memory in buffer.buckets for held in memory.held):
+                local = getattr(held.parameter, "_local_tensor", held.parameter)
+                place = buffer.compute[held.slot.start :][: held.numel].view(local.shape)
+                assert local.untyped_storage().data_ptr() == storage
+                assert local.data_ptr() == place.data_ptr() and local.stride() == place.stride()
+                assert dict(model.parts[0].named_parameters())[held.name] is held.parameter
+                if held.gradient is not None:
+                    assert held.parameter.grad is held.gradient
+
+    assert_views()
+    for _ in range(2):
+        backward(model, next(batches))
+        assert_views()
+        optimizer.step(1e-2, torch.zeros(()))
+        model.after_update()
+        model.zero_gradients()
+        assert_views()
+    engine.finish_parameter_sync()
+    # What is computed with is the masters, rounded, on every rank.
+    for buffer in engine.buffers:
+        for memory in buffer.buckets:
+            assert torch.equal(memory.own, memory.master.to(memory.own.dtype))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_parameters_and_gradients_are_views_before_and_after_a_step(engine: str) -> None:
+    run_ranks(_views, 2, engine_config(engine, SMALL, formats=BFLOAT16))
+    run_ranks(_views, 2, engine_config(engine, "tp = 2" + SMALL))
+
+
+def _held(rank: int, world: int, text: str) -> tuple[dict[str, int], int, int, int, int]:
+    """(What the engine says, all it has allocated by storage, of the optimizer, most temporary buckets, elements)."""
+    model, engine, batches = build(text, world)
+    optimizer = build_optimizer(model.shards, parse_toml_text(text))
+    backward(model, next(batches))
+    tensors = [*model.parts[0].parameters()]
+    tensors += [t.grad for t in tensors if t.grad is not None]
+    tensors += [t for shard in model.shards for t in (shard.data, shard.grad)]
+    local = [getattr(t, "_local_tensor", t) for t in tensors]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local if t.numel()}
+    moments = sum(values.nbytes for _, _, values in optimizer.tensors())
+    numel = sum(slot.stop - slot.start for b in engine.buffers for slot in b.plan.layout.slots.values())
+    return engine.memory(), sum(storages.values()), moments, engine.pool.peak, numel
+
+
+# Bytes per parameter: parameters, masters, gradients, moments; on `d` ranks.
+BYTES = {
+    "ddp": lambda d: (2, 4, 4, 8),
+    "zero1": lambda d: (2, 4 / d, 4, 8 / d),
+    "zero2": lambda d: (2, 4 / d, 4 / d, 8 / d),
+}
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_memory_is_what_the_engine_says_and_what_the_book_says(engine: str, world: int) -> None:
+    for said, allocated, moments, peak, numel in run_ranks(
+        _held, world, engine_config(engine, SMALL, formats=BFLOAT16, micro=2)
+    ):
+        assert allocated == said["parameters"] + said["masters"] + said["gradients"]
+        parameters, masters, gradients, of_moments = (size * numel for size in BYTES[engine](world))
+        assert said["parameters"] == pytest.approx(parameters, rel=0.02)
+        assert said["masters"] == pytest.approx(masters, rel=0.02)
+        assert said["gradients"] == pytest.approx(gradients, rel=0.02)
+        # Moments have no padding; how many of the elements are this rank's differs a little.
+        assert moments == pytest.approx(of_moments, rel=0.15)
+        # zero2 has two buckets for its gradients on the way, the others need none.
+        assert peak == (2 if engine == "zero2" else 0)
+        assert (said["buckets"] > 0) is (engine == "zero2")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_masters_take_no_memory_where_they_have_the_format_of_computing(engine: str) -> None:
+    formats = ("float32", "float32", "float32")
+    for said, allocated, _, _, numel in run_ranks(_held, 2, engine_config(engine, SMALL, formats=formats)):
+        assert said["masters"] == 0 and allocated == said["parameters"] + said["gradients"]
+        assert said["parameters"] == pytest.approx(4 * numel, rel=0.02)
+
+
+def _buckets_borrowed(rank: int, world: int, text: str) -> tuple[int, int]:
+    model, engine, batches = build(text, world)
+    for _ in range(2):
+        backward(model, next(batches))
+        model.zero_gradients()
+    assert not engine.pool._free and not engine.pool._taken, "temporary buckets outlive backward"
+    return engine.pool.peak, engine.pool._nbytes
+
+
+def test_reduction_in_another_format_borrows_two_buckets_at_most() -> None:
+    text = engine_config("zero1", SMALL, formats=("float32", "bfloat16", "bfloat16"))
+    for peak, nbytes in run_ranks(_buckets_borrowed, 2, text):
+        assert 1 <= peak <= 2 and nbytes < 2 * 8000
+
+
+MODELS = {
+    "plain": "",
+    "everything": "tie_embeddings = true\nqk_norm = true\nattention_bias = true\nsliding_window = 24\n",
+}
+LAYOUTS = {1: "", 2: "", 3: "", 4: "dp_replicate = 2\ntp = 2"}
+
+
+def _on_nan(rank: int, world: int, text: str) -> dict[str, torch.Tensor]:
+    materialise = Buffered.materialise
+
+    def on_nan(self, device):
+        materialise(self, device)
+        for buffer in self.buffers:
+            for memory in (buffer.compute, buffer.masters):
+                if memory is not None:
+                    memory.fill_(torch.nan)
+        for tensor in self._model.buffers():
+            tensor.fill_(torch.nan if tensor.is_floating_point() else 7777)
+
+    Buffered.materialise = on_nan
+    return _built_on_nan(rank, world, text)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_start_has_the_bits_of_fsdp2_in_one_process(engine: str, model: str) -> None:
+    expected = run_ranks(_built_on_nan, 1, engine_config("fsdp2", model=MODELS[model], batch=12))[0]
+    for world, keys in LAYOUTS.items():
+        text = engine_config(engine, keys + SMALL, model=MODELS[model], batch=12)
+        for values in run_ranks(_on_nan, world, text):
+            assert values.keys() == expected.keys()
+            assert all(torch.equal(values[name], tensor) for name, tensor in expected.items())
+
+
+def _tied_bucket(rank: int, world: int, text: str) -> list[list[str]]:
+    _, engine, _ = build(text, world)
+    (buffer,) = engine.buffers
+    return [[slot.name for slot in memory.bucket.slots] for memory in buffer.buckets]
+
+
+def test_a_tied_embedding_has_a_bucket_of_its_own_and_is_reduced_last() -> None:
+    for buckets in run_ranks(_tied_bucket, 2, engine_config("zero1", model="tie_embeddings = true")):
+        assert len(buckets) == 2 and buckets[-1] == ["embedding.weight"]
+
+
+def _pinned(rank: int, world: int, text: str) -> list[tuple[torch.dtype, torch.dtype, list[str]]]:
+    _, engine, _ = build(text, world)
+    return [(b.compute.dtype, b.gradients.dtype, sorted(b.plan.layout.slots)) for b in engine.buffers]
+
+
+def test_parameters_of_one_format_share_a_buffer() -> None:
+    text = engine_config("zero1", formats=("float32", "bfloat16", "bfloat16"))
+    text = text.replace("[precision]", '[precision]\nfp32_modules = ["layers.*.attention_norm", "head"]')
+    (found,) = run_ranks(_pinned, 1, text)
+    pinned = sorted(["head.weight", *(f"layers.{i}.attention_norm.weight" for i in range(3))])
+    by_format = {compute: (gradient, names) for compute, gradient, names in found}
+    assert by_format[torch.float32] == (torch.float32, pinned)
+    gradient, names = by_format[torch.bfloat16]
+    assert gradient == torch.float32 and "head.weight" not in names and len(names) == 30 - len(pinned)
+
+
+def _aligned(rank: int, world: int, text: str) -> None:
+    _, engine, _ = build(text, world)
+    for buffer in engine.buffers:
+        for memory in buffer.buckets:
+            assert memory.own.data_ptr() % (PART_ALIGNMENT * memory.own.element_size()) == 0
+            for held in memory.held:
+                assert held.parameter.data_ptr() % (SLOT_ALIGNMENT * held.parameter.element_size()) == 0
+
+
+def test_what_kernels_and_collectives_read_is_aligned() -> None:
+    run_ranks(_aligned, 2, engine_config("zero1", SMALL, formats=BFLOAT16))
+
+
+# Misuse
+
+
+def _misuse(rank: int, world: int, text: str, what: str) -> None:
+    model, engine, batches = build(text, world)
+    net = model.parts[0]
+    if what == "to":
+        net.to(torch.float32)
+    elif what == "cpu of a layer":
+        net.layers["1"].cpu()
+    elif what == "load_state_dict":
+        net.load_state_dict(net.state_dict())
+    elif what == "zero_grad":
+        net.zero_grad()
+    elif what == "data":
+        weight = net.layers["0"].feed_forward.w1.weight
+        weight.data = weight.data.clone()
+    elif what == "not zeroed":
+        backward(model, next(batches))
+    backward(model, next(batches))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("to", "cannot be moved or cast: set the device before"),
+        ("cpu of a layer", "cannot be moved or cast"),
+        ("load_state_dict", "write past the master copies"),
+        ("zero_grad", r"call zero_gradients\(\) of the parallel model instead"),
+        ("data", r"layers\.0\.feed_forward\.w1\.weight does not lie in its contiguous buffer any more"),
+        ("not zeroed", r"call zero_gradients\(\) of the parallel model before the next"),
+    ],
+)
+def test_what_would_leave_the_buffers_is_an_error_that_says_what_to_do(engine, what, message) -> None:
+    if engine == "zero2" and what == "zero_grad":
+        run_ranks(_misuse, 1, engine_config(engine), what)  # no gradient lies there between steps
+        return
+    with pytest.raises(RankFailed, match=message):
+        run_ranks(_misuse, 1, engine_config(engine), what)
+
+
+def test_the_same_without_misuse_is_no_error() -> None:
+    run_ranks(_misuse, 1, engine_config("zero1"), "nothing")

@@ -1,0 +1,153 @@
+"""What an engine sends, and when: one collective per bucket and direction, once per step or per microbatch."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from tests.collectives import collectives_of
+from tests.harness import run_ranks
+from tests.parallel.buffered.helpers import ENGINES, SMALL, backward, build, engine_config
+
+
+def _collectives(rank: int, world: int, text: str) -> tuple[list[dict[str, int]], int]:
+    """Of two steps, an evaluation after each, and how many buckets there are."""
+    model, engine, batches = build(text, world)
+    found = []
+
+    def step(batch: Any) -> None:
+        backward(model, batch)
+        model.after_update()
+        model.zero_gradients()
+        model.evaluate(next(batch.microbatches(1)))
+
+    for _ in range(2):
+        found.append(collectives_of(functools.partial(step, next(batches))).number())
+    return found, sum(len(buffer.buckets) for buffer in engine.buffers)
+
+
+def collectives(world: int, text: str) -> tuple[dict[str, int], int]:
+    """Collectives of a step, but for the all-reduces of the loss in training and evaluation; and number of buckets."""
+    results = run_ranks(_collectives, world, text)
+    (first, second), buckets = results[0]
+    assert all(result == results[0] for result in results)
+    # The first forward gathers as well, and brings the first copy's parameters to the others.
+    second = Counter(second)
+    if world > 1:
+        second["all_reduce"] -= 2
+    return {name: number for name, number in second.items() if number}, buckets
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_one_process_sends_nothing(engine: str) -> None:
+    assert collectives(1, engine_config(engine, SMALL, micro=2))[0] == {}
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_ddp_reduces_each_bucket_once_per_step(microbatches: int) -> None:
+    counted, buckets = collectives(2, engine_config("ddp", SMALL, micro=4 // microbatches))
+    assert buckets > 5 and counted == {"all_reduce": buckets}
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_zero1_reduces_and_gathers_each_bucket_once_per_step(microbatches: int) -> None:
+    counted, buckets = collectives(2, engine_config("zero1", SMALL, micro=4 // microbatches))
+    assert buckets > 5 and counted == {"reduce_scatter": buckets, "all_gather": buckets}
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_zero2_reduces_in_each_microbatch_and_gathers_once_per_step(microbatches: int) -> None:
+    counted, buckets = collectives(2, engine_config("zero2", SMALL, micro=4 // microbatches))
+    assert buckets > 5 and counted == {"reduce_scatter": microbatches * buckets, "all_gather": buckets}
+
+
+@pytest.mark.parametrize(("size", "buckets"), [('"auto"', 1), ("0", 1), ("1", 30)])
+def test_the_size_of_buckets_is_a_key(size: str, buckets: int) -> None:
+    counted, found = collectives(2, engine_config("zero1", f"bucket_size = {size}"))
+    assert counted == {"reduce_scatter": found, "all_gather": found}
+    assert found == buckets
+
+
+def test_replicas_are_summed_over_once_per_step() -> None:
+    replicas = "dp_replicate = 2\ndp_shard = 2" + SMALL
+    counted, buckets = collectives(4, engine_config("zero1", replicas))
+    assert counted == {"reduce_scatter": buckets, "all_reduce": buckets, "all_gather": buckets}
+    counted, buckets = collectives(4, engine_config("zero2", replicas))
+    assert counted == {"reduce_scatter": 2 * buckets, "all_reduce": buckets, "all_gather": buckets}
+    # The optimizer's state shared over replicas as well: what was summed is now scattered.
+    over = replicas + '\nshard_optimizer_over = "dp"'
+    counted, buckets = collectives(4, engine_config("zero1", over))
+    assert counted == {"reduce_scatter": 2 * buckets, "all_gather": 2 * buckets}
+    counted, buckets = collectives(4, engine_config("zero2", over))
+    assert counted == {"reduce_scatter": 3 * buckets, "all_gather": 2 * buckets}
+
+
+def _bytes(rank: int, world: int, text: str) -> tuple[dict[str, int], int]:
+    model, engine, batches = build(text, world)
+    batch = next(batches)
+    found = collectives_of(functools.partial(backward, model, batch))
+    numel = sum(buffer.plan.layout.numel for buffer in engine.buffers)
+    return {name: sum(found.sizes(name)) for name in ("all_gather", "reduce_scatter")}, numel
+
+
+@pytest.mark.parametrize("engine", ["zero1", "zero2"])
+@pytest.mark.parametrize(("reduce", "width"), [("float32", 4), ("bfloat16", 2)])
+def test_parameters_travel_in_compute_and_gradients_in_reduce(engine: str, reduce: str, width: int) -> None:
+    text = engine_config(engine, SMALL, formats=("float32", "bfloat16", reduce), micro=4)
+    for sent, numel in run_ranks(_bytes, 2, text):
+        assert sent["all_gather"] == pytest.approx(2 * numel, rel=0.02)
+        assert sent["reduce_scatter"] == pytest.approx(width * numel, rel=0.02)
+
+
+class Waited(Exception):
+    pass
+
+
+def _no_waiting(rank: int, world: int, text: str) -> None:
+    """Whatever reads a number back from a device goes through one of these."""
+    model, _, batches = build(text, world)
+    batch, tokens = next(batches), torch.tensor(100.0, dtype=torch.float64)
+
+    def wait(*_: object) -> None:
+        raise Waited
+
+    for name in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy"):
+        setattr(torch.Tensor, name, wait)
+    for _ in range(2):
+        model.forward_backward(batch, tokens)
+        model.finalize_gradients()
+        model.after_update()
+        model.zero_gradients()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_nothing_in_a_step_waits_for_the_device(engine: str) -> None:
+    run_ranks(_no_waiting, 2, engine_config(engine, SMALL))
+
+
+def _order(rank: int, world: int, text: str) -> list[str]:
+    """The first parameter of each bucket that is launched, and when backward is over."""
+    model, engine, batches = build(text, world)
+    during: list[str] = []
+    launch = engine._reduction._launch
+
+    def note(entry) -> None:
+        during.append(entry.memory.held[0].name)
+        launch(entry)
+
+    engine._reduction._launch = note
+    start = engine.start_gradient_sync
+    engine.start_gradient_sync = lambda: during.append("backward is over") or start()
+    backward(model, next(batches))
+    return during
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_buckets_are_launched_while_backward_goes_on_in_one_order(engine: str) -> None:
+    results = run_ranks(_order, 2, engine_config(engine, SMALL, micro=4))
+    assert results[0] == results[1] and len(results[0]) > 5
+    assert results[0][0] == "head.weight" and results[0][-1] == "backward is over"

@@ -1,0 +1,147 @@
+"""Every element of every parameter lies in one place and is kept by one rank, with next to no padding."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forge.parallel.buffered.layout import (
+    PART_ALIGNMENT,
+    SLOT_ALIGNMENT,
+    Item,
+    Layout,
+    default_bucket_numel,
+    lay_out,
+    slice_boxes,
+)
+
+ITEMS = st.lists(st.tuples(st.integers(1, 700), st.booleans()), min_size=1, max_size=12).map(
+    lambda drawn: [Item(f"p{i}", numel, alone) for i, (numel, alone) in enumerate(drawn)]
+)
+PARTS = st.integers(1, 9)
+BUCKET_NUMEL = st.sampled_from([0, 1, 100, 1000])
+LAYOUTS = st.builds(
+    lambda items, parts, numel: (items, lay_out(items, parts=parts, bucket_numel=numel)),
+    ITEMS,
+    PARTS,
+    BUCKET_NUMEL,
+)
+
+
+@given(LAYOUTS)
+def test_slots_are_aligned_in_order_and_never_overlap(case: tuple[list[Item], Layout]) -> None:
+    items, layout = case
+    slots = [slot for bucket in layout.buckets for slot in bucket.slots]
+    assert [(slot.name, slot.stop - slot.start) for slot in slots] == [(i.name, i.numel) for i in items]
+    end = 0
+    for slot in slots:
+        assert slot.start >= end and slot.start % SLOT_ALIGNMENT == 0
+        end = slot.stop
+
+
+@given(LAYOUTS)
+def test_buckets_cover_their_slots_and_follow_each_other(case: tuple[list[Item], Layout]) -> None:
+    _, layout = case
+    end = 0
+    for number, bucket in enumerate(layout.buckets):
+        assert bucket.number == number and bucket.start >= end and bucket.start % SLOT_ALIGNMENT == 0
+        assert bucket.part_numel % PART_ALIGNMENT == 0
+        assert all(bucket.start <= slot.start and slot.stop <= bucket.stop for slot in bucket.slots)
+        filled = sum(slot.stop - slot.start for slot in bucket.slots)
+        assert filled + sum(stop - start for start, stop in bucket.gaps) == bucket.numel
+        end = bucket.stop
+    assert layout.numel == end
+
+
+@given(LAYOUTS)
+def test_padding_is_a_few_elements_and_knows_nothing_of_rows(case: tuple[list[Item], Layout]) -> None:
+    _, layout = case
+    for bucket in layout.buckets:
+        used = bucket.slots[-1].stop - bucket.start
+        assert bucket.numel - used < bucket.parts * PART_ALIGNMENT
+        assert used - sum(slot.stop - slot.start for slot in bucket.slots) < SLOT_ALIGNMENT * len(
+            bucket.slots
+        )
+
+
+@given(LAYOUTS)
+def test_the_parts_of_all_ranks_are_every_element_once(case: tuple[list[Item], Layout]) -> None:
+    items, layout = case
+    seen = {item.name: [0] * item.numel for item in items}
+    for part in range(layout.parts):
+        at: dict[int, int] = {}
+        for piece in layout.pieces(part):
+            bucket = layout.buckets[piece.bucket]
+            # In its place in this rank's part, and the place in the buffer agrees.
+            assert piece.at >= 0 and piece.at + piece.stop - piece.start <= bucket.part_numel
+            assert piece.at >= at.get(piece.bucket, 0)
+            at[piece.bucket] = piece.at + piece.stop - piece.start
+            in_buffer = bucket.start + part * bucket.part_numel + piece.at
+            assert in_buffer == layout.slots[piece.name].start + piece.start
+            for element in range(piece.start, piece.stop):
+                seen[piece.name][element] += 1
+    assert all(count == 1 for counts in seen.values() for count in counts)
+
+
+@given(LAYOUTS)
+def test_what_is_alone_has_a_bucket_of_its_own(case: tuple[list[Item], Layout]) -> None:
+    items, layout = case
+    for item in items:
+        bucket = layout.bucket_of(item.name)
+        assert item.name in [slot.name for slot in bucket.slots]
+        if item.alone:
+            assert len(bucket.slots) == 1
+
+
+@given(ITEMS, PARTS)
+def test_a_bucket_is_closed_once_it_is_full(items: list[Item], parts: int) -> None:
+    layout = lay_out(items, parts=parts, bucket_numel=500)
+    for bucket in layout.buckets:
+        sizes = [slot.stop - slot.start for slot in bucket.slots]
+        assert sum(sizes[:-1]) < 500
+    plain = [Item(item.name, item.numel) for item in items]
+    assert len(lay_out(plain, parts=parts, bucket_numel=0).buckets) == 1
+    assert len(lay_out(plain, parts=parts, bucket_numel=1).buckets) == len(items)
+
+
+@given(ITEMS, BUCKET_NUMEL)
+def test_where_parameters_lie_does_not_depend_on_what_is_alone_after_them(items, numel) -> None:
+    # A tied embedding at two ends of a pipeline is cut alike on both, whatever else is in their buffers.
+    tied = Item("tied", 1234, alone=True)
+    parts = 4
+    first = lay_out([*items, tied], parts=parts, bucket_numel=numel)
+    alone = lay_out([tied], parts=parts, bucket_numel=numel)
+
+    def kept(layout: Layout, part: int) -> list[tuple[int, int]]:
+        return [(p.start, p.stop) for p in layout.pieces(part) if p.name == "tied"]
+
+    assert [kept(first, part) for part in range(parts)] == [kept(alone, part) for part in range(parts)]
+
+
+def test_an_empty_buffer() -> None:
+    layout = lay_out([], parts=3, bucket_numel=0)
+    assert (layout.numel, layout.part_numel, layout.buckets) == (0, 0, ())
+
+
+@pytest.mark.parametrize(("ranks", "numel"), [(1, 40_000_000), (40, 40_000_000), (128, 128_000_000)])
+def test_the_default_size_of_a_bucket_grows_with_the_ranks(ranks: int, numel: int) -> None:
+    assert default_bucket_numel(ranks) == numel
+
+
+@settings(max_examples=300)
+@given(st.lists(st.integers(1, 6), max_size=4), st.data())
+def test_a_slice_is_a_few_boxes_in_memory_order(shape: list[int], data) -> None:
+    full = torch.arange(prod(shape)).view(shape)
+    start = data.draw(st.integers(0, full.numel()))
+    stop = data.draw(st.integers(start, full.numel()))
+    boxes = list(slice_boxes(shape, start, stop))
+    elements = [
+        full[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))].reshape(-1)
+        for box in boxes
+    ]
+    assert torch.cat([torch.empty(0, dtype=torch.int64), *elements]).tolist() == list(range(start, stop))
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)

@@ -1,0 +1,279 @@
+"""After the last backward gradients are sums over ranks, whatever backward reported and in whichever order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from forge.model import IGNORE
+from forge.parallel import build as building
+from tests.collectives import collectives_of
+from tests.equivalence.compare import whole
+from tests.harness import RankFailed, run_ranks
+from tests.parallel.buffered.helpers import ENGINES, SMALL, backward, build, engine_config
+
+Gradients = dict[str, torch.Tensor]
+
+
+def gradients(model) -> Gradients:
+    return {shard.name: whole(shard, shard.grad) for shard in model.shards}
+
+
+def close(actual: Gradients, expected: Gradients, tolerance: float = 1e-11) -> None:
+    assert actual.keys() == expected.keys()
+    for name, gradient in expected.items():
+        difference = (actual[name] - gradient).abs().max().item()
+        assert difference <= tolerance, f"{name}: differs by {difference:.3e}"
+
+
+def _gradients(rank: int, world: int, text: str) -> Gradients:
+    model, _, batches = build(text, world)
+    backward(model, next(batches))
+    return gradients(model)
+
+
+@pytest.mark.parametrize("size", [1, 3000, 0])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_sums_do_not_depend_on_buckets_ranks_or_accumulation(engine: str, size: int) -> None:
+    expected = run_ranks(_gradients, 1, engine_config("fsdp2", batch=12, micro=12))[0]
+    for world, micro in ((1, 4), (2, 2), (3, 4)):
+        text = engine_config(engine, f"bucket_size = {size}", batch=12, micro=micro)
+        close(run_ranks(_gradients, world, text)[0], expected)
+
+
+# What no hook reports
+
+
+def _by_hand(rank: int, world: int, text: str, hooked: bool) -> Gradients:
+    """As a pipeline schedule does that computes weight gradients by themselves: no hook sees them."""
+    model, engine, batches = build(text, world)
+    engine.begin_microbatch(last=True)
+    losses = model.parts[0](*model._split.local_part(next(batches)))
+    loss = losses[0] / 100.0
+    if hooked:
+        loss.backward()
+    else:
+        parameters = list(model.parts[0].parameters())
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad += gradient
+    engine.finish_gradient_sync()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_gradients_that_no_hook_reports_are_summed_at_the_end(engine: str) -> None:
+    text = engine_config(engine, SMALL)
+    close(run_ranks(_by_hand, 2, text, False)[0], run_ranks(_by_hand, 2, text, True)[0])
+
+
+def _unused(rank: int, world: int, text: str) -> tuple[Gradients, int]:
+    """Rank 0 leaves the first block out, rank 1 uses everything."""
+    model, engine, batches = build(text, world)
+    if rank == 0:
+        model.parts[0].layers["0"].forward = lambda x, shared: x
+    counted = collectives_of(lambda: backward(model, next(batches))).number()
+    return gradients(model), counted["reduce_scatter"] if "reduce_scatter" in counted else counted[
+        "all_reduce"
+    ]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_parameter_that_one_rank_does_not_use_is_summed_all_the_same(engine: str) -> None:
+    (first, sent), (second, sent_there) = run_ranks(_unused, 2, engine_config(engine, SMALL, micro=4))
+    assert sent == sent_there
+    close(first, second, 0.0)
+    assert all(gradient.abs().max() > 0 for gradient in first.values())
+
+
+def _nowhere_used(rank: int, world: int, text: str) -> Gradients:
+    model, _, batches = build(text, world)
+    model.parts[0].layers["1"].forward = lambda x, shared: x
+    for _ in range(2):  # temporary buckets are used again
+        backward(model, next(batches))
+        found = gradients(model)
+        model.zero_gradients()
+    return found
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_parameter_that_nobody_uses_has_gradient_zero(engine: str) -> None:
+    for name, gradient in run_ranks(_nowhere_used, 2, engine_config(engine, SMALL))[0].items():
+        assert bool(gradient.any()) is (not name.startswith("layers.1.")), name
+
+
+def _frozen(rank: int, world: int, text: str) -> tuple[Gradients, int]:
+    build_meta_model = building.build_meta_model
+
+    def freeze(config):
+        model = build_meta_model(config)
+        for name in ("head.weight", "layers.1.attention_norm.weight"):
+            model.get_parameter(name).requires_grad_(False)
+        return model
+
+    building.build_meta_model = freeze
+    model, engine, batches = build(text, world)
+    engine.begin_microbatch(last=True)
+    (model.parts[0](*model._split.local_part(next(batches)))[0] / 100.0).backward()
+    launched = engine._reduction._next
+    engine.finish_gradient_sync()
+    return gradients(model), launched - len(engine._reduction.entries)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_frozen_parameters_are_not_waited_for(engine: str) -> None:
+    found, left = run_ranks(_frozen, 2, engine_config(engine, SMALL, micro=4))[0]
+    assert left == 0, "buckets were left to the end"
+    frozen = {name for name, gradient in found.items() if gradient.abs().max() == 0}
+    assert frozen == {"head.weight", "layers.1.attention_norm.weight"}
+
+
+# Microbatches
+
+
+def _small_sums(rank: int, world: int, text: str) -> float:
+    """1 and then 512 times 2^-9, in microbatches, of one element; bfloat16 would still be at 1."""
+    model, engine, _ = build(text, world)
+    weight = model.parts[0].norm.weight
+    for number in range(513):
+        engine.begin_microbatch(last=number == 512)
+        (weight * (1.0 if number == 0 else 2.0**-9)).sum().backward()
+    engine.finish_gradient_sync()
+    return gradients(model)["norm.weight"][0].item()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_bfloat16_gradients_add_up_in_float32(engine: str) -> None:
+    text = engine_config(engine, formats=("float32", "bfloat16", "float32"))
+    assert run_ranks(_small_sums, 1, text) == [2.0]
+
+
+def _without_sync(rank: int, world: int, text: str) -> tuple[dict[str, int], Gradients]:
+    model, engine, batches = build(text, world)
+    batch = next(batches)
+    engine.finish_parameter_sync()
+
+    def forward_backward(micro) -> None:
+        (model.parts[0](*model._split.local_part(micro))[0] / 100.0).backward()
+
+    *most, last = list(batch.microbatches(1))
+
+    def before_the_last() -> None:
+        with engine.no_sync():
+            for micro in most:
+                forward_backward(micro)
+
+    quiet = collectives_of(before_the_last).number()
+    forward_backward(last)
+    engine.start_gradient_sync()
+    engine.finish_gradient_sync()
+    engine.scale_gradients(0.5)
+    engine.scale_gradients(torch.tensor(2.0))
+    return quiet, gradients(model)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "zero1"])
+def test_no_sync_sends_nothing_until_the_last_microbatch(engine: str) -> None:
+    text = engine_config(engine, SMALL)
+    quiet, found = run_ranks(_without_sync, 2, text)[0]
+    assert quiet == {}
+    close(found, run_ranks(_gradients, 2, text)[0])
+
+
+def _steps(rank: int, world: int, text: str) -> list[Gradients]:
+    model, _, batches = build(text, world)
+    found = []
+    for _ in range(2):
+        backward(model, next(batches))
+        found.append(gradients(model))
+        for shard in model.shards:
+            shard.data.sub_(0.1 * shard.grad.to(shard.data.dtype))
+        model.after_update()
+        model.zero_gradients()
+    return found
+
+
+@pytest.mark.parametrize("formats", [("float64",) * 3, ("float32", "bfloat16", "bfloat16")])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_overlapped_and_synchronous_communication_give_the_same_bits(engine: str, formats) -> None:
+    keys = "\noverlap_gradients = false\noverlap_parameters = false"
+    overlapped = run_ranks(_steps, 2, engine_config(engine, SMALL, micro=2, formats=formats))
+    synchronous = run_ranks(_steps, 2, engine_config(engine, SMALL + keys, micro=2, formats=formats))
+    for mine, other in zip(overlapped[0], synchronous[0], strict=True):
+        close(mine, other, 0.0)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_reduction_in_bfloat16_rounds_what_is_sent_and_nothing_else(engine: str) -> None:
+    exact = run_ranks(_steps, 2, engine_config(engine, SMALL, formats=("float32", "bfloat16", "float32")))[0]
+    rounded = run_ranks(_steps, 2, engine_config(engine, SMALL, formats=("float32", "bfloat16", "bfloat16")))[
+        0
+    ]
+    for name, gradient in exact[0].items():
+        assert not torch.equal(rounded[0][name], gradient), name
+        # Each of two summands and their sum is rounded to 8 bits.
+        assert (rounded[0][name] - gradient).abs().max() <= 2**-7 * gradient.abs().max(), name
+
+
+def _uneven(rank: int, world: int, text: str, ignored: list[torch.Tensor] | None) -> tuple[list, Gradients]:
+    """Rank 1 of two has not one valid token; alone, the same sequences are ignored."""
+    model, _, batches = build(text, world)
+    batch = next(batches)
+    for row, label in zip(batch.tokens, batch.labels, strict=True):
+        if rank == 1 or (ignored and any(torch.equal(row, other) for other in ignored)):
+            label.fill_(IGNORE)
+    mine = list(batch.tokens) if rank == 1 else []
+    model.forward_backward(batch, model.count_tokens(batch))
+    model.finalize_gradients()
+    return mine, gradients(model)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_rank_without_a_valid_token_adds_nothing(engine: str) -> None:
+    (_, found), (ignored, _) = run_ranks(_uneven, 2, engine_config(engine, SMALL), None)
+    ((_, expected),) = run_ranks(_uneven, 1, engine_config("fsdp2", micro=8), ignored)
+    close(found, expected)
+
+
+# Looking at gradients before they are sent
+
+
+@contextmanager
+def _gradient_times(factor: float, model, name: str) -> Iterator[None]:
+    hook = model.parts[0].get_parameter(name).register_hook(lambda gradient: gradient * factor)
+    yield
+    hook.remove()
+
+
+def _checked(rank: int, world: int, text: str, factor: float) -> None:
+    model, _, batches = build(text, world)
+    for step in range(3):
+        by = factor if step == 2 and rank == 1 else 1.0
+        with _gradient_times(by, model, "layers.1.attention.wo.weight"):
+            backward(model, next(batches))
+        model.zero_gradients()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("level", "factor", "message"),
+    [
+        ("finite", float("nan"), "is not finite, on rank 1, before it was summed"),
+        ("plausible", float("inf"), "is not finite, on rank 1"),
+        ("plausible", 1e6, "is implausible: its bucket's norm is .* on rank 1"),
+    ],
+)
+def test_a_bad_gradient_is_named_before_it_is_mixed_with_others(engine, level, factor, message) -> None:
+    text = engine_config(engine, f'{SMALL}\ncheck_gradients = "{level}"')
+    with pytest.raises(RankFailed, match=rf"the gradient of layers\.1\.attention\.wo\.weight {message}"):
+        run_ranks(_checked, 2, text, factor)
+
+
+@pytest.mark.parametrize(("level", "factor"), [("plausible", 100.0), ("finite", 1e6), ("none", float("nan"))])
+def test_what_may_be_is_let_through(level: str, factor: float) -> None:
+    run_ranks(_checked, 2, engine_config("zero1", f'{SMALL}\ncheck_gradients = "{level}"'), factor)
