@@ -196,6 +196,9 @@ class Metrics(Section):
     """Steps between lines on the screen and in metrics.jsonl."""
     tensorboard: bool = True
     """Write TensorBoard files."""
+    expert_map_interval: Count = 1000
+    """Steps between pictures of the load by layer and expert in TensorBoard, and the counts behind them in metrics.jsonl,
+    of a mixture of experts. 0: never."""
     peak_tflops: NonNegativeNumber = 0.0
     """Peak of one device in TFLOP/s, for MFU. 0: from the card's name; an unknown card reports no MFU."""
 

@@ -1,4 +1,4 @@
-"""Curves and text samples for TensorBoard: a courtesy, so none of its failures ends a run."""
+"""Curves, text samples and pictures for TensorBoard: a courtesy, so none of its failures ends a run."""
 
 from __future__ import annotations
 
@@ -36,6 +36,10 @@ class Board:
         """Add a text, shown as it is: in a code block, because TensorBoard takes texts for Markdown."""
         block = "\n".join("    " + line for line in text.splitlines())
         self._try("add_text", tag, block, step)
+
+    def image(self, step: int, tag: str, pixels: Any) -> None:
+        """Add a picture: uint8 `[height, width, 3]`, red, green, blue."""
+        self._try("add_image", tag, pixels, step, None, "HWC")
 
     def flush(self) -> None:
         """Put everything so far into the file."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from forge.config import Config
+from forge.observe.expert_map import expert_map
 from forge.observe.hardware import memory_gib, peak_flops
 from forge.observe.metrics import MetricsLog
 from forge.observe.progress import StepTimes, format_line
@@ -150,7 +151,19 @@ class Recorder:
             log.info("step %d  sample:\n%s", step, text)
 
     def _due(self, step: int) -> bool:
-        return step == 1 or step % self._config.metrics.log_interval == 0 or step == self._config.train.steps
+        return (
+            step == 1
+            or step % self._config.metrics.log_interval == 0
+            or step == self._config.train.steps
+            or self._map_due(step)
+        )
+
+    def _map_due(self, step: int) -> bool:
+        """Whether the load of every single expert is told."""
+        interval = self._config.metrics.expert_map_interval
+        if self._config.model.moe is None or not interval:
+            return False
+        return step == 1 or step % interval == 0 or step == self._config.train.steps
 
     def _write(
         self,
@@ -180,24 +193,27 @@ class Recorder:
             if self._config.train.z_loss_coef:
                 fields["z_loss"] = z_loss
             if layers:
-                fields |= self._router_fields(layers, router_values)
+                fields |= self._router_fields(layers, router_values, counts=self._map_due(facts.step))
             if reading.skipped:
                 fields["skipped"] = True
             self._metrics.write(**fields)
             if self._board is not None:
                 self._board.scalars(facts.step, dict(_curves(fields)))
+                if layers and self._map_due(facts.step):
+                    counts = [of_layer["counts"] for of_layer in fields["routers"].values()]
+                    self._board.image(facts.step, "routers/load", expert_map(counts))
             self._tell_step(facts.step)
             steps = self._config.train.steps
             log.info(format_line(fields, total_steps=steps, eta_s=self._times.eta(steps - facts.step)))
         self._restart_mean()
 
-    def _router_fields(self, layers: tuple[int, ...], values: list[float]) -> dict[str, Any]:
+    def _router_fields(self, layers: tuple[int, ...], values: list[float], counts: bool) -> dict[str, Any]:
         moe = self._config.model.moe
         assert moe is not None
         on = {"aux_loss": moe.balance in ("aux_loss", "sequence_aux_loss"), "router_z_loss": moe.z_loss_coef}
         width = len(values) // len(layers)
         rows = [values[start : start + width] for start in range(0, len(values), width)]
-        return load_fields(rows, layers, losses=[name for name, used in on.items() if used])
+        return load_fields(rows, layers, losses=[name for name, used in on.items() if used], counts=counts)
 
     def _restart_mean(self) -> None:
         self._steps, self._seconds, self._data_seconds, self._gc_seconds = 0, 0.0, 0.0, 0.0
@@ -208,6 +224,7 @@ def _curves(fields: dict[str, Any]) -> Iterator[tuple[str, float]]:
     for name, value in fields.items():
         if name == "routers":
             for layer, of_layer in value.items():
-                yield from ((f"routers/{layer}/{key}", number) for key, number in of_layer.items())
+                numbers = ((key, number) for key, number in of_layer.items() if key != "counts")
+                yield from ((f"routers/{layer}/{key}", number) for key, number in numbers)
         elif name not in ("step", "skipped"):
             yield f"train/{name}", value

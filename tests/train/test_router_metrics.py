@@ -2,6 +2,7 @@
 
 import pytest
 
+from forge.observe.expert_map import CELL
 from tests.end_to_end.runs import Run
 
 
@@ -15,12 +16,16 @@ from tests.end_to_end.runs import Run
 )
 def test_the_load_of_experts_is_told_as_far_as_it_is_on(tmp_path, options: str, losses: set[str]) -> None:
     moe = f"--model.moe={{n_experts=4,top_k=2,expert_dim=32,n_dense_layers=1,{options}}}"
-    run = Run(tmp_path, moe, "--train.steps=4", "--metrics.log_interval=2", "--metrics.tensorboard=true")
+    board = ("--metrics.tensorboard=true", "--metrics.expert_map_interval=3")
+    run = Run(tmp_path, moe, "--train.steps=4", "--metrics.log_interval=2", *board)
     assert run(world=2) == 0
     for line in run.metrics():
         assert 0 <= line["expert_load_min"] <= 1 <= line["expert_load_max"] <= 2
         assert list(line["routers"]) == ["1"] and line["expert_dropped"] == 0
         assert losses == {"aux_loss", "router_z_loss"} & set(line)
+    counts = {line["step"]: line["routers"]["1"].get("counts") for line in run.metrics()}
+    assert counts.keys() == {1, 2, 3, 4} and counts[2] is None
+    assert all(sum(counts[step]) == 2 * 8 * 32 for step in (1, 3, 4))
     moved = run.metrics()[-1]["routers"]["1"]["bias_max"] > 0
     assert moved == (not losses)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -28,3 +33,7 @@ def test_the_load_of_experts_is_told_as_far_as_it_is_on(tmp_path, options: str, 
     curves = EventAccumulator(str(run.path / "tensorboard"))
     curves.Reload()
     assert {"train/expert_load_max", "routers/1/load_entropy"} <= set(curves.Tags()["scalars"])
+    assert "routers/1/counts" not in curves.Tags()["scalars"]
+    assert [(image.step, image.width) for image in curves.Images("routers/load")] == [
+        (step, 4 * CELL) for step in (1, 3, 4)
+    ]
