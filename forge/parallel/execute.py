@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -156,6 +157,10 @@ class SequentialModel:
 
     def copies(self) -> Iterable[tuple[str, Tensor, dist.ProcessGroup]]:
         # Of an engine whose weights to compute with are others than its shards.
+        return getattr(self._engine, "copies", tuple)()
+
+    def copies(self) -> Iterable[tuple[str, Tensor, dist.ProcessGroup]]:
+        """Weights that an engine computes with and that are not its shards: name, values, the ranks that hold them."""
         return getattr(self._engine, "copies", tuple)()
 
     def held_while_accumulating(self) -> str:

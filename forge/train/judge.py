@@ -8,7 +8,7 @@ and looked into, and what follows from it is decided on numbers that are equal o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from forge.data.loader import Batch
 from forge.parallel.execute import ParallelModel, Sums
 from forge.parallel.gradients import GradientReport
 from forge.resilience.anomalies import Limits
+from forge.resilience.digests import Copy, differing_copies
 from forge.train.recorder import Reading
 from forge.train.state import Progress
 
@@ -27,19 +28,20 @@ log = logging.getLogger(__name__)
 
 Gradients = Callable[[Batch], tuple[Sums, GradientReport]]
 
-# Tensors that one rank names.
+# Tensors that one rank, or one message, names.
 SHOWN = 3
 
 
 class Setback(Exception):
     """The run has to return to a checkpoint from before `first_bad`; raised on all ranks alike.
 
-    pass_over: leave out the data from there to the end of `last_step`.
+    pass_over: leave out the data from there to the end of `last_step`. remedy: what to do if returning does not help.
     """
 
-    def __init__(self, reason: str, *, first_bad: int, last_step: int, pass_over: bool):
+    def __init__(self, reason: str, *, first_bad: int, last_step: int, pass_over: bool, remedy: str):
         super().__init__(reason)
         self.first_bad, self.last_step, self.pass_over = first_bad, last_step, pass_over
+        self.remedy = remedy
 
 
 @dataclass(frozen=True)
@@ -109,14 +111,36 @@ class Judge:
         self._model.zero_gradients()
         self._model.update_router(torch.ones((), device=self._device))
 
+    def compare_copies(self, step: int, copies: Iterable[Copy]) -> None:
+        """See that what `step` has left, and is about to be saved, is the same wherever there are copies. Collective.
+
+        Raises Setback: of two copies nobody knows which is the right one, but both were when they were saved last.
+        """
+        if not self._resilience.check_replicas:
+            return
+        differences = differing_copies(copies, self._device)
+        if differences:
+            self._tell("copies_differ", step=step, differences=differences)
+            more = f" (and {len(differences) - SHOWN} more)" if len(differences) > SHOWN else ""
+            raise Setback(
+                f"copies differ after step {step}: {'; '.join(differences[:SHOWN])}{more}",
+                first_bad=step,
+                last_step=step,
+                pass_over=False,
+                remedy="take the machines of these ranks out of use; their memory or their arithmetic is at fault",
+            )
+
     def _look_for_setback(self, reading: Reading, spike: bool) -> None:
         limit, step = self._resilience.max_skipped_steps, reading.step
         if self._progress.skipped_in_a_row >= limit:
             reason = f"{limit} steps in a row up to step {step} were skipped (resilience.max_skipped_steps)"
-            raise Setback(reason, first_bad=step - limit + 1, last_step=step, pass_over=True)
-        if spike and self._resilience.spikes == "rollback":
-            reason = f"step {step} was a spike: {_numbers(reading)} (resilience.spikes)"
-            raise Setback(reason, first_bad=step, last_step=step, pass_over=True)
+            first_bad = step - limit + 1
+        elif spike and self._resilience.spikes == "rollback":
+            reason, first_bad = f"step {step} was a spike: {_numbers(reading)} (resilience.spikes)", step
+        else:
+            return
+        remedy = "lower optimizer.lr or look at the data of these steps; events.jsonl says more of each"
+        raise Setback(reason, first_bad=first_bad, last_step=step, pass_over=True, remedy=remedy)
 
     def _compute_again(self, reading: Reading, gradients: Gradients) -> Findings:
         assert self._batch is not None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from forge.checkpoint.team import RanksFailed
 from forge.config import Config
 from forge.data.loader import Batch, Loader
 from forge.data.sources import Source
@@ -23,7 +24,7 @@ from forge.resilience.signals import StopSignals
 from forge.train.evaluate import evaluate, write_sample
 from forge.train.judge import Judge, Setback
 from forge.train.recorder import Recorder, StepFacts
-from forge.train.resume import Origin, load_origin
+from forge.train.resume import Origin, all_copies, load_origin
 from forge.train.save import Saver
 from forge.train.state import Progress, Rollback
 from forge.train.watch import Phases, Watcher
@@ -131,16 +132,21 @@ class Training:
             with self.phases.during("evaluation", step):
                 self.sample(step, self.tokenizer)
         if not last and _due(config.checkpoint.interval, step, last):
-            self.judge.settle(self.recorder.flush(), self.gradients)
             with self.phases.during("save", step):
+                self._look_before_saving()
                 self.saver.save()
         self.saver.poll()
         self.collector.collect(step)
 
     def _finish(self) -> None:
-        self.judge.settle(self.recorder.flush(), self.gradients)
         with self.phases.during("save", self.progress.step):
+            self._look_before_saving()
             self.saver.save_and_wait()
+
+    def _look_before_saving(self) -> None:
+        """A checkpoint follows all that is told of its step, and holds nothing that is known to be bad."""
+        self.judge.settle(self.recorder.flush(), self.gradients)
+        self.judge.compare_copies(self.progress.step, all_copies(self.model, self.optimizer))
 
     def begin_after(self, origin: Origin, rollbacks: list[Rollback]) -> None:
         """Return to the checkpoint `origin`, from where on nothing is read that `rollbacks` pass over. Collective."""
@@ -155,8 +161,14 @@ class Training:
         self.batches = self.read_on()
 
     def evaluate(self, step: int) -> None:
-        losses = evaluate(self.model, self.validation, self.config, self.meshes, self.device)
-        self.recorder.evaluation(step, losses)
+        """Evaluate; held-out data that cannot be read cost a warning, not the run."""
+        fault_point("evaluation", step)
+        try:
+            losses = evaluate(self.model, self.validation, self.config, self.meshes, self.device)
+        except RanksFailed as error:
+            log.warning("no evaluation at step %d: %s", step, error)
+        else:
+            self.recorder.evaluation(step, losses)
 
     def sample(self, step: int, tokenizer: Tokenizer) -> None:
         """Show what the model writes; whatever goes wrong there costs a warning, not the run."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from forge.checkpoint import Checkpoints, load, read_config, read_state
 from forge.config import Config, difference, parse_toml_text
@@ -132,3 +134,12 @@ def all_tensors(model: ParallelModel, optimizer: AdamW) -> dict[str, tuple[Shard
     """Checkpoint names of everything that is saved as tensors."""
     slots = {f"optimizer.{shard.name}.{slot}": (shard, values) for slot, shard, values in optimizer.tensors()}
     return model_tensors(model) | slots
+
+
+def all_copies(model: ParallelModel, optimizer: AdamW) -> Iterator[tuple[str, Tensor, ProcessGroup]]:
+    """What this rank holds and others as well: name, values, and the group of those who do."""
+    for name, (shard, values) in all_tensors(model, optimizer).items():
+        if shard.replicas is not None and shard.boxes:
+            yield name, values, shard.replicas
+    # Of an engine whose weights to compute with are others than its shards.
+    yield from getattr(model, "copies", tuple)()

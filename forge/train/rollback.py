@@ -75,10 +75,10 @@ class Rollbacks:
         # What lies before the newest checkpoint is overcome.
         vain = [one for one in training.progress.rollbacks if one.from_step >= max(steps, default=0)]
         if len(vain) >= limit:
-            tried = f" and {len(vain)} roll-backs have not helped" if vain else ""
+            tried = f", and {len(vain)} roll-backs have not helped" if vain else ""
             raise UserError(
-                f"{setback}{tried} (resilience.max_rollbacks = {limit}). events.jsonl says more of each step. Lower "
-                f"optimizer.lr or look at the data of these steps, then start again from the last checkpoint.",
+                f"{setback}{tried} (resilience.max_rollbacks = {limit}). Before you start again from the last checkpoint: "
+                f"{setback.remedy}.",
                 exit_code=FAILED,
             )
         # Trouble right behind a checkpoint that has been returned to may be its own: try the one before it, if any.

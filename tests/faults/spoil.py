@@ -42,3 +42,31 @@ def _spoil_gradients(when: Callable[[range], bool], factor: float) -> None:
         return sums
 
     SequentialModel.forward_backward = spoiled
+
+
+def one_bit_on_rank_1_after_step_5() -> None:
+    """A bit of a parameter flips on one of its ranks; when the step is made again it does not."""
+    _flip_a_bit(lambda step, seen: step == 5 and not seen)
+
+
+def one_bit_on_rank_1_after_every_step_from_5() -> None:
+    """The same again and again, as of a broken machine."""
+    _flip_a_bit(lambda step, seen: step >= 5)
+
+
+def _flip_a_bit(when: Callable[[int, bool], bool]) -> None:
+    import torch.distributed as dist
+
+    import forge.train.loop as loop
+
+    after_step, seen = loop.Training.after_step, set()
+
+    def flipping(self) -> None:
+        step = self.progress.step
+        if dist.get_rank() == 1 and when(step, step in seen):
+            shard = next(one for one in self.model.shards if one.name.endswith("w1.weight"))
+            shard.data.view(torch.int32).view(-1)[7] ^= 1 << 20
+        seen.add(step)
+        after_step(self)
+
+    loop.Training.after_step = flipping
