@@ -101,10 +101,12 @@ def build(job: Job) -> Built:
     model = build_parallel_model(config, meshes, job.world.device)
     optimizer = build_optimizer(model.shards, config)
     job.memory.take_in(model.shards, optimizer.tensors())
+    counts = parameter_counts(config.model)
     log.info(
-        "%s: %s parameters, %s",
+        "%s: %s parameters%s, %s",
         config.run.name,
-        f"{parameter_counts(config.model).total:,}",
+        f"{counts.total:,}",
+        f" ({counts.active:,} active)" if counts.idle else "",
         _layout_line(job.degrees, model.held_while_accumulating()),
     )
     return Built(meshes, model, optimizer)
