@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from forge.config.messages import raise_all
+from forge.config.pipeline import check_microbatches
 from forge.config.schema import Config
 
 
@@ -49,7 +50,12 @@ def check_world(config: Config, world_size: int) -> Degrees:
     parallel, train = config.parallel, config.train
     dp = parallel.dp_replicate * dp_shard
     raise_all(
-        [*_experts(config, dp_shard), *_resharding(config, dp_shard), *_batch(config, dp), *_context(config)]
+        [
+            *_experts(config, dp_shard),
+            *_resharding(config, dp_shard),
+            *_batch(config, dp),
+            *_context(config),
+        ]
     )
     return Degrees(
         world=world_size,
@@ -117,6 +123,9 @@ def _resharding(config: Config, dp_shard: int) -> Iterator[str]:
 def _batch(config: Config, dp: int) -> Iterator[str]:
     batch, micro = config.train.global_batch_size, config.train.micro_batch_size
     if batch % (micro * dp) == 0:
+        problem = check_microbatches(config, batch // (micro * dp))
+        if problem is not None:
+            yield problem
         return
     remedies = [f"train.global_batch_size = {' or '.join(map(str, _around(batch, micro * dp)))}"]
     if batch % dp == 0:

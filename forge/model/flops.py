@@ -66,13 +66,13 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> float:
     not subtracted, and recomputation is not added.
     """
     attention = sum(
-        12 * config.n_heads * config.head_dim * _mean_keys(seq_len, window_of(config, layer))
+        12 * config.n_heads * config.head_dim * mean_keys(seq_len, window_of(config, layer))
         for layer in range(config.n_layers)
     )
     return 6 * parameter_counts(config).matmul + attention
 
 
-def _mean_keys(seq_len: int, window: int) -> float:
+def mean_keys(seq_len: int, window: int) -> float:
     """Mean over a sequence of min(i + 1, window), the keys that token i sees; window 0: no limit."""
     reach = min(window or seq_len, seq_len)
     return (reach * (reach + 1) / 2 + (seq_len - reach) * reach) / seq_len

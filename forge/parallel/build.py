@@ -10,30 +10,44 @@ from forge.parallel.activation import apply_activation
 from forge.parallel.compile import apply_compile
 from forge.parallel.context import SequenceSplit, apply_context
 from forge.parallel.data import DataParallel, apply_data_parallel
-from forge.parallel.execute import SequentialModel
+from forge.parallel.execute import ParallelModel, SequentialModel
 from forge.parallel.expert import apply_expert
 from forge.parallel.float8 import apply_float8
 from forge.parallel.initialize import initialize
 from forge.parallel.mesh import Meshes
 from forge.parallel.order import take_step
+from forge.parallel.pipeline import Part, PipelinedModel, Stage, plan_pipeline
 from forge.parallel.precision import DTYPES
 from forge.parallel.tensor import apply_tensor, sequence_pieces
 
 
-def build_parallel_model(config: Config, meshes: Meshes, device: torch.device) -> SequentialModel:
-    """The model of `config` over all ranks, with its initial values. Collective.
+def build_parallel_model(config: Config, meshes: Meshes, device: torch.device) -> ParallelModel:
+    """The model of `config` over all ranks, with its initial values. Collective."""
+    split = SequenceSplit(meshes.cp, sequence_pieces(config))
+    if meshes.degrees.pp == 1:
+        model, engine = build_part(config, meshes, device)
+        return SequentialModel(model, engine, meshes, split, config.train.micro_batch_size)
+    plan = plan_pipeline(config, meshes.degrees)
+    own = plan.of_rank(meshes.pp.rank())
+    parts = [Part(stage, *build_part(config, meshes, device, stage)) for stage in own]
+    return PipelinedModel(parts, plan, config, meshes, split)
 
-    The model is made on the meta device and parallelism is applied from the inside out (the order and its reasons:
+
+def build_part(
+    config: Config, meshes: Meshes, device: torch.device, stage: Stage | None = None
+) -> tuple[Transformer, DataParallel]:
+    """The whole model, or one stage of it, on the ranks that share it. Collective over these.
+
+    It is made on the meta device and parallelism is applied from the inside out (the order and its reasons:
     forge/parallel/order.py); only then does memory exist, of each rank's own shards.
     """
-    model = build_meta_model(config)
+    model = build_meta_model(config, stage)
     engine = apply_layout(model, config, meshes)
     engine.materialise(device)
     take_step(model, "initialise")
     initialize(engine.shards, model.initial_values(), config.run.seed)
     model.reset_buffers(DTYPES[config.precision.compute])
-    split = SequenceSplit(meshes.cp, sequence_pieces(config))
-    return SequentialModel(model, engine, meshes, split, config.train.micro_batch_size)
+    return model, engine
 
 
 def apply_layout(model: Transformer, config: Config, meshes: Meshes) -> DataParallel:
@@ -47,10 +61,11 @@ def apply_layout(model: Transformer, config: Config, meshes: Meshes) -> DataPara
     return apply_data_parallel(model, config, meshes)
 
 
-def build_meta_model(config: Config) -> Transformer:
-    """The model of `config` on the meta device: shapes and the storage dtype, no memory."""
+def build_meta_model(config: Config, stage: Stage | None = None) -> Transformer:
+    """The model of `config`, or one stage of it, on the meta device: shapes and the storage dtype, no memory."""
+    part = {} if stage is None else {"layers": stage.layers, "embed": stage.embed, "head": stage.head}
     with torch.device("meta"):
-        model = build_model(config.model, config.train.seq_len)
+        model = build_model(config.model, config.train.seq_len, **part)
     model.loss = FusedLoss(
         config.train.z_loss_coef, config.train.loss_chunk_tokens, config.model.logit_soft_cap
     )

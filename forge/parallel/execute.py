@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -81,9 +80,6 @@ class ParallelModel(Protocol):
     def logits(self, tokens: Tensor) -> Tensor:
         """Next-token scores `[batch, seq, vocab]` of `tokens` `[batch, seq]`, the same tokens on all ranks."""
 
-    def copies(self) -> Iterable[tuple[str, Tensor, dist.ProcessGroup]]:
-        """What several ranks hold copies of besides shards and buffers: name, values, the ranks. Not collective."""
-
     def held_while_accumulating(self) -> str:
         """What lies in memory between the microbatches of a step, for the log. Not collective."""
 
@@ -154,10 +150,6 @@ class SequentialModel:
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
         return self._split.logits(self._model, tokens)
-
-    def copies(self) -> Iterable[tuple[str, Tensor, dist.ProcessGroup]]:
-        # Of an engine whose weights to compute with are others than its shards.
-        return getattr(self._engine, "copies", tuple)()
 
     def copies(self) -> Iterable[tuple[str, Tensor, dist.ProcessGroup]]:
         """Weights that an engine computes with and that are not its shards: name, values, the ranks that hold them."""

@@ -27,7 +27,8 @@ class Meshes:
     fsdp_experts: the same for experts, (ep_shard) or (dp_replicate, ep_shard). tp, ep: the 1-D meshes of tensor and
     expert parallelism. cp: the ranks that share a sequence; sequence: those and the ranks that tensor parallelism adds
     (cp x tp). loss: the ranks whose losses and token counts add up to those of the global batch (dp x cp). stage: all
-    ranks that hold parts of the same layers (dp x cp x tp). copies: for the mesh axes over which a parameter is
+    ranks that hold parts of the same layers (dp x cp x tp). pp: the ranks that one microbatch goes through, of a pipeline.
+    pipeline: those and the ranks whose losses add up (pp x dp x cp). copies: for the mesh axes over which a parameter is
     replicated, the ranks that hold the same elements.
     """
 
@@ -40,6 +41,8 @@ class Meshes:
     sequence: dist.ProcessGroup
     loss: dist.ProcessGroup
     stage: dist.ProcessGroup
+    pp: dist.ProcessGroup
+    pipeline: dist.ProcessGroup
     copies: dict[tuple[str, ...], dist.ProcessGroup]
     data_rank: int
 
@@ -68,6 +71,9 @@ def make_meshes(degrees: Degrees, device_type: str) -> Meshes:
     replicated = degrees.dp_replicate > 1
     loss = parameters["dp_replicate", "dp_shard_cp"]._flatten("dp_cp").get_group()
     stage = parameters["dp_replicate", "dp_shard_cp", "tp"]._flatten("stage").get_group()
+    pipeline = loss
+    if degrees.pp > 1:
+        pipeline = parameters["pp", "dp_replicate", "dp_shard_cp"]._flatten("pp_dp_cp").get_group()
     return Meshes(
         degrees=degrees,
         fsdp=parameters["dp_replicate", "dp_shard_cp"] if replicated else parameters["dp_shard_cp"],
@@ -78,6 +84,8 @@ def make_meshes(degrees: Degrees, device_type: str) -> Meshes:
         sequence=data["cp", "tp"]._flatten("cp_tp").get_group(),
         loss=loss,
         stage=stage,
+        pp=parameters.get_group("pp"),
+        pipeline=pipeline,
         copies={
             ("dp_replicate",): parameters.get_group("dp_replicate"),
             ("tp",): parameters.get_group("tp"),

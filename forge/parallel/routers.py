@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forge.model import Transformer, update_routers
+from forge.model import Router, update_routers
 from forge.parallel.mesh import Meshes
 from forge.shard import Box, Shard
 
@@ -31,11 +31,11 @@ class RouterReport:
 
 
 class Routers:
-    """The routers of `model`, a part or the whole; none in a dense one, and then nothing is done or sent."""
+    """The routers of one or more parts of a model, by layer; of a dense one none, and then nothing is done or sent."""
 
-    def __init__(self, model: Transformer, meshes: Meshes):
-        self._layers = tuple(model.routers)
-        self._routers = list(model.routers.values())
+    def __init__(self, routers: dict[int, Router], meshes: Meshes):
+        self._layers = tuple(routers)
+        self._routers = list(routers.values())
         self._group = meshes.stage
 
     def update(self, skip: Tensor) -> RouterReport | None:

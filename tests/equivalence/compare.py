@@ -7,6 +7,7 @@ and so hides wrong ones.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -73,7 +74,26 @@ def tiny_config(*, parallel: str = "", model: str = "", micro: int = 1) -> str:
     return TINY.format(parallel=parallel, model=model, micro=micro)
 
 
-def reference(text: str) -> Trace:
+@dataclass(frozen=True)
+class Twist:
+    """What a test does to both runs; functions at module level, so that they can be sent to ranks.
+
+    routers: writes into the routers' weights (a rank's part of each) and biases at the start. labels: writes into the
+    labels that a data rank reads, int64 `[sequences, seq]`, of every batch.
+    """
+
+    routers: Callable[[list[torch.Tensor], list[torch.Tensor]], None] | None = None
+    labels: Callable[[torch.Tensor, int], None] | None = None
+
+    def begin(self, weights: Iterable[torch.Tensor], biases: Iterable[torch.Tensor]) -> None:
+        if self.routers is not None:
+            self.routers(list(weights), list(biases))
+
+
+PLAIN = Twist()
+
+
+def reference(text: str, twist: Twist = PLAIN) -> Trace:
     """The whole global batch in one forward of a plain module, clipped by PyTorch, plain SGD."""
     config = parse_toml_text(text)
     model = build_meta_model(config)
@@ -86,8 +106,10 @@ def reference(text: str) -> Trace:
         else:
             torch.nn.init.constant_(parameter, start)
     model.reset_buffers(torch.float64)
+    routers = model.routers.values()
+    twist.begin([router.weight.data for router in routers], [router.bias for router in routers])
     trace = Trace()
-    for batch in _batches(config, 0, 1):
+    for batch in _batches(config, 0, 1, twist):
         valid = (batch.labels >= 0).sum().clamp(min=1)
         model.set_loss_scale(1 / valid.double())
         losses = model(batch.tokens, batch.labels, batch.positions, batch.documents)
@@ -125,9 +147,9 @@ def _move_routers(model: Transformer, valid: torch.Tensor) -> dict[str, torch.Te
     return moved
 
 
-def layout(text: str, world: int) -> Trace:
+def layout(text: str, world: int, twist: Twist = PLAIN) -> Trace:
     """The same three steps through `build_parallel_model` on `world` ranks; all ranks must agree on loss and norm."""
-    traces = run_ranks(_layout_on_rank, world, text)
+    traces = run_ranks(_layout_on_rank, world, text, twist)
     for trace in traces[1:]:
         assert trace.losses == traces[0].losses and trace.norms == traces[0].norms, "ranks disagree"
         for mine, first in zip(trace.routers, traces[0].routers, strict=True):
@@ -135,19 +157,21 @@ def layout(text: str, world: int) -> Trace:
     return traces[0]
 
 
-def _layout_on_rank(rank: int, world: int, text: str) -> Trace:
+def _layout_on_rank(rank: int, world: int, text: str, twist: Twist = PLAIN) -> Trace:
     config = parse_toml_text(text)
     meshes = make_meshes(check_world(config, world), "cpu")
     model = build_parallel_model(config, meshes, torch.device("cpu"))
+    weights = [shard.data for shard in model.shards if shard.name.endswith("router.weight")]
+    twist.begin(weights, [shard.data for shard in model.buffers if shard.name.endswith("bias")])
     trace = Trace()
-    for batch in _batches(config, meshes.data_rank, meshes.data_ranks):
+    for batch in _batches(config, meshes.data_rank, meshes.data_ranks, twist):
         tokens = model.count_tokens(batch)
         sums = model.forward_backward(batch, tokens)
         model.finalize_gradients()
         report = report_gradients(model.shards, sums.objective, stop=False)
-        trace.losses.append((sums.cross_entropy / sums.tokens).item())
+        trace.losses.append((sums.cross_entropy / sums.tokens.clamp(min=1)).item())
         trace.norms.append(report.norm.item())
-        gradients = {shard.name: whole(shard, shard.grad) for shard in model.shards}
+        gradients = wholes(model.shards, [shard.grad for shard in model.shards])
         trace.gradients.append(gradients if rank == 0 else {})
         clip_gradients(model.shards, report.norm, MAX_NORM)
         for shard in model.shards:
@@ -156,7 +180,7 @@ def _layout_on_rank(rank: int, world: int, text: str) -> Trace:
         model.after_update()
         trace.routers.append(_routers(model, model.update_router(report.skip)))
         model.zero_gradients()
-    parameters = {shard.name: whole(shard, shard.data) for shard in model.shards}
+    parameters = wholes(model.shards, [shard.data for shard in model.shards])
     trace.parameters = parameters if rank == 0 else {}
     return trace
 
@@ -166,7 +190,7 @@ def _routers(model: ParallelModel, report: RouterReport | None) -> dict[str, tor
     if report is None:
         return {}
     rows = {f"layers.{layer}": row for layer, row in zip(report.layers, report.values.clone(), strict=True)}
-    state = {shard.name: shard.data.clone() for shard in model.buffers}
+    state = gathered({shard.name: shard.data.clone() for shard in model.buffers})
     return rows | {f"{n.split('.')[1]}.{n.rpartition('.')[2]}": value for n, value in state.items()}
 
 
@@ -180,12 +204,32 @@ def whole(shard: Shard, values: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def wholes(shards: list[Shard], values: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """`whole` of every parameter of the model, by name, though ranks may hold different ones. Collective."""
+    own = {shard.name: (shard, value) for shard, value in zip(shards, values, strict=True)}
+    assert len(own) == len(shards), "a name twice"
+    shapes = gathered({name: shard.global_shape for name, (shard, _) in own.items()})
+    nowhere = {name: Shard(name, shape, (), torch.empty(0)) for name, shape in shapes.items()}
+    empty = values[0].new_empty(0)
+    return {name: whole(*own.get(name, (nowhere[name], empty))) for name in sorted(shapes)}
+
+
+def gathered(own: dict) -> dict:
+    """The union of all ranks' dictionaries; where several have a name, they must agree. Collective."""
+    everyone: list[dict] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, own)
+    union = {name: value for one in everyone for name, value in one.items()}
+    for one in everyone:
+        assert all(torch.equal(torch.as_tensor(union[n]), torch.as_tensor(v)) for n, v in one.items())
+    return union
+
+
 def assert_equal(actual: Trace, expected: Trace, tolerance: float = TOLERANCE) -> None:
     """Every number of `actual` is within `tolerance` of the number of `expected`, in absolute terms.
 
     Another tolerance than 1e-9 is for formats narrower than float64 only.
     """
-    for step in range(STEPS):
+    for step in range(len(expected.losses)):
         _close(
             tolerance,
             f"loss of step {step}",
@@ -214,7 +258,7 @@ def _close(tolerance: float, what: str, actual: torch.Tensor, expected: torch.Te
     assert difference <= tolerance, f"{what}: differs by {difference:.3e}"
 
 
-def _batches(config: Config, rank: int, ranks: int):
+def _batches(config: Config, rank: int, ranks: int, twist: Twist = PLAIN):
     loader = Loader(
         build_dataset(config),
         global_batch_size=config.train.global_batch_size,
@@ -224,6 +268,9 @@ def _batches(config: Config, rank: int, ranks: int):
         device=torch.device("cpu"),
         prefetch=1,
     )
-    for _ in range(STEPS):
-        yield next(loader)
+    for _ in range(config.train.steps):
+        batch = next(loader)
+        if twist.labels is not None:
+            twist.labels(batch.labels, rank)
+        yield batch
     loader.close()

@@ -10,12 +10,13 @@ Under a causal mask a chunk costs the more the later it is; one early and one la
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import lcm
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from forge import compat
@@ -97,7 +98,7 @@ class SequenceSplit:
             )
         return Inputs(self.part(batch.tokens), self.part(batch.labels), self.part(positions), batch.documents)
 
-    def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
+    def logits(self, model: Callable[..., Any], tokens: Tensor) -> Tensor:
         """Next-token scores `[batch, seq, vocab]` of `tokens` `[batch, seq]`, all positions on all ranks.
 
         `seq` may be any number: what is missing to a multiple of 2 * cp and of all pieces is filled at the end,
@@ -108,5 +109,5 @@ class SequenceSplit:
             return model(F.pad(tokens, (0, -seq % self.pieces)))[:, :seq]
         tokens = F.pad(tokens, (0, -seq % lcm(2 * self.ranks, self.ranks * self.pieces)))
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        logits: Any = model(self.part(tokens), None, self.part(positions))
+        logits = model(self.part(tokens), None, self.part(positions))
         return self.in_order(compat.all_gather(logits.unsqueeze(0), self.group))[:, :seq]

@@ -1,0 +1,261 @@
+"""What each rank of a pipeline does, and when: the order of computations, the messages between them, the idle time.
+
+The orders are PyTorch's own, made by its schedule classes as tables of actions; running them is forge's (execute.py).
+An action is written as PyTorch writes it, `2F0`: stage, kind, microbatch.
+
+    F  forward              B  backward
+    I  the backward's gradients of the stage's input alone      W  those of its weights, later
+
+References: GPipe (Huang et al. 2019), 1F1B and its interleaved form (Narayanan et al. 2021), breadth-first (Lamy-Poirier
+2023), zero bubble and its V shape (Qi et al. 2023), DualPipeV (DeepSeek-AI 2024).
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from forge.config.pipeline import V_SHAPED
+from forge.errors import UserError
+
+# What computations take in units of a forward; the two halves of a backward cost about a forward each.
+DURATION = {"F": 1, "B": 2, "I": 1, "W": 1}
+_CELL = re.compile(r"(\d+)([FBIW])(\d+)$")
+
+
+class Action(NamedTuple):
+    """`kind`: F, B, I, W, or a message: SEND_F, RECV_F (activations), SEND_B, RECV_B (their gradients).
+
+    `stage` is the one that computes, sends or receives.
+    """
+
+    stage: int
+    kind: str
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+class Slot(NamedTuple):
+    """`action` runs from `start` to `stop`, in units of a forward."""
+
+    action: Action
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """`order`: by rank of the pp axis, what it computes in one optimizer step. `rank_of`: where each stage lies."""
+
+    order: tuple[tuple[Action, ...], ...]
+    rank_of: tuple[int, ...]
+    microbatches: int
+
+    @cached_property
+    def timeline(self) -> list[list[Slot]]:
+        """When each rank computes what, if messages take no time and a rank waits for nothing but its inputs."""
+        done: dict[Action, int] = {}
+        slots: list[list[Slot]] = [[] for _ in self.order]
+
+        def run(rank: int, action: Action) -> None:
+            free = slots[rank][-1].stop if slots[rank] else 0
+            start = max([free, *(done[needed] for needed in self._needs(action))])
+            done[action] = start + DURATION[action.kind]
+            slots[rank].append(Slot(action, start, done[action]))
+
+        self._walk(run)
+        return slots
+
+    @property
+    def bubble(self) -> float:
+        """Share of all ranks' time in which they wait for each other; the stages taken to be equally expensive."""
+        ends = [slot.stop for slots in self.timeline for slot in slots]
+        busy = sum(slot.stop - slot.start for slots in self.timeline for slot in slots)
+        return 1 - busy / (max(ends) * len(self.order))
+
+    @cached_property
+    def programs(self) -> list[list[Action]]:
+        """The order of each rank with its messages.
+
+        Any two ranks exchange their messages in the same order on both sides, each as early as it can be: a receive
+        stands where its sender has just sent. So no two wait for each other, whatever the back-end does about order.
+        """
+        programs: list[list[Action]] = [[] for _ in self.order]
+
+        def run(rank: int, action: Action) -> None:
+            programs[rank].append(action)
+            stage, kind, microbatch = action
+            to, which = (stage + 1, "F") if kind == "F" else (stage - 1, "B")
+            if kind == "W" or not 0 <= to < len(self.rank_of) or self.rank_of[to] == rank:
+                return
+            programs[rank].append(Action(stage, f"SEND_{which}", microbatch))
+            programs[self.rank_of[to]].append(Action(to, f"RECV_{which}", microbatch))
+
+        self._walk(run)
+        return programs
+
+    def last_backward(self, rank: int) -> set[Action]:
+        """The actions after which the gradients of one of the rank's stages are complete."""
+        last = {action.stage: action for action in self.order[rank] if action.kind in "BW"}
+        return set(last.values())
+
+    def _walk(self, run: Callable[[int, Action], None]) -> None:
+        """All actions, each after what it needs; among ranks that could go on, one action each in turns."""
+        done: set[Action] = set()
+        places = [0] * len(self.order)
+        while any(place < len(order) for place, order in zip(places, self.order, strict=True)):
+            before = len(done)
+            for rank, order in enumerate(self.order):
+                if places[rank] < len(order) and self._needs(order[places[rank]]) <= done:
+                    action = order[places[rank]]
+                    run(rank, action)
+                    done.add(action)
+                    places[rank] += 1
+            if len(done) == before:
+                waiting = [
+                    str(order[place])
+                    for place, order in zip(places, self.order, strict=True)
+                    if place < len(order)
+                ]
+                raise UserError(
+                    f"pipeline.schedule: ranks would wait for each other for ever, at {', '.join(waiting)}"
+                )
+
+    def _needs(self, action: Action) -> set[Action]:
+        """What has to have been computed before, on whichever rank."""
+        stage, kind, microbatch = action
+        if kind == "F":
+            return {Action(stage - 1, "F", microbatch)} if stage else set()
+        if kind == "W":
+            return {Action(stage, "I", microbatch)}
+        needed = {Action(stage, "F", microbatch)}
+        if stage + 1 < len(self.rank_of):
+            after = Action(stage + 1, "B", microbatch)
+            needed.add(after if after in self._known else after._replace(kind="I"))
+        return needed
+
+    @cached_property
+    def _known(self) -> frozenset[Action]:
+        return frozenset(action for order in self.order for action in order)
+
+    def unsplit(self) -> Schedule:
+        """The same with whole backwards where they were in halves."""
+        order = tuple(
+            tuple(a._replace(kind="B") if a.kind == "I" else a for a in rank if a.kind != "W")
+            for rank in self.order
+        )
+        return Schedule(order, self.rank_of, self.microbatches)
+
+
+def make_schedule(name: str, ranks: int, stages: int, microbatches: int) -> Schedule:
+    """The schedule `name` for so many ranks, stages and microbatches, which config.pipeline has found to fit."""
+    makers = {"GPipe": _gpipe, "1F1B": _one_forward_one_backward}
+    if name in makers:
+        order = tuple(tuple(makers[name](rank, ranks, microbatches)) for rank in range(ranks))
+        return Schedule(order, tuple(range(ranks)), microbatches)
+    rank_of = tuple(place(stage, ranks, v_shaped=name in V_SHAPED) for stage in range(stages))
+    # PyTorch's classes make their tables for all ranks from a rank's stages, of which only these numbers count.
+    stub = SimpleNamespace(num_stages=stages, group_size=ranks, group_rank=0, group=None, submod=None)
+    made = get_schedule_class(name)([stub] * (stages // ranks), microbatches)
+    order = tuple(_actions(made.pipeline_order[rank]) for rank in range(ranks))
+    return Schedule(order, rank_of, microbatches)
+
+
+def place(stage: int, ranks: int, *, v_shaped: bool) -> int:
+    """The rank of a stage: in turns, or down and up again."""
+    turn, rank = divmod(stage, ranks)
+    return ranks - 1 - rank if v_shaped and turn % 2 else rank
+
+
+def read_schedule(path: Path, ranks: int, microbatches: int) -> Schedule:
+    """The schedule of a CSV file as PyTorch writes it: a line per rank, a computation like 2F0 per cell, empty ones idle.
+
+    Messages and what concerns sharding are passed over: they are made anew. Raises UserError if the file is not there, or
+    is no schedule for so many ranks and microbatches.
+    """
+    key = f"pipeline.schedule = {path}"
+    try:
+        with open(path, newline="") as file:
+            rows = [[cell.strip() for cell in row] for row in csv.reader(file)]
+    except OSError as error:
+        raise UserError(f"{key}: {error.strerror}") from None
+    if len(rows) != ranks:
+        raise UserError(f"{key}: has {len(rows)} lines, one per rank; parallel.pp = {ranks}")
+    order = tuple(tuple(action for cell in row for action in _parse(cell, key)) for row in rows)
+    rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
+    if sorted(rank_of) != list(range(len(rank_of))):
+        raise UserError(f"{key}: stages must be 0, 1, ..., but it has {sorted(rank_of)}")
+    schedule = Schedule(order, tuple(rank_of[stage] for stage in sorted(rank_of)), microbatches)
+    problem = find_fault(schedule)
+    if problem:
+        raise UserError(f"{key}: {problem}")
+    return schedule
+
+
+def find_fault(schedule: Schedule) -> str | None:
+    """Why the order is not one optimizer step of every stage and microbatch, or None. UserError where ranks would hang."""
+    seen: dict[Action, int] = {}
+    for rank, actions in enumerate(schedule.order):
+        for action in actions:
+            if action in seen:
+                return f"{action} is there twice"
+            if schedule.rank_of[action.stage] != rank:
+                return f"stage {action.stage} is on two ranks"
+            seen[action] = rank
+    for stage in range(len(schedule.rank_of)):
+        for microbatch in range(schedule.microbatches):
+            forward, whole, inputs, weights = (Action(stage, kind, microbatch) in seen for kind in "FBIW")
+            if not (forward and whole != inputs and inputs == weights):
+                return (
+                    f"stage {stage} must have {stage}F{microbatch} and either {stage}B{microbatch} or "
+                    f"{stage}I{microbatch} and {stage}W{microbatch}; a step has {schedule.microbatches} microbatches"
+                )
+    beyond = [str(action) for action in seen if action.microbatch >= schedule.microbatches]
+    if beyond:
+        return f"has {beyond[0]}, but a step has {schedule.microbatches} microbatches, counted from 0"
+    assert len(schedule.timeline) == len(schedule.order)
+    return None
+
+
+def _parse(cell: str, key: str) -> list[Action]:
+    inner = re.fullmatch(r"\((.*)\)OVERLAP_F_B", cell)
+    if inner:
+        return [action for part in inner[1].split(";") for action in _parse(part, key)]
+    found = _CELL.match(cell)
+    if found:
+        return [Action(int(found[1]), found[2], int(found[3]))]
+    if cell and not re.match(r"\d+(SEND|RECV|UNSHARD|RESHARD|REDUCE)", cell):
+        raise UserError(
+            f'{key}: "{cell}" is no action; actions are like 2F0: stage, one of F B I W, microbatch'
+        )
+    return []
+
+
+def _actions(table: Sequence) -> tuple[Action, ...]:
+    """PyTorch's actions of one rank; a forward and a backward that overlap follow each other."""
+    leaves = [leaf for action in table if action is not None for leaf in action.sub_actions or (action,)]
+    return tuple(Action(leaf[0], leaf[1].value, leaf[2]) for leaf in leaves)
+
+
+def _gpipe(rank: int, ranks: int, microbatches: int) -> list[Action]:
+    return [Action(rank, kind, microbatch) for kind in "FB" for microbatch in range(microbatches)]
+
+
+def _one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> list[Action]:
+    ahead = min(ranks - 1 - rank, microbatches)
+    order = [Action(rank, "F", microbatch) for microbatch in range(ahead)]
+    for microbatch in range(microbatches):
+        if microbatch + ahead < microbatches:
+            order.append(Action(rank, "F", microbatch + ahead))
+        order.append(Action(rank, "B", microbatch))
+    return order
