@@ -74,12 +74,12 @@ def export_weights(
     }
     generation = {"bos_token_id": ends.bos, "eos_token_id": ends.eos}
     jsons = {"config.json": described, "generation_config.json": generation}
-    with appearing(output) as partial:
+    done, total = 0, sum(tensor.nbytes for tensor in planned)
+    with appearing(output, total) as partial:
         for name, values in jsons.items():
             write_durably(partial / name, (json.dumps(values, indent=2) + "\n").encode())
         for name, content in (files or {}).items():
             write_durably(partial / name, content)
-        done, total = 0, sum(tensor.nbytes for tensor in planned)
         for size in write_tensors(partial, planned, _tensors(weights, reader, planned), shard_bytes):
             done += size
             tell("writing", done, total)

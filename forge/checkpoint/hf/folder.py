@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch.distributed as dist
 
 from forge.checkpoint.team import Team
-from forge.errors import UserError
+from forge.errors import FAILED, UserError
 
 Tell: TypeAlias = Callable[[str, int, int], None]
 """(what is being done, bytes done, bytes in all)"""
@@ -22,10 +22,10 @@ def silent(what: str, done: int, total: int) -> None:
 
 
 @contextmanager
-def appearing(output: Path) -> Iterator[Path]:
-    """An empty folder beside `output` to be filled and renamed to it; removed, whatever stops the work.
+def appearing(output: Path, needed: int) -> Iterator[Path]:
+    """An empty folder beside `output` to be filled with `needed` bytes and renamed; removed, whatever stops the work.
 
-    Raises UserError (exit 2) if there is something at `output`.
+    Raises UserError if there is something at `output` (exit 2), or no room for it (exit 1).
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output}: is there already; choose another folder or remove it")
@@ -36,6 +36,10 @@ def appearing(output: Path) -> Iterator[Path]:
     except OSError as error:
         raise UserError(f"{output}: cannot be written: {error.strerror}") from None
     try:
+        free = shutil.disk_usage(partial).free
+        if free < needed:
+            room = f"{free / 1e9:.3g} GB are free there"
+            raise UserError(f"{output}: takes {needed / 1e9:.3g} GB, and {room}", FAILED)
         yield partial
     finally:
         shutil.rmtree(partial, ignore_errors=True)

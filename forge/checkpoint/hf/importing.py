@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from forge.checkpoint.commit import Contents, fill_folder
+from forge.checkpoint.hf.architectures import ENDS
 from forge.checkpoint.hf.folder import Tell, alone, appearing, silent
 from forge.checkpoint.hf.model_config import architecture_of, read_model
 from forge.checkpoint.hf.safetensors import DTYPES, Stored, find_tensors
@@ -44,13 +45,12 @@ def import_weights(
     values = _read_json(described)
     architecture = architecture_of(values, described)
     model = read_model(values, architecture, described)
-    config = _config(model, values, described)
     stored = find_tensors(source)
+    config = _config(model, values, described, output, _dtype(stored), tokenizer=bool(files))
     weights = weights_of(config.model, architecture)
     dtypes = _match(source, config, weights, stored)
-    config = _config(model, values, described, output, bool(files), dtypes["embedding.weight"])
-    with appearing(output) as folder, alone() as team:
-        tensors = _lazy(weights, dtypes, stored, tell)
+    sizes = [prod(weight.shape) * dtypes[weight.ours].itemsize for weight in weights if weight.ours]
+    with appearing(output, sum(sizes)) as folder, alone() as team:
         contents = Contents(
             step=0,
             layout={},
@@ -59,7 +59,7 @@ def import_weights(
                 "config.toml": to_toml(config).encode(),
                 **{f"tokenizer/{name}": content for name, content in (files or {}).items()},
             },
-            tensors=dict(tensors),
+            tensors=_lazy(weights, dtypes, stored, sum(sizes), tell),
             file_per_tensor=True,
         )
         try:
@@ -85,23 +85,25 @@ def _config(
     model: dict[str, Any],
     values: dict[str, Any],
     source: Path,
-    output: Path | None = None,
-    tokenizer: bool = False,
-    dtype: torch.dtype = torch.float32,
+    output: Path,
+    dtype: torch.dtype,
+    tokenizer: bool,
 ) -> Config:
-    """The config.toml of the imported checkpoint: its model, and the rest so that it is valid and reads no files."""
+    """The config.toml of the imported checkpoint: its model, and the rest so that it is valid and reads no files.
+
+    It computes in `dtype`, the weights', as transformers would; in float32 for float16, which forge does not compute in.
+    """
     longest = values.get("max_position_embeddings")
     if type(longest) is not int or longest < 1:
         raise UserError(f"{source}: max_position_embeddings = {longest!r}: needed: a number of tokens")
-    # What transformers would compute in; forge does not compute in float16.
-    compute = str(dtype).removeprefix("torch.") if dtype != torch.float16 else "float32"
+    compute = str(torch.float32 if dtype == torch.float16 else dtype).removeprefix("torch.")
     storage = "float64" if dtype == torch.float64 else "float32"
     tables: dict[str, dict[str, Any]] = {
-        "run": {"name": output.absolute().name if output else "imported"},
+        "run": {"name": output.absolute().name},
         "model": {key: value for key, value in model.items() if not isinstance(value, dict)},
         "data": {
             "sources": [{"path": "synthetic"}],
-            "tokenizer": str(output.absolute() / "tokenizer") if output and tokenizer else "none",
+            "tokenizer": str(output.absolute() / "tokenizer") if tokenizer else "none",
         },
         "train": {"steps": 1, "seq_len": longest, "global_batch_size": 1},
         "precision": {"storage": storage, "compute": compute, "reduce": storage},
@@ -112,6 +114,12 @@ def _config(
         for table, keys in tables.items()
     )
     return parse_toml_text(text, str(source))
+
+
+def _dtype(stored: dict[str, Stored]) -> torch.dtype:
+    """That of the model as a whole: of its embedding."""
+    embedding = stored.get(f"{ENDS['embedding']}.weight")
+    return DTYPES.get(embedding.dtype, torch.float32) if embedding else torch.float32
 
 
 def _match(
@@ -130,7 +138,7 @@ def _match(
             dtypes[weight.ours] = DTYPES.get(next(iter(found), ""), weight.dtype)
     known = {name for weight in weights for name in weight.theirs}
     problems += [
-        f"{name} is there, and {config.model.kind} has nothing like it"
+        f"{name} is no part of the model that config.json describes"
         for name in stored
         if name not in known and not _ignored(name, config)
     ]
@@ -169,13 +177,10 @@ def _read(stored: list[Stored], shape: tuple[int, ...]) -> Tensor:
 
 
 def _lazy(
-    weights: list[Weight], dtypes: dict[str, torch.dtype], stored: dict[str, Stored], tell: Tell
+    weights: list[Weight], dtypes: dict[str, torch.dtype], stored: dict[str, Stored], total: int, tell: Tell
 ) -> dict[str, ShardTensor]:
-    """Forge's tensors, each of which is read when DCP comes to write it."""
-    done, total = (
-        0,
-        sum(prod(weight.shape) * dtypes[weight.ours].itemsize for weight in weights if weight.ours),
-    )
+    """Forge's tensors, `total` bytes, each of which is read when DCP comes to write it."""
+    done = 0
 
     def read(weight: Weight, dtype: torch.dtype) -> Tensor:
         nonlocal done

@@ -25,8 +25,17 @@ from forge.errors import UserError
 from forge.model.rope import attention_factor
 from forge.model.transformer import window_of
 
-# Keys of [model] that do not change what a trained model computes.
-_FREE = ("init_std", "moe.aux_loss_coef", "moe.z_loss_coef", "moe.bias_update_rate", "moe.router_noise")
+# Keys of [model] that count in training only.
+_FREE = {
+    "init_std",
+    *(
+        "moe.aux_loss_coef",
+        "moe.z_loss_coef",
+        "moe.bias_update_rate",
+        "moe.router_noise",
+        "moe.capacity_factor",
+    ),
+}
 _ROPE = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_fast", "beta_slow")}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
@@ -129,8 +138,8 @@ def _differences(model: ModelConfig, architecture: Architecture) -> list[str]:
         there["moe.balance"] = here["moe.balance"]  # a bias of zeros is none
     return [
         f"model.{key} = {here[key]!r} (it would be {there[key]!r})"
-        for key in here.keys() & there.keys()
-        if here[key] != there[key]
+        for key in here
+        if key in there and here[key] != there[key]
     ]
 
 
@@ -144,7 +153,7 @@ def _meaning(model: ModelConfig) -> dict[str, Any]:
     if not model.sliding_window:
         flat["sliding_window_pattern"] = 0
     if model.moe is not None:
-        flat["moe.balance"] = "bias" if model.moe.balance == "bias" else "another"
+        flat["moe.balance"] = "bias" if model.moe.balance == "bias" else "not bias"
         if model.moe.n_limited_groups == model.moe.n_expert_groups:
             flat["moe.n_expert_groups"] = flat["moe.n_limited_groups"] = 1
         if model.moe.n_dense_layers == 0:

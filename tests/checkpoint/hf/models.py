@@ -27,6 +27,7 @@ os.environ["TQDM_DISABLE"] = "1"
 
 VOCAB = 67
 # Of transformers' ways to compute attention and experts the plain one: kernels stop at float32.
+ROUTER_BIAS = ("e_score_correction_bias", "router.bias")
 WRITTEN_OUT = {"attn_implementation": "eager", "experts_implementation": "eager"}
 SHAPE = {
     "vocab_size": VOCAB,
@@ -169,16 +170,17 @@ def loaded(folder: Path) -> Any:
 def fill(model: nn.Module, zeros: tuple[str, ...] = ()) -> None:
     """Constants get noise too: ones and zeros would hide a norm, a bias or an order that is wrong."""
     generator = torch.Generator().manual_seed(0)
-    for name, values in [*model.named_parameters(), *model.named_buffers()]:
+    biases = [pair for pair in model.named_buffers() if pair[0].endswith(ROUTER_BIAS)]
+    for name, values in [*model.named_parameters(), *biases]:
         noise = torch.randn(values.shape, generator=generator, dtype=torch.float64)
-        if name.endswith("inv_freq"):
-            continue
         if name.endswith(zeros):
             values.zero_()
         elif "norm" in name:
             values.copy_(1.0 + 0.2 * noise)
-        elif name.endswith("e_score_correction_bias"):
+        elif name.endswith(ROUTER_BIAS):
             values.copy_(0.1 * noise)
+        elif name.endswith("router.weight"):
+            values.copy_((0.3 * noise).float())  # some classes of transformers keep no more of it
         else:
             values.copy_((0.2 if values.ndim == 1 else 0.3) * noise)
 
