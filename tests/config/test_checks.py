@@ -93,15 +93,15 @@ def test_a_run_may_end_within_its_warm_up(tmp_path) -> None:
 
 
 ON = {
-    "parallel.tp": ["2"],
-    "parallel.pp": ["2"],
-    "resilience.time_limit_s": ["0.5"],
+    "parallel.data_parallel": ["--parallel.data_parallel=zero1", "--parallel.pp=2"],
+    "resilience.time_limit_s": ["--resilience.time_limit_s=0.5"],
 }
 
 
-@pytest.mark.parametrize(("key", "value"), [(row.key, value) for row in UNBUILT for value in ON[row.key]])
-def test_what_is_not_built_yet_says_so_with_key_and_value(tmp_path, key: str, value: str) -> None:
-    line = complaint(tmp_path, f"--{key}={value}")
+@pytest.mark.parametrize("key", [row.key for row in UNBUILT])
+def test_what_is_not_built_yet_says_so_with_key_and_value(tmp_path, key: str) -> None:
+    line = complaint(tmp_path, *ON[key])
+    value = ON[key][0].partition("=")[2]
     assert line.startswith(f"{key} = ") and value in line and "is not built yet" in line
 
 

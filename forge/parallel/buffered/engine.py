@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from forge import compat
 from forge.config import Config
@@ -107,6 +108,9 @@ class Buffered:
         """Raises RuntimeError if gradients of an earlier step have not been zeroed."""
         self._reduction.begin(last=last)
 
+    def take_weight_gradients(self, *, last: bool) -> None:
+        """They are where backward would have put them, and are sent with what no hook reports."""
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside add up gradients; the one after it is the step's last."""
@@ -121,7 +125,7 @@ class Buffered:
     def finish_gradient_sync(self) -> None:
         self._reduction.finish()
 
-    def scale_gradients(self, factor: float | torch.Tensor) -> None:
+    def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply what has been added up so far, on this rank."""
         for buffer in self.buffers:
             buffer.gradients.mul_(factor)
@@ -149,6 +153,13 @@ class Buffered:
     def enable_forward_pre_hooks(self) -> None:
         """Gather beside forward again, as from the start."""
         self._gathering.enable_hooks()
+
+    def copies(self) -> Iterator[tuple[str, Tensor, dist.ProcessGroup]]:
+        """What several ranks compute with alike besides what they optimise: name, values, the ranks."""
+        self.finish_parameter_sync()
+        for number, buffer in enumerate(self.buffers):
+            if buffer.plan.axes.alike.size() > 1:
+                yield f"parameter buffer {number}", buffer.compute, buffer.plan.axes.alike
 
     def memory(self) -> dict[str, int]:
         """Bytes on this rank. `buckets`: the temporary ones, which are there during backward only."""

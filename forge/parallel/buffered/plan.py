@@ -25,12 +25,13 @@ class Axes:
     """Groups of more than one rank, for parameters of one kind.
 
     scatter: share gradients and optimizer state, one group after the other. add: hold copies of them.
-    copies: the mesh axes of `add`.
+    copies: the mesh axes of `add`. alike: all ranks that compute with the same values, perhaps only this one.
     """
 
     scatter: tuple[dist.ProcessGroup, ...]
     add: tuple[dist.ProcessGroup, ...]
     copies: tuple[str, ...]
+    alike: dist.ProcessGroup
 
     @property
     def parts(self) -> int:
@@ -103,13 +104,14 @@ def axes_of(config: Config, meshes: Meshes, *, expert: bool) -> Axes:
     shard = "ep_shard" if expert else "dp_shard_cp"
     mesh = meshes.fsdp_experts if expert else meshes.fsdp
     share, replicate = mesh.get_group(shard), meshes.copies[("dp_replicate",)]
+    alike = meshes.copies[("dp_replicate", shard)]
     if parallel.data_parallel == "ddp":
-        every = meshes.copies[("dp_replicate", shard)]
-        return Axes((), _several(every), ("dp_replicate", shard) if every.size() > 1 else ())
+        add = _several(alike)
+        return Axes((), add, ("dp_replicate", shard) if add else (), alike)
     if parallel.shard_optimizer_over == "dp":
-        return Axes(_several(share, replicate), (), ())
+        return Axes(_several(share, replicate), (), (), alike)
     add = _several(replicate)
-    return Axes(_several(share), add, ("dp_replicate",) if add else ())
+    return Axes(_several(share), add, ("dp_replicate",) if add else (), alike)
 
 
 def formats_of(parameter: nn.Parameter, compute: torch.dtype, config: Config) -> Formats:
