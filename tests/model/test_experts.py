@@ -40,6 +40,20 @@ def one_by_one(experts: Experts, rows: Tensor, counts: list[int]) -> Tensor:
     return torch.cat(outputs)
 
 
+def assert_equals_one_by_one(dtype: torch.dtype, tolerance: float, counts: list[int], device: str) -> None:
+    results = []
+    for grouped in (True, False):
+        experts = make_experts(dtype if grouped else torch.float64).to(device)
+        rows = torch.randn(sum(counts), DIM, generator=torch.Generator().manual_seed(1)).to(experts.w2)
+        rows.requires_grad_()
+        told = torch.tensor(counts, device=device)
+        out = experts(rows, told) if grouped else one_by_one(experts, rows, counts)
+        (out * torch.linspace(-1, 1, DIM).to(out)).sum().backward()
+        results.append([tensor.double() for tensor in (out, rows.grad, experts.w13.grad, experts.w2.grad)])
+    for ours, plain in zip(*results, strict=True):
+        assert_close(ours, plain, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.05)]
@@ -47,16 +61,17 @@ def one_by_one(experts: Experts, rows: Tensor, counts: list[int]) -> Tensor:
 def test_grouped_products_equal_one_after_the_other(
     dtype: torch.dtype, tolerance: float, counts: list[int]
 ) -> None:
-    results = []
-    for grouped in (True, False):
-        experts = make_experts(dtype if grouped else torch.float64)
-        rows = torch.randn(sum(counts), DIM, generator=torch.Generator().manual_seed(1)).to(experts.w2.dtype)
-        rows.requires_grad_()
-        out = experts(rows, torch.tensor(counts)) if grouped else one_by_one(experts, rows, counts)
-        (out * torch.linspace(-1, 1, DIM, dtype=out.dtype)).sum().backward()
-        results.append([tensor.double() for tensor in (out, rows.grad, experts.w13.grad, experts.w2.grad)])
-    for ours, plain in zip(*results, strict=True):
-        assert_close(ours, plain, rtol=tolerance, atol=tolerance)
+    assert_equals_one_by_one(dtype, tolerance, counts, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 0.05)])
+def test_on_cuda_groups_may_have_any_number_of_rows(
+    dtype: torch.dtype, tolerance: float, counts: list[int]
+) -> None:
+    assert_equals_one_by_one(dtype, tolerance, counts, "cuda")
 
 
 @pytest.mark.parametrize(
