@@ -1,0 +1,34 @@
+"""The picture of experts' loads is a valid SVG that shows every layer and every expert."""
+
+import json
+import runpy
+from pathlib import Path
+from xml.etree import ElementTree
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "plot_experts.py"
+
+
+def plot(folder: Path, lines: list[dict]) -> tuple[int, str]:
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code = runpy.run_path(str(SCRIPT))["main"]([str(folder), "--output", str(folder / "out.svg")])
+    return code, (folder / "out.svg").read_text() if (folder / "out.svg").exists() else ""
+
+
+def line(step: int, counts: list[int] | None) -> dict:
+    load = {"load_max": 1 + 1 / step} | ({} if counts is None else {"counts": counts})
+    return {"step": step, "loss": 1.0, "routers": {"1": load, "3": load}}
+
+
+def test_a_curve_for_each_layer_and_a_map_for_some_steps(tmp_path) -> None:
+    lines = [line(step, [5, 3, 0] if step % 2 else None) for step in range(1, 14)]
+    code, text = plot(tmp_path, [*lines, {"step": 13, "eval": {"x": 1.0}}])
+    tags = [element.tag.rpartition("}")[2] for element in ElementTree.fromstring(text).iter()]
+    assert code == 0
+    assert tags.count("polyline") == 2
+    assert tags.count("rect") == 1 + 4 * 2 * 3  # the ground; steps 1, 5, 9 and 13, two layers, three experts
+    assert all(f"step {step}<" in text for step in (1, 5, 9, 13))
+
+
+def test_a_dense_run_has_nothing_to_draw(tmp_path, capsys) -> None:
+    assert plot(tmp_path, [{"step": 1, "loss": 2.0}]) == (2, "")
+    assert "tells of no experts" in capsys.readouterr().err
