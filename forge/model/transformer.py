@@ -148,6 +148,11 @@ class Transformer(nn.Module):
         return Shared(cos, sin, masks, labels)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether no other part has any of the model."""
+        return self.embeds and self.norm is not None and len(self.layers) == self.config.n_layers
+
+    @property
     def routers(self) -> dict[int, Router]:
         """The routers of this part by layer; none in a dense model."""
         feed_forwards = {int(layer): block.feed_forward for layer, block in self.layers.items()}

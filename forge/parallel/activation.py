@@ -31,6 +31,7 @@ from forge.errors import UserError
 from forge.model import MoE, Transformer
 from forge.parallel.mesh import Meshes
 from forge.parallel.order import take_step
+from forge.parallel.precision import judges_names
 
 # Operators by name, because which of them exist differs between builds and versions of PyTorch.
 # Names are followed by every overload.
@@ -77,6 +78,8 @@ def apply_activation(model: Transformer, config: Config, meshes: Meshes) -> None
     # marks, of which FSDP sets more in recomputation around a unit that lies inside.
     SAC_IGNORED_OPS.update(overload for name in MARKS for overload in _overloads(name))
     blocks = [block for name, block in model.layers.items() if int(name) % chosen.every == 0]
+    if chosen.modules and judges_names(model):
+        check_modules(model, chosen.modules)
     targets = _children(blocks, chosen.modules) if chosen.modules else blocks
     for module in targets:
         mixed = isinstance(getattr(module, "feed_forward", None), MoE)
@@ -134,9 +137,9 @@ def _overloads(name: str) -> Iterator[Any]:
         yield found
 
 
-def _children(blocks: list[nn.Module], names: tuple[str, ...]) -> list[nn.Module]:
-    """The children of `blocks` with these names; blocks may differ, so a name has to be in one of them only."""
-    known = sorted({name for block in blocks for name, _ in block.named_children()})
+def check_modules(model: Transformer, names: tuple[str, ...]) -> None:
+    """Raise UserError for a name that is of no part of any block of `model`."""
+    known = sorted({name for block in model.layers.values() for name, _ in block.named_children()})
     for name in names:
         if name not in known:
             hint = nearest(name, known)
@@ -144,6 +147,9 @@ def _children(blocks: list[nn.Module], names: tuple[str, ...]) -> list[nn.Module
                 f'activation_checkpoint.modules: "{name}" is no part of a block; the parts are {", ".join(known)}'
                 + (f'; did you mean "{hint}"?' if hint else "")
             )
+
+
+def _children(blocks: list[nn.Module], names: tuple[str, ...]) -> list[nn.Module]:
     return [child for block in blocks for name, child in block.named_children() if name in names]
 
 

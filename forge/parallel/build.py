@@ -6,19 +6,20 @@ import torch
 
 from forge.config import Config
 from forge.model import FusedLoss, Transformer, build_model
-from forge.parallel.activation import apply_activation
+from forge.parallel.activation import apply_activation, check_modules
 from forge.parallel.compile import apply_compile
 from forge.parallel.context import SequenceSplit, apply_context
 from forge.parallel.data import DataParallel, apply_data_parallel
 from forge.parallel.execute import ParallelModel, SequentialModel
 from forge.parallel.expert import apply_expert
-from forge.parallel.float8 import apply_float8
+from forge.parallel.float8 import apply_float8, check_patterns
 from forge.parallel.initialize import initialize
 from forge.parallel.mesh import Meshes
 from forge.parallel.order import take_step
 from forge.parallel.pipeline import Part, PipelinedModel, Stage, plan_pipeline
-from forge.parallel.precision import DTYPES
+from forge.parallel.precision import DTYPES, pinned_parameters
 from forge.parallel.tensor import apply_tensor, sequence_pieces
+from forge.parallel.tensor_plan import plan_for
 
 
 def build_parallel_model(config: Config, meshes: Meshes, device: torch.device) -> ParallelModel:
@@ -27,6 +28,7 @@ def build_parallel_model(config: Config, meshes: Meshes, device: torch.device) -
     if meshes.degrees.pp == 1:
         model, engine = build_part(config, meshes, device)
         return SequentialModel(model, engine, meshes, split, config.train.micro_batch_size)
+    check_names(config)
     plan = plan_pipeline(config, meshes.degrees)
     own = plan.of_rank(meshes.pp.rank())
     parts = [Part(stage, *build_part(config, meshes, device, stage)) for stage in own]
@@ -48,6 +50,20 @@ def build_part(
     initialize(engine.shards, model.initial_values(), config.run.seed)
     model.reset_buffers(DTYPES[config.precision.compute])
     return model, engine
+
+
+def check_names(config: Config) -> None:
+    """Raise UserError where the configuration names modules that the model does not have.
+
+    Each step checks the names that it is given, but a stage of a pipeline has only some of the modules.
+    """
+    model = build_meta_model(config)
+    pinned_parameters(model, config.precision.fp32_modules)
+    check_modules(model, config.activation_checkpoint.modules)
+    if config.precision.float8 != "none":
+        check_patterns(model, config.precision.float8_exclude)
+    if config.parallel.tp > 1:
+        plan_for(model, config)
 
 
 def apply_layout(model: Transformer, config: Config, meshes: Meshes) -> DataParallel:

@@ -30,6 +30,7 @@ from forge.errors import UserError
 from forge.model import Experts
 from forge.parallel.mesh import Meshes
 from forge.parallel.order import take_step
+from forge.parallel.precision import judges_names
 from forge.shard import local
 
 log = logging.getLogger(__name__)
@@ -59,12 +60,14 @@ def apply_float8(model: nn.Module, config: Config, meshes: Meshes) -> None:
     emulate = meshes.fsdp.device_type == "cpu"
     if not emulate:
         _check_device(config)
-    _check_patterns(model, config.precision.float8_exclude)
+    check_patterns(model, config.precision.float8_exclude)
     chosen, left_out = choose_layers(model, config.precision.float8_exclude)
     gather = _gathers_in_float8(chosen, config, meshes)
     _log_choice(config.precision.float8, gather, chosen, left_out)
     if any(isinstance(module, Experts) for module in model.modules()):
         log.info("not in float8: routed experts, which multiply groups of rows in precision.compute")
+    if not chosen and not judges_names(model):
+        return
     if not chosen:
         raise UserError(
             f"precision.float8 = {config.precision.float8}: no linear layer is left to convert; "
@@ -166,12 +169,16 @@ def _check_device(config: Config) -> None:
         )
 
 
-def _check_patterns(model: nn.Module, patterns: tuple[str, ...]) -> None:
+def check_patterns(model: nn.Module, patterns: tuple[str, ...]) -> None:
     """A pattern that the user wrote and that fits nothing is a slip; the defaults may well fit nothing."""
     names = [name for name, _ in model.named_modules() if name]
     defaults = Precision().float8_exclude
     for pattern in patterns:
-        if pattern not in defaults and not any(fnmatchcase(name, pattern) for name in names):
+        if (
+            judges_names(model)
+            and pattern not in defaults
+            and not any(fnmatchcase(name, pattern) for name in names)
+        ):
             hint = nearest(pattern, names)
             raise UserError(
                 f'precision.float8_exclude: "{pattern}" fits no module of this model'

@@ -28,6 +28,7 @@ from forge.config.keys import nearest
 from forge.config.layout import TENSOR_STYLES
 from forge.errors import UserError
 from forge.model import Attention, Embedding, FeedForward, Head, RMSNorm
+from forge.parallel.precision import judges_names
 
 Plan: TypeAlias = dict[str, str | ParallelStyle]
 
@@ -70,7 +71,7 @@ def plan_for(model: nn.Module, config: Config) -> Plan:
     modules = dict(model.named_modules())
     for pattern, style in patterns.items():
         found = [name for name in modules if matches(pattern, name)]
-        if not found and key is not None:
+        if not found and key is not None and judges_names(model):
             raise UserError(f'{key}: "{pattern}" matches no module{_hint(pattern, modules)}')
         for name in found:
             _check_style(key, name, modules[name], style, config)
