@@ -96,16 +96,7 @@ PLAIN = Twist()
 def reference(text: str, twist: Twist = PLAIN) -> Trace:
     """The whole global batch in one forward of a plain module, clipped by PyTorch, plain SGD."""
     config = parse_toml_text(text)
-    model = build_meta_model(config)
-    model.to_empty(device="cpu")
-    for name, parameter in model.named_parameters():
-        start = model.initial_values()[name]
-        if isinstance(start, Normal):
-            box = Box((0,) * parameter.ndim, tuple(parameter.shape))
-            fill_normal(parameter.data, box, parameter.shape, start.std, config.run.seed, name)
-        else:
-            torch.nn.init.constant_(parameter, start)
-    model.reset_buffers(torch.float64)
+    model = plain_model(config)
     routers = model.routers.values()
     twist.begin([router.weight.data for router in routers], [router.bias for router in routers])
     trace = Trace()
@@ -145,6 +136,21 @@ def _move_routers(model: Transformer, valid: torch.Tensor) -> dict[str, torch.Te
         for name in ("counts", "losses", "dropped"):
             getattr(router, name).zero_()
     return moved
+
+
+def plain_model(config: Config) -> Transformer:
+    """The model of `config` in one process without any layout, at its start."""
+    model = build_meta_model(config)
+    model.to_empty(device="cpu")
+    for name, parameter in model.named_parameters():
+        start = model.initial_values()[name]
+        if isinstance(start, Normal):
+            box = Box((0,) * parameter.ndim, tuple(parameter.shape))
+            fill_normal(parameter.data, box, parameter.shape, start.std, config.run.seed, name)
+        else:
+            torch.nn.init.constant_(parameter, start)
+    model.reset_buffers(torch.float64)
+    return model
 
 
 def layout(text: str, world: int, twist: Twist = PLAIN) -> Trace:
@@ -220,7 +226,8 @@ def gathered(own: dict) -> dict:
     dist.all_gather_object(everyone, own)
     union = {name: value for one in everyone for name, value in one.items()}
     for one in everyone:
-        assert all(torch.equal(torch.as_tensor(union[n]), torch.as_tensor(v)) for n, v in one.items())
+        same = (torch.equal(torch.as_tensor(union[n]), torch.as_tensor(v)) for n, v in one.items())
+        assert all(same), "ranks disagree"
     return union
 
 

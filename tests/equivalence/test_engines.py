@@ -1,0 +1,269 @@
+"""Every data-parallel engine trains as one plain process does: the matrix of engines, accumulation and tensor parallelism.
+
+With AdamW, so that the whole way is seen, from gradients over clipping and moments to the parameters of the next
+forward; scales of gradients, which AdamW divides away, are seen by test_data_parallel.py and with SGD below.
+"""
+
+from __future__ import annotations
+
+import functools
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forge.checkpoint import Checkpoints
+from forge.config import check_world, parse_toml_text
+from forge.optim import build_optimizer
+from forge.parallel.build import build_parallel_model
+from forge.parallel.gradients import clip_gradients, report_gradients
+from forge.parallel.mesh import make_meshes
+from forge.train.resume import Origin, all_tensors, load_origin
+from tests.equivalence.compare import (
+    TOLERANCE,
+    assert_equal,
+    layout,
+    plain_model,
+    reference,
+    tiny_config,
+    whole,
+)
+from tests.harness import run_ranks
+from tests.parallel.buffered.helpers import SMALL, batches, engine_config
+
+STEPS, LR, CLIP = 5, 1e-2, 0.3
+ENGINES = ("ddp", "zero1", "zero2", "fsdp2")
+REPLICAS = "dp_replicate = 2\ndp_shard = 2"
+# Name -> engine, its layout, ranks.
+VARIANTS = {
+    **{engine: (engine, "", 2) for engine in ENGINES},
+    "fsdp2 with replicas": ("fsdp2", REPLICAS, 4),
+    "zero1 with replicas": ("zero1", REPLICAS, 4),
+    "zero2 with replicas": ("zero2", REPLICAS, 4),
+    "zero1 over replicas": ("zero1", f'{REPLICAS}\nshard_optimizer_over = "dp"', 4),
+    "zero2 over replicas": ("zero2", f'{REPLICAS}\nshard_optimizer_over = "dp"', 4),
+}
+MODELS = {"plain": "", "tied": "tie_embeddings = true\nqk_norm = true\nattention_bias = true\n"}
+
+
+def config_of(variant: str, *, accumulation: int = 1, tp: int = 1, model: str = "plain", **more: Any) -> str:
+    engine, keys, ranks = VARIANTS[variant]
+    micro = 12 // ranks // accumulation
+    keys = f"tp = {tp}\n{keys}{SMALL}"
+    return engine_config(engine, keys, model=MODELS[model], micro=micro, batch=12, **more)
+
+
+@functools.cache
+def plain(model: str) -> dict[str, Any]:
+    """Losses, norms and parameters of five steps of a plain module under PyTorch's AdamW."""
+    config = parse_toml_text(config_of("fsdp2", model=model))
+    net, chosen = plain_model(config), config.optimizer
+    named = dict(net.named_parameters())
+    exempt = [name for name in named if any(fnmatchcase(name, glob) for glob in chosen.no_decay)]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for n, p in named.items() if n not in exempt]},
+            {"params": [named[n] for n in exempt], "weight_decay": 0.0},
+        ],
+        lr=LR,
+        betas=chosen.betas,
+        eps=chosen.eps,
+        weight_decay=chosen.weight_decay,
+    )
+    found: dict[str, Any] = {"losses": [], "norms": []}
+    for _, batch in zip(range(STEPS), batches(config), strict=False):
+        valid = (batch.labels >= 0).sum()
+        losses = net(batch.tokens, batch.labels, batch.positions, batch.documents)
+        optimizer.zero_grad()
+        (losses[0] / valid).backward()
+        found["losses"].append((losses[1] / valid).item())
+        found["norms"].append(torch.nn.utils.clip_grad_norm_(net.parameters(), CLIP).item())
+        optimizer.step()
+    return found | {"parameters": {name: p.detach().clone() for name, p in named.items()}}
+
+
+def train(
+    rank: int, world: int, text: str, begin: int, end: int, load: str = "", save: str = ""
+) -> dict[str, Any]:
+    """Steps begin + 1 to end, with what `load` holds before them and what `save` will hold after them."""
+    config = parse_toml_text(text)
+    meshes = make_meshes(check_world(config, world), "cpu")
+    model = build_parallel_model(config, meshes, torch.device("cpu"))
+    optimizer = build_optimizer(model.shards, config)
+    if load:
+        for shard in model.shards:
+            shard.data.fill_(float("nan"))
+        state = {"progress": {"step": begin}, "optimizer": {"updates": begin}}
+        load_origin(Origin(Checkpoints(Path(load)).path(begin), state), model, optimizer)
+        model.after_update()
+    found: dict[str, Any] = {"losses": [], "norms": []}
+    for step, batch in zip(range(end), batches(config, meshes.data_rank, meshes.data_ranks), strict=False):
+        if step < begin:
+            continue
+        sums = model.forward_backward(batch, model.count_tokens(batch))
+        model.finalize_gradients()
+        report = report_gradients(model.shards, sums.objective, stop=False)
+        clip_gradients(model.shards, report.norm, CLIP)
+        optimizer.step(LR, report.skip)
+        model.after_update()
+        model.zero_gradients()
+        found["losses"].append((sums.cross_entropy / sums.tokens).item())
+        found["norms"].append(report.norm.item())
+    if save:
+        checkpoints = Checkpoints(Path(save), mode="sync")
+        (outcome,) = checkpoints.save(end, all_tensors(model, optimizer), optimizer.state(), {}, {})
+        assert outcome.error is None, outcome.error
+    found["parameters"] = {shard.name: whole(shard, shard.data) for shard in model.shards}
+    slots = [(f"{s.name} {slot}", whole(s, values)) for slot, s, values in optimizer.tensors()]
+    return found | {"moments": dict(slots)}
+
+
+def assert_close(found: dict[str, Any], expected: dict[str, Any], tolerance: float = TOLERANCE) -> None:
+    skipped = len(expected["losses"]) - len(found["losses"])
+    for key in ("losses", "norms"):
+        assert found[key] == pytest.approx(expected[key][skipped:], rel=0, abs=tolerance), key
+    assert found["parameters"].keys() == expected["parameters"].keys()
+    for name, parameter in expected["parameters"].items():
+        difference = (found["parameters"][name] - parameter).abs().max().item()
+        assert difference <= tolerance, f"{name}: differs by {difference:.3e}"
+
+
+def _matrix() -> list[Any]:
+    cases = []
+    for variant, (_, _, ranks) in VARIANTS.items():
+        for tp in (1, 2):
+            for accumulation in (1, 3):
+                world = ranks * tp
+                many = world == 8 or (world == 4 and accumulation == 1)
+                marks = pytest.mark.slow if many else ()
+                cases.append(pytest.param(variant, accumulation, tp, world, marks=marks))
+    return cases
+
+
+@pytest.mark.parametrize(("variant", "accumulation", "tp", "world"), _matrix())
+def test_five_steps_are_those_of_one_plain_process(variant, accumulation, tp, world) -> None:
+    text = config_of(variant, accumulation=accumulation, tp=tp)
+    for found in run_ranks(train, world, text, 0, STEPS):
+        assert_close(found, plain("plain"))
+
+
+@pytest.mark.parametrize("variant", ["ddp", "zero1", "zero2", "zero1 over replicas"])
+def test_tied_and_biased_models(variant: str) -> None:
+    world = VARIANTS[variant][2]
+    for found in run_ranks(train, world, config_of(variant, accumulation=3, model="tied"), 0, STEPS):
+        assert_close(found, plain("tied"))
+
+
+# Checkpoints
+
+
+@pytest.fixture(scope="module")
+def after_three(tmp_path_factory: pytest.TempPathFactory):
+    """Folder of what each engine saved after three steps, on two ranks."""
+
+    @functools.cache
+    def save(engine: str) -> str:
+        folder = str(tmp_path_factory.mktemp(engine))
+        run_ranks(train, 2, config_of(engine), 0, 3, "", folder)
+        return folder
+
+    return save
+
+
+@pytest.mark.parametrize("loaded", ENGINES)
+@pytest.mark.parametrize("saved", ENGINES)
+def test_what_one_engine_saved_another_continues(saved: str, loaded: str, after_three) -> None:
+    for found in run_ranks(train, 2, config_of(loaded, accumulation=3), 3, STEPS, after_three(saved)):
+        assert_close(found, plain("plain"))
+
+
+@pytest.mark.parametrize(
+    ("saved", "world", "engine", "keys"),
+    [
+        ("fsdp2", 1, "zero1", ""),
+        ("zero1", 3, "zero1", ""),
+        ("fsdp2", 3, "zero2", ""),
+        ("zero2", 3, "fsdp2", ""),
+        ("zero1", 4, "zero2", f'{REPLICAS}\nshard_optimizer_over = "dp"'),
+        ("ddp", 4, "zero1", "tp = 2"),
+        ("zero2", 4, "fsdp2", "tp = 2"),
+    ],
+)
+def test_and_on_any_number_of_ranks(saved: str, world: int, engine: str, keys: str, after_three) -> None:
+    text = engine_config(engine, keys + SMALL, batch=12)
+    for found in run_ranks(train, world, text, 3, STEPS, after_three(saved)):
+        assert_close(found, plain("plain"))
+
+
+FORMATS = {
+    "float32": ("float32", "float32", "float32"),
+    "bfloat16": ("float32", "bfloat16", "float32"),
+    "all bfloat16": ("bfloat16", "bfloat16", "bfloat16"),
+}
+
+
+@pytest.mark.parametrize("formats", FORMATS)
+@pytest.mark.parametrize("engine", ["ddp", "zero1", "zero2"])
+def test_a_resumed_run_has_the_bits_of_one_that_went_on(engine: str, formats: str, tmp_path) -> None:
+    text = config_of(engine, accumulation=3, formats=FORMATS[formats])
+    through = run_ranks(train, 2, text, 0, STEPS)[0]
+    run_ranks(train, 2, text, 0, 3, "", str(tmp_path))
+    resumed = run_ranks(train, 2, text, 3, STEPS, str(tmp_path))[0]
+    assert resumed["losses"] == through["losses"][3:] and resumed["norms"] == through["norms"][3:]
+    for kind in ("parameters", "moments"):
+        assert all(torch.equal(resumed[kind][name], value) for name, value in through[kind].items()), kind
+
+
+@pytest.mark.parametrize(("formats", "tolerance"), [("float32", 2e-6), ("bfloat16", 3e-3)])
+def test_engines_differ_by_rounding_alone(formats: str, tolerance: float) -> None:
+    runs = {
+        engine: run_ranks(train, 2, config_of(engine, accumulation=3, formats=FORMATS[formats]), 0, STEPS)[0]
+        for engine in ENGINES
+    }
+    for engine, found in runs.items():
+        assert found["losses"] == pytest.approx(runs["fsdp2"]["losses"], rel=tolerance), engine
+        assert found["norms"] == pytest.approx(runs["fsdp2"]["norms"], rel=20 * tolerance), engine
+    assert plain("plain")["losses"] == pytest.approx(runs["zero1"]["losses"], rel=tolerance)
+
+
+# With every other feature, and SGD, which hides no scale
+
+
+@functools.cache
+def expected(model: str) -> Any:
+    return reference(tiny_config(model=MODELS[model]))
+
+
+RECOMPUTE = '[activation_checkpoint]\nmode = "{}"\n'
+COMPILE = '[compile]\nenabled = true\nbackend = "aot_eager_decomp_partition"\n'
+PINS = '[precision]\nfp32_modules = ["layers.*.attention_norm", "head"]\n'
+
+
+@pytest.mark.parametrize("engine", ["ddp", "zero1", "zero2"])
+@pytest.mark.parametrize(
+    ("world", "keys", "extra"),
+    [
+        (4, "tp = 2\ncp = 2", RECOMPUTE.format("full")),
+        (4, "tp = 2\nsequence_parallel = false\nloss_parallel = false", RECOMPUTE.format("selective")),
+        (2, "cp = 2", ""),
+        (2, "", RECOMPUTE.format("selective") + COMPILE),
+        (2, "tp = 2", COMPILE),
+        (3, "", ""),
+    ],
+)
+def test_with_other_features(engine: str, world: int, keys: str, extra: str) -> None:
+    text = tiny_config(parallel=f'data_parallel = "{engine}"\n{keys}{SMALL}', model=MODELS["tied"]) + extra
+    batch = "global_batch_size = 8"
+    if world == 3:
+        text, alone = text.replace(batch, "global_batch_size = 6"), tiny_config(model=MODELS["tied"])
+        assert_equal(layout(text, 3), reference(alone.replace(batch, "global_batch_size = 6")))
+        return
+    assert_equal(layout(text, world), expected("tied"))
+
+
+def test_pins_change_nothing_in_float64() -> None:
+    text = tiny_config(parallel=f'data_parallel = "zero1"{SMALL}', micro=2)
+    text = text.replace("[precision]\n", PINS)
+    assert_equal(layout(text, 2), expected("plain"))
