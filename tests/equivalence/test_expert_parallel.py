@@ -1,31 +1,44 @@
 """Mixtures of experts compute what one process computes: every layout of them, every way of balancing."""
 
 import functools
+import itertools
 
 import pytest
+import torch
 
-from tests.equivalence.compare import Trace, assert_equal, layout, reference, tiny_config
+from tests.equivalence.compare import (
+    PLAIN,
+    Trace,
+    Twist,
+    _layout_on_rank,
+    assert_equal,
+    layout,
+    reference,
+    tiny_config,
+)
+from tests.harness import run_ranks
 
 BALANCE = {
     "bias": 'balance = "bias"\nbias_update_rate = 0.05',
-    "aux_loss": 'balance = "aux_loss"\naux_loss_coef = 0.3',
-    "sequence_aux_loss": 'balance = "sequence_aux_loss"\naux_loss_coef = 0.3\nn_shared_experts = 1\nn_dense_layers = 1',
-    "sigmoid": 'balance = "bias"\nscore_function = "sigmoid"\nz_loss_coef = 0.1\nn_expert_groups = 4\nn_limited_groups = 2\n'
+    "aux_loss": 'balance = "aux_loss"\naux_loss_coef = 0.3\nn_shared_experts = 2',
+    "sequence_aux_loss": 'balance = "sequence_aux_loss"\naux_loss_coef = 0.3\nz_loss_coef = 0.1\nn_dense_layers = 1\n'
+    "n_shared_experts = 1",
+    "groups": 'balance = "bias"\nscore_function = "sigmoid"\nz_loss_coef = 0.1\nn_expert_groups = 4\nn_limited_groups = 2\n'
     "bias_update_rate = 0.05\nroute_scale = 1.5",
+    "none": 'balance = "none"\nnormalize_top_k = false',
+    "one each": "top_k = 1\nbias_update_rate = 0.05",
 }
 
 
-def model(variant: str) -> str:
-    return f"n_kv_heads = 4\n[model.moe]\nn_experts = 8\ntop_k = 2\nexpert_dim = 24\n{BALANCE[variant]}"
-
-
-def text(variant: str, parallel: str = "", micro: int = 1) -> str:
-    return tiny_config(parallel=parallel, model=model(variant), micro=micro).replace("n_kv_heads = 2\n", "")
+def text(variant: str, parallel: str = "", micro: int = 1, experts: int = 8) -> str:
+    moe = f"[model.moe]\nn_experts = {experts}\nexpert_dim = 24\n{BALANCE[variant]}"
+    keys = tiny_config(parallel=parallel, model=f"n_kv_heads = 4\n{moe}", micro=micro)
+    return keys.replace("n_kv_heads = 2\n", "")
 
 
 @functools.cache
-def expected(variant: str) -> Trace:
-    return reference(text(variant))
+def expected(variant: str, experts: int = 8, twist: Twist = PLAIN) -> Trace:
+    return reference(text(variant, experts=experts), twist)
 
 
 def check(world: int, parallel: str = "", variant: str = "bias", micro: int = 1, extra: str = "") -> None:
@@ -33,7 +46,7 @@ def check(world: int, parallel: str = "", variant: str = "bias", micro: int = 1,
 
 
 @pytest.mark.parametrize("variant", BALANCE)
-def test_one_process(variant: str) -> None:
+def test_accumulation_in_one_process(variant: str) -> None:
     check(1, variant=variant, micro=2)
 
 
@@ -44,23 +57,314 @@ def test_two_ranks_share_the_experts(variant: str) -> None:
 
 @pytest.mark.parametrize("sequence", ["true", "false"])
 @pytest.mark.parametrize("variant", BALANCE)
-def test_tp(variant: str, sequence: str) -> None:
+def test_two_tensor_ranks_route_pieces_of_the_sequence(variant: str, sequence: str) -> None:
     check(2, f"tp = 2\nep = 2\nsequence_parallel = {sequence}", variant, micro=4)
 
 
+# Name -> ranks, what the layout says, and the variant that is part of every run; all others are slow.
 LAYOUTS = {
-    "fsdp only": (4, ""),
-    "ep 4": (4, "ep = 4"),
-    "ep 2 with fsdp": (4, "ep = 2"),
-    "hsdp": (4, "dp_replicate = 2\ndp_shard = 2\nep = 2"),
-    "tp, experts over fsdp": (4, "tp = 2\nep = 1"),
-    "tp, ep across": (4, "tp = 2\nep = 4"),
-    "cp": (4, "cp = 2\nep = 2"),
-    "cp and tp": (4, "cp = 2\ntp = 2\nep = 4\nsequence_parallel = false"),
+    "experts over fsdp": (4, "", "bias"),
+    "ep 4": (4, "ep = 4", "sequence_aux_loss"),
+    "ep 2, fsdp 2": (4, "ep = 2", "groups"),
+    "hsdp": (4, "dp_replicate = 2\ndp_shard = 2", "aux_loss"),
+    "hsdp, ep 2": (4, "dp_replicate = 2\ndp_shard = 2\nep = 2", "bias"),
+    "replicas alone": (2, "dp_replicate = 2\ndp_shard = 1", "sequence_aux_loss"),
+    "tp 2, experts over fsdp": (4, "tp = 2", "aux_loss"),
+    "tp 2, ep 4": (4, "tp = 2\nep = 4", "groups"),
+    "tp 2, ep 2, hsdp, whole stream": (
+        4,
+        "tp = 2\nep = 2\ndp_replicate = 2\ndp_shard = 1\nsequence_parallel = false",
+        "aux_loss",
+    ),
+    "tp 4": (4, "tp = 4\nep = 2", "sequence_aux_loss"),
+    "cp 2, experts over fsdp": (2, "cp = 2", "sequence_aux_loss"),
+    "cp 2, ep 4": (4, 'cp = 2\nep = 4\ncontext = "ring"', "bias"),
+    "cp 2, tp 2, ep 2": (4, "cp = 2\ntp = 2\nep = 2", "sequence_aux_loss"),
+    "cp 2, tp 2, ep 4, whole stream": (4, "cp = 2\ntp = 2\nep = 4\nsequence_parallel = false", "aux_loss"),
+    "ep 8": (8, "ep = 8", ""),
+    "ep 2, fsdp 4": (8, "ep = 2", ""),
+    "ep 4, tp 2, hsdp": (8, "ep = 4\ntp = 2\ndp_replicate = 2\ndp_shard = 2", ""),
+    "ep 8, cp 2, tp 2": (8, "ep = 8\ncp = 2\ntp = 2", ""),
 }
 
 
-@pytest.mark.parametrize("variant", ["aux_loss", "sequence_aux_loss"])
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_four(name: str, variant: str) -> None:
-    check(*LAYOUTS[name], variant, micro=2)
+def _layouts() -> list:
+    return [
+        pytest.param(name, variant, marks=[] if variant == fast else pytest.mark.slow)
+        for name, (_, _, fast) in LAYOUTS.items()
+        for variant in BALANCE
+    ]
+
+
+@pytest.mark.parametrize(("name", "variant"), _layouts())
+def test_layouts(name: str, variant: str) -> None:
+    world, parallel, _ = LAYOUTS[name]
+    check(world, parallel, variant, micro=2)
+
+
+@pytest.mark.parametrize(
+    ("experts", "world", "parallel"),
+    [
+        (6, 4, ""),  # the last rank has none
+        (2, 4, ""),  # each is cut
+        (2, 4, "ep = 2"),
+        (3, 2, "ep = 1\ntp = 2"),
+        pytest.param(4, 8, "ep = 2\ncp = 2", marks=pytest.mark.slow),
+    ],
+)
+def test_experts_that_ranks_do_not_divide(experts: int, world: int, parallel: str) -> None:
+    assert_equal(layout(text("bias", parallel, 2, experts), world), expected("bias", experts))
+
+
+RECOMPUTE = '[activation_checkpoint]\nmode = "{}"\n'
+COMPILE = '[compile]\nenabled = true\nloss = true\nbackend = "aot_eager"\n'
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize(
+    ("world", "parallel"),
+    [
+        (2, "ep = 1"),
+        (4, "ep = 2"),
+        pytest.param(4, "tp = 2\nep = 4\nsequence_parallel = false", marks=pytest.mark.slow),
+        (4, "cp = 2\ntp = 2\nep = 2"),
+    ],
+)
+def test_recomputation(world: int, parallel: str, mode: str) -> None:
+    check(world, parallel, "sequence_aux_loss", 2, RECOMPUTE.format(mode))
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("part", ["feed_forward", "attention"])
+def test_recomputation_of_one_part(part: str, mode: str) -> None:
+    check(2, "ep = 2", "bias", 2, RECOMPUTE.format(mode) + f'modules = ["{part}"]\n')
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+@pytest.mark.parametrize(("world", "parallel"), [(2, "ep = 2"), (2, "tp = 2\nep = 2")])
+def test_compile(world: int, parallel: str, mode: str) -> None:
+    check(world, parallel, "sequence_aux_loss", 4, RECOMPUTE.format(mode) + COMPILE)
+
+
+@pytest.mark.parametrize(
+    ("world", "parallel"),
+    [
+        (2, "prefetch = 0"),
+        (4, "ep = 2\nprefetch = 0"),
+        (4, "ep = 2\nprefetch = 2"),
+        (4, "ep = 2\nprefetch = 9"),
+        (4, "ep = 2\ndefer_gradient_reduction = true"),
+        (4, "ep = 2\ndp_replicate = 2\ndp_shard = 2\ndefer_gradient_reduction = true"),
+        (2, "tp = 2\nep = 1\ndefer_gradient_reduction = true"),
+        (4, "ep = 2\ncpu_offload = true"),
+        (4, 'ep = 2\nreshard_after_forward = "never"'),
+        (4, 'ep = 2\nreshard_after_forward = "always"'),
+        (4, "ep = 2\nreshard_after_forward = 2"),
+    ],
+)
+@pytest.mark.parametrize("mode", ["none", pytest.param("selective", marks=pytest.mark.slow)])
+def test_options_of_sharding(world: int, parallel: str, mode: str) -> None:
+    check(world, parallel, "groups", 2, RECOMPUTE.format(mode))
+
+
+@pytest.mark.parametrize("variant", ["bias", "aux_loss"])
+def test_state_of_routers_over_five_steps_of_a_tied_model(variant: str) -> None:
+    def five(parallel: str) -> str:
+        keys = text(variant, parallel, micro=2).replace("steps = 3", "steps = 5")
+        return keys.replace("[model.moe]", "tie_embeddings = true\n[model.moe]")
+
+    whole = reference(five(""))
+    moved = [step["1.bias" if variant == "bias" else "1.previous_counts"] for step in whole.routers]
+    assert len(moved) == 5 and all(not torch.equal(a, b) for a, b in itertools.pairwise(moved))
+    assert_equal(layout(five("ep = 2"), 4), whole)
+
+
+# Extreme routing.
+
+
+def equal_scores(weights: list[torch.Tensor], biases: list[torch.Tensor]) -> None:
+    for weight in weights:
+        weight.zero_()
+
+
+def all_to_one(weights: list[torch.Tensor], biases: list[torch.Tensor]) -> None:
+    for bias in biases:
+        bias[5] = 100.0
+
+
+def none_to_one_rank(weights: list[torch.Tensor], biases: list[torch.Tensor]) -> None:
+    for bias in biases:
+        bias[:4] = -100.0
+
+
+def one_valid(labels: torch.Tensor, rank: int) -> None:
+    kept = labels[0, 7].clone()
+    labels.fill_(-100)
+    if rank == 0:
+        labels[0, 7] = kept
+
+
+def none_valid(labels: torch.Tensor, rank: int) -> None:
+    labels.fill_(-100)
+
+
+@pytest.mark.parametrize(
+    ("twist", "variant"),
+    [
+        (Twist(routers=all_to_one), "one each"),
+        (Twist(routers=none_to_one_rank), "bias"),
+        (Twist(labels=one_valid), "sequence_aux_loss"),
+        (Twist(labels=one_valid), "aux_loss"),
+    ],
+)
+@pytest.mark.parametrize(("world", "parallel"), [(4, "ep = 2"), (2, "tp = 2\nep = 2")])
+def test_extremes(twist: Twist, variant: str, world: int, parallel: str) -> None:
+    assert_equal(layout(text(variant, parallel, 2), world, twist), expected(variant, twist=twist))
+
+
+@pytest.mark.parametrize("variant", ["none", "groups"])
+def test_equal_scores_go_to_the_lowest_indices(variant: str) -> None:
+    # One step only: after it scores are equal but for rounding.
+    twist = Twist(routers=equal_scores)
+    trace = layout(text(variant, "ep = 2", 2).replace("steps = 3", "steps = 1"), 4, twist)
+    assert_equal(trace, reference(text(variant).replace("steps = 3", "steps = 1"), twist))
+    counts = trace.routers[0]["layers.0"][:8]
+    assert (counts[:2] == counts.sum() / 2).all() and not counts[2:].any()
+
+
+@pytest.mark.parametrize("variant", BALANCE)
+def test_a_batch_without_a_valid_token_changes_nothing(variant: str) -> None:
+    trace = layout(text(variant, "ep = 2", 2), 2, Twist(labels=none_valid))
+    assert trace.losses == trace.norms == [0.0] * 3
+    for step in trace.routers:
+        assert not any(state.any() for state in step.values())
+
+
+# Defects that others had, put in: each must be found.
+
+
+def same_data_on_expert_ranks() -> None:
+    """Ranks that share experts read the same samples."""
+    from forge.parallel import mesh
+
+    class Meshes(mesh.Meshes):
+        data_ranks = property(lambda self: self.degrees.dp // self.degrees.ep)
+
+        def __init__(self, **fields):
+            super().__init__(**fields | {"data_rank": fields["data_rank"] // fields["degrees"].ep})
+
+    mesh.Meshes = Meshes
+
+
+def expert_gradients_times_ep() -> None:
+    """As if each rank that shares experts had computed the loss of all of them."""
+    from forge.parallel.execute import SequentialModel
+
+    finalize = SequentialModel.finalize_gradients
+
+    def scaled(self) -> None:
+        finalize(self)
+        for shard in self.shards:
+            if shard.kind == "expert" and shard.grad is not None:
+                shard.grad.mul_(2.0)
+
+    SequentialModel.finalize_gradients = scaled
+
+
+def norm_without_ep() -> None:
+    """The norm of the experts on the first rank stands for all."""
+    import torch.distributed as dist
+
+    from forge.shard import Shard
+
+    counted = Shard.counted.fget
+    Shard.counted = property(lambda self: counted(self) and (self.kind != "expert" or dist.get_rank() == 0))
+
+
+def experts_born_by_local_index() -> None:
+    """Each rank draws its experts as if they were the first ones."""
+    from forge.parallel import build
+    from forge.parallel.initialize import initialize
+    from forge.shard import Box
+
+    def local(shards, values, seed) -> None:
+        for shard in shards:
+            if shard.kind == "expert":
+                shard.boxes = tuple(Box((0,) * len(box.offsets), box.sizes) for box in shard.boxes)
+        initialize(shards, values, seed)
+
+    build.initialize = local
+
+
+def bias_moved_in_forward() -> None:
+    """By each rank's own counts, in every microbatch."""
+    from forge.model import Router
+
+    forward = Router.forward
+
+    def moving(self, *args):
+        experts, weights = forward(self, *args)
+        counts = torch.bincount(experts.flatten(), minlength=self.config.n_experts)
+        self.bias += 0.01 * (counts.double().mean() - counts).sign().float()
+        return experts, weights
+
+    Router.forward = moving
+
+
+def counted_again_in_recomputation() -> None:
+    torch._C._current_graph_task_id = lambda: -1
+
+
+def routers_move_by_local_counts() -> None:
+    """Nobody sums the counts of the ranks."""
+    from forge.parallel import routers
+
+    update = routers.Routers.update
+
+    def alone(self, skip):
+        summed, routers.dist.all_reduce = routers.dist.all_reduce, lambda *args, **options: None
+        report = update(self, skip)
+        routers.dist.all_reduce = summed
+        return report
+
+    routers.Routers.update = alone
+
+
+def forget_the_router_gate() -> None:
+    """Each tensor rank keeps the gradient that its own piece of the sequence gives the router."""
+    from forge.parallel import execute, tensor
+
+    def all_but_routers(model, shards):
+        return [shard for shard in tensor.open_shards(model, shards) if "router" not in shard.name]
+
+    execute.open_shards = all_but_routers
+
+
+TENSOR = "tp = 2\nep = 2"
+
+
+@pytest.mark.parametrize(
+    ("defect", "parallel", "found"),
+    [
+        (same_data_on_expert_ranks, "ep = 2", "router state layers.0, step 0"),
+        (expert_gradients_times_ep, "ep = 2", "norm of step 0"),
+        (norm_without_ep, "ep = 2", "norm of step 0"),
+        (experts_born_by_local_index, "ep = 2", "loss of step 0"),
+        (bias_moved_in_forward, "ep = 2", "disagree|router state|loss of step"),
+        (counted_again_in_recomputation, "ep = 2", "router state layers.0, step 0"),
+        (routers_move_by_local_counts, "ep = 2", "disagree|router state"),
+        (forget_the_router_gate, TENSOR, "norm of step 0"),
+        (forget_the_router_gate, TENSOR + "\nsequence_parallel = false", "norm of step 0"),
+    ],
+)
+def test_known_defects_are_caught(defect, parallel: str, found: str) -> None:
+    # Recomputation is where counting twice shows; routing that changes under it is an error of its own.
+    recompute = RECOMPUTE.format("none" if defect is bias_moved_in_forward else "full")
+    with pytest.raises(AssertionError, match=found):
+        broken = run_ranks(_with_defect, 2, text("bias", parallel, 2) + recompute, defect)[0]
+        assert_equal(broken, expected("bias"))
+
+
+def _with_defect(rank: int, world: int, config: str, defect) -> Trace:
+    defect()
+    return _layout_on_rank(rank, world, config)
