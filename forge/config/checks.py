@@ -54,15 +54,7 @@ class Unbuilt:
     remedy: str
 
 
-UNBUILT = (
-    Unbuilt(
-        "parallel.data_parallel",
-        "a pipeline with this engine",
-        lambda c: c.parallel.pp > 1 and c.parallel.data_parallel != "fsdp2",
-        "use fsdp2, or parallel.pp = 1",
-    ),
-    Unbuilt("resilience.time_limit_s", "the time limit", lambda c: c.resilience.time_limit_s > 0, "use 0"),
-)
+UNBUILT: tuple[Unbuilt, ...] = ()
 
 
 def _heads(config: Config) -> Iterator[Problem]:
