@@ -39,9 +39,7 @@ def _run(given: argparse.Namespace) -> None:
     if not given.data and not given.tasks:
         raise UserError("nothing to measure: give --data DIR, or --tasks NAME,NAME")
     if given.tasks:
-        from forge.train.tasks import require_lm_eval
-
-        require_lm_eval()  # before the model is loaded
+        _import_tasks()  # before the model is loaded
     opened = open_model(given)
     for path in given.data:
         source = _open_source(path, given, opened)
@@ -104,10 +102,18 @@ def _line(path: str, measured: Measured) -> str:
     return f"{path}: loss {measured.loss:.4f}, perplexity {measured.perplexity:.2f}, {per_byte}, {measured.tokens:,} tokens"
 
 
-def _run_tasks(given: argparse.Namespace, opened: Opened) -> None:
-    from forge.train.tasks import run_tasks
+def _import_tasks() -> Any:
+    try:
+        from forge.train import tasks
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("lm_eval"):
+            raise
+        raise UserError("--tasks: needs the package lm-eval: pip install 'forge[eval]'") from None
+    return tasks
 
-    results = run_tasks(
+
+def _run_tasks(given: argparse.Namespace, opened: Opened) -> None:
+    results = _import_tasks().run_tasks(
         opened,
         given.tasks.split(","),
         include_path=given.include_path,

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from forge.checkpoint import find_checkpoint, load, read_config
 from forge.checkpoint.folders import step_name, steps
+from forge.checkpoint.hf.folder import alone
 from forge.checkpoint.manifest import FORMAT, Damaged, check_sizes, find_changed, read_manifest
 from forge.config import Config, parse_toml_text
 from forge.data.tokenizer import Tokenizer, load_tokenizer
@@ -61,7 +59,7 @@ def open_checkpoint(
         raise UserError(f"checkpoint {found}: config.toml cannot be read: {error.strerror}") from None
     config = _for_reading(parse_toml_text(text, str(found / "config.toml")), compute, context)
     model = _build(config, device)
-    with _alone():
+    with alone():
         load(
             found,
             {f"model.{name}": (_whole(name, values), values) for name, values in model.state_dict().items()},
@@ -123,13 +121,3 @@ def _build(config: Config, device: torch.device) -> Any:
 
 def _whole(name: str, values: torch.Tensor) -> Shard:
     return Shard(name, values.shape, (Box((0,) * values.ndim, tuple(values.shape)),), values)
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    """This process in a process group of its own, as loading asks for one."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()

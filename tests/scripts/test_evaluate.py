@@ -40,9 +40,11 @@ def one_object(said: Said) -> dict[str, Any]:
     return json.loads(line)
 
 
+MOE = [f"--model.moe.{key}" for key in ("n_experts=4", "top_k=2", "expert_dim=32", "n_dense_layers=1")]
 LAYOUTS = {
     "one process": (1, []),
     "two processes, tensor parallel": (2, ["--parallel.tp=2"]),
+    "experts on two processes": (2, ["--parallel.ep=2", *MOE]),
     "bfloat16": (1, ["--precision.compute=bfloat16"]),
     "documents apart": (1, ["--data.document_mask=true"]),
 }

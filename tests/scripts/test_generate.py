@@ -28,6 +28,7 @@ MODELS = {
         "--model.sliding_window_pattern=2",
         "--model.tie_embeddings=true",
     ],
+    "mixture of experts": MOE,
 }
 BEGIN, END = 256, 257
 
@@ -209,6 +210,23 @@ def test_a_run_carries_its_tokenizer(tmp_path) -> None:
     path.unlink()
     said = generate(run, "--prompt", "bcd", "--temperature", 0)
     assert said.out == "bcdefgh\n", said.err
+
+
+def test_transformers_writes_the_same_with_the_exported_model(run, tmp_path, monkeypatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    exported = call(tmp_path, "convert", "to-hf", "--input", run.path, "--output", "exported")
+    assert exported.code == FINISHED, exported.err
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    for prompt in ("bcd", "xyz", "a"):
+        (found,) = objects(
+            generate(run, "--prompt", prompt, "--temperature", 0, "--max-tokens", 12, "--json")
+        )
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        assert ids[0].tolist() == found["prompt_tokens"]
+        written = model.generate(ids, max_new_tokens=12, do_sample=False)[0]
+        assert written[ids.shape[1] :].tolist() == found["tokens"]
 
 
 def test_help_names_every_option(tmp_path) -> None:
