@@ -226,13 +226,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--config", default="debug.toml", metavar="PATH_OR_NAME", help="the dense model (%(default)s)")
     add("--experts", type=int, default=32, metavar="N", help="routed experts (%(default)s)")
     add("--top-k", type=int, default=4, metavar="N", help="experts that a token visits (%(default)s)")
-    add(
-        "--skew",
-        type=float,
-        default=0.4,
-        metavar="X",
-        help="bias of the first over the last expert (%(default)s)",
-    )
+    add("--skew", type=float, default=0.75, metavar="X", help="expert i is i^-X as popular (%(default)s)")
     add("--rounds", type=int, default=7, metavar="N", help="turns that every contender gets (%(default)s)")
     add("--steps", type=int, default=2, metavar="N", help="optimizer steps in a turn (%(default)s)")
     add("--warmup", type=int, default=3, metavar="N", help="steps before the first turn (%(default)s)")
