@@ -30,6 +30,8 @@ from tests.equivalence.compare import (
     tiny_config,
     whole,
 )
+from tests.equivalence.test_expert_parallel import expected as experts_expected
+from tests.equivalence.test_expert_parallel import text as experts_text
 from tests.harness import run_ranks
 from tests.parallel.buffered.helpers import SMALL, batches, engine_config
 
@@ -267,3 +269,47 @@ def test_pins_change_nothing_in_float64() -> None:
     text = tiny_config(parallel=f'data_parallel = "zero1"{SMALL}', micro=2)
     text = text.replace("[precision]\n", PINS)
     assert_equal(layout(text, 2), expected("plain"))
+
+
+# Experts, whose buffers are shared over other ranks, and stages of a pipeline, each with an engine of its own
+
+
+@pytest.mark.parametrize(
+    ("engine", "world", "keys", "balance"),
+    [
+        ("zero1", 4, "ep = 2", "sequence_aux_loss"),
+        ("zero1", 4, f"ep = 2\n{REPLICAS}", "bias"),
+        ("zero2", 4, "tp = 2\nep = 2", "aux_loss"),
+        ("zero2", 4, f'ep = 2\n{REPLICAS}\nshard_optimizer_over = "dp"', "bias"),
+        ("ddp", 4, f"ep = 2\n{REPLICAS}", "bias"),
+        ("ddp", 2, "", "aux_loss"),
+    ],
+)
+def test_mixtures_of_experts(engine: str, world: int, keys: str, balance: str) -> None:
+    text = experts_text(balance, f'data_parallel = "{engine}"\n{keys}{SMALL}', micro=2)
+    assert_equal(layout(text, world), experts_expected(balance))
+
+
+@functools.cache
+def four_layers(model: str) -> Any:
+    return reference(_four_layers("", model))
+
+
+def _four_layers(keys: str, model: str) -> str:
+    return tiny_config(parallel=keys, model=MODELS[model]).replace("n_layers = 3", "n_layers = 4")
+
+
+@pytest.mark.parametrize("engine", ["ddp", "zero1", "zero2"])
+@pytest.mark.parametrize(
+    ("schedule", "world", "model"),
+    [
+        ("1F1B", 4, "tied"),
+        # These compute gradients of weights by themselves, where no hook sees them.
+        ("ZBVZeroBubble", 4, "tied"),
+        ("DualPipeV", 2, "plain"),
+        ("InterleavedZeroBubble", 2, "plain"),
+    ],
+)
+def test_pipelines(engine: str, schedule: str, world: int, model: str) -> None:
+    text = _four_layers(f'pp = 2\ndata_parallel = "{engine}"{SMALL}', model)
+    assert_equal(layout(f'{text}\n[pipeline]\nschedule = "{schedule}"\n', world), four_layers(model))
