@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
+import time
+from pathlib import Path
 
 import torch
 
@@ -85,3 +88,14 @@ def memory_gib(device: torch.device) -> float:
         return torch.cuda.max_memory_reserved(device) / GIB
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak * (1 if sys.platform == "darwin" else 1024) / GIB
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started, interpreter and imports included; 0 where the system does not say."""
+    try:
+        # Fields of proc(5): the 22nd is the start in clock ticks since boot; the second may hold spaces and brackets.
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, AttributeError):
+        return 0.0
+    return max(0.0, age)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from torch import nn
 
 from forge import compat
 from forge.checkpoint import Checkpoints
@@ -28,6 +31,8 @@ from forge.parallel.execute import ParallelModel
 from forge.parallel.mesh import Meshes, make_meshes
 from forge.parallel.world import World, on_every_rank
 from forge.resilience.signals import StopSignals
+from forge.resilience.stragglers import Stragglers
+from forge.resilience.time_limit import TimeLimit
 from forge.resilience.watchdog import patience
 from forge.train.judge import Judge
 from forge.train.loop import Training
@@ -43,7 +48,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Job:
-    """What a run is given: its configuration, its ranks, its directory, and what watches over it from the start."""
+    """What a run is given: its configuration, its ranks, its directory, and what watches over it from the start.
+
+    began: when this process began, on the monotonic clock.
+    """
 
     config: Config
     degrees: Degrees
@@ -53,6 +61,7 @@ class Job:
     signals: StopSignals
     memory: MemoryReport
     phases: Phases
+    began: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True)
@@ -100,8 +109,9 @@ def build(job: Job) -> Built:
     compat.raise_timeouts(patience(config.resilience))
     model = build_parallel_model(config, meshes, job.world.device)
     optimizer = build_optimizer(model.shards, config)
-    job.memory.take_in(model.shards, optimizer.tensors())
+    job.memory.take_in(model.memory(), optimizer.tensors())
     counts = parameter_counts(config.model)
+    log.info("%s: %s", config.parallel.data_parallel, job.memory.per_parameter(counts.total))
     log.info(
         "%s: %s parameters%s, %s",
         config.run.name,
@@ -124,6 +134,8 @@ def assemble(
 ) -> Training:
     """The training, about to make the step after `progress`; what must be closed is closed by `stack`."""
     config, world = job.config, job.world
+    time_limit = TimeLimit(config.resilience.time_limit_s, job.began)
+    job.phases.listen(time_limit.enter)
     training = Training(
         config=config,
         meshes=built.meshes,
@@ -150,6 +162,14 @@ def assemble(
             job.reporter.events,
         ),
         signals=job.signals,
+        time_limit=time_limit,
+        stragglers=Stragglers(
+            config.resilience.straggler_interval,
+            config.resilience.straggler_factor,
+            _last_block(built.model),
+            world.device,
+            job.reporter.event,
+        ),
         phases=job.phases,
         collector=stack.enter_context(Collector(config.train.gc_interval)),
         watchers=[
@@ -162,6 +182,12 @@ def assemble(
     # A roll-back puts another one in its place.
     stack.callback(lambda: training.batches.close())
     return training
+
+
+def _last_block(model: ParallelModel) -> nn.Module | None:
+    """The last block of this rank; a part that owns none may come before or after others."""
+    blocks = [block for part in model.parts for block in part.layers.values()]
+    return blocks[-1] if blocks else None
 
 
 def _recorder(job: Job, progress: Progress, stack: ExitStack) -> Recorder:

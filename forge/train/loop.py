@@ -21,6 +21,8 @@ from forge.parallel.execute import ParallelModel, Sums
 from forge.parallel.gradients import GradientReport, clip_gradients, report_gradients
 from forge.parallel.mesh import Meshes
 from forge.resilience.signals import StopSignals
+from forge.resilience.stragglers import Stragglers
+from forge.resilience.time_limit import TimeLimit
 from forge.train.evaluate import evaluate, write_sample
 from forge.train.judge import Judge, Setback
 from forge.train.recorder import Recorder, StepFacts
@@ -51,12 +53,14 @@ class Training:
     judge: Judge
     roll_back: Callable[[Training, Setback], None]
     signals: StopSignals
+    time_limit: TimeLimit
+    stragglers: Stragglers
     phases: Phases
     collector: Collector
     watchers: list[Watcher]
 
-    def run(self) -> bool:
-        """Train until `train.steps`; True if it got there, False if it was asked to stop. Saves at the end either way.
+    def run(self) -> str | None:
+        """Train until `train.steps`; None if it got there, else why it stopped. Saves at the end either way.
 
         Raises UserError (exit 1) when too much goes wrong, with what is known of it.
         """
@@ -68,7 +72,9 @@ class Training:
             except Setback as setback:
                 self.roll_back(self, setback)
         self.phases.enter("end")
-        return self.progress.step >= self.config.train.steps
+        if self.progress.step >= self.config.train.steps:
+            return None
+        return self._wish_to_stop() or "another rank was asked to stop"
 
     @property
     def _over(self) -> bool:
@@ -87,6 +93,7 @@ class Training:
         """One optimizer step. It waits for the device to end the step before, never for the one it launches."""
         began = time.perf_counter()
         step = self.progress.step + 1
+        self.stragglers.begin_step()
         self.phases.enter("data", step)
         batch = next(self.batches)
         self.phases.enter("step", step)
@@ -100,7 +107,8 @@ class Training:
             sums, report = self.gradients(batch)
         limits, report = self.judge.with_spikes(step, sums, report)
         clip_gradients(self.model.shards, report.norm, self.config.train.grad_clip_norm)
-        self.optimizer.step(lr, report.skip)
+        with self.stragglers.optimizer():
+            self.optimizer.step(lr, report.skip)
         self.model.after_update()
         routers = self.model.update_router(report.skip)
         self.model.zero_gradients()
@@ -108,17 +116,23 @@ class Training:
         self.judge.keep(batch)
         self.progress.advance(self.config)
         self.recorder.record(StepFacts(step, self.progress.tokens, lr, limits), sums, report, routers)
-        self.recorder.add_time(
-            time.perf_counter() - began, self.batches.wait_s, self.collector.take_seconds()
-        )
+        took = time.perf_counter() - began
+        self.stragglers.end_step(step, took, self.batches.wait_s)
+        self.recorder.add_time(took, self.batches.wait_s, self.collector.take_seconds())
 
     def gradients(self, batch: Batch) -> tuple[Sums, GradientReport]:
         """The gradient of the whole global batch, left in the shards, and what is to be known of it."""
         tokens = self.model.count_tokens(batch)
         sums = self.model.forward_backward(batch, tokens)
         self.model.finalize_gradients()
-        report = report_gradients(self.model.shards, sums.objective, stop=self.signals.reason is not None)
+        report = report_gradients(self.model.shards, sums.objective, stop=self._wish_to_stop() is not None)
         return sums, report
+
+    def _wish_to_stop(self) -> str | None:
+        """Why this rank would end the run; the others learn of it with the gradient's norm."""
+        if self.signals.reason is None and self.time_limit.near(self.saver.slowest_s):
+            return f"resilience.time_limit_s = {self.config.resilience.time_limit_s:g} is near"
+        return self.signals.reason
 
     def after_step(self) -> None:
         """Evaluate, sample, save and collect garbage where due, in this order: a checkpoint follows all lines of its step."""

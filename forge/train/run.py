@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from forge.config import Config, Degrees, to_toml
 from forge.errors import FINISHED, STOPPED, UserError
 from forge.fault import fault_point
 from forge.observe.files import replace_atomically
+from forge.observe.hardware import process_age_s
 from forge.observe.log import setup_logging
 from forge.observe.memory_report import MemoryReport
 from forge.observe.metrics import MetricsLog
@@ -40,43 +42,46 @@ def run(config: Config, degrees: Degrees, world: World) -> int:
 
     Raises UserError for what the user can mend; `status.json` has then been written where the run directory was ours.
     """
+    began = time.monotonic() - process_age_s()
     directory = RunDirectory(Path(config.run.output_dir) / config.run.name)
     holder = on_first_rank(directory.acquire)
     try:
         on_every_rank(lambda: directory.find(holder) if world.local_rank == 0 and world.rank > 0 else None)
-        return _run_in(directory, config, degrees, world)
+        return _run_in(directory, config, degrees, world, began)
     finally:
         directory.release()
 
 
-def _run_in(directory: RunDirectory, config: Config, degrees: Degrees, world: World) -> int:
+def _run_in(directory: RunDirectory, config: Config, degrees: Degrees, world: World, began: float) -> int:
     setup_logging(world.rank, directory.logs)
     compat.raise_timeouts(patience(config.resilience))
-    reporter, phases = Reporter(directory, world), Phases()
+    reporter, phases = Reporter(directory, world, began), Phases()
+    if reporter.ledger is not None:
+        phases.listen(reporter.ledger.enter)
     memory = MemoryReport(world.device, reporter.event)
     last_words = LastWords(reporter, world, directory.logs)
     watchdog = Watchdog(bounds(config.resilience), directory.logs, world.rank, last_words.of_watchdog)
     try:
         with StopSignals(speak=world.rank == 0) as signals, watchdog, memory.explaining(config, degrees):
             phases.listen(watchdog.enter)
-            finished = _train(Job(config, degrees, world, directory, reporter, signals, memory, phases))
+            stopped = _train(Job(config, degrees, world, directory, reporter, signals, memory, phases, began))
     except UserError as error:
         reporter.ended("failed", str(error), error.exit_code)
         raise
     except BaseException as error:
         last_words.of_error(error, phases)
         raise
-    if finished:
+    if stopped is None:
         reporter.ended("finished", "all steps done", FINISHED)
         return FINISHED
     # A launcher with restarts left would start a planned stop again at once; status.json is what job scripts go by.
     code = FINISHED if world.restarts_left > 0 else STOPPED
-    reporter.ended("stopped", signals.reason or "another rank was asked to stop", code)
+    reporter.ended("stopped", stopped, code)
     return code
 
 
-def _train(job: Job) -> bool:
-    """True when all steps are done, False when the run was asked to stop."""
+def _train(job: Job) -> str | None:
+    """None when all steps are done, else why the run stopped before."""
     config, reporter = job.config, job.reporter
     _make_deterministic(config)
     reporter.running(0)
@@ -99,14 +104,14 @@ def _train(job: Job) -> bool:
         if progress.step >= config.train.steps:
             name, step, steps = config.run.name, progress.step, config.train.steps
             log.info("%s is finished: step %d of %d. Raise train.steps to go on.", name, step, steps)
-            return True
+            return None
     built = build(job)
     _begin(job, origin, checkpoints, built)
     remember(job.directory, origin, progress)
     with ExitStack() as stack:
-        finished = assemble(job, checkpoints, inputs, built, progress, stack).run()
+        stopped = assemble(job, checkpoints, inputs, built, progress, stack).run()
     reporter.step = progress.step
-    return finished
+    return stopped
 
 
 def _make_deterministic(config: Config) -> None:

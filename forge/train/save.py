@@ -42,6 +42,8 @@ class Saver:
         self._files = _files(config, tokenizer)
         self.saved_step = -1
         """The step that needs no more saving."""
+        self.slowest_s = 0.0
+        """What the slowest save so far took until it was on disk; the same on every rank once it is told of."""
         self._error: str | None = None
 
     def save(self) -> None:
@@ -94,6 +96,7 @@ class Saver:
     def _tell(self, outcomes: list[SaveOutcome]) -> None:
         for outcome in outcomes:
             self._error = outcome.error
+            self.slowest_s = max(self.slowest_s, outcome.seconds)
             if outcome.error is None:
                 log.info("saved step %d (%.1f s)", outcome.step, outcome.seconds)
             else:

@@ -70,3 +70,38 @@ def _flip_a_bit(when: Callable[[int, bool], bool]) -> None:
         after_step(self)
 
     loop.Training.after_step = flipping
+
+
+def slow_data_on_rank_1() -> None:
+    """Rank 1 reads slowly."""
+    from forge.data.dataset import PackedDataset
+
+    _slow_down(PackedDataset, "__getitem__")
+
+
+def slow_forward_on_rank_1() -> None:
+    """Rank 1 computes slowly."""
+    from forge.model.feed_forward import FeedForward
+
+    _slow_down(FeedForward, "forward")
+
+
+def slow_optimizer_on_rank_1() -> None:
+    """Rank 1 updates slowly."""
+    from forge.optim import AdamW
+
+    _slow_down(AdamW, "step")
+
+
+def _slow_down(owner: type, method: str) -> None:
+    import os
+    import time
+
+    quick = getattr(owner, method)
+
+    def slow(*args, **kwargs):
+        if os.environ["RANK"] == "1":
+            time.sleep(0.03)
+        return quick(*args, **kwargs)
+
+    setattr(owner, method, slow)

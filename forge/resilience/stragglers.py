@@ -1,0 +1,165 @@
+"""Which rank is slow, and at what.
+
+Ranks wait for each other in every step, so all steps take the same time on all of them. What tells them apart is what
+each does by itself: waiting for its data, the forward of one block (once its parameters are gathered), the optimizer.
+Of the first microbatch of each step this is timed; on a CUDA card by events, which nobody waits for.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import fmean, median, median_low
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+log = logging.getLogger(__name__)
+
+PHASES = ("data", "forward", "optimizer")
+
+
+class Stragglers:
+    """Compares all ranks every `interval` steps (0: never), and names those slower than the median rank by `factor`.
+
+    `block`: a module whose forward shows how fast this rank computes; its ranks of tensor and context parallelism wait for
+    each other in it, so they are slow together. `tell(kind, **fields)` writes an event.
+    """
+
+    def __init__(
+        self,
+        interval: int,
+        factor: float,
+        block: nn.Module | None,
+        device: torch.device,
+        tell: Callable[..., None],
+    ):
+        self._interval = interval if dist.get_world_size() > 1 else 0
+        self._factor, self._tell = factor, tell
+        self._clock: _Clock = _CudaClock() if device.type == "cuda" else _Clock()
+        self._spans: dict[str, list[Any]] = {"forward": [], "optimizer": []}
+        self._data_s: list[float] = []
+        self._step_s: list[float] = []
+        self._armed = False
+        self._gathering: tuple[int, torch.Tensor, dist.Work | None] | None = None
+        if self._interval and block is not None:
+            block.register_forward_pre_hook(self._begin_forward)
+            block.register_forward_hook(self._end_forward)
+
+    def begin_step(self) -> None:
+        """A step begins; its first forward is timed."""
+        self._armed = bool(self._interval)
+
+    @contextmanager
+    def optimizer(self) -> Iterator[None]:
+        """The body is the optimizer's update."""
+        if not self._interval:
+            yield
+            return
+        began = self._clock.now()
+        yield
+        self._spans["optimizer"].append((began, self._clock.now()))
+
+    def end_step(self, step: int, step_s: float, data_s: float) -> None:
+        """A step has been launched within `step_s` seconds, `data_s` of them spent waiting for data.
+
+        Collective every `interval` steps, but nothing waits for the others: what they tell is read a step later.
+        """
+        if not self._interval:
+            return
+        self._armed = False
+        if self._gathering is not None:
+            self._compare(*self._gathering)
+            self._gathering = None
+        self._data_s.append(data_s)
+        self._step_s.append(step_s)
+        if step % self._interval == 0:
+            self._gather(step)
+
+    def _gather(self, step: int) -> None:
+        forward, optimizer = (self._clock.seconds(spans) for spans in self._spans.values())
+        mine = [
+            fmean(self._data_s),
+            median(forward or [0.0]),
+            median(optimizer or [0.0]),
+            median(self._step_s),
+        ]
+        everyones = torch.empty(dist.get_world_size() * len(mine), dtype=torch.float64)
+        work = dist.all_gather_into_tensor(everyones, torch.tensor(mine, dtype=torch.float64), async_op=True)
+        self._gathering = step, everyones, work
+        self._data_s, self._step_s = [], []
+        for spans in self._spans.values():
+            spans.clear()
+
+    def _compare(self, step: int, everyones: torch.Tensor, work: dist.Work | None) -> None:
+        if work is not None:
+            work.wait()
+        if dist.get_rank() != 0:
+            return
+        table = everyones.view(dist.get_world_size(), -1).tolist()
+        for rank, phase, seconds, usual in slow_ranks(table, self._factor):
+            log.warning(
+                "rank %d is slow at step %d: its %s takes %.3g s, the median rank's %.3g s",
+                rank,
+                step,
+                phase,
+                seconds,
+                usual,
+            )
+            self._tell("straggler", step=step, rank=rank, phase=phase, seconds=seconds, median_s=usual)
+
+    def _begin_forward(self, *_: object) -> None:
+        if self._armed:
+            self._spans["forward"].append((self._clock.now(), None))
+
+    def _end_forward(self, *_: object) -> None:
+        if self._armed:
+            began, _end = self._spans["forward"].pop()
+            self._spans["forward"].append((began, self._clock.now()))
+            self._armed = False
+
+
+def slow_ranks(table: Sequence[Sequence[float]], factor: float) -> list[tuple[int, str, float, float]]:
+    """(rank, phase, its seconds, the median rank's) of the ranks that hold the others up.
+
+    table: for each rank the seconds of data, forward, optimizer and of the whole step. A forward stands for all computing,
+    so it counts by itself; of the others only what the step is longer for.
+    """
+    step_s = median_low([row[len(PHASES)] for row in table])
+    found = []
+    for place, phase in enumerate(PHASES):
+        usual = median_low([row[place] for row in table])
+        whole = usual if phase == "forward" else step_s
+        found += [
+            (rank, phase, row[place], usual)
+            for rank, row in enumerate(table)
+            if row[place] - usual > (factor - 1) * whole
+        ]
+    return found
+
+
+class _Clock:
+    def now(self) -> Any:
+        return time.perf_counter()
+
+    def seconds(self, spans: list[Any]) -> list[float]:
+        return [ended - began for began, ended in spans if ended is not None]
+
+
+class _CudaClock(_Clock):
+    """Points on the stream, whose times are known when it has come past them."""
+
+    def now(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, spans: list[Any]) -> list[float]:
+        # The latest steps may still run: their times are left out, not waited for.
+        return [
+            began.elapsed_time(ended) / 1e3 for began, ended in spans if ended is not None and ended.query()
+        ]

@@ -1,0 +1,40 @@
+"""Which ranks are slow, from what each has timed by itself."""
+
+import pytest
+
+from forge.resilience.stragglers import slow_ranks
+
+# data, forward, optimizer, whole step
+USUAL = [0.01, 0.1, 0.05, 1.0]
+
+
+def but(**values: float) -> list[float]:
+    places = {"data": 0, "forward": 1, "optimizer": 2}
+    row = list(USUAL)
+    for name, value in values.items():
+        row[places[name]] = value
+    return row
+
+
+def test_h2_a_rank_is_named_with_each_phase_that_holds_the_others_up() -> None:
+    table = [USUAL, but(forward=0.2), USUAL, but(data=0.5, optimizer=0.4)]
+    assert slow_ranks(table, 1.3) == [
+        (3, "data", 0.5, 0.01),
+        (1, "forward", 0.2, 0.1),
+        (3, "optimizer", 0.4, 0.05),
+    ]
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_one_slow_rank_of_any_number_is_named_and_never_the_quick_ones(world: int) -> None:
+    table = [USUAL] * (world - 1) + [but(forward=0.2)]
+    assert [rank for rank, *_ in slow_ranks(table, 1.3)] == [world - 1]
+
+
+def test_what_the_step_is_not_longer_for_is_nothing_to_name() -> None:
+    assert slow_ranks([USUAL, but(optimizer=0.25, data=0.2, forward=0.125)], 1.3) == []
+
+
+def test_all_slow_alike_is_no_straggler_and_zeros_divide_nothing() -> None:
+    assert slow_ranks([but(forward=9.0)] * 4, 1.3) == []
+    assert slow_ranks([[0.0] * 4] * 2, 1.3) == []
