@@ -10,9 +10,13 @@ import importlib
 import json
 import os
 import socket
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from forge.checkpoint import read_state
+from forge.checkpoint.folders import step_name
 from tests.harness import start_ranks
 
 # A model that steps in a few milliseconds, on the same data as every other test: no file, no tokenizer.
@@ -54,10 +58,11 @@ class Run:
     def start(self, *options: str, world: int = 1, fault: str = "", patch: str = "") -> Any:
         """Start the command; `.join()` of the result gives the exit codes in rank order.
 
-        `patch` ("module:function") is called on every rank first, to put a defect in.
+        `patch` ("module:function") is called on every rank first, to put a defect in; it finds the run's path in the
+        environment, as RUN_UNDER_TEST.
         """
         self._terminal.unlink(missing_ok=True)
-        environment = {"FORGE_FAULT": fault} if fault else {}
+        environment = {"RUN_UNDER_TEST": str(self.path)} | ({"FORGE_FAULT": fault} if fault else {})
         if world > 1:
             environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
         return start_ranks(_main, world, [*self._options, *options], environment, self._terminal, patch)
@@ -73,11 +78,19 @@ class Run:
         lines = [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
         return lines if times else [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
 
+    @property
+    def stepping(self) -> bool:
+        """Whether a few steps are done."""
+        return (self.path / "metrics.jsonl").exists() and len(self.metrics()) > 3
+
     def losses(self) -> list[float]:
         return [line["loss"] for line in self.metrics() if "loss" in line]
 
-    def events(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.path / "events.jsonl").read_text().splitlines()]
+    def events(self, kind: str = "") -> list[dict[str, Any]]:
+        """All, or all of one kind."""
+        path = self.path / "events.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [line for line in lines if kind in ("", line["event"])]
 
     def status(self) -> dict[str, Any]:
         return json.loads((self.path / "status.json").read_text())
@@ -92,6 +105,39 @@ class Run:
 
     def log(self, rank: int = 0) -> str:
         return (self.path / "logs" / f"rank-{rank}.log").read_text()
+
+
+def tensor_files(run: Run, step: int) -> dict[str, str]:
+    """Name -> checksum of the files of a checkpoint that hold parameters and moments."""
+    manifest = json.loads((run.path / "checkpoints" / step_name(step) / "manifest.json").read_text())
+    return {name: entry["sha256"] for name, entry in manifest["files"].items() if name.endswith(".distcp")}
+
+
+def assert_same_history(run: Run, whole: Run) -> None:
+    """Bit for bit: every line of the metrics but for times, and every tensor of the last checkpoint."""
+    assert run.metrics() == whole.metrics()
+    last = whole.metrics()[-1]["step"]
+    assert tensor_files(run, last) == tensor_files(whole, last)
+    states = [read_state(each.path / "checkpoints" / step_name(last)) for each in (run, whole)]
+    assert states[0] == states[1]
+    assert not [name for name in run.checkpoints() if name.startswith((".partial", ".pruned"))]
+
+
+def flip_a_bit(run: Run, step: int) -> None:
+    """In the middle of the largest file of a checkpoint."""
+    folder = run.path / "checkpoints" / step_name(step)
+    file = max(folder.rglob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    """Return when `condition` holds; AssertionError if it does not within so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
 
 
 def _main(

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.runs import BASE, Run, _free_port
-from tests.end_to_end.test_resume import wait_for
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--standalone"]
-SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
 def command(*options: str) -> list[str]:
@@ -42,33 +39,6 @@ def test_torchrun_tells_the_history_that_forked_ranks_tell(tmp_path) -> None:
     _, said = process.communicate(timeout=120)
     assert process.returncode == 0, said
     assert Run(tmp_path).metrics() == forked.metrics()
-
-
-def test_sigusr1_to_torchrun_saves_and_stops_every_rank_in_good_order(tmp_path) -> None:
-    run = Run(tmp_path)
-    options = command(f"--run.output_dir={tmp_path}", "--train.steps=100000", "--checkpoint.interval=0")
-    process = start([*TORCHRUN, SIGNALS, "--nproc-per-node=2", *options], tmp_path)
-    wait_for(lambda: (run.path / "metrics.jsonl").exists() and len(run.metrics()) > 3)
-    process.send_signal(signal.SIGUSR1)
-    process.communicate(timeout=60)
-    status = run.status()
-    assert status["state"] == "stopped" and status["exit_code"] == 75
-    assert run.checkpoints() == [f"step-{status['step']:08d}"]
-
-
-def test_torchrun_restarts_after_a_killed_worker_and_finishes_the_same_history(tmp_path) -> None:
-    whole = Run(tmp_path / "whole")
-    assert whole(world=2) == 0
-    (tmp_path / "torchrun").mkdir()
-    options = command(f"--run.output_dir={tmp_path / 'torchrun'}")
-    process = start(
-        [*TORCHRUN, "--max-restarts=2", "--nproc-per-node=2", *options], tmp_path, FORGE_FAULT="step:7:1"
-    )
-    _, said = process.communicate(timeout=180)
-    assert process.returncode == 0, said
-    restarted = Run(tmp_path / "torchrun")
-    assert restarted.metrics() == whole.metrics()
-    assert [event["event"] for event in restarted.events()].count("started") == 2
 
 
 def test_a_wrong_command_line_is_told_once_and_before_any_training(tmp_path) -> None:

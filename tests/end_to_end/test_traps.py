@@ -6,8 +6,7 @@ import signal
 import pytest
 
 import tests.equivalence.compare as compare
-from tests.end_to_end.runs import Run
-from tests.end_to_end.test_resume import wait_for
+from tests.end_to_end.runs import Run, wait_for
 from tests.equivalence.compare import assert_equal, layout, reference, tiny_config
 from tests.harness import RankFailed, run_ranks
 

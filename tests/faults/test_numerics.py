@@ -5,8 +5,7 @@ import signal
 
 import pytest
 
-from tests.end_to_end.runs import Run
-from tests.end_to_end.test_resume import tensor_files
+from tests.end_to_end.runs import Run, tensor_files
 
 THREE = "--resilience.max_skipped_steps=3"
 MOE = "--model.moe={n_experts=4,top_k=2,expert_dim=32}"

@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.end_to_end.runs import Run
+from tests.end_to_end.runs import Run, tensor_files
 
 
 def test_one_bad_gradient_on_one_rank_makes_all_skip_and_the_run_goes_on(tmp_path) -> None:
@@ -16,8 +16,6 @@ def test_one_bad_gradient_on_one_rank_makes_all_skip_and_the_run_goes_on(tmp_pat
 
 def test_a_skipped_step_leaves_parameters_moments_and_counters_as_they_were(tmp_path) -> None:
     """The run whose third step is spoiled saves, after it, what it had saved after the second."""
-    from tests.end_to_end.test_resume import tensor_files
-
     run = Run(tmp_path, "--checkpoint.interval=1", "--checkpoint.keep_last=100", "--train.steps=4")
     assert run.start(world=2, patch="tests.train.test_skips:spoil_step_3_on_rank_1").join() == [0, 0]
     assert tensor_files(run, 3) == tensor_files(run, 2)

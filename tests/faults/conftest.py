@@ -1,0 +1,23 @@
+"""Runs that nothing happened to, which the disturbed ones are held against."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+
+from tests.end_to_end.runs import Run
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+    """`undisturbed(*options, world=n)`: the finished run of these options, made once."""
+
+    @functools.cache
+    def make(*options: str, world: int = 1) -> Run:
+        run = Run(tmp_path_factory.mktemp("undisturbed"), *options)
+        assert run(world=world) == 0, run.said()
+        return run
+
+    return make

@@ -1,0 +1,125 @@
+"""SIGKILL, at chosen moments and at random ones: the same command then tells the history of an undisturbed run."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from forge.checkpoint.folders import step_name
+from tests.end_to_end.runs import Run, assert_same_history, wait_for
+from tests.harness import Started
+
+KILLED = -signal.SIGKILL
+
+
+def test_k1_one_rank_killed_in_mid_step_then_the_same_command(tmp_path, undisturbed) -> None:
+    run = Run(tmp_path)
+    codes = run.start(world=2, fault="step:7:1").join()
+    assert codes[1] == KILLED and codes[0] not in (0, KILLED)
+    assert "step of step 7" in run.log(0) and "no answer from rank 1" in run.log(0)
+    assert run(world=2) == 0
+    assert_same_history(run, undisturbed(world=2))
+
+
+def test_k2_all_ranks_killed_in_mid_step_then_the_same_command(tmp_path, undisturbed) -> None:
+    run = Run(tmp_path)
+    assert run(world=2, fault="step:7:*") == KILLED
+    assert run.status()["state"] == "running"
+    assert run(world=2) == 0
+    # The kill may have met the save of step 6 under way.
+    assert run.events("resumed")[0]["step"] in (4, 6)
+    assert_same_history(run, undisturbed(world=2))
+
+
+# Point, and the step that the next start resumes from when the save of step 6 was cut off there.
+BOUNDARIES = {
+    "save.begin": 4,
+    "save.between_shards": 4,
+    "save.before_manifest": 4,
+    "save.before_rename": 4,
+    "save.before_prune": 6,
+    "save.during_prune": 6,
+}
+PRUNING = "--checkpoint.keep_last=2"
+
+
+@pytest.mark.parametrize("point", BOUNDARIES)
+def test_k3_a_kill_at_a_boundary_of_a_save(tmp_path, undisturbed, point: str) -> None:
+    run = Run(tmp_path, PRUNING)
+    assert run(fault=f"{point}:6:0") == KILLED
+    assert run() == 0
+    assert run.events("resumed")[0]["step"] == BOUNDARIES[point]
+    assert_same_history(run, undisturbed(PRUNING))
+    assert run.checkpoints() == [step_name(8), step_name(10)]
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_k3_one_rank_killed_between_the_shards(tmp_path, undisturbed, rank: int, mode: str) -> None:
+    run = Run(tmp_path, PRUNING, f"--checkpoint.mode={mode}")
+    codes = run.start(world=2, fault=f"save.between_shards:6:{rank}").join()
+    assert codes[rank] == KILLED and codes[1 - rank] not in (0, KILLED)
+    assert run(world=2) == 0
+    assert_same_history(run, undisturbed(PRUNING, world=2))
+
+
+def test_k4_a_stale_partial_folder_of_the_step_about_to_be_saved(tmp_path, undisturbed) -> None:
+    run = Run(tmp_path)
+    assert run("--train.steps=4") == 0
+    for name in (f".partial-{step_name(6)}", f".pruned-{step_name(2)}"):
+        (run.path / "checkpoints" / name).mkdir()
+        (run.path / "checkpoints" / name / "__0_0.distcp").write_bytes(b"rubbish")
+    assert run() == 0
+    assert_same_history(run, undisturbed())
+
+
+LAYOUTS = {
+    "fsdp 2": (),
+    "ep 2": (
+        "--model.moe.n_experts=4",
+        "--model.moe.top_k=2",
+        "--model.moe.expert_dim=32",
+        "--parallel.ep=2",
+    ),
+}
+# Long enough to be hit; a save is under way about half of the time.
+MANY_STEPS = ("--train.steps=30", "--checkpoint.interval=3")
+
+
+def _trials() -> list:
+    fast = {("fsdp 2", 0), ("fsdp 2", 1), ("fsdp 2", 2), ("ep 2", 3), ("ep 2", 4)}
+    every = [(name, seed) for name in LAYOUTS for seed in range(15)]
+    return [pytest.param(*one, marks=[] if one in fast else pytest.mark.slow) for one in every]
+
+
+@pytest.mark.parametrize(("layout", "seed"), _trials())
+def test_k2_kills_at_random_moments(tmp_path, undisturbed, layout: str, seed: int) -> None:
+    """One rank or both, twice in a run that saves in the background."""
+    options = (*LAYOUTS[layout], *MANY_STEPS)
+    whole = undisturbed(*options, world=2)
+    seconds = sum(line["step_time_s"] for line in whole.metrics(times=True)) * 1.5
+    run, drawn = Run(tmp_path, *options), random.Random(seed)
+    for _ in range(2):
+        begun, ranks = _begun(run), run.start(world=2)
+        _wait_for_training(run, ranks, begun)
+        time.sleep(drawn.uniform(0, seconds))
+        for rank in drawn.choice([[0], [1], [0, 1]]):
+            if ranks.processes[rank].is_alive():
+                os.kill(ranks.pids[rank], signal.SIGKILL)
+        ranks.join()
+    assert run(world=2) == 0
+    assert_same_history(run, whole)
+
+
+def _begun(run: Run) -> int:
+    """How often the run has begun to train."""
+    return len(run.events("fresh")) + len(run.events("resumed"))
+
+
+def _wait_for_training(run: Run, ranks: Started, begun: int) -> None:
+    """Until it trains, or is over because the start before could not be killed in time."""
+    wait_for(lambda: _begun(run) > begun or not ranks.processes[0].is_alive())

@@ -1,0 +1,135 @@
+"""Signals that ask a run to stop: all ranks stop at one step, after one whole checkpoint, wherever the signal finds them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from forge.checkpoint.folders import step_name
+from tests.end_to_end.runs import Run, assert_same_history, wait_for
+
+ENDLESS = ["--train.steps=100000", "--checkpoint.interval=0"]
+
+
+def assert_stopped_in_good_order(run: Run) -> None:
+    status = run.status()
+    assert status["state"] == "stopped" and status["exit_code"] == 75
+    assert run.checkpoints()[-1] == step_name(status["step"])
+    assert all(name.startswith("step-") for name in run.checkpoints())
+    assert run.metrics()[-1]["step"] == status["step"]
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_p2_a_signal_to_one_rank_stops_all_at_one_step(tmp_path, undisturbed, rank: int, name: str) -> None:
+    run = Run(tmp_path)
+    assert run(world=2, fault=f"step:5:{rank}:signal={name}") == 75
+    assert_stopped_in_good_order(run)
+    assert run.status()["step"] in (5, 6)
+    assert run(world=2) == 0
+    assert_same_history(run, undisturbed(world=2))
+
+
+def test_p2_a_signal_from_outside_to_one_rank(tmp_path) -> None:
+    run = Run(tmp_path, *ENDLESS)
+    ranks = run.start(world=2)
+    wait_for(lambda: run.stepping)
+    os.kill(ranks.pids[1], signal.SIGTERM)
+    assert ranks.join() == [75, 75]
+    assert_stopped_in_good_order(run)
+    assert len(run.checkpoints()) == 1
+
+
+EVALUATED = ['--data.validation=[{name="held",path="synthetic"}]', "--evaluate.interval=4"]
+MOMENTS = [
+    "set-up:0:0",
+    "set-up:0:1",
+    "step:1:0",
+    "evaluation:4:1",
+    "save.begin:4:0",
+    "save.between_shards:4:1",
+    "save.before_rename:4:0",
+]
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_p3_a_signal_at_any_time_stops_cleanly(tmp_path, undisturbed, moment: str) -> None:
+    run = Run(tmp_path, *EVALUATED)
+    assert run(world=2, fault=f"{moment}:signal") == 75
+    assert_stopped_in_good_order(run)
+    assert run.status()["step"] <= int(moment.split(":")[1]) + 2
+    assert run(world=2) == 0
+    assert_same_history(run, undisturbed(*EVALUATED, world=2))
+
+
+def test_p3_a_signal_between_two_microbatches(tmp_path, undisturbed) -> None:
+    run = Run(tmp_path)
+    patch = "tests.faults.test_preemption:signal_in_the_second_microbatch"
+    assert run.start(world=2, patch=patch).join() == [75, 75]
+    assert_stopped_in_good_order(run)
+    assert run(world=2) == 0
+    assert_same_history(run, undisturbed(world=2))
+
+
+def signal_in_the_second_microbatch() -> None:
+    """Of the third step, on rank 1; a step has two on each rank."""
+    from forge.model import Transformer
+
+    forward, calls = Transformer.forward, [0]
+
+    def counting(self, *arguments, **named):
+        calls[0] += 1
+        if calls[0] == 6 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return forward(self, *arguments, **named)
+
+    Transformer.forward = counting
+
+
+@pytest.mark.slow
+def test_p3_a_signal_while_the_first_step_is_being_compiled(tmp_path) -> None:
+    """Inductor's first files tell that it is at work."""
+    options = ["--compile.enabled=true", "--train.steps=4"]
+    run, whole = Run(tmp_path / "run", *options), Run(tmp_path / "whole", *options)
+    patch = "tests.faults.test_preemption:compile_from_nothing"
+    ranks = run.start(world=2, patch=patch)
+    wait_for(lambda: any((run.path / "inductor").rglob("*.cpp")), seconds=200)
+    os.kill(ranks.pids[1], signal.SIGTERM)
+    assert not (run.path / "metrics.jsonl").exists()
+    assert ranks.join(250) == [75, 75]
+    assert_stopped_in_good_order(run)
+    assert run.start(world=2, patch=patch).join(250) == [0, 0]
+    assert whole.start(world=2, patch=patch).join(250) == [0, 0]
+    assert_same_history(run, whole)
+
+
+def compile_from_nothing() -> None:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["RUN_UNDER_TEST"] + "/inductor"
+
+
+def test_p4_a_second_signal_during_the_save_leaves_it_alone_and_a_third_ends_at_once(
+    tmp_path, undisturbed
+) -> None:
+    two, three = Run(tmp_path / "two"), Run(tmp_path / "three")
+    for run, seconds in ((two, 1.5), (three, 60)):
+        ranks = run.start(world=2, fault=f"save.before_rename:6:0:sleep={seconds}")
+        partial = run.path / "checkpoints" / f".partial-{step_name(6)}" / "manifest.json"
+        wait_for(partial.exists)
+        for _ in range(2 if run is two else 3):
+            for pid in ranks.pids:
+                os.kill(pid, signal.SIGTERM)
+            time.sleep(0.2)
+        began = time.monotonic()
+        assert ranks.join() == [75, 75]
+        assert time.monotonic() - began < 30
+        if run is two:
+            assert "already stopping" in run.said()
+            assert_stopped_in_good_order(run)
+        else:
+            assert "leaving at once" in run.said()
+            assert run.status()["state"] == "running" and partial.exists()
+        assert run(world=2) == 0
+        assert_same_history(run, undisturbed(world=2))

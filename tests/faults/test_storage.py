@@ -1,0 +1,235 @@
+"""Disks that are full, read-only or slow, files that are damaged, two runs in one place."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from forge.checkpoint.folders import step_name
+from tests.end_to_end.runs import Run, assert_same_history, flip_a_bit, wait_for
+from tests.faults import mounts
+
+Usage = namedtuple("Usage", "total used free")
+
+namespaces = pytest.mark.skipif(
+    "not __import__('tests.faults.mounts', fromlist=['_']).allowed()",
+    reason="this machine forbids user namespaces, so no small or read-only file system can be made",
+)
+
+
+def test_s1_a_flipped_bit_sends_the_run_to_the_checkpoint_before(tmp_path, undisturbed) -> None:
+    run = Run(tmp_path)
+    assert run("--train.steps=6", world=2) == 0
+    flip_a_bit(run, 6)
+    assert run(world=2) == 0
+    [fallback] = run.events("fallback")
+    assert "wrong checksum" in fallback["problem"] and fallback["problem"] in run.log()
+    assert run.events("resumed")[0]["step"] == 4
+    assert run.checkpoints() == [".damaged-step-00000006", *map(step_name, (6, 8, 10))]
+    assert run.metrics() == undisturbed(world=2).metrics()
+
+
+def test_s1_only_damaged_checkpoints_is_exit_77_with_one_sentence(tmp_path) -> None:
+    run = Run(tmp_path)
+    assert run("--train.steps=4") == 0
+    for step in (2, 4):
+        flip_a_bit(run, step)
+    assert run() == 77
+    assert run.status()["exit_code"] == 77
+    assert "Traceback" not in run.said() and run.said().count("forge: ") == 1
+
+
+# What a checkpoint of the tests' model takes, and a little more.
+ONE = 450_000
+
+
+@namespaces
+@pytest.mark.parametrize("quota", [False, True], ids=["foreseen", "met while writing"])
+def test_s2_a_full_disk_costs_saves_and_not_the_run_until_too_many_fail(tmp_path, quota: bool) -> None:
+    """Room for one checkpoint: with the first one there, no other can be written."""
+    run = Run(tmp_path, "--train.steps=20", "--checkpoint.max_failed_saves=3", "--checkpoint.keep_last=1")
+    patch = f"tests.faults.test_storage:{'room_for_one_by_quota' if quota else 'room_for_one'}"
+    (run.path / "checkpoints").mkdir(parents=True)
+    assert run.start(patch=patch).join() == [1]
+    assert [event["step"] for event in run.events("saved")] == [2]
+    failures = run.events("save_failed")
+    assert [event["step"] for event in failures] == [4, 6, 8]
+    assert all(("No space left" if quota else "are free") in event["error"] for event in failures)
+    status = run.status()
+    assert status["state"] == "failed" and "checkpoint.max_failed_saves = 3" in status["reason"]
+    # Two saves after the last that succeeded, training still went on.
+    assert run.metrics()[-1]["step"] >= 8 and "Traceback" not in run.said()
+    assert (run.path / "left.txt").read_text() == step_name(2)
+
+
+@namespaces
+def test_s2_a_save_is_tried_again_at_the_next_interval(tmp_path, undisturbed) -> None:
+    """The file that fills the disk goes away before step 6, and the history is that of an undisturbed run."""
+    run = Run(tmp_path)
+    (run.path / "checkpoints").mkdir(parents=True)
+    assert run.start(patch="tests.faults.test_storage:full_until_step_6").join() == [0]
+    assert [event["step"] for event in run.events("save_failed")] == [2, 4]
+    assert [event["step"] for event in run.events("saved")] == [6, 8, 10]
+    assert run.metrics() == undisturbed().metrics()
+
+
+def room_for_one() -> None:
+    """And what is left of the checkpoints at the end of the process is told in left.txt."""
+    import forge.train.launch as launch
+
+    folder = _folder()
+    mounts.small(folder, ONE + ONE // 2)
+    begin = launch.run
+
+    def run_and_tell(*arguments):
+        try:
+            return begin(*arguments)
+        finally:
+            (folder.parent / "left.txt").write_text(" ".join(sorted(os.listdir(folder))))
+
+    launch.run = run_and_tell
+
+
+def room_for_one_by_quota() -> None:
+    """What statvfs says has nothing to do with a quota."""
+    room_for_one()
+    shutil.disk_usage = lambda path: Usage(10**12, 0, 10**12)
+
+
+def full_until_step_6() -> None:
+    import forge.train.save as save
+
+    folder = _folder()
+    mounts.small(folder, 4 * ONE)
+    filler = folder / "filler"
+    filler.write_bytes(bytes(4 * ONE - ONE // 2))
+    begin = save.Saver.save
+
+    def save_with_room_from_6(self):
+        if self._progress.step == 6:
+            filler.unlink()
+        begin(self)
+
+    save.Saver.save = save_with_room_from_6
+
+
+def _folder() -> Path:
+    return Path(os.environ["RUN_UNDER_TEST"]) / "checkpoints"
+
+
+@namespaces
+def test_s3_a_read_only_output_directory_is_told_at_the_start(tmp_path) -> None:
+    run = Run(tmp_path)
+    (run.path / "checkpoints").mkdir(parents=True)
+    assert run.start(patch="tests.faults.test_storage:read_only_checkpoints").join() == [2]
+    said = run.said()
+    assert "cannot be written to (Read-only file system)" in said and "run.output_dir" in said
+    assert "Traceback" not in said and not (run.path / "metrics.jsonl").exists()
+
+
+def read_only_checkpoints() -> None:
+    mounts.read_only(_folder())
+
+
+@namespaces
+@pytest.mark.parametrize("how", ["small", "read_only"])
+def test_s3_a_node_that_does_not_share_the_output_directory_is_told_at_the_start(tmp_path, how: str) -> None:
+    """Rank 1 takes itself for another node, and has a disk of its own where rank 0 has the run; or may not write there."""
+    run = Run(tmp_path)
+    (run.path / "checkpoints").mkdir(parents=True)
+    codes = run.start(world=2, patch=f"tests.faults.test_storage:{how}_on_another_node").join()
+    assert codes == [2, 2]
+    expected = "a file system that all nodes share" if how == "small" else "Read-only file system"
+    assert expected in run.said() and "Traceback" not in run.said()
+
+
+def small_on_another_node() -> None:
+    if os.environ["RANK"] == "1":
+        os.environ["LOCAL_RANK"] = "0"
+        mounts.small(_folder().parent, ONE)
+
+
+def read_only_on_another_node() -> None:
+    if os.environ["RANK"] == "1":
+        os.environ["LOCAL_RANK"] = "0"
+        mounts.read_only(_folder())
+
+
+def test_s4_an_error_in_the_background_reaches_all_ranks_at_the_next_save(tmp_path, undisturbed) -> None:
+    run = Run(tmp_path)
+    assert run(world=2, fault="save.between_shards:4:1:raise") == 0
+    [failed] = run.events("save_failed")
+    assert failed["step"] == 4 and "rank 1" in failed["error"]
+    for rank in (0, 1):
+        log = run.log(rank)
+        assert "saving step 4 failed" in log and "injected by FORGE_FAULT" in log
+        assert log.index("saving step 4 failed") < log.index("saved step 6")
+    assert run.metrics() == undisturbed(world=2).metrics()
+    assert step_name(4) not in run.checkpoints() and step_name(6) in run.checkpoints()
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_s4_failures_in_a_row_end_all_ranks_alike(tmp_path, mode: str) -> None:
+    run = Run(tmp_path, "--checkpoint.max_failed_saves=2", f"--checkpoint.mode={mode}")
+    assert run(world=2, fault="save.between_shards:*:1:raise") == 1
+    reason = run.status()["reason"]
+    assert "2 saves in a row have failed (checkpoint.max_failed_saves = 2)" in reason and "rank 1" in reason
+    assert [event["step"] for event in run.events("save_failed")] == [2, 4]
+    assert run.said().count("saving step 4 failed") == 1 and "Traceback" not in run.said()
+
+
+def test_s4_without_a_limit_a_run_trains_on_and_fails_only_at_its_last_save(tmp_path, undisturbed) -> None:
+    run = Run(tmp_path, "--checkpoint.max_failed_saves=0")
+    assert run(world=2, fault="save.between_shards:*:1:raise") == 1
+    assert run.metrics() == undisturbed(world=2).metrics()
+    assert "the last checkpoint, of step 10, failed" in run.status()["reason"]
+
+
+def test_s4_the_last_save_is_tried_again_when_it_failed_in_the_background(tmp_path, undisturbed) -> None:
+    """A signal in step 5 stops the run after step 6, whose save is under way by then and will fail."""
+    run = Run(tmp_path)
+    patch = "tests.faults.test_storage:first_save_of_step_6_fails"
+    assert run.start(world=2, patch=patch, fault="step:5:0:signal").join() == [75, 75]
+    assert [event["step"] for event in run.events("save_failed")] == [6]
+    assert run.checkpoints()[-1] == step_name(6)
+    assert run(world=2) == 0
+    assert_same_history(run, undisturbed(world=2))
+
+
+def first_save_of_step_6_fails() -> None:
+    import forge.checkpoint.commit as commit
+
+    complete, failed = commit._complete, []
+
+    def fail_once(partial, final, contents, parts):
+        if contents.step == 6 and not failed:
+            failed.append(True)
+            raise OSError("not this time")
+        complete(partial, final, contents, parts)
+
+    commit._complete = fail_once
+
+
+def test_s6_a_second_run_on_the_same_directory_is_refused_and_names_the_first(tmp_path) -> None:
+    run = Run(tmp_path, "--train.steps=100000")
+    ranks = run.start()
+    wait_for(lambda: run.stepping)
+    assert run() == 2
+    assert f"process {ranks.pids[0]} on" in run.said()
+    os.kill(ranks.pids[0], signal.SIGTERM)
+    assert ranks.join() == [75]
+    assert run.status()["state"] == "stopped"
+
+
+def test_s6_the_lock_of_a_killed_run_is_taken_over_and_its_holder_named(tmp_path, undisturbed) -> None:
+    run = Run(tmp_path)
+    ranks = run.start(fault="step:5:0")
+    assert ranks.join() == [-signal.SIGKILL]
+    assert run() == 0
+    assert f"taking over from process {ranks.pids[0]} on" in run.said()
+    assert_same_history(run, undisturbed())

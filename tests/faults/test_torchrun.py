@@ -1,0 +1,53 @@
+"""What only torchrun does: restart workers, and pass signals on to them. Fresh interpreters, a real launcher."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from tests.end_to_end.runs import Run, assert_same_history, wait_for
+from tests.end_to_end.test_launchers import TORCHRUN, command, start
+
+SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+
+
+@pytest.mark.parametrize("dead", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_k5_torchrun_restarts_after_a_killed_worker_and_finishes_by_itself(
+    tmp_path, undisturbed, dead: int
+) -> None:
+    options = command(f"--run.output_dir={tmp_path}")
+    process = start(
+        [*TORCHRUN, "--max-restarts=2", "--nproc-per-node=2", *options],
+        tmp_path,
+        FORGE_FAULT=f"step:7:{dead}",
+    )
+    _, said = process.communicate(timeout=180)
+    assert process.returncode == 0, said
+    run = Run(tmp_path)
+    assert len(run.events("started")) == 2
+    assert_same_history(run, undisturbed(world=2))
+
+
+@pytest.mark.parametrize("name", [pytest.param("SIGTERM", marks=pytest.mark.slow), "SIGUSR1"])
+def test_p1_a_signal_to_the_launcher_stops_all_ranks_after_one_checkpoint(tmp_path, name: str) -> None:
+    run = Run(tmp_path)
+    endless = ["--train.steps=100000", "--checkpoint.interval=0"]
+    process = start(
+        [*TORCHRUN, SIGNALS, "--nproc-per-node=2", *command(f"--run.output_dir={tmp_path}", *endless)],
+        tmp_path,
+    )
+    wait_for(lambda: run.stepping)
+    process.send_signal(signal.Signals[name])
+    _, said = process.communicate(timeout=60)
+    assert process.returncode != 0
+    status = run.status()
+    assert status["state"] == "stopped" and status["exit_code"] == 75 and status["reason"] == name, said
+    step = status["step"]
+    assert run.checkpoints() == [f"step-{step:08d}"]
+    assert run.metrics()[-1]["step"] == step
+
+    whole = Run(tmp_path / "whole")
+    few = [f"--train.steps={step + 3}", "--checkpoint.interval=0"]
+    assert run(*few, world=2) == 0 and whole(*few, world=2) == 0
+    assert_same_history(run, whole)
