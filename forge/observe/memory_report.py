@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import resource
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -41,11 +41,15 @@ class MemoryReport:
         self._step = 0
         self._resident_before = 0
 
-    def take_in(self, shards: list[Shard], optimizer: Iterable[tuple[str, Shard, Tensor]]) -> None:
-        """Count the state of this rank: `shards`, gradients like them, and `optimizer` as (slot, shard, values)."""
-        self.bytes["parameters"] = sum(self._size(shard.data) for shard in shards)
-        self.bytes["gradients"] = self.bytes["parameters"]
+    def take_in(self, held: Mapping[str, int], optimizer: Iterable[tuple[str, Shard, Tensor]]) -> None:
+        """Count the state of this rank: `held` by the model in bytes by kind, and `optimizer` as (slot, shard, values)."""
+        self.bytes |= {kind: size for kind, size in held.items() if size}
         self.bytes["optimizer"] = sum(self._size(values) for _, _, values in optimizer)
+
+    def per_parameter(self, parameters: int) -> str:
+        """What is known so far in bytes of this rank for each of the model's `parameters`."""
+        each = ", ".join(f"{kind} {size / parameters:.2f}" for kind, size in self.bytes.items())
+        return f"{sum(self.bytes.values()) / parameters:.2f} bytes per parameter on this rank: {each}"
 
     def before_step(self, step: int) -> None:
         if not self._step and self._device.type != "cuda":
@@ -120,11 +124,15 @@ class MemoryReport:
     def _state_at_peak(self) -> int:
         """What the peak counts besides activations; the process held its parameters before it began to grow."""
         if self._device.type == "cuda":
-            return self.bytes["parameters"] + self.bytes["gradients"] + self.bytes["optimizer"]
-        return self.bytes["gradients"]
+            return sum(size for kind, size in self.bytes.items() if kind != "activations")
+        return self.bytes.get("gradients", 0) + self.bytes.get("buckets", 0)
 
 
-_NOTES = {"gradients": "  while a step runs", "activations": "  and buffers, at the peak of the first step"}
+_NOTES = {
+    "gradients": "  while a step runs",
+    "buckets": "  of gradients on their way, during backward",
+    "activations": "  and buffers, at the peak of the first step",
+}
 
 
 def ran_out_of_memory(error: BaseException) -> bool:

@@ -51,7 +51,7 @@ class DataParallel(Protocol):
         """Forget the gradients."""
 
     def memory(self) -> dict[str, int]:
-        """What this rank holds through a step, in bytes by kind. Not collective."""
+        """What this rank's device holds through a step, in bytes by kind. Not collective."""
 
     def held_while_accumulating(self) -> str:
         """What lies in memory between the microbatches of a step, for the log. Not collective."""
@@ -76,6 +76,7 @@ class FullySharded:
         self._refresh_scales = scale_refresher(model)
 
     def materialise(self, device: torch.device) -> None:
+        self._device = device
         fsdp.materialise(self._model, self._config, device)
         self.shards = fsdp.fsdp_shards(self._model, self._meshes)
 
@@ -98,8 +99,9 @@ class FullySharded:
         self._model.zero_grad(set_to_none=True)
 
     def memory(self) -> dict[str, int]:
-        held = sum(shard.data.nbytes for shard in self.shards)
-        return {"parameters": held, "gradients": held}
+        # What is offloaded lies elsewhere.
+        here = [shard.data.nbytes for shard in self.shards if shard.data.device.type == self._device.type]
+        return {"parameters": sum(here), "gradients": sum(here)}
 
     def held_while_accumulating(self) -> str:
         return fsdp.held_while_accumulating(self._config, self.shards)

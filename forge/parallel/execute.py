@@ -80,6 +80,9 @@ class ParallelModel(Protocol):
     def logits(self, tokens: Tensor) -> Tensor:
         """Next-token scores `[batch, seq, vocab]` of `tokens` `[batch, seq]`, the same tokens on all ranks."""
 
+    def memory(self) -> dict[str, int]:
+        """What this rank's device holds through a step, in bytes by kind. Not collective."""
+
     def held_while_accumulating(self) -> str:
         """What lies in memory between the microbatches of a step, for the log. Not collective."""
 
@@ -154,6 +157,9 @@ class SequentialModel:
     def copies(self) -> Iterable[tuple[str, Tensor, dist.ProcessGroup]]:
         """Weights that an engine computes with and that are not its shards: name, values, the ranks that hold them."""
         return getattr(self._engine, "copies", tuple)()
+
+    def memory(self) -> dict[str, int]:
+        return self._engine.memory()
 
     def held_while_accumulating(self) -> str:
         return self._engine.held_while_accumulating()

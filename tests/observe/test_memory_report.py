@@ -19,13 +19,18 @@ def shard(elements: int) -> Shard:
 
 def state(elements: int):
     one = shard(elements)
-    return [one], [(slot, one, torch.zeros(elements)) for slot in ("exp_avg", "exp_avg_sq")]
+    return {"parameters": 4 * elements, "gradients": 4 * elements, "buckets": 0}, [
+        (slot, one, torch.zeros(elements)) for slot in ("exp_avg", "exp_avg_sq")
+    ]
 
 
 def test_state_is_counted_in_bytes_of_this_rank() -> None:
     report = MemoryReport(CPU)
     report.take_in(*state(1000))
     assert report.bytes == {"parameters": 4000, "gradients": 4000, "optimizer": 8000}
+    assert report.per_parameter(500) == (
+        "32.00 bytes per parameter on this rank: parameters 8.00, gradients 8.00, optimizer 16.00"
+    )
 
 
 def test_activations_are_what_the_first_step_adds_and_told_once() -> None:

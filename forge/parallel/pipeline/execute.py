@@ -124,6 +124,10 @@ class PipelinedModel:
     def logits(self, tokens: Tensor) -> Tensor:
         return self._split.logits(self._logits, tokens)
 
+    def memory(self) -> dict[str, int]:
+        of_parts = [part.engine.memory() for part in self._parts.values()]
+        return {kind: sum(of_part[kind] for of_part in of_parts) for kind in of_parts[0]}
+
     def held_while_accumulating(self) -> str:
         return "; ".join(
             dict.fromkeys(part.engine.held_while_accumulating() for part in self._parts.values())

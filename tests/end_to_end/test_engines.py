@@ -1,0 +1,54 @@
+"""Whole runs under every data-parallel engine, and one that changes its engine at each resume."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.end_to_end.runs import Run, assert_same_history
+
+ENGINES = ("ddp", "zero1", "zero2")
+
+
+def test_a_run_changes_its_engine_at_every_resume_and_nobody_sees_it(tmp_path) -> None:
+    whole = Run(tmp_path / "whole")
+    assert whole("--parallel.data_parallel=fsdp2", world=2) == 0
+    run = Run(tmp_path / "changing")
+    for steps, engine, world in (
+        (3, "zero1", 2),
+        (5, "fsdp2", 1),
+        (7, "ddp", 2),
+        (9, "zero2", 2),
+        (10, "zero1", 1),
+    ):
+        assert run(f"--parallel.data_parallel={engine}", f"--train.steps={steps}", world=world) == 0
+    lines, expected = run.metrics(), whole.metrics()
+    assert [line["step"] for line in lines] == [line["step"] for line in expected]
+    assert run.losses() == pytest.approx(whole.losses(), rel=1e-5)
+    assert [line["grad_norm"] for line in lines] == pytest.approx(
+        [line["grad_norm"] for line in expected], rel=1e-4
+    )
+    assert run.losses()[-1] < run.losses()[0]
+    assert "zero1: " in run.log() and "bytes per parameter on this rank" in run.log()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_killed_run_goes_on_as_if_it_had_not_been(engine: str, tmp_path) -> None:
+    options = (
+        f"--parallel.data_parallel={engine}",
+        "--parallel.bucket_size=3000",
+        "--precision.compute=bfloat16",
+    )
+    whole, run = Run(tmp_path / "whole", *options), Run(tmp_path / "killed", *options)
+    assert whole(world=2) == 0
+    killed = run.start(world=2, fault="step:6:1").join()
+    assert killed[1] == -9
+    assert run(world=2) == 0
+    assert_same_history(run, whole)
+
+
+def test_experts_train_under_zero1(tmp_path) -> None:
+    moe = '--model.moe={n_experts = 4, top_k = 2, expert_dim = 32, balance = "bias"}'
+    options = (moe, "--parallel.data_parallel=zero1", "--parallel.ep=2", "--optimizer.lr=1e-2")
+    run = Run(tmp_path, *options)
+    assert run(world=2) == 0
+    assert run.losses()[-1] < run.losses()[0] - 0.1
