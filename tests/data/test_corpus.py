@@ -94,7 +94,7 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize("line", BAD_LINES, ids=range(len(BAD_LINES)))
-def test_a_malformed_line_is_told_with_its_place_and_the_next_one_read(tmp_path, line):
+def test_d3_a_malformed_line_is_told_with_its_place_and_the_next_one_read(tmp_path, line):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "a"}\n' + line + b'\n{"text": " "}\n{"text": "b"}\n')
     first, bad, last = read_documents(Piece(str(path), "a.jsonl", 0, path.stat().st_size), "text")
@@ -102,7 +102,7 @@ def test_a_malformed_line_is_told_with_its_place_and_the_next_one_read(tmp_path,
     assert bad.where == "a.jsonl, line at byte 14" and BAD_LINES[line] in bad.reason
 
 
-def test_a_text_file_is_one_document_or_bad(tmp_path):
+def test_d3_a_text_file_is_one_document_or_bad(tmp_path):
     write(tmp_path, a_dot_txt=b"\xef\xbb\xbfx\r\ny\n", b_dot_txt=b"ab\xffc", c_dot_txt=b" \n")
 
     def read(name):

@@ -63,7 +63,7 @@ def test_a_dataset_is_not_overwritten(tmp_path):
         ShardWriter(tmp_path / "a", vocab_size=10, tokenizer="test")
 
 
-def test_fingerprint_is_of_the_content(tmp_path):
+def test_d2_fingerprint_is_of_the_content(tmp_path):
     first = write_documents(tmp_path / "a", [40, 3])
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     assert TokenDataset(tmp_path / "b").fingerprint == first.fingerprint
@@ -101,7 +101,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_is_found_at_opening_and_named(tmp_path, damage):
+def test_d1_damage_is_found_at_opening_and_named(tmp_path, damage):
     write_documents(tmp_path / "set", [30, 10])
     do, message = DAMAGE[damage]
     do(tmp_path / "set")
@@ -120,14 +120,14 @@ def test_one_flipped_bit_is_found_by_verify(tmp_path):
         dataset.verify()
 
 
-def test_an_id_beyond_the_vocabulary_is_found_at_opening(tmp_path):
+def test_d1_an_id_beyond_the_vocabulary_is_found_at_opening(tmp_path):
     write_documents(tmp_path / "set", [30])
     assert open_source(str(tmp_path / "set"), 0, vocab_size=30).tokens == 30
     with pytest.raises(UserError, match=r"token id 29, and model\.vocab_size is 29"):
         open_source(str(tmp_path / "set"), 0, vocab_size=29)
 
 
-def test_an_id_beyond_the_vocabulary_is_found_in_the_batch_with_file_and_byte(tmp_path):
+def test_d1_an_id_beyond_the_vocabulary_is_found_in_the_batch_with_file_and_byte(tmp_path):
     write_documents(tmp_path / "set", [30, 20], shard_bytes=40)
     path = tmp_path / "set" / "tokens-00001.bin"
     values = np.fromfile(path, "<u2")
@@ -139,7 +139,7 @@ def test_an_id_beyond_the_vocabulary_is_found_in_the_batch_with_file_and_byte(tm
         dataset.read(10, 30)
 
 
-def test_less_than_one_sequence_is_refused(tmp_path):
+def test_d1_less_than_one_sequence_is_refused(tmp_path):
     dataset = write_documents(tmp_path / "set", [30, 2])
     assert count_windows(dataset, 31) == 1
     with pytest.raises(UserError, match=r"has 32 tokens.* 33"):

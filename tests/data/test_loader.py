@@ -29,7 +29,7 @@ def first_batches(count, dataset=None, **options):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("start_step", [0, 1, 5])
-def test_ranks_together_see_the_global_samples_in_order_from_any_step(ranks, start_step):
+def test_r2_ranks_together_see_the_global_samples_in_order_from_any_step(ranks, start_step):
     dataset = make_dataset()
     per_rank = [
         first_batches(3, rank=rank, ranks=ranks, start_sample=start_step * GLOBAL) for rank in range(ranks)
@@ -72,7 +72,7 @@ def test_an_epoch_labels_every_token_but_the_first_once():
     assert sorted(labels) == list(range(1, 10 * S + 1))
 
 
-def test_a_dataset_smaller_than_the_batch_goes_on_into_its_next_epochs():
+def test_d4_a_dataset_smaller_than_the_batch_goes_on_into_its_next_epochs():
     dataset = PackedDataset([Counting(3 * S + 1)], [1], S, seed=0)
     firsts = torch.cat([batch.tokens[:, 0] for batch in first_batches(3, dataset)]).tolist()
     for epoch in range(8):
@@ -102,7 +102,7 @@ def test_what_the_thread_raises_comes_out_of_next_and_ends_the_loader():
     assert list(loader) == [] and not loader._thread.is_alive()
 
 
-def test_damage_in_a_shard_comes_out_of_next(tmp_path):
+def test_d1_damage_in_a_shard_comes_out_of_next(tmp_path):
     write_documents(tmp_path / "set", [200], vocab_size=200)
     from forge.data.format import TokenDataset
 

@@ -93,7 +93,7 @@ def test_an_index_that_does_not_fit_is_refused(tmp_path, changes, said):
         MegatronTokens(plain(**changes).to(tmp_path / "set"), 100)
 
 
-def test_a_truncated_bin_is_refused(tmp_path):
+def test_d1_a_truncated_bin_is_refused(tmp_path):
     plain().to(tmp_path / "set")
     (tmp_path / "set.bin").write_bytes((tmp_path / "set.bin").read_bytes()[:-2])
     with pytest.raises(UserError, match=r"set.bin: has 18 bytes where set.idx says 20"):
@@ -112,7 +112,7 @@ def test_missing_files_are_told(tmp_path):
 @pytest.mark.parametrize(
     ("written", "vocab_size", "said"), [(plain(), 9, "id 9 at byte 18"), (plain(), 4, "id 4")]
 )
-def test_an_id_beyond_the_vocabulary_is_told_by_file_and_byte(tmp_path, written, vocab_size, said):
+def test_d1_an_id_beyond_the_vocabulary_is_told_by_file_and_byte(tmp_path, written, vocab_size, said):
     source = MegatronTokens(written.to(tmp_path / "set"), vocab_size)
     with pytest.raises(UserError, match=said):
         source.read(0, 10)
@@ -125,7 +125,7 @@ def test_a_negative_id_is_refused(tmp_path):
         MegatronTokens(tmp_path / "set", 100).read(0, 10)
 
 
-def test_the_fingerprint_goes_by_content(tmp_path):
+def test_d2_the_fingerprint_goes_by_content(tmp_path):
     first = MegatronTokens(plain().to(tmp_path / "a"), 100).fingerprint
     assert MegatronTokens(plain().to(tmp_path / "b"), 100).fingerprint == first
     assert MegatronTokens(plain(firsts=[0, 4]).to(tmp_path / "c"), 100).fingerprint != first

@@ -21,7 +21,7 @@ def blocks(mixture, first, count):
 
 @settings(max_examples=50, deadline=None)
 @given(weights=WEIGHTS, sizes=st.lists(st.integers(1, 40), min_size=5, max_size=5), block=st.integers(1, 64))
-def test_each_epoch_shows_every_window_once_before_the_next_begins(weights, sizes, block):
+def test_d4_each_epoch_shows_every_window_once_before_the_next_begins(weights, sizes, block):
     mixture = Mixture(weights, sizes[: len(weights)], seed=1, block=block)
     samples = [mixture.locate(i) for i in range(700)]
     for source, size in enumerate(mixture.sizes):
@@ -76,7 +76,7 @@ def test_weight_zero_is_never_drawn():
     assert {source for source, _, _ in blocks(mixture, 0, 20)} == {1, 3}
 
 
-def test_only_ratios_of_weights_matter():
+def test_d4_only_ratios_of_weights_matter():
     first, second = (Mixture(weights, [50, 50], seed=0, block=12) for weights in ([1, 2], [0.2, 0.4]))
     assert blocks(first, 0, 10) == blocks(second, 0, 10)
 
@@ -95,7 +95,7 @@ def test_epochs_and_seeds_differ_in_order():
 
 
 @pytest.mark.parametrize("weights", [[0, 0], [-1, 2], [float("nan")], [float("inf"), 1], [1, 1e-7]])
-def test_impossible_weights_are_refused(weights):
+def test_d4_impossible_weights_are_refused(weights):
     with pytest.raises(UserError, match="weights"):
         Mixture(weights, [5] * len(weights), seed=0)
 

@@ -130,7 +130,7 @@ def test_a_finished_run_says_so_and_other_options_are_refused(text, tmp_path, mo
             run(text, tmp_path / "out", **options)
 
 
-def test_bad_documents_are_counted_and_too_many_refused(tmp_path, capsys):
+def test_d3_bad_documents_are_counted_and_too_many_refused(tmp_path, capsys):
     lines = [json.dumps({"text": f"line {i}"}) for i in range(95)] + ["{"] * 5
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     with pytest.raises(
@@ -143,7 +143,7 @@ def test_bad_documents_are_counted_and_too_many_refused(tmp_path, capsys):
     assert len(documents(tmp_path / "out")) == 95
 
 
-def test_an_empty_split_is_refused(tmp_path):
+def test_d1_an_empty_split_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("one document")
     with pytest.raises(UserError, match=r"out/.*no document with text"):
         run(tmp_path / "a.txt", tmp_path / "out", holdout=0.001)

@@ -40,7 +40,7 @@ def test_documents_end_with_eos(tmp_path):
     assert RawTokens(path, "uint16", 100).document_ids(1, 4).tolist() == [0, 0, 0, 0]
 
 
-def test_an_id_beyond_the_vocabulary_is_told_by_file_and_byte(tmp_path):
+def test_d1_an_id_beyond_the_vocabulary_is_told_by_file_and_byte(tmp_path):
     source = RawTokens(write(tmp_path / "a.bin", [1, 2, 300, 4]), "uint16", 300)
     assert source.read(0, 2).tolist() == [1, 2]
     with pytest.raises(UserError, match=r"a.bin: token id 300 at byte 4 .* model.vocab_size 300"):
@@ -54,7 +54,7 @@ def test_the_wrong_dtype_meets_the_vocabulary(tmp_path):
 
 
 @pytest.mark.parametrize(("content", "said"), [(b"", "is empty"), (b"abc", "no multiple of 2")])
-def test_files_that_hold_no_ids_are_refused(tmp_path, content, said):
+def test_d1_files_that_hold_no_ids_are_refused(tmp_path, content, said):
     (tmp_path / "a.bin").write_bytes(content)
     with pytest.raises(UserError, match=said):
         RawTokens(tmp_path / "a.bin", "uint16", 10)
@@ -65,7 +65,7 @@ def test_a_missing_file_is_told(tmp_path):
         RawTokens(tmp_path / "b.bin", "uint16", 10)
 
 
-def test_the_fingerprint_goes_by_content_not_by_place(tmp_path):
+def test_d2_the_fingerprint_goes_by_content_not_by_place(tmp_path):
     def fingerprint(name, ids, **options):
         return RawTokens(write(tmp_path / name, ids), "uint16", 2**16, **options).fingerprint
 

@@ -24,7 +24,7 @@ def test_a_profile_changes_nothing_in_the_history(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("patch", ["card", "host"])
-def test_out_of_memory_gives_the_report_and_three_keys_and_no_traceback(tmp_path, patch: str) -> None:
+def test_x2_out_of_memory_gives_the_report_and_three_keys_and_no_traceback(tmp_path, patch: str) -> None:
     run = Run(tmp_path)
     assert run.start(patch=f"tests.end_to_end.test_observing:{patch}_is_full").join() == [1]
     said = run.said()

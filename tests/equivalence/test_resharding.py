@@ -99,7 +99,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.mark.parametrize(("written", "loaded"), _pairs())
-def test_what_one_layout_saved_another_continues(written: str, loaded: str, saved) -> None:
+def test_r2_what_one_layout_saved_another_continues(written: str, loaded: str, saved) -> None:
     world, parallel = LAYOUTS[loaded]
     expected = uninterrupted()
     text, folder = tiny_config(parallel=parallel), str(saved(written))

@@ -88,7 +88,7 @@ WORLDS = [
 
 @pytest.mark.parametrize("state_dominates", [False, True])
 @pytest.mark.parametrize(("world", "options"), WORLDS)
-def test_the_three_keys_are_accepted_as_they_stand(tmp_path, world, options, state_dominates) -> None:
+def test_x2_the_three_keys_are_accepted_as_they_stand(tmp_path, world, options, state_dominates) -> None:
     options = ["--train.global_batch_size=32", *options]
     config = load(tmp_path, *options)
     lines = advice(config, check_world(config, world), state_dominates, on_card=False)

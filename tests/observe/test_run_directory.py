@@ -60,7 +60,7 @@ def test_a_place_where_no_folder_can_be_made_is_refused_in_one_sentence(tmp_path
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EDQUOT])
-def test_the_probe_write_finds_a_read_only_or_full_disk(tmp_path, monkeypatch, code):
+def test_s3_the_probe_write_finds_a_read_only_or_full_disk(tmp_path, monkeypatch, code):
     def refuse(dir):
         raise OSError(code, os.strerror(code))
 
@@ -75,7 +75,7 @@ def test_a_lock_file_that_cannot_be_opened_is_the_user_s_to_mend(tmp_path):
         RunDirectory(tmp_path).acquire()
 
 
-def test_a_second_run_is_refused_and_told_who_holds_the_directory(tmp_path, holder):
+def test_s6_a_second_run_is_refused_and_told_who_holds_the_directory(tmp_path, holder):
     with pytest.raises(UserError) as caught:
         RunDirectory(tmp_path).acquire(patience_s=0)
     assert caught.value.exit_code == BAD_CONFIG
@@ -88,7 +88,7 @@ def test_a_refused_run_leaves_the_holder_named(tmp_path, holder):
             RunDirectory(tmp_path).acquire(patience_s=0)
 
 
-def test_a_killed_holder_is_recognised_as_stale_though_its_helpers_live(tmp_path, holder, caplog):
+def test_s6_a_killed_holder_is_recognised_as_stale_though_its_helpers_live(tmp_path, holder, caplog):
     holder.kill()
     with caplog.at_level(logging.WARNING):
         directory = RunDirectory(tmp_path)
@@ -119,7 +119,7 @@ def test_the_end_of_the_process_is_a_release(tmp_path, caplog):
     assert not caplog.records
 
 
-def test_a_file_system_without_locks_costs_a_warning(tmp_path, monkeypatch, caplog):
+def test_s6_a_file_system_without_locks_costs_a_warning(tmp_path, monkeypatch, caplog):
     def refuse(descriptor, operation):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 

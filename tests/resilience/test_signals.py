@@ -58,7 +58,7 @@ def test_handlers_are_given_back_and_counting_starts_anew():
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_the_third_signal_ends_even_a_process_that_hangs_in_c():
+def test_p4_the_third_signal_ends_even_a_process_that_hangs_in_c():
     process = subprocess.Popen(
         [sys.executable, "-c", DEADLOCK], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

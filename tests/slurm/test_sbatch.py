@@ -61,7 +61,7 @@ def cluster(tmp_path) -> Cluster:
     return Cluster(tmp_path)
 
 
-def test_a_run_that_slurm_stops_is_requeued_once_and_finishes_in_its_next_turn(cluster) -> None:
+def test_p6_a_run_that_slurm_stops_is_requeued_once_and_finishes_in_its_next_turn(cluster) -> None:
     """Two nodes, SIGTERM in mid-run as `--signal` sends it; the second turn ends at the last step."""
     steps = 100
     job = cluster.submit(
@@ -80,7 +80,7 @@ def test_a_run_that_slurm_stops_is_requeued_once_and_finishes_in_its_next_turn(c
 
 
 @pytest.mark.slow
-def test_a_worker_that_dies_is_not_requeued(cluster) -> None:
+def test_p6_a_worker_that_dies_is_not_requeued(cluster) -> None:
     job = cluster.submit(FORGE_FAULT="step:3:0")
     assert job.wait(60) != 0
     assert cluster.requeues() == 0
@@ -94,20 +94,20 @@ def leave(state: str, code: int) -> str:
 
 
 @pytest.mark.parametrize(("state", "code"), [("finished", 0), ("failed", 1), ("failed", 0), ("running", 137)])
-def test_nothing_but_stopped_is_requeued_whatever_the_exit_code(cluster, state: str, code: int) -> None:
+def test_p6_nothing_but_stopped_is_requeued_whatever_the_exit_code(cluster, state: str, code: int) -> None:
     assert cluster.submit(STANDIN_STEP=leave(state, code)).wait(30) == code
     assert cluster.requeues() == 0
 
 
 @pytest.mark.parametrize("code", [0, 1])
-def test_stopped_is_requeued_whatever_the_exit_code(cluster, code: int) -> None:
+def test_p6_stopped_is_requeued_whatever_the_exit_code(cluster, code: int) -> None:
     again = leave("finished", 0)
     step = f"if (( SLURM_RESTART_COUNT )); then {again}; else {leave('stopped', code)}; fi"
     assert cluster.submit(STANDIN_STEP=step).wait(30) == 0
     assert cluster.requeues() == 1
 
 
-def test_the_status_of_an_earlier_turn_does_not_count(cluster) -> None:
+def test_p6_the_status_of_an_earlier_turn_does_not_count(cluster) -> None:
     """A job that dies before it has written a status would otherwise be requeued for ever."""
     cluster.run.mkdir(parents=True)
     (cluster.run / "status.json").write_text('{"state": "stopped", "step": 5}')

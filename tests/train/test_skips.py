@@ -5,7 +5,7 @@ import torch
 from tests.end_to_end.runs import Run, tensor_files
 
 
-def test_one_bad_gradient_on_one_rank_makes_all_skip_and_the_run_goes_on(tmp_path) -> None:
+def test_n1_one_bad_gradient_on_one_rank_makes_all_skip_and_the_run_goes_on(tmp_path) -> None:
     run = Run(tmp_path)
     assert run.start(world=2, patch="tests.train.test_skips:spoil_step_3_on_rank_1").join() == [0, 0]
     lines = run.metrics()
@@ -14,7 +14,7 @@ def test_one_bad_gradient_on_one_rank_makes_all_skip_and_the_run_goes_on(tmp_pat
     assert all(line["loss"] is not None for line in lines)
 
 
-def test_a_skipped_step_leaves_parameters_moments_and_counters_as_they_were(tmp_path) -> None:
+def test_n1_a_skipped_step_leaves_parameters_moments_and_counters_as_they_were(tmp_path) -> None:
     """The run whose third step is spoiled saves, after it, what it had saved after the second."""
     run = Run(tmp_path, "--checkpoint.interval=1", "--checkpoint.keep_last=100", "--train.steps=4")
     assert run.start(world=2, patch="tests.train.test_skips:spoil_step_3_on_rank_1").join() == [0, 0]
@@ -31,7 +31,7 @@ def test_too_many_bad_steps_in_a_row_end_the_run_with_what_it_knows(tmp_path) ->
     assert run.checkpoints()[-1] <= "step-00000006"
 
 
-def test_a_failing_sample_costs_a_warning(tmp_path) -> None:
+def test_x1_a_failing_sample_costs_a_warning(tmp_path) -> None:
     run = Run(tmp_path, "--train.steps=2", "--evaluate.sample_interval=2")
     assert run.start(patch="tests.train.test_skips:break_sampling").join() == [0]
     assert "no sample at step 2" in run.log()
