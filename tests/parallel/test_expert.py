@@ -1,0 +1,378 @@
+"""Experts over ranks: who holds what, what is sent, in which dtype, and what routers count."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from forge.config import check_world, parse_toml_text
+from forge.model.dispatch import LocalDispatcher
+from forge.parallel.build import build_parallel_model
+from forge.parallel.execute import SequentialModel
+from forge.parallel.expert_dispatch import AllToAllDispatcher
+from forge.parallel.mesh import make_meshes
+from tests.collectives import collectives_of
+from tests.equivalence.compare import _batches, tiny_config
+from tests.harness import run_ranks
+
+N_EXPERTS, DIM, TOP_K, LAYERS = 8, 6, 3, 3
+
+
+def moe(parallel: str = "", micro: int = 4, more: str = "", experts: int = N_EXPERTS) -> str:
+    section = f"n_kv_heads = 4\n[model.moe]\nn_experts = {experts}\nexpert_dim = 32\n{more}"
+    return tiny_config(parallel=parallel, model=section, micro=micro).replace("n_kv_heads = 2\n", "")
+
+
+def precise(keys: str, compute: str = "bfloat16", storage: str = "float32") -> str:
+    formats = f'[precision]\nstorage = "{storage}"\ncompute = "{compute}"\nreduce = "float32"\n'
+    return keys[: keys.index("[precision]")] + formats + keys[keys.index("[data]") :]
+
+
+def build(text: str, world: int) -> tuple[Any, Any]:
+    """The model of `text` and this rank's first batch."""
+    config = parse_toml_text(text)
+    meshes = make_meshes(check_world(config, world), "cpu")
+    model = build_parallel_model(config, meshes, torch.device("cpu"))
+    return model, next(iter(_batches(config, meshes.data_rank, meshes.data_ranks)))
+
+
+# The dispatcher alone.
+
+
+def _dispatch(rank: int, world: int, chosen: str, drop: bool) -> None:
+    generator = torch.Generator().manual_seed(rank)
+    tokens = 5 + 3 * rank
+    experts = {
+        "any": torch.rand(tokens, N_EXPERTS, generator=generator).argsort(-1)[:, :TOP_K],
+        "one": torch.full((tokens, TOP_K), 2),
+        "last rank": torch.full((tokens, TOP_K), N_EXPERTS - 1),
+    }[chosen]
+    if drop:
+        experts = experts.masked_fill(torch.rand(experts.shape, generator=generator) < 0.4, N_EXPERTS)
+    x, weights = torch.randn(tokens, DIM, generator=generator), torch.rand(tokens, TOP_K, generator=generator)
+    scales = torch.arange(1.0, N_EXPERTS + 1)
+
+    def compute(rows: torch.Tensor, counts: torch.Tensor, begin: int = 0) -> torch.Tensor:
+        """Expert e multiplies by e + 1 and squares."""
+        own = scales[begin : begin + len(counts)].repeat_interleave(counts)
+        # What is past the counted rows is undefined.
+        padded = torch.cat([own, own.new_full((len(rows) - len(own),), float("nan"))])
+        return (padded.unsqueeze(-1) * rows) ** 2
+
+    share = N_EXPERTS // world
+    remote = AllToAllDispatcher(dist.group.WORLD, N_EXPERTS), functools.partial(compute, begin=rank * share)
+    results = []
+    for dispatch, work in ((LocalDispatcher(N_EXPERTS, drops=drop), compute), remote):
+        inputs = x.clone().requires_grad_(), weights.clone().requires_grad_()
+        out = dispatch(inputs[0], experts, inputs[1], work)
+        out.square().sum().backward()
+        results.append([out.detach(), inputs[0].grad, inputs[1].grad])
+    for local, spread in zip(*results, strict=True):
+        torch.testing.assert_close(spread, local)
+
+
+@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize("chosen", ["any", "one", "last rank"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_rows_go_to_their_experts_and_back(world: int, chosen: str, drop: bool) -> None:
+    run_ranks(_dispatch, world, chosen, drop)
+
+
+# What each rank holds.
+
+
+def _holdings(rank: int, world: int, text: str) -> dict[str, Any]:
+    model, _ = build(text, world)
+    found = {}
+    for shard in model.shards:
+        group = None if shard.replicas is None else dist.get_process_group_ranks(shard.replicas)
+        found[shard.name] = shard.kind, shard.boxes, group, shard.data.clone()
+    return found
+
+
+def holdings(world: int, parallel: str, experts: int = N_EXPERTS, name: str = "w13") -> list[Any]:
+    ranks = run_ranks(_holdings, world, moe(parallel, micro=1, experts=experts))
+    return [rank[f"layers.1.feed_forward.experts.{name}"] for rank in ranks]
+
+
+def test_experts_and_routers_say_what_they_are() -> None:
+    (rank,) = run_ranks(_holdings, 1, moe(more="n_shared_experts = 1\nn_dense_layers = 1"))
+    kinds = Counter(kind for kind, *_ in rank.values())
+    assert kinds["expert"] == 2 * (LAYERS - 1) and kinds["router"] == LAYERS - 1
+    assert rank["layers.1.feed_forward.shared.w1.weight"][0] == "dense"
+
+
+@pytest.mark.parametrize(
+    ("world", "parallel", "experts", "sizes"),
+    [
+        (4, "ep = 4", 8, (2, 64, 32)),
+        (4, "ep = 2", 8, (2, 64, 32)),
+        (4, "", 8, (2, 64, 32)),
+        (4, "tp = 2\nep = 2", 8, (2, 64, 32)),
+        (4, "", 2, (2, 16, 32)),  # fewer experts than ranks: each is cut
+        (4, "ep = 2", 2, (1, 32, 32)),
+    ],
+)
+def test_every_expert_is_held_once(world: int, parallel: str, experts: int, sizes: tuple[int, ...]) -> None:
+    held = torch.zeros(experts, 64, 32)
+    for kind, boxes, copies, _ in holdings(world, parallel, experts):
+        (box,) = boxes
+        assert kind == "expert" and copies is None and box.sizes == sizes
+        held[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))] += 1
+    assert (held == 1).all()
+
+
+def test_replicas_hold_copies_of_experts() -> None:
+    for rank, (_, boxes, copies, _) in enumerate(holdings(4, "dp_replicate = 2\ndp_shard = 2\nep = 2")):
+        assert copies == [rank % 2, rank % 2 + 2] and boxes[0].offsets[0] == 4 * (rank % 2)
+
+
+@pytest.mark.parametrize("parallel", ["ep = 4", "ep = 2", "tp = 2\nep = 4"])
+def test_experts_are_born_different_and_the_same_on_every_layout(parallel: str) -> None:
+    ((_, _, _, alone),) = holdings(1, "")
+    together = torch.zeros_like(alone)
+    for _, (box,), _, values in holdings(4, parallel):
+        together[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))] = values
+    assert torch.equal(together, alone)
+    assert len({tuple(expert[0, :4].tolist()) for expert in together}) == N_EXPERTS
+
+
+def _state_of_routers(rank: int, world: int, text: str) -> list[Any]:
+    model, _ = build(text, world)
+    return [(s.name, s.kind, s.data.dtype, s.replicas.size()) for s in model.buffers]
+
+
+def test_state_of_routers_is_whole_everywhere_and_goes_into_checkpoints() -> None:
+    for rank in run_ranks(_state_of_routers, 2, precise(moe("ep = 2"), storage="bfloat16")):
+        assert [name for name, *_ in rank[:2]] == [
+            "layers.0.feed_forward.router.bias",
+            "layers.0.feed_forward.router.previous_counts",
+        ]
+        assert [(kind, dtype, copies) for _, kind, dtype, copies in rank[:2]] == [
+            ("router", torch.float32, 2),
+            ("router", torch.int64, 2),
+        ]
+
+
+# What is sent.
+
+
+def _sent(rank: int, world: int, text: str) -> dict[str, int]:
+    model, batch = build(text, world)
+    tokens = torch.tensor(100.0, dtype=torch.float64)
+    counted = []
+    for _ in range(2):  # so that what one step leaves behind for the next is seen
+        sent = collectives_of(functools.partial(model.forward_backward, batch, tokens)).number()
+        moved = collectives_of(functools.partial(model.update_router, torch.zeros(()))).number()
+        model.zero_gradients()
+        counted.append((sent, moved))
+    assert counted[0] == counted[1], counted
+    return counted[0]
+
+
+def sent(
+    world: int, parallel: str, micro: int = 4, more: str = "", extra: str = ""
+) -> tuple[Counter, Counter]:
+    ranks = run_ranks(_sent, world, moe(parallel, micro, more) + extra)
+    assert all(rank == ranks[0] for rank in ranks), ranks
+    return Counter(ranks[0][0]), Counter(ranks[0][1])
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_three_exchanges_per_layer_and_forward_two_per_backward(microbatches: int) -> None:
+    step, routers = sent(2, "ep = 2", 4 // microbatches)
+    assert step["all_to_all"] == 5 * LAYERS * microbatches
+    assert routers == {"all_reduce": 1}
+
+
+@pytest.mark.parametrize(("mode", "number"), [("full", 5 + 3), ("selective", 5)])
+def test_what_was_exchanged_is_not_exchanged_again_under_selective_recomputation(
+    mode: str, number: int
+) -> None:
+    step, _ = sent(2, "ep = 2", 4, extra=f'[activation_checkpoint]\nmode = "{mode}"\n')
+    assert step["all_to_all"] == number * LAYERS
+
+
+def test_experts_at_every_degree_one_send_nothing() -> None:
+    step, routers = sent(1, "")
+    assert not step and not routers
+
+
+def test_experts_are_gathered_and_reduced_as_units_of_their_own() -> None:
+    dense = Counter(run_ranks(_sent, 4, tiny_config(micro=2))[0][0])
+    step, _ = sent(4, "ep = 2", 2)
+    # Once more in backward, but for the last block's.
+    assert step["all_gather"] - dense["all_gather"] == LAYERS + LAYERS - 1
+    assert step["reduce_scatter"] - dense["reduce_scatter"] == LAYERS
+    # With all experts of a rank in its own hands there is nothing to gather.
+    step, _ = sent(4, "ep = 4", 2)
+    assert step["all_gather"] == dense["all_gather"] and step["reduce_scatter"] == dense["reduce_scatter"]
+
+
+@pytest.mark.parametrize(("balance", "number"), [("aux_loss", 0), ("sequence_aux_loss", LAYERS)])
+def test_only_balancing_by_sequence_sums_counts_in_forward(balance: str, number: int) -> None:
+    more = f'balance = "{balance}"\nz_loss_coef = 0.1'
+    step, _ = sent(2, "cp = 2\nep = 2", 8, more)
+    plain, _ = sent(2, "cp = 2\nep = 2", 8, 'balance = "none"')
+    assert step["all_reduce"] - plain["all_reduce"] == number
+
+
+def _prefetched(rank: int, world: int, text: str) -> tuple[list[str], list[str]]:
+    model, _ = build(text, world)
+    part = model.parts[0]
+    names = {module: name for name, module in part.named_modules()}
+    states = [part.layers["0"]._get_fsdp_state(), part.layers["1"]._get_fsdp_state()]
+    names_of = lambda states: [names[state._modules[0]] for state in states]  # noqa: E731
+    return (
+        names_of(states[0]._states_to_forward_prefetch),
+        names_of(states[1]._states_to_backward_prefetch),
+    )
+
+
+def test_a_block_gathers_the_next_one_with_its_experts_ahead() -> None:
+    forward, backward = run_ranks(_prefetched, 2, precise(moe("ep = 1")))[0]
+    inner = ["layers.{}.feed_forward.router", "layers.{}.feed_forward.experts"]
+    assert forward == ["layers.1", *(name.format(1) for name in inner)]
+    assert backward == [*(name.format(1) for name in inner), "layers.0", *(name.format(0) for name in inner)]
+
+
+# In which dtype.
+
+
+def _dtypes(rank: int, world: int, text: str) -> dict[str, Any]:
+    model, batch = build(text, world)
+    seen: dict[str, Any] = {}
+
+    def note(name: str, module: Any, inputs: Any, output: Any) -> None:
+        weight = next(module.parameters())
+        outputs = output if isinstance(output, tuple) else (output,)
+        seen[name] = weight.dtype, [out.dtype for out in outputs]
+
+    for name, module in model.parts[0].named_modules():
+        if name.endswith((".router", ".experts")):
+            module.register_forward_hook(functools.partial(note, name))
+    model.forward_backward(batch, model.count_tokens(batch))
+    model.finalize_gradients()
+    seen["gradients"] = {shard.grad.dtype for shard in model.shards}
+    return seen
+
+
+@pytest.mark.parametrize("parallel", ["ep = 2", "ep = 2\ntp = 2\nsequence_parallel = false"])
+def test_routers_compute_in_float32_beside_bfloat16(parallel: str) -> None:
+    for seen in run_ranks(_dtypes, 2, precise(moe(parallel))):
+        assert seen.pop("gradients") == {torch.float32}
+        for name, (computes, returns) in seen.items():
+            if name.endswith("router"):
+                assert (computes, returns) == (torch.float32, [torch.int64, torch.float32])
+            else:
+                assert (computes, returns) == (torch.bfloat16, [torch.bfloat16])
+
+
+# What routers count.
+
+
+def _counts(rank: int, world: int, text: str) -> dict[str, Any]:
+    model, batch = build(text, world)
+    assert isinstance(model, SequentialModel)
+    (router, *_) = model.parts[0].routers.values()
+    seen = {}
+    model.evaluate(batch)
+    model.logits(batch.tokens[:1])
+    seen["evaluated"] = router.counts.sum().item()
+    model.forward_backward(batch, model.count_tokens(batch))
+    seen["own"] = router.counts.sum().item()
+    before = router.bias.clone(), router.previous_counts.clone()
+    skipped = model.update_router(torch.ones(()))
+    assert torch.equal(router.bias, before[0]) and torch.equal(router.previous_counts, before[1])
+    assert not router.counts.any()
+    model.forward_backward(batch, model.count_tokens(batch))
+    moved = model.update_router(torch.zeros(()))
+    assert torch.equal(skipped.values[:, :N_EXPERTS], moved.values[:, :N_EXPERTS])
+    seen["reported"] = moved.values[0, :N_EXPERTS].sum().item()
+    seen["valid"] = model.count_tokens(batch).item()
+    seen["bias"] = router.bias.clone()
+    seen["ends"] = moved.values[0, -2:].tolist()
+    seen["layers"] = moved.layers
+    return seen
+
+
+@pytest.mark.parametrize("parallel", ["ep = 2", "tp = 2\nep = 1\nsequence_parallel = false"])
+def test_what_is_trained_on_is_counted_once_and_a_skipped_step_moves_nothing(parallel: str) -> None:
+    ranks = run_ranks(_counts, 2, moe(parallel, more="bias_update_rate = 0.5\nn_dense_layers = 1"))
+    assert sum(rank["own"] for rank in ranks) == ranks[0]["reported"] == 2 * ranks[0]["valid"]
+    for rank in ranks:
+        assert rank["evaluated"] == 0 and rank["layers"] == (1, 2)
+        assert torch.equal(rank["bias"], ranks[0]["bias"]) and rank["bias"].abs().max() == 0.5
+        assert rank["ends"] == [rank["bias"].min().item(), rank["bias"].max().item()]
+
+
+def _logits(rank: int, world: int, text: str) -> torch.Tensor:
+    model, _ = build(text, world)
+    return model.logits(torch.arange(7).unsqueeze(0))
+
+
+@pytest.mark.parametrize("sequence", ["true", "false"])
+def test_scores_of_a_sequence_of_any_length(sequence: str) -> None:
+    (alone,) = run_ranks(_logits, 1, moe())
+    for rank in run_ranks(_logits, 2, moe(f"tp = 2\nep = 2\nsequence_parallel = {sequence}")):
+        torch.testing.assert_close(rank, alone, rtol=0, atol=1e-12)
+
+
+# With other features.
+
+
+def _float8(rank: int, world: int, text: str) -> tuple[list[str], list[str], bool]:
+    said: list[str] = []
+    log = logging.getLogger("forge.parallel.float8")
+    log.addHandler(handler := logging.Handler())
+    log.setLevel(logging.INFO)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    model, batch = build(text, world)
+    converted = [n for n, m in model.parts[0].named_modules() if type(m).__name__ == "Float8Linear"]
+    sums = model.forward_backward(batch, model.count_tokens(batch))
+    model.finalize_gradients()
+    finite = all(shard.grad.isfinite().all() for shard in model.shards if shard.boxes)
+    return converted, said, bool(finite and sums.objective.isfinite())
+
+
+def test_float8_leaves_routers_and_routed_experts_out_and_says_so() -> None:
+    keys = precise(moe("ep = 2", more="n_shared_experts = 1"))
+    keys = keys.replace("[precision]", '[precision]\nfloat8 = "tensorwise"')
+    for converted, said, finite in run_ranks(_float8, 2, keys):
+        assert "layers.0.feed_forward.shared.w1" in converted and finite
+        assert not any("router" in name or "experts" in name for name in converted)
+        assert any("routed experts" in line for line in said)
+
+
+def _graphs(rank: int, world: int, text: str) -> tuple[int, int]:
+    from torch._dynamo.utils import counters
+
+    model, batch = build(text, world)
+    for _ in range(2):
+        model.forward_backward(batch, model.count_tokens(batch))
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+def test_all_blocks_share_a_graph_of_attention_and_one_of_shared_experts() -> None:
+    compiled = '[compile]\nenabled = true\nbackend = "aot_eager"\n'
+    for graphs, breaks in run_ranks(_graphs, 2, moe("ep = 2", more="n_shared_experts = 1") + compiled):
+        assert (graphs, breaks) == (2, 0)
+
+
+def _capacity(rank: int, world: int, text: str) -> tuple[float, float]:
+    model, batch = build(text, world)
+    sums = model.forward_backward(batch, model.count_tokens(batch))
+    report = model.update_router(torch.zeros(()))
+    assert sums.objective.isfinite() and all(s.grad.isfinite().all() for s in model.shards if s.boxes)
+    return report.values[:, N_EXPERTS + 2].sum().item(), report.values[:, :N_EXPERTS].sum().item()
+
+
+def test_a_capacity_factor_drops_and_reports() -> None:
+    for dropped, chosen in run_ranks(_capacity, 2, moe("ep = 2", more="capacity_factor = 0.5")):
+        assert 0.4 * chosen < dropped < 0.7 * chosen
