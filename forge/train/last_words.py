@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from pathlib import Path
 
 from forge import compat
-from forge.errors import FAILED, WATCHDOG
+from forge.errors import FAILED, WATCHDOG, UserError
 from forge.observe.events import utc_now
 from forge.parallel.world import World, on_first_rank
 from forge.resilience.roll_call import RollCall
@@ -36,11 +37,15 @@ class LastWords:
         if self._world.rank == 0:
             self._reporter.event("watchdog", step=step, reason=reason, cause=cause)
 
+    def of_user_error(self, error: UserError, phases: Phases) -> None:
+        """What the user can mend ends the run: on all ranks alike, or on this one, and then the others name it."""
+        self._reporter.ended("failed", str(error), error.exit_code)
+        with contextlib.suppress(Exception):
+            self._roll_call.answer(_describe(error, phases))
+
     def of_error(self, error: BaseException, phases: Phases) -> None:
         """`error` ends the run on this rank."""
-        phase, step = phases.now
-        trouble = f"{phase} of step {step}" if step else phase
-        trouble = f"{trouble}: {type(error).__name__}: {error}"
+        trouble = _describe(error, phases)
         log.error("rank %d fails in %s", self._world.rank, trouble)
         cause = self._call(trouble, quiet_s=1.0)
         self._reporter.ended("failed", cause or trouble, FAILED)
@@ -61,6 +66,12 @@ class LastWords:
         if self._world.rank < 2:  # two, because one of them may be the dead one
             log.error("%s", cause)
         return cause
+
+
+def _describe(error: BaseException, phases: Phases) -> str:
+    phase, step = phases.now
+    name = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+    return f"{phase} of step {step}: {name}{error}" if step else f"{phase}: {name}{error}"
 
 
 def _ranks(ranks: list[int]) -> str:
