@@ -1,0 +1,378 @@
+"""A pipeline computes what one process computes: every schedule, every other axis, both ends tied or not, experts or none."""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from forge.config import check_world, parse_toml_text
+from forge.errors import UserError
+from forge.parallel.build import build_parallel_model
+from forge.parallel.mesh import make_meshes
+from forge.parallel.pipeline.execute import PipelinedModel
+from forge.parallel.pipeline.schedule import make_schedule
+from forge.parallel.pipeline.tied import Tied
+from tests.equivalence import compare
+from tests.equivalence.compare import (
+    PLAIN,
+    Trace,
+    Twist,
+    _batches,
+    _layout_on_rank,
+    assert_equal,
+    layout,
+    plain_model,
+    reference,
+    tiny_config,
+)
+from tests.harness import RankFailed, run_ranks
+
+ONE_STAGE = ["GPipe", "1F1B"]
+SCHEDULES = [
+    *ONE_STAGE,
+    "Interleaved1F1B",
+    "LoopedBFS",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "DualPipeV",
+]
+EXPERTS = "[model.moe]\nn_experts = 8\ntop_k = 2\nexpert_dim = 24\nn_dense_layers = 1\n"
+MODELS = {
+    "plain": "",
+    "tied": "tie_embeddings = true\n",
+    "everything": "qk_norm = true\nattention_bias = true\nsliding_window = 24\nlogit_soft_cap = 5.0\n",
+    "experts": EXPERTS
+    + "n_shared_experts = 1\nbalance = 'sequence_aux_loss'\naux_loss_coef = 0.1\nz_loss_coef = 0.01\n",
+    "tied experts": "tie_embeddings = true\n" + EXPERTS + "balance = 'aux_loss'\naux_loss_coef = 0.1\n",
+    "biased experts": EXPERTS + "balance = 'bias'\nscore_function = 'sigmoid'\n",
+}
+NO_COMPILER = "aot_eager_decomp_partition"
+
+
+def plain_text(model: str, layers: int = 8) -> str:
+    return tiny_config(model=MODELS[model]).replace("n_layers = 3", f"n_layers = {layers}")
+
+
+def pipeline_text(
+    pp: int,
+    schedule: str,
+    model: str = "plain",
+    *,
+    layers: int = 8,
+    parallel: str = "",
+    pipeline: str = "",
+    more: str = "",
+    micro: int = 1,
+) -> str:
+    text = tiny_config(parallel=f"pp = {pp}\n{parallel}", model=MODELS[model], micro=micro)
+    text = text.replace("n_layers = 3", f"n_layers = {layers}")
+    return f"{text}\n[pipeline]\nschedule = '{schedule}'\n{pipeline}\n{more}"
+
+
+@functools.cache
+def expected(model: str, layers: int = 8, twist: Twist = PLAIN) -> Trace:
+    return reference(plain_text(model, layers), twist)
+
+
+def slow_unless(fast: bool):
+    return () if fast else (pytest.mark.slow,)
+
+
+@pytest.mark.parametrize("model", ["plain", "tied", "experts", "tied experts"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_over_two_ranks(schedule: str, model: str) -> None:
+    # Five layers: stages of unequal size.
+    text = pipeline_text(2, schedule, model, layers=5)
+    assert_equal(layout(text, 2), expected(model, 5))
+
+
+FOUR = [
+    pytest.param(schedule, model, marks=slow_unless(number % 4 == place % 4))
+    for number, schedule in enumerate(SCHEDULES)
+    for place, model in enumerate(["plain", "tied", "experts", "tied experts"])
+]
+
+
+@pytest.mark.parametrize(("schedule", "model"), FOUR)
+def test_every_schedule_over_four_ranks(schedule: str, model: str) -> None:
+    assert_equal(layout(pipeline_text(4, schedule, model), 4), expected(model))
+
+
+AXES = {
+    "fsdp": ("", ""),
+    "hsdp": ("dp_replicate = 2\ndp_shard = 1", ""),
+    "tp": ("tp = 2", ""),
+    "tp without sp": ("tp = 2\nsequence_parallel = false\nloss_parallel = false", ""),
+    "cp": ("cp = 2", ""),
+    "ring": ("cp = 2\ncontext = 'ring'", ""),
+    "ep": ("ep = 2", ""),
+    "ep over tp": ("tp = 2\nep = 2", ""),
+    "zero1": ("data_parallel = 'zero1'", ""),
+    "zero2": ("data_parallel = 'zero2'", ""),
+    "ddp": ("data_parallel = 'ddp'", ""),
+    "offload": ("cpu_offload = true", ""),
+    "recompute": ("", "[activation_checkpoint]\nmode = 'full'"),
+    "recompute some": ("", "[activation_checkpoint]\nmode = 'selective'"),
+    "compile": ("", f"[compile]\nenabled = true\nbackend = '{NO_COMPILER}'"),
+    "compile, tp": ("tp = 2", f"[compile]\nenabled = true\nbackend = '{NO_COMPILER}'"),
+}
+FAST_AXES = {
+    ("fsdp", "1F1B", "everything"),
+    ("hsdp", "ZBVZeroBubble", "tied"),
+    ("tp", "Interleaved1F1B", "everything"),
+    ("tp without sp", "ZBVZeroBubble", "tied"),
+    ("cp", "InterleavedZeroBubble", "everything"),
+    ("ep", "DualPipeV", "tied experts"),
+    ("ep over tp", "Interleaved1F1B", "biased experts"),
+    ("zero1", "ZBVZeroBubble", "tied"),
+    ("zero2", "1F1B", "tied"),
+    ("recompute some", "InterleavedZeroBubble", "tied experts"),
+    ("compile", "ZBVZeroBubble", "everything"),
+}
+
+
+def axis_cases() -> list:
+    cases = []
+    for axis in AXES:
+        for schedule in ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
+            for model in ("everything", "tied", "tied experts", "biased experts"):
+                if "experts" in model or not axis.startswith("ep"):
+                    case = axis, schedule, model
+                    cases.append(pytest.param(*case, marks=slow_unless(case in FAST_AXES)))
+    return cases
+
+
+@pytest.mark.parametrize(("axis", "schedule", "model"), axis_cases())
+def test_a_pipeline_with_every_other_axis(axis: str, schedule: str, model: str) -> None:
+    parallel, more = AXES[axis]
+    text = pipeline_text(2, schedule, model, parallel=parallel, more=more)
+    assert_equal(layout(text, 4), expected(model))
+
+
+def test_a_split_by_hand_with_a_stage_that_only_embeds() -> None:
+    names = [["embedding"], ["layers.0", "layers.1", "layers.2"], ["layers.3"], ["layers.4", "norm", "head"]]
+    text = pipeline_text(2, "ZBVZeroBubble", layers=5, pipeline=f"module_names = {names}")
+    assert_equal(layout(text, 2), expected("plain", 5))
+
+
+def test_three_stages_per_rank_by_their_size() -> None:
+    text = pipeline_text(
+        2, "InterleavedZeroBubble", layers=5, pipeline="layers_per_stage = 1\nround = 'down'"
+    )
+    assert_equal(layout(text, 2), expected("plain", 5))
+
+
+def test_a_schedule_from_a_file(tmp_path) -> None:
+    schedule = make_schedule("DualPipeV", 2, 4, 8)
+    path = tmp_path / "mine.csv"
+    path.write_text("\n".join(",".join(map(str, order)) for order in schedule.order))
+    assert_equal(layout(pipeline_text(2, str(path), "tied", layers=5), 2), expected("tied", 5))
+
+
+def one_valid_token(labels: torch.Tensor, rank: int) -> None:
+    kept = labels[0, 5].item()
+    labels.fill_(-100)
+    if rank == 0:
+        labels[0, 5] = kept if kept >= 0 else 3
+
+
+@pytest.mark.parametrize(("world", "schedule"), [(2, "1F1B"), (4, "ZBVZeroBubble")])
+def test_one_valid_token_in_the_whole_global_batch(world: int, schedule: str) -> None:
+    twist = Twist(labels=one_valid_token)
+    assert_equal(
+        layout(pipeline_text(2, schedule, "tied", layers=5), world, twist), expected("tied", 5, twist)
+    )
+
+
+# --- drawn at random ---
+
+LAYOUTS, FAST = 30, 4
+
+
+def draw(generator: random.Random) -> tuple[int, str, str]:
+    """(world, model, config) of one layout with a pipeline, legal or not."""
+    choose = generator.choice
+    world, pp = choose([2, 4, 4, 4, 8]), choose([2, 2, 4])
+    model = choose(sorted(MODELS))
+    options = {
+        **{axis: choose([1, 1, 2]) for axis in ("dp_replicate", "tp", "cp", "ep")},
+        "sequence_parallel": choose(["true", "false"]),
+        "loss_parallel": choose(["true", "false"]),
+        "context": choose(["'allgather'", "'ulysses'", "'ring'"]),
+        "data_parallel": choose(["'fsdp2'", "'fsdp2'", "'zero1'", "'zero2'", "'ddp'"]),
+        "reshard_after_forward": choose(["'auto'", "'always'", "'never'"]),
+    }
+    more = f"[activation_checkpoint]\nmode = {choose(['none', 'none', 'full', 'selective'])!r}\n"
+    more += f"[compile]\nenabled = {choose(['false', 'false', 'true'])}\nbackend = '{NO_COMPILER}'\n"
+    parallel = "\n".join(f"{key} = {value}" for key, value in options.items())
+    micro = choose([1, 1, 2])
+    return (
+        world,
+        model,
+        pipeline_text(pp, choose(SCHEDULES), model, parallel=parallel, more=more, micro=micro),
+    )
+
+
+def layouts() -> list[tuple[int, str, str]]:
+    """The first LAYOUTS legal ones; those of eight ranks, which take long on two cores, come last."""
+    generator, found = random.Random(6), []
+    while len(found) < LAYOUTS:
+        world, model, text = draw(generator)
+        try:
+            check_world(parse_toml_text(text), world)
+        except UserError:
+            continue
+        found.append((world, model, text))
+    return sorted(found, key=lambda case: case[0] == 8)
+
+
+def random_cases() -> list:
+    cases = []
+    for number, (world, model, text) in enumerate(layouts()):
+        config = parse_toml_text(text)
+        axes = [f"{a}{getattr(config.parallel, a)}" for a in ("pp", "tp", "cp", "ep", "dp_replicate")]
+        name = "-".join(
+            [f"world{world}", config.pipeline.schedule, model, *(a for a in axes if a[-1] != "1")]
+        )
+        cases.append(pytest.param(world, model, text, id=name, marks=slow_unless(number < FAST)))
+    return cases
+
+
+@pytest.mark.parametrize(("world", "model", "text"), random_cases())
+def test_a_layout_drawn_at_random_with_a_pipeline(world: int, model: str, text: str) -> None:
+    assert_equal(layout(text, world), expected(model))
+
+
+# --- what others got wrong ---
+
+
+def scaled_by_microbatches() -> None:
+    """PyTorch's own default: gradients are divided by the number of microbatches."""
+    finalize = PipelinedModel.finalize_gradients
+
+    def divide(self: PipelinedModel) -> None:
+        finalize(self)
+        for shard in self.shards:
+            if shard.grad is not None:
+                shard.grad.div_(8)
+
+    PipelinedModel.finalize_gradients = divide  # type: ignore[method-assign]
+
+
+def clipped_without_pp() -> None:
+    """Each stage takes its own norm for that of the whole gradient."""
+    real_meshes, real_report = compare.make_meshes, compare.report_gradients
+    made = []
+
+    def meshes(*arguments):
+        made.append(real_meshes(*arguments))
+        return made[-1]
+
+    def report(*arguments, **keys):
+        everyone = dist.all_reduce
+        dist.all_reduce = lambda values: everyone(values, group=made[0].stage)
+        try:
+            return real_report(*arguments, **keys)
+        finally:
+            dist.all_reduce = everyone
+
+    compare.make_meshes, compare.report_gradients = meshes, report
+
+
+def tied_gradients_left_apart() -> None:
+    Tied.sum_gradients = lambda self: None  # type: ignore[method-assign]
+
+
+def tied_values_left_behind() -> None:
+    Tied.copy_values = lambda self: None  # type: ignore[method-assign]
+
+
+def labels_for_the_last_stage_only() -> None:
+    """The balancing losses of other stages then count positions that are ignored."""
+    forward = PipelinedModel.run_forward
+
+    def without(self, part, x, inputs):
+        labels = inputs.labels if part.stage.head else None
+        return forward(self, part, x, inputs._replace(labels=labels))
+
+    PipelinedModel.run_forward = without  # type: ignore[method-assign]
+
+
+DEFECTS = {
+    "scaled": (scaled_by_microbatches, "1F1B", "plain", "norm of step 0"),
+    "clipped": (clipped_without_pp, "1F1B", "plain", "ranks disagree"),
+    "tied gradients": (tied_gradients_left_apart, "1F1B", "tied", "norm of step 0"),
+    "tied gradients, V": (tied_gradients_left_apart, "ZBVZeroBubble", "tied", "norm of step 0"),
+    "tied values": (tied_values_left_behind, "1F1B", "tied", "loss of step 1"),
+    "labels": (labels_for_the_last_stage_only, "1F1B", "experts", "norm of step 0"),
+}
+
+
+def _with_defect(rank: int, world: int, text: str, defect: str) -> Trace:
+    DEFECTS[defect][0]()
+    return _layout_on_rank(rank, world, text)
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_the_comparison_catches_what_others_got_wrong(defect: str) -> None:
+    _, schedule, model, seen = DEFECTS[defect]
+    traces = run_ranks(_with_defect, 2, pipeline_text(2, schedule, model, layers=5), defect)
+    with pytest.raises(AssertionError, match=seen):
+        assert traces[0].norms == traces[1].norms, "ranks disagree"
+        assert_equal(traces[0], expected(model, 5))
+
+
+# --- evaluation, sampling ---
+
+
+def _evaluated(rank: int, world: int, text: str) -> tuple[list[float], torch.Tensor]:
+    config = parse_toml_text(text)
+    meshes = make_meshes(check_world(config, world), "cpu")
+    model = build_parallel_model(config, meshes, torch.device("cpu"))
+    batch = next(_batches(config, meshes.data_rank, meshes.data_ranks))
+    tokens = torch.arange(14).reshape(2, 7) % 67
+    before = model.evaluate(batch).values.tolist()
+    scores = model.logits(tokens)
+    # Neither leaves anything behind that a step could stumble on.
+    sums = model.forward_backward(batch, model.count_tokens(batch))
+    assert sums.cross_entropy.item() == pytest.approx(before[1], rel=1e-12)
+    assert model.evaluate(batch).values.tolist() == before
+    return before, scores
+
+
+@pytest.mark.parametrize(
+    ("world", "schedule", "model", "parallel"),
+    [
+        (2, "ZBVZeroBubble", "tied", ""),
+        (4, "Interleaved1F1B", "everything", "tp = 2"),
+        (4, "1F1B", "experts", "cp = 2"),
+        pytest.param(4, "1F1B", "biased experts", "tp = 2", marks=pytest.mark.slow),
+        pytest.param(4, "LoopedBFS", "tied", "data_parallel = 'zero1'", marks=pytest.mark.slow),
+    ],
+)
+def test_every_rank_knows_the_loss_and_the_scores(
+    world: int, schedule: str, model: str, parallel: str
+) -> None:
+    text = plain_text(model, 5)
+    plain = plain_model(parse_toml_text(text))
+    batch = next(_batches(parse_toml_text(text), 0, 1))
+    with torch.no_grad():
+        losses = plain(batch.tokens, batch.labels, batch.positions, batch.documents)
+        scores = plain(torch.arange(14).reshape(2, 7) % 67)
+    results = run_ranks(_evaluated, world, pipeline_text(2, schedule, model, layers=5, parallel=parallel))
+    for values, found in results:
+        assert values == results[0][0]
+        assert values == pytest.approx([*losses.tolist(), (batch.labels >= 0).sum().item()], rel=1e-12)
+        torch.testing.assert_close(found, scores, rtol=0, atol=1e-9)
+
+
+def test_a_name_that_no_stage_has_is_refused_and_one_that_some_have_is_not() -> None:
+    more = "fp32_modules = ['layers.4']"
+    text = pipeline_text(2, "1F1B", layers=5).replace("[precision]", f"[precision]\n{more}")
+    layout(text, 2)
+    with pytest.raises(RankFailed, match="stands for no module"):
+        layout(text.replace("layers.4", "layers.5"), 2)
