@@ -46,6 +46,9 @@ LAYOUTS = {
     "two processes, tensor parallel": (2, ["--parallel.tp=2"]),
     "experts on two processes": (2, ["--parallel.ep=2", *MOE]),
     "bfloat16": (1, ["--precision.compute=bfloat16"]),
+    "bfloat16 with routers in float32": (1, ["--precision.compute=bfloat16", *MOE]),
+    "pipeline": (2, ["--parallel.pp=2"]),
+    "zero1": (2, ["--parallel.data_parallel=zero1"]),
     "documents apart": (1, ["--data.document_mask=true"]),
 }
 
@@ -60,7 +63,7 @@ def test_the_loss_is_the_trainers(folder, tmp_path, name) -> None:
     found = one_object(
         evaluate(run, "--data", "data/validation", "--sequences", 5, "--batch-size", 2, "--json")
     )
-    assert found["loss"] == pytest.approx(expected, abs=1e-6 if name != "bfloat16" else 1e-4)
+    assert found["loss"] == pytest.approx(expected, abs=1e-4 if "bfloat16" in name else 1e-6)
     assert found["sequences"] == 5 and found["step"] == 6
 
 
