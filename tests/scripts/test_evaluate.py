@@ -46,7 +46,10 @@ LAYOUTS = {
     "two processes, tensor parallel": (2, ["--parallel.tp=2"]),
     "experts on two processes": (2, ["--parallel.ep=2", *MOE]),
     "bfloat16": (1, ["--precision.compute=bfloat16"]),
-    "bfloat16 with routers in float32": (1, ["--precision.compute=bfloat16", *MOE]),
+    "bfloat16 with parts in float32": (
+        1,
+        ["--precision.compute=bfloat16", '--precision.fp32_modules=["*.router", "*.wo", "head"]', *MOE],
+    ),
     "pipeline": (2, ["--parallel.pp=2"]),
     "zero1": (2, ["--parallel.data_parallel=zero1"]),
     "documents apart": (1, ["--data.document_mask=true"]),
