@@ -56,6 +56,11 @@ def find_origin(config: Config, checkpoints: Checkpoints) -> Origin | None:
         path = Path(wanted)
         _require_sound(path, checkpoints, "checkpoint.resume", config.checkpoint.verify)
     origin = Origin(path, read_state(path))
+    if "progress" not in origin.state:
+        raise UserError(
+            f"checkpoint.resume = {wanted!r}: was imported, so it has weights only and no history to continue; begin a new "
+            "one with checkpoint.init"
+        )
     _compare(parse_toml_text(read_config(path)), config, path)
     return origin
 
@@ -86,14 +91,14 @@ def check_inputs(origin: Origin, inputs: dict[str, Any], allow_changed_data: boo
 
     With `allow_changed_data` other data are taken; returns what of them has changed, one sentence each.
     """
-    before, changes = origin.state["inputs"], []
-    for key in sorted(set(before) | set(inputs)):
-        if before.get(key) == inputs.get(key):
-            continue
-        change = (
-            f"{key} is not what {origin.path} was trained on: fingerprint {_short(before.get(key))} there, "
-            f"{_short(inputs.get(key))} now"
-        )
+    before = origin.state["inputs"]
+    changes = {
+        key: f"{key} is not what {origin.path} was trained on: fingerprint {_short(before.get(key))} there, "
+        f"{_short(inputs.get(key))} now"
+        for key in sorted(set(before) | set(inputs))
+        if before.get(key) != inputs.get(key)
+    }
+    for key, change in changes.items():
         # With another tokenizer the same ids mean something else.
         free = key.startswith("data.sources")
         if not (allow_changed_data and free):
@@ -102,9 +107,9 @@ def check_inputs(origin: Origin, inputs: dict[str, Any], allow_changed_data: boo
                 f"{change}. Restore the files and data.sources{remedy}, or start a new run (another run.name) with "
                 f"checkpoint.init = {str(origin.path)!r} to keep the weights."
             )
+    for change in changes.values():
         log.warning("%s", change)
-        changes.append(change)
-    return changes
+    return list(changes.values())
 
 
 def _short(fingerprint: Any) -> str:
