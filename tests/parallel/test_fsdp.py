@@ -383,7 +383,7 @@ def _held(rank: int, world: int, text: str) -> str:
 
 
 def _unsharded_between_microbatches(rank: int, world: int, text: str) -> list[tuple[bool, bool]]:
-    """After each backward: whether the parameters of a block (of the model, in one process) are gathered, and whether it holds an unsharded gradient."""
+    """After each backward: whether a block (in one process the model) is gathered, and holds an unsharded gradient."""
     model, batch = build(text, world)
     found = []
     net = model.parts[0]
