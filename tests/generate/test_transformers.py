@@ -16,9 +16,13 @@ pytest.importorskip("transformers")
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2], [7, 18, 28, 18]]
 NEW = 12
+# One of each kind: scaled positions and a tied head, a window, norms on heads, mixtures by softmax and by sigmoid.
+FAST = {"llama3", "mistral", "qwen3", "mixtral", "glm4_moe"}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
 def test_greedily_token_for_token_and_in_log_probabilities(case: str, tmp_path: Path) -> None:
     with float32_means(torch.float64):
         theirs = their_model(case, torch.float64)
