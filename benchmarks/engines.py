@@ -1,0 +1,259 @@
+"""The data-parallel engines side by side: time of a step, what is sent, what is held; by ranks and accumulation.
+
+    python benchmarks/engines.py                                  12 layers on the CPU, or on the CUDA cards there are
+    python benchmarks/engines.py --worlds 2 --accumulation 4      what the bar is about
+    python benchmarks/engines.py --config 1b.toml --worlds 1      on a card
+
+All engines of one row are in the same processes and take turns. Prints the table and writes it, with date, versions and
+settings, to benchmarks/results/. Other --section.key=value options override the config for every engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
+
+from benchmarks.loops import configure
+from benchmarks.measure import (
+    RESULTS,
+    Spread,
+    environment,
+    markdown,
+    ratio,
+    require_learning,
+    take_turns,
+    write_results,
+)
+from benchmarks.throughput import TINY
+from forge.config import Config, check_world
+from forge.data.build import build_dataset
+from forge.data.loader import Loader
+from forge.errors import FAILED, FINISHED, UserError
+from forge.optim import build_optimizer
+from forge.parallel.build import build_parallel_model
+from forge.parallel.gradients import clip_gradients, report_gradients
+from forge.parallel.mesh import make_meshes
+from forge.parallel.world import join, read_world
+from tests.collectives import collectives_of
+
+ENGINES = ("fsdp2", "zero2", "zero1", "ddp")
+MIB = 2**20
+# (ranks, accumulation, engine) -> least ratio to fsdp2, on the CPU with the settings below.
+BARS = {(2, 4, "zero1"): 1.15}
+SHAPE = ("--model.n_layers=12", "--train.seq_len=128", "--train.micro_batch_size=1", "--optimizer.lr=1e-3")
+
+
+class Engine:
+    """One engine's training step, without metrics and checkpoints."""
+
+    def __init__(self, name: str, config: Config, device: torch.device):
+        self.name, self._config = name, config
+        meshes = make_meshes(check_world(config, dist.get_world_size()), device.type)
+        self._model = build_parallel_model(config, meshes, device)
+        self._optimizer = build_optimizer(self._model.shards, config)
+        self._batches = Loader(
+            build_dataset(config),
+            global_batch_size=config.train.global_batch_size,
+            rank=meshes.data_rank,
+            ranks=meshes.data_ranks,
+            device=device,
+            prefetch=config.data.prefetch,
+        )
+        self._losses: list[torch.Tensor] = []
+
+    def step(self) -> None:
+        model, batch = self._model, next(self._batches)
+        sums = model.forward_backward(batch, model.count_tokens(batch))
+        model.finalize_gradients()
+        report = report_gradients(model.shards, sums.objective, stop=False)
+        clip_gradients(model.shards, report.norm, self._config.train.grad_clip_norm)
+        self._optimizer.step(self._config.optimizer.lr, report.skip)
+        model.after_update()
+        model.zero_gradients()
+        self._losses.append(sums.cross_entropy / sums.tokens)
+
+    def sent(self) -> tuple[dict[str, int], float]:
+        """Collectives of a step by name, those of a few numbers left out, and MiB of the tensors that take part."""
+        calls = [(name, size) for name, size in collectives_of(self.step).calls if size > 256]
+        return dict(Counter(name for name, _ in calls)), sum(size for _, size in calls) / MIB
+
+    def held(self) -> float:
+        """MiB of parameters, gradients and optimizer state on this rank, as allocated."""
+        moments = sum(values.nbytes for _, _, values in self._optimizer.tensors())
+        return (sum(self._model.memory().values()) + moments) / MIB
+
+    def losses(self) -> list[float]:
+        return torch.stack(self._losses).tolist()
+
+    def close(self) -> None:
+        self._batches.close()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given, overrides = _parser().parse_known_args(arguments)
+    overrides = [*(TINY if given.tiny else SHAPE if given.config == "debug.toml" else ()), *overrides]
+    try:
+        about = environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        rows = [row for world in given.worlds for row in _on_ranks(world, given, overrides)]
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    about["settings"] = rows[0]["settings"]
+    table = _table(rows)
+    print(table)
+    path = write_results("engines", given.output, about, {"rows": rows}, table)
+    print(f"\nwritten to {path}", file=sys.stderr)
+    return FINISHED
+
+
+def _on_ranks(world: int, given: argparse.Namespace, overrides: list[str]) -> list[dict[str, Any]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder) / "rows.json"
+        try:
+            processes.spawn(_rank, (world, port, given, overrides, found), nprocs=world)
+        except processes.ProcessRaisedException as error:
+            raise UserError(f"on {world} ranks: {str(error).strip()}", exit_code=FAILED) from error
+        return json.loads(found.read_text())
+
+
+def _rank(
+    rank: int, world: int, port: int, given: argparse.Namespace, overrides: list[str], found: Path
+) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world)
+    )
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world))
+    here = read_world()
+    join(here)
+    rows = [
+        row for number in given.accumulation for row in _measure(number, world, given, overrides, here.device)
+    ]
+    if rank == 0:
+        found.write_text(json.dumps(rows))
+    dist.barrier()
+
+
+def _measure(
+    accumulation: int, world: int, given: argparse.Namespace, overrides: list[str], device: torch.device
+) -> list[dict[str, Any]]:
+    engines = []
+    for name in ENGINES:
+        config = configure(given.config, *overrides)
+        batch = accumulation * world * config.train.micro_batch_size
+        wanted = (f"--train.global_batch_size={batch}", f"--parallel.data_parallel={name}")
+        config = configure(given.config, *overrides, *wanted)
+        engines.append(Engine(name, config, device))
+    seconds = take_turns(engines, rounds=given.rounds, steps=given.steps, warmup=given.warmup, device=device)
+    tokens = config.train.global_batch_size * config.train.seq_len
+    barred = device.type == "cpu" and given.config == "debug.toml" and not given.tiny
+    rows = []
+    for engine in engines:
+        collectives, sent = engine.sent()
+        faster = ratio(seconds["fsdp2"], seconds[engine.name])
+        step_ms = Spread.of([1000 * s for s in seconds[engine.name]])
+        rows.append(
+            {
+                "ranks": world,
+                "accumulation": accumulation,
+                "engine": engine.name,
+                "step_ms": step_ms.show(0),
+                "tokens_per_second": 1000 * tokens / step_ms.median,
+                "ratio": faster.show(2),
+                "bar": BARS.get((world, accumulation, engine.name)) if barred else None,
+                "met": faster.median,
+                "collectives": collectives,
+                "sent_mib": sent,
+                "held_mib": engine.held(),
+                "settings": _settings(given, config, device),
+            }
+        )
+    for engine in engines:
+        require_learning(engine.name, engine.losses())
+        engine.close()
+    return rows
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    head = ["ranks", "microbatches", "engine", "ms per step", "tokens/s", "times fsdp2", "bar"]
+    head += ["collectives", "MiB in them", "MiB held per rank"]
+    lines = []
+    for row in rows:
+        bar = ""
+        if row["bar"] is not None:
+            bar = f"{row['bar']}: {'met' if row['met'] >= row['bar'] else 'missed'}"
+        sent = ", ".join(f"{number} {name}" for name, number in row["collectives"].items())
+        lines.append(
+            [
+                str(row["ranks"]),
+                str(row["accumulation"]),
+                row["engine"],
+                row["step_ms"],
+                f"{row['tokens_per_second']:.0f}",
+                row["ratio"],
+                bar,
+                sent or "none",
+                f"{row['sent_mib']:.0f}",
+                f"{row['held_mib']:.0f}",
+            ]
+        )
+    return f"{markdown(head, lines)}\n\nMedians of all rounds (lowest to highest); ratios are taken round by round."
+
+
+def _settings(given: argparse.Namespace, config: Config, device: torch.device) -> dict[str, Any]:
+    train, model = config.train, config.model
+    return {
+        "config": Path(given.config).stem,
+        "device": device.type,
+        "dim": model.dim,
+        "layers": model.n_layers,
+        "vocab": model.vocab_size,
+        "compute": config.precision.compute,
+        "seq_len": train.seq_len,
+        "micro_batch_size": train.micro_batch_size,
+        "rounds": given.rounds,
+        "steps per round": given.steps,
+        "warm-up steps": given.warmup,
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add(
+        "--config", default="debug.toml", metavar="PATH_OR_NAME", help="the model and its batch (%(default)s)"
+    )
+    add("--worlds", type=int, nargs="+", default=[1, 2, 4], metavar="N", help="numbers of ranks (1 2 4)")
+    add("--accumulation", type=int, nargs="+", default=[1, 4, 16], metavar="N", help="microbatches (1 4 16)")
+    add("--rounds", type=int, default=5, metavar="N", help="turns that every engine gets (%(default)s)")
+    add("--steps", type=int, default=1, metavar="N", help="optimizer steps in a turn (%(default)s)")
+    add("--warmup", type=int, default=4, metavar="N", help="steps before the first turn (%(default)s)")
+    add("--output", type=Path, default=RESULTS, metavar="DIR", help="where results go (benchmarks/results)")
+    add(
+        "--tiny",
+        action="store_true",
+        help="a model of toy size: shows that the benchmark works, measures nothing",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
