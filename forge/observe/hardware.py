@@ -90,11 +90,11 @@ def memory_gib(device: torch.device) -> float:
     return peak * (1 if sys.platform == "darwin" else 1024) / GIB
 
 
-def process_age_s() -> float:
-    """Seconds since this process was started, interpreter and imports included; 0 where the system does not say."""
+def process_age_s(pid: int | None = None) -> float:
+    """Seconds since a process (None: this one) was started, its imports included; 0 where the system does not say."""
     try:
         # Fields of proc(5): the 22nd is the start in clock ticks since boot; the second may hold spaces and brackets.
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        ticks = int(Path(f"/proc/{pid or os.getpid()}/stat").read_text().rpartition(")")[2].split()[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, AttributeError):
         return 0.0

@@ -29,19 +29,21 @@ class GradientReport:
 
 
 def report_gradients(shards: list[Shard], loss: Tensor, *, stop: bool) -> GradientReport:
-    """Collective over all ranks, one small all-reduce. `loss` is any device scalar that is finite in a good step.
+    """Collective over all ranks, one small all-reduce. `loss` is any device scalar that is finite in a good step; where it is
+    not on any rank, all skip.
 
     Each element of the global gradient is counted on one rank only, so the norm is the same for every layout.
     """
-    entries = torch.zeros(2, dtype=torch.float64, device=loss.device)
+    entries = torch.zeros(3, dtype=torch.float64, device=loss.device)
     for dtype, grads in _present([shard for shard in shards if shard.counted]).items():
         norms = torch._foreach_norm(grads, 2, dtype=promoted(dtype))
         entries[0] += torch.stack(norms).double().square().sum().to(entries.device)
     entries[1] = float(stop)
+    entries[2] = (~torch.isfinite(loss)).double()
     if dist.get_world_size() > 1:
         dist.all_reduce(entries)
     norm = entries[0].sqrt()
-    skip = (~(torch.isfinite(norm) & torch.isfinite(loss))).float()
+    skip = (~torch.isfinite(norm) | (entries[2] > 0)).float()
     return GradientReport(norm=norm, skip=skip, stop=entries[1])
 
 

@@ -32,6 +32,11 @@ class World:
     def device(self) -> torch.device:
         return compat.training_device(self.local_rank)
 
+    @property
+    def first_process(self) -> int:
+        """On this machine the process that outlives restarts: torchrun's agent, else this one."""
+        return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
+
 
 def read_world(environment: Mapping[str, str] = os.environ) -> World:
     """What the launcher says in the environment: torchrun's variables, else those of an srun step, else one process."""

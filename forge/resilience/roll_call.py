@@ -23,6 +23,15 @@ class RollCall:
         self._store.set(f"{self._name}/{self._rank}", "here")
         return first.decode()
 
+    def raise_alarm(self, reason: str) -> None:
+        """Let every rank end for this reason."""
+        self._store.compare_set(f"{self._name}/alarm", "", reason)
+
+    def alarm(self) -> str | None:
+        """The reason of the first rank that has raised an alarm."""
+        key = f"{self._name}/alarm"
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
     def missing(self, patience_s: float, quiet_s: float = 1.0) -> list[int]:
         """Ranks that have not answered after `patience_s` seconds, or once nobody new has answered for `quiet_s`."""
         missing = [rank for rank in range(self._world) if rank != self._rank]

@@ -56,7 +56,9 @@ class Watchdog:
     bounds: phase -> (seconds, the key that says so); a phase without one, or with 0 seconds, may take for ever. At the
     end of a bound `stacks-rank-R.txt` (Python stacks of all threads) and `collectives-rank-R` (PyTorch's flight recorder,
     for `torchfrtrace FOLDER --prefix collectives-rank-`) go to `folder`, then `last_words(reason, step)` is called, in a
-    thread of its own: it may write, or wait for other ranks, for at most `grace_s` seconds.
+    thread of its own: it may write, or wait for other ranks, for at most `grace_s` seconds. The same happens when
+    `alarm()`, asked every `alarm_s` seconds, returns the reason that another rank ends for: ranks that wait for one that
+    hangs may be in another phase, with a longer bound.
     """
 
     def __init__(
@@ -66,14 +68,18 @@ class Watchdog:
         rank: int,
         last_words: Callable[[str, int], None],
         grace_s: float = 10.0,
+        alarm: Callable[[], str | None] | None = None,
+        alarm_s: float = 1.0,
     ):
         self._bounds, self._folder, self._rank = bounds, folder, rank
         self._last_words, self._grace_s = last_words, grace_s
+        self._alarm, self._alarm_s = alarm, alarm_s
         # One tuple, replaced at once: phase, step, when it began, when it must have ended.
         self._phase = ("", 0, 0.0, math.inf)
         self._waits_until = math.inf
         self._wake = threading.Event()
-        self._closed = False
+        self._closed = threading.Event()
+        self._ending = threading.Lock()
         self._expired = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -98,21 +104,25 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         self._thread.start()
+        if self._alarm is not None:
+            threading.Thread(target=self._listen, name="alarm", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.wait_for_end()
-        self._closed = True
+        self._closed.set()
         self._wake.set()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
 
     def _watch(self) -> None:
-        while not self._closed:
+        while not self._closed.is_set():
             phase, step, began, deadline = self._phase
             now = time.monotonic()
             if now >= deadline:
-                return self._end(phase, step, now - began)
+                bound, key = self._bounds[phase]
+                what = f"{phase} of step {step}" if step else phase
+                return self._end(f"{what} has taken {now - began:.1f} s, and {key} = {bound:g}", step)
             self._waits_until = deadline
             if self._phase[3] < deadline:
                 continue  # a sooner one came between the two lines above and has woken nobody
@@ -124,12 +134,23 @@ class Watchdog:
                 self._wake.wait()
             self._wake.clear()
 
-    def _end(self, phase: str, step: int, seconds: float) -> None:
+    def _listen(self) -> None:
+        """A thread of its own: what it asks may hang as well."""
+        assert self._alarm is not None
+        while not self._closed.wait(self._alarm_s):
+            try:
+                reason = self._alarm()
+            except Exception as error:
+                log.debug("no more alarms from other ranks: %s", error)
+                return
+            if reason is not None and not self._closed.is_set():
+                return self._end(reason, self._phase[1])
+
+    def _end(self, reason: str, step: int) -> None:
+        if not self._ending.acquire(blocking=False):
+            return  # the other thread is at it
         self._expired.set()
         faulthandler.cancel_dump_traceback_later()
-        bound, key = self._bounds[phase]
-        reason = f"{phase} of step {step}" if step else phase
-        reason = f"{reason} has taken {seconds:.1f} s, and {key} = {bound:g}"
         # Whatever hangs may hang the writing too (a file system, a lock of the logging).
         speaker = threading.Thread(target=self._speak, args=(reason, step), name="last-words", daemon=True)
         speaker.start()

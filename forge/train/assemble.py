@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 class Job:
     """What a run is given: its configuration, its ranks, its directory, and what watches over it from the start.
 
-    began: when this process began, on the monotonic clock.
+    launched: when the run was launched, on the monotonic clock; its launcher may have restarted it since.
     """
 
     config: Config
@@ -61,7 +61,7 @@ class Job:
     signals: StopSignals
     memory: MemoryReport
     phases: Phases
-    began: float = field(default_factory=time.monotonic)
+    launched: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,7 @@ def build(job: Job) -> Built:
     meshes = make_meshes(job.degrees, job.world.device.type)
     compat.raise_timeouts(patience(config.resilience))
     model = build_parallel_model(config, meshes, job.world.device)
+    compat.raise_timeouts(patience(config.resilience))  # of groups that engines have made
     optimizer = build_optimizer(model.shards, config)
     job.memory.take_in(model.memory(), optimizer.tensors())
     counts = parameter_counts(config.model)
@@ -134,7 +135,7 @@ def assemble(
 ) -> Training:
     """The training, about to make the step after `progress`; what must be closed is closed by `stack`."""
     config, world = job.config, job.world
-    time_limit = TimeLimit(config.resilience.time_limit_s, job.began)
+    time_limit = TimeLimit(config.resilience.time_limit_s, job.launched)
     job.phases.listen(time_limit.enter)
     training = Training(
         config=config,

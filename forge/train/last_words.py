@@ -26,12 +26,20 @@ class LastWords:
     def __init__(self, reporter: Reporter, world: World, logs: Path):
         self._reporter, self._world, self._logs = reporter, world, logs
         start = on_first_rank(utc_now)
-        self._roll_call = RollCall(compat.meeting_store(), world.rank, world.size, f"roll-call-{start}")
+
+        def roll_call() -> RollCall:
+            return RollCall(compat.meeting_store(), world.rank, world.size, f"roll-call-{start}")
+
+        self._roll_call = roll_call()
+        # Asked in a thread of its own.
+        self.alarm = roll_call().alarm if world.size > 1 else None
 
     def of_watchdog(self, reason: str, step: int) -> None:
         """The watchdog ends this process."""
         if self._world.rank == 0:
             self._reporter.ended("failed", f"{reason}; stacks of every rank are in {self._logs}", WATCHDOG)
+        if self._world.size > 1:
+            self._roll_call.raise_alarm(f"rank {self._world.rank}: {reason}")
         # All ranks wait, so that none is torn down by another's end before it has written its stacks.
         cause = self._call(reason, quiet_s=PATIENCE_S)
         if self._world.rank == 0:

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 def remember(directory: RunDirectory, origin: Origin | None, progress: Progress) -> None:
     """Make `progress`, as loaded from `origin` (None: a new history), and `rollbacks.json` know the same. Collective."""
-    ours = origin is not None and origin.path.parent.absolute() == directory.checkpoints.absolute()
+    ours = origin is not None and origin.path.parent.resolve() == directory.checkpoints.resolve()
 
     def agree() -> list[Rollback]:
         there = _read(directory) if ours else []

@@ -42,31 +42,40 @@ def run(config: Config, degrees: Degrees, world: World) -> int:
 
     Raises UserError for what the user can mend; `status.json` has then been written where the run directory was ours.
     """
-    began = time.monotonic() - process_age_s()
     directory = RunDirectory(Path(config.run.output_dir) / config.run.name)
     holder = on_first_rank(directory.acquire)
     try:
         on_every_rank(lambda: directory.find(holder) if world.local_rank == 0 and world.rank > 0 else None)
-        return _run_in(directory, config, degrees, world, began)
+        return _run_in(directory, config, degrees, world)
     finally:
         directory.release()
 
 
-def _run_in(directory: RunDirectory, config: Config, degrees: Degrees, world: World, began: float) -> int:
+def _run_in(directory: RunDirectory, config: Config, degrees: Degrees, world: World) -> int:
     setup_logging(world.rank, directory.logs)
     compat.raise_timeouts(patience(config.resilience))
-    reporter, phases = Reporter(directory, world, began), Phases()
+    reporter, phases = Reporter(directory, world, time.monotonic() - process_age_s()), Phases()
     if reporter.ledger is not None:
         phases.listen(reporter.ledger.enter)
     memory = MemoryReport(world.device, reporter.event)
     last_words = LastWords(reporter, world, directory.logs)
-    watchdog = Watchdog(bounds(config.resilience), directory.logs, world.rank, last_words.of_watchdog)
+    watchdog = Watchdog(
+        bounds(config.resilience),
+        directory.logs,
+        world.rank,
+        last_words.of_watchdog,
+        alarm=last_words.alarm,
+        alarm_s=1.0 if world.size <= 64 else 5.0,
+    )
     try:
         with StopSignals(speak=world.rank == 0) as signals, watchdog, memory.explaining(config, degrees):
             phases.listen(watchdog.enter)
-            stopped = _train(Job(config, degrees, world, directory, reporter, signals, memory, phases, began))
+            launched = time.monotonic() - process_age_s(world.first_process)
+            stopped = _train(
+                Job(config, degrees, world, directory, reporter, signals, memory, phases, launched)
+            )
     except UserError as error:
-        reporter.ended("failed", str(error), error.exit_code)
+        last_words.of_user_error(error, phases)
         raise
     except BaseException as error:
         last_words.of_error(error, phases)

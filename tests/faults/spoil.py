@@ -4,6 +4,7 @@ them again."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -18,6 +19,20 @@ def samples_36_to_39() -> None:
     _spoil_gradients(lambda samples: any(36 <= sample < 40 for sample in samples), torch.nan)
 
 
+def infinity_in_one_gradient() -> None:
+    """One element of one gradient, on rank 1, in step 5."""
+
+    def spoil(model, sums) -> None:
+        next(shard for shard in model.shards if shard.boxes).grad.view(-1)[0] = torch.inf
+
+    _spoil(lambda samples: 36 in samples, spoil)
+
+
+def loss_that_is_no_number() -> None:
+    """The loss of step 5 on all ranks; gradients stay finite."""
+    _spoil(lambda samples: 32 <= samples.start < 40, lambda model, sums: sums.values[:2].fill_(torch.nan))
+
+
 def everything_from_32() -> None:
     """The same for all data from step 5 on."""
     _spoil_gradients(lambda samples: max(samples) >= 32, torch.nan)
@@ -29,6 +44,16 @@ def spike_at_56() -> None:
 
 
 def _spoil_gradients(when: Callable[[range], bool], factor: float) -> None:
+    def spoil(model, sums) -> None:
+        for shard in model.shards:
+            if shard.grad is not None and shard.boxes:
+                shard.grad.mul_(factor)
+
+    _spoil(when, spoil)
+
+
+def _spoil(when: Callable[[range], bool], spoil: Callable[[Any, Any], object]) -> None:
+    """Call `spoil(model, sums)` after a backward over samples (of this rank) for which `when` holds."""
     from forge.parallel.execute import SequentialModel
 
     compute = SequentialModel.forward_backward
@@ -36,9 +61,7 @@ def _spoil_gradients(when: Callable[[range], bool], factor: float) -> None:
     def spoiled(self, batch, tokens):
         sums = compute(self, batch, tokens)
         if when(range(batch.first_sample, batch.first_sample + len(batch.tokens))):
-            for shard in self.shards:
-                if shard.grad is not None and shard.boxes:
-                    shard.grad.mul_(factor)
+            spoil(self, sums)
         return sums
 
     SequentialModel.forward_backward = spoiled

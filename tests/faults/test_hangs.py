@@ -33,6 +33,15 @@ def test_h1_the_same_command_goes_on_after_the_watchdog_as_if_nothing_had_been(t
     assert hung.metrics() == whole.metrics()
 
 
+@pytest.mark.parametrize("point", ["save.begin:4:1", "save.before_manifest:4:0"], ids=["begin", "background"])
+def test_h1_a_save_that_hangs_is_ended_too(tmp_path, point: str) -> None:
+    """In the background it is noticed when the next one has to wait for it."""
+    run = Run(tmp_path, *LONG[:1], "--resilience.save_timeout_s=2", "--resilience.step_timeout_s=30")
+    assert run.start(world=2, fault=f"{point}:sleep").join(60) == [76, 76]
+    assert "save of step" in run.status()["reason"] and "resilience.save_timeout_s" in run.status()["reason"]
+    assert "step-00000004" not in run.checkpoints()
+
+
 @pytest.mark.parametrize("dead", [0, 1])
 def test_k1_survivors_of_a_killed_rank_end_soon_and_the_log_names_rank_and_step(tmp_path, dead: int) -> None:
     run = Run(tmp_path, *LONG, "--train.global_batch_size=6")

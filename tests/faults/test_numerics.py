@@ -5,6 +5,8 @@ import signal
 
 import pytest
 
+from forge.checkpoint import read_state
+from forge.checkpoint.folders import step_name
 from tests.end_to_end.runs import Run, tensor_files
 
 THREE = "--resilience.max_skipped_steps=3"
@@ -23,6 +25,17 @@ def test_n1_a_skipped_step_is_computed_again_and_tensors_and_ranks_are_named(tmp
     assert skipped["step"] == 5 and skipped["cause"] == "deterministic"
     assert skipped["where"] and all(place.startswith("rank 1: ") for place in skipped["where"])
     assert "step 5 was skipped" in run.log(0)
+
+
+@pytest.mark.parametrize("defect", ["infinity_in_one_gradient", "loss_that_is_no_number"])
+def test_n1_all_ranks_skip_and_the_state_stays_bit_for_bit(tmp_path, defect: str) -> None:
+    run = Run(tmp_path, "--train.steps=6", "--checkpoint.interval=1", "--checkpoint.keep_last=0")
+    assert run.start(world=2, patch=f"tests.faults.spoil:{defect}").join() == [0, 0]
+    assert [line["step"] for line in run.metrics() if line.get("skipped")] == [5]
+    assert tensor_files(run, 5) == tensor_files(run, 4)
+    before, after, last = (read_state(run.path / "checkpoints" / step_name(step)) for step in (4, 5, 6))
+    assert after["optimizer"] == before["optimizer"] == {"updates": 4} and last["optimizer"] == {"updates": 5}
+    assert after["progress"]["skipped_in_a_row"] == 1 and last["progress"]["skipped_in_a_row"] == 0
 
 
 def test_n1_a_fault_that_does_not_come_again_is_called_transient(tmp_path) -> None:
@@ -73,6 +86,16 @@ def test_n2_a_kill_right_after_a_rollback_does_not_forget_it(tmp_path, model: st
     assert told(killed, "rolled_back") and killed.metrics()[-1]["step"] == 4
     assert killed.start(patch=patch).join() == [0]
     assert len(told(killed, "rolled_back")) == 1
+    assert killed.metrics() == whole.metrics()
+    assert tensor_files(killed, 10) == tensor_files(whole, 10)
+
+
+def test_n2_a_kill_in_the_middle_of_a_rollback_loses_nothing(tmp_path) -> None:
+    whole, killed = Run(tmp_path / "whole", THREE), Run(tmp_path / "killed", THREE)
+    patch = "tests.faults.spoil:samples_32_to_55"
+    assert whole.start(patch=patch).join() == [0]
+    assert killed.start(patch="tests.faults.test_numerics:die_in_a_rollback").join() == [-signal.SIGKILL]
+    assert killed.start(patch=patch).join() == [0]
     assert killed.metrics() == whole.metrics()
     assert tensor_files(killed, 10) == tensor_files(whole, 10)
 
@@ -138,6 +161,40 @@ def test_the_spike_window_survives_a_resume_bit_for_bit(tmp_path) -> None:
     assert state[0]["progress"]["spikes"] == state[1]["progress"]["spikes"]
 
 
+REPLICAS = ["--parallel.dp_replicate=2", "--parallel.dp_shard=1"]
+
+
+def test_n3_a_flipped_bit_on_one_replica_is_named_at_the_next_save_and_never_saved(tmp_path) -> None:
+    """The run returns to the checkpoint before and ends as if nothing had been."""
+    whole, flipped = Run(tmp_path / "whole", *REPLICAS), Run(tmp_path / "flipped", *REPLICAS)
+    assert whole(world=2) == 0
+    assert flipped.start(world=2, patch="tests.faults.spoil:one_bit_on_rank_1_after_step_5").join() == [0, 0]
+    [event] = told(flipped, "copies_differ")
+    assert event["step"] == 6
+    assert "model.layers.0.feed_forward.w1.weight differs between the ranks 0, 1" in event["differences"]
+    [rolled_back] = told(flipped, "rolled_back")
+    assert (rolled_back["from_step"], rolled_back["to_step"]) == (6, 4)
+    assert flipped.metrics() == whole.metrics()
+    assert tensor_files(flipped, 10) == tensor_files(whole, 10)
+
+
+def test_n3_a_machine_that_goes_on_flipping_bits_ends_the_run_and_is_named(tmp_path) -> None:
+    run = Run(tmp_path, *REPLICAS)
+    patch = "tests.faults.spoil:one_bit_on_rank_1_after_every_step_from_5"
+    assert run.start(world=2, patch=patch).join() == [1, 1]
+    assert "out of use" in run.status()["reason"] and "ranks 0, 1" in run.status()["reason"]
+    assert run.checkpoints()[-1] == "step-00000004"
+
+
+def test_n3_only_what_has_copies_is_compared_and_only_if_asked(tmp_path) -> None:
+    patch = "tests.faults.spoil:one_bit_on_rank_1_after_step_5"
+    sharded = Run(tmp_path / "sharded")
+    unasked = Run(tmp_path / "unasked", *REPLICAS, "--resilience.check_replicas=false")
+    for run in (sharded, unasked):
+        assert run.start(world=2, patch=patch).join() == [0, 0]
+        assert not told(run, "copies_differ")
+
+
 def die_when_step_5_comes_again() -> None:
     import os
 
@@ -153,3 +210,14 @@ def die_when_step_5_comes_again() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     loop.fault_point = die
+
+
+def die_in_a_rollback() -> None:
+    """When later checkpoints have been set aside and the roll-back is not yet written down."""
+    import os
+
+    import forge.train.rollback as rollback
+    from tests.faults import spoil
+
+    spoil.samples_32_to_55()
+    rollback.Rollbacks.__call__.__globals__["on_first_rank"] = lambda _: os.kill(os.getpid(), signal.SIGKILL)

@@ -81,3 +81,12 @@ def _no_waiting(rank: int, world: int) -> None:
 
 def test_nothing_waits_for_the_device() -> None:
     run_ranks(_no_waiting, 2)
+
+
+def _loss_of_rank_1_is_not_finite(rank: int, world: int) -> float:
+    shards = [shard("mine", torch.ones(2))]
+    return report_gradients(shards, torch.tensor(float("nan") if rank else 1.0), stop=False).skip.item()
+
+
+def test_n1_a_loss_that_is_not_finite_on_one_rank_makes_all_skip() -> None:
+    assert run_ranks(_loss_of_rank_1_is_not_finite, 2) == [1.0, 1.0]

@@ -1,0 +1,64 @@
+"""Time that is limited, lost or wasted."""
+
+from __future__ import annotations
+
+import signal
+import time
+from datetime import datetime
+
+import pytest
+
+from tests.end_to_end.runs import Run
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_p5_a_run_with_a_time_limit_saves_and_stops_by_itself_before_it(tmp_path, world: int) -> None:
+    run = Run(tmp_path, "--train.steps=100000", "--checkpoint.interval=50")
+    assert run("--resilience.time_limit_s=5", world=world) == 75
+    assert 2 < sum(run.events("goodput")[-1]["seconds"].values()) < 5.5
+    status = run.status()
+    assert (status["state"], status["exit_code"]) == ("stopped", 75)
+    assert "resilience.time_limit_s" in status["reason"]
+    assert run.checkpoints()[-1] == f"step-{status['step']:08d}"
+    assert run.metrics()[-1]["step"] == status["step"]
+
+
+def test_p5_the_run_goes_on_where_the_limit_has_stopped_it(tmp_path) -> None:
+    """A limit that has passed before the first step lets each start make a little progress."""
+    whole, limited = Run(tmp_path / "whole"), Run(tmp_path / "limited")
+    assert whole() == 0
+    starts = 0
+    while (code := limited("--resilience.time_limit_s=0.01")) == 75:
+        starts += 1
+    assert code == 0 and starts >= 3
+    assert limited.metrics() == whole.metrics()
+
+
+def test_the_ledger_sums_to_wall_time_over_a_kill_and_knows_repeated_steps(tmp_path) -> None:
+    held_out = ['--data.validation=[{name="held",path="synthetic"}]', "--evaluate.interval=4"]
+    run = Run(tmp_path, *held_out, "--checkpoint.interval=5", "--train.steps=14")
+    assert run(fault="step:10:0") == -signal.SIGKILL
+    time.sleep(1.5)
+    assert run() == 0
+    events = run.events()
+    ledger = run.events("goodput")[-1]
+    seconds = ledger["seconds"]
+    begin, end = (datetime.fromisoformat(event["time"]) for event in (events[0], ledger))
+    assert sum(seconds.values()) == pytest.approx((end - begin).total_seconds(), abs=1.0)
+    assert 1.5 <= seconds["down"] < 5
+    # Resumed from 5, the second process makes 6 as its first step, and then 7 and 8, of which the first has told, again.
+    assert seconds["repeated steps"] > 0 and seconds["steps"] > 0 and seconds["save"] > 0
+    assert seconds["evaluation"] > 0 and seconds["set-up"] > 0 and seconds["first step"] > 0
+    assert "went into steps that count" in run.log()
+
+
+def test_h2_a_slow_rank_is_named_with_what_it_is_slow_at(tmp_path) -> None:
+    options = ["--train.steps=12", "--resilience.straggler_interval=5", "--checkpoint.interval=0"]
+    for phase in ("data", "forward", "optimizer"):
+        run = Run(tmp_path / phase, *options)
+        assert run.start(world=2, patch=f"tests.faults.spoil:slow_{phase}_on_rank_1").join() == [0, 0]
+        named = {(event["step"], event["rank"], event["phase"]) for event in run.events("straggler")}
+        # A forward of a millisecond may be slow on a busy machine by itself.
+        assert {(5, 1, phase), (10, 1, phase)} <= named
+        assert not {name for name in named if name[1:] != (1, phase) and name[2] != "forward"}
+        assert f"rank 1 is slow at step 5: its {phase} takes" in run.log()
