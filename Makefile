@@ -1,5 +1,6 @@
 # make train       set everything up, learn from real text, show what the model writes (a few minutes on two cores)
 # make test        set up and run the test suite (`make test-all`: the slow tests too)
+# make faults      run every fault of the table in docs/recovery.md, and print it with a result per row
 # make checks      format, lint, types
 # Pip's own variables hold here: PIP_INDEX_URL and PIP_EXTRA_INDEX_URL say where packages come from.
 
@@ -12,7 +13,7 @@ CORPUS_BYTES := 48000000
 # The Python standard library and the installed packages: real text that every machine which can run forge has.
 SOURCES = $$($(BIN)/python -c "import sysconfig as s; print(s.get_path('stdlib'), s.get_path('purelib'))")
 
-.PHONY: train data test test-all checks format clean
+.PHONY: train data test test-all faults checks format clean
 
 train: data
 	@$(BIN)/python train.py --config debug.toml
@@ -42,6 +43,9 @@ test: $(READY)
 
 test-all: $(READY)
 	$(BIN)/python -m pytest
+
+faults: $(READY)
+	$(BIN)/python -m tests.faults.table
 
 checks: $(READY)
 	$(BIN)/ruff format --check .

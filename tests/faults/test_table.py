@@ -1,0 +1,52 @@
+"""The table of docs/recovery.md, the tests that carry its rows in their names, and the fault points that it lists."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+from forge import fault
+from tests.faults.table import PAGE, REPOSITORY, Results, row_of, rows, show
+
+
+def test_every_row_has_a_test_and_every_test_of_a_row_is_in_the_table() -> None:
+    tested = set()
+    for file in (REPOSITORY / "tests").rglob("test_*.py"):
+        names = re.findall(r"^def (test_\w+)\(", file.read_text("utf-8"), re.M)
+        tested |= {row for name in names if (row := row_of(name))}
+    assert tested == {row.name for row in rows()}
+
+
+def test_every_fault_point_is_documented_where_it_is_defined_and_for_operators() -> None:
+    used = set()
+    for file in (REPOSITORY / "forge").rglob("*.py"):
+        used |= set(re.findall(r'fault_point\("([\w.-]+)"', file.read_text("utf-8")))
+    assert used == set(re.findall(r"^    ([a-z][\w.-]*) +on ", fault.__doc__ or "", re.M))
+    assert used == set(
+        re.findall(r"^\| `([\w.-]+)` \| (?:every rank|rank 0) \|", PAGE.read_text("utf-8"), re.M)
+    )
+
+
+def test_a_row_s_result_says_what_failed_what_was_left_out_and_what_is_missing() -> None:
+    results = Results({"K1", "K2", "S2", "S3"})
+    for test, outcome in (
+        ("test_k1_a", "passed"),
+        ("test_k1_b", "passed"),
+        ("test_k2_a", "passed"),
+        ("test_k2_b[1]", "failed"),
+        ("test_s2_a", "skipped"),
+        ("test_other", "failed"),
+    ):
+        results.pytest_runtest_logreport(
+            SimpleNamespace(
+                nodeid=f"tests/x.py::{test}",
+                when="call",
+                failed=outcome == "failed",
+                skipped=outcome == "skipped",
+                longrepr=("x.py", 1, "Skipped: no tmpfs"),
+            )
+        )
+    said = [results.of(row) for row in ("K1", "K2", "S2", "S3")]
+    assert said == ["passed (2)", "FAILED (1 of 2)", "skipped: Skipped: no tmpfs", "NO TEST"]
+    table = show(results)
+    assert "passed (2)" in table and "SIGKILL" in table and len(re.findall("^S2 ", table, re.M)) == 1
