@@ -67,10 +67,11 @@ def import_files(folder: Path) -> dict[str, bytes]:
         if not described.is_file():
             return {MODEL_FILE: _checked(content, str(model))}
         try:
-            if SentencePieceTokenizer(content, str(model)).vocab_size == _vocab_size(described):
-                return {MODEL_FILE: content}
+            pieces = SentencePieceTokenizer(content, str(model)).vocab_size
         except UserError:
-            pass  # another format under the same name, as Llama 3 has it; the other file counts
+            pieces = 0  # another format under the same name, as Llama 3 has it
+        if pieces == _vocab_size(described):
+            return {MODEL_FILE: content}
     names = [JSON_FILE, *SETTINGS_FILES, *_ALSO_COPIED] if described.is_file() else []
     return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
 
@@ -106,6 +107,12 @@ def _sentencepiece(content: bytes, name: str) -> tuple[dict[str, Any], Ends]:
 
     model = protocol.ModelProto.FromString(_checked(content, name))  # type: ignore[attr-defined]
     text, trainer, kinds = model.normalizer_spec, model.trainer_spec, model.SentencePiece
+    # One with a space that is not escaped is never found.
+    whole = {
+        number
+        for number, piece in enumerate(model.pieces)
+        if piece.type == kinds.USER_DEFINED and " " not in piece.piece
+    }
     for what, is_so in (
         ("is not BPE", trainer.model_type != trainer.BPE),
         ("has no bytes to fall back to", not trainer.byte_fallback),
@@ -113,11 +120,17 @@ def _sentencepiece(content: bytes, name: str) -> tuple[dict[str, Any], Ends]:
         ("removes spaces", text.remove_extra_whitespaces),
         ("does not escape spaces", not text.escape_whitespaces),
         ("has spaces at the ends of pieces", trainer.treat_whitespace_as_suffix),
+        # A tokenizer.json would put the space after every symbol as well.
+        ("has symbols of its own and puts a space before a text", bool(whole) and text.add_dummy_prefix),
     ):
         if is_so:
             raise UserError(f"tokenizer {name}: {what}, and no tokenizer.json is made for such a model")
-    vocab = {piece.piece: number for number, piece in enumerate(model.pieces)}
-    scores = {p.piece: p.score for p in model.pieces if p.type in (kinds.NORMAL, kinds.USER_DEFINED)}
+    # Here a symbol is looked for before spaces are escaped.
+    vocab = {
+        p.piece.replace(_SPACE, " ") if number in whole else p.piece: number
+        for number, p in enumerate(model.pieces)
+    }
+    scores = {piece.piece: piece.score for piece in model.pieces if piece.type == kinds.NORMAL}
     merges = [
         (scores[piece], f"{piece[:cut]} {piece[cut:]}")
         for piece in scores
@@ -132,7 +145,7 @@ def _sentencepiece(content: bytes, name: str) -> tuple[dict[str, Any], Ends]:
         vocab,
         [pair for _, pair in merges],
         special={p.piece: vocab[p.piece] for p in model.pieces if p.type in (kinds.CONTROL, kinds.UNKNOWN)},
-        whole={p.piece: vocab[p.piece] for p in model.pieces if p.type == kinds.USER_DEFINED},
+        whole={token: number for token, number in vocab.items() if number in whole},
         begin=begin,
         escaped=True,
         prefixed=text.add_dummy_prefix,
