@@ -19,7 +19,7 @@ from forge.parallel.build import build_parallel_model
 from forge.parallel.gradients import clip_gradients, report_gradients
 from forge.parallel.mesh import make_meshes
 from forge.train.resume import Origin, all_tensors, load_origin
-from tests.equivalence.compare import STEPS, TOLERANCE, _batches, tiny_config, whole
+from tests.equivalence.compare import STEPS, TOLERANCE, _batches, tiny_config, wholes
 from tests.harness import run_ranks
 
 # Name -> ranks, and what the layout says.
@@ -71,12 +71,13 @@ def _train(
         clip_gradients(model.shards, report.norm, 1.0)
         optimizer.step(LR, report.skip)
         model.after_update()
+        model.update_router(report.skip)
         model.zero_gradients()
         losses.append((sums.cross_entropy / sums.tokens).item())
     if end < STEPS:
         (outcome,) = checkpoints.save(end, all_tensors(model, optimizer), optimizer.state(), {}, {})
         assert outcome.error is None, outcome.error
-    return {"losses": losses, "parameters": {s.name: whole(s, s.data) for s in model.shards}}
+    return {"losses": losses, "parameters": wholes(model.shards, [s.data for s in model.shards])}
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from forge.parallel.build import build_parallel_model
 from forge.parallel.initialize import fill_normal, initialize
 from forge.parallel.mesh import make_meshes
 from forge.shard import Box, Shard
-from tests.equivalence.compare import tiny_config, whole
+from tests.equivalence.compare import tiny_config, wholes
 from tests.harness import RankFailed, run_ranks
 
 SHAPE = torch.Size((300, 7, 101))
@@ -119,8 +119,8 @@ def _built_on_nan(rank: int, world: int, text: str) -> dict[str, torch.Tensor]:
     torch.nn.Module.to_empty = to_nan
     config = parse_toml_text(text)
     model = build_parallel_model(config, make_meshes(check_world(config, world), "cpu"), torch.device("cpu"))
-    tensors = {s.name: whole(s, s.data) for s in model.shards}
-    tensors |= {name: buffer.clone() for name, buffer in model.parts[0].named_buffers()}
+    tensors = wholes(model.shards, [s.data for s in model.shards])
+    tensors |= {name: buffer.clone() for part in model.parts for name, buffer in part.named_buffers()}
     assert any("rope" in name or "cos" in name for name in tensors), "expected RoPE tables among the buffers"
     left = [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]
     assert not left, f"not initialised: {left}"

@@ -1,0 +1,153 @@
+"""What a step of a pipeline sends, gathers, reduces and computes: as much as it must, and when it should."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from forge import compat
+from forge.config import check_world, parse_toml_text
+from forge.model import Attention
+from forge.parallel.build import build_parallel_model
+from forge.parallel.execute import ParallelModel
+from forge.parallel.mesh import Meshes, make_meshes
+from forge.parallel.pipeline.schedule import Action
+from tests.collectives import Collectives
+from tests.equivalence.compare import _batches
+from tests.equivalence.test_pipeline import SCHEDULES, pipeline_text
+from tests.harness import run_ranks
+from tests.parallel.test_initialize import _built_on_nan
+
+
+def built(world: int, text: str) -> tuple[ParallelModel, Meshes, Any]:
+    config = parse_toml_text(text)
+    meshes = make_meshes(check_world(config, world), "cpu")
+    batches = _batches(config, meshes.data_rank, meshes.data_ranks)
+    return build_parallel_model(config, meshes, torch.device("cpu")), meshes, batches
+
+
+def _sent(rank: int, world: int, text: str) -> dict[str, Any]:
+    """The collectives and messages of the second step, in order; how many units the model has."""
+    model, meshes, batches = built(world, text)
+    for step in range(2):
+        batch = next(batches)
+        with Collectives() as calls:
+            tokens = model.count_tokens(batch)
+            model.forward_backward(batch, tokens)
+            model.finalize_gradients()
+        model.zero_gradients()
+        if step == 0:
+            model.after_update()
+    groups = [group for part in model.parts for group in compat.fsdp_parameter_groups(part)]
+    return {
+        "pp": meshes.pp.rank(),
+        "names": [name for name, _ in calls.calls],
+        "units": len({id(group) for group in groups}),
+    }
+
+
+# Stages and microbatches of two ranks -> messages that a rank sends: activations and gradients of each border.
+@pytest.mark.parametrize(
+    ("schedule", "messages"), [("1F1B", 4), ("GPipe", 4), ("Interleaved1F1B", 12), ("ZBVZeroBubble", 8)]
+)
+def test_each_parameter_is_gathered_and_reduced_once_per_step(schedule: str, messages: int) -> None:
+    """Two ranks of a pipeline, two of FSDP, four microbatches: a message for each border and microbatch and direction."""
+    for one in run_ranks(_sent, 4, pipeline_text(2, schedule)):
+        number = Counter(one["names"])
+        assert number["all_gather"] == number["reduce_scatter"] == one["units"]
+        # Valid tokens before the step, losses after it.
+        assert number["all_reduce"] == 2
+        assert number["send"] == messages and number["recv_"] == messages
+        assert set(number) == {"all_gather", "reduce_scatter", "all_reduce", "send", "recv_"}
+
+
+def test_gradients_are_reduced_beside_the_last_backward_and_not_behind_it() -> None:
+    for one in run_ranks(_sent, 4, pipeline_text(2, "1F1B")):
+        names = one["names"]
+        if one["pp"] == 1:  # it sends its last gradient when its last backward is done
+            assert max(i for i, name in enumerate(names) if name == "send") > names.index("reduce_scatter")
+
+
+def test_tied_ends_cost_one_message_there_and_one_back() -> None:
+    results = run_ranks(_sent, 2, pipeline_text(2, "1F1B", "tied"))
+    number = [Counter(one["names"]) for one in results]
+    # Eight microbatches; the gradient of the copy goes to the first stage.
+    assert (number[0]["send"], number[0]["recv_"]) == (8, 9)
+    assert (number[1]["send"], number[1]["recv_"]) == (9, 8)
+
+
+def test_tied_ends_on_one_rank_cost_none() -> None:
+    plain, tied = (
+        run_ranks(_sent, 2, pipeline_text(2, "ZBVZeroBubble", model)) for model in ("plain", "tied")
+    )
+    for one, other in zip(plain, tied, strict=True):
+        assert Counter(one["names"]) == Counter(other["names"])
+
+
+def _computed(rank: int, world: int, text: str) -> set[int]:
+    """How often each block of this rank computed its attention in a step."""
+    model, _, batches = built(world, text)
+    counts: Counter[int] = Counter()
+    for part in model.parts:
+        for name, block in part.layers.items():
+            attention = block.attention
+            assert isinstance(attention, Attention)
+
+            def counted(x, shared, name=int(name), forward=attention.forward):
+                counts[name] += 1
+                return forward(x, shared)
+
+            attention.forward = counted
+    batch = next(batches)
+    model.forward_backward(batch, model.count_tokens(batch))
+    return set(counts.values())
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_block_is_computed_once_per_microbatch_and_once_more_under_checkpointing(schedule: str) -> None:
+    """In particular not once for each weight where a schedule computes input and weight gradients apart."""
+    more = "[activation_checkpoint]\nmode = 'full'"
+    assert run_ranks(_computed, 2, pipeline_text(2, schedule)) == [{8}] * 2
+    assert run_ranks(_computed, 2, pipeline_text(2, schedule, more=more)) == [{16}] * 2
+
+
+def _held(rank: int, world: int, text: str) -> dict[str, int]:
+    model, _, batches = built(world, text)
+    batch = next(batches)
+    tokens = model.count_tokens(batch)
+    most = {"now": 0, "most": 0}
+    from forge.parallel.pipeline import execute
+
+    do = execute._Step.do
+
+    def watched(self: Any, action: Action) -> None:
+        do(self, action)
+        most["now"] = len(self._outputs)
+        most["most"] = max(most["most"], most["now"])
+
+    execute._Step.do = watched  # type: ignore[method-assign]
+    model.forward_backward(batch, tokens)
+    return most
+
+
+def test_only_what_the_schedule_has_under_way_is_held() -> None:
+    """1F1B holds as many microbatches as ranks are behind; GPipe all."""
+    assert [one["most"] for one in run_ranks(_held, 2, pipeline_text(2, "1F1B"))] == [2, 1]
+    assert [one["most"] for one in run_ranks(_held, 2, pipeline_text(2, "GPipe"))] == [8, 8]
+    assert all(one["now"] == 0 for one in run_ranks(_held, 2, pipeline_text(2, "ZBVZeroBubble")))
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("model", ["tied experts", "everything"])
+def test_memory_full_of_nan_is_written_over_alike(schedule: str, model: str) -> None:
+    text = pipeline_text(2, schedule, model)
+    single = run_ranks(_built_on_nan, 1, text.replace("pp = 2", "pp = 1"))[0]
+    found: set[str] = set()
+    for of_rank in run_ranks(_built_on_nan, 2, text):
+        for name, tensor in of_rank.items():
+            assert torch.equal(tensor, single[name]), name
+        found |= of_rank.keys()
+    assert found == single.keys()
