@@ -116,6 +116,18 @@ def test_the_checkpoint_benchmark(tmp_path):
     assert found["results"]["resume"]["megabytes"] > 0
 
 
+@pytest.mark.slow
+def test_the_benchmark_of_engines(tmp_path):
+    # Its ranks are processes of its own.
+    options = ["--tiny", "--worlds", "2", "--accumulation", "2", "--rounds", "1", "--warmup", "20"]
+    assert importlib.import_module("benchmarks.engines").main([*options, "--output", str(tmp_path)]) == 0
+    (file,) = tmp_path.glob("*-engines.json")
+    rows = {row["engine"]: row for row in json.loads(file.read_text())["results"]["rows"]}
+    assert rows["zero1"]["collectives"] == {"reduce_scatter": 1, "all_gather": 1}
+    assert rows["ddp"]["collectives"] == {"all_reduce": 1}
+    assert rows["zero2"]["held_mib"] > rows["fsdp2"]["held_mib"]
+
+
 @pytest.mark.parametrize("name", ["throughput", "gpu", "data", "checkpoint"])
 def test_a_wrong_option_is_told_with_exit_2(name, capsys):
     main = importlib.import_module(f"benchmarks.{name}").main
