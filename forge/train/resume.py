@@ -68,6 +68,10 @@ def find_origin(config: Config, checkpoints: Checkpoints) -> Origin | None:
 def _require_sound(path: Path, checkpoints: Checkpoints, key: str, verify: bool) -> None:
     problem = checkpoints.verify(path, contents=verify)
     if problem is not None:
+        if (path / "config.json").is_file():
+            raise UserError(
+                f"{key} = {str(path)!r}: is a folder of Hugging Face; scripts/convert.py from-hf makes a checkpoint of it"
+            )
         raise UserError(f"{key} = {str(path)!r}: {problem}", exit_code=NO_CHECKPOINT)
 
 

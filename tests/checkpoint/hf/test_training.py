@@ -112,6 +112,7 @@ def test_an_imported_folder_has_no_history_to_continue(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", *OPTIONS, *CASES["llama2"], f"--checkpoint.resume={tmp_path / 'imported'}")
     assert run() == 2
     assert "checkpoint.resume" in run.said() and "checkpoint.init" in run.said()
+    assert Run(tmp_path / "other", *OPTIONS, f"--checkpoint.init={tmp_path / 'theirs'}")() == 2
 
 
 @pytest.mark.parametrize("model", ["dense", "mixture"])
