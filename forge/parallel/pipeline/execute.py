@@ -255,9 +255,10 @@ class _Step:
             self._backward(action)
             return
         part, last = self._owner.part(stage), self._owner.is_last_backward(action)
-        if last:
-            part.engine.begin_microbatch(last=True)
         self._halves.pop((stage, microbatch)).finish(list(part.model.parameters()))
+        if last:
+            # Not before: FSDP takes the gradients of the first weights for the end of a backward.
+            part.engine.begin_microbatch(last=True)
         part.engine.take_weight_gradients(last=last)
 
 
