@@ -88,7 +88,7 @@ class Pipeline(Section):
     ) = "1F1B"
     """Order of forwards and backwards."""
     layers_per_stage: Count = 0
-    """Layers in one stage. 0: an even split, counting embedding and head as layers."""
+    """Layers in one stage. 0: as even as costs allow, those of embedding, head and experts counted."""
     module_names: ListOf[ListOf[Text]] = ()
     """A split by hand: the module names of every stage. []: automatic."""
     round: Literal["up", "down", "error"] = "error"

@@ -1,0 +1,30 @@
+"""The picture of a schedule shows each computation once, where and when it happens."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+SCRIPT = runpy.run_path(str(Path(__file__).resolve().parents[2] / "scripts" / "plot_pipeline.py"))
+
+
+@pytest.mark.parametrize(("schedule", "blocks"), [("1F1B", 2 * 4 * 2), ("ZBVZeroBubble", 4 * 4 * 3)])
+def test_every_computation_is_drawn_once(tmp_path: Path, schedule: str, blocks: int, capsys) -> None:
+    path = tmp_path / "timeline.svg"
+    arguments = ["--schedule", schedule, "--ranks", "2", "--microbatches", "4", "--output", str(path)]
+    assert SCRIPT["main"](arguments) == 0 and "idle" in capsys.readouterr().out
+    titles = re.findall(r"<title>(\d+[FBIW]\d+)</title>", path.read_text())
+    assert len(titles) == len(set(titles)) <= blocks
+    assert {"0F0", "1F3"} <= set(titles)
+
+
+def test_whole_backwards_have_no_halves(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.svg"
+    assert SCRIPT["main"](["--schedule", "DualPipeV", "--whole-backward", "--output", str(path)]) == 0
+    assert not re.findall(r"<title>\d+[IW]\d+</title>", path.read_text())
+
+
+def test_an_unknown_schedule_is_refused(capsys) -> None:
+    assert SCRIPT["main"](["--schedule", "nonsense"]) == 2
+    assert "nonsense" in capsys.readouterr().err
