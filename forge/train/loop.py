@@ -165,7 +165,6 @@ class Training:
     def begin_after(self, origin: Origin, rollbacks: list[Rollback]) -> None:
         """Return to the checkpoint `origin`, from where on nothing is read that `rollbacks` pass over. Collective."""
         load_origin(origin, self.model, self.optimizer)
-        self.model.after_update()
         self.judge.give_up_gradients()
         self.progress.load(origin.state["progress"])
         self.progress.pass_over(rollbacks)

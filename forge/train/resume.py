@@ -124,6 +124,7 @@ def _short(fingerprint: Any) -> str:
 def load_origin(origin: Origin, model: ParallelModel, optimizer: AdamW) -> None:
     """Overwrite parameters and optimizer state with the checkpoint's. Collective."""
     load(origin.path, all_tensors(model, optimizer))
+    model.after_update()
     optimizer.load_state(origin.state["optimizer"])
 
 
@@ -132,6 +133,7 @@ def load_weights(config: Config, model: ParallelModel, checkpoints: Checkpoints)
     path = Path(config.checkpoint.init)
     _require_sound(path, checkpoints, "checkpoint.init", config.checkpoint.verify)
     load(path, model_tensors(model))
+    model.after_update()
 
 
 def model_tensors(model: ParallelModel) -> dict[str, tuple[Shard, Tensor]]:

@@ -60,7 +60,6 @@ def _train(
             shard.data.fill_(float("nan"))
         state = {"progress": {"step": begin}, "optimizer": {"updates": begin}}
         load_origin(Origin(checkpoints.path(begin), state), model, optimizer)
-        model.after_update()
     losses = []
     for step, batch in enumerate(_batches(config, meshes.data_rank, meshes.data_ranks)):
         if not begin <= step < end:
