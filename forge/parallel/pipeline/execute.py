@@ -7,7 +7,7 @@ no forward is spent on finding them out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -128,10 +128,20 @@ class PipelinedModel:
         of_parts = [part.engine.memory() for part in self._parts.values()]
         return {kind: sum(of_part[kind] for of_part in of_parts) for kind in of_parts[0]}
 
+    def copies(self) -> Iterator[tuple[str, Tensor, dist.ProcessGroup]]:
+        """As the sequential model's, of all stages of this rank."""
+        for part in self._parts.values():
+            yield from getattr(part.engine, "copies", tuple)()
+
     def held_while_accumulating(self) -> str:
         return "; ".join(
             dict.fromkeys(part.engine.held_while_accumulating() for part in self._parts.values())
         )
+
+    def copies(self) -> Iterable[tuple[str, Tensor, dist.ProcessGroup]]:
+        """As `SequentialModel.copies`, of all stages of this rank."""
+        for part in self._parts.values():
+            yield from getattr(part.engine, "copies", tuple)()
 
     def _logits(self, tokens: Tensor, labels: None = None, positions: Tensor | None = None) -> Tensor:
         """As the whole model's forward without labels: the last stage's scores, on every stage's ranks."""
