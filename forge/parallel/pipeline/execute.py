@@ -138,11 +138,6 @@ class PipelinedModel:
             dict.fromkeys(part.engine.held_while_accumulating() for part in self._parts.values())
         )
 
-    def copies(self) -> Iterable[tuple[str, Tensor, dist.ProcessGroup]]:
-        """As `SequentialModel.copies`, of all stages of this rank."""
-        for part in self._parts.values():
-            yield from getattr(part.engine, "copies", tuple)()
-
     def _logits(self, tokens: Tensor, labels: None = None, positions: Tensor | None = None) -> Tensor:
         """As the whole model's forward without labels: the last stage's scores, on every stage's ranks."""
         scores = self._forward(Inputs(tokens, labels, positions, None))  # type: ignore[arg-type]
