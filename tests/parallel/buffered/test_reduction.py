@@ -110,8 +110,8 @@ def test_a_parameter_that_nobody_uses_has_gradient_zero(engine: str) -> None:
 def _frozen(rank: int, world: int, text: str) -> tuple[Gradients, int]:
     build_meta_model = building.build_meta_model
 
-    def freeze(config):
-        model = build_meta_model(config)
+    def freeze(*arguments):
+        model = build_meta_model(*arguments)
         for name in ("head.weight", "layers.1.attention_norm.weight"):
             model.get_parameter(name).requires_grad_(False)
         return model
