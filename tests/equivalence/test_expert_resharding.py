@@ -1,0 +1,134 @@
+"""What a layout of experts saved another continues: every expert, its moments and the state of every router."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forge.config import check_world, parse_toml_text
+from forge.optim import build_optimizer
+from forge.parallel.build import build_parallel_model
+from forge.parallel.mesh import make_meshes
+from forge.shard import Box
+from forge.train.resume import Origin, all_tensors, load_origin
+from tests.equivalence.compare import STEPS, TOLERANCE, whole
+from tests.equivalence.test_expert_parallel import text
+from tests.equivalence.test_resharding import SAVED_AFTER, _train
+from tests.harness import run_ranks
+
+# Name -> ranks, and what the layout says.
+LAYOUTS = {
+    "one process": (1, ""),
+    "ep 2": (2, "ep = 2"),
+    "ep 4": (4, "ep = 4"),
+    "fsdp 4": (4, ""),
+    "tp 2, ep 4": (4, "tp = 2\nep = 4"),
+    "hsdp, ep 2": (4, "dp_replicate = 2\ndp_shard = 2\nep = 2"),
+    "ep 8": (8, "ep = 8"),
+}
+BALANCE = ["bias", "aux_loss"]
+
+
+def pairs() -> list[Any]:
+    """From ep = 4 to every layout, and back; the rest is slow."""
+    found = []
+    for written in LAYOUTS:
+        for loaded in LAYOUTS:
+            fast = "ep 8" not in (written, loaded) and (
+                written == "ep 4" or (written, loaded) == ("fsdp 4", "ep 4")
+            )
+            found.append(pytest.param(written, loaded, marks=[] if fast else pytest.mark.slow))
+    return found
+
+
+@functools.cache
+def uninterrupted(variant: str) -> dict:
+    return run_ranks(_train, 1, text(variant), "nowhere", 0, STEPS)[0]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory):
+    """Folder of the checkpoint that a layout wrote, made once."""
+
+    @functools.cache
+    def save(name: str, variant: str) -> Path:
+        folder = tmp_path_factory.mktemp("saved")
+        world, parallel = LAYOUTS[name]
+        run_ranks(_train, world, text(variant, parallel), str(folder), 0, SAVED_AFTER)
+        return folder
+
+    return save
+
+
+@pytest.mark.parametrize(("written", "loaded"), pairs())
+def test_training_goes_on(written: str, loaded: str, saved) -> None:
+    variant = BALANCE[(len(written) + len(loaded)) % 2]
+    world, parallel = LAYOUTS[loaded]
+    folder = str(saved(written, variant))
+    results = run_ranks(_train, world, text(variant, parallel), folder, SAVED_AFTER, STEPS)
+    for result in results:
+        _continues(result, variant)
+
+
+def _continues(result: dict, variant: str) -> None:
+    expected = uninterrupted(variant)
+    assert result["losses"] == pytest.approx(expected["losses"][SAVED_AFTER:], rel=0, abs=TOLERANCE)
+    assert result["parameters"].keys() == expected["parameters"].keys()
+    for name, parameter in result["parameters"].items():
+        difference = (parameter - expected["parameters"][name]).abs().max().item()
+        assert difference <= TOLERANCE, f"{name}: differs by {difference:.3e}"
+
+
+def _loaded(rank: int, world: int, keys: str, folder: str) -> dict[str, torch.Tensor]:
+    """Everything that the checkpoint in `folder` holds as tensors, as this layout sees it."""
+    config = parse_toml_text(keys)
+    model = build_parallel_model(config, make_meshes(check_world(config, world), "cpu"), torch.device("cpu"))
+    optimizer = build_optimizer(model.shards, config)
+    state = {"progress": {"step": SAVED_AFTER}, "optimizer": {"updates": SAVED_AFTER}}
+    load_origin(Origin(Path(folder) / f"step-{SAVED_AFTER:08d}", state), model, optimizer)
+    return {name: whole(shard, values) for name, (shard, values) in all_tensors(model, optimizer).items()}
+
+
+@pytest.mark.parametrize("loaded", ["ep 2", "ep 4", "fsdp 4", pytest.param("ep 8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("variant", BALANCE)
+def test_every_layout_reads_the_same_numbers(loaded: str, variant: str, saved) -> None:
+    folder = str(saved("ep 4", variant))
+    (alone,) = run_ranks(_loaded, 1, text(variant), folder)
+    router, expert = "layers.1.feed_forward.router", "layers.1.feed_forward.experts.w13"
+    moved = alone[f"model.{router}.bias"] if variant == "bias" else alone[f"model.{router}.previous_counts"]
+    assert moved.any() and alone[f"optimizer.{expert}.exp_avg"].any()
+    world, parallel = LAYOUTS[loaded]
+    for found in run_ranks(_loaded, world, text(variant, parallel), folder):
+        assert found.keys() == alone.keys()
+        assert all(torch.equal(found[name], values) for name, values in alone.items())
+
+
+def _with_local_indices(rank: int, world: int, keys: str, folder: str, begin: int, end: int) -> dict:
+    """Each rank saves its experts as if they were all there are, so that one rank's are kept."""
+    from forge.train import resume
+    from tests.equivalence import test_resharding
+
+    everything = resume.all_tensors
+
+    def renumbered(model: Any, optimizer: Any) -> dict:
+        tensors = everything(model, optimizer)
+        for name, (shard, values) in tensors.items():
+            if shard.kind == "expert":
+                first = tuple(Box((0,) * len(box.offsets), box.sizes) for box in shard.boxes)
+                tensors[name] = replace(shard, boxes=first, global_shape=shard.data.shape), values
+        return tensors
+
+    resume.all_tensors = test_resharding.all_tensors = renumbered
+    return _train(rank, world, keys, folder, begin, end)
+
+
+def test_experts_saved_under_local_indices_would_be_seen(tmp_path: Path) -> None:
+    keys = text("bias", "ep = 4")
+    run_ranks(_with_local_indices, 4, keys, str(tmp_path), 0, SAVED_AFTER)
+    with pytest.raises(AssertionError, match="comparison failed"):
+        _continues(run_ranks(_with_local_indices, 4, keys, str(tmp_path), SAVED_AFTER, STEPS)[0], "bias")
