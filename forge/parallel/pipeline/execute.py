@@ -135,7 +135,7 @@ class PipelinedModel:
 
     def held_while_accumulating(self) -> str:
         return "; ".join(
-            dict.fromkeys(part.engine.held_while_accumulating() for part in self._parts.values())
+            f"stage {index}: {part.engine.held_while_accumulating()}" for index, part in self._parts.items()
         )
 
     def _logits(self, tokens: Tensor, labels: None = None, positions: Tensor | None = None) -> Tensor:
