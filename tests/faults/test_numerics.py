@@ -178,6 +178,19 @@ def test_n3_a_flipped_bit_on_one_replica_is_named_at_the_next_save_and_never_sav
     assert tensor_files(flipped, 10) == tensor_files(whole, 10)
 
 
+def test_n3_copies_of_a_whole_model_and_what_it_computes_with_are_compared(tmp_path) -> None:
+    """Before the final save, which then has to wait until the steps are made again."""
+    run = Run(tmp_path, "--parallel.data_parallel=ddp", "--precision.compute=bfloat16", "--train.steps=6")
+    assert run.start(world=2, patch="tests.faults.spoil:one_bit_on_rank_1_after_step_5").join() == [0, 0]
+    [event] = run.events("copies_differ")
+    assert event["step"] == 6
+    assert {
+        f"{kind}.layers.0.feed_forward.w1.weight differs between the ranks 0, 1"
+        for kind in ("model", "weights")
+    } <= set(event["differences"])
+    assert [line["step"] for line in run.metrics()] == list(range(1, 7))
+
+
 def test_n3_a_machine_that_goes_on_flipping_bits_ends_the_run_and_is_named(tmp_path) -> None:
     run = Run(tmp_path, *REPLICAS)
     patch = "tests.faults.spoil:one_bit_on_rank_1_after_every_step_from_5"

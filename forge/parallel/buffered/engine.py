@@ -33,7 +33,7 @@ from forge.parallel.buffered.reduction import Entry, InPlace, Reduction, Scatter
 from forge.parallel.expert import parameter_kinds
 from forge.parallel.mesh import Meshes
 from forge.parallel.order import take_step
-from forge.shard import Shard
+from forge.shard import Shard, local
 
 
 class Buffered:
@@ -157,9 +157,10 @@ class Buffered:
     def copies(self) -> Iterator[tuple[str, Tensor, dist.ProcessGroup]]:
         """What several ranks compute with alike besides what they optimise: name, values, the ranks."""
         self.finish_parameter_sync()
-        for number, buffer in enumerate(self.buffers):
+        for buffer in self.buffers:
             if buffer.plan.axes.alike.size() > 1:
-                yield f"parameter buffer {number}", buffer.compute, buffer.plan.axes.alike
+                for held in (held for memory in buffer.buckets for held in memory.held):
+                    yield f"weights.{held.name}", local(held.parameter), buffer.plan.axes.alike
 
     def memory(self) -> dict[str, int]:
         """Bytes on this rank. `buckets`: the temporary ones, which are there during backward only."""
