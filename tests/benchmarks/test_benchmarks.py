@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from benchmarks.gpu import STATES
 from benchmarks.kernels import kind_of, largest_other, shares
@@ -13,6 +14,14 @@ from forge.errors import UserError
 from tests.harness import run_ranks
 
 FAST = ["--rounds", "2", "--steps", "4"]
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left():
+    """A benchmark joins a world of one; where it runs in this process, later tests must not find it."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _main(rank: int, world: int, name: str, arguments: list[str], unbuilt: str) -> int:
