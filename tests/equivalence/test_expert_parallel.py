@@ -45,18 +45,23 @@ def check(world: int, parallel: str = "", variant: str = "bias", micro: int = 1,
     assert_equal(layout(text(variant, parallel, micro) + extra, world), expected(variant))
 
 
+def slow_but(*fast: str) -> list:
+    """All ways of balancing, of which only some are part of every run."""
+    return [pytest.param(variant, marks=[] if variant in fast else pytest.mark.slow) for variant in BALANCE]
+
+
 @pytest.mark.parametrize("variant", BALANCE)
 def test_accumulation_in_one_process(variant: str) -> None:
     check(1, variant=variant, micro=2)
 
 
-@pytest.mark.parametrize("variant", BALANCE)
+@pytest.mark.parametrize("variant", slow_but("bias", "one each"))
 def test_two_ranks_share_the_experts(variant: str) -> None:
     check(2, "ep = 2", variant, micro=2)
 
 
 @pytest.mark.parametrize("sequence", ["true", "false"])
-@pytest.mark.parametrize("variant", BALANCE)
+@pytest.mark.parametrize("variant", slow_but("bias", "aux_loss", "sequence_aux_loss"))
 def test_two_tensor_ranks_route_pieces_of_the_sequence(variant: str, sequence: str) -> None:
     check(2, f"tp = 2\nep = 2\nsequence_parallel = {sequence}", variant, micro=4)
 
@@ -124,7 +129,7 @@ COMPILE = '[compile]\nenabled = true\nloss = true\nbackend = "aot_eager"\n'
 @pytest.mark.parametrize(
     ("world", "parallel"),
     [
-        (2, "ep = 1"),
+        pytest.param(2, "ep = 1", marks=pytest.mark.slow),
         (4, "ep = 2"),
         pytest.param(4, "tp = 2\nep = 4\nsequence_parallel = false", marks=pytest.mark.slow),
         (4, "cp = 2\ntp = 2\nep = 2"),
@@ -140,8 +145,10 @@ def test_recomputation_of_one_part(part: str, mode: str) -> None:
     check(2, "ep = 2", "bias", 2, RECOMPUTE.format(mode) + f'modules = ["{part}"]\n')
 
 
-@pytest.mark.parametrize("mode", ["none", "full", "selective"])
-@pytest.mark.parametrize(("world", "parallel"), [(2, "ep = 2"), (2, "tp = 2\nep = 2")])
+@pytest.mark.parametrize("mode", ["none", pytest.param("full", marks=pytest.mark.slow), "selective"])
+@pytest.mark.parametrize(
+    ("world", "parallel"), [(2, "ep = 2"), pytest.param(2, "tp = 2\nep = 2", marks=pytest.mark.slow)]
+)
 def test_compile(world: int, parallel: str, mode: str) -> None:
     check(world, parallel, "sequence_aux_loss", 4, RECOMPUTE.format(mode) + COMPILE)
 
@@ -149,16 +156,15 @@ def test_compile(world: int, parallel: str, mode: str) -> None:
 @pytest.mark.parametrize(
     ("world", "parallel"),
     [
-        (2, "prefetch = 0"),
         (4, "ep = 2\nprefetch = 0"),
         (4, "ep = 2\nprefetch = 2"),
-        (4, "ep = 2\nprefetch = 9"),
-        (4, "ep = 2\ndefer_gradient_reduction = true"),
+        pytest.param(4, "ep = 2\nprefetch = 9", marks=pytest.mark.slow),
+        pytest.param(4, "ep = 2\ndefer_gradient_reduction = true", marks=pytest.mark.slow),
         (4, "ep = 2\ndp_replicate = 2\ndp_shard = 2\ndefer_gradient_reduction = true"),
         (2, "tp = 2\nep = 1\ndefer_gradient_reduction = true"),
         (4, "ep = 2\ncpu_offload = true"),
-        (4, 'ep = 2\nreshard_after_forward = "never"'),
-        (4, 'ep = 2\nreshard_after_forward = "always"'),
+        pytest.param(4, 'ep = 2\nreshard_after_forward = "never"', marks=pytest.mark.slow),
+        pytest.param(4, 'ep = 2\nreshard_after_forward = "always"', marks=pytest.mark.slow),
         (4, "ep = 2\nreshard_after_forward = 2"),
     ],
 )
@@ -217,7 +223,9 @@ def none_valid(labels: torch.Tensor, rank: int) -> None:
         (Twist(labels=one_valid), "aux_loss"),
     ],
 )
-@pytest.mark.parametrize(("world", "parallel"), [(4, "ep = 2"), (2, "tp = 2\nep = 2")])
+@pytest.mark.parametrize(
+    ("world", "parallel"), [(4, "ep = 2"), pytest.param(2, "tp = 2\nep = 2", marks=pytest.mark.slow)]
+)
 def test_extremes(twist: Twist, variant: str, world: int, parallel: str) -> None:
     assert_equal(layout(text(variant, parallel, 2), world, twist), expected(variant, twist=twist))
 
@@ -232,7 +240,7 @@ def test_equal_scores_go_to_the_lowest_indices(variant: str) -> None:
     assert (counts[:2] == counts.sum() / 2).all() and not counts[2:].any()
 
 
-@pytest.mark.parametrize("variant", BALANCE)
+@pytest.mark.parametrize("variant", slow_but("bias", "sequence_aux_loss"))
 def test_a_batch_without_a_valid_token_changes_nothing(variant: str) -> None:
     trace = layout(text(variant, "ep = 2", 2), 2, Twist(labels=none_valid))
     assert trace.losses == trace.norms == [0.0] * 3
