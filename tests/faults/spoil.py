@@ -99,24 +99,24 @@ def slow_data_on_rank_1() -> None:
     """Rank 1 reads slowly."""
     from forge.data.dataset import PackedDataset
 
-    _slow_down(PackedDataset, "__getitem__")
+    _slow_down(PackedDataset, "__getitem__", 0.05)
 
 
 def slow_forward_on_rank_1() -> None:
     """Rank 1 computes slowly."""
     from forge.model.feed_forward import FeedForward
 
-    _slow_down(FeedForward, "forward")
+    _slow_down(FeedForward, "forward", 0.05)
 
 
 def slow_optimizer_on_rank_1() -> None:
     """Rank 1 updates slowly."""
     from forge.optim import AdamW
 
-    _slow_down(AdamW, "step")
+    _slow_down(AdamW, "step", 0.2)
 
 
-def _slow_down(owner: type, method: str) -> None:
+def _slow_down(owner: type, method: str, seconds: float) -> None:
     import os
     import time
 
@@ -124,7 +124,7 @@ def _slow_down(owner: type, method: str) -> None:
 
     def slow(*args, **kwargs):
         if os.environ["RANK"] == "1":
-            time.sleep(0.03)
+            time.sleep(seconds)
         return quick(*args, **kwargs)
 
     setattr(owner, method, slow)

@@ -10,7 +10,7 @@ from tests.end_to_end.runs import Run
 LONG = ["--train.steps=100000", "--checkpoint.interval=0"]
 
 
-@pytest.mark.parametrize("asleep", [0, 1])
+@pytest.mark.parametrize("asleep", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_h1_a_rank_that_sleeps_for_ever_ends_the_run_with_the_stacks_of_all(tmp_path, asleep: int) -> None:
     run = Run(tmp_path, *LONG, "--resilience.step_timeout_s=3")
     began = time.monotonic()

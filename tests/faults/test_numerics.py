@@ -110,6 +110,7 @@ def test_n2_trouble_without_end_is_rolled_back_twice_and_then_ends_with_a_diagno
     assert {event["cause"] for event in told(run, "skipped")} == {"deterministic"}
 
 
+@pytest.mark.slow
 def test_n2_without_a_checkpoint_from_before_the_trouble_there_is_nowhere_to_return_to(tmp_path) -> None:
     run = Run(tmp_path, THREE, "--checkpoint.interval=0")
     assert run.start(patch="tests.faults.spoil:everything_from_32").join() == [1]
@@ -199,6 +200,7 @@ def test_n3_a_machine_that_goes_on_flipping_bits_ends_the_run_and_is_named(tmp_p
     assert run.checkpoints()[-1] == "step-00000004"
 
 
+@pytest.mark.slow
 def test_n3_only_what_has_copies_is_compared_and_only_if_asked(tmp_path) -> None:
     patch = "tests.faults.spoil:one_bit_on_rank_1_after_step_5"
     sharded = Run(tmp_path / "sharded")
