@@ -195,6 +195,17 @@ def test_one_valid_token_in_the_whole_global_batch(world: int, schedule: str) ->
     )
 
 
+@pytest.mark.parametrize(
+    "schedule", ["Interleaved1F1B", pytest.param("ZBVZeroBubble", marks=pytest.mark.slow)]
+)
+def test_float8_scales_as_without_a_pipeline(schedule: str) -> None:
+    """Rounding is the same as long as microbatches are, so only float32's own is between them."""
+    text = pipeline_text(2, schedule, layers=5).replace('"float64"', '"float32"')
+    text = text.replace("[precision]", "[precision]\nfloat8 = 'tensorwise'")
+    alone = layout(text.replace("pp = 2", "pp = 1"), 1)
+    assert_equal(layout(text, 2), alone, tolerance=1e-4)
+
+
 # --- drawn at random ---
 
 LAYOUTS, FAST = 30, 4
