@@ -57,8 +57,10 @@ def test_k3_a_kill_at_a_boundary_of_a_save(tmp_path, undisturbed, point: str) ->
     assert run.checkpoints() == [step_name(8), step_name(10)]
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("rank", "mode"),
+    [(0, "async"), (1, "async"), *(pytest.param(rank, "sync", marks=pytest.mark.slow) for rank in (0, 1))],
+)
 def test_k3_one_rank_killed_between_the_shards(tmp_path, undisturbed, rank: int, mode: str) -> None:
     run = Run(tmp_path, PRUNING, f"--checkpoint.mode={mode}")
     codes = run.start(world=2, fault=f"save.between_shards:6:{rank}").join()
@@ -85,15 +87,20 @@ LAYOUTS = {
         "--model.moe.expert_dim=32",
         "--parallel.ep=2",
     ),
+    "zero1 2": ("--parallel.data_parallel=zero1",),
+    "pp 2": ("--parallel.pp=2", "--train.micro_batch_size=1"),
 }
 # Long enough to be hit; a save is under way about half of the time.
 MANY_STEPS = ("--train.steps=30", "--checkpoint.interval=3")
 
 
 def _trials() -> list:
-    fast = {("fsdp 2", 0), ("fsdp 2", 1), ("fsdp 2", 2), ("ep 2", 3), ("ep 2", 4)}
-    every = [(name, seed) for name in LAYOUTS for seed in range(15)]
-    return [pytest.param(*one, marks=[] if one in fast else pytest.mark.slow) for one in every]
+    """Thirty, the first five of them fast: each layout, and FSDP once more."""
+    names = [list(LAYOUTS)[seed % len(LAYOUTS)] for seed in range(30)]
+    return [
+        pytest.param(name, seed, marks=[] if seed < 5 else pytest.mark.slow)
+        for seed, name in enumerate(names)
+    ]
 
 
 @pytest.mark.parametrize(("layout", "seed"), _trials())

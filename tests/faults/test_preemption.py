@@ -22,8 +22,7 @@ def assert_stopped_in_good_order(run: Run) -> None:
     assert run.metrics()[-1]["step"] == status["step"]
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("rank", "name"), [(0, "SIGTERM"), (1, "SIGINT"), (1, "SIGUSR1")])
 def test_p2_a_signal_to_one_rank_stops_all_at_one_step(tmp_path, undisturbed, rank: int, name: str) -> None:
     run = Run(tmp_path)
     assert run(world=2, fault=f"step:5:{rank}:signal={name}") == 75
@@ -45,7 +44,7 @@ def test_p2_a_signal_from_outside_to_one_rank(tmp_path) -> None:
 
 EVALUATED = ['--data.validation=[{name="held",path="synthetic"}]', "--evaluate.interval=4"]
 MOMENTS = [
-    "set-up:0:0",
+    pytest.param("set-up:0:0", marks=pytest.mark.slow),
     "set-up:0:1",
     "step:1:0",
     "evaluation:4:1",
