@@ -52,6 +52,7 @@ class Results:
     passed: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     failed: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     skipped: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    repeated: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         chosen = [item for item in items if row_of(item.name) in self.wanted]
@@ -62,10 +63,12 @@ class Results:
         row = row_of(report.nodeid.rpartition("::")[2])
         if row is None:
             return
-        if report.failed:
+        if report.outcome == "failed":
             self.failed[row].append(report.nodeid)
-        elif report.skipped:
+        elif report.outcome == "skipped":
             self.skipped[row].append(str(report.longrepr[2] if isinstance(report.longrepr, tuple) else ""))
+        elif report.outcome == "rerun":
+            self.repeated[row] += 1
         elif report.when == "call":
             self.passed[row] += 1
 
@@ -74,8 +77,9 @@ class Results:
         if self.failed[row]:
             return f"FAILED ({len(self.failed[row])} of {len(self.failed[row]) + self.passed[row]})"
         if self.passed[row]:
-            left_out = f", {len(self.skipped[row])} skipped" if self.skipped[row] else ""
-            return f"passed ({self.passed[row]}{left_out})"
+            more = f", {len(self.skipped[row])} skipped" if self.skipped[row] else ""
+            more += f", {self.repeated[row]} repeated" if self.repeated[row] else ""
+            return f"passed ({self.passed[row]}{more})"
         return f"skipped: {self.skipped[row][0]}" if self.skipped[row] else "NO TEST"
 
 

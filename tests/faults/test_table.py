@@ -31,6 +31,7 @@ def test_a_row_s_result_says_what_failed_what_was_left_out_and_what_is_missing()
     results = Results({"K1", "K2", "S2", "S3"})
     for test, outcome in (
         ("test_k1_a", "passed"),
+        ("test_k1_b", "rerun"),
         ("test_k1_b", "passed"),
         ("test_k2_a", "passed"),
         ("test_k2_b[1]", "failed"),
@@ -41,12 +42,11 @@ def test_a_row_s_result_says_what_failed_what_was_left_out_and_what_is_missing()
             SimpleNamespace(
                 nodeid=f"tests/x.py::{test}",
                 when="call",
-                failed=outcome == "failed",
-                skipped=outcome == "skipped",
+                outcome=outcome,
                 longrepr=("x.py", 1, "Skipped: no tmpfs"),
             )
         )
     said = [results.of(row) for row in ("K1", "K2", "S2", "S3")]
-    assert said == ["passed (2)", "FAILED (1 of 2)", "skipped: Skipped: no tmpfs", "NO TEST"]
+    assert said == ["passed (2, 1 repeated)", "FAILED (1 of 2)", "skipped: Skipped: no tmpfs", "NO TEST"]
     table = show(results)
-    assert "passed (2)" in table and "SIGKILL" in table and len(re.findall("^S2 ", table, re.M)) == 1
+    assert "passed (2, 1" in table and "SIGKILL" in table and len(re.findall("^S2 ", table, re.M)) == 1
