@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 
+from tests.covering import covering
 from tests.equivalence.compare import (
     PLAIN,
     Trace,
@@ -66,7 +67,7 @@ def test_two_tensor_ranks_route_pieces_of_the_sequence(variant: str, sequence: s
     check(2, f"tp = 2\nep = 2\nsequence_parallel = {sequence}", variant, micro=4)
 
 
-# Name -> ranks, what the layout says, and the variant that is part of every run; all others are slow.
+# Name -> ranks, what the layout says, and the variant that is part of every run; others are slow.
 LAYOUTS = {
     "experts over fsdp": (4, "", "bias"),
     "ep 4": (4, "ep = 4", "sequence_aux_loss"),
@@ -94,10 +95,20 @@ LAYOUTS = {
 
 
 def _layouts() -> list:
+    """Every layout, and every variant with every value of each axis."""
+
+    def goals(case: tuple[str, str]) -> set:
+        name, variant = case
+        world, parallel, _ = LAYOUTS[name]
+        said = dict(line.split(" = ") for line in parallel.split("\n") if line)
+        axes = ("ep", "tp", "cp", "dp_replicate", "sequence_parallel")
+        return {name, (variant, world)} | {(variant, axis, said.get(axis)) for axis in axes}
+
+    grid = list(itertools.product(LAYOUTS, BALANCE))
+    fast = [(name, variant) for name, (_, _, variant) in LAYOUTS.items() if variant]
     return [
-        pytest.param(name, variant, marks=[] if variant == fast else pytest.mark.slow)
-        for name, (_, _, fast) in LAYOUTS.items()
-        for variant in BALANCE
+        pytest.param(*case, marks=[] if case in fast else pytest.mark.slow)
+        for case in covering(grid, goals, fast)
     ]
 
 

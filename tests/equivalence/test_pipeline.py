@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 
 import pytest
@@ -16,6 +17,7 @@ from forge.parallel.mesh import make_meshes
 from forge.parallel.pipeline.execute import PipelinedModel
 from forge.parallel.pipeline.schedule import make_schedule
 from forge.parallel.pipeline.tied import Tied
+from tests.covering import covering, pairs
 from tests.equivalence import compare
 from tests.equivalence.compare import (
     PLAIN,
@@ -143,14 +145,16 @@ FAST_AXES = {
 
 
 def axis_cases() -> list:
-    cases = []
-    for axis in AXES:
-        for schedule in ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
-            for model in ("everything", "tied", "tied experts", "biased experts"):
-                if "experts" in model or not axis.startswith("ep"):
-                    case = axis, schedule, model
-                    cases.append(pytest.param(*case, marks=slow_unless(case in FAST_AXES)))
-    return cases
+    """Every axis with every schedule and every model, every schedule with every model."""
+    schedules = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+    models = ("everything", "tied", "tied experts", "biased experts")
+    grid = [
+        (axis, schedule, model)
+        for axis, schedule, model in itertools.product(AXES, schedules, models)
+        if "experts" in model or not axis.startswith("ep")
+    ]
+    chosen = covering(grid, lambda case: pairs(*case), FAST_AXES)
+    return [pytest.param(*case, marks=slow_unless(case in FAST_AXES)) for case in chosen]
 
 
 @pytest.mark.parametrize(("axis", "schedule", "model"), axis_cases())

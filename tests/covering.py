@@ -1,0 +1,30 @@
+"""A grid of tests thinned to where each further case would only repeat pairs of values that others have shown together."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
+
+
+def pairs(*values: Hashable) -> set[tuple[Hashable, Hashable]]:
+    """Every two of `values`, each told apart by its place."""
+    return set(itertools.combinations(enumerate(values), 2))
+
+
+def covering(
+    cases: Sequence[Any], goals: Callable[[Any], Iterable[Hashable]], taken: Iterable[Any] = ()
+) -> list[Any]:
+    """Some of `cases`, in their order, that together reach every goal which all of them reach; `taken` are among them.
+
+    Greedy: again and again the case that reaches most of what is left, the first of equals. Near the fewest, and
+    always the same ones.
+    """
+    reached = {number: set(goals(case)) for number, case in enumerate(cases)}
+    kept = {cases.index(case) for case in taken}
+    left = set().union(*reached.values()) - set().union(*(reached[number] for number in kept))
+    while left:
+        best = max(reached, key=lambda number: (len(reached[number] & left), -number))
+        kept.add(best)
+        left -= reached[best]
+    return [cases[number] for number in sorted(kept)]
