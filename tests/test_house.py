@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 FORGE = Path(__file__).parents[1] / "forge"
-GROUND = {"errors", "shard", "compat", "fault", "config", "model"}
+GROUND = {"errors", "files", "shard", "compat", "fault", "config", "model"}
 MIDDLE = {"parallel", "data", "optim", "checkpoint", "generate", "resilience", "observe"}
 MAY_IMPORT = {
     "errors": set(),
+    "files": set(),
     "fault": set(),
     "compat": set(),
     "shard": set(),

@@ -21,10 +21,11 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from forge.checkpoint import folders
-from forge.checkpoint.manifest import MANIFEST, compose, entry, sync_folder, write_durably
+from forge.checkpoint.manifest import MANIFEST, compose, entry
 from forge.checkpoint.team import RanksFailed, Team, describe
 from forge.checkpoint.tensors import ShardTensor
 from forge.fault import fault_point
+from forge.files import replace_atomically, sync_folder
 
 logger = logging.getLogger(__name__)
 TRAINER = "trainer.json"
@@ -168,13 +169,14 @@ def _complete(partial: Path, final: Path, contents: Contents, parts: list[dict[s
     for name, source in _expand(others).items():
         path = partial / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(path, source if isinstance(source, bytes) else source.read_bytes())
+        replace_atomically(path, source if isinstance(source, bytes) else source.read_bytes())
         files[name] = entry(path)
     for folder in {(partial / name).parent for name in files}:
         sync_folder(folder)
     fault_point("save.before_manifest", contents.step)
-    write_durably(partial / MANIFEST, compose(contents.step, len(parts), contents.layout, files).encode())
-    sync_folder(partial)
+    replace_atomically(
+        partial / MANIFEST, compose(contents.step, len(parts), contents.layout, files).encode()
+    )
     fault_point("save.before_rename", contents.step)
     partial.rename(final)
     sync_folder(final.parent)

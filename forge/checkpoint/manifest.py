@@ -118,25 +118,6 @@ def share(files: dict[str, dict[str, Any]], rank: int, ranks: int) -> dict[str, 
     return {name: files[name] for name in by_size[rank::ranks]}
 
 
-def write_durably(path: Path, data: bytes) -> None:
-    """Writes a file that after a crash is either there whole or not there: temporary name, sync, rename."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.rename(path)
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _spell(body: dict[str, Any]) -> str:
     canonical = json.dumps(body, sort_keys=True)
     digest = hashlib.sha256(canonical.encode()).hexdigest()

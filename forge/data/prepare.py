@@ -35,8 +35,9 @@ from forge.data.corpus import EXTENSIONS, Bad, Corpus, Piece, find_corpus, read_
 from forge.data.format import INDEX, DatasetIndex, TokenDataset, token_dtype
 from forge.data.progress import ProgressLine, clock
 from forge.data.tokenizer import Tokenizer, enclose, load_tokenizer
-from forge.data.writer import ShardWriter, write_atomically
+from forge.data.writer import ShardWriter
 from forge.errors import UserError
+from forge.files import replace_atomically
 
 TRAIN, VALIDATION = "train", "validation"
 _PARTS = ".parts"
@@ -198,7 +199,7 @@ def _match_plan(parts: Path, plan: dict[str, Any]) -> None:
         print("the options or the input changed since a run was interrupted: starting over", file=sys.stderr)
     for part in existing:
         part.unlink()
-    write_atomically(path, text)
+    replace_atomically(path, text)
 
 
 def _encode_missing(request: Request, chunks: list[list[Piece]], parts: Path) -> None:

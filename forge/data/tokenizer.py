@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
-from forge.data.writer import write_atomically
 from forge.errors import UserError
+from forge.files import replace_atomically
 
 BYTES = "bytes"
 MODEL_FILE = "tokenizer.model"
@@ -238,7 +238,7 @@ class HuggingFaceTokenizer:
 
 def _write(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, content)
+    replace_atomically(path, content)
 
 
 def _id_or_none(i: int) -> int | None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from forge.data.format import INDEX, START_DTYPE, DatasetIndex, FileRecord, ShardRecord, token_dtype
 from forge.errors import UserError
+from forge.files import replace_atomically, sync_folder
 
 SHARD_BYTES = 512 << 20
 
@@ -81,8 +82,8 @@ class ShardWriter:
             shards=self._shards,
             origin=origin or {},
         )
-        _sync_folder(self.folder)
-        write_atomically(self.folder / INDEX, index.model_dump_json(indent=1).encode() + b"\n")
+        sync_folder(self.folder)
+        replace_atomically(self.folder / INDEX, index.model_dump_json(indent=1).encode() + b"\n")
         return index
 
     def _close_shard(self) -> None:
@@ -124,22 +125,3 @@ class _HashedFile:
         self._file.close()
         self._partial.replace(self._path)
         return FileRecord(name=self._path.name, bytes=size, sha256=self._digest.hexdigest())
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """The file at `path` is the old one or the new one at every moment, whatever stops the process."""
-    partial = path.with_name("." + path.name + ".partial")
-    with open(partial, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

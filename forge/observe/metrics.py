@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from forge.observe.files import replace_atomically
+from forge.files import replace_atomically
 from forge.observe.json_lines import JsonLines
 
 log = logging.getLogger(__name__)

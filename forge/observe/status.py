@@ -8,8 +8,8 @@ import socket
 from pathlib import Path
 from typing import Literal
 
+from forge.files import replace_atomically
 from forge.observe.events import utc_now
-from forge.observe.files import replace_atomically
 from forge.observe.json_lines import encode
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from forge.checkpoint import Checkpoints, read_state
 from forge.errors import FAILED, UserError
-from forge.observe.files import replace_atomically
+from forge.files import replace_atomically
 from forge.observe.run_directory import RunDirectory
 from forge.parallel.world import on_first_rank
 from forge.train.judge import Setback

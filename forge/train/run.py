@@ -16,7 +16,7 @@ from forge.checkpoint import Checkpoints
 from forge.config import Config, Degrees, to_toml
 from forge.errors import FINISHED, STOPPED, UserError
 from forge.fault import fault_point
-from forge.observe.files import replace_atomically
+from forge.files import replace_atomically
 from forge.observe.hardware import process_age_s
 from forge.observe.log import setup_logging
 from forge.observe.memory_report import MemoryReport

@@ -15,17 +15,10 @@ from forge.checkpoint.hf.model_config import choose_architecture, write_model
 from forge.checkpoint.hf.safetensors import DTYPES, Planned, write_tensors
 from forge.checkpoint.hf.tensors import Weight, weights_of
 from forge.checkpoint.loading import TensorReader, read_config
-from forge.checkpoint.manifest import (
-    FORMAT,
-    Damaged,
-    check_sizes,
-    find_changed,
-    read_manifest,
-    sync_folder,
-    write_durably,
-)
+from forge.checkpoint.manifest import FORMAT, Damaged, check_sizes, find_changed, read_manifest
 from forge.config import parse_toml_text
 from forge.errors import UserError
+from forge.files import replace_atomically, sync_folder
 
 SHARD_BYTES = 5_000_000_000
 
@@ -77,9 +70,9 @@ def export_weights(
     done, total = 0, sum(tensor.nbytes for tensor in planned)
     with appearing(output, total) as partial:
         for name, values in jsons.items():
-            write_durably(partial / name, (json.dumps(values, indent=2) + "\n").encode())
+            replace_atomically(partial / name, (json.dumps(values, indent=2) + "\n").encode())
         for name, content in (files or {}).items():
-            write_durably(partial / name, content)
+            replace_atomically(partial / name, content)
         for size in write_tensors(partial, planned, _tensors(weights, reader, planned), shard_bytes):
             done += size
             tell("writing", done, total)

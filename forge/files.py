@@ -8,7 +8,7 @@ from pathlib import Path
 
 def replace_atomically(path: Path, content: bytes) -> None:
     """Write `content` beside `path`, sync it and rename it over `path`. On OSError `path` is as it was."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:
             file.write(content)
