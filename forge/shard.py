@@ -47,6 +47,11 @@ class Shard:
     replicas: ProcessGroup | None = None
     kind: Kind = "dense"
 
+    @classmethod
+    def whole(cls, name: str, parameter: Tensor) -> Shard:
+        """All of `parameter` on this rank."""
+        return cls(name, parameter.shape, (Box((0,) * parameter.ndim, tuple(parameter.shape)),), parameter)
+
     @property
     def data(self) -> Tensor:
         """The local elements; writing to them changes the parameter."""

@@ -26,7 +26,7 @@ from forge.checkpoint.manifest import check_content
 from forge.checkpoint.team import RanksFailed, Team
 from forge.checkpoint.tensors import NamedTensors, ShardTensor
 from forge.errors import NO_CHECKPOINT, UserError
-from forge.shard import Box, Shard, local
+from forge.shard import Shard, local
 
 _SHOWN = 5
 
@@ -77,8 +77,7 @@ class TensorReader:
         """The tensor `name` in its own dtype; beside it one of its pieces, as a rank saved it, is in memory."""
         shape, dtype = self.tensors()[name]
         values = torch.empty(shape, dtype=dtype)
-        whole = Box((0,) * len(shape), tuple(shape))
-        _read(self._reader, {name: (Shard(name, shape, (whole,), values), values)})
+        _read(self._reader, {name: (Shard.whole(name, values), values)})
         return values
 
 

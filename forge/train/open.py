@@ -19,7 +19,7 @@ from forge.errors import NO_CHECKPOINT, UserError
 from forge.parallel.build import build_meta_model
 from forge.parallel.fsdp import plan_units
 from forge.parallel.precision import DTYPES, cast_at_borders
-from forge.shard import Box, Shard
+from forge.shard import Shard
 
 log = logging.getLogger(__name__)
 
@@ -60,10 +60,8 @@ def open_checkpoint(
     config = _for_reading(parse_toml_text(text, str(found / "config.toml")), compute, context)
     model = _build(config, device)
     with alone():
-        load(
-            found,
-            {f"model.{name}": (_whole(name, values), values) for name, values in model.state_dict().items()},
-        )
+        state = model.state_dict()
+        load(found, {f"model.{name}": (Shard.whole(name, values), values) for name, values in state.items()})
     folder = found / "tokenizer"
     tokenizer = load_tokenizer(folder) if folder.is_dir() else None
     return Opened(found, manifest["step"], config, model, tokenizer, device)
@@ -117,7 +115,3 @@ def _build(config: Config, device: torch.device) -> Any:
     model.to_empty(device=device)
     model.reset_buffers(compute)
     return model.eval().requires_grad_(False)
-
-
-def _whole(name: str, values: torch.Tensor) -> Shard:
-    return Shard(name, values.shape, (Box((0,) * values.ndim, tuple(values.shape)),), values)

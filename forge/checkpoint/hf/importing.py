@@ -24,7 +24,7 @@ from forge.checkpoint.tensors import ShardTensor
 from forge.config import Config, parse_toml_text
 from forge.config.toml import to_literal, to_toml
 from forge.errors import FAILED, UserError
-from forge.shard import Box, Shard
+from forge.shard import Shard
 
 _SHOWN = 5
 
@@ -196,7 +196,8 @@ def _lazy(
     for weight in weights:
         if weight.ours is not None:
             dtype = dtypes[weight.ours]
-            lazy[f"model.{weight.ours}"] = _Lazy(weight.shape, dtype, partial(read, weight, dtype))
+            shape_only = torch.empty(weight.shape, dtype=dtype, device="meta")
+            lazy[f"model.{weight.ours}"] = _Lazy(Shard.whole("", shape_only), partial(read, weight, dtype))
     return lazy
 
 
@@ -206,17 +207,12 @@ class _Lazy(ShardTensor):
     _make: Callable[[], Tensor]
 
     @staticmethod
-    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, make: Callable[[], Tensor]) -> Any:
-        return ShardTensor.__new__(cls, *_described(shape, dtype))
+    def __new__(cls, shard: Shard, make: Callable[[], Tensor]) -> Any:
+        return ShardTensor.__new__(cls, shard, shard.parameter)
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, make: Callable[[], Tensor]):
-        super().__init__(*_described(shape, dtype))
+    def __init__(self, shard: Shard, make: Callable[[], Tensor]):
+        super().__init__(shard, shard.parameter)
         self._make = make
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         return self._make()
-
-
-def _described(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Shard, Tensor]:
-    values = torch.empty(shape, dtype=dtype, device="meta")
-    return Shard("", torch.Size(shape), (Box((0,) * len(shape), shape),), values), values
