@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,14 +36,13 @@ BALANCE = ["bias", "aux_loss"]
 
 
 def pairs() -> list[Any]:
-    """From ep = 4 to every layout, and back; the rest is slow."""
+    """From one process and from ep = 4 to every layout, and back, and from each to the next; some are slow."""
+    ring = set(itertools.pairwise([*LAYOUTS, "one process"]))
     found = []
-    for written in LAYOUTS:
-        for loaded in LAYOUTS:
-            fast = "ep 8" not in (written, loaded) and (
-                written == "ep 4" or (written, loaded) == ("fsdp 4", "ep 4")
-            )
-            found.append(pytest.param(written, loaded, marks=[] if fast else pytest.mark.slow))
+    for pair in itertools.product(LAYOUTS, LAYOUTS):
+        fast = "ep 8" not in pair and (pair[0] == "ep 4" or pair == ("fsdp 4", "ep 4"))
+        if pair in ring or {"one process", "ep 4"} & set(pair):
+            found.append(pytest.param(*pair, marks=[] if fast else pytest.mark.slow))
     return found
 
 
