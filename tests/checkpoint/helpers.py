@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from forge import fault
 from forge.checkpoint import Checkpoints, SaveOutcome
+from forge.parallel.buffered.layout import slice_boxes
 from forge.shard import Box, Shard
 
 
@@ -21,35 +21,10 @@ def numbers(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tenso
     return (torch.arange(prod(shape), dtype=torch.float64) + 1.25).view(shape).to(dtype)
 
 
-def slice_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """The boxes, in order, of elements [start, stop) of a row-major tensor: at most 2 * ndim - 1."""
-    if start >= stop:
-        return
-    if not shape or (start == 0 and stop == prod(shape)):
-        yield Box((0,) * len(shape), shape)
-        return
-    row = prod(shape[1:])
-
-    def in_row(i: int, a: int, b: int) -> Iterator[Box]:
-        for box in slice_boxes(shape[1:], a, b):
-            yield Box((i, *box.offsets), (1, *box.sizes))
-
-    first, last = -(-start // row), stop // row
-    if first > last:
-        yield from in_row(last, start - last * row, stop - last * row)
-        return
-    if first * row > start:
-        yield from in_row(first - 1, start - (first - 1) * row, row)
-    if first < last:
-        yield Box((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:]))
-    if last * row < stop:
-        yield from in_row(last, 0, stop - last * row)
-
-
 def flat_slice(name: str, full: Tensor, start: int, stop: int) -> Shard:
     """Elements [start, stop) in memory order, as a contiguous-buffer engine holds them; its own copy."""
     values = full.reshape(-1)[start:stop].clone()
-    return Shard(name, full.shape, tuple(slice_boxes(tuple(full.shape), start, stop)), values)
+    return Shard(name, full.shape, tuple(slice_boxes(full.shape, start, stop)), values)
 
 
 def cut(name: str, full: Tensor, rank: int, world: int) -> Shard:

@@ -7,15 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from forge.checkpoint import Checkpoints, load
 from forge.checkpoint.staging import Stager
 from forge.errors import UserError
 from forge.shard import Shard
-from tests.checkpoint.helpers import cut, named, numbers, rows, slice_boxes, whole
+from tests.checkpoint.helpers import cut, named, numbers, rows, whole
 from tests.harness import run_ranks
 
 LAYOUTS = {"cut": cut, "rows": rows, "whole": lambda name, full, rank, world: whole(name, full)}
@@ -185,17 +183,3 @@ def weights_only(rank: int, world: int, folder: str) -> None:
 def test_weights_load_alone_from_a_training_checkpoint(tmp_path):
     run_ranks(save_two, 1, str(tmp_path))
     run_ranks(weights_only, 2, str(tmp_path / "step-00000001"))
-
-
-@given(st.lists(st.integers(1, 5), max_size=4), st.data())
-def test_a_flat_slice_is_a_few_boxes_in_memory_order(shape, data):
-    full = torch.arange(torch.Size(shape).numel()).view(shape)
-    start = data.draw(st.integers(0, full.numel()))
-    stop = data.draw(st.integers(start, full.numel()))
-    boxes = list(slice_boxes(tuple(shape), start, stop))
-    elements = [
-        full[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))].reshape(-1)
-        for box in boxes
-    ]
-    assert torch.cat([torch.empty(0, dtype=torch.int64), *elements]).tolist() == list(range(start, stop))
-    assert len(boxes) <= max(1, 2 * len(shape) - 1)
