@@ -58,6 +58,7 @@ class PackedDataset:
 def read_window(
     source: Source, window: int, seq_len: int, documents: bool
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Tokens [seq_len + 1] of a window of the source, and their documents, int32, if asked for."""
-    start, count = window * seq_len, seq_len + 1
+    """Tokens [seq_len + 1] of a window of the source, fewer at its end, and their documents, int32, if asked for."""
+    start = window * seq_len
+    count = min(seq_len + 1, source.tokens - start)
     return source.read(start, count), source.document_ids(start, count) if documents else None

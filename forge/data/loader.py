@@ -117,7 +117,7 @@ class Loader:
             while not self._closed.is_set():
                 samples = [self._sample(self._first_row + row) for row in range(self._rows)]
                 rows = (self._dataset[sample] for sample in samples)
-                batch = _assemble(
+                batch = stack_windows(
                     rows, self._rows, self._dataset.seq_len, self._dataset.document_mask, samples[0]
                 )
                 self._position = self._sample(self._global_batch_size)
@@ -161,33 +161,34 @@ def evaluation_batches(
         windows = range(min(first, sequences), min(first + micro_batch_size, sequences))
         rows = (read_window(source, window, seq_len, document_mask) for window in windows)
         try:
-            batch = _assemble(rows, micro_batch_size, seq_len, document_mask, first)
+            batch = stack_windows(rows, micro_batch_size, seq_len, document_mask, first)
         except Exception as error:
             if unreadable is None:
                 raise
             unreadable.append(error)
-            batch = _assemble((), micro_batch_size, seq_len, document_mask, first)
+            batch = stack_windows((), micro_batch_size, seq_len, document_mask, first)
         yield batch.to(torch.device(device))
 
 
-def _assemble(
+def stack_windows(
     rows: Iterable[tuple[np.ndarray, np.ndarray | None]],
     n: int,
     seq_len: int,
     document_mask: bool,
     first_sample: int,
 ) -> Batch:
-    """A batch of n rows on the CPU; rows beyond those given are token 0 and IGNORE."""
+    """A batch of n rows on the CPU; beyond the windows given, and beyond a short one's end, are token 0 and IGNORE."""
     tokens = np.zeros((n, seq_len), np.int64)
     labels = np.full((n, seq_len), IGNORE, np.int64)
     documents = np.zeros((n, seq_len), np.int32) if document_mask else None
     for i, (window, owners) in enumerate(rows):
-        tokens[i] = window[:-1]
-        labels[i] = window[1:]
+        filled = slice(len(window) - 1)
+        tokens[i, filled] = window[:-1]
+        labels[i, filled] = window[1:]
         if documents is not None and owners is not None:
-            documents[i] = owners[:-1]
+            documents[i, filled] = owners[:-1]
             # The first token of a document does not follow from the one before it, which it may not see.
-            labels[i][owners[1:] != owners[:-1]] = IGNORE
+            labels[i, filled][owners[1:] != owners[:-1]] = IGNORE
     return Batch(
         torch.from_numpy(tokens),
         torch.from_numpy(labels),

@@ -9,8 +9,9 @@ from math import exp, inf, isfinite, log
 import numpy as np
 import torch
 
+from forge.data.dataset import read_window
 from forge.data.format import TokenDataset
-from forge.data.loader import Batch
+from forge.data.loader import Batch, stack_windows
 from forge.data.sources import Source
 from forge.data.tokenizer import Tokenizer
 from forge.errors import FAILED, UserError
@@ -83,25 +84,9 @@ def _windows(
     source: Source, windows: int, seq_len: int, batch_size: int, document_mask: bool
 ) -> Iterator[Batch]:
     for first in range(0, windows, batch_size):
-        rows = range(first, min(first + batch_size, windows))
-        tokens = np.zeros((len(rows), seq_len), np.int64)
-        labels = np.full((len(rows), seq_len), IGNORE, np.int64)
-        documents = np.zeros((len(rows), seq_len), np.int32)
-        for row, window in enumerate(rows):
-            begin = window * seq_len
-            count = min(seq_len + 1, source.tokens - begin)
-            read = source.read(begin, count).astype(np.int64)
-            tokens[row, : count - 1], labels[row, : count - 1] = read[:-1], read[1:]
-            if document_mask:
-                owners = source.document_ids(begin, count)
-                documents[row, : count - 1] = owners[:-1]
-                labels[row, : count - 1][owners[1:] != owners[:-1]] = IGNORE
-        yield Batch(
-            torch.from_numpy(tokens),
-            torch.from_numpy(labels),
-            documents=torch.from_numpy(documents) if document_mask else None,
-            first_sample=first,
-        )
+        numbers = range(first, min(first + batch_size, windows))
+        rows = (read_window(source, number, seq_len, document_mask) for number in numbers)
+        yield stack_windows(rows, len(numbers), seq_len, document_mask, first)
 
 
 def _text_bytes(opened: Opened, source: Source, read: int) -> tuple[int | None, str | None]:
