@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from forge.observe.json_lines import JsonLines
@@ -14,16 +13,8 @@ def utc_now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-class EventLog:
-    """Appends to `path`. Of all ranks only the first has one."""
-
-    def __init__(self, path: Path):
-        self._lines = JsonLines(path)
+class EventLog(JsonLines):
+    """Lines `{"time": ..., "event": kind, ...}`."""
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append one line `{"time": ..., "event": kind, **fields}` and flush it."""
-        self._lines.append({"time": utc_now(), "event": kind, **fields})
-
-    def close(self) -> None:
-        """Close the file."""
-        self._lines.close()
+        self.append(time=utc_now(), event=kind, **fields)

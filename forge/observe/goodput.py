@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from forge.observe.progress import format_duration
-
-log = logging.getLogger(__name__)
 
 # In the order of the table. Only "steps" is what the run is for.
 KINDS = ("steps", "set-up", "first step", "data", "evaluation", "save", "repeated steps", "down")
@@ -36,7 +34,7 @@ def read_past(events: Path, status: Path) -> Past:
     """
     past, kind = Past(), "set-up"
     for event in _events(events):
-        when, what = datetime.fromisoformat(event["time"]), event["event"]
+        when, what = event["time"], event["event"]
         if what == "started":
             _book(past, "down", when)
             kind = "set-up"
@@ -46,12 +44,10 @@ def read_past(events: Path, status: Path) -> Past:
         else:
             _book(past, kind, when)
             kind = "steps" if what in ("fresh", "resumed") else kind
-    try:
+    with suppress(OSError, ValueError, KeyError, TypeError):
         last = json.loads(status.read_text())
         _book(past, kind, datetime.fromisoformat(last["time"]))
         past.step = max(past.step, int(last["step"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
     return past
 
 
@@ -74,7 +70,7 @@ class Ledger:
     def enter(self, phase: str, step: int) -> None:
         """`phase` (of `step`) begins, the one before has ended."""
         ended = self._phase
-        self._settle()
+        self.seconds()  # of the phase before
         begins = phase in ("data", "step", "first step")
         if step != self._step or not begins:
             self._made = max(self._made, self._step)
@@ -86,19 +82,20 @@ class Ledger:
 
     def seconds(self) -> dict[str, float]:
         """By kind, up to now."""
-        self._settle()
+        kind = "save" if self._phase == "end" else self._phase
+        if self._phase == "step":
+            kind = "repeated steps" if self._step <= self._made_before else "steps"
+        now = time.monotonic()
+        self._seconds[kind] += now - self._since
+        self._since = now
         return dict(self._seconds)
 
     def write(self) -> None:
         """Write the ledger as an event."""
         seconds = self.seconds()
-        total = sum(seconds.values())
-        self._tell(
-            "goodput",
-            step=self._made,
-            goodput=seconds["steps"] / total if total else 0.0,
-            seconds={kind: round(value, 3) for kind, value in seconds.items()},
-        )
+        share = seconds["steps"] / (sum(seconds.values()) or 1.0)
+        rounded = {kind: round(value, 3) for kind, value in seconds.items()}
+        self._tell("goodput", step=self._made, goodput=share, seconds=rounded)
 
     def table(self) -> str:
         """For the end of a run."""
@@ -107,16 +104,6 @@ class Ledger:
         rows = [f"  {kind:<15}{format_duration(s):>8}{s / total:8.1%}" for kind, s in seconds.items() if s]
         share = seconds["steps"] / total
         return "\n".join([f"{share:.1%} of {format_duration(total)} went into steps that count:", *rows])
-
-    def _settle(self) -> None:
-        now = time.monotonic()
-        self._seconds[self._kind()] += now - self._since
-        self._since = now
-
-    def _kind(self) -> str:
-        if self._phase == "step":
-            return "repeated steps" if self._step <= self._made_before else "steps"
-        return "save" if self._phase == "end" else self._phase
 
 
 def _book(past: Past, kind: str, until: datetime) -> None:
@@ -127,13 +114,7 @@ def _book(past: Past, kind: str, until: datetime) -> None:
 
 
 def _events(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.exists():
-        return
-    with path.open() as lines:
-        for line in lines:
-            try:
-                event = json.loads(line)
-                datetime.fromisoformat(event["time"])
-                yield event
-            except (ValueError, KeyError, TypeError):
-                continue
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with suppress(ValueError, KeyError, TypeError):  # a torn line
+            event = json.loads(line)
+            yield event | {"time": datetime.fromisoformat(event["time"])}

@@ -65,20 +65,14 @@ def peak_flops(device: torch.device, dtype: torch.dtype | str) -> float | None:
     `dtype` is a torch dtype or its name, or `float8`, whichever of its formats. float32 means TF32 if torch is set
     to use that for float32 products.
     """
-    if device.type != "cuda":
-        return None
-    return _known_peak(torch.cuda.get_device_name(device), str(dtype).removeprefix("torch."))
-
-
-def _known_peak(card: str, dtype: str) -> float | None:
-    if dtype == "float8":
-        tflops = _PEAK_FLOAT8_TFLOPS.get(card)
-        return None if tflops is None else tflops * 1e12
-    if card not in _PEAK_TFLOPS:
-        return None
-    bfloat16, tf32, float32, float64 = _PEAK_TFLOPS[card]
-    plain = torch.get_float32_matmul_precision() == "highest"
-    tflops = {"bfloat16": bfloat16, "float32": float32 if plain else tf32, "float64": float64}.get(dtype)
+    card = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    bfloat16, tf32, float32, float64 = _PEAK_TFLOPS.get(card, (None, None, None, None))
+    tflops = {
+        "float8": _PEAK_FLOAT8_TFLOPS.get(card),
+        "bfloat16": bfloat16,
+        "float32": float32 if torch.get_float32_matmul_precision() == "highest" else tf32,
+        "float64": float64,
+    }.get(str(dtype).removeprefix("torch."))
     return None if tflops is None else tflops * 1e12
 
 
@@ -86,8 +80,13 @@ def memory_gib(device: torch.device) -> float:
     """Most memory held so far, in GiB: on CUDA reserved on the card, else resident in this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / GIB
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak * (1 if sys.platform == "darwin" else 1024) / GIB
+    return most_resident() / GIB
+
+
+def most_resident() -> int:
+    """Most bytes of this process that were in memory at once."""
+    # The unit of ru_maxrss is KiB, on macOS bytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def process_age_s(pid: int | None = None) -> float:

@@ -6,14 +6,13 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 log = logging.getLogger(__name__)
 
 
-def encode(fields: Mapping[str, Any]) -> bytes:
+def encode(fields: dict[str, Any]) -> bytes:
     """One JSON object on one line. Floats read back exactly (they are Python's repr); NaN, Inf are null."""
     return json.dumps(_finite(fields), allow_nan=False).encode() + b"\n"
 
@@ -21,7 +20,7 @@ def encode(fields: Mapping[str, Any]) -> bytes:
 def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(inner) for inner in value]
@@ -29,7 +28,8 @@ def _finite(value: Any) -> Any:
 
 
 class JsonLines:
-    """Appends objects to `path`, opened at the first one. When `append` returns, SIGKILL loses nothing."""
+    """Appends objects to `path`, opened at the first one; only the first rank has one. When `append` returns, SIGKILL
+    loses nothing."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -37,7 +37,7 @@ class JsonLines:
         self._unwritten = b""
         self._told = False
 
-    def append(self, fields: Mapping[str, Any]) -> None:
+    def append(self, **fields: Any) -> None:
         """Write one line. What a full disk refuses is kept, with a warning, and tried again with the next."""
         self._unwritten += encode(fields)
         try:
@@ -51,7 +51,7 @@ class JsonLines:
             self._told = True
 
     def close(self) -> None:
-        """Close the file; the next `append` opens it again."""
+        """The next `append` opens the file again."""
         if self._descriptor is not None:
             os.close(self._descriptor)
         self._descriptor = None

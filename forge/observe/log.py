@@ -35,11 +35,8 @@ def setup_logging(rank: int, folder: Path) -> None:
     except OSError as error:
         logging.getLogger(__name__).warning("no log file for rank %d: %s", rank, error)
         return
-    file.setFormatter(
-        logging.Formatter(
-            f"%(asctime)s.%(msecs)03d rank {rank} %(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S"
-        )
-    )
+    line = f"%(asctime)s.%(msecs)03d rank {rank} %(levelname)s %(name)s: %(message)s"
+    file.setFormatter(logging.Formatter(line, "%Y-%m-%d %H:%M:%S"))
     root.addHandler(file)
 
 

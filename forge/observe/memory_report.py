@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import resource
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch import Tensor
 from forge.config import Config, Degrees
 from forge.errors import FAILED, UserError
 from forge.observe.advice import advice
-from forge.observe.hardware import GIB
+from forge.observe.hardware import GIB, most_resident
 from forge.shard import Shard
 
 log = logging.getLogger(__name__)
@@ -35,8 +34,8 @@ class MemoryReport:
     and whatever a layout gathers or buffers.
     """
 
-    def __init__(self, device: torch.device, tell: Callable[..., None] | None = None):
-        self._device, self._tell = device, tell
+    def __init__(self, device: torch.device, tell: Callable[..., None] = lambda *_, **__: None):
+        self._device, self._on_card, self._tell = device, device.type == "cuda", tell
         self.bytes: dict[str, int] = {}
         self._step = 0
         self._resident_before = 0
@@ -44,7 +43,9 @@ class MemoryReport:
     def take_in(self, held: Mapping[str, int], optimizer: Iterable[tuple[str, Shard, Tensor]]) -> None:
         """Count the state of this rank: `held` by the model in bytes by kind, and `optimizer` as (slot, shard, values)."""
         self.bytes |= {kind: size for kind, size in held.items() if size}
-        self.bytes["optimizer"] = sum(self._size(values) for _, _, values in optimizer)
+        # Offloaded state is elsewhere.
+        here = (values for _, _, values in optimizer if values.device.type == self._device.type)
+        self.bytes["optimizer"] = sum(values.nbytes for values in here)
 
     def per_parameter(self, parameters: int) -> str:
         """What is known so far in bytes of this rank for each of the model's `parameters`."""
@@ -52,7 +53,7 @@ class MemoryReport:
         return f"{sum(self.bytes.values()) / parameters:.2f} bytes per parameter on this rank: {each}"
 
     def before_step(self, step: int) -> None:
-        if not self._step and self._device.type != "cuda":
+        if not self._step and not self._on_card:
             self._resident_before = _resident()
         self._step = step
 
@@ -60,20 +61,18 @@ class MemoryReport:
         """After the first step that this process makes: measure, log the table, and tell."""
         if "activations" in self.bytes:
             return
-        self.bytes["activations"] = max(0, self._peak() - self._state_at_peak())
+        self.bytes["activations"] = max(0, self._beyond_state())
         log.info("%s", self.table())
-        if self._tell is not None:
-            self._tell("memory", **{f"{name}_bytes": size for name, size in self.bytes.items()})
+        self._tell("memory", **{f"{name}_bytes": size for name, size in self.bytes.items()})
 
     def table(self) -> str:
         """What is known so far, a line for each kind, in GiB."""
         rows = [
             f"  {name:<13}{size / GIB:10.3f} GiB{_NOTES.get(name, '')}" for name, size in self.bytes.items()
         ]
-        where = "on its card" if self._device.type == "cuda" else "in its process"
+        where = "on its card" if self._on_card else "in its process"
         if "activations" in self.bytes:
-            source = "allocator" if self._device.type == "cuda" else "growth of the process"
-            rows[-1] += f", by the {source}"
+            rows[-1] += f", by the {'allocator' if self._on_card else 'growth of the process'}"
         return "\n".join([f"memory of this rank {where}:", *(rows or ["  nothing is built yet"])])
 
     @contextmanager
@@ -86,46 +85,35 @@ class MemoryReport:
                 raise
             when = f"in step {self._step}" if self._step else "before the first step"
             first_line = next(iter(str(error).splitlines()), type(error).__name__)
-            on_card = self._device.type == "cuda"
-            keys = "\n".join(
-                f"  {line}" for line in advice(config, degrees, self._state_dominates(), on_card)
-            )
+            keys = advice(config, degrees, self._state_dominates(), self._on_card)
             log.error(
-                "out of memory %s: %s\n%s\nThe card or host holds no more. Change one of:\n%s",
+                "out of memory %s: %s\n%s\nThe card or host holds no more. Change one of:\n  %s",
                 when,
                 first_line,
                 self.table(),
-                keys,
+                "\n  ".join(keys),
             )
             raise UserError(
                 f"out of memory {when}; what takes it and three keys to change are above", exit_code=FAILED
             ) from error
 
-    def _size(self, tensor: Tensor) -> int:
-        """Bytes on the device that is reported on: offloaded state is elsewhere."""
-        return tensor.numel() * tensor.element_size() if tensor.device.type == self._device.type else 0
-
     def _state_dominates(self) -> bool:
         """True if parameters, gradients and optimizer take most of the memory, as far as that is known."""
         if not self._step:
             return True
-        state = sum(size for name, size in self.bytes.items() if name != "activations")
-        if self._device.type == "cuda":
-            return 2 * state > torch.cuda.get_device_properties(self._device).total_memory
-        return "activations" in self.bytes and state > self.bytes["activations"]
+        if self._on_card:
+            return 2 * self._state() > torch.cuda.get_device_properties(self._device).total_memory
+        return "activations" in self.bytes and self._state() > self.bytes["activations"]
 
-    def _peak(self) -> int:
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
-        # The unit of ru_maxrss is KiB, on macOS bytes.
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        return peak - self._resident_before
+    def _state(self) -> int:
+        return sum(size for kind, size in self.bytes.items() if kind != "activations")
 
-    def _state_at_peak(self) -> int:
-        """What the peak counts besides activations; the process held its parameters before it began to grow."""
-        if self._device.type == "cuda":
-            return sum(size for kind, size in self.bytes.items() if kind != "activations")
-        return self.bytes.get("gradients", 0) + self.bytes.get("buckets", 0)
+    def _beyond_state(self) -> int:
+        """What the peak holds besides state; the process held its parameters before it began to grow."""
+        if self._on_card:
+            return torch.cuda.max_memory_allocated(self._device) - self._state()
+        grown = most_resident() - self._resident_before
+        return grown - self.bytes.get("gradients", 0) - self.bytes.get("buckets", 0)
 
 
 _NOTES = {
@@ -143,7 +131,6 @@ def ran_out_of_memory(error: BaseException) -> bool:
 def _resident() -> int:
     """Bytes of this process in memory now; where /proc is missing, the most so far."""
     try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return pages * resource.getpagesize()
+        return most_resident()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from pathlib import Path
-from typing import Any
 
 from forge.files import replace_atomically
 from forge.observe.json_lines import JsonLines
@@ -13,40 +11,28 @@ from forge.observe.json_lines import JsonLines
 log = logging.getLogger(__name__)
 
 
-class MetricsLog:
-    """Writes `path`. Of all ranks only the first has one."""
-
-    def __init__(self, path: Path):
-        self._path = path
-        self._lines = JsonLines(path)
-
-    def write(self, **fields: Any) -> None:
-        """Append and flush one line with `fields`, `step` among them; a non-finite number becomes null."""
-        self._lines.append(fields)
+class MetricsLog(JsonLines):
+    """Lines with a `step`; a number that is not finite is null."""
 
     def cut(self, after_step: int) -> None:
         """Drop all lines whose step is greater than `after_step`, so that a resumed run tells no step twice.
 
         A line torn by a kill, or unreadable, goes too. The file is replaced atomically, if at all.
         """
-        self._lines.close()
-        if not self._path.exists():
+        self.close()
+        if not self.path.exists():
             return
-        lines = self._path.read_bytes().splitlines(keepends=True)
+        lines = self.path.read_bytes().splitlines(keepends=True)
         kept = [line for number, line in enumerate(lines, 1) if self._keeps(line, number, after_step)]
         if len(kept) < len(lines):
-            replace_atomically(self._path, b"".join(kept))
+            replace_atomically(self.path, b"".join(kept))
 
     def _keeps(self, line: bytes, number: int, after_step: int) -> bool:
         try:
             keep = json.loads(line)["step"] <= after_step
         except (ValueError, KeyError, TypeError):
             if line.endswith(b"\n"):
-                log.warning("%s: line %d is not a metrics line and is dropped", self._path, number)
+                log.warning("%s: line %d is not a metrics line and is dropped", self.path, number)
             return False
         # Without its end a line was torn, even where what is left of it happens to be JSON.
         return keep and line.endswith(b"\n")
-
-    def close(self) -> None:
-        """Close the file."""
-        self._lines.close()

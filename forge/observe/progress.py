@@ -86,17 +86,13 @@ class StepTimes:
         self._count = 0
 
     def add(self, seconds: float) -> None:
-        """Count one step."""
         self._count += 1
         if self._count == 2:
             self._seconds.clear()
         self._seconds.append(seconds)
 
-    def mean(self) -> float | None:
-        """Seconds per step; None before the first."""
-        return sum(self._seconds) / len(self._seconds) if self._seconds else None
-
     def eta(self, remaining_steps: int) -> float | None:
         """Seconds that `remaining_steps` will take; None before the first step."""
-        mean = self.mean()
-        return None if mean is None else mean * max(0, remaining_steps)
+        if not self._seconds:
+            return None
+        return sum(self._seconds) / len(self._seconds) * max(0, remaining_steps)

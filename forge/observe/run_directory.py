@@ -53,13 +53,19 @@ class RunDirectory:
         """
         for folder in (self.root, self.tensorboard, self.checkpoints, self.logs):
             _require_writable(folder)
-        descriptor = self._open()
+        try:
+            descriptor = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise UserError(
+                f"{self._lock_path} cannot be opened ({error.strerror}); is {self.root} another user's run?"
+            ) from error
         try:
             self._lock(descriptor, patience_s)
         except BaseException:
             os.close(descriptor)
             raise
-        self._tell_of_stale_holder(descriptor)
+        if stale := _holder(descriptor):
+            log.warning("%s: taking over from %s, which ended without giving the lock back", self.root, stale)
         holder = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "started": utc_now()})
         _rewrite(descriptor, holder.encode())
         self._descriptor = descriptor
@@ -90,14 +96,6 @@ class RunDirectory:
             self._descriptor = None
             self._finalizer()
 
-    def _open(self) -> int:
-        try:
-            return os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise UserError(
-                f"{self._lock_path} cannot be opened ({error.strerror}); is {self.root} another user's run?"
-            ) from error
-
     def _lock(self, descriptor: int, patience_s: float) -> None:
         deadline = time.monotonic() + patience_s
         while True:
@@ -105,7 +103,10 @@ class RunDirectory:
                 return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if time.monotonic() >= deadline:
-                    raise UserError(self._refusal(descriptor)) from None
+                    who = _holder(descriptor) or "another process"
+                    raise UserError(
+                        f"{self.root} is in use by {who}; wait for that run, stop it, or choose another run.name."
+                    ) from None
                 time.sleep(0.05)
             except OSError as error:
                 if error.errno not in _NO_LOCKS:
@@ -114,25 +115,6 @@ class RunDirectory:
                     "%s: its file system has no locks; a second run there would go unnoticed", self.root
                 )
                 return
-
-    def _refusal(self, descriptor: int) -> str:
-        holder = _read_holder(descriptor)
-        who = (
-            f"process {holder['pid']} on {holder['host']} since {holder['started']}"
-            if holder
-            else "another process"
-        )
-        return f"{self.root} is in use by {who}; wait for that run, stop it, or choose another run.name."
-
-    def _tell_of_stale_holder(self, descriptor: int) -> None:
-        if holder := _read_holder(descriptor):
-            log.warning(
-                "%s: taking over from process %s on %s, started %s, which ended without giving the lock back",
-                self.root,
-                holder["pid"],
-                holder["host"],
-                holder["started"],
-            )
 
     def _forget(self) -> None:
         """In a forked child: close its copy of the descriptor, which would hold the lock after our death."""
@@ -167,11 +149,11 @@ def _require_writable(folder: Path) -> None:
         ) from error
 
 
-def _read_holder(descriptor: int) -> dict[str, str] | None:
-    """What the last holder wrote; None if it gave the directory back, or has not yet written."""
+def _holder(descriptor: int) -> str | None:
+    """The last holder, as it wrote itself down; None if it gave the directory back, or has not yet written."""
     try:
         holder = json.loads(os.pread(descriptor, 4096, 0))
-        return {key: str(holder[key]) for key in ("host", "pid", "started")}
+        return f"process {holder['pid']} on {holder['host']} since {holder['started']}"
     except (ValueError, KeyError, TypeError):
         return None
 

@@ -48,15 +48,14 @@ class Board:
 
     def begin_after(self, step: int) -> None:
         """Hide what has been written about steps after `step`: they are made again."""
-        if self._writer is not None:
-            self._try("close")
-        self._after_step, self._writer = step, None
+        self.close()
+        self._after_step = step
 
     def close(self) -> None:
-        """Flush and close; a closed board is off."""
+        """Flush and close; what is written later goes to a new file."""
         if self._writer is not None:
             self._try("close")
-        self._off, self._writer = True, None
+        self._writer = None
 
     def __enter__(self) -> Board:
         return self
@@ -79,6 +78,5 @@ class Board:
     def _make_writer(self) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
-        return SummaryWriter(
-            str(self._folder), purge_step=self._after_step + 1, max_queue=100, flush_secs=_FLUSH_SECONDS
-        )
+        purged = self._after_step + 1
+        return SummaryWriter(str(self._folder), purge_step=purged, max_queue=100, flush_secs=_FLUSH_SECONDS)

@@ -139,7 +139,7 @@ class Recorder:
         """Write an evaluation line."""
         if self._metrics is None:
             return
-        self._metrics.write(step=step, eval=losses)
+        self._metrics.append(step=step, eval=losses)
         if self._board is not None:
             self._board.scalars(step, {f"eval/{name}": loss for name, loss in losses.items()})
         log.info("step %d  %s", step, "  ".join(f"eval {name} {loss:.4f}" for name, loss in losses.items()))
@@ -196,7 +196,7 @@ class Recorder:
                 fields |= self._router_fields(layers, router_values, counts=self._map_due(facts.step))
             if reading.skipped:
                 fields["skipped"] = True
-            self._metrics.write(**fields)
+            self._metrics.append(**fields)
             if self._board is not None:
                 self._board.scalars(facts.step, dict(_curves(fields)))
                 if layers and self._map_due(facts.step):

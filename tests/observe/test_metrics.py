@@ -18,10 +18,10 @@ def path(tmp_path):
     return tmp_path / "metrics.jsonl"
 
 
-def test_every_line_is_on_its_way_to_the_disk_when_write_returns(path):
+def test_every_line_is_on_its_way_to_the_disk_when_append_returns(path):
     metrics = MetricsLog(path)
     for step in (1, 2):
-        metrics.write(step=step, loss=0.5)
+        metrics.append(step=step, loss=0.5)
         assert read(path)[-1] == {"step": step, "loss": 0.5}
 
 
@@ -29,32 +29,32 @@ def test_every_line_is_on_its_way_to_the_disk_when_write_returns(path):
 def test_floats_read_back_exactly(tmp_path_factory, value):
     path = tmp_path_factory.mktemp("metrics") / "metrics.jsonl"
     metrics = MetricsLog(path)
-    metrics.write(step=1, loss=value)
+    metrics.append(step=1, loss=value)
     metrics.close()
     read_back = read(path)[0]["loss"]
     assert read_back == value and math.copysign(1, read_back) == math.copysign(1, value)
 
 
 def test_numbers_that_are_not_finite_are_null_wherever_they_stand(path):
-    MetricsLog(path).write(step=1, loss=math.nan, eval={"a": math.inf, "b": [1.0, -math.inf]})
+    MetricsLog(path).append(step=1, loss=math.nan, eval={"a": math.inf, "b": [1.0, -math.inf]})
     assert read(path) == [{"step": 1, "loss": None, "eval": {"a": None, "b": [1.0, None]}}]
 
 
 def test_cut_drops_what_follows_the_step_evaluations_too(path):
     metrics = MetricsLog(path)
     for step in range(1, 5):
-        metrics.write(step=step, loss=1.0)
-        metrics.write(step=step, eval={"held_out": 2.0})
+        metrics.append(step=step, loss=1.0)
+        metrics.append(step=step, eval={"held_out": 2.0})
     before = path.read_bytes().splitlines(keepends=True)
     metrics.cut(2)
     assert path.read_bytes() == b"".join(before[:4])
-    metrics.write(step=3, loss=1.5)
+    metrics.append(step=3, loss=1.5)
     assert [line["step"] for line in read(path)] == [1, 1, 2, 2, 3]
 
 
 def test_cut_to_the_beginning_leaves_an_empty_file(path):
     metrics = MetricsLog(path)
-    metrics.write(step=1, loss=1.0)
+    metrics.append(step=1, loss=1.0)
     metrics.cut(0)
     assert path.read_bytes() == b""
 
@@ -79,14 +79,14 @@ def test_cut_of_no_file_makes_none(path):
 
 
 def test_cut_with_nothing_to_drop_does_not_touch_the_file(path):
-    MetricsLog(path).write(step=1, loss=1.0)
+    MetricsLog(path).append(step=1, loss=1.0)
     before = path.stat()
     MetricsLog(path).cut(1)
     assert path.stat() == before
 
 
 def test_a_crash_in_the_middle_of_a_cut_loses_nothing(path, monkeypatch):
-    MetricsLog(path).write(step=1, loss=1.0)
+    MetricsLog(path).append(step=1, loss=1.0)
     before = path.read_bytes()
 
     def crash(*_):
