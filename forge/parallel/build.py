@@ -27,7 +27,7 @@ def build_parallel_model(config: Config, meshes: Meshes, device: torch.device) -
     split = SequenceSplit(meshes.cp, sequence_pieces(config))
     if meshes.degrees.pp == 1:
         model, engine = build_part(config, meshes, device)
-        return SequentialModel(model, engine, meshes, split, config.train.micro_batch_size)
+        return SequentialModel([model], [engine], config, meshes, split)
     check_names(config)
     plan = plan_pipeline(config, meshes.degrees)
     own = plan.of_rank(meshes.pp.rank())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from forge.config import Config
 from forge.model import IGNORE, Transformer
-from forge.parallel.context import SequenceSplit
+from forge.parallel.context import Inputs, SequenceSplit
 from forge.parallel.context.sequence import Sequences
 from forge.parallel.data import DataParallel
 from forge.parallel.mesh import Meshes
 from forge.parallel.routers import RouterReport, Routers
 from forge.parallel.tensor import open_shards, sum_open_gradients
-from forge.shard import Shard
 
 
 class Batch(Sequences, Protocol):
@@ -28,11 +28,12 @@ class Batch(Sequences, Protocol):
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums over all valid tokens of the global batch; `values` is one float64 device vector, equal on all ranks."""
+    """Sums over all valid tokens of the global batch.
+
+    values: float64 device vector, equal on all ranks: objective, cross-entropy, z-loss, number of tokens.
+    """
 
     values: Tensor
-
-    NAMES = ("objective", "cross_entropy", "z_loss", "tokens")
 
     @property
     def objective(self) -> Tensor:
@@ -47,124 +48,136 @@ class Sums:
         return self.values[3]
 
 
-class ParallelModel(Protocol):
-    """A model spread over ranks. Every method is collective; the loop calls them in the order given here."""
+class ParallelModel:
+    """A model spread over ranks. Every method is collective; the loop calls them in the order given here.
 
-    parts: list[Transformer]
-    shards: list[Shard]
-    """The parameters."""
-    buffers: list[Shard]
-    """What else belongs into checkpoints: the balancing state of routers."""
-
-    def count_tokens(self, batch: Batch) -> Tensor:
-        """Number of valid labels in the global batch: a float64 device scalar, equal on all ranks."""
-
-    def forward_backward(self, batch: Batch, tokens: Tensor) -> Sums:
-        """Add the gradient of (sum of losses / tokens) of every microbatch to the shards; their sums over all ranks."""
-
-    def finalize_gradients(self) -> None:
-        """Complete the sums of gradients across every axis that backward left open."""
-
-    def update_router(self, skip: Tensor) -> RouterReport | None:
-        """Move the balancing state of all routers, unless the step is skipped (device scalar 1.0); None if there is none."""
-
-    def after_update(self) -> None:
-        """Make anew what derives from the parameters: after each optimizer step or load into a used model."""
-
-    def zero_gradients(self) -> None:
-        """Forget the gradients."""
-
-    def evaluate(self, batch: Batch) -> Sums:
-        """The sums of one batch without a gradient."""
-
-    def logits(self, tokens: Tensor) -> Tensor:
-        """Next-token scores `[batch, seq, vocab]` of `tokens` `[batch, seq]`, the same tokens on all ranks."""
-
-    def memory(self) -> dict[str, int]:
-        """What this rank's device holds through a step, in bytes by kind. Not collective."""
-
-    def held_while_accumulating(self) -> str:
-        """What lies in memory between the microbatches of a step, for the log. Not collective."""
-
-
-class SequentialModel:
-    """The whole model in every rank's hands, layer after layer."""
+    parts: what this rank has of the model, each with the engine that shares it among ranks which read other data.
+    shards: the parameters. buffers: what else belongs into checkpoints, the balancing state of routers.
+    """
 
     def __init__(
         self,
-        model: Transformer,
-        engine: DataParallel,
+        parts: Sequence[Transformer],
+        engines: Sequence[DataParallel],
+        config: Config,
         meshes: Meshes,
         split: SequenceSplit,
-        micro_batch_size: int,
     ):
-        self.parts = [model]
-        self.shards = engine.shards
-        self._routers = Routers(model.routers, meshes)
+        self.parts = list(parts)
+        self.shards = [shard for engine in engines for shard in engine.shards]
+        self._engines = engines
+        self._routers = Routers(parts, config, meshes)
         self.buffers = self._routers.shards()
-        self._model = model
-        self._engine = engine
-        self._group = meshes.loss
-        self._tp = meshes.tp
-        self._open = open_shards(model, engine.shards)
+        self._open = [s for part, e in zip(parts, engines, strict=True) for s in open_shards(part, e.shards)]
+        self._meshes = meshes
         self._split = split
-        self._micro_batch_size = micro_batch_size
+        self._micro_batch_size = config.train.micro_batch_size
 
     def count_tokens(self, batch: Batch) -> Tensor:
-        labels = self._split.local_part(batch).labels
-        return self._over_ranks((labels != IGNORE).sum(dtype=torch.float64))
+        """Number of valid labels in the global batch: a float64 device scalar, equal on all ranks."""
+        return _sum_over(_valid_tokens(self._split.local_part(batch)), self._meshes.loss)
 
     def forward_backward(self, batch: Batch, tokens: Tensor) -> Sums:
-        microbatches = list(batch.microbatches(self._micro_batch_size))
-        total = torch.zeros(3, dtype=torch.float64, device=batch.tokens.device)
+        """Add the gradient of (sum of losses / tokens) of every microbatch to the shards; their sums over all ranks."""
+        microbatches = [self._split.local_part(micro) for micro in batch.microbatches(self._micro_batch_size)]
         # A batch without any valid token has loss 0 and gradient 0, not 0/0.
         divisor = tokens.clamp(min=1)
-        self._model.set_loss_scale(1 / divisor)
-        for index, micro in enumerate(microbatches):
-            self._engine.begin_microbatch(last=index == len(microbatches) - 1)
-            losses = self._model(*self._split.local_part(micro))
-            (losses[0] / divisor.to(losses.dtype)).backward()
-            total += losses.detach()
+        for part in self.parts:
+            part.set_loss_scale(1 / divisor)
+        losses = self._forward_backward(microbatches, divisor)
         # Before any other collective: a rank may have had nothing to say of some parameters until now.
-        self._engine.start_gradient_sync()
-        return Sums(torch.cat([self._over_ranks(total), tokens.reshape(1)]))
+        for engine in self._engines:
+            engine.start_gradient_sync()
+        return Sums(torch.cat([_sum_over(losses, self._meshes.pipeline), tokens.reshape(1)]))
 
     def finalize_gradients(self) -> None:
-        self._engine.finish_gradient_sync()
+        """Complete the sums of gradients across every axis that backward left open."""
+        for engine in self._engines:
+            engine.finish_gradient_sync()
         # Tensor parallelism leaves some sums open.
-        sum_open_gradients(self._open, self._tp)
+        sum_open_gradients(self._open, self._meshes.tp)
 
     def update_router(self, skip: Tensor) -> RouterReport | None:
+        """Move the balancing state of all routers, unless the step is skipped (device scalar 1.0); None if there is none."""
         return self._routers.update(skip)
 
     def after_update(self) -> None:
-        self._engine.after_update()
+        """Make anew what derives from the parameters: after each optimizer step or load into a used model."""
+        for engine in self._engines:
+            engine.after_update()
 
     def zero_gradients(self) -> None:
-        self._engine.zero_gradients()
+        """Forget the gradients."""
+        for engine in self._engines:
+            engine.zero_gradients()
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Sums:
+        """The sums of one batch without a gradient."""
         inputs = self._split.local_part(batch)
-        losses = self._model(*inputs)
-        valid = (inputs.labels != IGNORE).sum(dtype=torch.float64)
-        return Sums(self._over_ranks(torch.cat([losses.double(), valid.reshape(1)])))
+        values = torch.zeros(4, dtype=torch.float64, device=inputs.tokens.device)
+        losses = self._forward(inputs)
+        if losses is not None:
+            values[:3] = losses
+            values[3] = _valid_tokens(inputs)
+        return Sums(_sum_over(values, self._meshes.pipeline))
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
-        return self._split.logits(self._model, tokens)
+        """Next-token scores `[batch, seq, vocab]` of `tokens` `[batch, seq]`, the same tokens on all ranks."""
+        return self._split.logits(self._logits, tokens)
 
-    def copies(self) -> Iterable[tuple[str, Tensor, dist.ProcessGroup]]:
+    def copies(self) -> Iterator[tuple[str, Tensor, dist.ProcessGroup]]:
         """Weights that an engine computes with and that are not its shards: name, values, the ranks that hold them."""
-        return getattr(self._engine, "copies", tuple)()
+        for engine in self._engines:
+            yield from getattr(engine, "copies", tuple)()
 
     def memory(self) -> dict[str, int]:
-        return self._engine.memory()
+        """What this rank's device holds through a step, in bytes by kind. Not collective."""
+        of_engines = [engine.memory() for engine in self._engines]
+        return {kind: sum(memory[kind] for memory in of_engines) for kind in of_engines[0]}
 
     def held_while_accumulating(self) -> str:
-        return self._engine.held_while_accumulating()
+        """What lies in memory between the microbatches of a step, for the log. Not collective."""
+        return "; ".join(engine.held_while_accumulating() for engine in self._engines)
 
-    def _over_ranks(self, values: Tensor) -> Tensor:
-        if self._group.size() > 1:
-            dist.all_reduce(values, group=self._group)
-        return values
+    def _forward_backward(self, microbatches: list[Inputs], divisor: Tensor) -> Tensor:
+        """The gradients of all losses / divisor; the sums of losses that are computed here, float64 `[3]`."""
+        raise NotImplementedError
+
+    def _forward(self, inputs: Inputs) -> Tensor | None:
+        """What the whole model's forward returns; None where another rank has its end."""
+        raise NotImplementedError
+
+    def _logits(self, inputs: Inputs) -> Tensor:
+        """What the whole model's forward returns for inputs without labels."""
+        raise NotImplementedError
+
+
+class SequentialModel(ParallelModel):
+    """The whole model in every rank's hands, layer after layer."""
+
+    def _forward_backward(self, microbatches: list[Inputs], divisor: Tensor) -> Tensor:
+        (engine,), total = self._engines, torch.zeros(3, dtype=torch.float64, device=divisor.device)
+        for index, inputs in enumerate(microbatches):
+            engine.begin_microbatch(last=index == len(microbatches) - 1)
+            losses = self._forward(inputs)
+            (losses[0] / divisor.to(losses.dtype)).backward()
+            total += losses.detach()
+        return total
+
+    def _forward(self, inputs: Inputs) -> Tensor:
+        return self.parts[0](*inputs)
+
+    _logits = _forward
+
+
+def _valid_tokens(inputs: Inputs) -> Tensor:
+    assert inputs.labels is not None
+    return (inputs.labels != IGNORE).sum(dtype=torch.float64)
+
+
+def _sum_over(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    if group.size() > 1:
+        dist.all_reduce(values, group=group)
+    return values

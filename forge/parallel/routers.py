@@ -1,21 +1,21 @@
-"""The state of all routers of a model part between optimizer steps: counted by each rank, moved by all alike.
+"""The state of all routers between optimizer steps: counted by each rank, moved by all alike.
 
 Independent of the engine: state lies in buffers, whole on every rank, and moves by the same integers everywhere.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forge.model import Router, update_routers
+from forge.config import Config
+from forge.model import Transformer, update_routers
 from forge.parallel.mesh import Meshes
 from forge.shard import Box, Shard
-
-STATE = ("bias", "previous_counts")
 
 
 @dataclass(frozen=True)
@@ -31,59 +31,61 @@ class RouterReport:
 
 
 class Routers:
-    """The routers of one or more parts of a model, by layer; of a dense one none, and then nothing is done or sent."""
+    """Those of this rank's `parts` of a model; of a dense one none, and then nothing is done or sent."""
 
-    def __init__(self, routers: dict[int, Router], meshes: Meshes):
-        self._layers = tuple(routers)
-        self._routers = list(routers.values())
-        self._group = meshes.stage
+    def __init__(self, parts: Sequence[Transformer], config: Config, meshes: Meshes):
+        self._own = {layer: router for part in parts for layer, router in part.routers.items()}
+        self._stage, self._pp = meshes.stage, meshes.pp
+        self._layers, moe = tuple(self._own), config.model.moe
+        if self._pp.size() > 1 and moe is not None:
+            self._layers = tuple(range(moe.n_dense_layers, config.model.n_layers))
+            self._columns = moe.n_experts + 5
 
     def update(self, skip: Tensor) -> RouterReport | None:
         """Move balancing state by one step, unless `skip` (device scalar) is 1, and begin counting anew.
 
-        Collective: one all-reduce over all ranks that carry tokens, for all layers together.
+        Collective: one all-reduce over all ranks that carry tokens, for all layers together; one more between stages.
         """
-        if not self._routers:
+        if not self._layers:
             return None
-        counted = torch.stack([router.counts for router in self._routers])
-        losses = torch.stack([router.losses for router in self._routers])
-        dropped = torch.stack([router.dropped for router in self._routers])
+        if self._pp.size() == 1:
+            return RouterReport(self._move(skip), self._layers)
+        values = torch.zeros(len(self._layers), self._columns, dtype=torch.float64, device=skip.device)
+        if self._own:
+            for layer, found in zip(self._own, self._move(skip), strict=True):
+                values[self._layers.index(layer)] = found
+        dist.all_reduce(values, group=self._pp)
+        return RouterReport(values, self._layers)
+
+    def _move(self, skip: Tensor) -> Tensor:
+        """The rows of this rank's own layers in the report."""
+        routers = list(self._own.values())
+        counted = torch.stack([router.counts for router in routers])
+        losses = torch.stack([router.losses for router in routers])
+        dropped = torch.stack([router.dropped for router in routers])
         # Counts stay exact: float64 holds integers up to 2^53.
         sums = torch.cat([counted.double(), losses, dropped.double().unsqueeze(1)], dim=1)
-        if self._group.size() > 1:
-            dist.all_reduce(sums, group=self._group)
-        n_experts, top_k = counted.shape[1], self._routers[0].config.top_k
-        counts = sums[:, :n_experts]
-        update_routers(self._routers, counts.to(torch.int64), skip)
-        tokens = (counts.sum(1, keepdim=True) / top_k).clamp(min=1)
-        bias = torch.stack([router.bias for router in self._routers]).double()
-        values = torch.cat(
-            [
-                counts,
-                sums[:, n_experts : n_experts + 2] / tokens,
-                sums[:, n_experts + 2 :],
-                bias.amin(1, keepdim=True),
-                bias.amax(1, keepdim=True),
-            ],
-            dim=1,
-        )
-        return RouterReport(values, self._layers)
+        if self._stage.size() > 1:
+            dist.all_reduce(sums, group=self._stage)
+        counts, losses, dropped = sums.split([counted.shape[1], 2, 1], dim=1)
+        update_routers(routers, counts.to(torch.int64), skip)
+        tokens = (counts.sum(1, keepdim=True) / routers[0].config.top_k).clamp(min=1)
+        bias = torch.stack([router.bias for router in routers]).double()
+        ends = bias.amin(1, keepdim=True), bias.amax(1, keepdim=True)
+        return torch.cat([counts, losses / tokens, dropped, *ends], dim=1)
 
     def shards(self) -> list[Shard]:
         """What checkpoints keep of the routers, by name; whole on every rank."""
+        copies = self._stage if self._stage.size() > 1 else None
         return [
-            _whole(f"layers.{layer}.feed_forward.router.{name}", getattr(router, name), self._group)
-            for layer, router in zip(self._layers, self._routers, strict=True)
-            for name in STATE
+            Shard(
+                name=f"layers.{layer}.feed_forward.router.{name}",
+                global_shape=state.shape,
+                boxes=(Box((0,) * state.ndim, tuple(state.shape)),),
+                parameter=state,
+                replicas=copies,
+                kind="router",
+            )
+            for layer, router in self._own.items()
+            for name, state in (("bias", router.bias), ("previous_counts", router.previous_counts))
         ]
-
-
-def _whole(name: str, buffer: Tensor, group: dist.ProcessGroup) -> Shard:
-    return Shard(
-        name=name,
-        global_shape=buffer.shape,
-        boxes=(Box((0,) * buffer.ndim, tuple(buffer.shape)),),
-        parameter=buffer,
-        replicas=group if group.size() > 1 else None,
-        kind="router",
-    )

@@ -24,7 +24,7 @@ def _asked(rank: int, world: int, text: str) -> list[str]:
 
             return note
 
-    model._engine = Engine()
+    model._engines = [Engine()]
     batch = next(iter(_batches(config, meshes.data_rank, meshes.data_ranks)))
     model.forward_backward(batch, model.count_tokens(batch))
     model.finalize_gradients()

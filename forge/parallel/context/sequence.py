@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import lcm
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ class Inputs(NamedTuple):
     """
 
     tokens: Tensor
-    labels: Tensor
+    labels: Tensor | None
     positions: Tensor | None
     documents: Tensor | None
 
@@ -98,7 +98,7 @@ class SequenceSplit:
             )
         return Inputs(self.part(batch.tokens), self.part(batch.labels), self.part(positions), batch.documents)
 
-    def logits(self, model: Callable[..., Any], tokens: Tensor) -> Tensor:
+    def logits(self, model: Callable[[Inputs], Tensor], tokens: Tensor) -> Tensor:
         """Next-token scores `[batch, seq, vocab]` of `tokens` `[batch, seq]`, all positions on all ranks.
 
         `seq` may be any number: what is missing to a multiple of 2 * cp and of all pieces is filled at the end,
@@ -106,8 +106,8 @@ class SequenceSplit:
         """
         seq = tokens.shape[1]
         if self.ranks == 1:
-            return model(F.pad(tokens, (0, -seq % self.pieces)))[:, :seq]
+            return model(Inputs(F.pad(tokens, (0, -seq % self.pieces)), None, None, None))[:, :seq]
         tokens = F.pad(tokens, (0, -seq % lcm(2 * self.ranks, self.ranks * self.pieces)))
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        logits = model(self.part(tokens), None, self.part(positions))
+        logits = model(Inputs(self.part(tokens), None, self.part(positions), None))
         return self.in_order(compat.all_gather(logits.unsqueeze(0), self.group))[:, :seq]

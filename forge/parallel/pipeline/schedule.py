@@ -148,6 +148,14 @@ class Schedule:
     def _known(self) -> frozenset[Action]:
         return frozenset(action for order in self.order for action in order)
 
+    def forward_only(self) -> Schedule:
+        """One microbatch through all stages, without a backward."""
+        order = tuple(
+            tuple(Action(stage, "F", 0) for stage, place in enumerate(self.rank_of) if place == rank)
+            for rank in range(len(self.order))
+        )
+        return Schedule(order, self.rank_of, 1)
+
     def unsplit(self) -> Schedule:
         """The same with whole backwards where they were in halves."""
         order = tuple(

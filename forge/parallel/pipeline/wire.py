@@ -27,29 +27,25 @@ class Wire:
 
     def __init__(self, group: dist.ProcessGroup, rank_of: tuple[int, ...], device: torch.device):
         self._group, self._rank_of, self._device = group, rank_of, device
-        self._arrived: dict[Key, Tensor] = {}
+        self._left: dict[Key, Tensor] = {}
         self._coming: dict[Key, tuple[dist.Work, Tensor]] = {}
-        self._leaving: dict[Key, Tensor] = {}
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
 
     def put(self, key: Key, tensor: Tensor) -> None:
         """Leave `tensor` for the stage of `key`, on this rank or for a `send` to come."""
-        if isinstance(tensor, AsyncCollectiveTensor):
-            tensor = tensor.wait()
-        here = self._rank_of[key.stage] == self._group.rank()
-        (self._arrived if here else self._leaving)[key] = tensor
+        self._left[key] = tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
     def take(self, key: Key) -> Tensor:
         """What was left or received for `key`; nobody else gets it."""
-        if key in self._arrived:
-            return self._arrived.pop(key)
+        if key in self._left:
+            return self._left.pop(key)
         work, tensor = self._coming.pop(key)
         work.wait()
         return tensor
 
     def send(self, key: Key) -> None:
         """Send what was left for the stage of `key` to its rank."""
-        tensor = self._leaving.pop(key).contiguous()
+        tensor = self._left.pop(key).contiguous()
         work = dist.isend(tensor, group=self._group, group_dst=self._rank_of[key.stage])
         assert work is not None
         self._sent.append((work, tensor))
@@ -70,4 +66,4 @@ class Wire:
         for work, _ in self._sent:
             work.wait()
         self._sent.clear()
-        assert not (self._arrived or self._coming or self._leaving), "messages that nobody took"
+        assert not (self._left or self._coming), "messages that nobody took"

@@ -42,7 +42,7 @@ def build(text: str, world: int) -> tuple[SequentialModel, Buffered, Iterator[An
     config = parse_toml_text(text)
     meshes = make_meshes(check_world(config, world), "cpu")
     model = build_parallel_model(config, meshes, torch.device("cpu"))
-    return model, model._engine, batches(config, meshes.data_rank, meshes.data_ranks)
+    return model, model._engines[0], batches(config, meshes.data_rank, meshes.data_ranks)
 
 
 def batches(config: Config, rank: int = 0, ranks: int = 1) -> Iterator[Any]:

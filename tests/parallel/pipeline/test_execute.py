@@ -121,14 +121,14 @@ def _held(rank: int, world: int, text: str) -> dict[str, int]:
     most = {"now": 0, "most": 0}
     from forge.parallel.pipeline import execute
 
-    do = execute._Step.do
+    do = execute._Run.do
 
     def watched(self: Any, action: Action) -> None:
         do(self, action)
-        most["now"] = len(self._outputs)
+        most["now"] = len(self.outputs)
         most["most"] = max(most["most"], most["now"])
 
-    execute._Step.do = watched  # type: ignore[method-assign]
+    execute._Run.do = watched  # type: ignore[method-assign]
     model.forward_backward(batch, tokens)
     return most
 
