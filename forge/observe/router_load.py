@@ -2,47 +2,48 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-# What follows the counts of the experts in a row of forge/parallel/routers.py's report.
-AFTER_COUNTS = ("aux_loss", "router_z_loss", "dropped", "bias_min", "bias_max")
+import numpy as np
+
+from forge.config.model import MoEConfig
 
 
 def load_fields(
-    rows: Sequence[Sequence[float]], layers: Sequence[int], losses: Collection[str], counts: bool = False
+    values: Sequence[float], layers: Sequence[int], moe: MoEConfig, counts: bool = False
 ) -> dict[str, Any]:
-    """Fields for one step, from a row `[n_experts + 5]` for each layer.
+    """Fields for one step, from the values of a RouterReport (forge/parallel/routers.py), row after row.
 
     Of the run: expert_load_max and expert_load_min (tokens of the most and least used expert of any layer, relative to an
-    even share), aux_loss and router_z_loss if among `losses` (sums over layers, without coefficients), expert_dropped
+    even share), aux_loss and router_z_loss if they are on (sums over layers, without coefficients), expert_dropped
     (share of all choices). `routers`: by layer, load_max, load_min, load_entropy (1: even, 0: one expert takes all),
     bias_min and bias_max; if `counts`, counts: how often each expert was chosen.
     """
-    by_layer = [_of_layer(row) for row in rows]
-    choices = sum(sum(row[: -len(AFTER_COUNTS)]) for row in rows)
-    totals = {name: sum(layer.pop(name) for layer in by_layer) for name in AFTER_COUNTS[:3]}
-    fields: dict[str, Any] = {
-        "expert_load_max": max(layer["load_max"] for layer in by_layer),
-        "expert_load_min": min(layer["load_min"] for layer in by_layer),
+    rows = np.asarray(values).reshape(len(layers), -1)
+    n_experts = moe.n_experts
+    chosen, (aux_loss, z_loss, dropped, bias_min, bias_max) = rows[:, :n_experts], rows[:, n_experts:].T
+    total = np.maximum(chosen.sum(1, keepdims=True), 1.0)
+    load, share = chosen * n_experts / total, chosen / total
+    entropy = -(share * np.log(np.where(share > 0, share, 1.0))).sum(1) / np.log(max(n_experts, 2))
+    by_layer = {
+        "load_max": load.max(1),
+        "load_min": load.min(1),
+        "load_entropy": entropy if n_experts > 1 else np.ones_like(entropy),
+        "bias_min": bias_min,
+        "bias_max": bias_max,
     }
-    fields |= {name: totals[name] for name in AFTER_COUNTS[:2] if name in losses}
-    fields["expert_dropped"] = totals["dropped"] / max(choices, 1.0)
-    fields["routers"] = {str(layer): of_layer for layer, of_layer in zip(layers, by_layer, strict=True)}
+    fields: dict[str, Any] = {"expert_load_max": float(load.max()), "expert_load_min": float(load.min())}
+    if moe.balance in ("aux_loss", "sequence_aux_loss"):
+        fields["aux_loss"] = float(aux_loss.sum())
+    if moe.z_loss_coef:
+        fields["router_z_loss"] = float(z_loss.sum())
+    fields["expert_dropped"] = float(dropped.sum() / max(chosen.sum(), 1.0))
+    fields["routers"] = {
+        str(layer): {name: float(of_layers[row]) for name, of_layers in by_layer.items()}
+        for row, layer in enumerate(layers)
+    }
     if counts:
-        for of_layer, row in zip(by_layer, rows, strict=True):
-            of_layer["counts"] = [round(count) for count in row[: -len(AFTER_COUNTS)]]
+        for of_layer, row in zip(fields["routers"].values(), chosen, strict=True):
+            of_layer["counts"] = row.round().astype(int).tolist()
     return fields
-
-
-def _of_layer(row: Sequence[float]) -> dict[str, Any]:
-    counts = row[: -len(AFTER_COUNTS)]
-    total, experts = max(sum(counts), 1.0), len(counts)
-    entropy = -sum(count / total * math.log(count / total) for count in counts if count > 0)
-    return {
-        "load_max": max(counts) * experts / total,
-        "load_min": min(counts) * experts / total,
-        "load_entropy": entropy / math.log(experts) if experts > 1 else 1.0,
-        **dict(zip(AFTER_COUNTS, row[-len(AFTER_COUNTS) :], strict=True)),
-    }

@@ -83,17 +83,6 @@ class Built:
     optimizer: AdamW
 
 
-def open_checkpoints(job: Job) -> Checkpoints:
-    """The run's checkpoint folder. Collective."""
-    wanted = job.config.checkpoint
-    return Checkpoints(
-        job.directory.checkpoints,
-        keep_last=wanted.keep_last,
-        keep_every=wanted.keep_every,
-        mode=wanted.mode,
-    )
-
-
 def open_inputs(config: Config) -> Inputs:
     """Open and check all data. Collective; what any rank finds wrong is UserError on every rank."""
     dataset = on_every_rank(lambda: build_dataset(config))
@@ -111,32 +100,50 @@ def build(job: Job) -> Built:
     compat.raise_timeouts(patience(config.resilience))  # of groups that engines have made
     optimizer = build_optimizer(model.shards, config)
     job.memory.take_in(model.memory(), optimizer.tensors())
-    counts = parameter_counts(config.model)
-    log.info("%s: %s", config.parallel.data_parallel, job.memory.per_parameter(counts.total))
-    log.info(
-        "%s: %s parameters%s, %s",
-        config.run.name,
-        f"{counts.total:,}",
-        f" ({counts.active:,} active)" if counts.idle else "",
-        _layout_line(job.degrees, model.held_while_accumulating()),
-    )
+    _tell_of(job, model)
     return Built(meshes, model, optimizer)
 
 
-def _layout_line(degrees: Degrees, held: str) -> str:
-    axes = {name: size for name, size in vars(degrees).items() if name != "accumulation" and size > 1}
-    layout = " ".join(f"{name}={size}" for name, size in axes.items()) or "one process"
-    held = f"; {held}" if degrees.accumulation > 1 else ""
-    return f"{layout}, {degrees.accumulation} microbatches per step{held}"
+def _tell_of(job: Job, model: ParallelModel) -> None:
+    """Log what has been built: its memory, size and layout."""
+    config, counts = job.config, parameter_counts(job.config.model)
+    log.info("%s: %s", config.parallel.data_parallel, job.memory.per_parameter(counts.total))
+    size = f"{counts.total:,} parameters" + (f" ({counts.active:,} active)" if counts.idle else "")
+    degrees = vars(job.degrees) | {"accumulation": 1}
+    layout = " ".join(f"{name}={degree}" for name, degree in degrees.items() if degree > 1) or "one process"
+    steps = f"{job.degrees.accumulation} microbatches per step"
+    if job.degrees.accumulation > 1:
+        steps += f"; {model.held_while_accumulating()}"
+    log.info("%s: %s, %s, %s", config.run.name, size, layout, steps)
 
 
 def assemble(
     job: Job, checkpoints: Checkpoints, inputs: Inputs, built: Built, progress: Progress, stack: ExitStack
 ) -> Training:
     """The training, about to make the step after `progress`; what must be closed is closed by `stack`."""
-    config, world = job.config, job.world
-    time_limit = TimeLimit(config.resilience.time_limit_s, job.launched)
+    config, world, resilience = job.config, job.world, job.config.resilience
+    time_limit = TimeLimit(resilience.time_limit_s, job.launched)
     job.phases.listen(time_limit.enter)
+
+    def read_on() -> Loader:
+        return Loader(
+            inputs.dataset,
+            global_batch_size=config.train.global_batch_size,
+            rank=built.meshes.data_rank,
+            ranks=built.meshes.data_ranks,
+            start_sample=progress.next_sample,
+            passed_over=progress.passed_over,
+            device=world.device,
+            prefetch=config.data.prefetch,
+        )
+
+    metrics = board = None
+    if world.rank == 0:
+        metrics = MetricsLog(job.directory.metrics)
+        board = Board(job.directory.tensorboard, config.metrics.tensorboard, progress.step)
+        stack.enter_context(board)
+    flops = flops_per_token(config.model, config.train.seq_len)
+    profiler = StepProfiler(config.profile, world.rank, job.directory.profile, world.device)
     training = Training(
         config=config,
         meshes=built.meshes,
@@ -144,11 +151,11 @@ def assemble(
         model=built.model,
         optimizer=built.optimizer,
         progress=progress,
-        batches=_loader(job, inputs, built, progress),
-        read_on=lambda: _loader(job, inputs, built, progress),
+        batches=read_on(),
+        read_on=read_on,
         validation=inputs.validation if config.evaluate.interval else {},
         tokenizer=inputs.tokenizer if config.evaluate.sample_interval else None,
-        recorder=_recorder(job, progress, stack),
+        recorder=Recorder(config, world.device, world.size, flops, metrics, board, job.reporter.running),
         judge=Judge(config, progress, built.model, world.device, job.reporter.event),
         roll_back=Rollbacks(job.directory, checkpoints, job.reporter.event),
         saver=Saver(
@@ -165,20 +172,15 @@ def assemble(
         signals=job.signals,
         time_limit=time_limit,
         stragglers=Stragglers(
-            config.resilience.straggler_interval,
-            config.resilience.straggler_factor,
+            resilience.straggler_interval,
+            resilience.straggler_factor,
             _last_block(built.model),
             world.device,
             job.reporter.event,
         ),
         phases=job.phases,
         collector=stack.enter_context(Collector(config.train.gc_interval)),
-        watchers=[
-            job.memory,
-            stack.enter_context(
-                StepProfiler(config.profile, world.rank, job.directory.profile, world.device)
-            ),
-        ],
+        watchers=[job.memory, stack.enter_context(profiler)],
     )
     # A roll-back puts another one in its place.
     stack.callback(lambda: training.batches.close())
@@ -189,33 +191,3 @@ def _last_block(model: ParallelModel) -> nn.Module | None:
     """The last block of this rank; a part that owns none may come before or after others."""
     blocks = [block for part in model.parts for block in part.layers.values()]
     return blocks[-1] if blocks else None
-
-
-def _recorder(job: Job, progress: Progress, stack: ExitStack) -> Recorder:
-    config, directory = job.config, job.directory
-    metrics = board = None
-    if job.world.rank == 0:
-        metrics = MetricsLog(directory.metrics)
-        board = stack.enter_context(Board(directory.tensorboard, config.metrics.tensorboard, progress.step))
-    return Recorder(
-        config,
-        job.world.device,
-        job.world.size,
-        flops_per_token(config.model, config.train.seq_len),
-        metrics,
-        board,
-        job.reporter.running,
-    )
-
-
-def _loader(job: Job, inputs: Inputs, built: Built, progress: Progress) -> Loader:
-    return Loader(
-        inputs.dataset,
-        global_batch_size=job.config.train.global_batch_size,
-        rank=built.meshes.data_rank,
-        ranks=built.meshes.data_ranks,
-        start_sample=progress.next_sample,
-        passed_over=progress.passed_over,
-        device=job.world.device,
-        prefetch=job.config.data.prefetch,
-    )

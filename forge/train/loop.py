@@ -66,9 +66,14 @@ class Training:
         """
         while not self._over:
             try:
-                self._next_step()
+                for watcher in self.watchers:
+                    watcher.before_step(self.progress.step + 1)
+                self.step()
+                for watcher in self.watchers:
+                    watcher.after_step(self.progress.step)
+                self.after_step()
                 if self._over:
-                    self._finish()
+                    self._save(final=True)
             except Setback as setback:
                 self.roll_back(self, setback)
         self.phases.enter("end")
@@ -80,15 +85,6 @@ class Training:
     def _over(self) -> bool:
         return self.progress.step >= self.config.train.steps or self.recorder.stop_asked
 
-    def _next_step(self) -> None:
-        step = self.progress.step + 1
-        for watcher in self.watchers:
-            watcher.before_step(step)
-        self.step()
-        for watcher in self.watchers:
-            watcher.after_step(step)
-        self.after_step()
-
     def step(self) -> None:
         """One optimizer step. It waits for the device to end the step before, never for the one it launches."""
         began = time.perf_counter()
@@ -98,15 +94,15 @@ class Training:
         batch = next(self.batches)
         self.phases.enter("step", step)
         fault_point("step", step)
-        lr = learning_rate(
-            self.config.schedule, lr=self.config.optimizer.lr, step=step, steps=self.config.train.steps
-        )
+        config = self.config
+        lr = learning_rate(config.schedule, lr=config.optimizer.lr, step=step, steps=config.train.steps)
 
         sums, report = self.gradients(batch)
+        # What the step before came to is known by now, and must be judged before the next update.
         if self.judge.settle(self.recorder.read(), self.gradients):
             sums, report = self.gradients(batch)
         limits, report = self.judge.with_spikes(step, sums, report)
-        clip_gradients(self.model.shards, report.norm, self.config.train.grad_clip_norm)
+        clip_gradients(self.model.shards, report.norm, config.train.grad_clip_norm)
         with self.stragglers.optimizer():
             self.optimizer.step(lr, report.skip)
         self.model.after_update()
@@ -114,7 +110,7 @@ class Training:
         self.model.zero_gradients()
 
         self.judge.keep(batch)
-        self.progress.advance(self.config)
+        self.progress.advance(config)
         self.recorder.record(StepFacts(step, self.progress.tokens, lr, limits), sums, report, routers)
         took = time.perf_counter() - began
         self.stragglers.end_step(step, took, self.batches.wait_s)
@@ -146,21 +142,19 @@ class Training:
             with self.phases.during("evaluation", step):
                 self.sample(step, self.tokenizer)
         if not last and _due(config.checkpoint.interval, step, last):
-            with self.phases.during("save", step):
-                self._look_before_saving()
-                self.saver.save()
+            self._save()
         self.saver.poll()
         self.collector.collect(step)
 
-    def _finish(self) -> None:
-        with self.phases.during("save", self.progress.step):
-            self._look_before_saving()
-            self.saver.save_and_wait()
-
-    def _look_before_saving(self) -> None:
+    def _save(self, final: bool = False) -> None:
         """A checkpoint follows all that is told of its step, and holds nothing that is known to be bad."""
-        self.judge.settle(self.recorder.flush(), self.gradients)
-        self.judge.compare_copies(self.progress.step, all_copies(self.model, self.optimizer))
+        with self.phases.during("save", self.progress.step):
+            self.judge.settle(self.recorder.flush(), self.gradients)
+            self.judge.compare_copies(self.progress.step, all_copies(self.model, self.optimizer))
+            if final:
+                self.saver.save_and_wait()
+            else:
+                self.saver.save()
 
     def begin_after(self, origin: Origin, rollbacks: list[Rollback]) -> None:
         """Return to the checkpoint `origin`, from where on nothing is read that `rollbacks` pass over. Collective."""

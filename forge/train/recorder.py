@@ -110,7 +110,6 @@ class Recorder:
         """Count the wall time of the step just recorded, `data_seconds` of which it waited for its batch.
 
         `gc_seconds` went into garbage collection since the step before; collections between steps come on top of `seconds`.
-
         On a GPU a step's own work is waited for in the next one, by `read`, so a mean over some steps is exact but for a
         shift by one step.
         """
@@ -151,32 +150,23 @@ class Recorder:
             log.info("step %d  sample:\n%s", step, text)
 
     def _due(self, step: int) -> bool:
-        return (
-            step == 1
-            or step % self._config.metrics.log_interval == 0
-            or step == self._config.train.steps
-            or self._map_due(step)
-        )
+        return self._at(self._config.metrics.log_interval, step) or self._map_due(step)
 
     def _map_due(self, step: int) -> bool:
         """Whether the load of every single expert is told."""
         interval = self._config.metrics.expert_map_interval
-        if self._config.model.moe is None or not interval:
-            return False
-        return step == 1 or step % interval == 0 or step == self._config.train.steps
+        return self._config.model.moe is not None and interval > 0 and self._at(interval, step)
+
+    def _at(self, interval: int, step: int) -> bool:
+        return step in (1, self._config.train.steps) or step % interval == 0
 
     def _write(
-        self,
-        facts: StepFacts,
-        reading: Reading,
-        z_loss: float,
-        layers: tuple[int, ...],
-        router_values: list[float],
+        self, facts: StepFacts, reading: Reading, z_loss: float, layers: tuple[int, ...], routers: list[float]
     ) -> None:
         if self._metrics is not None:
-            step_time = self._seconds / self._steps
+            step, steps, step_time = facts.step, self._config.train.steps, self._seconds / self._steps
             fields: dict[str, Any] = {
-                "step": facts.step,
+                "step": step,
                 "loss": reading.loss,
                 "grad_norm": reading.grad_norm,
                 "lr": facts.lr,
@@ -193,27 +183,19 @@ class Recorder:
             if self._config.train.z_loss_coef:
                 fields["z_loss"] = z_loss
             if layers:
-                fields |= self._router_fields(layers, router_values, counts=self._map_due(facts.step))
+                assert self._config.model.moe is not None
+                fields |= load_fields(routers, layers, self._config.model.moe, counts=self._map_due(step))
             if reading.skipped:
                 fields["skipped"] = True
             self._metrics.append(**fields)
             if self._board is not None:
-                self._board.scalars(facts.step, dict(_curves(fields)))
-                if layers and self._map_due(facts.step):
+                self._board.scalars(step, dict(_curves(fields)))
+                if layers and self._map_due(step):
                     counts = [of_layer["counts"] for of_layer in fields["routers"].values()]
-                    self._board.image(facts.step, "routers/load", expert_map(counts))
-            self._tell_step(facts.step)
-            steps = self._config.train.steps
-            log.info(format_line(fields, total_steps=steps, eta_s=self._times.eta(steps - facts.step)))
+                    self._board.image(step, "routers/load", expert_map(counts))
+            self._tell_step(step)
+            log.info(format_line(fields, total_steps=steps, eta_s=self._times.eta(steps - step)))
         self._restart_mean()
-
-    def _router_fields(self, layers: tuple[int, ...], values: list[float], counts: bool) -> dict[str, Any]:
-        moe = self._config.model.moe
-        assert moe is not None
-        on = {"aux_loss": moe.balance in ("aux_loss", "sequence_aux_loss"), "router_z_loss": moe.z_loss_coef}
-        width = len(values) // len(layers)
-        rows = [values[start : start + width] for start in range(0, len(values), width)]
-        return load_fields(rows, layers, losses=[name for name, used in on.items() if used], counts=counts)
 
     def _restart_mean(self) -> None:
         self._steps, self._seconds, self._data_seconds, self._gc_seconds = 0, 0.0, 0.0, 0.0

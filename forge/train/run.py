@@ -26,7 +26,7 @@ from forge.parallel.world import World, on_every_rank, on_first_rank
 from forge.resilience.anomalies import SpikeWindow
 from forge.resilience.signals import StopSignals
 from forge.resilience.watchdog import Watchdog, bounds, patience
-from forge.train.assemble import Built, Job, assemble, build, open_checkpoints, open_inputs
+from forge.train.assemble import Built, Job, assemble, build, open_inputs
 from forge.train.last_words import LastWords
 from forge.train.report import Reporter
 from forge.train.resume import Origin, check_inputs, find_origin, load_origin, load_weights
@@ -92,13 +92,17 @@ def _run_in(directory: RunDirectory, config: Config, degrees: Degrees, world: Wo
 def _train(job: Job) -> str | None:
     """None when all steps are done, else why the run stopped before."""
     config, reporter = job.config, job.reporter
-    _make_deterministic(config)
+    if config.run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
     reporter.running(0)
-    reporter.event(
-        "started", world_size=job.world.size, launcher=job.world.launcher, layout=vars(job.degrees)
-    )
+    world = job.world
+    reporter.event("started", world_size=world.size, launcher=world.launcher, layout=vars(job.degrees))
     fault_point("set-up", 0)
-    checkpoints = open_checkpoints(job)
+    wanted = config.checkpoint
+    checkpoints = Checkpoints(
+        job.directory.checkpoints, keep_last=wanted.keep_last, keep_every=wanted.keep_every, mode=wanted.mode
+    )
     origin = find_origin(config, checkpoints)
     for fallback in checkpoints.fallbacks:
         reporter.event("fallback", problem=fallback)
@@ -121,12 +125,6 @@ def _train(job: Job) -> str | None:
         stopped = assemble(job, checkpoints, inputs, built, progress, stack).run()
     reporter.step = progress.step
     return stopped
-
-
-def _make_deterministic(config: Config) -> None:
-    if config.run.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
 
 
 def _begin(job: Job, origin: Origin | None, checkpoints: Checkpoints, built: Built) -> None:
