@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from forge.checkpoint import find_checkpoint
-from forge.checkpoint.hf import Ends, export_weights, import_weights
+from forge.checkpoint.hf import export_weights, import_weights
 from forge.checkpoint.hf.exporting import SHARD_BYTES
 from forge.checkpoint.hf.folder import Tell, silent
 from forge.data.hugging_face import export_files, import_files
@@ -28,14 +29,13 @@ def to_hugging_face(
     tokenizer: take the checkpoint's along, if it has one. The rest, and errors: see `export_weights`.
     """
     checkpoint = find_checkpoint(source)
-    folder, files, ends = checkpoint / "tokenizer", {}, Ends()
+    folder = checkpoint / "tokenizer"
+    text: dict[str, Any] = {}
     if tokenizer and folder.is_dir():
-        files, known = export_files(folder), load_tokenizer(folder)
-        ends = Ends(known.bos_id, known.eos_id)
-    architecture = export_weights(
-        checkpoint, output, files=files, ends=ends, dtype=dtype, shard_bytes=shard_bytes, tell=tell
-    )
-    return f"{checkpoint} as {architecture}, {'with its' if files else 'without a'} tokenizer"
+        known = load_tokenizer(folder)
+        text = {"files": export_files(folder), "bos_id": known.bos_id, "eos_id": known.eos_id}
+    architecture = export_weights(checkpoint, output, dtype=dtype, shard_bytes=shard_bytes, tell=tell, **text)
+    return f"{checkpoint} as {architecture}, {'with its' if text else 'without a'} tokenizer"
 
 
 def from_hugging_face(source: Path, output: Path, *, tell: Tell = silent) -> str:

@@ -82,7 +82,7 @@ class Architecture:
     """Ours -> theirs."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     windows: tuple[str, ...] = ()
-    """The keys that say which layers have a sliding window; see `windows.py`."""
+    """The keys that say which layers have a sliding window."""
     layer: Mapping[str, str] = field(default_factory=dict)
     """Modules of a layer, ours -> theirs."""
     experts: tuple[str, str, str, str] = ("mlp.experts", "gate_proj", "up_proj", "down_proj")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,29 +22,21 @@ from forge.files import replace_atomically, sync_folder
 SHARD_BYTES = 5_000_000_000
 
 
-class Ends(NamedTuple):
-    """Ids of the tokens that begin and end a document, where there are any."""
-
-    bos: int | None = None
-    eos: int | None = None
-
-
-NO_ENDS = Ends()
-
-
 def export_weights(
     checkpoint: Path,
     output: Path,
     *,
     files: Mapping[str, bytes] | None = None,
-    ends: Ends = NO_ENDS,
+    bos_id: int | None = None,
+    eos_id: int | None = None,
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
     tell: Tell = silent,
 ) -> str:
     """Makes `output` a folder from which AutoModelForCausalLM loads the weights of `checkpoint`; returns the class.
 
-    files: what else goes into it, the tokenizer's, by name. dtype: of the parameters; None: as they are stored.
+    files: what else goes into it, the tokenizer's, by name. bos_id, eos_id: of the tokens that begin and end a document,
+    where there are any. dtype: of the parameters; None: as they are stored.
     shard_bytes: size limit of a file, unless one tensor is larger. Memory: one tensor of forge (a layer's fused experts,
     or the embedding) up to three times: itself, the piece that a rank saved of it, and a copy in another dtype.
 
@@ -60,13 +51,11 @@ def export_weights(
     planned = list(_plan(checkpoint, weights, reader.tensors(), dtype))
     described = write_model(config.model, architecture, config.train.seq_len) | {
         "torch_dtype": str(planned[0].dtype).removeprefix("torch."),
-        "bos_token_id": ends.bos,
-        "eos_token_id": ends.eos,
         "pad_token_id": None,
         "use_cache": True,
     }
-    generation = {"bos_token_id": ends.bos, "eos_token_id": ends.eos}
-    jsons = {"config.json": described, "generation_config.json": generation}
+    ends = {"bos_token_id": bos_id, "eos_token_id": eos_id}
+    jsons = {"config.json": described | ends, "generation_config.json": ends}
     done, total = 0, sum(tensor.nbytes for tensor in planned)
     with appearing(output, total) as partial:
         for name, values in jsons.items():

@@ -46,7 +46,9 @@ def import_weights(
     architecture = architecture_of(values, described)
     model = read_model(values, architecture, described)
     stored = find_tensors(source)
-    config = _config(model, values, described, output, _dtype(stored), tokenizer=bool(files))
+    embedding = stored.get(f"{ENDS['embedding']}.weight")
+    dtype = DTYPES.get(embedding.dtype, torch.float32) if embedding else torch.float32
+    config = _config(model, values, described, output, dtype, tokenizer=bool(files))
     weights = weights_of(config.model, architecture)
     dtypes = _match(source, config, weights, stored)
     sizes = [prod(weight.shape) * dtypes[weight.ours].itemsize for weight in weights if weight.ours]
@@ -91,7 +93,7 @@ def _config(
 ) -> Config:
     """The config.toml of the imported checkpoint: its model, and the rest so that it is valid and reads no files.
 
-    It computes in `dtype`, the weights', as transformers would; in float32 for float16, which forge does not compute in.
+    It computes in `dtype`, the embedding's, as transformers would; in float32 for float16, which forge does not compute in.
     """
     longest = values.get("max_position_embeddings")
     if type(longest) is not int or longest < 1:
@@ -100,7 +102,7 @@ def _config(
     storage = "float64" if dtype == torch.float64 else "float32"
     tables: dict[str, dict[str, Any]] = {
         "run": {"name": output.absolute().name},
-        "model": {key: value for key, value in model.items() if not isinstance(value, dict)},
+        "model": model,
         "data": {
             "sources": [{"path": "synthetic"}],
             "tokenizer": str(output.absolute() / "tokenizer") if tokenizer else "none",
@@ -108,18 +110,8 @@ def _config(
         "train": {"steps": 1, "seq_len": longest, "global_batch_size": 1},
         "precision": {"storage": storage, "compute": compute, "reduce": storage},
     }
-    tables |= {f"model.{key}": value for key, value in model.items() if isinstance(value, dict)}
-    text = "\n".join(
-        f"[{table}]\n" + "\n".join(f"{key} = {to_literal(value)}" for key, value in keys.items())
-        for table, keys in tables.items()
-    )
+    text = "\n".join(f"{table} = {to_literal(keys)}" for table, keys in tables.items())
     return parse_toml_text(text, str(source))
-
-
-def _dtype(stored: dict[str, Stored]) -> torch.dtype:
-    """That of the model as a whole: of its embedding."""
-    embedding = stored.get(f"{ENDS['embedding']}.weight")
-    return DTYPES.get(embedding.dtype, torch.float32) if embedding else torch.float32
 
 
 def _match(
@@ -146,9 +138,7 @@ def _match(
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise UserError(f"{source}: {'; '.join(problems[:_SHOWN])}{more}")
     for weight in weights:
-        if weight.ours is None and any(
-            _read([stored[name]], weight.their_shape).any() for name in weight.theirs
-        ):
+        if weight.ours is None and _read([stored[name] for name in weight.theirs], weight.shape).any():
             raise UserError(f"{source}: {weight.theirs[0]} is not all zeros; forge has no such tensor")
     return dtypes
 

@@ -28,13 +28,11 @@ from forge.model.transformer import window_of
 # Keys of [model] that count in training only.
 _FREE = {
     "init_std",
-    *(
-        "moe.aux_loss_coef",
-        "moe.z_loss_coef",
-        "moe.bias_update_rate",
-        "moe.router_noise",
-        "moe.capacity_factor",
-    ),
+    "moe.aux_loss_coef",
+    "moe.z_loss_coef",
+    "moe.bias_update_rate",
+    "moe.router_noise",
+    "moe.capacity_factor",
 }
 _ROPE = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_fast", "beta_slow")}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -174,10 +172,8 @@ def _flat(model: ModelConfig) -> dict[str, Any]:
 def _read_mixture(theirs: Values, model: dict[str, Any]) -> dict[str, Any]:
     top_k, normalized = model["moe.top_k"], model.get("moe.normalize_top_k", False)
     if normalized and top_k == 1:
-        key = theirs.architecture.keys["moe.top_k"]
-        raise theirs.refuse(
-            key, "weights of a single expert, normalised, would all be 1; forge never does so"
-        )
+        why = "weights of a single expert, normalised, would all be 1; forge never does so"
+        raise theirs.refuse(theirs.architecture.keys["moe.top_k"], why)
     read = {
         "moe.normalize_top_k": normalized,
         "moe.n_dense_layers": _read_dense_layers(theirs, model["n_layers"]),
@@ -188,10 +184,7 @@ def _read_mixture(theirs: Values, model: dict[str, Any]) -> dict[str, Any]:
         return read | {"moe.balance": "bias"}
     # Their balancing loss sums the shares of all top_k choices, ours is 1 when the load is even.
     coefficient = (model["moe.aux_loss_coef"] or 0.0) * top_k
-    return read | {
-        "moe.balance": "aux_loss" if coefficient else "none",
-        "moe.aux_loss_coef": coefficient,
-    }
+    return read | {"moe.balance": "aux_loss" if coefficient else "none", "moe.aux_loss_coef": coefficient}
 
 
 def _write_mixture(model: ModelConfig, architecture: Architecture) -> dict[str, Any]:
@@ -213,19 +206,19 @@ def _read_dense_layers(theirs: Values, n_layers: int) -> int:
     key = theirs.architecture.keys.get("moe.n_dense_layers")
     if key is None:
         return 0
-    if key != "mlp_only_layers":
-        last = theirs["moe_layer_end_index"] if key == "moe_layer_start_index" else -1
-        if last not in (-1, n_layers - 1):
-            raise theirs.refuse("moe_layer_end_index", "layers without experts can only be the first ones")
-        if key == "moe_layer_start_index" and theirs["moe_layer_interval"] != 1:
-            raise theirs.refuse("moe_layer_interval", "layers without experts can only be the first ones")
-        return theirs[key] or 0
-    named, step = theirs["mlp_only_layers"] or [], theirs["decoder_sparse_step"]
-    dense = [layer for layer in range(n_layers) if layer in named or (layer + 1) % step]
-    if dense != list(range(len(dense))):
-        key = "decoder_sparse_step" if step != 1 else "mlp_only_layers"
-        raise theirs.refuse(key, "layers without experts can only be the first ones")
-    return len(dense)
+    why = "layers without experts can only be the first ones"
+    if key == "mlp_only_layers":
+        named, step = theirs[key] or [], theirs["decoder_sparse_step"]
+        dense = [layer for layer in range(n_layers) if layer in named or (layer + 1) % step]
+        if dense != list(range(len(dense))):
+            raise theirs.refuse("decoder_sparse_step" if step != 1 else key, why)
+        return len(dense)
+    if key == "moe_layer_start_index":
+        if theirs["moe_layer_end_index"] not in (-1, n_layers - 1):
+            raise theirs.refuse("moe_layer_end_index", why)
+        if theirs["moe_layer_interval"] != 1:
+            raise theirs.refuse("moe_layer_interval", why)
+    return theirs[key] or 0
 
 
 def _write_windows(model: ModelConfig, architecture: Architecture) -> dict[str, Any]:

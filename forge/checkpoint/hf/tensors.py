@@ -123,9 +123,6 @@ class _Place:
     def _no_shared_experts(self) -> Iterator[Weight]:
         assert self.model.moe is not None
         if self.model.moe.n_shared_experts == 0:
-            for module, shape in (
-                ("w1", (0, self.model.dim)),
-                ("w3", (0, self.model.dim)),
-                ("w2", (self.model.dim, 0)),
-            ):
+            wide, tall = (0, self.model.dim), (self.model.dim, 0)
+            for module, shape in (("w1", wide), ("w3", wide), ("w2", tall)):
                 yield _zeros(f"{self.prefix}.{LAYER[f'feed_forward.shared.{module}']}.weight", *shape)
