@@ -90,34 +90,33 @@ def _run_in(directory: RunDirectory, config: Config, degrees: Degrees, world: Wo
 
 
 def _train(job: Job) -> str | None:
-    """None when all steps are done, else why the run stopped before."""
-    config, reporter = job.config, job.reporter
+    """Find where to begin, build, train. None when all steps are done, else why the run stopped before."""
+    config, reporter, world = job.config, job.reporter, job.world
     if config.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     reporter.running(0)
-    world = job.world
     reporter.event("started", world_size=world.size, launcher=world.launcher, layout=vars(job.degrees))
     fault_point("set-up", 0)
-    wanted = config.checkpoint
-    checkpoints = Checkpoints(
-        job.directory.checkpoints, keep_last=wanted.keep_last, keep_every=wanted.keep_every, mode=wanted.mode
-    )
+
+    kept, folder = config.checkpoint, job.directory.checkpoints
+    checkpoints = Checkpoints(folder, keep_last=kept.keep_last, keep_every=kept.keep_every, mode=kept.mode)
     origin = find_origin(config, checkpoints)
     for fallback in checkpoints.fallbacks:
         reporter.event("fallback", problem=fallback)
     inputs = open_inputs(config)
-    resilience = config.resilience
-    progress = Progress(spikes=SpikeWindow(resilience.spike_window, resilience.spike_threshold))
+    spikes = SpikeWindow(config.resilience.spike_window, config.resilience.spike_threshold)
+    progress = Progress(spikes=spikes)
     if origin is not None:
         for change in check_inputs(origin, inputs.fingerprints, config.checkpoint.allow_changed_data):
             reporter.event("changed_data", change=change)
         progress.load(origin.state["progress"])
         reporter.running(progress.step)
         if progress.step >= config.train.steps:
-            name, step, steps = config.run.name, progress.step, config.train.steps
-            log.info("%s is finished: step %d of %d. Raise train.steps to go on.", name, step, steps)
+            done = f"step {progress.step} of {config.train.steps}"
+            log.info("%s is finished: %s. Raise train.steps to go on.", config.run.name, done)
             return None
+
     built = build(job)
     _begin(job, origin, checkpoints, built)
     remember(job.directory, origin, progress)
