@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from forge.parallel.context import SequenceSplit
-from forge.parallel.context.gathered import causal_chunks
+from forge.parallel.context.gathered import causal_chunks, lower_right
 
 
 class Group:
@@ -75,11 +75,13 @@ def test_positions_that_the_batch_gives_are_kept() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Lower right causal bias")
-def test_causal_chunks_are_the_rows_of_causal_attention() -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_causal_chunks_are_the_rows_of_causal_attention(compiled: bool) -> None:
     """What CUDA runs for a plain causal mask; written out on the CPU it is the same."""
+    attend = torch.compile(causal_chunks, backend="aot_eager", fullgraph=True) if compiled else causal_chunks
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, heads, 16, 6, generator=generator, dtype=torch.float64) for heads in (4, 2, 2))
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     for split in splits(2):
-        out = causal_chunks(split.part(q, dim=2), k, v, split)
+        out = attend(split.part(q, dim=2), k, v, lower_right(split, 8))
         assert_close(out, split.part(expected, dim=2), rtol=0, atol=1e-12)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from forge import compat
 from forge.model import AttentionMask, sdpa_attention
@@ -27,7 +27,8 @@ class AllGatherAttention:
         seq = x.shape[1] * self.split.ranks
         window = mask.window if mask.window < seq else 0
         if x.is_cuda and not window and mask.documents is None and not mask.soft_cap:
-            return mask
+            # Made here, once per forward: the compiler takes such masks as arguments, but cannot trace their making.
+            return AttentionMask(table=lower_right(self.split, x.shape[1]))
         # flex's kernels stop at float32.
         make_table = block_part if x.is_cuda and x.dtype != torch.float64 else dense_part
         queries, keys = self.split.indices(seq, x.device), torch.arange(seq, device=x.device)
@@ -37,27 +38,30 @@ class AllGatherAttention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         gathered = compat.all_gather(torch.stack([k, v]).unsqueeze(0), self.split.group)
         k, v = self.split.in_order(gathered).unbind(0)
-        if mask.table is None:
-            return causal_chunks(q, k, v, self.split)
+        if isinstance(mask.table, tuple):
+            return causal_chunks(q, k, v, mask.table)
         return sdpa_attention(q, k, v, mask)
 
 
-def causal_chunks(q: Tensor, k: Tensor, v: Tensor, split: SequenceSplit) -> Tensor:
-    """Plain causal attention of this rank's two chunks of queries, each against the keys up to its end.
+def lower_right(split: SequenceSplit, tokens: int) -> tuple[CausalBias, ...]:
+    """The masks of this rank's two chunks of queries, `tokens` together, each against the keys up to its end."""
+    size = tokens // 2
+    return tuple(causal_lower_right(size, (chunk + 1) * size) for chunk in split.chunks(split.rank))
+
+
+def causal_chunks(q: Tensor, k: Tensor, v: Tensor, masks: tuple[CausalBias, ...]) -> Tensor:
+    """Plain causal attention of this rank's two chunks of queries; `masks`: of `lower_right`.
 
     For CUDA, where a kernel knows this mask by itself; elsewhere PyTorch would write it out in every call.
     """
-    size = q.shape[2] // 2
-    outs = []
-    for queries, chunk in zip(q.split(size, dim=2), split.chunks(split.rank), strict=True):
-        end = (chunk + 1) * size
-        outs.append(
-            F.scaled_dot_product_attention(
-                queries,
-                k[:, :, :end],
-                v[:, :, :end],
-                attn_mask=causal_lower_right(size, end),
-                enable_gqa=True,
-            )
+    outs = [
+        F.scaled_dot_product_attention(
+            queries,
+            k[:, :, : mask.seq_len_kv],
+            v[:, :, : mask.seq_len_kv],
+            attn_mask=mask,
+            enable_gqa=True,
         )
+        for queries, mask in zip(q.chunk(2, dim=2), masks, strict=True)
+    ]
     return torch.cat(outs, dim=2)
