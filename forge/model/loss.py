@@ -111,6 +111,14 @@ class _ChunkedLoss(torch.autograd.Function):
         return (*scaled, None, None, None, None, None, None)
 
 
+def whole_vocabulary(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | float]:
+    """How `chunk_loss` reads logits `[chunk, vocab]` at target `[chunk, 1]`. A seam: loss parallelism sets another.
+
+    Returns, `[chunk, 1]` each: their logsumexp, the target's logit, its column, and 1 where the column is here, else 0.
+    """
+    return logits.logsumexp(-1, keepdim=True), logits.gather(-1, target), target, 1.0
+
+
 def chunk_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -119,42 +127,27 @@ def chunk_loss(
     z_loss_coef: float,
     soft_cap: float,
     wants_grad: bool,
+    read: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor | float]] = whole_vocabulary,
 ) -> tuple[Tensor, Tensor | None]:
     """One chunk: hidden `[chunk, dim]`, weight `[vocab, dim]`, target int64 and valid bool `[chunk, 1]`.
 
     Returns `[cross_entropy, z_loss]` summed over its valid tokens in promote(float32, compute), and the gradient
-    of their objective with respect to the logits `[chunk, vocab]` in hidden's dtype (None unless wanted).
+    of their objective with respect to the logits before the cap, `[chunk, vocab]` in hidden's dtype (None unless wanted).
     """
     logits = head_logits(hidden, weight, soft_cap)  # [chunk, vocab]
-    lse = logits.logsumexp(-1, keepdim=True)
-    cross_entropy = (lse - logits.gather(-1, target)).masked_fill(~valid, 0.0)
+    lse, target_logit, column, here = read(logits, target)
+    cross_entropy = (lse - target_logit).masked_fill(~valid, 0.0)
     z_loss = lse.square().masked_fill(~valid, 0.0)
     sums = torch.stack([cross_entropy.sum(), z_loss.sum()])
     if not wants_grad:
         return sums, None
-    grad = logits_gradient(logits, lse, target, z_loss_coef, soft_cap)
-    return sums, grad.masked_fill_(~valid, 0.0).to(hidden.dtype)
-
-
-def logits_gradient(
-    logits: Tensor,
-    lse: Tensor,
-    target: Tensor,
-    z_loss_coef: float,
-    soft_cap: float,
-    target_weight: Tensor | float = 1.0,
-) -> Tensor:
-    """Gradient of each row's objective with respect to its logits before the cap; shaped like `logits`.
-
-    `target_weight` `[rows, 1]` is 0 for rows whose target is not among these columns, else 1.
-    """
     grad = torch.exp(logits - lse)
     if z_loss_coef:
         grad *= 1.0 + 2.0 * z_loss_coef * lse
-    grad.scatter_(-1, target, grad.gather(-1, target) - target_weight)
+    grad.scatter_(-1, column, grad.gather(-1, column) - here)
     if soft_cap:
         grad *= 1.0 - (logits / soft_cap).square()
-    return grad
+    return sums, grad.masked_fill_(~valid, 0.0).to(hidden.dtype)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

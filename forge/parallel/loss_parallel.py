@@ -8,6 +8,7 @@ local: the gradients of a rank's own logits and rows. The gradients of hidden st
 
 from __future__ import annotations
 
+import functools
 from typing import cast
 
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from forge import compat
 from forge.model import FusedLoss
-from forge.model.loss import head_logits, logits_gradient
+from forge.model.loss import chunk_loss
 from forge.parallel.collectives import gather_for_all, gather_for_parts, share
 
 
@@ -35,7 +36,7 @@ class TensorLoss(FusedLoss):
         self.pieces = pieces
         self.split = first_row is not None
         if first_row is not None:
-            self.chunk = SplitHead(mesh, first_row).chunk_loss
+            self.chunk = functools.partial(chunk_loss, read=SplitHead(mesh, first_row).read)
 
     def forward(self, hidden: Tensor, head_weight: Tensor, labels: Tensor | None) -> Tensor:
         """hidden `[batch, seq, dim]`, or of seq / tp tokens if `pieces`; labels and results as for FusedLoss."""
@@ -48,40 +49,21 @@ class TensorLoss(FusedLoss):
 
 
 class SplitHead:
-    """What a rank of `mesh` does with the rows of the head from `first_row` on."""
+    """How a rank of `mesh` reads the logits of its own rows of the vocabulary, from `first_row` on."""
 
     def __init__(self, mesh: DeviceMesh, first_row: int):
         self.mesh = mesh
         self.first_row = first_row
 
-    def chunk_loss(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        target: Tensor,
-        valid: Tensor,
-        z_loss_coef: float,
-        soft_cap: float,
-        wants_grad: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """As forge.model.loss.chunk_loss; weight `[rows, dim]` and the gradient `[chunk, rows]` are this rank's.
-
-        The sums are equal on all ranks.
-        """
-        logits = head_logits(hidden, weight, soft_cap)
+    def read(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """As forge.model.loss.whole_vocabulary, of logits `[chunk, rows]`; the first two are equal on all ranks."""
         column = target - self.first_row
-        here = (column >= 0) & (column < weight.shape[0])
+        here = (column >= 0) & (column < logits.shape[-1])
         column = column.masked_fill(~here, 0)
         lse, target_logit = self.combine(
             logits.logsumexp(-1, keepdim=True), logits.gather(-1, column).masked_fill(~here, 0.0)
         )
-        cross_entropy = (lse - target_logit).masked_fill(~valid, 0.0)
-        z_loss = lse.square().masked_fill(~valid, 0.0)
-        sums = torch.stack([cross_entropy.sum(), z_loss.sum()])
-        if not wants_grad:
-            return sums, None
-        grad = logits_gradient(logits, lse, column, z_loss_coef, soft_cap, here.to(logits.dtype))
-        return sums, grad.masked_fill_(~valid, 0.0).to(hidden.dtype)
+        return lse, target_logit, column, here.to(logits.dtype)
 
     def combine(self, lse: Tensor, target_logit: Tensor) -> tuple[Tensor, Tensor]:
         """From each rank's rows to the whole vocabulary; both `[chunk, 1]`, in and out."""
