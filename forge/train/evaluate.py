@@ -41,13 +41,13 @@ def evaluate(
             total += torch.stack([sums.cross_entropy, sums.tokens])
         cross_entropy, tokens = total.tolist()
         losses[name] = cross_entropy / max(tokens, 1.0)
-    Team().every("reading", lambda: _raise_first(unreadable))
+
+    def raise_first() -> None:
+        for error in unreadable:
+            raise error
+
+    Team().every("reading", raise_first)
     return losses
-
-
-def _raise_first(errors: list[Exception]) -> None:
-    for error in errors:
-        raise error
 
 
 def write_sample(

@@ -67,21 +67,23 @@ def find_origin(config: Config, checkpoints: Checkpoints) -> Origin | None:
 
 def _require_sound(path: Path, checkpoints: Checkpoints, key: str, verify: bool) -> None:
     problem = checkpoints.verify(path, contents=verify)
-    if problem is not None:
-        if (path / "config.json").is_file():
-            raise UserError(
-                f"{key} = {str(path)!r}: is a folder of Hugging Face; scripts/convert.py from-hf makes a checkpoint of it"
-            )
-        raise UserError(f"{key} = {str(path)!r}: {problem}", exit_code=NO_CHECKPOINT)
+    if problem is None:
+        return
+    if (path / "config.json").is_file():
+        remedy = "scripts/convert.py from-hf makes a checkpoint of it"
+        raise UserError(f"{key} = {str(path)!r}: is a folder of Hugging Face; {remedy}")
+    raise UserError(f"{key} = {str(path)!r}: {problem}", exit_code=NO_CHECKPOINT)
 
 
 def _compare(old: Config, new: Config, path: Path) -> None:
     changes = difference(old, new)
-    refused = [c for c in changes if c[0].startswith(FIXED) and not c[0].startswith(FREE)]
+    refused = [
+        f"  {key}: {before!r} in the checkpoint, {after!r} now"
+        for key, before, after in changes
+        if key.startswith(FIXED) and not key.startswith(FREE)
+    ]
     if refused:
-        lines = "\n".join(
-            f"  {key}: {before!r} in the checkpoint, {after!r} now" for key, before, after in refused
-        )
+        lines = "\n".join(refused)
         raise UserError(
             f"{path} cannot be continued with another model or data order:\n{lines}\n"
             f"Set them back, or start a new run (another run.name) with checkpoint.init = {str(path)!r} to keep the weights."
@@ -96,29 +98,25 @@ def check_inputs(origin: Origin, inputs: dict[str, Any], allow_changed_data: boo
     With `allow_changed_data` other data are taken; returns what of them has changed, one sentence each.
     """
     before = origin.state["inputs"]
-    changes = {
-        key: f"{key} is not what {origin.path} was trained on: fingerprint {_short(before.get(key))} there, "
-        f"{_short(inputs.get(key))} now"
-        for key in sorted(set(before) | set(inputs))
-        if before.get(key) != inputs.get(key)
-    }
-    for key, change in changes.items():
+    changes = []
+    for key in sorted(set(before) | set(inputs)):
+        there, now = before.get(key), inputs.get(key)
+        if there == now:
+            continue
+        changes.append(
+            f"{key} is not what {origin.path} was trained on: fingerprint {there} there, {now} now"
+        )
         # With another tokenizer the same ids mean something else.
         free = key.startswith("data.sources")
         if not (allow_changed_data and free):
             remedy = ", set checkpoint.allow_changed_data = true to read these from here on" if free else ""
             raise UserError(
-                f"{change}. Restore the files and data.sources{remedy}, or start a new run (another run.name) with "
+                f"{changes[-1]}. Restore the files and data.sources{remedy}, or start a new run (another run.name) with "
                 f"checkpoint.init = {str(origin.path)!r} to keep the weights."
             )
-    for change in changes.values():
+    for change in changes:
         log.warning("%s", change)
-    return list(changes.values())
-
-
-def _short(fingerprint: Any) -> str:
-    text = str(fingerprint)
-    return text if len(text) <= 160 else text[:157] + "..."
+    return changes
 
 
 def load_origin(origin: Origin, model: ParallelModel, optimizer: AdamW) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -132,20 +131,15 @@ class Scorer(TemplateLM):
         found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         for batch in self._batches("scored", [len(context) + len(end) for _, context, end in requests]):
             texts = [(requests[i][1] + requests[i][2])[-self.max_length - 1 :] for i in batch]
-            tokens = padded([text[:-1] for text in texts])
-            labels = torch.full_like(tokens, IGNORE)
+            tokens, labels = padded([text[:-1] for text in texts]), padded([text[1:] for text in texts])
             for row, (number, text) in enumerate(zip(batch, texts, strict=True)):
-                length = len(requests[number][2])
-                labels[row, len(text) - 1 - length : len(text) - 1] = torch.tensor(
-                    text[-length:] if length else []
-                )
+                labels[row, : len(text) - 1 - len(requests[number][2])] = IGNORE
+                labels[row, len(text) - 1 :] = IGNORE
             device = self._opened.device
-            scores, likeliest = (
-                part.cpu() for part in token_scores(self._model, tokens.to(device), labels.to(device))
-            )
-            for row, number in enumerate(batch):
-                greedy = bool((likeliest[row] | (labels[row] == IGNORE)).all())
-                found[number] = (float(scores[row].double().sum()), greedy)
+            scores, likeliest = token_scores(self._model, tokens.to(device), labels.to(device))
+            greedy = (likeliest.cpu() | (labels == IGNORE)).all(1).tolist()
+            for number, score, is_greedy in zip(batch, scores.double().sum(1).tolist(), greedy, strict=True):
+                found[number] = (score, is_greedy)
         return found
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
@@ -176,9 +170,13 @@ class Scorer(TemplateLM):
 
         for _ in generate(CachedScores(self._model), prompts, length, _sampling(options), stop):
             pass
+        texts = []
         for stream in streams:
             stream.end()
-        return [_before(stream.text, until) for stream in streams]
+            texts.append(stream.text)
+            for end in until:
+                texts[-1] = texts[-1].split(end)[0]
+        return texts
 
     def _batches(self, done: str, lengths: Sequence[int]) -> Iterator[list[int]]:
         """Indices of what has these lengths in batches of like ones, the longest first, with a progress line."""
@@ -198,9 +196,3 @@ def _sampling(options: dict[str, Any]) -> Sampling:
     elif options.get("do_sample") and "temperature" not in options:
         temperature = 1.0
     return Sampling(temperature, int(options.get("top_k") or 0), float(options.get("top_p") or 1.0))
-
-
-def _before(text: str, ends: list[str]) -> str:
-    for end in ends:
-        text = text.split(end)[0]
-    return text
