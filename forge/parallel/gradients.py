@@ -56,8 +56,14 @@ def clip_gradients(shards: list[Shard], norm: Tensor, max_norm: float) -> None:
         return
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for dtype, grads in _present(shards).items():
-        # Never in less than float32: a coefficient rounded to bfloat16 would scale all gradients wrongly alike.
-        torch._foreach_mul_(grads, coefficient.to(device=grads[0].device, dtype=promoted(dtype)))
+        factor = coefficient.to(device=grads[0].device, dtype=promoted(dtype))
+        if dtype == factor.dtype:
+            torch._foreach_mul_(grads, factor)
+            continue
+        for grad in grads:
+            # Never by a factor in bfloat16, which would scale all gradients wrongly alike. CUDA rounds a factor without
+            # axes to the gradient's dtype; one that has as many is multiplied with in its own.
+            grad.mul_(factor.view((1,) * grad.ndim))
 
 
 def _present(shards: list[Shard]) -> dict[torch.dtype, list[Tensor]]:

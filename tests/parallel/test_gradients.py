@@ -62,6 +62,18 @@ def test_bfloat16_gradients_are_measured_and_scaled_without_rounding_on_the_way(
     assert abs(rounded * norm - 1) > 1e-4
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: a CPU does not round the factor")
+def test_on_cuda_the_factor_is_not_rounded_to_bfloat16_either() -> None:
+    grads, factor = torch.linspace(1.0, 2.0, 1000).bfloat16(), 0.3337
+    shards = [shard("flat", grads.cuda(), dtype=torch.bfloat16)]
+    shards.append(shard("matrix", grads.view(20, 50).cuda(), dtype=torch.bfloat16))
+    clip_gradients(shards, torch.tensor(1.0 - 1e-6, dtype=torch.float64, device="cuda"), factor)
+    for one in shards:
+        assert one.grad is not None
+        assert torch.equal(one.grad.flatten().cpu(), (grads.float() * factor).bfloat16())
+
+
 class Waited(Exception):
     pass
 
