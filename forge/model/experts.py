@@ -42,8 +42,8 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """rows `[n, in]` in groups of `counts` int64 `[groups]`, weight `[groups, out, in]` -> `[n, out]`.
 
     One grouped product, without a host sync. Its gradient must not be an expanded tensor.
-    Where the kernels do not go (float64, rows whose size in bytes is no multiple of 16) a loop over the groups, which
-    waits for the device.
+    Where the kernels do not go (float64, rows whose size in bytes is no multiple of 16, no rows at all) a loop over the
+    groups, which waits for the device.
     """
     if _fits(rows, weight):
         return _grouped_mm(rows, weight.transpose(-2, -1), offs=counts.cumsum(0).to(torch.int32))
@@ -55,4 +55,5 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 def _fits(rows: Tensor, weight: Tensor) -> bool:
     size = rows.element_size()
-    return rows.dtype != torch.float64 and all(side * size % 16 == 0 for side in weight.shape[1:])
+    aligned = all(side * size % 16 == 0 for side in weight.shape[1:])
+    return aligned and rows.dtype != torch.float64 and rows.shape[0] > 0

@@ -100,6 +100,14 @@ def test_shapes_that_the_kernel_takes_are_one_product_of_exactly_the_rows(
     assert seen == ([((9, dim), [0, 1, 9, 9, 9]), ((9, HIDDEN), [0, 1, 9, 9, 9])] if grouped else [])
 
 
+def test_a_rank_without_rows_asks_no_kernel_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(module, "_grouped_mm")
+    experts, rows = make_experts(torch.bfloat16), torch.zeros(0, DIM, dtype=torch.bfloat16)
+    experts(rows.requires_grad_(), torch.zeros(EXPERTS, dtype=torch.int64)).sum().backward()
+    assert rows.grad is not None and rows.grad.shape == (0, DIM)
+    assert experts.w13.grad is not None and not experts.w13.grad.any()
+
+
 def test_a_plan_sorts_choices_by_expert_in_the_order_of_tokens() -> None:
     plan = sort_by_expert(torch.tensor([[2, 0], [0, 1], [3, 0], [2, 3]]), n_experts=3)
     assert plan.order.tolist() == [1, 2, 5, 3, 0, 6, 4, 7]  # choices of expert 3, which is none, are last
