@@ -17,15 +17,18 @@ class MetricsLog(JsonLines):
     def cut(self, after_step: int) -> None:
         """Drop all lines whose step is greater than `after_step`, so that a resumed run tells no step twice.
 
-        A line torn by a kill, or unreadable, goes too. The file is replaced atomically, if at all.
+        A line torn by a kill, or unreadable, goes too. The file is replaced atomically, if at all; lines that still wait for
+        room on the disk are cut with it.
         """
         self.close()
-        if not self.path.exists():
-            return
-        lines = self.path.read_bytes().splitlines(keepends=True)
-        kept = [line for number, line in enumerate(lines, 1) if self._keeps(line, number, after_step)]
-        if len(kept) < len(lines):
-            replace_atomically(self.path, b"".join(kept))
+        written = self.path.read_bytes() if self.path.exists() else b""
+        lines = (written + self._unwritten).splitlines(keepends=True)
+        content = b"".join(
+            line for number, line in enumerate(lines, 1) if self._keeps(line, number, after_step)
+        )
+        if content != written:
+            replace_atomically(self.path, content)
+        self._unwritten = b""
 
     def _keeps(self, line: bytes, number: int, after_step: int) -> bool:
         try:

@@ -73,6 +73,25 @@ def test_cut_drops_unreadable_lines_and_says_so(path, caplog):
     assert "line 1 " in caplog.text and "line 2 " in caplog.text and "line 4 " in caplog.text
 
 
+def test_lines_that_wait_for_room_on_a_full_disk_are_cut_too(path, monkeypatch):
+    metrics, write = MetricsLog(path), os.write
+    metrics.append(step=1, loss=1.0)
+    room = [5, 0]
+
+    def full(descriptor, content):
+        if not room[0]:
+            raise OSError("No space left on device")
+        return write(descriptor, content[: room.pop(0)])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        for step in (2, 3):
+            metrics.append(step=step, loss=1.0)
+    metrics.cut(2)
+    metrics.append(step=3, loss=2.0)
+    assert [(line["step"], line["loss"]) for line in read(path)] == [(1, 1.0), (2, 1.0), (3, 2.0)]
+
+
 def test_cut_of_no_file_makes_none(path):
     MetricsLog(path).cut(3)
     assert not path.exists()
