@@ -14,7 +14,7 @@ _FLUSH_SECONDS = 10
 
 
 class Board:
-    """Context manager that writes below `folder` if `enabled`. Of all ranks only the first has one.
+    """Context manager that writes below `folder` if `enabled`; on the first rank only.
 
     What an earlier start of the run wrote about steps after `after_step` is hidden, because it is trained
     again. The writer is made at the first use: importing it is slow. After any failure one warning is logged

@@ -137,11 +137,10 @@ def assemble(
             prefetch=config.data.prefetch,
         )
 
-    metrics = board = None
-    if world.rank == 0:
-        metrics = MetricsLog(job.directory.metrics)
-        board = Board(job.directory.tensorboard, config.metrics.tensorboard, progress.step)
-        stack.enter_context(board)
+    first = world.rank == 0
+    metrics = MetricsLog(job.directory.metrics) if first else None
+    board = Board(job.directory.tensorboard, first and config.metrics.tensorboard, progress.step)
+    stack.enter_context(board)
     flops = flops_per_token(config.model, config.train.seq_len)
     profiler = StepProfiler(config.profile, world.rank, job.directory.profile, world.device)
     training = Training(

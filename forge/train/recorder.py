@@ -58,7 +58,7 @@ class Recorder:
         world_size: int,
         flops_per_token: float,
         metrics: MetricsLog | None,
-        board: Board | None,
+        board: Board,
         tell_step: Callable[[int], None],
     ):
         self._config, self._device = config, device
@@ -121,8 +121,7 @@ class Recorder:
     def flush(self) -> Reading | None:
         """`read`, and put all lines so far where a kill loses none of them."""
         reading = self.read(between_steps=True)
-        if self._board is not None:
-            self._board.flush()
+        self._board.flush()
         return reading
 
     def begin_after(self, step: int) -> None:
@@ -131,21 +130,19 @@ class Recorder:
         self._restart_mean()
         if self._metrics is not None:
             self._metrics.cut(step)
-        if self._board is not None:
-            self._board.begin_after(step)
+        self._board.begin_after(step)
 
     def evaluation(self, step: int, losses: dict[str, float]) -> None:
         """Write an evaluation line."""
         if self._metrics is None:
             return
         self._metrics.append(step=step, eval=losses)
-        if self._board is not None:
-            self._board.scalars(step, {f"eval/{name}": loss for name, loss in losses.items()})
+        self._board.scalars(step, {f"eval/{name}": loss for name, loss in losses.items()})
         log.info("step %d  %s", step, "  ".join(f"eval {name} {loss:.4f}" for name, loss in losses.items()))
 
     def sample(self, step: int, text: str) -> None:
         """Show a text that the model wrote."""
-        if self._board is not None:
+        if self._metrics is not None:
             self._board.text(step, "sample", text)
             log.info("step %d  sample:\n%s", step, text)
 
@@ -188,11 +185,10 @@ class Recorder:
             if reading.skipped:
                 fields["skipped"] = True
             self._metrics.append(**fields)
-            if self._board is not None:
-                self._board.scalars(step, dict(_curves(fields)))
-                if layers and self._map_due(step):
-                    counts = [of_layer["counts"] for of_layer in fields["routers"].values()]
-                    self._board.image(step, "routers/load", expert_map(counts))
+            self._board.scalars(step, dict(_curves(fields)))
+            if layers and self._map_due(step):
+                counts = [of_layer["counts"] for of_layer in fields["routers"].values()]
+                self._board.image(step, "routers/load", expert_map(counts))
             self._tell_step(step)
             log.info(format_line(fields, total_steps=steps, eta_s=self._times.eta(steps - step)))
         self._restart_mean()

@@ -1,16 +1,20 @@
 """MFU is relative to the peak of the format that the products are made in, or not told."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from forge.config import Config
+from forge.observe.tensorboard import Board
 from forge.train.recorder import Recorder
 from tests.config.helpers import tiny
 
 
 def rate(config: Config) -> float | None:
     """MFU at one token per second of a model with 1e12 FLOPs a token."""
-    return Recorder(config, torch.device("cuda", 0), 2, 1e12, None, None, print)._mfu_per_token_rate
+    board = Board(Path("nowhere"), enabled=False)
+    return Recorder(config, torch.device("cuda", 0), 2, 1e12, None, board, print)._mfu_per_token_rate
 
 
 def with_float8(config: Config) -> Config:
