@@ -1,4 +1,4 @@
-"""The training loop, and what is due after a step."""
+"""The training loop: batch, gradient, verdict, update; then evaluation, a sample and a checkpoint where they are due."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Training:
-    """Everything that the loop works with."""
+    """Everything that the loop works with. `read_on` opens the data where `progress` stands."""
 
     config: Config
     meshes: Meshes
