@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from forge.model.mask import block_part, dense_part
 from forge.parallel.context import blocks
-from forge.parallel.context.blocks import FlexKernel, PlainKernel
+from forge.parallel.context.blocks import Block, FlexKernel, PlainKernel
 from forge.parallel.context.ring import merge
 
 CHUNK = 8
@@ -41,7 +41,7 @@ def whole(q: Tensor, k: Tensor, v: Tensor, table: Tensor, soft_cap: float) -> Te
 
 def differentiable(q: Tensor, k: Tensor, v: Tensor, table: Tensor, soft_cap: float) -> tuple[Tensor, Tensor]:
     """What flex_attention returns, which has no backward on a CPU: autograd gets through this."""
-    return PlainKernel().forward(q, k, v, table, soft_cap)
+    return PlainKernel().forward(Block(q, k, v, table, soft_cap))
 
 
 MASKS = {
@@ -65,9 +65,8 @@ def test_blocks_merged_are_the_whole(kernel, mask: str, soft_cap: float, monkeyp
     for i, j, table in pairs:
         rows, keys = chunk(i), chunk(j)
         part_out, part_lse = out[:, :, i * CHUNK : (i + 1) * CHUNK], lse[:, :, i * CHUNK : (i + 1) * CHUNK]
-        merge(
-            part_out, part_lse, *kernel.forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], table, soft_cap)
-        )
+        block = Block(q[:, :, rows], k[:, :, keys], v[:, :, keys], table, soft_cap)
+        merge(part_out, part_lse, *kernel.forward(block))
 
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
     everything = torch.arange(4 * CHUNK)
@@ -81,16 +80,8 @@ def test_blocks_merged_are_the_whole(kernel, mask: str, soft_cap: float, monkeyp
         rows, keys = chunk(i), chunk(j)
         if not table.any():
             continue
-        found = kernel.backward(
-            grad[:, :, rows],
-            delta[:, :, rows],
-            lse[:, :, rows],
-            q[:, :, rows],
-            k[:, :, keys],
-            v[:, :, keys],
-            table,
-            soft_cap,
-        )
+        block = Block(q[:, :, rows], k[:, :, keys], v[:, :, keys], table, soft_cap)
+        found = kernel.backward(block, grad[:, :, rows], delta[:, :, rows], lse[:, :, rows])
         for total, where, share in zip(grads, (rows, keys, keys), found, strict=True):
             total[:, :, where] += share
     for total, leaf in zip(grads, inputs, strict=True):
@@ -102,7 +93,7 @@ def test_rows_that_see_no_key_have_no_weight() -> None:
     q, k, v, _ = tensors(CHUNK)
     table = torch.ones(1, 1, CHUNK, CHUNK, dtype=torch.bool)
     table[:, :, 2:5] = False
-    out, lse = PlainKernel().forward(q, k, v, table, 0.0)
+    out, lse = PlainKernel().forward(Block(q, k, v, table, 0.0))
     assert (out[:, :, 2:5] == 0).all() and (lse[:, :, 2:5] == -torch.inf).all()
     before = torch.full_like(lse, -torch.inf)
     total = torch.zeros_like(out)
@@ -122,9 +113,8 @@ def test_flex_attention_with_tiles_of_a_part_says_the_same(soft_cap: float) -> N
     inputs = q[:, :, queries], k[:, :, keys], v[:, :, keys]
     with torch.no_grad():
         out, lse = blocks._flex_with_lse(*inputs, block_part(70, owners, queries, keys), soft_cap)
-    expected_out, expected_lse = PlainKernel().forward(
-        *inputs, dense_part(70, owners, queries, keys), soft_cap
-    )
+    dense = dense_part(70, owners, queries, keys)
+    expected_out, expected_lse = PlainKernel().forward(Block(*inputs, dense, soft_cap))
     assert (expected_lse == -torch.inf).any() and (expected_lse > -torch.inf).any()
     assert_close(out, expected_out)
     assert_close(lse, expected_lse)
@@ -138,9 +128,9 @@ def test_flex_kernel_on_cuda() -> None:
     owners = documents(256, 90).cuda()
     results = []
     for kernel, make_table in ((FlexKernel(), block_part), (PlainKernel(), dense_part)):
-        out, lse = kernel.forward(q, k, v, make_table(70, owners, index, index), 0.0)
-        delta = (grad * out).sum(-1)
-        grads = kernel.backward(grad, delta, lse, q, k, v, make_table(70, owners, index, index), 0.0)
+        block = Block(q, k, v, make_table(70, owners, index, index), 0.0)
+        out, lse = kernel.forward(block)
+        grads = kernel.backward(block, grad, (grad * out).sum(-1), lse)
         results.append((out, lse, *grads))
     for flex, plain in zip(*results, strict=True):
         assert_close(flex, plain, rtol=1e-2, atol=1e-2)

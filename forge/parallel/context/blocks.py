@@ -7,7 +7,7 @@ as much as a key of score 0; so it is not used.)
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,34 +17,15 @@ from forge.model.attention import _capped, _flex_for
 from forge.model.precision import promoted
 
 
-class Kernel(Protocol):
-    """`flex`: tables are BlockMasks; else bool `[batch or 1, 1, rows, columns]`. None: every key is seen."""
+class Block(NamedTuple):
+    """Queries, keys and values, and who sees whom: a BlockMask for flex_attention, else bool `[batch or 1, 1, rows,
+    columns]`; None: every query sees every key."""
 
-    flex: bool
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, table: Any, soft_cap: float) -> tuple[Tensor, Tensor]:
-        """out, shaped like q, and lse `[batch, heads, rows]`, the logarithm of each row's sum of exp(score)."""
-
-    def backward(
-        self,
-        grad: Tensor,
-        delta: Tensor,
-        lse: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        table: Any,
-        soft_cap: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """This block's share of the gradients of q, k and v.
-
-        grad, lse: of the attention over all keys. delta `[batch, heads, rows]`: sum of grad * out, likewise.
-        """
-
-
-def kernel_for(x: Tensor) -> Kernel:
-    """flex_attention on CUDA up to float32; the formula written out elsewhere."""
-    return FlexKernel() if x.is_cuda and x.dtype != torch.float64 else PlainKernel()
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    table: Any
+    soft_cap: float
 
 
 class PlainKernel:
@@ -52,9 +33,9 @@ class PlainKernel:
 
     flex = False
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, soft_cap: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
+        """out, shaped like q, and lse `[batch, heads, rows]`, the logarithm of each row's sum of exp(score)."""
+        q, k, v, table, soft_cap = block
         exact = promoted(q.dtype)
         scores, _ = _scores(_grouped(q, k), k.to(exact), table, soft_cap)
         lse = scores.logsumexp(-1, keepdim=True)
@@ -64,16 +45,13 @@ class PlainKernel:
         return out.view(q.shape), lse.view(q.shape[:-1])
 
     def backward(
-        self,
-        grad: Tensor,
-        delta: Tensor,
-        lse: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        table: Tensor | None,
-        soft_cap: float,
+        self, block: Block, grad: Tensor, delta: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """This block's share of the gradients of q, k and v.
+
+        grad, lse: of the attention over all keys. delta `[batch, heads, rows]`: sum of grad * out, likewise.
+        """
+        q, k, v, table, soft_cap = block
         exact = promoted(q.dtype)
         rows, grad_rows, k, v = _grouped(q, k), _grouped(grad, k), k.to(exact), v.to(exact)
         scores, slope = _scores(rows, k, table, soft_cap)
@@ -105,30 +83,22 @@ def _scores(rows: Tensor, k: Tensor, table: Tensor | None, soft_cap: float) -> t
 
 
 class FlexKernel:
-    """PyTorch's flex_attention. Its backward cannot be told the sums over all keys, so the block is computed again and
-    its own backward runs, with a gradient of lse that stands for the other blocks."""
+    """PyTorch's flex_attention, as `PlainKernel`. Its backward cannot be told the sums over all keys, so the block is
+    computed again and its own backward runs, with a gradient of lse that stands for the other blocks."""
 
     flex = True
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, table: Any, soft_cap: float) -> tuple[Tensor, Tensor]:
-        out, lse = _flex_with_lse(q, k, v, table, soft_cap)
-        exact = promoted(q.dtype)
+    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
+        out, lse = _flex_with_lse(*block)
+        exact = promoted(block.q.dtype)
         return out.to(exact), lse.to(exact)
 
     def backward(
-        self,
-        grad: Tensor,
-        delta: Tensor,
-        lse: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        table: Any,
-        soft_cap: float,
+        self, block: Block, grad: Tensor, delta: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        q, k, v = (x.detach().requires_grad_() for x in block[:3])
         with torch.enable_grad():
-            out, own_lse = _flex_with_lse(q, k, v, table, soft_cap)
+            out, own_lse = _flex_with_lse(q, k, v, block.table, block.soft_cap)
         # The whole is the sum of weight * out over blocks, where weight = exp(own_lse - lse) sums to 1.
         exact = promoted(q.dtype)
         weight = torch.exp(own_lse.detach().to(exact) - lse)
@@ -140,6 +110,11 @@ class FlexKernel:
         )
         grad_q, grad_k, grad_v = (x.to(exact) for x in grads)
         return grad_q, grad_k, grad_v
+
+
+def kernel_for(x: Tensor) -> PlainKernel | FlexKernel:
+    """flex_attention on CUDA up to float32; the formula written out elsewhere."""
+    return FlexKernel() if x.is_cuda and x.dtype != torch.float64 else PlainKernel()
 
 
 def _flex_with_lse(q: Tensor, k: Tensor, v: Tensor, table: Any, soft_cap: float) -> tuple[Tensor, Tensor]:

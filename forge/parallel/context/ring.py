@@ -18,7 +18,7 @@ from forge import compat
 from forge.model import AttentionMask
 from forge.model.mask import block_part, dense_part
 from forge.model.precision import promoted
-from forge.parallel.context.blocks import kernel_for
+from forge.parallel.context.blocks import Block, kernel_for
 from forge.parallel.context.sequence import SequenceSplit
 
 
@@ -92,8 +92,8 @@ class _Ring(torch.autograd.Function):
             for pair in pairs:
                 rows, columns = _half(q, pair.queries), _half(k, pair.keys)
                 keys, values = kv[:, :, :, columns].unbind(0)
-                found = kernel.forward(q[:, :, rows], keys, values, pair.table, soft_cap)
-                merge(out[:, :, rows], lse[:, :, rows], *found)
+                block = Block(q[:, :, rows], keys, values, pair.table, soft_cap)
+                merge(out[:, :, rows], lse[:, :, rows], *kernel.forward(block))
             kv = arriving
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -116,16 +116,8 @@ class _Ring(torch.autograd.Function):
             for pair in pairs:
                 rows, columns = _half(q, pair.queries), _half(k, pair.keys)
                 keys, values = kv[:, :, :, columns].unbind(0)
-                found = kernel.backward(
-                    grad[:, :, rows],
-                    delta[:, :, rows],
-                    lse[:, :, rows],
-                    q[:, :, rows],
-                    keys,
-                    values,
-                    pair.table,
-                    soft_cap,
-                )
+                block = Block(q[:, :, rows], keys, values, pair.table, soft_cap)
+                found = kernel.backward(block, grad[:, :, rows], delta[:, :, rows], lse[:, :, rows])
                 grad_q[:, :, rows] += found[0]
                 grad_kv[0, :, :, columns] += found[1]
                 grad_kv[1, :, :, columns] += found[2]
