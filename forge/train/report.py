@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import time
-from typing import Any
+from typing import Any, Literal
 
-from forge.observe.events import EventLog
+from forge.files import replace_atomically
+from forge.observe.events import EventLog, utc_now
 from forge.observe.goodput import Ledger, read_past
+from forge.observe.json_lines import encode
 from forge.observe.run_directory import RunDirectory
-from forge.observe.status import State, write_status
 from forge.parallel.world import World
 
 log = logging.getLogger(__name__)
+
+# Job scripts start the run again exactly when it says stopped.
+State = Literal["running", "stopped", "finished", "failed"]
 
 
 class Reporter:
@@ -22,14 +28,14 @@ class Reporter:
     """
 
     def __init__(self, directory: RunDirectory, world: World, began: float | None = None):
-        first = world.rank == 0
-        self._status = directory.status if first else None
-        self.events = EventLog(directory.events) if first else None
+        self.step = 0
+        self._status = directory.status
+        self.events: EventLog | None = None
         self.ledger: Ledger | None = None
-        if first:
+        if world.rank == 0:
+            self.events = EventLog(directory.events)
             past = read_past(directory.events, directory.status)
             self.ledger = Ledger(past, time.monotonic() if began is None else began, self.event)
-        self.step = 0
 
     def event(self, kind: str, **fields: Any) -> None:
         """Append a line to events.jsonl."""
@@ -39,8 +45,7 @@ class Reporter:
     def running(self, step: int) -> None:
         """The run is alive, and has made `step` updates."""
         self.step = step
-        if self._status is not None:
-            write_status(self._status, state="running", step=step, reason="", exit_code=None)
+        self._write_status("running", "", None)
 
     def ended(self, state: State, reason: str, exit_code: int) -> None:
         """The run ends, for `reason`."""
@@ -48,5 +53,22 @@ class Reporter:
             self.ledger.write()
             log.info("%s", self.ledger.table())
         self.event(state, step=self.step, reason=reason, exit_code=exit_code)
-        if self._status is not None:
-            write_status(self._status, state=state, step=self.step, reason=reason, exit_code=exit_code)
+        self._write_status(state, reason, exit_code)
+
+    def _write_status(self, state: State, reason: str, exit_code: int | None) -> None:
+        """A disk that does not take it costs a warning and leaves the old file: no run ends for want of its status."""
+        if self.events is None:
+            return
+        status = {
+            "state": state,
+            "step": self.step,
+            "reason": reason,
+            "exit_code": exit_code,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "time": utc_now(),
+        }
+        try:
+            replace_atomically(self._status, encode(status))
+        except OSError as error:
+            log.warning("%s could not be replaced and is out of date: %s", self._status, error)

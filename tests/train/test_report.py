@@ -1,0 +1,65 @@
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from forge.observe.run_directory import RunDirectory
+from forge.parallel.world import World
+from forge.train.report import Reporter
+
+
+@pytest.fixture
+def reporter(tmp_path: Path) -> Reporter:
+    return Reporter(RunDirectory(tmp_path), World(rank=0, size=2, local_rank=0, launcher="python"))
+
+
+def test_the_status_says_how_the_run_stands_and_who_runs_it(tmp_path, reporter):
+    reporter.running(3)
+    reporter.ended("stopped", "SIGTERM", 75)
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert status.pop("time").endswith("+00:00")
+    assert status == {
+        "state": "stopped",
+        "step": 3,
+        "reason": "SIGTERM",
+        "exit_code": 75,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+    }
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "status.json"]
+
+
+def test_only_the_first_rank_speaks(tmp_path):
+    other = Reporter(RunDirectory(tmp_path), World(rank=1, size=2, local_rank=1, launcher="python"))
+    other.running(1)
+    other.ended("failed", "no reason", 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reader_finds_the_old_or_the_new_status_whole(tmp_path, reporter, monkeypatch):
+    reporter.running(1)
+    seen = []
+    replace = os.replace
+
+    def look_then_replace(source, target):
+        seen.append((json.loads(target.read_text())["step"], json.loads(source.read_text())["step"]))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", look_then_replace)
+    reporter.running(2)
+    assert seen == [(1, 2)]
+
+
+def test_a_full_disk_costs_a_warning_and_leaves_the_old_status(tmp_path, reporter, monkeypatch, caplog):
+    reporter.running(1)
+
+    def full(descriptor):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    reporter.running(2)
+    assert json.loads((tmp_path / "status.json").read_text())["step"] == 1
+    assert "No space left" in caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
