@@ -12,7 +12,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
 from forge.errors import BAD_CONFIG, FINISHED, UserError
-from forge.observe.expert_map import colors
+from forge.observe.router_load import colors
 
 WIDTH, LEFT, RIGHT, TOP, CHART = 720, 56, 16, 24, 260
 COLORS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2")

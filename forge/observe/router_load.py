@@ -1,4 +1,4 @@
-"""How evenly the experts of a mixture are used, as fields of a metrics line."""
+"""How evenly the experts of a mixture are used: as fields of a metrics line, and as a picture."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from forge.config.model import MoEConfig
+
+CELL = 12  # pixels
+_LESS, _EVEN, _MORE = np.array([[33, 102, 172], [247, 247, 247], [178, 24, 43]], dtype=float)
 
 
 def load_fields(
@@ -47,3 +51,20 @@ def load_fields(
         for of_layer, row in zip(fields["routers"].values(), chosen, strict=True):
             of_layer["counts"] = row.round().astype(int).tolist()
     return fields
+
+
+def expert_map(counts: Sequence[Sequence[float]]) -> NDArray[np.uint8]:
+    """Choices of each expert, `[layers, experts]` -> pixels `[layers * CELL, experts * CELL, 3]`, the first layer on top."""
+    return colors(counts).repeat(CELL, 0).repeat(CELL, 1)
+
+
+def colors(counts: Sequence[Sequence[float]]) -> NDArray[np.uint8]:
+    """Choices of each expert, `[layers, experts]` -> red, green and blue of 0 to 255, `[layers, experts, 3]`.
+
+    White is an even share, blue less, red more; full colour at a quarter and at four times.
+    """
+    load = np.asarray(counts, dtype=float)
+    load = load / np.maximum(load.mean(axis=1, keepdims=True), 1e-9)
+    doublings = np.clip(np.log2(np.maximum(load, 1e-9)), -2.0, 2.0)[..., None] / 2
+    mixed = _EVEN + np.where(doublings < 0, (_LESS - _EVEN) * -doublings, (_MORE - _EVEN) * doublings)
+    return mixed.round().astype(np.uint8)

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from forge.config import Config
-from forge.observe.expert_map import expert_map
 from forge.observe.hardware import memory_gib, peak_flops
 from forge.observe.metrics import MetricsLog
 from forge.observe.progress import StepTimes, format_line
-from forge.observe.router_load import load_fields
+from forge.observe.router_load import expert_map, load_fields
 from forge.observe.tensorboard import Board
 from forge.parallel.execute import Sums
 from forge.parallel.gradients import GradientReport

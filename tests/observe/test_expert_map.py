@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from forge.observe.expert_map import CELL, colors, expert_map
+from forge.observe.router_load import CELL, colors, expert_map
 
 
 def test_an_even_share_is_white_more_is_red_less_is_blue() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from forge.observe.expert_map import CELL
+from forge.observe.router_load import CELL
 from tests.end_to_end.runs import Run
 
 
