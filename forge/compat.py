@@ -83,9 +83,17 @@ def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return gather(x.contiguous(), 0, group)
 
 
-def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """x `[ranks, ...]`: `x[r]` goes to rank r, and the result's `[r]` came from there. Its own inverse, in backward too."""
-    return collectives.all_to_all_single_autograd(x.contiguous(), None, None, group)
+def all_to_all(
+    x: Tensor,
+    group: dist.ProcessGroup,
+    receives: list[int] | None = None,
+    sends: list[int] | None = None,
+) -> Tensor:
+    """x `[ranks, ...]`: `x[r]` goes to rank r, and the result's `[r]` came from there. Its own inverse, in backward too.
+
+    With `sends` and `receives` of x `[sum(sends), ...]` the first sends[0] go to rank 0, ...; `[sum(receives), ...]` by rank.
+    """
+    return collectives.all_to_all_single_autograd(x.contiguous(), receives, sends, group)
 
 
 def pass_on(x: Tensor, group: dist.ProcessGroup) -> Tensor:

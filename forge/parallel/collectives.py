@@ -35,7 +35,7 @@ def gather_for_all(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 def share(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """A tensor that is equal on all ranks, for work of which each rank does a part."""
-    return _Paired.apply(x, mesh, _unchanged, _all_reduce)
+    return _Paired.apply(x, mesh, _unchanged, sum_over)
 
 
 def sum_to_pieces(x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -45,7 +45,7 @@ def sum_to_pieces(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 def sum_to_all(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Sum over the ranks, on every rank."""
-    return _Paired.apply(x, mesh, _all_reduce, _unchanged)
+    return _Paired.apply(x, mesh, sum_over, _unchanged)
 
 
 def own_piece(x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -53,41 +53,9 @@ def own_piece(x: Tensor, mesh: DeviceMesh) -> Tensor:
     return _Paired.apply(x, mesh, _own_piece, _all_gather)
 
 
-def piece_of(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This rank's piece of a sequence that is equal on all ranks and has no gradient."""
-    return _own_piece(x, mesh)
-
-
-def sum_over(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum over the ranks of `group`, on each; has no gradient."""
-    return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", group))
-
-
-def exchange(x: Tensor, receives: list[int], sends: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Rows to other ranks: of x `[sum(sends), ...]` the first sends[0] go to rank 0, ...; `[sum(receives), ...]` by rank."""
-    return _Exchange.apply(x, receives, sends, group)
-
-
-def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """counts `[ranks, ...]`: `[r]` goes to rank r, and the result's `[r]` came from there. Has no gradient."""
-    return functional.wait_tensor(functional.all_to_all_single(counts.contiguous(), None, None, group))
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, receives: list[int], sends: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.receives, ctx.sends, ctx.group = receives, sends, group
-        return _exchange(x, receives, sends, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return _exchange(grad, ctx.sends, ctx.receives, ctx.group), None, None, None
-
-
-def _exchange(x: Tensor, receives: list[int], sends: list[int], group: dist.ProcessGroup) -> Tensor:
-    return functional.wait_tensor(functional.all_to_all_single(x.contiguous(), receives, sends, group))
+def sum_over(x: Tensor, ranks: DeviceMesh | dist.ProcessGroup) -> Tensor:
+    """Sum over the ranks, on each; has no gradient."""
+    return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", ranks))
 
 
 class _Paired(torch.autograd.Function):
@@ -109,10 +77,6 @@ def _all_gather(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 def _reduce_scatter(x: Tensor, mesh: DeviceMesh) -> Tensor:
     return functional.wait_tensor(compat.reduce_scatter_single(x.contiguous(), "sum", SEQUENCE, mesh))
-
-
-def _all_reduce(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", mesh))
 
 
 def _own_piece(x: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
 from typing import cast
 
 import torch.distributed as dist
@@ -23,7 +22,7 @@ from torch.distributed.tensor.placement_types import Shard as Split
 from forge.config import Config
 from forge.model import Experts, MoE, Router, Transformer
 from forge.model.experts import grouped_swiglu
-from forge.parallel.collectives import gather_for_all, own_piece, piece_of, sum_over
+from forge.parallel.collectives import gather_for_all, own_piece, sum_over
 from forge.parallel.expert_dispatch import AllToAllDispatcher
 from forge.parallel.mesh import Meshes
 from forge.parallel.order import take_step
@@ -39,23 +38,21 @@ def apply_expert(model: Transformer, config: Config, meshes: Meshes) -> None:
     moe = config.model.moe
     if moe is None:
         return
-    for layer in mixtures(model):
+    for layer in [module for module in model.modules() if isinstance(module, MoE)]:
         if meshes.ep.size() > 1:
-            _split_experts(layer.experts, meshes.ep)
+            distribute(layer.experts, meshes.ep, Split(0))
+            layer.experts.__class__ = _LocalExperts
             layer.dispatch = AllToAllDispatcher(meshes.ep.get_group(), moe.n_experts)
         if meshes.tp.size() > 1:
-            _route_pieces(layer, meshes.tp, whole_stream=not config.parallel.sequence_parallel)
+            layer.__class__ = _PieceRouted
+            pieces = cast(_PieceRouted, layer)
+            pieces.mesh, pieces.whole_stream = meshes.tp, not config.parallel.sequence_parallel
         if meshes.sequence.size() > 1:
-            layer.router.sum_over_sequence = functools.partial(sum_over, group=meshes.sequence)
+            layer.router.sum_over_sequence = functools.partial(sum_over, ranks=meshes.sequence)
     outside = [key for key in ("capacity_factor", "router_noise") if getattr(moe, key)]
     if outside and dist.get_world_size() > 1:
         keys = " and ".join(f"model.moe.{key}" for key in outside)
         log.info("results depend on the layout: %s", keys)
-
-
-def mixtures(model: Transformer) -> Iterator[MoE]:
-    """The mixtures of experts among the feed-forwards of `model`, in the order of the layers."""
-    return (module for module in model.modules() if isinstance(module, MoE))
 
 
 class _LocalExperts(Experts):
@@ -66,11 +63,6 @@ class _LocalExperts(Experts):
         return grouped_swiglu(rows, w13, w2, counts)
 
 
-def _split_experts(experts: Experts, mesh: DeviceMesh) -> None:
-    distribute(experts, mesh, Split(0))
-    experts.__class__ = _LocalExperts
-
-
 class _PieceRouted(MoE):
     """Routes only this rank's piece of the sequence. `whole_stream`: x is the whole sequence on every rank of `mesh`."""
 
@@ -79,25 +71,16 @@ class _PieceRouted(MoE):
 
     def routed(self, x: Tensor, labels: Tensor | None) -> Tensor:
         if labels is not None:
-            labels = piece_of(labels, self.mesh)
+            labels = own_piece(labels, self.mesh)
         if not self.whole_stream:
             return super().routed(x, labels)
         return gather_for_all(super().routed(own_piece(x, self.mesh), labels), self.mesh)
 
 
-def _route_pieces(moe: MoE, mesh: DeviceMesh, *, whole_stream: bool) -> None:
-    moe.__class__ = _PieceRouted
-    pieces = cast(_PieceRouted, moe)
-    pieces.mesh, pieces.whole_stream = mesh, whole_stream
-
-
 def parameter_kinds(model: nn.Module) -> dict[nn.Parameter, Kind]:
     """The parameters of experts and of routers in `model`; all others are dense."""
-    kinds: list[tuple[type[nn.Module], Kind]] = [(Experts, "expert"), (Router, "router")]
-    return {
-        parameter: kind
-        for owner, kind in kinds
-        for module in model.modules()
-        if isinstance(module, owner)
-        for parameter in module.parameters()
-    }
+    kinds: dict[nn.Parameter, Kind] = {}
+    for module in model.modules():
+        if isinstance(module, Experts | Router):
+            kinds |= dict.fromkeys(module.parameters(), "expert" if isinstance(module, Experts) else "router")
+    return kinds

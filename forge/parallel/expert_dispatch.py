@@ -13,11 +13,12 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.nn import functional as F
 
+from forge import compat
 from forge.model.dispatch import Plan, combine, sort_by_expert, spread
-from forge.parallel.collectives import exchange, exchange_counts
 
 
 class AllToAllDispatcher:
@@ -31,15 +32,15 @@ class AllToAllDispatcher:
     ) -> Tensor:
         plan = sort_by_expert(experts, self.n_experts)
         leaving = plan.counts.view(self.group.size(), -1)  # [ranks, experts of each]
-        arriving = exchange_counts(leaving, self.group)
+        arriving = functional.wait_tensor(functional.all_to_all_single(leaving, None, None, self.group))
         sends, receives = torch.stack([leaving.sum(1), arriving.sum(1)]).tolist()
 
         rows, sent = spread(x, plan), sum(sends)
         # Dropped choices come last; they stay here and count as zeros.
-        rows = exchange(rows[:sent], receives, sends, self.group)
+        rows = compat.all_to_all(rows[:sent], self.group, receives, sends)
         here = _by_local_expert(arriving, sum(receives))
         rows = spread(compute(spread(rows, here), here.counts), _inverse(here))
-        rows = exchange(rows, sends, receives, self.group)
+        rows = compat.all_to_all(rows, self.group, sends, receives)
         return combine(F.pad(rows, (0, 0, 0, experts.numel() - sent)), weights, plan)
 
 
