@@ -109,6 +109,12 @@ def nearest(name: str, candidates: Iterable[str]) -> str | None:
     return by_lower[found[0]] if found else None
 
 
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
+    """The end of a message about `name`: the nearest candidate, if one is near."""
+    close = nearest(name, candidates)
+    return f'; did you mean "{close}"?' if close else ""
+
+
 def allowed(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     """Which values a type admits, in words."""
     for item in metadata:

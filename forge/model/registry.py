@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Callable
 from typing import Any
 
+from forge.config.keys import did_you_mean
 from forge.config.model import ModelConfig
 from forge.errors import UserError
 from forge.model.transformer import Transformer
@@ -29,11 +29,9 @@ def _builder(kind: str) -> Callable[..., Any]:
         return MODELS[kind]
     module_name, colon, attribute = kind.partition(":")
     if not colon:
-        near = difflib.get_close_matches(kind, MODELS, n=1)
-        hint = f'; did you mean "{near[0]}"?' if near else ""
         raise UserError(
             f'model.kind = "{kind}" is not a model; known: {", ".join(sorted(MODELS))}, '
-            f"or an import path package.module:Class{hint}"
+            f"or an import path package.module:Class{did_you_mean(kind, MODELS)}"
         )
     try:
         return getattr(importlib.import_module(module_name), attribute)

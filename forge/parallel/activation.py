@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import nn
 from torch.utils.checkpoint import (
     SAC_IGNORED_OPS,
@@ -26,7 +27,7 @@ from torch.utils.checkpoint import (
 )
 
 from forge.config import Config
-from forge.config.keys import nearest
+from forge.config.keys import did_you_mean
 from forge.errors import UserError
 from forge.model import MoE, Transformer
 from forge.parallel.mesh import Meshes
@@ -70,7 +71,10 @@ def apply_activation(model: Transformer, config: Config, meshes: Meshes) -> None
     """
     take_step(model, "activation")
     chosen = config.activation_checkpoint
-    _set_memory_budget(chosen.memory_budget if chosen.mode == "memory_budget" else 1.0)
+    # Share of activations that the compiler may keep. A global of PyTorch, read when a block is compiled.
+    torch._functorch.config.activation_memory_budget = (
+        chosen.memory_budget if chosen.mode == "memory_budget" else 1.0
+    )
     if chosen.mode not in ("full", "selective"):
         return
     context = selective_context if chosen.mode == "selective" else None
@@ -78,10 +82,13 @@ def apply_activation(model: Transformer, config: Config, meshes: Meshes) -> None
     # marks, of which FSDP sets more in recomputation around a unit that lies inside.
     SAC_IGNORED_OPS.update(overload for name in MARKS for overload in _overloads(name))
     blocks = [block for name, block in model.layers.items() if int(name) % chosen.every == 0]
-    if chosen.modules and judges_names(model):
-        check_modules(model, chosen.modules)
-    targets = _children(blocks, chosen.modules) if chosen.modules else blocks
-    for module in targets:
+    if chosen.modules:
+        if judges_names(model):
+            check_modules(model, chosen.modules)
+        blocks = [
+            child for block in blocks for name, child in block.named_children() if name in chosen.modules
+        ]
+    for module in blocks:
         mixed = isinstance(getattr(module, "feed_forward", None), MoE)
         for method in ("attend", "feed") if mixed and context is not None else ("forward",):
             recompute(module, context, method)
@@ -142,19 +149,7 @@ def check_modules(model: Transformer, names: tuple[str, ...]) -> None:
     known = sorted({name for block in model.layers.values() for name, _ in block.named_children()})
     for name in names:
         if name not in known:
-            hint = nearest(name, known)
             raise UserError(
                 f'activation_checkpoint.modules: "{name}" is no part of a block; the parts are {", ".join(known)}'
-                + (f'; did you mean "{hint}"?' if hint else "")
+                + did_you_mean(name, known)
             )
-
-
-def _children(blocks: list[nn.Module], names: tuple[str, ...]) -> list[nn.Module]:
-    return [child for block in blocks for name, child in block.named_children() if name in names]
-
-
-def _set_memory_budget(budget: float) -> None:
-    """Share of activations that the compiler may keep; 1: all. A global of PyTorch, read when a block is compiled."""
-    import torch._functorch.config as compiler
-
-    compiler.activation_memory_budget = budget

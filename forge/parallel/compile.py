@@ -13,11 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from forge.config import Config
-from forge.config.keys import nearest
+from forge.config.keys import did_you_mean
 from forge.errors import UserError
 from forge.model import MoE, Transformer
 from forge.parallel.activation import Recomputed
@@ -33,31 +33,35 @@ def apply_compile(model: Transformer, config: Config) -> None:
     chosen = config.compile
     if not (chosen.enabled or chosen.loss):
         return
-    _check_backend(chosen.backend)
+    known = torch.compiler.list_backends(exclude_tags=())
+    if chosen.backend not in known:
+        raise UserError(
+            f'compile.backend = "{chosen.backend}" is not known to PyTorch; known: {", ".join(known)}'
+            + did_you_mean(chosen.backend, known)
+        )
     compiled = functools.partial(torch.compile, backend=chosen.backend, fullgraph=True)
     if chosen.enabled:
-        for block in model.layers.values():
+        blocks: list[Any] = list(model.layers.values())
+        for block in blocks:
             if isinstance(block.feed_forward, MoE):
-                _compile_around_experts(block, compiled)
+                block.attend = compiled(block.attend)
+                if block.feed_forward.shared is not None:
+                    # The whole call, so that what tensor parallelism hooked onto it is inside.
+                    block.feed_forward.shared.compile(**compiled.keywords)
             elif isinstance(block.forward, Recomputed) and block.forward.whole:
                 # Nothing of it is kept, so the compiler gains nothing from seeing the checkpoint; and inside one PyTorch
                 # 2.13 fails to trace tensor parallelism with SDPA (it saves a DeviceMesh for backward).
                 block.forward.forward = compiled(block.forward.forward)
             else:
                 block.forward = compiled(block.forward)
-        first = next(iter(model.layers.values()), None)
-        if first is not None:
-            first.forward = waiting(first.forward)
+        if blocks:
+            blocks[0].forward = waiting(blocks[0].forward)
     if chosen.loss:
-        _compile_loss(model.loss, compiled)
-
-
-def _compile_around_experts(block: Any, compiled: functools.partial[Any]) -> None:
-    block.attend = compiled(block.attend)
-    shared = block.feed_forward.shared
-    if shared is not None:
-        # The whole call, so that what tensor parallelism hooked onto it is inside.
-        shared.compile(**compiled.keywords)
+        loss: Any = model.loss
+        # What it computes per chunk of tokens: the loop itself is outside, or it would be unrolled.
+        if not hasattr(loss, "chunk"):
+            raise UserError(f"compile.loss = true does not go with {type(loss).__name__}; use false")
+        loss.chunk = compiled(loss.chunk)
 
 
 def waiting(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,20 +88,3 @@ class _Arrived(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
-
-
-def _compile_loss(loss: nn.Module, compiled: Callable[..., Any]) -> None:
-    """Compile what a loss computes per chunk of tokens: the loop itself is outside, or it would be unrolled."""
-    if not hasattr(loss, "chunk"):
-        raise UserError(f"compile.loss = true does not go with {type(loss).__name__}; use false")
-    loss.chunk = compiled(loss.chunk)
-
-
-def _check_backend(name: str) -> None:
-    known = torch.compiler.list_backends(exclude_tags=())
-    if name not in known:
-        hint = nearest(name, known) or "inductor"
-        raise UserError(
-            f'compile.backend = "{name}" is not known to PyTorch; known: {", ".join(known)}; '
-            f'did you mean "{hint}"?'
-        )

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from forge.config import Config
-from forge.config.keys import nearest
+from forge.config.keys import did_you_mean
 from forge.config.layout import Precision
 from forge.errors import UserError
 from forge.model import Experts
@@ -179,10 +179,8 @@ def check_patterns(model: nn.Module, patterns: tuple[str, ...]) -> None:
             and pattern not in defaults
             and not any(fnmatchcase(name, pattern) for name in names)
         ):
-            hint = nearest(pattern, names)
             raise UserError(
-                f'precision.float8_exclude: "{pattern}" fits no module of this model'
-                + (f'; did you mean "{hint}"?' if hint else "")
+                f'precision.float8_exclude: "{pattern}" fits no module of this model{did_you_mean(pattern, names)}'
             )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
+    PrepareModuleInputOutput,
     RowwiseParallel,
     parallelize_module,
 )
@@ -34,7 +35,7 @@ from torch.nn import functional as F
 
 from forge.config import Config
 from forge.errors import UserError
-from forge.model import Embedding, Experts, FusedLoss, Head, RMSNorm, Router, Transformer
+from forge.model import Embedding, FusedLoss, Head, RMSNorm, Router, Transformer
 from forge.parallel.collectives import SEQUENCE, own_piece, sum_to_all, sum_to_pieces
 from forge.parallel.loss_parallel import TensorLoss
 from forge.parallel.mesh import Meshes
@@ -79,18 +80,14 @@ def apply_tensor(model: Transformer, config: Config, meshes: Meshes) -> None:
             module.__class__ = _LocalRouter
             opened.append(f"{name}.weight")
         elif isinstance(module, RMSNorm):
-            _localise_norm(module, mesh)
+            distribute(module, mesh, Replicate())
+            module.__class__ = _LocalNorm
             if _sees_a_part(name, plan, parallel.sequence_parallel):
                 opened.append(f"{name}.weight")
     model.loss = _loss(model, plan, config, mesh)
     model.__dict__["_forge_open_over_tp"] = frozenset(opened)
-    whole = {
-        parameter
-        for module in model.modules()
-        if isinstance(module, Experts)
-        for parameter in module.parameters()
-    }
-    left = [name for name, p in model.named_parameters() if not isinstance(p, DTensor) and p not in whole]
+    plain = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+    left = [name for name in plain if ".experts." not in name]
     assert not left, f"tensor parallelism does not know what to do with {', '.join(left)}"
 
 
@@ -130,33 +127,22 @@ def _take_whole_input(part: nn.Module, stream: Placement, mesh: DeviceMesh) -> N
 
 def _split_linear(module: nn.Linear, style: str | None, back: Placement, mesh: DeviceMesh) -> None:
     """`back` is the layout that the output takes if it has all features."""
-    styles: dict[str | None, Callable[[], ParallelStyle]] = {
-        "colwise": lambda: ColwiseParallel(),
-        "colwise_rep": lambda: ColwiseParallel(output_layouts=back),
-        "rowwise": lambda: RowwiseParallel(output_layouts=back),
-        "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate(), output_layouts=back),
-        None: lambda: _Whole(back),
+    styles: dict[str | None, ParallelStyle] = {
+        "colwise": ColwiseParallel(),
+        "colwise_rep": ColwiseParallel(output_layouts=back),
+        "rowwise": RowwiseParallel(output_layouts=back),
+        "rowwise_rep": RowwiseParallel(input_layouts=Replicate(), output_layouts=back),
+        # Every rank computes it alike, on the whole sequence.
+        None: PrepareModuleInputOutput(
+            input_layouts=Replicate(),
+            desired_input_layouts=Replicate(),
+            output_layouts=Replicate(),
+            desired_output_layouts=back,
+        ),
     }
-    parallelize_module(module, mesh, styles[style](), src_data_rank=None)
-
-
-class _Whole(ParallelStyle):
-    """A linear layer that every rank computes alike, on the whole sequence."""
-
-    def __init__(self, output_layout: Placement):
-        self.output_layout = output_layout
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        distribute(module, device_mesh, Replicate())
-        module.register_forward_pre_hook(lambda _, inputs: self._enter(inputs[0], device_mesh))
-        module.register_forward_hook(lambda _, __, output: self._leave(output))
-        return module
-
-    def _enter(self, x: Tensor, mesh: DeviceMesh) -> DTensor:
-        return x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-
-    def _leave(self, output: DTensor) -> Tensor:
-        return output.redistribute(placements=[self.output_layout]).to_local()
+    if style is None:
+        distribute(module, mesh, Replicate())
+    parallelize_module(module, mesh, styles[style], src_data_rank=None)
 
 
 def distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
@@ -171,11 +157,6 @@ class _LocalNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, cast(DTensor, self.weight).to_local(), self.eps)
-
-
-def _localise_norm(module: RMSNorm, mesh: DeviceMesh) -> None:
-    distribute(module, mesh, Replicate())
-    module.__class__ = _LocalNorm
 
 
 class _LocalRouter(Router):

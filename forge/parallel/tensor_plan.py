@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from forge.config import Config
-from forge.config.keys import nearest
+from forge.config.keys import did_you_mean
 from forge.config.layout import TENSOR_STYLES
 from forge.errors import UserError
 from forge.model import Attention, Embedding, FeedForward, Head, RMSNorm
@@ -113,8 +113,7 @@ def _patterns(model: nn.Module, config: Config) -> tuple[str | None, Mapping[str
 
 def _hint(pattern: str, names: Iterable[str]) -> str:
     general = {".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names}
-    close = nearest(pattern, {*names, *general} if any(c.isdigit() for c in pattern) else general)
-    return f'; did you mean "{close}"?' if close else ""
+    return did_you_mean(pattern, {*names, *general} if any(c.isdigit() for c in pattern) else general)
 
 
 def _check_style(key: str | None, name: str, module: nn.Module, style: Any, config: Config) -> None:
