@@ -36,14 +36,8 @@ class AdamW:
             for decayed in (True, False)
             for chunk in _chunks([s for s in shards if s.boxes and self._decays(s.name) is decayed])
         ]
-        wide = [torch.promote_types(torch.float32, shard.parameter.dtype) for shard in shards]
-        dtypes = [torch.bfloat16] * len(shards) if self._config.moment_dtype == "bfloat16" else wide
-        self.exp_avg = {
-            s.name: torch.zeros_like(s.data, dtype=d) for s, d in zip(shards, dtypes, strict=True)
-        }
-        self.exp_avg_sq = {
-            s.name: torch.zeros_like(s.data, dtype=d) for s, d in zip(shards, dtypes, strict=True)
-        }
+        self.exp_avg = {shard.name: self._moment(shard) for shard in shards}
+        self.exp_avg_sq = {shard.name: self._moment(shard) for shard in shards}
         # One counter per parameter because the fused kernel advances each, as views of one vector that can be read at once.
         device = shards[0].parameter.device
         self._steps = torch.zeros(len(shards), dtype=torch.float32, device=device)
@@ -53,6 +47,11 @@ class AdamW:
         """One update with the shards' gradients. Where the device scalar `skip` is 1.0 nothing changes, counters included."""
         for weight_decay, chunk in self._chunks:
             self._update(chunk, lr, weight_decay, skip)
+
+    def _moment(self, shard: Shard) -> Tensor:
+        narrow = self._config.moment_dtype == "bfloat16"
+        dtype = torch.bfloat16 if narrow else torch.promote_types(torch.float32, shard.parameter.dtype)
+        return torch.zeros_like(shard.data, dtype=dtype)
 
     def _decays(self, name: str) -> bool:
         return not any(fnmatchcase(name, pattern) for pattern in self._config.no_decay)

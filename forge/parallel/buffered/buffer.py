@@ -80,9 +80,9 @@ class Buffer:
         self.plan = plan
         self.sharded_gradients = sharded_gradients
         formats, layout, groups = plan.formats, plan.layout, plan.axes.scatter
-        self.each_microbatch: Groups = groups[:1] if sharded_gradients else ()
+        self.microbatch_groups: Groups = groups[:1] if sharded_gradients else ()
         """What gradients are summed over before they are added up."""
-        ranks = prod(group.size() for group in self.each_microbatch)
+        ranks = prod(group.size() for group in self.microbatch_groups)
         numel = sum(b.numel // ranks for b in layout.buckets) if sharded_gradients else layout.numel
         with allocating([*groups, *plan.axes.add]):
             self.compute = torch.zeros(layout.numel, dtype=formats.compute, device=device)
@@ -127,7 +127,7 @@ class Buffer:
         pieces = {piece.name: piece for piece in self.plan.layout.pieces(self.plan.axes.part)}
         shards = []
         for memory in self.buckets:
-            gradients = own_part(memory.gradient, self.plan.axes.scatter[len(self.each_microbatch) :])
+            gradients = own_part(memory.gradient, self.plan.axes.scatter[len(self.microbatch_groups) :])
             for held in memory.held:
                 at = start = stop = 0
                 if held.name in pieces:

@@ -26,6 +26,7 @@ from forge.model import Transformer
 from forge.parallel.buffered.buffer import Buffer
 from forge.parallel.buffered.check import GradientCheck
 from forge.parallel.buffered.communication import Groups
+from forge.parallel.buffered.fingerprints import Fingerprints
 from forge.parallel.buffered.gathering import Gathering
 from forge.parallel.buffered.plan import plan_buffers
 from forge.parallel.buffered.pool import Pool
@@ -33,7 +34,7 @@ from forge.parallel.buffered.reduction import Entry, InPlace, Reduction, Scatter
 from forge.parallel.expert import parameter_kinds
 from forge.parallel.mesh import Meshes
 from forge.parallel.order import take_step
-from forge.shard import Shard, local
+from forge.shard import Shard
 
 
 class Buffered:
@@ -70,6 +71,7 @@ class Buffered:
                 setattr(module, name, torch.empty_like(buffer, device=device))
         _forbid_moving(model)
 
+        self._fingerprints = Fingerprints(self.buffers)
         order = {name: place for place, name in enumerate(names)}
         shards = {s.name: s for b in self.buffers for s in b.shards(kinds, meshes)}
         self.shards = [shards[name] for name in names]
@@ -124,6 +126,8 @@ class Buffered:
 
     def finish_gradient_sync(self) -> None:
         self._reduction.finish()
+        if self._config.resilience.check_replicas:
+            self._fingerprints.add()
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply what has been added up so far, on this rank."""
@@ -155,12 +159,13 @@ class Buffered:
         self._gathering.enable_hooks()
 
     def copies(self) -> Iterator[tuple[str, Tensor, dist.ProcessGroup]]:
-        """What several ranks compute with alike besides what they optimise: name, values, the ranks."""
+        """Fingerprints of what several ranks have computed with alike since this was last asked, and will next.
+
+        Name, an integer, and the ranks on which it should be the same.
+        """
         self.finish_parameter_sync()
-        for buffer in self.buffers:
-            if buffer.plan.axes.alike.size() > 1:
-                for held in (held for memory in buffer.buckets for held in memory.held):
-                    yield f"weights.{held.name}", local(held.parameter), buffer.plan.axes.alike
+        self._fingerprints.add()
+        return self._fingerprints.take()
 
     def memory(self) -> dict[str, int]:
         """Bytes on this rank. `buckets`: the temporary ones, which are there during backward only."""

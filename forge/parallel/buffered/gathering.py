@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from forge.parallel.buffered.buffer import BucketMemory
-from forge.parallel.buffered.communication import Groups, Running, gather_parts
+from forge.parallel.buffered.communication import Running, gather_parts
 from forge.parallel.buffered.plan import Axes
 
 
@@ -96,7 +96,8 @@ class Gathering:
         """Masters into this rank's part of every bucket; at first also from the first copy to all, to be sure."""
         if not self._begun:
             for memory, axes in self._buckets:
-                broadcast_first(memory, axes.add)
+                for group in axes.add:
+                    dist.broadcast(memory.master, group=group, group_src=0)
         self._begun = True
         apart = [memory for memory, _ in self._buckets if memory.master is not memory.own]
         for memory in apart:
@@ -111,9 +112,3 @@ class Gathering:
         for running in self._running[self._arrived : last + 1]:
             running.finish()
         self._arrived = max(self._arrived, last + 1)
-
-
-def broadcast_first(memory: BucketMemory, copies: Groups) -> None:
-    """Masters of the first copy of the model to all others. Collective."""
-    for group in copies:
-        dist.broadcast(memory.master, group=group, group_src=0)

@@ -10,7 +10,6 @@ whatever element of whatever parameter that is. So padding is a few elements per
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -44,9 +43,8 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Elements [start, start + parts * part_numel) of the buffer. `number` counts buckets from the buffer's start."""
+    """Elements [start, start + parts * part_numel) of the buffer."""
 
-    number: int
     start: int
     part_numel: int
     parts: int
@@ -60,20 +58,12 @@ class Bucket:
     def stop(self) -> int:
         return self.start + self.numel
 
-    @property
-    def gaps(self) -> tuple[tuple[int, int], ...]:
-        """What of the bucket no parameter lies in, as (start, stop) in the buffer."""
-        edges = [self.start, *(edge for slot in self.slots for edge in (slot.start, slot.stop)), self.stop]
-        pairs = zip(edges[::2], edges[1::2], strict=True)
-        return tuple((start, stop) for start, stop in pairs if start < stop)
-
 
 @dataclass(frozen=True)
 class Piece:
     """What one rank keeps of one parameter: elements [start, stop) of it, flattened, from element `at` of its part on."""
 
     name: str
-    bucket: int
     start: int
     stop: int
     at: int
@@ -99,10 +89,6 @@ class Layout:
     def slots(self) -> dict[str, Slot]:
         return {slot.name: slot for bucket in self.buckets for slot in bucket.slots}
 
-    def bucket_of(self, name: str) -> Bucket:
-        starts = [bucket.start for bucket in self.buckets]
-        return self.buckets[bisect_right(starts, self.slots[name].start) - 1]
-
     def pieces(self, part: int) -> Iterator[Piece]:
         """What the rank that keeps part number `part` holds, in the order of the buffer; nothing of some parameters."""
         for bucket in self.buckets:
@@ -110,9 +96,7 @@ class Layout:
             for slot in bucket.slots:
                 start, stop = max(slot.start, begin), min(slot.stop, begin + bucket.part_numel)
                 if start < stop:
-                    yield Piece(
-                        slot.name, bucket.number, start - slot.start, stop - slot.start, start - begin
-                    )
+                    yield Piece(slot.name, start - slot.start, stop - slot.start, start - begin)
 
 
 def lay_out(items: Sequence[Item], *, parts: int, bucket_numel: int) -> Layout:
@@ -122,13 +106,12 @@ def lay_out(items: Sequence[Item], *, parts: int, bucket_numel: int) -> Layout:
     for group in _divide(items, bucket_numel):
         slots, end = [], start
         for item in group:
-            begin = _up(end, SLOT_ALIGNMENT)
+            begin = round_up(end, SLOT_ALIGNMENT)
             end = begin + item.numel
             slots.append(Slot(item.name, begin, end))
-        part_numel = _up(-(-(end - start) // parts), PART_ALIGNMENT)
-        bucket = Bucket(len(buckets), start, part_numel, parts, tuple(slots))
-        buckets.append(bucket)
-        start = _up(bucket.stop, SLOT_ALIGNMENT)
+        part_numel = round_up(-(-(end - start) // parts), PART_ALIGNMENT)
+        buckets.append(Bucket(start, part_numel, parts, tuple(slots)))
+        start = round_up(buckets[-1].stop, SLOT_ALIGNMENT)
     return Layout(tuple(buckets), parts)
 
 
@@ -181,5 +164,6 @@ def _divide(items: Sequence[Item], bucket_numel: int) -> Iterator[list[Item]]:
         yield group
 
 
-def _up(number: int, unit: int) -> int:
+def round_up(number: int, unit: int) -> int:
+    """The next multiple of `unit`."""
     return -(-number // unit) * unit

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -35,10 +35,7 @@ class Axes:
 
     @property
     def parts(self) -> int:
-        parts = 1
-        for group in self.scatter:
-            parts *= group.size()
-        return parts
+        return prod(group.size() for group in self.scatter)
 
     @property
     def part(self) -> int:
@@ -85,20 +82,20 @@ def plan_buffers(model: Transformer, config: Config, meshes: Meshes) -> list[Buf
     members: dict[tuple[Formats, bool], list[Item]] = {}
     for name, parameter in reversed(list(model.named_parameters())):
         expert = kinds.get(parameter) == "expert"
-        key = formats_of(parameter, dtypes[parameter], config), expert
+        key = _formats_of(parameter, dtypes[parameter], config), expert
         # Both ends of the model use it. On its own it is cut alike wherever else it lies.
         alone = model.config.tie_embeddings and name == "embedding.weight"
-        members.setdefault(key, []).append(Item(name, slot_numel(parameter), alone))
+        members.setdefault(key, []).append(Item(name, _slot_numel(parameter), alone))
     plans = []
     for (formats, expert), items in members.items():
-        axes = axes_of(config, meshes, expert=expert)
+        axes = _axes_of(config, meshes, expert=expert)
         chosen = config.parallel.bucket_size
         numel = default_bucket_numel(meshes.loss.size()) if chosen == "auto" else chosen
         plans.append(BufferPlan(formats, axes, lay_out(items, parts=axes.parts, bucket_numel=numel)))
     return plans
 
 
-def axes_of(config: Config, meshes: Meshes, *, expert: bool) -> Axes:
+def _axes_of(config: Config, meshes: Meshes, *, expert: bool) -> Axes:
     """ddp: all data ranks hold copies. zero1, zero2: the ranks of one copy share, or those of all copies."""
     parallel = config.parallel
     shard = "ep_shard" if expert else "dp_shard_cp"
@@ -114,7 +111,7 @@ def axes_of(config: Config, meshes: Meshes, *, expert: bool) -> Axes:
     return Axes(_several(share), add, ("dp_replicate",) if add else (), alike)
 
 
-def formats_of(parameter: nn.Parameter, compute: torch.dtype, config: Config) -> Formats:
+def _formats_of(parameter: nn.Parameter, compute: torch.dtype, config: Config) -> Formats:
     """Gradients add up in promote(float32, compute) at least, and travel in `precision.reduce`."""
     reduce = DTYPES[config.precision.reduce]
     if compute != DTYPES[config.precision.compute]:  # pinned
@@ -122,21 +119,17 @@ def formats_of(parameter: nn.Parameter, compute: torch.dtype, config: Config) ->
     return Formats(compute, parameter.dtype, torch.promote_types(promoted(compute), reduce), reduce)
 
 
-def slot_numel(parameter: nn.Parameter) -> int:
+def _slot_numel(parameter: nn.Parameter) -> int:
     """Elements of the parameter on the rank that has most of it, so that layouts are the same on all.
 
     Only so do ranks of tensor parallelism keep the same elements of a parameter that is whole on each of them.
     """
     sizes = list(parameter.shape)
-    for mesh_size, placement in _placements(parameter):
-        if not placement.is_replicate():
-            sizes[placement.dim] = -(-sizes[placement.dim] // mesh_size)  # type: ignore[attr-defined]
-    return torch.Size(sizes).numel()
-
-
-def _placements(parameter: nn.Parameter) -> Iterator[tuple[int, torch.distributed.tensor.Placement]]:
     if isinstance(parameter, DTensor):
-        yield from zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+        for ranks, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
+            if not placement.is_replicate():
+                sizes[placement.dim] = -(-sizes[placement.dim] // ranks)  # type: ignore[attr-defined]
+    return prod(sizes)
 
 
 def _several(*groups: dist.ProcessGroup) -> tuple[dist.ProcessGroup, ...]:

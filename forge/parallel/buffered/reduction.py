@@ -217,7 +217,7 @@ class Scattered(Reduction):
 
     def _added(self, entry: Entry, last: bool) -> Iterator[dist.Work]:
         sent, kept, axes = entry.temporary, entry.memory.gradient, entry.buffer.plan.axes
-        groups = entry.buffer.each_microbatch
+        groups = entry.buffer.microbatch_groups
         assert sent is not None
         yield from sum_to_parts(sent, groups, ())
         kept.add_(own_part(sent, groups))
