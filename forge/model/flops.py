@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -35,10 +36,13 @@ class ParameterCounts:
         return self.total - self.idle
 
 
-def parameter_counts(config: ModelConfig) -> ParameterCounts:
-    """Counted from the model itself, built on the meta device; QK-norm weights are among the norms."""
+def parameter_counts(config: ModelConfig, **part: Any) -> ParameterCounts:
+    """Counted from the model itself, built on the meta device; QK-norm weights are among the norms.
+
+    `part`: Transformer's arguments for a part of the model.
+    """
     with torch.device("meta"):
-        model = Transformer(config, seq_len=1)
+        model = Transformer(config, seq_len=1, **part)
     counts = dict.fromkeys(("embedding", "attention", "feed_forward", "norms", "head"), 0)
     matmul = idle = 0
     for name, parameter in model.named_parameters():

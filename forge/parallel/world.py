@@ -77,22 +77,15 @@ def join(world: World, timeout: timedelta = timedelta(minutes=10)) -> None:
     backend = compat.communication_backend(world.device)
     # Naming the device binds each NCCL communicator to its card at once, instead of by guess at the first collective.
     bound: dict[str, Any] = {"device_id": world.device} if world.device.type == "cuda" else {}
-    if world.launcher == "python":
-        dist.init_process_group(
-            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, **bound
-        )
-        return
     if world.launcher == "srun":
         os.environ.setdefault("MASTER_ADDR", _first_slurm_host(os.environ))
         os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000))
-    store, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))
+    store: dist.Store = dist.HashStore()
+    if world.launcher != "python":
+        shared, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))
+        store = _fresh(shared, os.environ)
     dist.init_process_group(
-        backend,
-        store=_fresh(store, os.environ),
-        rank=world.rank,
-        world_size=world.size,
-        timeout=timeout,
-        **bound,
+        backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout, **bound
     )
     # Gloo fails on a rank whose peer leaves while it still connects, as after an error in the config; nobody leaves alone.
     dist.barrier()

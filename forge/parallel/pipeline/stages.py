@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-
-import torch
+from functools import cache
+from itertools import accumulate, pairwise
+from math import inf
+from operator import add
 
 from forge.config import Config
 from forge.config.pipeline import number_of_stages
-from forge.model import Transformer
-from forge.model.flops import mean_keys
+from forge.model.flops import mean_keys, parameter_counts
 from forge.model.transformer import window_of
 
 
@@ -54,10 +54,9 @@ def make_stages(config: Config, stages: int = 0) -> list[Stage]:
         counts = split_evenly(n_layers, number_of_stages(config))
     else:
         counts = split_by_cost(layer_costs(config), number_of_stages(config) or stages)
-    ends = [sum(counts[: index + 1]) for index in range(len(counts))]
     return [
         Stage(index, range(end - count, end), embed=index == 0, head=index == len(counts) - 1)
-        for index, (count, end) in enumerate(zip(counts, ends, strict=True))
+        for index, (count, end) in enumerate(zip(counts, accumulate(counts), strict=True))
     ]
 
 
@@ -73,50 +72,35 @@ def split_by_cost(costs: Costs, stages: int) -> list[int]:
     """
     n_layers = len(costs.layers)
     assert 1 <= stages <= n_layers
-    before = [0]
-    for cost in costs.layers:
-        before.append(before[-1] + cost)
+    before = [0, *accumulate(costs.layers)]
 
     def cost_of(index: int, begin: int, end: int) -> int:
         ends = costs.embedding * (index == 0) + costs.head * (index == stages - 1)
         return before[end] - before[begin] + ends
 
-    # lowest[begin]: of the stages from `index` on, which hold the layers from `begin` on, the dearest one's cost.
-    lowest = [cost_of(stages - 1, begin, n_layers) for begin in range(n_layers)]
-    for index in reversed(range(stages - 1)):
-        lowest = [
-            min(
-                (
-                    max(cost_of(index, begin, end), lowest[end])
-                    for end in range(begin + 1, n_layers - (stages - index - 2))
-                ),
-                default=0,
-            )
-            for begin in range(n_layers)
-        ]
-    limit = lowest[0]
-    # The same once more for the sum of squares, of splits within the limit.
-    never = (stages + 1) * max(limit, 1) ** 2
-    squares = [_square(cost_of(stages - 1, begin, n_layers), limit, never) for begin in range(n_layers)]
-    choices: list[list[int]] = []
-    for index in reversed(range(stages - 1)):
-        chosen, totals = [0] * n_layers, [never] * n_layers
-        for begin in range(n_layers):
-            for end in reversed(range(begin + 1, n_layers - (stages - index - 2))):
-                total = _square(cost_of(index, begin, end), limit, never) + squares[end]
-                if total < totals[begin]:
-                    totals[begin], chosen[begin] = total, end
-        squares = totals
-        choices.append(chosen)
-    borders = [0]
-    for chosen in reversed(choices):
-        borders.append(chosen[borders[-1]])
-    borders.append(n_layers)
-    return [end - begin for begin, end in pairwise(borders)]
+    def best(
+        price: Callable[[int], float], total_of: Callable[[float, float], float]
+    ) -> tuple[float, list[int]]:
+        """The least total of the stages' prices, and where the stages end."""
 
+        @cache
+        def rest(index: int, begin: int) -> tuple[float, list[int]]:
+            """Of the stages from `index` on, which hold the layers from `begin` on."""
+            if index == stages - 1:
+                return price(cost_of(index, begin, n_layers)), [n_layers]
+            totals = {
+                end: total_of(price(cost_of(index, begin, end)), rest(index + 1, end)[0])
+                for end in range(n_layers - (stages - index - 1), begin, -1)
+            }
+            # Of equal ones min takes the first, which has more layers in front.
+            end = min(totals, key=totals.__getitem__)
+            return totals[end], [end, *rest(index + 1, end)[1]]
 
-def _square(cost: int, limit: int, never: int) -> int:
-    return cost * cost if cost <= limit else never
+        return rest(0, 0)
+
+    limit, _ = best(lambda cost: cost, max)
+    _, ends = best(lambda cost: cost * cost if cost <= limit else inf, add)
+    return [end - begin for begin, end in pairwise([0, *ends])]
 
 
 def layer_costs(config: Config) -> Costs:
@@ -133,23 +117,11 @@ def layer_costs(config: Config) -> Costs:
         kind = (model.moe is not None and layer >= model.moe.n_dense_layers, window)
         if kind not in known:
             attention = 2 * model.n_heads * model.head_dim * mean_keys(seq_len, window)
-            known[kind] = _matrix_elements(config, layer) + round(attention)
+            alone = parameter_counts(model, layers=range(layer, layer + 1), embed=False, head=False)
+            known[kind] = alone.matmul + round(attention)
         layers.append(known[kind])
     head = model.vocab_size * model.dim
     return Costs(tuple(layers), embedding=head // 8, head=head)
-
-
-def _matrix_elements(config: Config, layer: int) -> int:
-    """Elements of the layer's matrices that one token is multiplied with."""
-    with torch.device("meta"):
-        part = Transformer(config.model, 1, layers=range(layer, layer + 1), embed=False, head=False)
-    moe, elements = config.model.moe, 0
-    for name, parameter in part.named_parameters():
-        if not name.startswith("layers.") or parameter.ndim < 2:
-            continue
-        visited = moe.top_k / moe.n_experts if moe is not None and ".experts." in name else 1
-        elements += round(parameter.numel() * visited)
-    return elements
 
 
 def table(stages: Sequence[Stage], costs: Costs, rank_of: Sequence[int]) -> str:
