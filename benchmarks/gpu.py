@@ -160,8 +160,6 @@ def _attempt(
     try:
         return _measure(name, config, options, given, device)
     except UserError as error:
-        if "is not built yet" in str(error):
-            return Row(name, "not built")
         if error.exit_code == BAD_CONFIG:
             raise
         return Row(name, f"refused: {error}")

@@ -4,8 +4,8 @@ Needs no torch, so that help and errors come at once.
 """
 
 from forge.config.command_line import CommandLine, parse_command_line
-from forge.config.difference import difference
 from forge.config.help import help_text
+from forge.config.keys import difference
 from forge.config.load import load_config, parse_toml_text
 from forge.config.schema import Config
 from forge.config.toml import to_toml

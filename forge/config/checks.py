@@ -1,4 +1,4 @@
-"""What one key alone cannot get wrong: combinations of keys, and values whose part of forge does not exist.
+"""What one key alone cannot get wrong: combinations of keys.
 
 A valid value of a key that the chosen options do not use is ignored: a check first asks if its keys count.
 """
@@ -6,62 +6,23 @@ A valid value of a key that the chosen options do not use is ignored: a check fi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
+from forge.config.messages import Problem, divisors, multiples
 from forge.config.pipeline import SPLIT_BACKWARD, check_stages
 from forge.config.schema import Config
 
 
-@dataclass(frozen=True)
-class Problem:
-    """`keys[0]` is at fault; the others take part. `text` says what must hold, with numbers and a remedy."""
-
-    keys: tuple[str, ...]
-    text: str
-
-
 def check(config: Config) -> list[Problem]:
-    """Everything wrong with a config whose keys are valid by themselves: the impossible, then the unbuilt."""
-    checks = (
-        _heads,
-        _tensor,
-        _rope_scaling,
-        _moe,
-        _engine,
-        _pipeline,
-        _precision,
-        _float8,
-        _activation,
-        _data,
-        _checkpoint,
-    )
-    impossible = [problem for one in checks for problem in one(config)]
-    return impossible + [
-        Problem((row.key,), f"{row.feature} is not built yet; {row.remedy}")
-        for row in UNBUILT
-        if row.wanted(config)
-    ]
-
-
-@dataclass(frozen=True)
-class Unbuilt:
-    """A feature that has its keys but no code. Who builds it deletes the row."""
-
-    key: str
-    feature: str
-    wanted: Callable[[Config], bool]
-    remedy: str
-
-
-UNBUILT: tuple[Unbuilt, ...] = ()
+    """Everything wrong with a config whose keys are valid by themselves."""
+    checks = (_heads, _tensor, _rope_scaling, _moe, _engine, _pipeline, _precision, _others)
+    return [problem for one in checks for problem in one(config)]
 
 
 def _heads(config: Config) -> Iterator[Problem]:
     model = config.model
     if model.head_dim == 0:
-        lower = model.dim // model.n_heads * model.n_heads
-        near = " or ".join(str(n) for n in (lower, lower + model.n_heads) if n)
+        near = multiples(model.dim, model.n_heads)
         yield Problem(
             ("model.dim", "model.n_heads", "model.head_dim"),
             f"is not a multiple of model.n_heads = {model.n_heads}; use {near}, or set model.head_dim",
@@ -73,10 +34,9 @@ def _heads(config: Config) -> Iterator[Problem]:
             f" (without the key it is model.dim / model.n_heads = {model.dim} / {model.n_heads})",
         )
     if model.n_heads % model.n_kv_heads:
-        divisors = [str(n) for n in range(1, model.n_heads + 1) if model.n_heads % n == 0]
         yield Problem(
             ("model.n_kv_heads", "model.n_heads"),
-            f"must divide model.n_heads = {model.n_heads}; use one of {', '.join(divisors)}",
+            f"must divide model.n_heads = {model.n_heads}; use one of {divisors(model.n_heads)}",
         )
 
 
@@ -94,13 +54,13 @@ def _tensor(config: Config) -> Iterator[Problem]:
             if size % tp:
                 yield Problem(
                     ("parallel.tp", f"model.{key}"),
-                    f"must divide model.{key} = {size}, whose {what} the ranks share; use {_divisors(size)}",
+                    f"must divide model.{key} = {size}, whose {what} the ranks share; use {divisors(size)}",
                 )
         if moe is not None and moe.n_shared_experts * moe.expert_dim % tp:
             yield Problem(
                 ("parallel.tp", "model.moe.n_shared_experts", "model.moe.expert_dim"),
                 f"must divide n_shared_experts * expert_dim = {moe.n_shared_experts} * {moe.expert_dim}, the features of "
-                f"the shared experts; use {_divisors(moe.n_shared_experts * moe.expert_dim)}",
+                f"the shared experts; use {divisors(moe.n_shared_experts * moe.expert_dim)}",
             )
     if parallel.tp_plan != "auto" and parallel.tp_plan_styles:
         yield Problem(
@@ -108,19 +68,17 @@ def _tensor(config: Config) -> Iterator[Problem]:
             "is a plan, and parallel.tp_plan_styles is another; leave one out",
         )
     pieces, seq_len = parallel.cp * tp, config.train.seq_len
-    lower = seq_len // pieces * pieces
-    nearest = f"{lower or pieces} or {lower + pieces}"
     if model.moe is not None and seq_len % pieces:
         yield Problem(
             ("train.seq_len", "parallel.tp", "parallel.cp", "model.moe"),
             f"must be a multiple of cp * tp = {parallel.cp} * {tp} = {pieces}, whose ranks each route a piece of the "
-            f"sequence; use {nearest}",
+            f"sequence; use {multiples(seq_len, pieces)}",
         )
     elif parallel.sequence_parallel and seq_len % pieces:
         yield Problem(
             ("parallel.sequence_parallel", "parallel.tp", "parallel.cp", "train.seq_len"),
             f"needs train.seq_len = {seq_len} to be a multiple of cp * tp = {parallel.cp} * {tp} = {pieces}; use "
-            f"{nearest}, or false",
+            f"{multiples(seq_len, pieces)}, or false",
         )
     if -(-model.vocab_size // tp) * (tp - 1) >= model.vocab_size:
         yield Problem(
@@ -138,10 +96,6 @@ def _tensor(config: Config) -> Iterator[Problem]:
             "is the compiler's work on all-gathers and reduce-scatters; set compile.enabled = true and "
             "parallel.sequence_parallel = true, or leave it false",
         )
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
 def _rope_scaling(config: Config) -> Iterator[Problem]:
@@ -168,7 +122,7 @@ def _moe(config: Config) -> Iterator[Problem]:
     if moe.n_experts % moe.n_expert_groups:
         yield Problem(
             ("model.moe.n_expert_groups", "model.moe.n_experts"),
-            f"must divide model.moe.n_experts = {moe.n_experts}; use one of {_divisors(moe.n_experts)}",
+            f"must divide model.moe.n_experts = {moe.n_experts}; use one of {divisors(moe.n_experts)}",
         )
     elif moe.n_limited_groups > moe.n_expert_groups:
         yield Problem(
@@ -211,14 +165,10 @@ def _engine(config: Config) -> Iterator[Problem]:
 
 
 def _pipeline(config: Config) -> Iterator[Problem]:
-    for keys, text in check_stages(config):
-        yield Problem(keys, text)
+    yield from check_stages(config)
     parallel, schedule = config.parallel, config.pipeline.schedule
-    if (
-        parallel.pp > 1
-        and schedule in SPLIT_BACKWARD
-        and parallel.reshard_after_forward not in ("auto", "never")
-    ):
+    kept = parallel.reshard_after_forward in ("auto", "never")
+    if parallel.pp > 1 and schedule in SPLIT_BACKWARD and not kept:
         yield Problem(
             ("parallel.reshard_after_forward", "pipeline.schedule"),
             f"would free parameters whose gradients pipeline.schedule = {schedule} computes later; use auto or never",
@@ -226,23 +176,19 @@ def _pipeline(config: Config) -> Iterator[Problem]:
 
 
 def _precision(config: Config) -> Iterator[Problem]:
-    precision = config.precision
+    precision, train, parallel = config.precision, config.train, config.parallel
     for key in ("storage", "reduce"):
         if precision.compute == "float64" and getattr(precision, key) == "bfloat16":
             yield Problem(
                 (f"precision.{key}", "precision.compute"),
                 "throws away what precision.compute = float64 computes; use float64 or float32",
             )
-
-
-def _float8(config: Config) -> Iterator[Problem]:
-    precision, train = config.precision, config.train
     if precision.float8 == "none":
         return
-    if precision.float8_all_gather is True and config.parallel.tp > 1:
+    if precision.float8_all_gather is True and parallel.tp > 1:
         yield Problem(
             ("precision.float8_all_gather", "parallel.tp", "precision.float8"),
-            f"does not go with parallel.tp = {config.parallel.tp}; use auto or false",
+            f"does not go with parallel.tp = {parallel.tp}; use auto or false",
         )
     if precision.float8_all_gather is True and precision.float8 == "rowwise":
         yield Problem(
@@ -250,32 +196,26 @@ def _float8(config: Config) -> Iterator[Problem]:
             "does not go with precision.float8 = rowwise, which needs whole rows to scale; use auto or false",
         )
     tokens = train.micro_batch_size * train.seq_len
-    if tokens % (16 * config.parallel.cp):
+    if tokens % (16 * parallel.cp):
         yield Problem(
             ("precision.float8", "train.micro_batch_size", "train.seq_len", "parallel.cp"),
             "needs a multiple of 16 tokens in each microbatch of a rank, but micro_batch_size * seq_len / cp ="
-            f" {train.micro_batch_size} * {train.seq_len} / {config.parallel.cp}; use another train.seq_len",
+            f" {train.micro_batch_size} * {train.seq_len} / {parallel.cp}; use another train.seq_len",
         )
 
 
-def _activation(config: Config) -> Iterator[Problem]:
+def _others(config: Config) -> Iterator[Problem]:
     if config.activation_checkpoint.mode == "memory_budget" and not config.compile.enabled:
         yield Problem(
             ("activation_checkpoint.mode", "compile.enabled"),
             "is the compiler's choice and needs compile.enabled = true; set it, or use selective",
         )
-
-
-def _data(config: Config) -> Iterator[Problem]:
     if not sum(source.weight for source in config.data.sources) > 0:
         yield Problem(("data.sources",), "all weights are 0; give at least one source a weight > 0")
     names = Counter(source.name for source in config.data.validation)
     twice = [name for name, number in names.items() if number > 1]
     if twice:
         yield Problem(("data.validation",), f"every name once, but there is more than one {', '.join(twice)}")
-
-
-def _checkpoint(config: Config) -> Iterator[Problem]:
     checkpoint = config.checkpoint
     if checkpoint.init and checkpoint.resume not in ("auto", "none"):
         yield Problem(

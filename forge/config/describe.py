@@ -18,8 +18,7 @@ python train.py --config debug.toml --train.steps=800 --optimizer.lr 1e-3
 `--config` takes a path or a name in `configs/`, with or without `.toml`. Override values are TOML literals;
 bare words are text. `--print-config` prints the complete configuration, which loads again to the same one;
 `--help` prints what stands below. Everything wrong is reported at once, with exit code 2. A valid value of a
-key that the chosen options do not use is ignored. A value whose part of forge does not exist yet is refused
-with "is not built yet".
+key that the chosen options do not use is ignored.
 """
 
 
@@ -34,14 +33,9 @@ def docs_text() -> str:
 
 
 def _row(key: Key) -> str:
-    name = key.name.rpartition(".")[2]
-    return f"| `{name}` | {_cell(key.allowed)} | {_default_cell(key)} | {_cell(key.meaning)} |"
-
-
-def _default_cell(key: Key) -> str:
-    extra = key.field.json_schema_extra
-    in_words = key.field.is_required() or (isinstance(extra, dict) and "default" in extra)
-    return key.default if in_words else f"`{key.default}`"
+    in_words = key.field.is_required() or key.field.json_schema_extra
+    default = key.default if in_words else f"`{key.default}`"
+    return f"| `{key.last}` | {_cell(key.allowed)} | {default} | {_cell(key.meaning)} |"
 
 
 def _cell(text: str) -> str:

@@ -6,7 +6,7 @@ import difflib
 import types
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -22,11 +22,18 @@ BOUNDS = {Ge: (">=", "ge"), Gt: (">", "gt"), Le: ("<=", "le"), Lt: ("<", "lt")}
 
 @dataclass(frozen=True)
 class Key:
-    """One key: `name` is dotted ("model.moe.top_k"), `section` what is before the last dot."""
+    """One key; `name` is dotted: "model.moe.top_k" is the key `last` = "top_k" of `section` "model.moe"."""
 
     name: str
-    section: str
     field: FieldInfo
+
+    @property
+    def section(self) -> str:
+        return self.name.rpartition(".")[0]
+
+    @property
+    def last(self) -> str:
+        return self.name.rpartition(".")[2]
 
     @property
     def allowed(self) -> str:
@@ -51,7 +58,7 @@ class Key:
 
     @property
     def takes_text(self) -> bool:
-        return any(part is str for part in _parts(self.field.annotation))
+        return str in _parts(self.field.annotation)
 
 
 @cache
@@ -60,32 +67,38 @@ def sections() -> dict[str, type[Section]]:
     return dict(_walk_sections(Config, ""))
 
 
+def _walk_sections(parent: type[Section], prefix: str) -> Iterator[tuple[str, type[Section]]]:
+    for name, field in parent.model_fields.items():
+        section = section_class(field)
+        if section is not None:
+            yield prefix + name, section
+            yield from _walk_sections(section, f"{prefix}{name}.")
+
+
 @cache
 def keys() -> dict[str, Key]:
     """Dotted key name -> key, in schema order, a section's own keys before those of its children."""
     return {
-        f"{name}.{field_name}": Key(f"{name}.{field_name}", name, field)
-        for name, section in sections().items()
-        for field_name, field in section.model_fields.items()
+        f"{section}.{name}": Key(f"{section}.{name}", field)
+        for section, table in sections().items()
+        for name, field in table.model_fields.items()
         if section_class(field) is None
     }
 
 
 def section_class(field: FieldInfo) -> type[Section] | None:
     """The section that a field is, if it is one (a list of tables is not)."""
-    for part in _parts(field.annotation):
-        if isinstance(part, type) and issubclass(part, Section):
-            return part
-    return None
+    return next(filter(_is_section, _parts(field.annotation)), None)
 
 
 def item_class(field: FieldInfo) -> type[Section] | None:
     """The table that a list holds, if it holds tables."""
-    if get_origin(field.annotation) is tuple:
-        item = get_args(field.annotation)[0]
-        if isinstance(item, type) and issubclass(item, Section):
-            return item
-    return None
+    is_list = get_origin(field.annotation) is tuple
+    return next(filter(_is_section, get_args(field.annotation)[:1]), None) if is_list else None
+
+
+def _is_section(part: Any) -> bool:
+    return isinstance(part, type) and issubclass(part, Section)
 
 
 def title(section: type[Section]) -> str:
@@ -95,11 +108,10 @@ def title(section: type[Section]) -> str:
 
 def example(field: FieldInfo) -> Any:
     """A valid value of a required key, as TOML gives it."""
-    table = item_class(field)
-    if table is not None:
+    if table := item_class(field):
         return [{name: example(inner) for name, inner in table.model_fields.items() if inner.is_required()}]
     choices = _literals(field.annotation)
-    return choices[0] if choices else {int: 1, float: 1.0, str: "x"}[next(_parts(field.annotation))]
+    return choices[0] if choices else {int: 1, float: 1.0, str: "x"}[_parts(field.annotation)[0]]
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
@@ -115,6 +127,23 @@ def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     return f'; did you mean "{close}"?' if close else ""
 
 
+def similar(name: str) -> list[str]:
+    """The dotted keys whose last part is `name`, or the nearest to it that there is."""
+    close = nearest(name, {key.last for key in keys().values()})
+    return [key.name for key in keys().values() if key.last == close]
+
+
+def difference(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
+    """(key, old value, new value) of every key that differs, in schema order; None in an absent section."""
+    trees = old.model_dump(), new.model_dump()
+    pairs = {name: [reduce(_within, name.split("."), tree) for tree in trees] for name in keys()}
+    return [(name, before, after) for name, (before, after) in pairs.items() if before != after]
+
+
+def _within(table: dict[str, Any] | None, name: str) -> Any:
+    return None if table is None else table[name]
+
+
 def allowed(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     """Which values a type admits, in words."""
     for item in metadata:
@@ -122,11 +151,13 @@ def allowed(annotation: Any, metadata: Iterable[Any] = ()) -> str:
             return str(item)
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return allowed(arguments[0], [*_flat(arguments[1:]), *metadata])
+        return allowed(arguments[0], [*arguments[1:], *metadata])
     if origin is Literal:
-        return _choice([str(value) for value in arguments])
+        return f"one of {', '.join(map(str, arguments))}" if len(arguments) > 1 else str(arguments[0])
     if origin in (Union, types.UnionType):
-        return _union([part for part in arguments if part is not type(None)])
+        names = ", ".join(str(value) for value in _literals(annotation))
+        others = [allowed(part) for part in arguments if not _literals(part) and part is not type(None)]
+        return ", or ".join([names, *others] if names and others else others) or f"one of {names}"
     if origin is tuple and arguments[-1] is Ellipsis:
         return f"list of {allowed(arguments[0])}"
     if origin is tuple:
@@ -143,42 +174,14 @@ def allowed(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     return " ".join([name, " and ".join(bounds)]).strip()
 
 
-def _choice(values: list[str]) -> str:
-    return values[0] if len(values) == 1 else "one of " + ", ".join(values)
-
-
-def _union(parts: list[Any]) -> str:
-    names = [str(value) for part in parts for value in _literals(part)]
-    others = [allowed(part) for part in parts if not _literals(part)]
-    if not others:
-        return _choice(names)
-    return ", or ".join([", ".join(names), *others]) if names else ", or ".join(others)
-
-
-def _flat(metadata: Iterable[Any]) -> Iterator[Any]:
-    """pydantic's constraint objects may hold several annotated-types constraints."""
-    for item in metadata:
-        yield from item.metadata if isinstance(item, FieldInfo) else (item,)
-
-
-def _parts(annotation: Any) -> Iterator[Any]:
+def _parts(annotation: Any) -> list[Any]:
     """The alternatives of a type, without what annotates them."""
     if get_origin(annotation) is Annotated:
-        yield from _parts(get_args(annotation)[0])
-    elif get_origin(annotation) in (Union, types.UnionType):
-        for part in get_args(annotation):
-            yield from _parts(part)
-    else:
-        yield annotation
+        return _parts(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [part for alternative in get_args(annotation) for part in _parts(alternative)]
+    return [annotation]
 
 
 def _literals(annotation: Any) -> list[Any]:
     return [value for part in _parts(annotation) if get_origin(part) is Literal for value in get_args(part)]
-
-
-def _walk_sections(parent: type[Section], prefix: str) -> Iterator[tuple[str, type[Section]]]:
-    for name, field in parent.model_fields.items():
-        section = section_class(field)
-        if section is not None:
-            yield prefix + name, section
-            yield from _walk_sections(section, f"{prefix}{name}.")

@@ -34,19 +34,13 @@ def load_config(argv: list[str]) -> Config:
     problems = list(command.problems)
     path = _find_config(command, problems)
     values = Values({}) if path is None else _read_file(path)
-    for key, text in command.raw:
-        problem = _override(values, key, text)
-        if problem:
-            problems.append(problem)
-    if path is None:
-        # Without the file every required key would be missing: judge only what is on the command line.
-        raise_all(problems + [f.line for f in _examine(values)[1] if not f.missing])
-        raise AssertionError("a missing file is a problem")
-    run = values.tree.get("run", {})
-    if isinstance(run, dict) and "name" not in run:
-        values.tree["run"] = run | {"name": path.stem}
+    problems += [problem for key, text in command.raw if (problem := _override(values, key, text))]
+    run = values.tree.setdefault("run", {})
+    if path is not None and isinstance(run, dict):
+        run.setdefault("name", path.stem)
     config, found = _examine(values)
-    raise_all(problems + [finding.line for finding in found])
+    # Without the file every required key would be missing: judge only what is on the command line.
+    raise_all(problems + [finding.line for finding in found if path is not None or not finding.missing])
     assert config is not None
     return config
 
@@ -97,20 +91,13 @@ def _mended(tree: dict[str, Any], bad: list[tuple[str, ...]]) -> dict[str, Any]:
             table = table.get(parent, {})
         table.pop(name, None)
     for key in keys().values():
-        home = _table(mended, key.section)
-        if home is not None and key.field.is_required():
-            home.setdefault(key.name.rpartition(".")[2], example(key.field))
+        if key.field.is_required():
+            section, _, optional = key.section.partition(".")
+            home = mended.setdefault(section, {})
+            home = home.get(optional) if optional else home
+            if home is not None:
+                home.setdefault(key.last, example(key.field))
     return mended
-
-
-def _table(tree: dict[str, Any], section: str) -> dict[str, Any] | None:
-    """The table of a section, made if the schema demands it, None if it may be absent and is."""
-    *parents, name = section.split(".")
-    for parent in parents:
-        tree = tree.setdefault(parent, {})
-    if parents:
-        return tree.get(name)
-    return tree.setdefault(name, {})
 
 
 def _find_config(command: CommandLine, problems: list[str]) -> Path | None:
@@ -160,10 +147,9 @@ def _syntax(error: tomli.TOMLDecodeError, text: str) -> str:
 
 
 def _note_origins(values: Values, path: tuple[str, ...], content: Any) -> None:
-    values.origins[path] = (
-        f"{values.source} [{'.'.join(path)}]" if isinstance(content, dict) else values.source
-    )
+    values.origins[path] = values.source
     if isinstance(content, dict):
+        values.origins[path] += f" [{'.'.join(path)}]"
         for key, inner in content.items():
             if isinstance(inner, dict):
                 _note_origins(values, (*path, key), inner)

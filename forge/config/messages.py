@@ -5,18 +5,33 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from forge.config.keys import Key, item_class, keys, nearest, section_class, sections
+from forge.config.keys import Key, item_class, keys, nearest, section_class, sections, similar
 from forge.config.schema import Config
 from forge.config.section import Section
 from forge.config.toml import to_literal
 from forge.errors import UserError
 
 LONGEST_VALUE = 80
+
+
+class Problem(NamedTuple):
+    """`keys[0]` is at fault; the others take part. `text` says what must hold, with numbers and a remedy."""
+
+    keys: tuple[str, ...]
+    text: str
+
+
+class Finding(NamedTuple):
+    """One line of an error message, and the path of the key or section that it is about."""
+
+    line: str
+    key: tuple[str, ...]
+    missing: bool = False
 
 
 @dataclass
@@ -49,15 +64,6 @@ class Values:
         return next((self.origins[key] for key in (path, *inner, *outer) if key in self.origins), self.source)
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line of an error message, and the path of the key or section that it is about."""
-
-    line: str
-    key: tuple[str, ...]
-    missing: bool = False
-
-
 def raise_all(lines: list[str]) -> None:
     """Raise UserError with every line; nothing if there is none."""
     if len(lines) == 1:
@@ -66,49 +72,49 @@ def raise_all(lines: list[str]) -> None:
         raise UserError("\n  ".join([f"{len(lines)} errors in the configuration:", *lines]))
 
 
-def show(path: tuple[Any, ...]) -> str:
-    """("data", "sources", 0, "path") -> data.sources[0].path"""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+def divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
-def quote(value: Any) -> str:
-    """The value as TOML writes it, cut short if it is long."""
-    text = to_literal(value)
-    return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 4] + " ..."
+def multiples(number: int, unit: int) -> str:
+    """Those of `unit` next to `number`, below (if positive) and above."""
+    lower = number // unit * unit
+    return " or ".join(str(n) for n in (lower, lower + unit) if n)
 
 
 def about(path: tuple[Any, ...], value: Any, origin: str, text: str) -> str:
-    """The form of every line: `train.steps = 0 (command line): text`."""
-    return f"{show(path)} = {quote(value)} ({origin}): {text}"
+    """The form of every line: `train.steps = 0 (command line): text`. A long value is cut short."""
+    literal = to_literal(value)
+    if len(literal) > LONGEST_VALUE:
+        literal = literal[: LONGEST_VALUE - 4] + " ..."
+    return f"{show(path)} = {literal} ({origin}): {text}"
+
+
+def show(path: tuple[Any, ...]) -> str:
+    """("data", "sources", 0, "path") -> data.sources[0].path"""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
 
 
 def findings(error: ValidationError, values: Values) -> list[Finding]:
     """One finding for each key or section that pydantic refused."""
     found: dict[tuple[Any, ...], Finding] = {}
     for item in error.errors(include_url=False):
-        spot = _locate(item["loc"])
-        reason = item.get("ctx", {}).get("error", "") if item["type"] == "value_error" else ""
-        if spot.path not in found or reason:
-            found[spot.path] = _finding(spot, item["type"], str(reason), values)
+        path, table, field = _locate(item["loc"])
+        reason = str(item["ctx"]["error"]) if item["type"] == "value_error" else ""
+        if path in found and not reason:
+            continue
+        value, key = values.at(path), tuple(itertools.takewhile(lambda part: isinstance(part, str), path))
+        if item["type"] == "missing" and field is not None and value is None:
+            found[path] = Finding(_missing(path, field, values.source), key, missing=True)
+        else:
+            text = _unknown(path, table, value) if field is None else _wrong(path, field, value, reason)
+            found[path] = Finding(about(path, value, values.origin(path), text), key)
     # A list is refused along with its items; the items say more.
     return [f for path, f in found.items() if not any(o != path and o[: len(path)] == path for o in found)]
 
 
-@dataclass(frozen=True)
-class _Spot:
-    """Where in the schema an error is: the path down to a key, never into its value, and the key's table."""
-
-    path: tuple[Any, ...]
-    table: type[Section]
-    field: FieldInfo | None
-
-    @property
-    def key(self) -> tuple[str, ...]:
-        """The path without what is inside a list."""
-        return tuple(itertools.takewhile(lambda part: isinstance(part, str), self.path))
-
-
-def _locate(location: tuple[Any, ...]) -> _Spot:
+def _locate(location: tuple[Any, ...]) -> tuple[tuple[Any, ...], type[Section], FieldInfo | None]:
+    """Where in the schema an error is: the path down to a key, never into its value; the key's table; its field."""
     table: type[Section] = Config
     path: tuple[Any, ...] = ()
     rest = list(location)
@@ -118,71 +124,43 @@ def _locate(location: tuple[Any, ...]) -> _Spot:
         field = table.model_fields.get(name)
         inner = section_class(field) if field else None
         item = item_class(field) if field else None
-        if field and item and len(rest) > 1:
+        if item and len(rest) > 1:
             path, inner = (*path, rest.pop(0)), item
         if inner is None or not rest:
-            return _Spot(path, table, field)
+            return path, table, field
         table = inner
 
 
-def _finding(spot: _Spot, kind: str, reason: str, values: Values) -> Finding:
-    value = values.at(spot.path)
-    if kind == "missing" and spot.field is not None and value is None:
-        return Finding(_missing(spot, values), spot.key, missing=True)
-    if spot.field is None:
-        text = _unknown(spot, value)
-    elif section := section_class(spot.field):
-        text = f"is a section, a table of keys: {', '.join(section.model_fields)}"
-    else:
-        text = "; ".join(part for part in (_wrong(spot, value), reason) if part)
-    return Finding(about(spot.path, value, values.origin(spot.path), text), spot.key)
+def _missing(path: tuple[Any, ...], field: FieldInfo, source: str) -> str:
+    if section := section_class(field):
+        needed = ", ".join(name for name, inner in section.model_fields.items() if inner.is_required())
+        return f"[{show(path)}]: missing from {source}; needed: {needed}"
+    key = Key(show(path), field)
+    return f"{key.name}: missing from {source}; needed: {key.allowed} ({key.meaning.rstrip('.')})"
 
 
-def _missing(spot: _Spot, values: Values) -> str:
-    inner = section_class(spot.field) if spot.field else None
-    if inner is not None:
-        needed = ", ".join(name for name, field in inner.model_fields.items() if field.is_required())
-        return f"[{show(spot.path)}]: missing from {values.source}; needed: {needed}"
-    key = _key(spot)
-    return (
-        f"{show(spot.path)}: missing from {values.source}; needed: {key.allowed} ({key.meaning.rstrip('.')})"
-    )
-
-
-def _wrong(spot: _Spot, value: Any) -> str:
-    key = _key(spot)
+def _wrong(path: tuple[Any, ...], field: FieldInfo, value: Any, reason: str) -> str:
+    if section := section_class(field):
+        return f"is a section, a table of keys: {', '.join(section.model_fields)}"
+    key = Key(show(path), field)
     text = f"allowed: {key.allowed}"
-    close = nearest(value, key.choices) if isinstance(value, str) else None
-    if close is not None:
+    if isinstance(value, str) and (close := nearest(value, key.choices)):
         text += f"; did you mean {close!r}?"
     if isinstance(value, float) and value.is_integer() and "integer" in key.allowed:
         text += f"; write {int(value)}"
-    return text
+    return f"{text}; {reason}" if reason else text
 
 
-def _key(spot: _Spot) -> Key:
-    assert spot.field is not None
-    return Key(show(spot.path), "", spot.field)
-
-
-def _unknown(spot: _Spot, value: Any) -> str:
+def _unknown(path: tuple[Any, ...], table: type[Section], value: Any) -> str:
     """Suggests the nearest name in the same table, the section that has the key, or the nearest of all."""
-    name, siblings = str(spot.path[-1]), spot.table.model_fields
-    what = "section" if isinstance(value, Mapping) else "key"
-    table = show(spot.path[:-1])
-    close = nearest(name, siblings)
-    meant = "" if close is None else f"did you mean {table}.{close}?" if table else f"did you mean [{close}]?"
-    hint = "; ".join(part for part in (_elsewhere(name), meant) if part) or _nearest_of_all(name)
-    home = f" in [{table}]" if table else ""
-    return f"no such {what}{home}; {hint or 'there are ' + ', '.join(siblings)}"
-
-
-def _elsewhere(name: str) -> str:
-    homes = [key.section for key in keys().values() if key.name.endswith(f".{name}")]
-    homes += [section.rpartition(".")[0] for section in sections() if section.endswith(f".{name}")]
-    return f"{name} is a key of {' and '.join(f'[{home}]' for home in homes)}" if homes else ""
-
-
-def _nearest_of_all(name: str) -> str:
-    close = nearest(name, {key.rpartition(".")[2] for key in keys()})
-    return f"did you mean {' or '.join(key for key in keys() if key.endswith(f'.{close}'))}?" if close else ""
+    *parents, name = path
+    section, what = show(tuple(parents)), "section" if isinstance(value, Mapping) else "key"
+    homes = [key.section for key in keys().values() if key.last == name]
+    homes += [known.rpartition(".")[0] for known in sections() if known.endswith(f".{name}")]
+    hints = [f"{name} is a key of {' and '.join(f'[{home}]' for home in homes)}"] if homes else []
+    if close := nearest(name, table.model_fields):
+        hints.append(f"did you mean {section}.{close}?" if section else f"did you mean [{close}]?")
+    elif not hints and (others := similar(name)):
+        hints.append(f"did you mean {' or '.join(others)}?")
+    home = f" in [{section}]" if section else ""
+    return f"no such {what}{home}; {'; '.join(hints) or 'there are ' + ', '.join(table.model_fields)}"

@@ -7,7 +7,9 @@ schedules deal out several in turns (stage s to rank s mod pp); the V-shaped one
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import zip_longest
 
+from forge.config.messages import Problem
 from forge.config.schema import Config
 
 ONE_PER_RANK = ("GPipe", "1F1B")
@@ -16,8 +18,6 @@ V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 # The order of microbatches goes in rounds of about pp.
 IN_ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")
-
-Complaint = tuple[tuple[str, ...], str]
 
 
 def number_of_stages(config: Config) -> int:
@@ -40,71 +40,63 @@ def module_order(config: Config) -> list[str]:
     return ["embedding", *layers, "norm", *([] if config.model.tie_embeddings else ["head"])]
 
 
-def check_stages(config: Config) -> Iterator[Complaint]:
-    """Why the stages that are asked for cannot be made: keys at fault and what must hold."""
-    parallel, chosen = config.parallel, config.pipeline
-    pp, schedule, layers = parallel.pp, chosen.schedule, config.model.n_layers
+def check_stages(config: Config) -> Iterator[Problem]:
+    """Why the stages that are asked for cannot be made."""
+    pp, schedule, layers = config.parallel.pp, config.pipeline.schedule, config.model.n_layers
+    names, layers_per_stage = config.pipeline.module_names, config.pipeline.layers_per_stage
+    stages = number_of_stages(config)
     if pp == 1:
         return
-    key = "pipeline.module_names" if chosen.module_names else "pipeline.layers_per_stage"
-    if chosen.module_names and chosen.layers_per_stage:
-        yield (
-            ("pipeline.layers_per_stage", "pipeline.module_names"),
-            "is a split, and pipeline.module_names is another; leave one out",
-        )
+    if names and layers_per_stage:
+        text = "is a split, and pipeline.module_names is another; leave one out"
+        yield Problem(("pipeline.layers_per_stage", "pipeline.module_names"), text)
         return
-    stages = number_of_stages(config)
-    if stages == 0 and schedule.endswith(".csv") and not chosen.layers_per_stage:
-        return
-    split_by_user = bool(chosen.module_names or chosen.layers_per_stage)
-    if not schedule.endswith(".csv") and split_by_user:
-        # What every schedule allows, and how layers_per_stage gets there.
+    if (names or layers_per_stage) and not schedule.endswith(".csv"):
         per_rank = 1 if schedule in ONE_PER_RANK else 2
         several = schedule not in ONE_PER_RANK + V_SHAPED
         fits = stages % pp == 0 and stages >= 2 * pp if several else stages == per_rank * pp
         if not fits:
             need = f"a multiple of parallel.pp = {pp}, at least {2 * pp}" if several else f"{per_rank * pp}"
             remedy = f"use {max(1, -(-layers // (per_rank * pp)))}"
-            if not chosen.module_names and several and stages % pp and chosen.round == "error":
+            if several and stages % pp and config.pipeline.round == "error":
                 remedy += ", or pipeline.round = up or down"
-            if chosen.module_names:
-                remedy = "list that many"
-            yield (
+            key = "pipeline.module_names" if names else "pipeline.layers_per_stage"
+            yield Problem(
                 (key, "pipeline.schedule", "parallel.pp", "model.n_layers"),
-                f"makes {stages} stages, but pipeline.schedule = {schedule} with parallel.pp = {pp} takes {need}; {remedy}",
+                f"makes {stages} stages, but pipeline.schedule = {schedule} with parallel.pp = {pp} takes {need}; "
+                f"{'list that many' if names else remedy}",
             )
             return
-    if not chosen.module_names and stages > layers:
-        yield (
+    if names:
+        yield from _check_names(config)
+    elif stages > layers:
+        yield Problem(
             ("parallel.pp", "pipeline.schedule", "model.n_layers"),
             f"makes {stages} stages with pipeline.schedule = {schedule}, but there are only model.n_layers = {layers} "
             "layers; use fewer ranks, or GPipe or 1F1B, which have one stage per rank",
         )
-    if chosen.module_names:
-        yield from _check_names(config)
 
 
-def _check_names(config: Config) -> Iterator[Complaint]:
-    expected = module_order(config)
-    given = [name for stage in config.pipeline.module_names for name in stage]
-    if given != expected:
-        first = next(
-            (place for place, pair in enumerate(zip(given, expected, strict=False)) if pair[0] != pair[1]),
-            min(len(given), len(expected)),
-        )
-        seen = f'"{given[first]}"' if first < len(given) else "the end"
-        wanted = f'"{expected[first]}"' if first < len(expected) else "the end"
-        yield (
-            ("pipeline.module_names",),
-            f"must have every module once and in order ({expected[0]}, layers.0, ..., {', '.join(expected[-2:])}): "
-            f"has {seen} where {wanted} belongs",
-        )
-        return
-    if any(not stage for stage in config.pipeline.module_names):
-        yield (("pipeline.module_names",), "has a stage without modules; leave it out")
-    last = config.pipeline.module_names[-1]
-    if "head" in expected and "norm" not in last:
-        yield (("pipeline.module_names",), "must keep norm and head in one stage, the last")
+def _check_names(config: Config) -> Iterator[Problem]:
+    key = ("pipeline.module_names",)
+    expected, stages = module_order(config), config.pipeline.module_names
+    given = [name for stage in stages for name in stage]
+    for seen, wanted in zip_longest(given, expected):
+        if seen != wanted:
+            yield Problem(
+                key,
+                f"must have every module once and in order ({expected[0]}, layers.0, ..., {', '.join(expected[-2:])}): "
+                f"has {_quoted(seen)} where {_quoted(wanted)} belongs",
+            )
+            return
+    if not all(stages):
+        yield Problem(key, "has a stage without modules; leave it out")
+    if "head" in expected and "norm" not in stages[-1]:
+        yield Problem(key, "must keep norm and head in one stage, the last")
+
+
+def _quoted(name: str | None) -> str:
+    return "the end" if name is None else f'"{name}"'
 
 
 def check_microbatches(config: Config, microbatches: int) -> str | None:

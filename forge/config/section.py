@@ -1,8 +1,7 @@
 """What all sections have in common, and the types that their keys are made of.
 
-Strict: an integer may stand for a number, nothing else stands for anything else (no booleans for integers, no
-strings for numbers). The docstring under a key is its only documentation: `--help` and docs/configuration.md
-are made from it.
+Strict: an integer may stand for a number, nothing else stands for anything else (no booleans for integers, no strings
+for numbers). The docstring under a key is its only documentation: `--help` and docs/configuration.md are made from it.
 """
 
 from __future__ import annotations

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from forge.config.messages import raise_all
+from forge.config.layout import Parallel
+from forge.config.messages import divisors, multiples, raise_all
 from forge.config.pipeline import check_microbatches
 from forge.config.schema import Config
+from forge.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -45,18 +47,10 @@ def check_world(config: Config, world_size: int) -> Degrees:
     Raises UserError, with each equation that fails, its numbers and a remedy.
     """
     assert world_size >= 1
-    dp_shard, problems = _resolve_dp_shard(config, world_size)
-    raise_all(problems)  # every other equation has dp_shard in it
     parallel, train = config.parallel, config.train
+    dp_shard = _resolve_dp_shard(parallel, world_size)
     dp = parallel.dp_replicate * dp_shard
-    raise_all(
-        [
-            *_experts(config, dp_shard),
-            *_resharding(config, dp_shard),
-            *_batch(config, dp),
-            *_context(config),
-        ]
-    )
+    raise_all([*_wrong_degrees(config, dp_shard), *_wrong_batch(config, dp)])
     return Degrees(
         world=world_size,
         pp=parallel.pp,
@@ -69,97 +63,79 @@ def check_world(config: Config, world_size: int) -> Degrees:
     )
 
 
-def _resolve_dp_shard(config: Config, world: int) -> tuple[int, list[str]]:
-    parallel = config.parallel
-    others = {name: getattr(parallel, name) for name in ("pp", "dp_replicate", "cp", "tp")}
-    fixed = prod(others.values())
-    equation = f"{_product(others)} = {_product(others.values())} = {fixed}"
-    if parallel.dp_shard == -1 and world % fixed == 0:
-        return world // fixed, []
-    if parallel.dp_shard == -1:
-        return 0, [
+def _resolve_dp_shard(parallel: Parallel, world: int) -> int:
+    """Raises UserError by itself, because every other equation has dp_shard in it."""
+    rest = parallel.dp_shard == -1
+    names = ["pp", "dp_replicate", "cp", "tp", *([] if rest else ["dp_shard"])]
+    degrees = [getattr(parallel, name) for name in names]
+    product = prod(degrees)
+    equation = f"{' * '.join(names)} = {' * '.join(map(str, degrees))} = {product}"
+    others = product if rest else product // parallel.dp_shard
+    if rest and world % product:
+        raise UserError(
             f"parallel.dp_shard = -1: {world} processes are not a multiple of {equation}; "
-            f"start {' or '.join(map(str, _around(world, fixed)))} processes, or change a degree"
-        ]
-    wanted = fixed * parallel.dp_shard
-    if wanted == world:
-        return parallel.dp_shard, []
-    remedy = f"set parallel.dp_shard = {world // fixed} or -1" if world % fixed == 0 else "change a degree"
-    names, numbers = [*others, "dp_shard"], [*others.values(), parallel.dp_shard]
-    return 0, [
-        f"parallel.dp_shard = {parallel.dp_shard}: {_product(names)} = {_product(numbers)} = {wanted}, "
-        f"but there {'is 1 process' if world == 1 else f'are {world} processes'}; start {wanted}, or {remedy}"
-    ]
-
-
-def _product(factors: Iterable[object]) -> str:
-    return " * ".join(map(str, factors))
-
-
-def _experts(config: Config, dp_shard: int) -> Iterator[str]:
-    parallel, moe = config.parallel, config.model.moe
-    ranks = dp_shard * parallel.cp * parallel.tp
-    if ranks % parallel.ep:
-        yield (
-            f"parallel.ep = {parallel.ep}: must be a divisor of dp_shard * cp * tp = ep_shard * ep, which is "
-            f"{dp_shard} * {parallel.cp} * {parallel.tp} = {ranks}"
+            f"start {multiples(world, product)} processes, or change a degree"
         )
-    if moe is not None and moe.n_experts % parallel.ep:
+    if not rest and product != world:
+        remedy = (
+            f"set parallel.dp_shard = {world // others} or -1" if world % others == 0 else "change a degree"
+        )
+        raise UserError(
+            f"parallel.dp_shard = {parallel.dp_shard}: {equation}, "
+            f"but there {'is 1 process' if world == 1 else f'are {world} processes'}; start {product}, or {remedy}"
+        )
+    return world // others
+
+
+def _wrong_degrees(config: Config, dp_shard: int) -> Iterator[str]:
+    parallel, moe = config.parallel, config.model.moe
+    cp, tp, ep = parallel.cp, parallel.tp, parallel.ep
+    ranks = dp_shard * cp * tp
+    if ranks % ep:
         yield (
-            f"parallel.ep = {parallel.ep}: must divide model.moe.n_experts = {moe.n_experts}; "
+            f"parallel.ep = {ep}: must be a divisor of dp_shard * cp * tp = ep_shard * ep, which is "
+            f"{dp_shard} * {cp} * {tp} = {ranks}"
+        )
+    if moe is not None and moe.n_experts % ep:
+        yield (
+            f"parallel.ep = {ep}: must divide model.moe.n_experts = {moe.n_experts}; "
             f"use a divisor of {moe.n_experts}"
         )
-
-
-def _resharding(config: Config, dp_shard: int) -> Iterator[str]:
-    ways, ranks = config.parallel.reshard_after_forward, dp_shard * config.parallel.cp
-    if isinstance(ways, int) and ranks % ways:
+    ways = parallel.reshard_after_forward
+    if isinstance(ways, int) and dp_shard * cp % ways:
         yield (
             f"parallel.reshard_after_forward = {ways}: does not divide dp_shard * cp = {dp_shard} * "
-            f"{config.parallel.cp} = {ranks}; use one of its divisors, or auto, always, never"
+            f"{cp} = {dp_shard * cp}; use one of its divisors, or auto, always, never"
+        )
+    seq, heads = config.train.seq_len, config.model.n_heads
+    if cp > 1 and seq % (2 * cp):
+        yield (
+            f"train.seq_len = {seq}: not a multiple of 2 * cp = 2 * {cp} = {2 * cp}, the chunks that a sequence is "
+            f"cut into; set train.seq_len = {multiples(seq, 2 * cp)}"
+        )
+    if parallel.context == "ulysses" and heads % tp == 0 and heads // tp % cp:
+        share = f"model.n_heads = {heads}"
+        if tp > 1:
+            share = f"model.n_heads / tp = {heads} / {tp} = {heads // tp}"
+        yield (
+            f"parallel.cp = {cp}: parallel.context = ulysses exchanges whole heads, so cp must divide {share}; use one "
+            f"of {divisors(heads // tp)}, or parallel.context = allgather or ring"
         )
 
 
-def _batch(config: Config, dp: int) -> Iterator[str]:
+def _wrong_batch(config: Config, dp: int) -> Iterator[str]:
     batch, micro = config.train.global_batch_size, config.train.micro_batch_size
     if batch % (micro * dp) == 0:
         problem = check_microbatches(config, batch // (micro * dp))
         if problem is not None:
             yield problem
         return
-    remedies = [f"train.global_batch_size = {' or '.join(map(str, _around(batch, micro * dp)))}"]
+    remedies = f"train.global_batch_size = {multiples(batch, micro * dp)}"
     if batch % dp == 0:
         best = max(size for size in range(1, micro) if batch // dp % size == 0)
-        remedies.append(f"train.micro_batch_size = {best}")
+        remedies += f", or train.micro_batch_size = {best}"
     replicate = config.parallel.dp_replicate
     yield (
         f"train.global_batch_size = {batch}: not a multiple of micro_batch_size * dp_replicate * dp_shard "
-        f"= {micro} * {replicate} * {dp // replicate} = {micro * dp}; set {', or '.join(remedies)}"
+        f"= {micro} * {replicate} * {dp // replicate} = {micro * dp}; set {remedies}"
     )
-
-
-def _context(config: Config) -> Iterator[str]:
-    parallel, seq = config.parallel, config.train.seq_len
-    cp, tp, heads = parallel.cp, parallel.tp, config.model.n_heads
-    if cp == 1:
-        return
-    if seq % (2 * cp):
-        yield (
-            f"train.seq_len = {seq}: not a multiple of 2 * cp = 2 * {cp} = {2 * cp}, the chunks that a sequence is "
-            f"cut into; set train.seq_len = {' or '.join(map(str, _around(seq, 2 * cp)))}"
-        )
-    if parallel.context == "ulysses" and heads % tp == 0 and heads // tp % cp:
-        share = (
-            f"model.n_heads = {heads}" if tp == 1 else f"model.n_heads / tp = {heads} / {tp} = {heads // tp}"
-        )
-        divisors = [str(n) for n in range(1, heads // tp + 1) if heads // tp % n == 0]
-        yield (
-            f"parallel.cp = {cp}: parallel.context = ulysses exchanges whole heads, so cp must divide {share}; use one "
-            f"of {', '.join(divisors)}, or parallel.context = allgather or ring"
-        )
-
-
-def _around(number: int, unit: int) -> list[int]:
-    """The multiples of `unit` next to `number`, below (if positive) and above."""
-    lower = number // unit * unit
-    return [n for n in (lower, lower + unit) if n]

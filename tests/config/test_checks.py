@@ -1,10 +1,8 @@
-"""Impossible combinations are refused with numbers and a remedy, and what is not built yet says so."""
+"""Impossible combinations are refused with numbers and a remedy."""
 
 import pytest
 
 from forge.config import load_config
-from forge.config.checks import UNBUILT, Unbuilt
-from forge.config.keys import keys
 from tests.config.helpers import TINY, complaint, load, write
 
 ROPE = "\n[model.rope_scaling]\nfactor = 8\noriginal_max_position = 16\n"
@@ -90,17 +88,6 @@ def test_full_precision_and_pure_bfloat16_are_legal(tmp_path) -> None:
 
 def test_a_run_may_end_within_its_warm_up(tmp_path) -> None:
     load(tmp_path, "--train.steps=2", "--schedule.warmup_steps=40")
-
-
-def test_what_is_not_built_yet_says_so_with_key_and_value(tmp_path, monkeypatch) -> None:
-    row = Unbuilt("parallel.cp", "this", lambda config: config.parallel.cp > 1, "use 1")
-    monkeypatch.setattr("forge.config.checks.UNBUILT", (row,))
-    line = complaint(tmp_path, "--parallel.cp=2")
-    assert line.startswith("parallel.cp = 2") and line.endswith("this is not built yet; use 1")
-
-
-def test_unbuilt_rows_name_keys_that_exist() -> None:
-    assert all(row.key in keys() for row in UNBUILT)
 
 
 @pytest.mark.parametrize(

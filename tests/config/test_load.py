@@ -7,7 +7,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from forge.config import load_config, parse_toml_text
-from forge.config.checks import Unbuilt
 from forge.config.keys import keys
 from forge.config.load import CONFIGS, _examine
 from forge.config.messages import Values
@@ -118,11 +117,9 @@ def test_everything_wrong_is_told_at_once_by_key(tmp_path) -> None:
     assert sorted(starts) == sorted(start for start in starts for line in lines[1:] if line.startswith(start))
 
 
-def test_values_out_of_range_come_before_impossible_before_unbuilt_ones(tmp_path, monkeypatch) -> None:
-    row = Unbuilt("parallel.pp", "this", lambda config: config.parallel.pp > 1, "use 1")
-    monkeypatch.setattr("forge.config.checks.UNBUILT", (row,))
-    lines = complaints(tmp_path, "--parallel.pp=2", "--model.n_kv_heads=3", "--train.steps=0")
-    assert [line.split()[0] for line in lines[1:]] == ["train.steps", "model.n_kv_heads", "parallel.pp"]
+def test_values_out_of_range_come_before_impossible_combinations(tmp_path) -> None:
+    lines = complaints(tmp_path, "--model.n_kv_heads=3", "--train.steps=0")
+    assert [line.split()[0] for line in lines[1:]] == ["train.steps", "model.n_kv_heads"]
 
 
 def test_a_line_says_where_the_value_came_from(tmp_path) -> None:
