@@ -13,10 +13,12 @@ from torch import nn
 
 from forge.config import Config
 from forge.model import Transformer
+from forge.model.precision import promoted
 from forge.parallel import fsdp
 from forge.parallel.buffered import Buffered
 from forge.parallel.float8 import scale_refresher
 from forge.parallel.mesh import Meshes
+from forge.parallel.precision import DTYPES
 from forge.shard import Shard
 
 
@@ -58,9 +60,32 @@ class DataParallel(Protocol):
 
 
 def apply_data_parallel(model: Transformer, config: Config, meshes: Meshes) -> DataParallel:
-    """Put the engine that `parallel.data_parallel` names on `model` (on the meta device), in place. Collective."""
-    engine = FullySharded if config.parallel.data_parallel == "fsdp2" else Buffered
-    return engine(model, config, meshes)
+    """Put the engine that `parallel.data_parallel` names on `model` (on the meta device), in place. Collective.
+
+    fsdp2 has nothing to shard where no other rank has the same parameters. Contiguous buffers then hold as much and
+    spend no hooks, casts and copies on gathering and reducing, so they take its place.
+    """
+    sharded = config.parallel.data_parallel == "fsdp2"
+    if sharded and _alone(config, meshes) and _buffers_hold_as_much(config):
+        sharded = False
+    return (FullySharded if sharded else Buffered)(model, config, meshes)
+
+
+def _alone(config: Config, meshes: Meshes) -> bool:
+    """Whether this rank shares neither parameters nor experts with ranks that read other data."""
+    return meshes.fsdp.size() == 1 and (config.model.moe is None or meshes.fsdp_experts.size() == 1)
+
+
+def _buffers_hold_as_much(config: Config) -> bool:
+    """Whether nothing is asked for that takes less memory under fsdp2 even in one process."""
+    parallel, precision = config.parallel, config.precision
+    storage, compute = DTYPES[precision.storage], DTYPES[precision.compute]
+    return (
+        storage.itemsize >= promoted(compute).itemsize
+        and precision.float8 == "none"
+        and not parallel.cpu_offload
+        and parallel.reshard_after_forward != "always"
+    )
 
 
 class FullySharded:

@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism, on PyTorch's FSDP2, at every degree including 1.
+"""Fully sharded data parallelism, on PyTorch's FSDP2,.
 
 Units: the embedding, every block, and the final norm with the head; a tied embedding is shared by both ends of the
 model and so belongs to the root. The routed experts of a layer are a unit inside its block, over other ranks: those
@@ -10,8 +10,7 @@ Accumulation: each microbatch's gradient is reduce-scattered at once and held sh
 of the model's full size waits for the last microbatch; with replicas the all-reduce over them happens only there.
 `parallel.defer_gradient_reduction` does the opposite: one reduction per step, and full-size gradients until then.
 A rank that shares its copy of the model with no other holds everything in full size anyway, so there gradients are
-added up as backward makes them, and parameters are cast once per step instead of once per microbatch. A small model
-in a process by itself is one unit: nothing is gathered piece by piece there, and every unit costs hooks in each microbatch.
+added up as backward makes them, and parameters are cast once per step instead of once per microbatch.
 """
 
 from __future__ import annotations
@@ -52,9 +51,6 @@ from forge.parallel.precision import (
 )
 from forge.shard import Box, Kind, Shard, local
 
-# Parameters of the largest model that is one unit in a process by itself; bounds what its reduction holds at once.
-ONE_UNIT = 1 << 25
-
 
 @dataclass(frozen=True)
 class _Accumulation:
@@ -74,7 +70,7 @@ def apply_fsdp(model: Transformer, config: Config, meshes: Meshes) -> None:
     Raises UserError if precision.fp32_modules cannot be followed.
     """
     take_step(model, "data")
-    groups, dtypes = plan_units(model, config, whole=meshes.fsdp.size() == 1 and _numel(model) <= ONE_UNIT)
+    groups, dtypes = plan_units(model, config)
     cast_at_borders(model, dtypes, DTYPES[config.precision.compute])
     if config.compile.enabled:
         _refuse_units_in_blocks(model, groups)
@@ -96,13 +92,12 @@ def apply_fsdp(model: Transformer, config: Config, meshes: Meshes) -> None:
 
 
 def plan_units(
-    model: Transformer, config: Config, *, whole: bool = False
+    model: Transformer, config: Config
 ) -> tuple[list[list[Unit]], dict[nn.Parameter, torch.dtype]]:
     """The units of `model` in the order of forward, and the compute dtype of every parameter.
 
     A group of units for each part that is gathered by itself, the root last; more than one in a group where dtypes
     differ, and then a unit that lies in another comes first. Whether storage is uniform is judged part by part.
-    `whole`: one group for everything.
     """
     pinned = pinned_parameters(model, config.precision.fp32_modules)
     groups: list[list[Unit]] = []
@@ -118,8 +113,6 @@ def plan_units(
         )
         groups.append(_units(part, resolved))
         dtypes |= resolved
-    if whole:
-        groups = [_units([model], dtypes)]
     if not any(unit.modules == (model,) for unit in groups[-1]):
         # The root of FSDP is the whole model even if no parameter is left for it.
         groups[-1].append(Unit((model,), DTYPES[config.precision.compute]))
@@ -251,10 +244,6 @@ def _refuse_units_in_blocks(model: Transformer, groups: list[list[Unit]]) -> Non
                 f"precision.fp32_modules divides blocks at {name}, but compile.enabled = true makes each block one "
                 f"graph; set it to false, or pin whole blocks, embedding, norm or head."
             )
-
-
-def _numel(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _degree(mesh: DeviceMesh) -> int:

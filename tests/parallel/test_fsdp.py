@@ -19,7 +19,7 @@ from forge.parallel.initialize import fill_normal
 from forge.parallel.mesh import make_meshes
 from forge.shard import Box
 from tests.collectives import Collectives, collectives_of
-from tests.equivalence.compare import _batches, tiny_config
+from tests.equivalence.compare import _batches, gathered, tiny_config, wholes
 from tests.harness import run_ranks
 
 LAYERS = 3  # of the tiny model
@@ -35,6 +35,7 @@ def build(text: str, world: int) -> tuple[SequentialModel, Any]:
 
 def step(model: SequentialModel, batch: Any) -> None:
     model.forward_backward(batch, torch.tensor(100.0, dtype=torch.float64))
+    model.finalize_gradients()
 
 
 # Collectives.
@@ -295,8 +296,7 @@ def test_recomputation_uses_the_same_dtypes_and_gives_the_same_gradients(case: s
 def _gradients(rank: int, world: int, text: str) -> dict[str, torch.Tensor]:
     model, batch = build(text, world)
     step(model, batch)
-    model.finalize_gradients()
-    return {shard.name: shard.parameter.grad.full_tensor() for shard in model.shards}
+    return gathered(wholes(model.shards, [shard.grad for shard in model.shards]))
 
 
 @pytest.mark.parametrize("case", ["norms", "half a block", "one product", "both ends"])
@@ -308,8 +308,11 @@ def test_pins_go_with_tensor_parallelism(case: str) -> None:
         assert (split[name] - gradient).norm() <= 0.01 * gradient.norm(), name
 
 
-def mixed_by_hand(rank: int, world: int, text: str, pinned: list[str]) -> dict[str, torch.Tensor]:
-    """Gradients of a plain module whose parameters and streams are cast by hooks, microbatch by microbatch."""
+def mixed_by_hand(rank: int, world: int, text: str, pinned: list[str], wide: bool) -> dict[str, torch.Tensor]:
+    """Gradients of a plain module whose parameters and streams are cast by hooks, microbatch by microbatch.
+
+    `wide`: taken in float32, so that those of norms, which kernels make in float32, are not rounded before.
+    """
     config = parse_toml_text(text)
     model = build_meta_model(config)
     model.to_empty(device="cpu")
@@ -325,6 +328,8 @@ def mixed_by_hand(rank: int, world: int, text: str, pinned: list[str]) -> dict[s
     kept = {p for name in pinned for p in model.get_submodule(name).parameters()}
     for parameter in set(model.parameters()) - kept:
         parameter.data = parameter.data.bfloat16()
+    for parameter in model.parameters() if wide else ():
+        parameter.grad_dtype = torch.float32
     for name in pinned:
         module = model.get_submodule(name)
         module.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(), *inputs[1:]))
@@ -345,7 +350,8 @@ def test_gradients_equal_those_of_a_plain_module_cast_by_hand(world: int) -> Non
         compute="bfloat16", pins='fp32_modules = ["*.attention_norm", "layers.1.feed_forward"]', micro=4
     )
     names = [*(f"layers.{i}.attention_norm" for i in range(LAYERS)), "layers.1.feed_forward"]
-    (expected,) = run_ranks(mixed_by_hand, 1, text, names)
+    # In one process buffers hold the model.
+    (expected,) = run_ranks(mixed_by_hand, 1, text, names, world == 1)
     for name, gradient in run_ranks(_gradients, world, text)[0].items():
         # The same two microbatches, whose float32 sums of two numbers do not depend on their order.
         assert torch.equal(gradient, expected[name]), name
@@ -359,7 +365,7 @@ def _refusal(rank: int, world: int, text: str) -> str:
 
 def test_a_pin_inside_a_compiled_block_is_refused() -> None:
     compiled = '[compile]\nenabled = true\nbackend = "aot_eager"'
-    (message,) = run_ranks(_refusal, 1, pinned_text("norms", extra=compiled))
+    message = run_ranks(_refusal, 2, pinned_text("norms", extra=compiled))[0]
     assert "attention_norm" in message and "compile.enabled" in message
 
 
@@ -383,12 +389,10 @@ def _held(rank: int, world: int, text: str) -> str:
 
 
 def _unsharded_between_microbatches(rank: int, world: int, text: str) -> list[tuple[bool, bool]]:
-    """After each backward: whether a block (in one process the model) is gathered, and holds an unsharded gradient."""
+    """After each backward: whether a block is gathered, and holds an unsharded gradient."""
     model, batch = build(text, world)
     found = []
-    net = model.parts[0]
-    unit = net.layers["0"] if world > 1 else net
-    (group,) = unit._get_fsdp_state()._fsdp_param_groups
+    (group,) = model.parts[0].layers["0"]._get_fsdp_state()._fsdp_param_groups
     begin = fsdp.begin_microbatch
 
     def watch() -> tuple[bool, bool]:
@@ -415,22 +419,56 @@ def test_nothing_of_full_size_waits_between_microbatches_unless_asked() -> None:
 
 
 def test_one_process_casts_parameters_once_per_step() -> None:
-    (found,) = run_ranks(_unsharded_between_microbatches, 1, tiny_config(micro=2))
+    # Freeing parameters is what only FSDP does, so it stays FSDP's in one process, too.
+    text = tiny_config(micro=2, parallel='reshard_after_forward = "always"')
+    (found,) = run_ranks(_unsharded_between_microbatches, 1, text)
     assert found == [(True, True)] * 3 + [(False, False)]
 
 
-def _in_units(rank: int, world: int, text: str, largest: int) -> tuple[int, list[torch.Tensor]]:
-    """How many units the model is with one unit for up to `largest` parameters, and its gradients after one step."""
-    fsdp.ONE_UNIT = largest
+# In one process.
+
+
+def _engine(rank: int, world: int, text: str) -> tuple[str, list[torch.Tensor]]:
+    """What holds the model, and its gradients after one step."""
     model, batch = build(text, world)
     step(model, batch)
-    units = sum(isinstance(module, FSDPModule) for module in model.parts[0].modules())
-    return units, [shard.grad.clone() for shard in model.shards]
+    return type(model._engines[0]).__name__, [
+        shard.grad.reshape(shard.global_shape).clone() for shard in model.shards
+    ]
 
 
-def test_a_small_model_in_one_process_is_one_unit_with_the_same_gradients() -> None:
-    text = tiny_config(micro=2)
-    ((one, together),) = run_ranks(_in_units, 1, text, 1 << 25)
-    ((many, apart),) = run_ranks(_in_units, 1, text, 0)
-    assert one == 1 < many
-    assert all(map(torch.equal, together, apart))
+def test_with_nobody_to_share_with_buffers_take_the_place_of_fsdp_with_the_same_gradients() -> None:
+    ((held, gradients),) = run_ranks(_engine, 1, tiny_config(micro=2))
+    freeing = tiny_config(micro=2, parallel='reshard_after_forward = "always"')
+    ((sharded, expected),) = run_ranks(_engine, 1, freeing)
+    assert (held, sharded) == ("Buffered", "FullySharded")
+    assert all(map(torch.equal, gradients, expected))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        tiny_config(parallel="cpu_offload = true"),
+        precise(storage="bfloat16", compute="bfloat16"),
+        precise(compute="bfloat16", pins='float8 = "tensorwise"'),
+    ],
+    ids=["offload", "narrow gradients", "float8"],
+)
+def test_what_saves_memory_stays_with_fsdp_in_one_process(text: str) -> None:
+    ((held, _),) = run_ranks(_engine, 1, text)
+    assert held == "FullySharded"
+
+
+@pytest.mark.parametrize("parallel", ["dp_replicate = 2\ndp_shard = 1", "cp = 2\ndp_shard = 1", ""])
+def test_ranks_that_read_different_data_keep_fsdp(parallel: str) -> None:
+    found = run_ranks(_engine_name, 2, tiny_config(parallel=parallel, micro=4))
+    assert found == ["FullySharded"] * 2
+
+
+def test_ranks_of_tensor_parallelism_alone_have_nobody_to_share_with() -> None:
+    found = run_ranks(_engine_name, 2, tiny_config(parallel="tp = 2\ndp_shard = 1", micro=4))
+    assert found == ["Buffered"] * 2
+
+
+def _engine_name(rank: int, world: int, text: str) -> str:
+    return type(build(text, world)[0]._engines[0]).__name__
