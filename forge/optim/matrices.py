@@ -126,15 +126,18 @@ class _Exchange:
             if target == me:
                 by[source].append(part)
         self.sends, self.receives = list(itertools.chain(*to)), list(itertools.chain(*by))
-        self._numels = [[sum(box.numel for _, box in parts) for parts in peers] for peers in (by, to)]
+        self._send_numels = [sum(box.numel for _, box in parts) for parts in to]
+        self._receive_numels = [sum(box.numel for _, box in parts) for parts in by]
 
     def run(self, sent: list[Tensor], received: list[Tensor], empty: Tensor) -> None:
         """`sent` in the order of `sends`; written into `received` in the order of `receives`. They travel as `empty` is."""
         outgoing = torch.cat([empty, *(tensor.reshape(-1).to(empty.dtype) for tensor in sent)])
         incoming = outgoing
         if self._group.size() > 1:
-            incoming = empty.new_empty(sum(self._numels[0]))
-            dist.all_to_all_single(incoming, outgoing, *self._numels, group=self._group)
+            incoming = empty.new_empty(sum(self._receive_numels))
+            dist.all_to_all_single(
+                incoming, outgoing, self._receive_numels, self._send_numels, group=self._group
+            )
         if received:
             pieces = incoming.split([tensor.numel() for tensor in received])
             shaped = [piece.view_as(tensor) for piece, tensor in zip(pieces, received, strict=True)]

@@ -6,10 +6,12 @@ or lies in a contiguous buffer.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from forge.config import Config
 from forge.model import Transformer
@@ -51,6 +53,9 @@ class DataParallel(Protocol):
 
     def zero_gradients(self) -> None:
         """Forget the gradients."""
+
+    def copies(self) -> Iterable[tuple[str, Tensor, dist.ProcessGroup]]:
+        """What ranks compute with alike besides their shards: name, something to compare, the ranks."""
 
     def memory(self) -> dict[str, int]:
         """What this rank's device holds through a step, in bytes by kind. Not collective."""
@@ -122,6 +127,9 @@ class FullySharded:
 
     def zero_gradients(self) -> None:
         self._model.zero_grad(set_to_none=True)
+
+    def copies(self) -> Iterable[tuple[str, Tensor, dist.ProcessGroup]]:
+        return ()
 
     def memory(self) -> dict[str, int]:
         # What is offloaded lies elsewhere.

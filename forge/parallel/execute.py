@@ -128,9 +128,9 @@ class ParallelModel:
         return self._split.logits(self._logits, tokens)
 
     def copies(self) -> Iterator[tuple[str, Tensor, dist.ProcessGroup]]:
-        """Weights that an engine computes with and that are not its shards: name, values, the ranks that hold them."""
+        """What ranks compute with alike besides their shards: name, something to compare, the ranks."""
         for engine in self._engines:
-            yield from getattr(engine, "copies", tuple)()
+            yield from engine.copies()
 
     def memory(self) -> dict[str, int]:
         """What this rank's device holds through a step, in bytes by kind. Not collective."""

@@ -150,5 +150,4 @@ def all_copies(model: ParallelModel, optimizer: AdamW) -> Iterator[tuple[str, Te
     for name, (shard, values) in all_tensors(model, optimizer).items():
         if shard.replicas is not None and shard.boxes:
             yield name, values, shard.replicas
-    # Of an engine whose weights to compute with are others than its shards.
-    yield from getattr(model, "copies", tuple)()
+    yield from model.copies()
