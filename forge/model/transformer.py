@@ -135,9 +135,8 @@ class Transformer(nn.Module):
         if seq > self.seq_len:
             raise ValueError(f"a sequence of {seq} tokens; the model was built for {self.seq_len}")
         chosen = slice(seq) if positions is None else positions
-        like_x = x.new_empty(()).expand(
-            x.shape[0], seq, x.shape[-1]
-        )  # shape, dtype and device: all that masks ask
+        # Shape, dtype and device: all that masks ask.
+        like_x = x.new_empty(()).expand(x.shape[0], seq, x.shape[-1])
         masks: dict[int, AttentionMask] = {}
         for block in self.layers.values():
             attention: Any = block.attention

@@ -76,7 +76,14 @@ def pinned_parameters(model: nn.Module, patterns: Sequence[str]) -> set[nn.Param
     for pattern in patterns:
         found = set().union(*(owned for name, owned in modules.items() if matches(pattern, name)))
         if not found and pattern not in Precision().fp32_modules and judges_names(model):
-            raise UserError(_no_module(pattern, [name for name, owned in modules.items() if owned]))
+            names = [name for name, owned in modules.items() if owned]
+            anywhere = {".".join("*" if p.isdigit() else p for p in name.split(".")) for name in names}
+            near = difflib.get_close_matches(pattern, sorted(anywhere), n=1, cutoff=0.0)
+            raise UserError(
+                f"precision.fp32_modules = {pattern!r} stands for no module of this model; the nearest name is "
+                f"{near[0]!r}. Patterns are whole names with a glob for each component; `*` alone stands for one or "
+                f"more components."
+            )
         pinned |= found
     return pinned
 
@@ -84,15 +91,6 @@ def pinned_parameters(model: nn.Module, patterns: Sequence[str]) -> set[nn.Param
 def judges_names(model: nn.Module) -> bool:
     """Whether a name that `model` does not have is a slip: the stages of a pipeline have only some of the names."""
     return getattr(model, "is_whole", True)
-
-
-def _no_module(pattern: str, names: list[str]) -> str:
-    anywhere = {".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names}
-    near = difflib.get_close_matches(pattern, sorted(anywhere), n=1, cutoff=0.0)
-    return (
-        f"precision.fp32_modules = {pattern!r} stands for no module of this model; the nearest name is {near[0]!r}. "
-        f"Patterns are whole names with a glob for each component; `*` alone stands for one or more components."
-    )
 
 
 def compute_dtypes(
@@ -197,9 +195,13 @@ def uniform_units(
     borders: dict[nn.Parameter, Any] = {**keys, **dict.fromkeys(apart)}
     subtrees = [pair for module in modules for pair in maximal_subtrees(module, borders) if pair[1] in split]
     covered = set(_parameters([subtree for subtree, _ in subtrees]))
-    missed = [p for p, key in keys.items() if key in split and p not in covered]
+    missed = {p for p, key in keys.items() if key in split and p not in covered}
     if missed:
-        raise UserError(_inseparable(modules, missed))
+        names = [name for module in modules for name, p in module.named_parameters() if p in missed]
+        raise UserError(
+            f"{', '.join(names)} of {type(modules[0]).__name__} cannot compute in another dtype than what lies beside "
+            f"them in the same module. Put them into a module of their own, or leave them out of precision.fp32_modules."
+        )
     units = []
     for group in joined_by_parameters([[subtree] for subtree, _ in subtrees]):
         compute = next(dtypes[p] for p in _parameters(group) if p in keys)
@@ -211,33 +213,21 @@ def uniform_units(
     return units
 
 
-def _inseparable(modules: Sequence[nn.Module], missed: list[nn.Parameter]) -> str:
-    names = [
-        name for module in modules for name, p in module.named_parameters() if any(p is m for m in missed)
-    ]
-    return (
-        f"{', '.join(names)} of {type(modules[0]).__name__} cannot compute in another dtype than what lies beside them "
-        f"in the same module. Put them into a module of their own, or leave them out of precision.fp32_modules."
-    )
-
-
 def joined_by_parameters(groups: Sequence[Sequence[nn.Module]]) -> list[list[nn.Module]]:
     """`groups` of modules, those that share a parameter made one, at the place of the first."""
-    joined: list[tuple[list[nn.Module], set[nn.Parameter]]] = []
+    joined: list[list[nn.Module]] = []
     for group in groups:
-        modules, owned = list(group), set(_parameters(group))
-        sharing = [other for other in joined if other[1] & owned]
+        owned = set(_parameters(group))
+        sharing = [other for other in joined if not owned.isdisjoint(_parameters(other))]
         if not sharing:
-            joined.append((modules, owned))
+            joined.append(list(group))
             continue
-        first = sharing[0]
-        for other in sharing[1:]:
+        first, *others = sharing
+        for other in others:
             joined.remove(other)
-            first[0].extend(other[0])
-            first[1].update(other[1])
-        first[0].extend(modules)
-        first[1].update(owned)
-    return [modules for modules, _ in joined]
+            first += other
+        first += group
+    return joined
 
 
 def _parameters(modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
