@@ -6,21 +6,13 @@ import pytest
 import torch
 from torch.distributed.tensor.debug import CommDebugMode
 
-from forge.config import check_world, parse_toml_text
 from forge.data.loader import Batch
 from forge.model import IGNORE
-from forge.parallel.build import build_parallel_model
-from forge.parallel.execute import SequentialModel
-from forge.parallel.mesh import make_meshes
 from tests.equivalence.compare import tiny_config
 from tests.harness import run_ranks
+from tests.parallel.building import built
 
 LAYERS = 3  # tiny_config's
-
-
-def built(text: str, world: int) -> SequentialModel:
-    config = parse_toml_text(text)
-    return build_parallel_model(config, make_meshes(check_world(config, world), "cpu"), torch.device("cpu"))
 
 
 def batch(seq: int = 80) -> Batch:
@@ -32,7 +24,7 @@ def batch(seq: int = 80) -> Batch:
 
 
 def collectives_of_a_step(rank: int, world: int, text: str) -> dict[str, int]:
-    model = built(text, world)
+    model = built(text, world).model
     with CommDebugMode() as counted:
         model.forward_backward(batch(), model.count_tokens(batch()))
     return {str(op).rpartition(".")[2]: n for op, n in counted.get_comm_counts().items()}
@@ -56,7 +48,7 @@ def test_collectives_of_a_step() -> None:
 
 
 def evaluated(rank: int, world: int, text: str) -> list[float]:
-    return built(text, world).evaluate(batch()).values.tolist()
+    return built(text, world).model.evaluate(batch()).values.tolist()
 
 
 @pytest.mark.parametrize("context", ["allgather", "ulysses", "ring"])
@@ -67,7 +59,7 @@ def test_evaluation_is_that_of_one_process(context: str) -> None:
 
 
 def scores(rank: int, world: int, text: str) -> list[torch.Tensor]:
-    model = built(text, world)
+    model = built(text, world).model
     return [model.logits(batch().tokens[:1, :length]) for length in (1, 6, 13, 80)]
 
 
@@ -79,7 +71,7 @@ def test_logits_of_any_length_are_on_every_rank() -> None:
 
 
 def bfloat16_step(rank: int, world: int, text: str) -> list[float]:
-    model = built(text, world)
+    model = built(text, world).model
     return model.forward_backward(batch(), model.count_tokens(batch())).values.tolist()
 
 

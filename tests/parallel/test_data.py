@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import torch
-
-from forge.config import check_world, parse_toml_text
-from forge.parallel.build import build_parallel_model
-from forge.parallel.mesh import make_meshes
-from tests.equivalence.compare import _batches, tiny_config
+from tests.equivalence.compare import tiny_config
 from tests.harness import run_ranks
+from tests.parallel.building import built
 
 
 def _asked(rank: int, world: int, text: str) -> list[str]:
-    config = parse_toml_text(text)
-    meshes = make_meshes(check_world(config, world), "cpu")
-    model = build_parallel_model(config, meshes, torch.device("cpu"))
+    one = built(text, world)
+    model = one.model
     asked: list[str] = []
 
     class Engine:
@@ -25,7 +20,7 @@ def _asked(rank: int, world: int, text: str) -> list[str]:
             return note
 
     model._engines = [Engine()]
-    batch = next(iter(_batches(config, meshes.data_rank, meshes.data_ranks)))
+    batch = next(one.batches())
     model.forward_backward(batch, model.count_tokens(batch))
     model.finalize_gradients()
     model.after_update()

@@ -11,15 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from forge.config import check_world, parse_toml_text
 from forge.model.dispatch import LocalDispatcher
-from forge.parallel.build import build_parallel_model
 from forge.parallel.execute import SequentialModel
 from forge.parallel.expert_dispatch import AllToAllDispatcher
-from forge.parallel.mesh import make_meshes
 from tests.collectives import collectives_of
-from tests.equivalence.compare import _batches, tiny_config
+from tests.equivalence.compare import tiny_config
 from tests.harness import run_ranks
+from tests.parallel.building import built
 
 N_EXPERTS, DIM, TOP_K, LAYERS = 8, 6, 3, 3
 
@@ -36,10 +34,8 @@ def precise(keys: str, compute: str = "bfloat16", storage: str = "float32") -> s
 
 def build(text: str, world: int) -> tuple[Any, Any]:
     """The model of `text` and this rank's first batch."""
-    config = parse_toml_text(text)
-    meshes = make_meshes(check_world(config, world), "cpu")
-    model = build_parallel_model(config, meshes, torch.device("cpu"))
-    return model, next(iter(_batches(config, meshes.data_rank, meshes.data_ranks)))
+    one = built(text, world)
+    return one.model, next(one.batches())
 
 
 # The dispatcher alone.

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from forge.config import check_world, parse_toml_text
+from forge.config import parse_toml_text
 from forge.errors import UserError
 from forge.parallel import float8
-from forge.parallel.build import build_meta_model, build_parallel_model
+from forge.parallel.build import build_meta_model
 from forge.parallel.float8 import apply_float8, choose_layers, count_hooks
-from forge.parallel.mesh import make_meshes
 from tests.equivalence.compare import tiny_config
 from tests.harness import run_ranks
+from tests.parallel.building import built
 
 
 class FakeMeshes:
@@ -30,8 +30,12 @@ class FakeMeshes:
             return 1
 
 
+def text(section: str, model: str = "") -> str:
+    return tiny_config(model=model).replace("[precision]", f"[precision]\n{section}")
+
+
 def config(section: str, model: str = ""):
-    return parse_toml_text(tiny_config(model=model).replace("[precision]", f"[precision]\n{section}"))
+    return parse_toml_text(text(section, model))
 
 
 def build(section: str, model: str = "") -> nn.Module:
@@ -125,8 +129,7 @@ def test_names_stay_and_shards_hold_plain_tensors() -> None:
 
 
 def shards_on_rank(rank: int, world: int, kind: str) -> list[tuple[str, str]]:
-    chosen = config(f'float8 = "{kind}"')
-    model = build_parallel_model(chosen, make_meshes(check_world(chosen, world), "cpu"), torch.device("cpu"))
+    model = built(text(f'float8 = "{kind}"'), world).model
     return [(shard.name, type(shard.data).__name__) for shard in model.shards]
 
 
@@ -137,8 +140,7 @@ def test_scales_are_made_anew_after_an_update_in_one_collective() -> None:
 
 def scales_on_rank(rank: int, world: int) -> tuple[object, float, float]:
     """The scale of a weight: before and after `after_update`, and as its largest element says."""
-    chosen = config('float8 = "tensorwise"')
-    model = build_parallel_model(chosen, make_meshes(check_world(chosen, world), "cpu"), torch.device("cpu"))
+    model = built(text('float8 = "tensorwise"'), world).model
     weight = model.parts[0].layers["1"].feed_forward.w2.weight
     before = weight._local_tensor._precomputed_scale
     for shard in model.shards:

@@ -3,15 +3,13 @@
 import pytest
 import torch
 
-from forge.config import check_world, parse_toml_text
 from forge.model import Normal
 from forge.parallel import initialize as module
-from forge.parallel.build import build_parallel_model
 from forge.parallel.initialize import fill_normal, initialize
-from forge.parallel.mesh import make_meshes
 from forge.shard import Box, Shard
 from tests.equivalence.compare import tiny_config, wholes
 from tests.harness import RankFailed, run_ranks
+from tests.parallel.building import built
 
 SHAPE = torch.Size((300, 7, 101))
 
@@ -117,8 +115,7 @@ def _built_on_nan(rank: int, world: int, text: str) -> dict[str, torch.Tensor]:
         return self
 
     torch.nn.Module.to_empty = to_nan
-    config = parse_toml_text(text)
-    model = build_parallel_model(config, make_meshes(check_world(config, world), "cpu"), torch.device("cpu"))
+    model = built(text, world).model
     tensors = wholes(model.shards, [s.data for s in model.shards])
     tensors |= {name: buffer.clone() for part in model.parts for name, buffer in part.named_buffers()}
     assert any("rope" in name or "cos" in name for name in tensors), "expected RoPE tables among the buffers"

@@ -6,11 +6,9 @@ import pytest
 import torch
 
 from forge.checkpoint import Checkpoints, load
-from forge.config import check_world, parse_toml_text
-from forge.parallel.build import build_parallel_model
-from forge.parallel.mesh import make_meshes
 from tests.equivalence.compare import tiny_config, whole
 from tests.harness import run_ranks
+from tests.parallel.building import built
 from tests.parallel.test_initialize import _built_on_nan
 
 MODELS = {
@@ -34,9 +32,7 @@ def test_memory_full_of_nan_is_written_over_alike(model: str, world: int, keys: 
 
 def shards_of(world: int, keys: str, seed: int) -> list:
     text = tiny_config(parallel=keys, model=MODELS["everything"]) + f"[run]\nseed = {seed}\n"
-    config = parse_toml_text(text)
-    meshes = make_meshes(check_world(config, world), "cpu")
-    return build_parallel_model(config, meshes, torch.device("cpu")).shards
+    return built(text, world).model.shards
 
 
 def save_in(rank: int, world: int, folder: str, keys: str) -> dict[str, torch.Tensor]:

@@ -7,31 +7,22 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from forge import compat
-from forge.config import check_world, parse_toml_text
 from forge.model import Attention
-from forge.parallel.build import build_parallel_model
-from forge.parallel.execute import ParallelModel
-from forge.parallel.mesh import Meshes, make_meshes
 from forge.parallel.pipeline.schedule import Action
 from tests.collectives import Collectives
-from tests.equivalence.compare import _batches
 from tests.equivalence.test_pipeline import SCHEDULES, pipeline_text
 from tests.harness import run_ranks
+from tests.parallel.building import built
 from tests.parallel.test_initialize import _built_on_nan
-
-
-def built(world: int, text: str) -> tuple[ParallelModel, Meshes, Any]:
-    config = parse_toml_text(text)
-    meshes = make_meshes(check_world(config, world), "cpu")
-    batches = _batches(config, meshes.data_rank, meshes.data_ranks)
-    return build_parallel_model(config, meshes, torch.device("cpu")), meshes, batches
 
 
 def _sent(rank: int, world: int, text: str) -> dict[str, Any]:
     """The collectives and messages of the second step, in order; how many units the model has."""
-    model, meshes, batches = built(world, text)
+    one = built(text, world)
+    model, meshes, batches = one.model, one.meshes, one.batches()
     for step in range(2):
         batch = next(batches)
         with Collectives() as calls:
@@ -41,7 +32,8 @@ def _sent(rank: int, world: int, text: str) -> dict[str, Any]:
         model.zero_gradients()
         if step == 0:
             model.after_update()
-    groups = [group for part in model.parts for group in compat.fsdp_parameter_groups(part)]
+    sharded = [part for part in model.parts if isinstance(part, FSDPModule)]
+    groups = [group for part in sharded for group in compat.fsdp_parameter_groups(part)]
     return {
         "pp": meshes.pp.rank(),
         "names": [name for name, _ in calls.calls],
@@ -89,7 +81,8 @@ def test_tied_ends_on_one_rank_cost_none() -> None:
 
 def _computed(rank: int, world: int, text: str) -> set[int]:
     """How often each block of this rank computed its attention in a step."""
-    model, _, batches = built(world, text)
+    one = built(text, world)
+    model = one.model
     counts: Counter[int] = Counter()
     for part in model.parts:
         for name, block in part.layers.items():
@@ -101,7 +94,7 @@ def _computed(rank: int, world: int, text: str) -> set[int]:
                 return forward(x, shared)
 
             attention.forward = counted
-    batch = next(batches)
+    batch = next(one.batches())
     model.forward_backward(batch, model.count_tokens(batch))
     return set(counts.values())
 
@@ -115,8 +108,9 @@ def test_a_block_is_computed_once_per_microbatch_and_once_more_under_checkpointi
 
 
 def _held(rank: int, world: int, text: str) -> dict[str, int]:
-    model, _, batches = built(world, text)
-    batch = next(batches)
+    one = built(text, world)
+    model = one.model
+    batch = next(one.batches())
     tokens = model.count_tokens(batch)
     most = {"now": 0, "most": 0}
     from forge.parallel.pipeline import execute
