@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -22,19 +21,22 @@ from forge.model.precision import promoted
 from forge.model.rope import rotate
 
 
-@dataclass(eq=False)
 class Shared:
     """What every block of one forward reads: RoPE's tables at its positions, and the mask of each window.
 
     cos, sin: `[seq, 1, head_dim / 2]` or `[batch, seq, 1, head_dim / 2]`, promote(float32, compute).
     masks: window (0: none) -> AttentionMask.
     labels: int64 `[batch, seq]`, which say what tokens count in balancing; None: all.
+    Not a dataclass, so that FSDP does not cast the tables (see AttentionMask).
     """
 
-    cos: Tensor
-    sin: Tensor
-    masks: dict[int, AttentionMask]
-    labels: Tensor | None = None
+    def __init__(
+        self, cos: Tensor, sin: Tensor, masks: dict[int, AttentionMask], labels: Tensor | None = None
+    ):
+        self.cos = cos
+        self.sin = sin
+        self.masks = masks
+        self.labels = labels
 
 
 class AttentionFunction(Protocol):

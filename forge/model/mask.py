@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,19 +13,27 @@ from torch.nn.attention.flex_attention import BlockMask
 BLOCK = 128
 
 
-@dataclass(eq=False)
 class AttentionMask:
     """Query i sees key j iff 0 <= i - j (< window, if window > 0) and both are in one document (if given).
 
     `documents`: int `[batch, seq]` or None.
     `soft_cap`: scores become soft_cap * tanh(scores / soft_cap); 0: off.
     `table`: what an attention function's `prepare` made of the rule for this forward; shared by all layers.
+
+    Not a dataclass: FSDP rebuilds dataclasses among a module's inputs and casts the tensors in them.
     """
 
-    window: int = 0
-    documents: Tensor | None = None
-    soft_cap: float = 0.0
-    table: Any = None
+    def __init__(
+        self,
+        window: int = 0,
+        documents: Tensor | None = None,
+        soft_cap: float = 0.0,
+        table: Any = None,
+    ):
+        self.window = window
+        self.documents = documents
+        self.soft_cap = soft_cap
+        self.table = table
 
 
 def visible(window: int, documents: Tensor | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
