@@ -139,11 +139,10 @@ def flight_record() -> bytes | None:
     """PyTorch's record of the latest collectives of this process, a pickle for `torchfrtrace`; None where it keeps none."""
     import torch._C._distributed_c10d as c10d
 
-    for name in ("_dump_fr_trace", "_dump_nccl_trace"):
-        dump = getattr(c10d, name, None)
-        if dump is not None:
-            return dump()
-    return None
+    # NCCL and gloo keep records of their own; where there is a card, what hangs is NCCL's.
+    name = "_dump_nccl_trace" if torch.cuda.is_initialized() else "_dump_fr_trace"
+    dump = getattr(c10d, name, None)
+    return None if dump is None else dump()
 
 
 def meeting_store() -> dist.Store:

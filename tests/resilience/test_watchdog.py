@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from forge import compat
 from forge.config.training import Resilience
 from forge.errors import WATCHDOG
 from forge.resilience.watchdog import Watchdog, bounds, patience
@@ -89,3 +90,13 @@ def test_zero_is_no_bound_and_collectives_wait_longer_than_any_phase(tmp_path) -
         assert not watchdog.expired
     assert patience(config) > 1800
     assert patience(Resilience(save_timeout_s=9000)) > 9000
+
+
+def test_where_there_is_a_card_the_record_is_of_nccls_collectives(monkeypatch) -> None:
+    # A build for CUDA has both recorders, and gloo's knows nothing of what travels between cards.
+    recorder = "torch._C._distributed_c10d"
+    monkeypatch.setattr(f"{recorder}._dump_nccl_trace", lambda: b"nccl", raising=False)
+    monkeypatch.setattr(f"{recorder}._dump_fr_trace", lambda: b"gloo")
+    assert compat.flight_record() == b"gloo"
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    assert compat.flight_record() == b"nccl"

@@ -1,0 +1,81 @@
+"""What goes on beside the computation on a CUDA card: collectives on a stream of their own, over NCCL, with one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from forge import compat
+from forge.checkpoint.staging import Stager
+from forge.parallel.buffered.communication import Running, gather_parts, sum_to_parts
+from forge.parallel.world import World, join
+from forge.shard import Shard
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+CUDA = torch.device("cuda", 0)
+LONG = 1_000_000_000  # cycles, about half a second
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[dist.ProcessGroup]:
+    join(World(rank=0, size=1, local_rank=0, launcher="python"))
+    yield dist.distributed_c10d._get_default_group()
+    dist.destroy_process_group()
+
+
+def test_tensors_on_the_card_travel_over_nccl_and_others_over_gloo(group: dist.ProcessGroup) -> None:
+    assert (
+        group._get_backend(CUDA).name() == "nccl" and group._get_backend(torch.device("cpu")).name() == "gloo"
+    )
+    dist.all_reduce(torch.ones(3, device=CUDA, dtype=torch.float64))
+    dist.all_reduce(torch.ones(3, dtype=torch.float64))
+    sent: list[object] = [{"a": 1}]
+    dist.broadcast_object_list(sent, src=0)
+    dist.barrier()
+
+
+def test_timeouts_are_raised_for_both(group: dist.ProcessGroup) -> None:
+    compat.raise_timeouts(7200)
+    for device in (CUDA, torch.device("cpu")):
+        assert group._get_backend(device).options._timeout == timedelta(seconds=7200)  # type: ignore[attr-defined]
+
+
+def test_the_flight_recorder_has_seen_a_collective(group: dist.ProcessGroup) -> None:
+    dist.all_reduce(torch.ones(3, device=CUDA))
+    torch.cuda.synchronize()
+    record = compat.flight_record()
+    assert record is not None and b"all_reduce" in record
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_collectives_on_a_side_stream_read_what_was_computed_and_are_waited_for(
+    group: dist.ProcessGroup, symmetric: bool
+) -> None:
+    stream = compat.side_stream(CUDA)
+    with compat.communication_memory(CUDA, [group], symmetric=symmetric):
+        whole = torch.zeros(1 << 20, device=CUDA)
+    torch.cuda._sleep(LONG)
+    whole.fill_(3.0)  # comes after the wait, and the collective after it
+    summed = Running(sum_to_parts(whole, [group], [group]), stream)
+    gathered = Running(gather_parts(whole, [group]), stream)
+    assert not torch.cuda.current_stream().query(), "launching must not wait"
+    summed.finish()
+    gathered.finish()
+    assert (whole + 1).sum().item() == 4.0 * whole.numel()
+
+
+def test_a_staged_copy_is_whole_when_training_may_go_on() -> None:
+    values = torch.zeros(1 << 22, device=CUDA)
+    torch.cuda._sleep(LONG)
+    values.fill_(5.0)
+    staged = Stager().stage({"model.a": (Shard.whole("a", values), values)})
+    values.zero_()
+    ((_, piece),) = staged["model.a"]._pieces.items()
+    assert piece.is_pinned() and bool((piece == 5.0).all())
