@@ -16,14 +16,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 import torch
 
 from forge.data.progress import ProgressLine
-from forge.errors import STOPPED, UserError
 from forge.train.convert import from_hugging_face, to_hugging_face
+from scripts.options import exit_code_of, number
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 
 
 def main(arguments: list[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
+    return exit_code_of(lambda: _run(given), f"interrupted; nothing was left at {given.output}")
+
+
+def _run(given: argparse.Namespace) -> None:
     source, output, progress = Path(given.input), Path(given.output), _Progress()
     try:
         if given.direction == "to-hf":
@@ -37,20 +41,9 @@ def main(arguments: list[str] | None = None) -> int:
             )
         else:
             what = from_hugging_face(source, output, tell=progress.tell)
-    except UserError as error:
+    finally:
         progress.close()
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:  # a full disk
-        progress.close()
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"\ninterrupted; nothing was left at {output}", file=sys.stderr)
-        return STOPPED
-    progress.close()
     print(f"{output}: {what}")
-    return 0
 
 
 class _Progress:
@@ -69,7 +62,6 @@ class _Progress:
     def close(self) -> None:
         if self._line is not None:
             self._line.close()
-            self._line = None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -88,18 +80,13 @@ def _parser() -> argparse.ArgumentParser:
     to_hf.add_argument(
         "--dtype", choices=[*DTYPES, "stored"], default="stored", help="of the weights (as they are stored)"
     )
-    to_hf.add_argument(
-        "--shard-size", type=_size, default=5.0, metavar="GB", help="limit of one file, in GB (%(default)s)"
+    size, limit = (
+        number(float, lambda value: value > 0, "more than 0"),
+        "limit of one file, in GB (%(default)s)",
     )
+    to_hf.add_argument("--shard-size", type=size, default=5.0, metavar="GB", help=limit)
     to_hf.add_argument("--no-tokenizer", action="store_true", help="leave the tokenizer out")
     return parser
-
-
-def _size(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError("must be more than 0")
-    return value
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ from forge.data.sources import SYNTHETIC, Source, open_source
 from forge.errors import UserError
 from forge.train.measure import Measured, measure
 from forge.train.open import Opened
-from forge.train.script import add_model_options, exit_code_of, open_model, positive
+from scripts.model import add_model_options, open_model
+from scripts.options import exit_code_of, positive
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -38,8 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(given: argparse.Namespace) -> None:
     if not given.data and not given.tasks:
         raise UserError("nothing to measure: give --data DIR, or --tasks NAME,NAME")
-    if given.tasks:
-        _import_tasks()  # before the model is loaded
+    tasks = _tasks() if given.tasks else None  # before the model is loaded
     opened = open_model(given)
     for path in given.data:
         source = _open_source(path, given, opened)
@@ -50,13 +50,19 @@ def _run(given: argparse.Namespace) -> None:
         line = ProgressLine(path, min(tokens, source.tokens), "thousand tokens", 1e3)
         measured = measure(opened, source, sequences, given.batch_size, line.update)
         seconds = line.close()
-        if given.json:
-            print(json.dumps(_record(path, measured, opened)), flush=True)
-        else:
-            print(_line(path, measured), flush=True)
+        _tell(path, measured, given.json, opened)
+        if not given.json:
             print(f"{measured.tokens / seconds:,.0f} tokens/s", file=sys.stderr)
-    if given.tasks:
-        _run_tasks(given, opened)
+    if tasks is not None:
+        results = tasks.run_tasks(
+            opened,
+            given.tasks.split(","),
+            include_path=given.include_path,
+            num_fewshot=given.num_fewshot,
+            limit=given.limit,
+            batch_size=given.batch_size,
+        )
+        _tell_tasks(results, given.json, opened)
 
 
 def _open_source(path: str, given: argparse.Namespace, opened: Opened) -> Source:
@@ -77,32 +83,38 @@ def _open_source(path: str, given: argparse.Namespace, opened: Opened) -> Source
     return source
 
 
-def _record(path: str, measured: Measured, opened: Opened) -> dict[str, Any]:
-    return {
-        "data": path,
-        "loss": measured.loss,
-        "perplexity": measured.perplexity,
-        "bits_per_byte": measured.bits_per_byte,
-        "tokens": measured.tokens,
-        "sequences": measured.sequences,
-        "text_bytes": measured.text_bytes,
-        "text_bytes_from": measured.bytes_from,
-        "checkpoint": str(opened.path),
-        "step": opened.step,
-    }
-
-
-def _line(path: str, measured: Measured) -> str:
+def _tell(path: str, measured: Measured, as_json: bool, opened: Opened) -> None:
+    if as_json:
+        fields = ("loss", "perplexity", "bits_per_byte", "tokens", "sequences", "text_bytes")
+        record = {"data": path} | {name: getattr(measured, name) for name in fields}
+        record |= {
+            "text_bytes_from": measured.bytes_from,
+            "checkpoint": str(opened.path),
+            "step": opened.step,
+        }
+        print(json.dumps(record), flush=True)
+        return
     per_byte = "bits per byte unknown (no tokenizer)"
     if measured.bits_per_byte is not None:
-        origin = {"dataset.json": "of the text", "decoding": "of the decoded labels"}[
-            measured.bytes_from or ""
-        ]
-        per_byte = f"bits per byte {measured.bits_per_byte:.4f} ({measured.text_bytes:,} bytes {origin})"
-    return f"{path}: loss {measured.loss:.4f}, perplexity {measured.perplexity:.2f}, {per_byte}, {measured.tokens:,} tokens"
+        origin = "text" if measured.bytes_from == "dataset.json" else "decoded labels"
+        per_byte = (
+            f"bits per byte {measured.bits_per_byte:.4f} ({measured.text_bytes:,} bytes of the {origin})"
+        )
+    means = f"loss {measured.loss:.4f}, perplexity {measured.perplexity:.2f}"
+    print(f"{path}: {means}, {per_byte}, {measured.tokens:,} tokens", flush=True)
 
 
-def _import_tasks() -> Any:
+def _tell_tasks(results: dict[str, dict[str, Any]], as_json: bool, opened: Opened) -> None:
+    if as_json:
+        print(json.dumps({"tasks": results, "checkpoint": str(opened.path), "step": opened.step}))
+        return
+    for task, metrics in results.items():
+        for name, value in metrics.items():
+            print(f"{task}: {name} {value:.4f}" if isinstance(value, float) else f"{task}: {name} {value}")
+
+
+def _tasks() -> Any:
+    """The module that runs them."""
     try:
         from forge.train import tasks
     except ModuleNotFoundError as error:
@@ -112,29 +124,12 @@ def _import_tasks() -> Any:
     return tasks
 
 
-def _run_tasks(given: argparse.Namespace, opened: Opened) -> None:
-    results = _import_tasks().run_tasks(
-        opened,
-        given.tasks.split(","),
-        include_path=given.include_path,
-        num_fewshot=given.num_fewshot,
-        limit=given.limit,
-        batch_size=given.batch_size,
-    )
-    if given.json:
-        print(json.dumps({"tasks": results, "checkpoint": str(opened.path), "step": opened.step}))
-        return
-    for task, metrics in results.items():
-        for name, value in metrics.items():
-            print(f"{task}: {name} {value:.4f}" if isinstance(value, float) else f"{task}: {name} {value}")
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add_model_options(parser)
+    add_model_options(add)
     add(
         "--data",
         action="append",

@@ -14,43 +14,42 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
 from forge.data.tokenizer import Tokenizer, load_tokenizer
 from forge.errors import FAILED, UserError
-from forge.generate import CachedScores, Sampling, TextStream, generate, recomputed
+from forge.generate import CachedScores, NextScores, Sampling, TextStream, generate, recomputed
 from forge.train.open import Opened
-from forge.train.script import add_model_options, exit_code_of, open_model, positive
+from scripts.model import add_model_options, open_model
+from scripts.options import exit_code_of, number, positive
 
 
 @dataclass
 class Writing:
-    """One prompt and what has been written after it."""
+    """One prompt and what has been written after it; `shown` as text, or as ids where there is no tokenizer."""
 
     prompt: str | None
     prompt_tokens: list[int]
     stream: TextStream | None
+    shown: str
     tokens: list[int] = field(default_factory=list)
     finish: str = "length"
 
     def add(self, token: int) -> str:
         """What there is to show of one more token."""
         self.tokens.append(token)
-        return f" {token}" if self.stream is None else self.stream.add(token)
+        return self._show(f" {token}" if self.stream is None else self.stream.add(token))
 
     def end(self) -> str:
-        return "" if self.stream is None else self.stream.end()
+        return self._show("" if self.stream is None else self.stream.end())
 
-    def beginning(self, tokenizer: Tokenizer | None) -> str:
-        """What to show of the prompt."""
-        if self.prompt is not None:
-            return self.prompt
-        if tokenizer is not None:
-            return tokenizer.decode(self.prompt_tokens)
-        return " ".join(map(str, self.prompt_tokens))
+    def _show(self, new: str) -> str:
+        self.shown += new
+        return new
 
-    def record(self, opened: Opened) -> dict:
+    def record(self, opened: Opened) -> dict[str, Any]:
         return {
             "tokens": self.tokens,
             "text": None if self.stream is None else self.stream.text,
@@ -71,8 +70,15 @@ def _run(given: argparse.Namespace) -> None:
     if not given.prompts:
         raise UserError("no prompt: give --prompt TEXT or --prompt-ids 1,2,3")
     opened = open_model(given)
+    model = opened.model
     tokenizer = load_tokenizer(given.tokenizer) if given.tokenizer else opened.tokenizer
     writings = [_begin(prompt, tokenizer, opened) for prompt in given.prompts]
+    live = len(writings) == 1 and not given.json
+    if live:
+        print(writings[0].shown, end="", flush=True)
+    scores: NextScores = CachedScores(model)
+    if given.no_cache:
+        scores = recomputed(lambda tokens: model(tokens.to(opened.device)), model.seq_len)
     sampling = Sampling(given.temperature, given.top_k, given.top_p, given.seed)
     end = None if given.ignore_end or tokenizer is None else tokenizer.eos_id
 
@@ -81,20 +87,10 @@ def _run(given: argparse.Namespace) -> None:
             writings[row].finish = "end"
         return new[-1] == end
 
-    model = opened.model
-    scores = (
-        recomputed(lambda t: model(t.to(opened.device)), model.seq_len)
-        if given.no_cache
-        else CachedScores(model)
-    )
-    live = len(writings) == 1 and not given.json
-    if live:
-        print(writings[0].beginning(tokenizer), end="", flush=True)
+    prompts = [writing.prompt_tokens for writing in writings]
     began = time.monotonic()
     try:
-        for step in generate(
-            scores, [each.prompt_tokens for each in writings], given.max_tokens, sampling, stop
-        ):
+        for step in generate(scores, prompts, given.max_tokens, sampling, stop):
             for writing, token in zip(writings, step, strict=True):
                 shown = "" if token is None else writing.add(token)
                 if live:
@@ -102,46 +98,43 @@ def _run(given: argparse.Namespace) -> None:
     except ValueError as error:
         raise UserError(f"{opened.path}: {error}", FAILED) from None
     seconds = time.monotonic() - began
-    for number, writing in enumerate(writings):
+    for place, writing in enumerate(writings, start=1):
         rest = writing.end()
         if given.json:
             print(json.dumps(writing.record(opened)))
-        elif live:
-            print(rest)
         else:
-            shown = (
-                "".join(f" {token}" for token in writing.tokens)
-                if writing.stream is None
-                else writing.stream.text
-            )
-            print(f"--- {number + 1}\n{writing.beginning(tokenizer)}{shown}")
+            print(rest if live else f"--- {place}\n{writing.shown}")
     if not given.json:
-        count = sum(len(each.tokens) for each in writings)
+        count = sum(len(writing.tokens) for writing in writings)
         print(f"{count} tokens in {seconds:.1f} s ({count / seconds:.1f} tokens/s)", file=sys.stderr)
 
 
 def _begin(prompt: str | list[int], tokenizer: Tokenizer | None, opened: Opened) -> Writing:
     """The prompt as tokens: text begins like a document, ids are taken as they are."""
-    if isinstance(prompt, str):
-        if tokenizer is None:
-            raise UserError(f"{opened.path} holds no tokenizer: give --prompt-ids, or --tokenizer PATH")
-        tokens = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    text: str | None = None
+    if isinstance(prompt, list):
+        tokens = prompt
+    elif tokenizer is None:
+        raise UserError(f"{opened.path} holds no tokenizer: give --prompt-ids, or --tokenizer PATH")
+    else:
+        text = prompt
         try:
-            tokens += tokenizer.encode(prompt)
+            ids = tokenizer.encode(text)
         except UnicodeEncodeError:
-            raise UserError(f"--prompt {prompt!a}: is not UTF-8 text") from None
+            raise UserError(f"--prompt {text!a}: is not UTF-8 text") from None
+        tokens = ids if tokenizer.bos_id is None else [tokenizer.bos_id, *ids]
         if not tokens:
             raise UserError(
                 "--prompt: is empty, and the tokenizer has no token that begins a text; give it some text"
             )
-    else:
-        tokens = prompt
     vocab_size = opened.config.model.vocab_size
     beyond = next((token for token in tokens if not 0 <= token < vocab_size), None)
     if beyond is not None:
         raise UserError(f"token {beyond} of the prompt: the model has tokens 0 to {vocab_size - 1}")
-    stream = None if tokenizer is None else TextStream(tokenizer, tokens)
-    return Writing(prompt if isinstance(prompt, str) else None, tokens, stream)
+    if tokenizer is None:
+        return Writing(None, tokens, None, shown=" ".join(map(str, tokens)))
+    shown = tokenizer.decode(tokens) if text is None else text
+    return Writing(text, tokens, TextStream(tokenizer, tokens), shown)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -149,46 +142,23 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add_model_options(parser)
+    count = number(int, lambda value: value >= 0, "at least 0")
+    temperature = number(float, lambda value: 0 <= value < float("inf"), "a number of at least 0")
+    share = number(float, lambda value: 0 < value <= 1, "more than 0 and at most 1")
+    add_model_options(add)
     add("--prompt", action="append", dest="prompts", metavar="TEXT", help="text to go on with")
-    add(
-        "--prompt-ids",
-        action="append",
-        dest="prompts",
-        type=_ids,
-        metavar="1,2,3",
-        help="the same as token ids",
-    )
+    as_ids = "the same as token ids"
+    add("--prompt-ids", action="append", dest="prompts", type=_ids, metavar="1,2,3", help=as_ids)
     add("--tokenizer", metavar="PATH", help="in place of the checkpoint's own")
     add("--max-tokens", type=positive, default=64, metavar="N", help="new tokens at most (%(default)s)")
-    add(
-        "--temperature",
-        type=_temperature,
-        default=0.8,
-        metavar="T",
-        help="0: always the likeliest (%(default)s)",
-    )
-    add(
-        "--top-k",
-        type=_count,
-        default=0,
-        metavar="N",
-        help="draw from the N likeliest (%(default)s: from all)",
-    )
-    add(
-        "--top-p",
-        type=_share,
-        default=1.0,
-        metavar="P",
-        help="draw from the likeliest that hold P (%(default)s)",
-    )
+    likeliest = "0: always the likeliest (%(default)s)"
+    add("--temperature", type=temperature, default=0.8, metavar="T", help=likeliest)
+    add("--top-k", type=count, default=0, metavar="N", help="draw from the N likeliest (0: from all)")
+    held = "draw from the likeliest that hold P (%(default)s)"
+    add("--top-p", type=share, default=1.0, metavar="P", help=held)
     add("--seed", type=int, default=0, metavar="N", help="another one writes another text (%(default)s)")
     add("--ignore-end", action="store_true", help="write on after the token that ends a document")
-    add(
-        "--no-cache",
-        action="store_true",
-        help="read the whole text again for each token: slow, the same result",
-    )
+    add("--no-cache", action="store_true", help="read all text again for each token: slow, the same result")
     add("--json", action="store_true", help="one JSON object for each prompt, with the new ids as `tokens`")
     return parser
 
@@ -198,27 +168,6 @@ def _ids(text: str) -> list[int]:
     if not all(part.strip().isdecimal() for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids, as in 1,2,3")
     return [int(part) for part in parts]
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError("must be at least 0")
-    return value
-
-
-def _temperature(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError("must be a number of at least 0")
-    return value
-
-
-def _share(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError("must be more than 0 and at most 1")
-    return value
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -18,39 +17,30 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 from forge.config import Config, load_config
 from forge.data.build import build_dataset, build_tokenizer
 from forge.data.inspect import Sample, samples_of_step
-from forge.errors import FAILED, FINISHED, STOPPED, UserError
+from forge.errors import UserError
+from scripts.options import exit_code_of
 
 
 def main(arguments: list[str] | None = None) -> int:
     given, overrides = _parser().parse_known_args(arguments)
-    try:
-        config = load_config(["--config", given.config, *overrides])
-        _check(given, config)
-        dataset, tokenizer = build_dataset(config), build_tokenizer(config)
-        samples = samples_of_step(
-            dataset,
-            tokenizer,
-            given.step,
-            global_batch_size=config.train.global_batch_size,
-            rank=given.rank,
-            ranks=given.ranks,
-            head=given.tokens,
-            excerpt=given.text,
-        )
-        for sample in samples:
-            print(json.dumps(asdict(sample)) if given.json else _show(sample), flush=True)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FINISHED
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return FAILED
-    except KeyboardInterrupt:
-        return STOPPED
-    return FINISHED
+    return exit_code_of(lambda: _run(given, overrides))
+
+
+def _run(given: argparse.Namespace, overrides: list[str]) -> None:
+    config = load_config(["--config", given.config, *overrides])
+    _check(given, config)
+    samples = samples_of_step(
+        build_dataset(config),
+        build_tokenizer(config),
+        given.step,
+        global_batch_size=config.train.global_batch_size,
+        rank=given.rank,
+        ranks=given.ranks,
+        head=given.tokens,
+        excerpt=given.text,
+    )
+    for sample in samples:
+        print(json.dumps(asdict(sample)) if given.json else _show(sample), flush=True)
 
 
 def _check(given: argparse.Namespace, config: Config) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
 from forge.config.pipeline import ONE_PER_RANK
-from forge.errors import BAD_CONFIG, FINISHED, UserError
 from forge.parallel.pipeline.schedule import Schedule, make_schedule, read_schedule
+from scripts import svg
 
 LEFT, TOP, ROW, GAP, WIDTH = 64, 40, 26, 8, 1000
 COLORS = {"F": "#93c5fd", "B": "#86efac", "I": "#bbf7d0", "W": "#fcd34d"}
@@ -26,24 +26,22 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--schedule", required=True, help="a value of pipeline.schedule: a name or a CSV file"
-    )
-    parser.add_argument("--ranks", type=int, default=4, help="parallel.pp (default: 4)")
-    parser.add_argument("--microbatches", type=int, default=8, help="per optimizer step (default: 8)")
-    parser.add_argument("--stages-per-rank", type=int, default=2, help="of the looped schedules (default: 2)")
-    parser.add_argument("--whole-backward", action="store_true", help="as with recomputation or compilation")
-    parser.add_argument("--output", type=Path, default=Path("pipeline.svg"), help="(default: pipeline.svg)")
-    chosen = parser.parse_args(argv)
-    try:
-        schedule = _schedule(chosen)
-        schedule = schedule.unsplit() if chosen.whole_backward else schedule
-        chosen.output.write_text(draw(schedule, chosen.schedule))
-    except (UserError, OSError, ValueError, KeyError) as error:
-        print(f"forge: {error}", file=sys.stderr)
-        return BAD_CONFIG
-    print(f"{chosen.output}: idle {schedule.bubble:.1%} of the time")
-    return FINISHED
+    add = parser.add_argument
+    add("--schedule", required=True, help="a value of pipeline.schedule: a name or a CSV file")
+    add("--ranks", type=int, default=4, help="parallel.pp (default: 4)")
+    add("--microbatches", type=int, default=8, help="per optimizer step (default: 8)")
+    add("--stages-per-rank", type=int, default=2, help="of the looped schedules (default: 2)")
+    add("--whole-backward", action="store_true", help="as with recomputation or compilation")
+    add("--output", type=Path, default=Path("pipeline.svg"), help="(default: pipeline.svg)")
+    given = parser.parse_args(argv)
+    return svg.write(given.output, lambda: _picture(given))
+
+
+def _picture(given: argparse.Namespace) -> str:
+    schedule = _schedule(given)
+    schedule = schedule.unsplit() if given.whole_backward else schedule
+    print(f"{given.output}: idle {schedule.bubble:.1%} of the time")
+    return draw(schedule, given.schedule)
 
 
 def _schedule(chosen: argparse.Namespace) -> Schedule:
@@ -55,45 +53,41 @@ def _schedule(chosen: argparse.Namespace) -> Schedule:
 
 def draw(schedule: Schedule, title: str) -> str:
     """Stages down, those of a rank together; time across, in units of a forward."""
-    end = max(slot.stop for slots in schedule.timeline for slot in slots)
-    unit = (WIDTH - LEFT) / end
+    unit = (WIDTH - LEFT) / max(slot.stop for slots in schedule.timeline for slot in slots)
+    ranks, stages = len(schedule.order), len(schedule.rank_of)
+    facts = (
+        f"{ranks} ranks, {stages} stages, {schedule.microbatches} microbatches; idle {schedule.bubble:.1%}"
+    )
+    parts = [svg.label(LEFT, 16, f"{Path(title).name}: {facts}")]
     rows, y = {}, TOP
-    parts = []
-    for rank in range(len(schedule.order)):
-        own = [stage for stage, where in enumerate(schedule.rank_of) if where == rank]
+    for rank in range(ranks):
+        own = [stage for stage in range(stages) if schedule.rank_of[stage] == rank]
         height = ROW * len(own)
-        parts.append(f'<rect x="{LEFT}" y="{y}" width="{WIDTH - LEFT}" height="{height}" fill="#f3f4f6"/>')
-        parts.append(f'<text x="4" y="{y + height / 2 + 4:.0f}">rank {rank}</text>')
+        parts.append(svg.element("rect", x=LEFT, y=y, width=WIDTH - LEFT, height=height, fill="#f3f4f6"))
+        parts.append(svg.label(4, y + height // 2 + 4, f"rank {rank}"))
         for stage in own:
             rows[stage] = y
-            parts.append(f'<text x="{LEFT - 6}" y="{y + 17}" text-anchor="end" fill="#888">{stage}</text>')
+            parts.append(svg.label(LEFT - 6, y + 17, stage, "end", fill="#888"))
             y += ROW
         y += GAP
     for slots in schedule.timeline:
         for (stage, kind, microbatch), start, stop in slots:
             x, width = LEFT + unit * start, unit * (stop - start)
+            name, look = (
+                f"<title>{stage}{kind}{microbatch}</title>",
+                {"fill": COLORS[kind], "stroke": "white"},
+            )
             parts.append(
-                f'<rect x="{x:.1f}" y="{rows[stage] + 1}" width="{width:.1f}" height="{ROW - 2}" '
-                f'fill="{COLORS[kind]}" stroke="white"><title>{stage}{kind}{microbatch}</title></rect>'
+                svg.element("rect", name, x=x, y=rows[stage] + 1, width=width, height=ROW - 2, **look)
             )
             if width > 12:
-                parts.append(
-                    f'<text x="{x + width / 2:.1f}" y="{rows[stage] + 17}" text-anchor="middle">{microbatch}</text>'
-                )
-    parts.append(
-        f'<text x="{LEFT}" y="16">{Path(title).name}: {len(schedule.order)} ranks, {len(schedule.rank_of)} stages, '
-        f"{schedule.microbatches} microbatches; idle {schedule.bubble:.1%}</text>"
-    )
-    x = LEFT
-    for kind in sorted({action.kind for order in schedule.order for action in order}, key="FBIW".index):
-        parts.append(f'<rect x="{x}" y="{y}" width="14" height="14" fill="{COLORS[kind]}"/>')
-        parts.append(f'<text x="{x + 20}" y="{y + 12}">{NAMES[kind]}</text>')
-        x += 150
-    body = "\n".join(parts)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH + 8} {y + 22}" font-family="sans-serif" '
-        f'font-size="12" fill="#333">\n{body}\n</svg>\n'
-    )
+                parts.append(svg.label(x + width / 2, rows[stage] + 17, microbatch, "middle"))
+    kinds = {action.kind for order in schedule.order for action in order}
+    for place, kind in enumerate(sorted(kinds, key="FBIW".index)):
+        x = LEFT + 150 * place
+        parts.append(svg.element("rect", x=x, y=y, width=14, height=14, fill=COLORS[kind]))
+        parts.append(svg.label(x + 20, y + 12, NAMES[kind]))
+    return svg.document(WIDTH + 8, y + 22, parts, font_size=12)
 
 
 if __name__ == "__main__":

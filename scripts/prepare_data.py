@@ -13,103 +13,50 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
-from forge.data.corpus import EXTENSIONS
 from forge.data.prepare import Request, prepare
-from forge.errors import STOPPED, UserError
+from scripts.options import add_input_options, exit_code_of, number, positive
 
 
 def main(arguments: list[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
-    try:
-        prepare(
-            Request(
-                inputs=tuple(given.input),
-                tokenizer=given.tokenizer,
-                output=Path(given.output),
-                workers=given.workers,
-                holdout=given.holdout,
-                max_bytes=given.max_bytes,
-                text_key=given.text_key,
-                extensions=tuple(given.extensions),
-                max_bad_fraction=given.max_bad_fraction,
-            )
-        )
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:  # a full disk
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on from here", file=sys.stderr)
-        return STOPPED
-    return 0
+    request = Request(
+        inputs=tuple(given.input),
+        tokenizer=given.tokenizer,
+        output=Path(given.output),
+        workers=given.workers,
+        holdout=given.holdout,
+        max_bytes=given.max_bytes,
+        text_key=given.text_key,
+        extensions=tuple(given.extensions),
+        max_bad_fraction=given.max_bad_fraction,
+    )
+    return exit_code_of(lambda: prepare(request), "interrupted; the same command goes on from here")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="PATH", help="files, or directories to walk")
-    add(
-        "--tokenizer",
-        required=True,
-        metavar="PATH",
-        help="'bytes', a SentencePiece .model, a tokenizer.json, or a folder with one",
-    )
-    add(
-        "--output",
-        required=True,
-        metavar="DIR",
-        help="the dataset, or with --holdout DIR/train and DIR/validation",
-    )
-    cores = len(os.sched_getaffinity(0))
+    add, cores = parser.add_argument, len(os.sched_getaffinity(0))
+    share = number(float, lambda value: 0 <= value < 1, "at least 0 and less than 1")
+    add_input_options(add)
+    tokenizers = "'bytes', a SentencePiece .model, a tokenizer.json, or a folder with one"
+    add("--tokenizer", required=True, metavar="PATH", help=tokenizers)
+    targets = "the dataset, or with --holdout DIR/train and DIR/validation"
+    add("--output", required=True, metavar="DIR", help=targets)
     add(
         "--workers",
-        type=_count,
+        type=positive,
         default=cores,
         metavar="N",
-        help="processes (%(default)s, the cores of this machine)",
+        help="processes (%(default)s, this machine's cores)",
     )
-    add(
-        "--holdout",
-        type=_share,
-        default=0.0,
-        metavar="F",
-        help="share of the documents kept for validation (0: none)",
-    )
-    add("--max-bytes", type=_count, metavar="N", help="take a sample of so many bytes of the files (all)")
-    add("--text-key", default="text", metavar="KEY", help="where JSONL and Parquet keep text (%(default)s)")
-    add(
-        "--extensions",
-        nargs="+",
-        default=EXTENSIONS,
-        metavar="EXT",
-        help=f"in directories ({' '.join(EXTENSIONS)})",
-    )
-    add(
-        "--max-bad-fraction",
-        type=_share,
-        default=0.01,
-        metavar="F",
-        help="more bad documents: exit 2 (%(default)s)",
-    )
+    held_out = "share of the documents kept for validation (0: none)"
+    add("--holdout", type=share, default=0.0, metavar="F", help=held_out)
+    add("--max-bytes", type=positive, metavar="N", help="take a sample of so many bytes of the files (all)")
+    bad = "more bad documents: exit 2 (%(default)s)"
+    add("--max-bad-fraction", type=share, default=0.01, metavar="F", help=bad)
     return parser
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
-
-
-def _share(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError("must be at least 0 and less than 1")
-    return value
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Train a SentencePiece tokenizer on text and JSONL files. Writes DIR/tokenizer.model."""
+"""Train a SentencePiece tokenizer on text, JSONL and Parquet files. Writes DIR/tokenizer.model."""
 
 from __future__ import annotations
 
@@ -8,40 +8,21 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
-from forge.data.corpus import EXTENSIONS
 from forge.data.train_tokenizer import MAX_BYTES, train_tokenizer
-from forge.errors import UserError
+from scripts.options import add_input_options, exit_code_of
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--input", nargs="+", required=True, metavar="PATH", help="files, or directories to walk"
-    )
-    parser.add_argument("--output", required=True, metavar="DIR", help="the folder that gets tokenizer.model")
-    parser.add_argument(
-        "--vocab-size", required=True, type=int, metavar="N", help="ids, specials and 256 bytes included"
-    )
-    parser.add_argument(
-        "--max-bytes",
-        type=int,
-        default=MAX_BYTES,
-        metavar="N",
-        help="train on a sample of so much (%(default)s)",
-    )
-    parser.add_argument(
-        "--text-key", default="text", metavar="KEY", help="where JSONL keeps its text (%(default)s)"
-    )
-    parser.add_argument(
-        "--extensions",
-        nargs="+",
-        default=EXTENSIONS,
-        metavar="EXT",
-        help=f"in directories ({' '.join(EXTENSIONS)})",
-    )
+    add = parser.add_argument
+    add_input_options(add)
+    add("--output", required=True, metavar="DIR", help="the folder that gets tokenizer.model")
+    add("--vocab-size", required=True, type=int, metavar="N", help="ids, specials and 256 bytes included")
+    sample = "train on a sample of so much (%(default)s)"
+    add("--max-bytes", type=int, default=MAX_BYTES, metavar="N", help=sample)
     given = parser.parse_args(arguments)
-    try:
-        train_tokenizer(
+    return exit_code_of(
+        lambda: train_tokenizer(
             given.input,
             given.output,
             given.vocab_size,
@@ -49,13 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
             text_key=given.text_key,
             extensions=given.extensions,
         )
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:  # a full disk
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    )
 
 
 if __name__ == "__main__":

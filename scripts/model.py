@@ -1,24 +1,21 @@
-"""What scripts on a trained model have in common: which one, on what it computes, and exit codes."""
+"""What scripts on a trained model have in common: which one, and on what it computes."""
 
 from __future__ import annotations
 
 import argparse
-import logging
-import os
-import sys
 from collections.abc import Callable
 
 import torch
 
 from forge import compat
-from forge.errors import FAILED, FINISHED, STOPPED, UserError
+from forge.errors import UserError
 from forge.parallel.precision import DTYPES
 from forge.train.open import Opened, open_checkpoint
+from scripts.options import positive
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
+def add_model_options(add: Callable[..., object]) -> None:
     """The options that `open_model` reads."""
-    add = parser.add_argument
     add(
         "--checkpoint",
         required=True,
@@ -63,32 +60,3 @@ def _device(name: str) -> torch.device:
         reason = str(error).splitlines()[0]
         raise UserError(f"--device {name}: cannot be used: {reason}; use cpu, or leave it out") from None
     return device
-
-
-def exit_code_of(work: Callable[[], None]) -> int:
-    """Do `work`; what goes wrong becomes one sentence on stderr and the exit code, which is returned."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
-    try:
-        work()
-        sys.stdout.flush()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return FAILED
-    except torch.OutOfMemoryError as error:
-        print(f"error: out of memory: {str(error).splitlines()[0]}", file=sys.stderr)
-        return FAILED
-    except KeyboardInterrupt:
-        return STOPPED
-    return FINISHED
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value

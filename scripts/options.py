@@ -1,0 +1,68 @@
+"""What all scripts share: how they end, and the kinds of number and input that their options take. Needs no torch."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import TypeVar
+
+from forge.data.corpus import EXTENSIONS
+from forge.errors import FAILED, FINISHED, STOPPED, UserError
+
+Number = TypeVar("Number", int, float)
+
+
+def exit_code_of(work: Callable[[], object], interrupted: str = "") -> int:
+    """Do `work`; what goes wrong becomes one sentence on stderr and the exit code, which is returned.
+
+    `interrupted` is the sentence for Ctrl-C.
+    """
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
+    try:
+        work()
+        sys.stdout.flush()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:  # a full disk
+        print(f"error: {error}", file=sys.stderr)
+        return FAILED
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's
+            raise
+        print(f"error: out of memory: {str(error).splitlines()[0]}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        if interrupted:
+            print(f"\n{interrupted}", file=sys.stderr)
+        return STOPPED
+    return FINISHED
+
+
+def number(kind: type[Number], holds: Callable[[Number], bool], allowed: str) -> Callable[[str], Number]:
+    """The `type` of an option that takes such numbers; `allowed` says which, after "must be"."""
+
+    def read(text: str) -> Number:
+        value = kind(text)
+        if not holds(value):
+            raise argparse.ArgumentTypeError(f"must be {allowed}")
+        return value
+
+    read.__name__ = kind.__name__  # argparse's word for what a text is not
+    return read
+
+
+positive = number(int, lambda value: value >= 1, "at least 1")
+
+
+def add_input_options(add: Callable[..., object]) -> None:
+    """Which text to read: the parameters of `find_corpus` and `read_documents`."""
+    add("--input", nargs="+", required=True, metavar="PATH", help="files, or directories to walk")
+    add("--text-key", default="text", metavar="KEY", help="where JSONL and Parquet keep text (%(default)s)")
+    names = " ".join(EXTENSIONS)
+    add("--extensions", nargs="+", default=EXTENSIONS, metavar="EXT", help=f"in directories ({names})")
