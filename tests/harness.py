@@ -26,6 +26,7 @@ _context.set_forkserver_preload(
         "torch.distributed.tensor.parallel",
         "torch.distributed.checkpoint",
         "torch.utils._sympy.functions",
+        "torch._inductor.compile_fx",
         "pydantic",
         "tests.preload",
     ]

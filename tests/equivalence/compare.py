@@ -7,6 +7,7 @@ and so hides wrong ones.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -203,11 +204,16 @@ def _routers(model: ParallelModel, report: RouterReport | None) -> dict[str, tor
 def whole(shard: Shard, values: torch.Tensor) -> torch.Tensor:
     """The global tensor of which `values` (laid out like `shard.data`) are this rank's part. Collective."""
     out = torch.zeros(shard.global_shape, dtype=values.dtype)
+    _place(shard, values, out)
+    dist.all_reduce(out)
+    return out
+
+
+def _place(shard: Shard, values: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the pieces that this rank counts into a global tensor."""
     for box, piece in shard.pieces(values):
         if shard.counted:
             out[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))] = piece
-    dist.all_reduce(out)
-    return out
 
 
 def wholes(shards: list[Shard], values: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -215,9 +221,16 @@ def wholes(shards: list[Shard], values: list[torch.Tensor]) -> dict[str, torch.T
     own = {shard.name: (shard, value) for shard, value in zip(shards, values, strict=True)}
     assert len(own) == len(shards), "a name twice"
     shapes = gathered({name: shard.global_shape for name, (shard, _) in own.items()})
-    nowhere = {name: Shard(name, shape, (), torch.empty(0)) for name, shape in shapes.items()}
-    empty = values[0].new_empty(0)
-    return {name: whole(*own.get(name, (nowhere[name], empty))) for name in sorted(shapes)}
+    sizes = {name: math.prod(shapes[name]) for name in sorted(shapes)}
+    # One sum for all, in the format that holds the values of every other.
+    flat = torch.zeros(sum(sizes.values()), dtype=torch.float64)
+    parts = zip(sizes, flat.split(list(sizes.values())), strict=True)
+    outs = {name: part.view(tuple(shapes[name])) for name, part in parts}
+    for name, (shard, value) in own.items():
+        _place(shard, value, outs[name])
+    dist.all_reduce(flat)
+    formats = {name: value.dtype for name, (_, value) in own.items()}
+    return {name: out.to(formats.get(name, values[0].dtype)) for name, out in outs.items()}
 
 
 def gathered(own: dict) -> dict:
