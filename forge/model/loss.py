@@ -93,7 +93,10 @@ class _ChunkedLoss(torch.autograd.Function):
             if grad is not None and grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[rows])
             if grad is not None and grad_weight is not None:
-                _add_product(grad_weight, grad.T, x)
+                if exact == grad.dtype:
+                    grad_weight.addmm_(grad.T, x)
+                else:
+                    grad_weight += grad.T @ x
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtypes = hidden.dtype, weight.dtype
         return torch.stack([sums[0] + z_loss_coef * sums[1], sums[0], sums[1]])
@@ -148,11 +151,3 @@ def chunk_loss(
     if soft_cap:
         grad *= 1.0 - (logits / soft_cap).square()
     return sums, grad.masked_fill_(~valid, 0.0).to(hidden.dtype)
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, where `total` may be of a wider dtype than a and b."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    else:
-        total += a @ b

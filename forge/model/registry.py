@@ -21,12 +21,9 @@ def build_model(config: ModelConfig, seq_len: int, **parts: Any) -> Any:
 
     Raises UserError if there is no such model.
     """
-    return _builder(config.kind)(config, seq_len, **parts)
-
-
-def _builder(kind: str) -> Callable[..., Any]:
+    kind = config.kind
     if kind in MODELS:
-        return MODELS[kind]
+        return MODELS[kind](config, seq_len, **parts)
     module_name, colon, attribute = kind.partition(":")
     if not colon:
         raise UserError(
@@ -34,6 +31,7 @@ def _builder(kind: str) -> Callable[..., Any]:
             f"or an import path package.module:Class{did_you_mean(kind, MODELS)}"
         )
     try:
-        return getattr(importlib.import_module(module_name), attribute)
+        builder = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise UserError(f'model.kind = "{kind}" cannot be imported: {error}') from error
+    return builder(config, seq_len, **parts)

@@ -61,14 +61,10 @@ def _draw(start: int, stop: int, numel: int, seed: int, name: str, device: torch
     generator = torch.Generator(device)
     for block in range(start // BLOCK, (stop - 1) // BLOCK + 1):
         begin, end = block * BLOCK, min((block + 1) * BLOCK, numel)
-        generator.manual_seed(_key(seed, name, block))
+        key = hashlib.blake2b(f"{seed}:{name}:{block}".encode(), digest_size=8).digest()
+        generator.manual_seed(int.from_bytes(key, "little") >> 1)
         # Always the whole block: a generator's n-th number must not depend on how much of the block this rank holds.
         drawn = torch.randn(end - begin, dtype=torch.float32, device=device, generator=generator)
         low, high = max(begin, start), min(end, stop)
         out[low - start : high - start] = drawn[low - begin : high - begin]
     return out
-
-
-def _key(seed: int, name: str, block: int) -> int:
-    digest = hashlib.blake2b(f"{seed}:{name}:{block}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

@@ -53,26 +53,19 @@ class Meshes:
 
 def make_meshes(degrees: Degrees, device_type: str) -> Meshes:
     """Collective over all ranks; `degrees` have been checked against the world size before."""
-    parameters = init_device_mesh(
-        device_type,
-        (degrees.pp, degrees.dp_replicate, degrees.dp_shard * degrees.cp, degrees.tp),
-        mesh_dim_names=("pp", "dp_replicate", "dp_shard_cp", "tp"),
-    )
-    experts = init_device_mesh(
-        device_type,
-        (degrees.pp, degrees.dp_replicate, degrees.ep_shard, degrees.ep),
-        mesh_dim_names=("pp", "dp_replicate", "ep_shard", "ep"),
-    )
-    data = init_device_mesh(
-        device_type,
-        (degrees.pp, degrees.dp_replicate, degrees.dp_shard, degrees.cp, degrees.tp),
-        mesh_dim_names=("pp", "dp_replicate", "dp_shard", "cp", "tp"),
-    )
-    replicated = degrees.dp_replicate > 1
+
+    def view(**axes: int) -> DeviceMesh:
+        return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+    d = degrees
+    parameters = view(pp=d.pp, dp_replicate=d.dp_replicate, dp_shard_cp=d.dp_shard * d.cp, tp=d.tp)
+    experts = view(pp=d.pp, dp_replicate=d.dp_replicate, ep_shard=d.ep_shard, ep=d.ep)
+    data = view(pp=d.pp, dp_replicate=d.dp_replicate, dp_shard=d.dp_shard, cp=d.cp, tp=d.tp)
+    replicated = d.dp_replicate > 1
     loss = parameters["dp_replicate", "dp_shard_cp"]._flatten("dp_cp").get_group()
     stage = parameters["dp_replicate", "dp_shard_cp", "tp"]._flatten("stage").get_group()
     pipeline = loss
-    if degrees.pp > 1:
+    if d.pp > 1:
         pipeline = parameters["pp", "dp_replicate", "dp_shard_cp"]._flatten("pp_dp_cp").get_group()
     return Meshes(
         degrees=degrees,
@@ -94,5 +87,5 @@ def make_meshes(degrees: Degrees, device_type: str) -> Meshes:
             ("dp_replicate", "dp_shard_cp", "tp"): stage,
             ("dp_replicate", "ep_shard"): experts["dp_replicate", "ep_shard"]._flatten("edp").get_group(),
         },
-        data_rank=data.get_local_rank("dp_replicate") * degrees.dp_shard + data.get_local_rank("dp_shard"),
+        data_rank=data.get_local_rank("dp_replicate") * d.dp_shard + data.get_local_rank("dp_shard"),
     )

@@ -41,15 +41,24 @@ def plan_pipeline(config: Config, degrees: Degrees) -> PipelinePlan:
     else:
         schedule = make_schedule(name, pp, number_of_stages(config), degrees.accumulation)
     stages = make_stages(config, len(schedule.rank_of))
-    if halves(schedule) and not splits_backward(config):
+    if not splits_backward(config):
         schedule = schedule.unsplit()
-    _tell(config, PipelinePlan(stages, schedule))
+    log.info(
+        "pipeline of %d stages, schedule %s, %d microbatches: idle %.1f %% of the time if stages cost the same\n%s",
+        len(stages),
+        name,
+        schedule.microbatches,
+        100 * schedule.bubble,
+        table(stages, layer_costs(config), schedule.rank_of),
+    )
+    if name in SPLIT_BACKWARD and not splits_backward(config):
+        log.warning(
+            "pipeline.schedule = %s: with %s each backward stays in one piece, because blocks would otherwise be computed "
+            "again for every weight; idle time is as said above, and Interleaved1F1B may be no worse",
+            name,
+            "compile.enabled" if config.compile.enabled else "activation_checkpoint",
+        )
     return PipelinePlan(stages, schedule)
-
-
-def halves(schedule: Schedule) -> bool:
-    """Whether some backward is in two halves."""
-    return any(action.kind == "I" for order in schedule.order for action in order)
 
 
 def splits_backward(config: Config) -> bool:
@@ -69,24 +78,4 @@ def _check_csv(config: Config, stages: int) -> None:
     if stages > config.model.n_layers and not config.pipeline.module_names:
         raise UserError(
             f"{key}: has {stages} stages, but there are only model.n_layers = {config.model.n_layers} layers"
-        )
-
-
-def _tell(config: Config, plan: PipelinePlan) -> None:
-    schedule, name = plan.schedule, config.pipeline.schedule
-    log.info(
-        "pipeline of %d stages, schedule %s, %d microbatches: idle %.1f %% of the time if stages cost the same\n%s",
-        len(plan.stages),
-        name,
-        schedule.microbatches,
-        100 * schedule.bubble,
-        table(plan.stages, layer_costs(config), schedule.rank_of),
-    )
-    if name in SPLIT_BACKWARD and not splits_backward(config):
-        why = "compile.enabled" if config.compile.enabled else "activation_checkpoint"
-        log.warning(
-            "pipeline.schedule = %s: with %s each backward stays in one piece, because blocks would otherwise be computed "
-            "again for every weight; idle time is as said above, and Interleaved1F1B may be no worse",
-            name,
-            why,
         )
