@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 
@@ -47,4 +48,7 @@ def main(argv: list[str]) -> int:
 
 def _say(rank: int, text: str) -> None:
     if rank == 0:
-        print(text)
+        try:
+            print(text, flush=True)
+        except BrokenPipeError:  # `| head` has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
