@@ -40,18 +40,31 @@ def recompute(mode: str) -> str:
     return f"[activation_checkpoint]\n{RECOMPUTE[mode]}\n"
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("mode", [mode for mode in RECOMPUTE if mode != "memory_budget"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("mode", "world"),
+    [
+        pytest.param(mode, world, marks=() if world == 2 or mode == "selective" else SLOW)
+        for mode in RECOMPUTE
+        for world in (1, 2)
+        if mode != "memory_budget"
+    ],
+)
 def test_activation_checkpointing(mode: str, world: int) -> None:
     check(world, recompute(mode), "everything" if mode == "selective" else "plain", micro=2)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=SLOW), 2])
 def test_compile(world: int) -> None:
     check(world, COMPILE, "everything", micro=2)
 
 
-@pytest.mark.parametrize("mode", ["full", "attention", "selective", "memory_budget"])
+@pytest.mark.parametrize(
+    "mode",
+    [pytest.param("full", marks=SLOW), pytest.param("attention", marks=SLOW), "selective", "memory_budget"],
+)
 def test_compile_with_activation_checkpointing(mode: str) -> None:
     check(2, COMPILE + recompute(mode), micro=2)
 
@@ -70,14 +83,20 @@ def float8_alone(kind: str) -> Trace:
     return trace
 
 
-@pytest.mark.parametrize("kind", ["tensorwise", "rowwise"])
+BLOCKS = {"alone": "", "selective": recompute("selective"), "full and compiled": recompute("full") + COMPILE}
+FAST_FLOAT8 = [("tensorwise", "alone"), ("rowwise", "full and compiled")]
+
+
 @pytest.mark.parametrize(
-    "extra",
-    ["", recompute("selective"), recompute("full") + COMPILE],
-    ids=["alone", "selective", "full and compiled"],
+    ("kind", "blocks"),
+    [
+        pytest.param(kind, blocks, marks=() if (kind, blocks) in FAST_FLOAT8 else SLOW)
+        for kind in ("tensorwise", "rowwise")
+        for blocks in BLOCKS
+    ],
 )
-def test_float8_over_ranks(kind: str, extra: str) -> None:
-    assert_equal(layout(float8(kind, extra), 2), float8_alone(kind))
+def test_float8_over_ranks(kind: str, blocks: str) -> None:
+    assert_equal(layout(float8(kind, BLOCKS[blocks]), 2), float8_alone(kind))
 
 
 def test_float8_with_replicas() -> None:
@@ -90,7 +109,6 @@ def test_float8_gathered_in_another_format() -> None:
     assert_equal(layout(text, 2), float8_alone("tensorwise"))
 
 
-SLOW = pytest.mark.slow
 SPLIT = {
     "tp": "tp = 2",
     "tp without sequence parallelism": "tp = 2\nsequence_parallel = false",
@@ -112,13 +130,13 @@ def test_activation_checkpointing_with_split_blocks(split: str, mode: str) -> No
 
 
 @pytest.mark.parametrize(
-    "split", [pytest.param(split, marks=() if split in ("tp", "ring") else SLOW) for split in SPLIT]
+    "split", [pytest.param(split, marks=() if split == "tp" else SLOW) for split in SPLIT]
 )
 def test_compile_with_split_blocks(split: str) -> None:
     check(2, COMPILE + recompute("selective"), "everything", parallel=SPLIT[split], micro=2)
 
 
-@pytest.mark.parametrize("kind", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("kind", ["tensorwise", pytest.param("rowwise", marks=SLOW)])
 def test_float8_with_tensor_parallelism(kind: str) -> None:
     # Emulated products are made in float32, and here each rank makes a part of them.
     assert_equal(layout(float8(kind, parallel="tp = 2"), 2), float8_alone(kind), 1e-5)

@@ -1,6 +1,7 @@
 """Context parallelism computes what one process computes: each way of reaching the keys, on every mask."""
 
 import functools
+import itertools
 from unittest import mock
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 
 from forge.data.synthetic import SyntheticSource
 from forge.parallel.context.blocks import PlainKernel
+from tests.covering import covering, pairs
 from tests.equivalence import compare
 from tests.equivalence.compare import Trace, assert_equal, layout, reference, tiny_config
 from tests.harness import run_ranks
@@ -33,11 +35,14 @@ def check(world: int, kind: str, parallel: str, variant: str = "plain", micro: i
     assert_equal(layout(text, world), expected(variant))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("cp", [2, 4])
-@pytest.mark.parametrize(
-    "variant", ["plain", pytest.param("tied", marks=pytest.mark.slow), "everything", "window of 3"]
-)
+def _alone() -> list:
+    """All; each two of kind, degree and model (a tied one apart) are part of every run."""
+    grid = list(itertools.product(KINDS, (2, 4), VARIANTS))
+    fast = covering([case for case in grid if case[2] != "tied"], lambda case: pairs(*case))
+    return [pytest.param(*case, marks=() if case in fast else pytest.mark.slow) for case in grid]
+
+
+@pytest.mark.parametrize(("kind", "cp", "variant"), _alone())
 def test_context_parallel_alone(kind: str, cp: int, variant: str) -> None:
     check(cp, kind, f"cp = {cp}", variant)
 
@@ -47,7 +52,9 @@ def test_with_fsdp_and_accumulation(kind: str) -> None:
     check(4, kind, "cp = 2\ndp_shard = 2", micro=2)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "ring" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
 def test_with_replicas_and_accumulation(kind: str) -> None:
     check(4, kind, "cp = 2\ndp_replicate = 2\ndp_shard = 1", "everything", micro=2)
 

@@ -29,7 +29,7 @@ def test_accumulation_over_1_2_and_4_microbatches_on_one_process(micro: int) -> 
     check(1, micro=micro)
 
 
-@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("world", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_fsdp(world: int) -> None:
     check(world)
 

@@ -61,32 +61,40 @@ def test_two_ranks_share_the_experts(variant: str) -> None:
     check(2, "ep = 2", variant, micro=2)
 
 
-@pytest.mark.parametrize("sequence", ["true", "false"])
-@pytest.mark.parametrize("variant", slow_but("bias", "aux_loss", "sequence_aux_loss"))
+FAST_TENSOR = [("bias", "true"), ("aux_loss", "false"), ("sequence_aux_loss", "true")]
+
+
+@pytest.mark.parametrize(
+    ("variant", "sequence"),
+    [
+        pytest.param(*case, marks=[] if case in FAST_TENSOR else pytest.mark.slow)
+        for case in itertools.product(BALANCE, ("true", "false"))
+    ],
+)
 def test_two_tensor_ranks_route_pieces_of_the_sequence(variant: str, sequence: str) -> None:
     check(2, f"tp = 2\nep = 2\nsequence_parallel = {sequence}", variant, micro=4)
 
 
-# Name -> ranks, what the layout says, and the variant that is part of every run; others are slow.
+# Name -> ranks, what the layout says, and the variant that is part of every run, if any; others are slow.
 LAYOUTS = {
     "experts over fsdp": (4, "", "bias"),
     "ep 4": (4, "ep = 4", "sequence_aux_loss"),
     "ep 2, fsdp 2": (4, "ep = 2", "groups"),
-    "hsdp": (4, "dp_replicate = 2\ndp_shard = 2", "aux_loss"),
+    "hsdp": (4, "dp_replicate = 2\ndp_shard = 2", ""),
     "hsdp, ep 2": (4, "dp_replicate = 2\ndp_shard = 2\nep = 2", "bias"),
     "replicas alone": (2, "dp_replicate = 2\ndp_shard = 1", "sequence_aux_loss"),
-    "tp 2, experts over fsdp": (4, "tp = 2", "aux_loss"),
+    "tp 2, experts over fsdp": (4, "tp = 2", ""),
     "tp 2, ep 4": (4, "tp = 2\nep = 4", "groups"),
     "tp 2, ep 2, hsdp, whole stream": (
         4,
         "tp = 2\nep = 2\ndp_replicate = 2\ndp_shard = 1\nsequence_parallel = false",
         "aux_loss",
     ),
-    "tp 4": (4, "tp = 4\nep = 2", "sequence_aux_loss"),
+    "tp 4": (4, "tp = 4\nep = 2", ""),
     "cp 2, experts over fsdp": (2, "cp = 2", "sequence_aux_loss"),
     "cp 2, ep 4": (4, 'cp = 2\nep = 4\ncontext = "ring"', "bias"),
     "cp 2, tp 2, ep 2": (4, "cp = 2\ntp = 2\nep = 2", "sequence_aux_loss"),
-    "cp 2, tp 2, ep 4, whole stream": (4, "cp = 2\ntp = 2\nep = 4\nsequence_parallel = false", "aux_loss"),
+    "cp 2, tp 2, ep 4, whole stream": (4, "cp = 2\ntp = 2\nep = 4\nsequence_parallel = false", ""),
     "ep 8": (8, "ep = 8", ""),
     "ep 2, fsdp 4": (8, "ep = 2", ""),
     "ep 4, tp 2, hsdp": (8, "ep = 4\ntp = 2\ndp_replicate = 2\ndp_shard = 2", ""),
@@ -157,7 +165,10 @@ def test_recomputation_of_one_part(part: str, mode: str) -> None:
     check(2, "ep = 2", "bias", 2, RECOMPUTE.format(mode) + f'modules = ["{part}"]\n')
 
 
-@pytest.mark.parametrize("mode", ["none", pytest.param("full", marks=pytest.mark.slow), "selective"])
+@pytest.mark.parametrize(
+    "mode",
+    [pytest.param("none", marks=pytest.mark.slow), pytest.param("full", marks=pytest.mark.slow), "selective"],
+)
 @pytest.mark.parametrize(
     ("world", "parallel"), [(2, "ep = 2"), pytest.param(2, "tp = 2\nep = 2", marks=pytest.mark.slow)]
 )

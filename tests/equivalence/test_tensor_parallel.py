@@ -1,11 +1,13 @@
 """Tensor parallelism computes what one process computes: every option, with data parallelism and accumulation."""
 
 import functools
+import itertools
 
 import pytest
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
+from tests.covering import covering, pairs
 from tests.equivalence.compare import Trace, _layout_on_rank, assert_equal, layout, reference, tiny_config
 from tests.harness import run_ranks
 
@@ -33,9 +35,14 @@ def check(world: int, parallel: str, variant: str = "plain", micro: int = 4) -> 
     assert_equal(layout(text(variant, parallel, micro), world), expected(variant))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("sequence", ["true", "false"])
-@pytest.mark.parametrize("loss", ["true", "false"])
+def _two_ranks() -> list:
+    """All; each two of model, sequence and loss parallelism are part of every run."""
+    grid = list(itertools.product(VARIANTS, ("true", "false"), ("true", "false")))
+    fast = covering(grid, lambda case: pairs(*case))
+    return [pytest.param(*case, marks=() if case in fast else pytest.mark.slow) for case in grid]
+
+
+@pytest.mark.parametrize(("variant", "sequence", "loss"), _two_ranks())
 def test_two_ranks(variant: str, sequence: str, loss: str) -> None:
     check(2, f"tp = 2\nsequence_parallel = {sequence}\nloss_parallel = {loss}", variant)
 
@@ -45,7 +52,7 @@ def test_four_ranks(sequence: str) -> None:
     check(4, f"tp = 4\nsequence_parallel = {sequence}", "everything")
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [pytest.param("plain", marks=pytest.mark.slow), "tied", "everything"])
 def test_with_fsdp_and_accumulation(variant: str) -> None:
     check(4, "tp = 2\ndp_shard = 2", variant, micro=2)
 
@@ -112,8 +119,14 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("sequence", ["true", "false"])
+@pytest.mark.parametrize(
+    ("plan", "sequence"),
+    [
+        pytest.param(plan, sequence, marks=() if number % 2 == (sequence == "true") else pytest.mark.slow)
+        for number, plan in enumerate(PLANS)
+        for sequence in ("true", "false")
+    ],
+)
 def test_plans_by_hand(plan: str, sequence: str) -> None:
     styles = "\n".join(f'"{name}" = "{style}"' for name, style in PLANS[plan].items())
     keys = f"tp = 2\nsequence_parallel = {sequence}\n[parallel.tp_plan_styles]\n{styles}"
