@@ -42,14 +42,13 @@ _PATIENCE = timedelta(hours=2)
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """How a save went, the same on every rank: `error` is None when the checkpoint of `step` is complete.
+    """How a save went, `seconds` from the call of `save` to the end; the same on every rank but for these.
 
-    `seconds` from the call of `save` to the end; for `blocked_s` of them the caller could not go on.
+    `error` is None when the checkpoint of `step` is complete.
     """
 
     step: int
     seconds: float
-    blocked_s: float
     error: str | None = None
 
 
@@ -106,14 +105,13 @@ class Checkpoints:
         began = time.monotonic()
         self._join()
         contents = self._stage(step, tensors, state, files, layout)
-        blocked = time.monotonic() - began
         if self._mode == "async":
             self._thread = threading.Thread(
-                target=self._write, args=(step, contents, began, blocked), name=f"save-{step}", daemon=True
+                target=self._write, args=(step, contents, began), name=f"save-{step}", daemon=True
             )
             self._thread.start()
         else:
-            self._write(step, contents, began, None)
+            self._write(step, contents, began)
             self._join()
         return self.poll()
 
@@ -210,9 +208,7 @@ class Checkpoints:
             return fail
         return lambda: contents
 
-    def _write(
-        self, step: int, contents: Callable[[], Contents], began: float, blocked: float | None
-    ) -> None:
+    def _write(self, step: int, contents: Callable[[], Contents], began: float) -> None:
         """Runs in the thread: whatever happens becomes an outcome."""
         error = None
         try:
@@ -222,8 +218,7 @@ class Checkpoints:
         except Exception as failure:
             error = str(failure) if isinstance(failure, RanksFailed) else describe(failure)
             logger.debug("checkpoint of step %d was not saved", step, exc_info=True)
-        seconds = time.monotonic() - began
-        self._last = SaveOutcome(step, seconds, seconds if blocked is None else blocked, error)
+        self._last = SaveOutcome(step, time.monotonic() - began, error)
         self._outcomes.append(self._last)
 
     def _join(self) -> None:

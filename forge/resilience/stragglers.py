@@ -21,10 +21,12 @@ from torch import nn
 log = logging.getLogger(__name__)
 
 PHASES = ("data", "forward", "optimizer")
+# Seconds of a step that a rank must cost to be named: less is what any busy machine does now and then.
+LEAST_S = 0.01
 
 
 class Stragglers:
-    """Compares all ranks every `interval` steps (0: never), and names those slower than the median rank by `factor`.
+    """Compares all ranks every `interval` steps (0: never), and names those that make a step longer by `factor`.
 
     `block`: a module whose forward shows how fast this rank computes; its ranks of tensor and context parallelism wait for
     each other in it, so they are slow together. `tell(kind, **fields)` writes an event.
@@ -124,21 +126,24 @@ class Stragglers:
 
 
 def slow_ranks(table: Sequence[Sequence[float]], factor: float) -> list[tuple[int, str, float, float]]:
-    """(rank, phase, its seconds, the median rank's) of the ranks that hold the others up.
+    """(rank, phase, its seconds, the median rank's) of the ranks without which a step would be shorter by `factor`.
 
-    table: for each rank the seconds of data, forward, optimizer and of the whole step. A forward stands for all computing,
-    so it counts by itself; of the others only what the step is longer for.
+    table: for each rank the seconds of data, forward, optimizer and of the whole step. The forward of a block stands for
+    all computing: as much slower as it is, so much of the step is lost. 0 there is a rank that has timed none.
     """
     step_s = median_low([row[len(PHASES)] for row in table])
+    least = max((1 - 1 / factor) * step_s, LEAST_S)
     found = []
     for place, phase in enumerate(PHASES):
-        usual = median_low([row[place] for row in table])
-        whole = usual if phase == "forward" else step_s
-        found += [
-            (rank, phase, row[place], usual)
-            for rank, row in enumerate(table)
-            if row[place] - usual > (factor - 1) * whole
-        ]
+        timed = [row[place] for row in table if row[place] or phase != "forward"]
+        if not timed:
+            continue
+        usual = median_low(timed)
+        for rank, row in enumerate(table):
+            more = row[place] - usual
+            lost = more * step_s / row[place] if more > 0 and phase == "forward" else more
+            if lost > least:
+                found.append((rank, phase, row[place], usual))
     return found
 
 

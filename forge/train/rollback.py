@@ -60,7 +60,7 @@ class Rollbacks:
         end = progress.next_sample if setback.pass_over else first
         rollback = Rollback(setback.last_step, origin.step, first, end)
         over = f", passing over samples {first} to {end - 1}" if setback.pass_over else ""
-        log.error("%s. Back to step %d%s", setback, origin.step, over)
+        log.warning("%s. Back to step %d%s", setback, origin.step, over)
         self._tell("rolled_back", reason=str(setback), **asdict(rollback))
         # In this order: a kill in between leaves a run that finds the same trouble, or one that knows of it already.
         self._checkpoints.set_aside_after(origin.step)

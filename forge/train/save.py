@@ -43,7 +43,7 @@ class Saver:
         self.saved_step = -1
         """The step that needs no more saving."""
         self.slowest_s = 0.0
-        """What the slowest save so far took until it was on disk; the same on every rank once it is told of."""
+        """What the slowest save so far took until it was on disk, as this rank saw it."""
         self._error: str | None = None
 
     def save(self) -> None:

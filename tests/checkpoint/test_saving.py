@@ -1,7 +1,6 @@
 """Saving: what is copied when, what is kept, what the folder looks like, what is said."""
 
 import logging
-import time
 import warnings
 from pathlib import Path
 
@@ -35,15 +34,13 @@ def test_s5_parameters_may_change_as_soon_as_save_returns(mode, tmp_path):
 
 def slow_saves(rank: int, world: int, folder: str) -> None:
     checkpoints = Checkpoints(Path(folder), mode="async")
-    inject("save.between_shards:*:1:sleep=0.5")
-    began = time.monotonic()
-    assert save_value(checkpoints, 1) == []
-    assert time.monotonic() - began < 0.3 and checkpoints.poll() == []
+    inject("save.between_shards:*:1:sleep=2")
+    assert save_value(checkpoints, 1) == [] and checkpoints.poll() == []
+    assert "step-00000001" not in names(folder)
     (first,) = save_value(checkpoints, 2)
-    assert time.monotonic() - began > 0.5 and "step-00000001" in names(folder)
+    assert "step-00000001" in names(folder) and "step-00000002" not in names(folder)
     (second,) = checkpoints.wait()
     assert (first.step, second.step) == (1, 2) and first.error is None and second.error is None
-    assert first.blocked_s < 0.3 < 0.5 < first.seconds and second.blocked_s > 0.3
     assert checkpoints.wait() == []
 
 

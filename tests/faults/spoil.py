@@ -3,7 +3,9 @@ them again."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,7 +25,8 @@ def infinity_in_one_gradient() -> None:
     """One element of one gradient, on rank 1, in step 5."""
 
     def spoil(model, sums) -> None:
-        next(shard for shard in model.shards if shard.boxes).grad.view(-1)[0] = torch.inf
+        if os.environ["RANK"] == "1":
+            next(shard for shard in model.shards if shard.boxes).grad.view(-1)[0] = torch.inf
 
     _spoil(lambda samples: 36 in samples, spoil)
 
@@ -53,31 +56,49 @@ def _spoil_gradients(when: Callable[[range], bool], factor: float) -> None:
 
 
 def _spoil(when: Callable[[range], bool], spoil: Callable[[Any, Any], object]) -> None:
-    """Call `spoil(model, sums)` after a backward over samples (of this rank) for which `when` holds."""
+    """Call `spoil(model, sums)` once gradients over samples (of this rank) for which `when` holds are complete."""
     from forge.parallel.execute import SequentialModel
+    from forge.parallel.pipeline.execute import PipelinedModel
 
-    compute = SequentialModel.forward_backward
+    for kind in (SequentialModel, PipelinedModel):
+        _spoil_kind(kind, when, spoil)
 
-    def spoiled(self, batch, tokens):
-        sums = compute(self, batch, tokens)
-        if when(range(batch.first_sample, batch.first_sample + len(batch.tokens))):
+
+def _spoil_kind(kind: Any, when: Callable[[range], bool], spoil: Callable[[Any, Any], object]) -> None:
+    compute, finalize = kind.forward_backward, kind.finalize_gradients
+
+    def remembering(self, batch, tokens):
+        self.latest = (
+            range(batch.first_sample, batch.first_sample + len(batch.tokens)),
+            compute(self, batch, tokens),
+        )
+        return self.latest[1]
+
+    def spoiled(self):
+        finalize(self)
+        samples, sums = self.latest
+        if when(samples):
             spoil(self, sums)
-        return sums
 
-    SequentialModel.forward_backward = spoiled
-
-
-def one_bit_on_rank_1_after_step_5() -> None:
-    """A bit of a parameter flips on one of its ranks; when the step is made again it does not."""
-    _flip_a_bit(lambda step, seen: step == 5 and not seen)
+    kind.forward_backward, kind.finalize_gradients = remembering, spoiled
 
 
-def one_bit_on_rank_1_after_every_step_from_5() -> None:
+def one_bit_after_step_5() -> None:
+    """A bit of a parameter flips on the last rank; when the step is made again it does not."""
+    _flip_a_bit("w1.weight", lambda step, seen: step == 5 and not seen)
+
+
+def one_bit_of_an_expert_after_step_5() -> None:
+    """The same of a routed expert's weight."""
+    _flip_a_bit("experts.w13", lambda step, seen: step == 5 and not seen)
+
+
+def one_bit_after_every_step_from_5() -> None:
     """The same again and again, as of a broken machine."""
-    _flip_a_bit(lambda step, seen: step >= 5)
+    _flip_a_bit("w1.weight", lambda step, seen: step >= 5)
 
 
-def _flip_a_bit(when: Callable[[int, bool], bool]) -> None:
+def _flip_a_bit(ending: str, when: Callable[[int, bool], bool]) -> None:
     import torch.distributed as dist
 
     import forge.train.loop as loop
@@ -86,45 +107,74 @@ def _flip_a_bit(when: Callable[[int, bool], bool]) -> None:
 
     def flipping(self) -> None:
         step = self.progress.step
-        if dist.get_rank() == 1 and when(step, step in seen):
-            shard = next(one for one in self.model.shards if one.name.endswith("w1.weight"))
-            shard.data.view(torch.int32).view(-1)[7] ^= 1 << 20
+        if dist.get_rank() == dist.get_world_size() - 1 and when(step, step in seen):
+            shard = next(one for one in self.model.shards if one.name.endswith(ending) and one.boxes)
+            shard.data.view(torch.int32).view(-1)[0] ^= 1 << 20
         seen.add(step)
         after_step(self)
 
     loop.Training.after_step = flipping
 
 
+def half_a_second_for_each_step() -> None:
+    """On the clock of the time limit, on which nothing else takes any time: a busy machine changes nothing."""
+    import forge.resilience.time_limit as time_limit
+    import forge.train.loop as loop
+
+    clock = SimpleNamespace(now=0.0)
+    time_limit.time = SimpleNamespace(monotonic=lambda: clock.now)
+    begin, step = time_limit.TimeLimit.__init__, loop.Training.step
+
+    def timed(self) -> None:
+        step(self)
+        clock.now += 0.5
+
+    time_limit.TimeLimit.__init__ = lambda self, limit_s, began: begin(self, limit_s, clock.now)
+    loop.Training.step = timed
+
+
 def slow_data_on_rank_1() -> None:
     """Rank 1 reads slowly."""
-    from forge.data.dataset import PackedDataset
-
-    _slow_down(PackedDataset, "__getitem__", 0.05)
+    _slow_down("data")
 
 
 def slow_forward_on_rank_1() -> None:
     """Rank 1 computes slowly."""
-    from forge.model.feed_forward import FeedForward
-
-    _slow_down(FeedForward, "forward", 0.05)
+    _slow_down("forward")
 
 
 def slow_optimizer_on_rank_1() -> None:
     """Rank 1 updates slowly."""
+    _slow_down("optimizer")
+
+
+def _slow_down(phase: str) -> None:
+    """Time passes only where this says so, so a busy machine makes no rank slow: every wait for data, feed-forward and
+    update takes 10 ms, and 50 ms on rank 1 in `phase`."""
+    import queue
+
+    import forge.data.loader as loader
+    import forge.resilience.stragglers as stragglers
+    import forge.train.loop as loop
+    from forge.model.feed_forward import FeedForward
     from forge.optim import AdamW
 
-    _slow_down(AdamW, "step", 0.2)
+    clock = SimpleNamespace(now=0.0)
+    for module in (loader, loop, stragglers):
+        module.time = SimpleNamespace(perf_counter=lambda: clock.now)
 
+    def takes(seconds: float, owner: type, method: str) -> None:
+        work = getattr(owner, method)
 
-def _slow_down(owner: type, method: str, seconds: float) -> None:
-    import os
-    import time
+        def timed(*args, **kwargs):
+            clock.now += seconds
+            return work(*args, **kwargs)
 
-    quick = getattr(owner, method)
+        setattr(owner, method, timed)
 
-    def slow(*args, **kwargs):
-        if os.environ["RANK"] == "1":
-            time.sleep(seconds)
-        return quick(*args, **kwargs)
-
-    setattr(owner, method, slow)
+    for name, owner, method in (
+        ("data", queue.Queue, "get"),
+        ("forward", FeedForward, "forward"),
+        ("optimizer", AdamW, "step"),
+    ):
+        takes(0.05 if name == phase and os.environ["RANK"] == "1" else 0.01, owner, method)

@@ -12,8 +12,10 @@ import re
 import shutil
 import sys
 import textwrap
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,7 @@ REPOSITORY = Path(__file__).parents[2]
 PAGE = REPOSITORY / "docs" / "recovery.md"
 _ROW = re.compile(r"^\| ([KPSRNHDX]\d) \| (.+?) \| (.+?) \|$", re.M)
 _TEST = re.compile(r"test_([kpsrnhdx]\d)_")
+_DEFINITION = re.compile(r"^def (test_\w+)\(", re.M)
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,16 @@ def row_of(test: str) -> str | None:
     return match[1].upper() if match else None
 
 
+def files_of(wanted: set[str]) -> list[Path]:
+    """The files that have a test of a `wanted` row."""
+    files = sorted((REPOSITORY / "tests").rglob("test_*.py"))
+    return [
+        file
+        for file in files
+        if wanted & {row_of(name) for name in _DEFINITION.findall(file.read_text("utf-8"))}
+    ]
+
+
 @dataclass(eq=False)
 class Results:
     """A pytest plugin that keeps the tests of `wanted` rows and sorts their outcomes by row."""
@@ -53,6 +66,7 @@ class Results:
     failed: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     skipped: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     repeated: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         chosen = [item for item in items if row_of(item.name) in self.wanted]
@@ -63,40 +77,59 @@ class Results:
         row = row_of(report.nodeid.rpartition("::")[2])
         if row is None:
             return
+        self.seconds[row] += report.duration
         if report.outcome == "failed":
             self.failed[row].append(report.nodeid)
         elif report.outcome == "skipped":
-            self.skipped[row].append(str(report.longrepr[2] if isinstance(report.longrepr, tuple) else ""))
+            why = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else "")
+            self.skipped[row].append(why.removeprefix("Skipped: "))
         elif report.outcome == "rerun":
             self.repeated[row] += 1
         elif report.when == "call":
             self.passed[row] += 1
 
+    def kind(self, row: str) -> str:
+        """passed, FAILED, skipped or NO TEST."""
+        if self.failed[row]:
+            return "FAILED"
+        return "passed" if self.passed[row] else "skipped" if self.skipped[row] else "NO TEST"
+
     def of(self, row: str) -> str:
         """In a few words, such as `passed (3)`."""
-        if self.failed[row]:
-            return f"FAILED ({len(self.failed[row])} of {len(self.failed[row]) + self.passed[row]})"
-        if self.passed[row]:
-            more = f", {len(self.skipped[row])} skipped" if self.skipped[row] else ""
-            more += f", {self.repeated[row]} repeated" if self.repeated[row] else ""
-            return f"passed ({self.passed[row]}{more})"
-        return f"skipped: {self.skipped[row][0]}" if self.skipped[row] else "NO TEST"
+        failed, passed, skipped = len(self.failed[row]), self.passed[row], len(self.skipped[row])
+        counts = {
+            f"{failed} of {failed + passed}" if failed else f"{passed}": failed or passed,
+            f"{skipped} skipped": skipped and passed,
+            f"{self.repeated[row]} repeated": self.repeated[row],
+        }
+        told = ", ".join(text for text, count in counts.items() if count)
+        return f"{self.kind(row)} ({told})" if told else self.kind(row)
 
 
 def show(results: Results) -> str:
-    """The table as text, as wide as the terminal."""
+    """The table as text, as wide as the terminal; below it what failed and what was skipped, and a line that sums up."""
     width = max(100, min(160, shutil.get_terminal_size().columns))
-    widths = [3, 18, (width - 27) * 2 // 5, (width - 27) * 3 // 5]
+    widths = [3, 22, 5, (width - 38) * 2 // 5, (width - 38) * 3 // 5]
+    chosen = [row for row in rows() if row.name in results.wanted]
+    lines = [_line(("row", "result", "time", "fault", "expected"), widths), "-" * width]
+    for row in chosen:
+        told, took = results.of(row.name), f"{results.seconds[row.name]:.0f} s"
+        lines.append(_line((row.name, told, took, row.fault, row.expected), widths))
+    lines += ["", *(f"FAILED  {test}" for row in chosen for test in results.failed[row.name])]
+    lines += [
+        f"skipped {row.name}: {why}" for row in chosen for why in dict.fromkeys(results.skipped[row.name])
+    ]
+    counts = Counter(results.kind(row.name) for row in chosen)
+    told = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+    return "\n".join([*lines, f"{len(chosen)} rows in {sum(results.seconds.values()):.0f} s: {told}"])
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    """Cells side by side, each broken into as many lines as it needs."""
+    columns = [textwrap.wrap(cell.replace("`", ""), size) for cell, size in zip(cells, widths, strict=True)]
     lines = []
-    for row in [Row("row", "fault", "expected"), *(row for row in rows() if row.name in results.wanted)]:
-        result = "result" if row.name == "row" else results.of(row.name)
-        cells = [row.name, result, row.fault.replace("`", ""), row.expected.replace("`", "")]
-        wrapped = [textwrap.wrap(cell, size) for cell, size in zip(cells, widths, strict=True)]
-        for i in range(max(map(len, wrapped))):
-            parts = (part[i] if i < len(part) else "" for part in wrapped)
-            lines.append(
-                "  ".join(f"{part:{size}}" for part, size in zip(parts, widths, strict=True)).rstrip()
-            )
+    for parts in zip_longest(*columns, fillvalue=""):
+        lines.append("  ".join(f"{part:{size}}" for part, size in zip(parts, widths, strict=True)).rstrip())
     return "\n".join(lines)
 
 
@@ -114,11 +147,20 @@ def main(arguments: list[str]) -> int:
         parser.error(f"no row {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     results = Results(wanted)
     code = pytest.main(
-        [str(REPOSITORY / "tests"), "--durations=0", "-qq", *(["-m", "not slow"] if given.fast else [])],
+        # Not the options of pyproject.toml, which show the slowest tests.
+        [
+            *map(str, files_of(wanted)),
+            "-o",
+            "addopts=",
+            "-q",
+            "--reruns=1",
+            "-m",
+            "not slow" if given.fast else "",
+        ],
         plugins=[results],
     )
     print(f"\n{show(results)}")
-    broken = any(results.of(row).startswith(("FAILED", "NO TEST")) for row in wanted)
+    broken = any(results.kind(row) in ("FAILED", "NO TEST") for row in wanted)
     return int(code) or int(broken)
 
 

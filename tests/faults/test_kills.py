@@ -11,6 +11,7 @@ import pytest
 
 from forge.checkpoint.folders import step_name
 from tests.end_to_end.runs import Run, assert_same_history, wait_for
+from tests.faults.layouts import TWO_RANKS
 from tests.harness import Started
 
 KILLED = -signal.SIGKILL
@@ -79,24 +80,13 @@ def test_k4_a_stale_partial_folder_of_the_step_about_to_be_saved(tmp_path, undis
     assert_same_history(run, undisturbed())
 
 
-LAYOUTS = {
-    "fsdp 2": (),
-    "ep 2": (
-        "--model.moe.n_experts=4",
-        "--model.moe.top_k=2",
-        "--model.moe.expert_dim=32",
-        "--parallel.ep=2",
-    ),
-    "zero1 2": ("--parallel.data_parallel=zero1",),
-    "pp 2": ("--parallel.pp=2", "--train.micro_batch_size=1"),
-}
 # Long enough to be hit; a save is under way about half of the time.
 MANY_STEPS = ("--train.steps=30", "--checkpoint.interval=3")
 
 
 def _trials() -> list:
     """Thirty, the first five of them fast: each layout, and FSDP once more."""
-    names = [list(LAYOUTS)[seed % len(LAYOUTS)] for seed in range(30)]
+    names = [list(TWO_RANKS)[seed % len(TWO_RANKS)] for seed in range(30)]
     return [
         pytest.param(name, seed, marks=[] if seed < 5 else pytest.mark.slow)
         for seed, name in enumerate(names)
@@ -106,7 +96,7 @@ def _trials() -> list:
 @pytest.mark.parametrize(("layout", "seed"), _trials())
 def test_k2_kills_at_random_moments(tmp_path, undisturbed, layout: str, seed: int) -> None:
     """One rank or both, twice in a run that saves in the background."""
-    options = (*LAYOUTS[layout], *MANY_STEPS)
+    options = (*TWO_RANKS[layout], *MANY_STEPS)
     whole = undisturbed(*options, world=2)
     seconds = sum(line["step_time_s"] for line in whole.metrics(times=True))
     run, drawn = Run(tmp_path, *options), random.Random(seed)

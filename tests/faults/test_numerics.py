@@ -8,66 +8,76 @@ import pytest
 from forge.checkpoint import read_state
 from forge.checkpoint.folders import step_name
 from tests.end_to_end.runs import Run, tensor_files
+from tests.faults.layouts import COPIES, EXPERTS, PIPELINE, TWO_RANKS
 
 THREE = "--resilience.max_skipped_steps=3"
-MOE = "--model.moe={n_experts=4,top_k=2,expert_dim=32}"
 SPIKES = ["--resilience.spike_window=8", "--resilience.spike_threshold=100"]
-
-
-def told(run: Run, kind: str) -> list[dict]:
-    return [event for event in run.events() if event["event"] == kind]
 
 
 def test_n1_a_skipped_step_is_computed_again_and_tensors_and_ranks_are_named(tmp_path) -> None:
     run = Run(tmp_path, "--train.steps=7")
     assert run.start(world=2, patch="tests.faults.spoil:samples_36_to_39").join() == [0, 0]
-    [skipped] = told(run, "skipped")
+    [skipped] = run.events("skipped")
     assert skipped["step"] == 5 and skipped["cause"] == "deterministic"
     assert skipped["where"] and all(place.startswith("rank 1: ") for place in skipped["where"])
     assert "step 5 was skipped" in run.log(0)
 
 
+# With the first tensor that rank 1 holds: of a pipeline it has the last stage.
+@pytest.mark.parametrize(
+    ("layout", "tensor"), [((), "embedding."), (PIPELINE, "layers.1.")], ids=["fsdp 2", "pp 2"]
+)
 @pytest.mark.parametrize("defect", ["infinity_in_one_gradient", "loss_that_is_no_number"])
-def test_n1_all_ranks_skip_and_the_state_stays_bit_for_bit(tmp_path, defect: str) -> None:
-    run = Run(tmp_path, "--train.steps=6", "--checkpoint.interval=1", "--checkpoint.keep_last=0")
+def test_n1_all_ranks_skip_and_the_state_stays_bit_for_bit(
+    tmp_path, defect: str, layout: tuple[str, ...], tensor: str
+) -> None:
+    run = Run(tmp_path, *layout, "--train.steps=6", "--checkpoint.interval=1", "--checkpoint.keep_last=0")
     assert run.start(world=2, patch=f"tests.faults.spoil:{defect}").join() == [0, 0]
     assert [line["step"] for line in run.metrics() if line.get("skipped")] == [5]
     assert tensor_files(run, 5) == tensor_files(run, 4)
     before, after, last = (read_state(run.path / "checkpoints" / step_name(step)) for step in (4, 5, 6))
     assert after["optimizer"] == before["optimizer"] == {"updates": 4} and last["optimizer"] == {"updates": 5}
     assert after["progress"]["skipped_in_a_row"] == 1 and last["progress"]["skipped_in_a_row"] == 0
+    [skipped] = run.events("skipped")
+    if defect == "infinity_in_one_gradient":
+        [where] = skipped["where"]
+        assert where.startswith(f"rank 1: {tensor}")
+    else:
+        assert skipped["where"] == []
 
 
 def test_n1_a_fault_that_does_not_come_again_is_called_transient(tmp_path) -> None:
     run = Run(tmp_path, "--train.steps=5")
     assert run.start(world=2, patch="tests.train.test_skips:spoil_step_3_on_rank_1").join() == [0, 0]
-    [skipped] = told(run, "skipped")
+    [skipped] = run.events("skipped")
     assert (skipped["step"], skipped["cause"], skipped["where"]) == (3, "transient", [])
 
 
-@pytest.mark.parametrize("model", ["--model.n_layers=2", MOE], ids=["dense", "moe"])
-def test_n1_looking_into_a_step_changes_nothing(tmp_path, model: str) -> None:
+@pytest.mark.parametrize("model", [(), EXPERTS], ids=["dense", "moe"])
+def test_n1_looking_into_a_step_changes_nothing(tmp_path, model: tuple[str, ...]) -> None:
     """Not even where the numbers of the bad step arrive when the next step's gradient is already there, as of step 5."""
-    looks = Run(tmp_path / "a", model)
-    does_not = Run(tmp_path / "b", model, "--resilience.rerun_skipped_steps=false")
+    looks = Run(tmp_path / "a", *model)
+    does_not = Run(tmp_path / "b", *model, "--resilience.rerun_skipped_steps=false")
     for run in (looks, does_not):
         assert run.start(world=2, patch="tests.faults.spoil:samples_36_to_39").join() == [0, 0]
     assert looks.metrics() == does_not.metrics()
     assert tensor_files(looks, 10) == tensor_files(does_not, 10)
-    assert "cause" not in told(does_not, "skipped")[0]
+    assert "cause" not in does_not.events("skipped")[0]
 
 
-def test_n2_bad_data_is_rolled_back_over_and_never_seen_again(tmp_path) -> None:
-    run = Run(tmp_path / "run", THREE)
+@pytest.mark.parametrize("layout", TWO_RANKS)
+def test_n2_bad_data_is_rolled_back_over_and_never_seen_again(tmp_path, layout: str) -> None:
+    options = (*TWO_RANKS[layout], THREE)
+    run = Run(tmp_path / "run", *options)
     assert run.start(world=2, patch="tests.faults.spoil:samples_32_to_55").join() == [0, 0]
     assert [line["step"] for line in run.metrics()] == list(range(1, 11))
     assert not any(line.get("skipped") for line in run.metrics())
-    [event] = told(run, "rolled_back")
+    [event] = run.events("rolled_back")
     assert (event["from_step"], event["to_step"]) == (7, 4)
     assert (event["first_sample"], event["end_sample"]) == (32, 56)
 
-    never = Run(tmp_path / "never", THREE)
-    assert never("--train.steps=4", world=2) == 0
+    never = Run(tmp_path / "never", *options)
+    assert never(world=2, fault="step:4:*:signal") == 75 and never.metrics()[-1]["step"] == 4
     rollbacks = run.path / "rollbacks.json"
     (never.path / "rollbacks.json").write_text(rollbacks.read_text())
     assert never(world=2) == 0
@@ -75,17 +85,17 @@ def test_n2_bad_data_is_rolled_back_over_and_never_seen_again(tmp_path) -> None:
     assert tensor_files(never, 10) == tensor_files(run, 10)
 
 
-@pytest.mark.parametrize("model", ["--model.n_layers=2", MOE], ids=["dense", "moe"])
-def test_n2_a_kill_right_after_a_rollback_does_not_forget_it(tmp_path, model: str) -> None:
+@pytest.mark.parametrize("model", [(), EXPERTS], ids=["dense", "moe"])
+def test_n2_a_kill_right_after_a_rollback_does_not_forget_it(tmp_path, model: tuple[str, ...]) -> None:
     patch = "tests.faults.spoil:samples_32_to_55"
-    whole, killed = Run(tmp_path / "whole", THREE, model), Run(tmp_path / "killed", THREE, model)
+    whole, killed = Run(tmp_path / "whole", THREE, *model), Run(tmp_path / "killed", THREE, *model)
     assert whole.start(patch=patch).join() == [0]
     assert killed.start(patch="tests.faults.test_numerics:die_when_step_5_comes_again").join() == [
         -signal.SIGKILL
     ]
-    assert told(killed, "rolled_back") and killed.metrics()[-1]["step"] == 4
+    assert killed.events("rolled_back") and killed.metrics()[-1]["step"] == 4
     assert killed.start(patch=patch).join() == [0]
-    assert len(told(killed, "rolled_back")) == 1
+    assert len(killed.events("rolled_back")) == 1
     assert killed.metrics() == whole.metrics()
     assert tensor_files(killed, 10) == tensor_files(whole, 10)
 
@@ -103,11 +113,11 @@ def test_n2_a_kill_in_the_middle_of_a_rollback_loses_nothing(tmp_path) -> None:
 def test_n2_trouble_without_end_is_rolled_back_twice_and_then_ends_with_a_diagnosis(tmp_path) -> None:
     run = Run(tmp_path, THREE)
     assert run.start(world=2, patch="tests.faults.spoil:everything_from_32").join() == [1, 1]
-    assert [(event["from_step"], event["to_step"]) for event in told(run, "rolled_back")] == [(7, 4), (7, 2)]
+    assert [(event["from_step"], event["to_step"]) for event in run.events("rolled_back")] == [(7, 4), (7, 2)]
     status = run.status()
     assert status["state"] == "failed" and "2 roll-backs have not helped" in status["reason"]
     assert "resilience.max_rollbacks = 2" in status["reason"] and "Traceback" not in run.said()
-    assert {event["cause"] for event in told(run, "skipped")} == {"deterministic"}
+    assert {event["cause"] for event in run.events("skipped")} == {"deterministic"}
 
 
 @pytest.mark.slow
@@ -121,7 +131,7 @@ def test_n2_passed_over_samples_stay_so_on_another_number_of_ranks_and_another_b
     run = Run(tmp_path, THREE)
     assert run.start("--train.steps=8", world=2, patch="tests.faults.spoil:samples_32_to_55").join() == [0, 0]
     assert run.start("--train.global_batch_size=4", patch="tests.faults.spoil:samples_32_to_55").join() == [0]
-    assert len(told(run, "rolled_back")) == 1 and not any(line.get("skipped") for line in run.metrics())
+    assert len(run.events("rolled_back")) == 1 and not any(line.get("skipped") for line in run.metrics())
     state = json.loads((run.path / "checkpoints" / "step-00000010" / "trainer.json").read_text())
     assert state["progress"]["next_sample"] == 8 * 8 + 24 + 2 * 4
 
@@ -143,7 +153,7 @@ def test_a_spike_is_reported_skipped_or_rolled_back_as_asked(tmp_path) -> None:
             "rollback": ([("spike", 8), ("rolled_back", 8)], []),
         }
         assert (events, skipped) == expected[policy]
-    assert told(Run(tmp_path / "skip"), "skipped")[0]["cause"] == "deterministic"
+    assert Run(tmp_path / "skip").events("skipped")[0]["cause"] == "deterministic"
 
 
 def test_the_spike_window_survives_a_resume_bit_for_bit(tmp_path) -> None:
@@ -169,20 +179,47 @@ def test_n3_a_flipped_bit_on_one_replica_is_named_at_the_next_save_and_never_sav
     """The run returns to the checkpoint before and ends as if nothing had been."""
     whole, flipped = Run(tmp_path / "whole", *REPLICAS), Run(tmp_path / "flipped", *REPLICAS)
     assert whole(world=2) == 0
-    assert flipped.start(world=2, patch="tests.faults.spoil:one_bit_on_rank_1_after_step_5").join() == [0, 0]
-    [event] = told(flipped, "copies_differ")
+    assert flipped.start(world=2, patch="tests.faults.spoil:one_bit_after_step_5").join() == [0, 0]
+    [event] = flipped.events("copies_differ")
     assert event["step"] == 6
     assert "model.layers.0.feed_forward.w1.weight differs between the ranks 0, 1" in event["differences"]
-    [rolled_back] = told(flipped, "rolled_back")
+    [rolled_back] = flipped.events("rolled_back")
     assert (rolled_back["from_step"], rolled_back["to_step"]) == (6, 4)
     assert flipped.metrics() == whole.metrics()
     assert tensor_files(flipped, 10) == tensor_files(whole, 10)
 
 
+# A tensor that has copies on the last rank, and its ranks: of a pipeline those of the last stage.
+FLIPPED = {
+    "pp 2, hsdp": ("layers.1.feed_forward.w1.weight", "2, 3"),
+    "pp 2, ddp": ("layers.1.feed_forward.w1.weight", "2, 3"),
+    "ep 2, hsdp": ("layers.0.feed_forward.experts.w13", "1, 3"),
+    "zero1, hybrid": ("layers.0.feed_forward.w1.weight", "1, 3"),
+}
+
+
+@pytest.mark.parametrize("layout", COPIES)
+def test_n3_a_flipped_bit_is_named_by_all_ranks_wherever_its_copies_are(
+    tmp_path, undisturbed, layout: str
+) -> None:
+    """Also by those that hold nothing of it; all return together, and end as if nothing had been."""
+    name, ranks = FLIPPED[layout]
+    run, what = Run(tmp_path, *COPIES[layout]), "one_bit_of_an_expert" if "ep" in layout else "one_bit"
+    assert run.start(world=4, patch=f"tests.faults.spoil:{what}_after_step_5").join() == [0] * 4
+    [event] = run.events("copies_differ")
+    kinds = ("model", "weights") if "ddp" in layout else ("model",)
+    assert event["step"] == 6
+    assert {f"{kind}.{name} differs between the ranks {ranks}" for kind in kinds} <= set(event["differences"])
+    assert all("copies differ after step 6" in run.log(rank) for rank in range(4))
+    whole = undisturbed(*COPIES[layout], world=4)
+    assert run.metrics() == whole.metrics()
+    assert tensor_files(run, 10) == tensor_files(whole, 10)
+
+
 def test_n3_copies_of_a_whole_model_and_what_it_computes_with_are_compared(tmp_path) -> None:
     """Before the final save, which then has to wait until the steps are made again."""
     run = Run(tmp_path, "--parallel.data_parallel=ddp", "--precision.compute=bfloat16", "--train.steps=6")
-    assert run.start(world=2, patch="tests.faults.spoil:one_bit_on_rank_1_after_step_5").join() == [0, 0]
+    assert run.start(world=2, patch="tests.faults.spoil:one_bit_after_step_5").join() == [0, 0]
     [event] = run.events("copies_differ")
     assert event["step"] == 6
     assert {
@@ -194,7 +231,7 @@ def test_n3_copies_of_a_whole_model_and_what_it_computes_with_are_compared(tmp_p
 
 def test_n3_a_machine_that_goes_on_flipping_bits_ends_the_run_and_is_named(tmp_path) -> None:
     run = Run(tmp_path, *REPLICAS)
-    patch = "tests.faults.spoil:one_bit_on_rank_1_after_every_step_from_5"
+    patch = "tests.faults.spoil:one_bit_after_every_step_from_5"
     assert run.start(world=2, patch=patch).join() == [1, 1]
     assert "out of use" in run.status()["reason"] and "ranks 0, 1" in run.status()["reason"]
     assert run.checkpoints()[-1] == "step-00000004"
@@ -202,12 +239,12 @@ def test_n3_a_machine_that_goes_on_flipping_bits_ends_the_run_and_is_named(tmp_p
 
 @pytest.mark.slow
 def test_n3_only_what_has_copies_is_compared_and_only_if_asked(tmp_path) -> None:
-    patch = "tests.faults.spoil:one_bit_on_rank_1_after_step_5"
+    patch = "tests.faults.spoil:one_bit_after_step_5"
     sharded = Run(tmp_path / "sharded")
     unasked = Run(tmp_path / "unasked", *REPLICAS, "--resilience.check_replicas=false")
     for run in (sharded, unasked):
         assert run.start(world=2, patch=patch).join() == [0, 0]
-        assert not told(run, "copies_differ")
+        assert not run.events("copies_differ")
 
 
 def die_when_step_5_comes_again() -> None:

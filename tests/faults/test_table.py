@@ -6,7 +6,7 @@ import re
 from types import SimpleNamespace
 
 from forge import fault
-from tests.faults.table import PAGE, REPOSITORY, Results, row_of, rows, show
+from tests.faults.table import PAGE, REPOSITORY, Results, files_of, row_of, rows, show
 
 
 def test_every_row_has_a_test_and_every_test_of_a_row_is_in_the_table() -> None:
@@ -43,10 +43,22 @@ def test_a_row_s_result_says_what_failed_what_was_left_out_and_what_is_missing()
                 nodeid=f"tests/x.py::{test}",
                 when="call",
                 outcome=outcome,
+                duration=1.5,
                 longrepr=("x.py", 1, "Skipped: no tmpfs"),
             )
         )
     said = [results.of(row) for row in ("K1", "K2", "S2", "S3")]
-    assert said == ["passed (2, 1 repeated)", "FAILED (1 of 2)", "skipped: Skipped: no tmpfs", "NO TEST"]
+    assert said == ["passed (2, 1 repeated)", "FAILED (1 of 2)", "skipped", "NO TEST"]
     table = show(results)
-    assert "passed (2, 1" in table and "SIGKILL" in table and len(re.findall("^S2 ", table, re.M)) == 1
+    assert re.search(r"^K1   passed \(2, 1 repeated\) +4 s  +SIGKILL", table, re.M)
+    assert len(re.findall("^S2 ", table, re.M)) == 1
+    assert table.splitlines()[-3:] == [
+        "FAILED  tests/x.py::test_k2_b[1]",
+        "skipped S2: no tmpfs",
+        "4 rows in 9 s: 1 passed, 1 FAILED, 1 skipped, 1 NO TEST",
+    ]
+
+
+def test_only_files_with_a_test_of_the_row_are_collected() -> None:
+    assert [file.name for file in files_of({"P6"})] == ["test_sbatch.py"]
+    assert {file.name for file in files_of({"K2", "H2"})} >= {"test_kills.py", "test_time.py"}

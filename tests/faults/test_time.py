@@ -13,10 +13,12 @@ from tests.end_to_end.runs import Run
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_p5_a_run_with_a_time_limit_saves_and_stops_by_itself_before_it(tmp_path, world: int) -> None:
-    run = Run(tmp_path, "--train.steps=100000", "--checkpoint.interval=50")
-    assert run("--resilience.time_limit_s=5", world=world) == 75
-    assert 2 < sum(run.events("goodput")[-1]["seconds"].values()) < 5.5
+    """A twentieth of the limit is kept for a save of which nothing is known, and three steps for the stop."""
+    run = Run(tmp_path, "--train.steps=100000", "--checkpoint.interval=0", "--resilience.time_limit_s=5")
+    codes = run.start(world=world, patch="tests.faults.spoil:half_a_second_for_each_step").join()
+    assert codes == [75] * world
     status = run.status()
+    assert 3.25 <= 0.5 * status["step"] <= 4.75
     assert (status["state"], status["exit_code"]) == ("stopped", 75)
     assert "resilience.time_limit_s" in status["reason"]
     assert run.checkpoints()[-1] == f"step-{status['step']:08d}"
@@ -52,13 +54,11 @@ def test_the_ledger_sums_to_wall_time_over_a_kill_and_knows_repeated_steps(tmp_p
     assert "went into steps that count" in run.log()
 
 
-def test_h2_a_slow_rank_is_named_with_what_it_is_slow_at(tmp_path) -> None:
+def test_h2_a_slow_rank_is_named_with_what_it_is_slow_at_and_no_other_is(tmp_path) -> None:
     options = ["--train.steps=12", "--resilience.straggler_interval=5", "--checkpoint.interval=0"]
     for phase in ("data", "forward", "optimizer"):
         run = Run(tmp_path / phase, *options)
         assert run.start(world=2, patch=f"tests.faults.spoil:slow_{phase}_on_rank_1").join() == [0, 0]
-        named = {(event["step"], event["rank"], event["phase"]) for event in run.events("straggler")}
-        # A forward of a millisecond may be slow on a busy machine by itself.
-        assert {(5, 1, phase), (10, 1, phase)} <= named
-        assert not {name for name in named if name[1:] != (1, phase) and name[2] != "forward"}
-        assert f"rank 1 is slow at step 5: its {phase} takes" in run.log()
+        named = [(event["step"], event["rank"], event["phase"]) for event in run.events("straggler")]
+        assert named == [(5, 1, phase), (10, 1, phase)]
+        assert f"rank 1 is slow at step 5: its {phase} takes 0.05 s, the median rank's 0.01 s" in run.log()

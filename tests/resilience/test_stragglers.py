@@ -2,7 +2,7 @@
 
 import pytest
 
-from forge.resilience.stragglers import slow_ranks
+from forge.resilience.stragglers import LEAST_S, slow_ranks
 
 # data, forward, optimizer, whole step
 USUAL = [0.01, 0.1, 0.05, 1.0]
@@ -38,3 +38,21 @@ def test_what_the_step_is_not_longer_for_is_nothing_to_name() -> None:
 def test_all_slow_alike_is_no_straggler_and_zeros_divide_nothing() -> None:
     assert slow_ranks([but(forward=9.0)] * 4, 1.3) == []
     assert slow_ranks([[0.0] * 4] * 2, 1.3) == []
+
+
+@pytest.mark.parametrize("phase", ["data", "forward", "optimizer"])
+def test_milliseconds_name_nobody_however_much_slower_they_make_a_short_step(phase: str) -> None:
+    """A step of 9 ms in which one rank takes five times as long for what the others do in one."""
+    quick = [0.001, 0.001, 0.001, 0.009]
+    slow = list(quick)
+    slow[["data", "forward", "optimizer"].index(phase)] = 0.005
+    assert slow_ranks([quick, slow], 1.3) == []
+    longer = [[10 * seconds for seconds in row] for row in (quick, slow)]
+    assert LEAST_S < 0.04 and [found[:2] for found in slow_ranks(longer, 1.3)] == [(1, phase)]
+
+
+def test_ranks_that_have_timed_no_forward_make_none_of_the_others_slow() -> None:
+    """As stages of a pipeline that own no block."""
+    assert slow_ranks([but(forward=0.0), but(forward=0.0), USUAL], 1.3) == []
+    assert slow_ranks([but(forward=0.0)] * 2, 1.3) == []
+    assert slow_ranks([but(forward=0.0), USUAL, but(forward=0.2)], 1.3) == [(2, "forward", 0.2, 0.1)]
