@@ -116,29 +116,28 @@ def _first_slurm_host(environment: Mapping[str, str]) -> str:
 
 def on_first_rank(action: Callable[[], Result]) -> Result:
     """Run `action` on rank 0 and give every rank its result, or raise its UserError on every rank."""
-    outcome: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = action()
-        except UserError as error:
-            outcome[1] = (str(error), error.exit_code)
+    outcome: list[Any] = [_attempt(action) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise UserError(*outcome[1])
-    return outcome[0]
+    result, error = outcome[0]
+    if error is not None:
+        raise UserError(*error)
+    return result
 
 
 def on_every_rank(action: Callable[[], Result]) -> Result:
     """Run `action` on every rank; if any rank raises UserError, all raise the error of the first that did."""
-    result: Any = None
-    error: tuple[str, int] | None = None
-    try:
-        result = action()
-    except UserError as raised:
-        error = (str(raised), raised.exit_code)
-    errors: list[tuple[str, int] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    for raised_somewhere in errors:
-        if raised_somewhere is not None:
-            raise UserError(*raised_somewhere)
+    result, own_error = _attempt(action)
+    errors: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, own_error)
+    for error in errors:
+        if error is not None:
+            raise UserError(*error)
     return result
+
+
+def _attempt(action: Callable[[], Any]) -> tuple[Any, tuple[str, int] | None]:
+    """The result of `action`, and what its UserError says, if it raises one."""
+    try:
+        return action(), None
+    except UserError as error:
+        return None, (str(error), error.exit_code)
