@@ -252,4 +252,4 @@ class Resilience(Section):
     straggler_interval: Count = 100
     """Steps between comparisons of all ranks' speeds. 0: never."""
     straggler_factor: Annotated[float, Gt(1)] = 1.3
-    """A rank that is slower than the median rank by this factor is named."""
+    """A rank that makes steps longer by this factor, and by 10 ms at least, is named."""

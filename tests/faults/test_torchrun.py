@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -16,17 +17,33 @@ SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 def test_k5_torchrun_restarts_after_a_killed_worker_and_finishes_by_itself(
     tmp_path, undisturbed, dead: int
 ) -> None:
-    options = command(f"--run.output_dir={tmp_path}")
+    assert_same_history(restarted(tmp_path, f"step:7:{dead}"), undisturbed(world=2))
+
+
+@pytest.mark.slow
+def test_h1_torchrun_restarts_after_the_watchdog_and_finishes_by_itself(tmp_path, undisturbed) -> None:
+    run = restarted(tmp_path, "step:7:1:sleep", "--resilience.step_timeout_s=5")
+    assert [event["step"] for event in run.events("watchdog")] == [7]
+    assert_same_history(run, undisturbed(world=2))
+
+
+def restarted(folder: Path, fault: str, *options: str) -> Run:
+    """A run of two ranks that met `fault` in its first start and finished in its second."""
     process = start(
-        [*TORCHRUN, "--max-restarts=2", "--nproc-per-node=2", *options],
-        tmp_path,
-        FORGE_FAULT=f"step:7:{dead}",
+        [
+            *TORCHRUN,
+            "--max-restarts=2",
+            "--nproc-per-node=2",
+            *command(f"--run.output_dir={folder}", *options),
+        ],
+        folder,
+        FORGE_FAULT=fault,
     )
     _, said = process.communicate(timeout=180)
     assert process.returncode == 0, said
-    run = Run(tmp_path)
+    run = Run(folder)
     assert len(run.events("started")) == 2
-    assert_same_history(run, undisturbed(world=2))
+    return run
 
 
 @pytest.mark.parametrize("name", [pytest.param("SIGTERM", marks=pytest.mark.slow), "SIGUSR1"])
