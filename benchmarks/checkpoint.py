@@ -26,20 +26,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 import torch
 
 from benchmarks.data import forget
-from benchmarks.loops import ForgeLoop, alone, configure
+from benchmarks.loops import TINY, ForgeLoop, alone, configure
 from benchmarks.measure import (
-    RESULTS,
     Spread,
     environment,
     markdown,
+    parser,
+    publish,
     require_learning,
     synchronize,
     timed,
-    write_results,
 )
-from benchmarks.throughput import TINY
-from forge.errors import FAILED, FINISHED, UserError
+from forge.errors import FAILED, UserError
 from forge.train.resume import all_tensors
+from scripts.options import exit_code_of
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,7 @@ class Save:
 
 def main(arguments: list[str] | None = None) -> int:
     given, overrides = _parser().parse_known_args(arguments)
-    try:
-        measure(given, [*(TINY if given.tiny else ()), *overrides])
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return FINISHED
+    return exit_code_of(lambda: measure(given, [*(TINY if given.tiny else ()), *overrides]))
 
 
 def measure(given: argparse.Namespace, overrides: list[str]) -> None:
@@ -93,9 +88,7 @@ def measure(given: argparse.Namespace, overrides: list[str]) -> None:
                 results["resume"] = _resume(loop, given.rounds)
             loop.close()
     table = _table(results)
-    print(table)
-    path = write_results("checkpoint", given.output, about, results, table)
-    print(f"\nwritten to {path}", file=sys.stderr)
+    publish("checkpoint", given.output, about, results, table)
 
 
 def _mean_step(loop: ForgeLoop, steps: int, device: torch.device) -> float:
@@ -214,29 +207,12 @@ def _settings(given: argparse.Namespace, device: torch.device) -> dict[str, Any]
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    add = parser.add_argument
-    add(
-        "--config", default="debug.toml", metavar="PATH_OR_NAME", help="the model that is saved (%(default)s)"
-    )
+    made = parser(__doc__, config="the model that is saved")
+    add = made.add_argument
     add("--rounds", type=int, default=15, metavar="N", help="saves in each mode, and resumes (%(default)s)")
     add("--steps", type=int, default=1, metavar="N", help="plain steps between two saves (%(default)s)")
     add("--folder", type=Path, metavar="DIR", help="the disk that is measured (the system's /tmp)")
-    add(
-        "--output",
-        type=Path,
-        default=RESULTS,
-        metavar="DIR",
-        help="where the results go (benchmarks/results)",
-    )
-    add(
-        "--tiny",
-        action="store_true",
-        help="a model of toy size: shows that the benchmark works, measures nothing",
-    )
-    return parser
+    return made
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 import numpy as np
 import torch
 
-from benchmarks.measure import RESULTS, Spread, environment, markdown, ratio, write_results
+from benchmarks.measure import Spread, environment, markdown, parser, publish, ratio
 from forge.data.dataset import PackedDataset
 from forge.data.format import TokenDataset
 from forge.data.loader import Loader
@@ -31,7 +31,8 @@ from forge.data.permutation import key_of
 from forge.data.sources import count_windows
 from forge.data.synthetic import SyntheticSource
 from forge.data.writer import ShardWriter
-from forge.errors import FINISHED, UserError
+from forge.errors import UserError
+from scripts.options import exit_code_of
 
 VOCAB = 32_000
 DOCUMENT = 1000  # tokens
@@ -39,18 +40,16 @@ DOCUMENT = 1000  # tokens
 
 def main(arguments: list[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
-    try:
-        with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-            path = given.dataset or write_dataset(Path(folder) / "dataset", given.megabytes)
-            measure(given, path)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return FINISHED
+    return exit_code_of(lambda: measure(given))
 
 
-def measure(given: argparse.Namespace, path: Path) -> None:
+def measure(given: argparse.Namespace) -> None:
     """Lets the contenders take turns, each with the files cold or warm as its name says; prints and writes the table."""
+    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+        _measure(given, given.dataset or write_dataset(Path(folder) / "dataset", given.megabytes))
+
+
+def _measure(given: argparse.Namespace, path: Path) -> None:
     windows = count_windows(TokenDataset(path), given.seq_len)
     batches = min(given.batches, windows // given.batch)
     if not batches:
@@ -91,9 +90,7 @@ def measure(given: argparse.Namespace, path: Path) -> None:
             }
         )
     table = _table(rows)
-    print(table)
-    path = write_results("data", given.output, about, {"rows": rows}, table)
-    print(f"\nwritten to {path}", file=sys.stderr)
+    publish("data", given.output, about, {"rows": rows}, table)
 
 
 def write_dataset(folder: Path, megabytes: int) -> Path:
@@ -181,30 +178,15 @@ def _settings(given: argparse.Namespace, path: Path, batches: int) -> dict[str, 
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
+    made = parser(__doc__, tiny=False, rounds=5)
+    add = made.add_argument
     add("--dataset", type=Path, metavar="DIR", help="a dataset of prepare_data (one of random ids)")
     add("--megabytes", type=int, default=400, metavar="N", help="size of the one that is made (%(default)s)")
-    add(
-        "--folder",
-        type=Path,
-        metavar="DIR",
-        help="where it is made: the disk that is measured (the system's /tmp)",
-    )
+    add("--folder", type=Path, metavar="DIR", help="where it is made: the disk that is measured (/tmp)")
     add("--seq-len", type=int, default=2048, metavar="N", help="tokens in a sequence (%(default)s)")
     add("--batch", type=int, default=16, metavar="N", help="sequences in a batch (%(default)s)")
     add("--batches", type=int, default=400, metavar="N", help="batches that are read each time (%(default)s)")
-    add("--rounds", type=int, default=5, metavar="N", help="turns that every reader gets (%(default)s)")
-    add(
-        "--output",
-        type=Path,
-        default=RESULTS,
-        metavar="DIR",
-        help="where the results go (benchmarks/results)",
-    )
-    return parser
+    return made
 
 
 if __name__ == "__main__":

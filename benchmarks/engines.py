@@ -26,27 +26,28 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 
-from benchmarks.loops import configure
+from benchmarks.loops import TINY, configure, settings_of
 from benchmarks.measure import (
-    RESULTS,
     Spread,
     environment,
+    judged,
     markdown,
+    parser,
+    publish,
     ratio,
     require_learning,
     take_turns,
-    write_results,
 )
-from benchmarks.throughput import TINY
 from forge.config import Config, check_world
 from forge.data.build import build_dataset
 from forge.data.loader import Loader
-from forge.errors import FAILED, FINISHED, UserError
+from forge.errors import FAILED, UserError
 from forge.optim import build_optimizer
 from forge.parallel.build import build_parallel_model
 from forge.parallel.gradients import clip_gradients, report_gradients
 from forge.parallel.mesh import make_meshes
 from forge.parallel.world import join, read_world
+from scripts.options import exit_code_of
 from tests.collectives import collectives_of
 
 ENGINES = ("fsdp2", "zero2", "zero1", "ddp")
@@ -105,18 +106,16 @@ class Engine:
 def main(arguments: list[str] | None = None) -> int:
     given, overrides = _parser().parse_known_args(arguments)
     overrides = [*(TINY if given.tiny else SHAPE if given.config == "debug.toml" else ()), *overrides]
-    try:
-        about = environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        rows = [row for world in given.worlds for row in _on_ranks(world, given, overrides)]
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    about["settings"] = rows[0]["settings"]
-    table = _table(rows)
-    print(table)
-    path = write_results("engines", given.output, about, {"rows": rows}, table)
-    print(f"\nwritten to {path}", file=sys.stderr)
-    return FINISHED
+    return exit_code_of(lambda: measure(given, overrides))
+
+
+def measure(given: argparse.Namespace, overrides: list[str]) -> None:
+    """Runs every number of ranks in turn, prints and writes the table."""
+    about = environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    rows = [row for world in given.worlds for row in _on_ranks(world, given, overrides)]
+    common = {key: value for key, value in rows[0]["settings"].items() if key != "global_batch_size"}
+    about["settings"] = common
+    publish("engines", given.output, about, {"rows": rows}, _table(rows))
 
 
 def _on_ranks(world: int, given: argparse.Namespace, overrides: list[str]) -> list[dict[str, Any]]:
@@ -181,7 +180,7 @@ def _measure(
                 "collectives": collectives,
                 "sent_mib": sent,
                 "held_mib": engine.held(),
-                "settings": _settings(given, config, device),
+                "settings": settings_of(given, config, device),
             }
         )
     for engine in engines:
@@ -195,9 +194,6 @@ def _table(rows: list[dict[str, Any]]) -> str:
     head += ["collectives", "MiB in them", "MiB held per rank"]
     lines = []
     for row in rows:
-        bar = ""
-        if row["bar"] is not None:
-            bar = f"{row['bar']}: {'met' if row['met'] >= row['bar'] else 'missed'}"
         sent = ", ".join(f"{number} {name}" for name, number in row["collectives"].items())
         lines.append(
             [
@@ -207,7 +203,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
                 row["step_ms"],
                 f"{row['tokens_per_second']:.0f}",
                 row["ratio"],
-                bar,
+                judged(row["bar"], row["met"]),
                 sent or "none",
                 f"{row['sent_mib']:.0f}",
                 f"{row['held_mib']:.0f}",
@@ -216,43 +212,12 @@ def _table(rows: list[dict[str, Any]]) -> str:
     return f"{markdown(head, lines)}\n\nMedians of all rounds (lowest to highest); ratios are taken round by round."
 
 
-def _settings(given: argparse.Namespace, config: Config, device: torch.device) -> dict[str, Any]:
-    train, model = config.train, config.model
-    return {
-        "config": Path(given.config).stem,
-        "device": device.type,
-        "dim": model.dim,
-        "layers": model.n_layers,
-        "vocab": model.vocab_size,
-        "compute": config.precision.compute,
-        "seq_len": train.seq_len,
-        "micro_batch_size": train.micro_batch_size,
-        "rounds": given.rounds,
-        "steps per round": given.steps,
-        "warm-up steps": given.warmup,
-    }
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    add = parser.add_argument
-    add(
-        "--config", default="debug.toml", metavar="PATH_OR_NAME", help="the model and its batch (%(default)s)"
-    )
+    made = parser(__doc__, config="the model and its batch", rounds=5, steps=1, warmup=4)
+    add = made.add_argument
     add("--worlds", type=int, nargs="+", default=[1, 2, 4], metavar="N", help="numbers of ranks (1 2 4)")
     add("--accumulation", type=int, nargs="+", default=[1, 4, 16], metavar="N", help="microbatches (1 4 16)")
-    add("--rounds", type=int, default=5, metavar="N", help="turns that every engine gets (%(default)s)")
-    add("--steps", type=int, default=1, metavar="N", help="optimizer steps in a turn (%(default)s)")
-    add("--warmup", type=int, default=4, metavar="N", help="steps before the first turn (%(default)s)")
-    add("--output", type=Path, default=RESULTS, metavar="DIR", help="where results go (benchmarks/results)")
-    add(
-        "--tiny",
-        action="store_true",
-        help="a model of toy size: shows that the benchmark works, measures nothing",
-    )
-    return parser
+    return made
 
 
 if __name__ == "__main__":

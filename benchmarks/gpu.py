@@ -29,17 +29,18 @@ import torch
 from benchmarks.kernels import largest_other, shares, times_of
 from benchmarks.loops import ForgeLoop, alone, configure, known_peak
 from benchmarks.measure import (
-    RESULTS,
     Spread,
     environment,
     markdown,
+    parser,
     require_learning,
     take_turns,
     write_results,
 )
-from forge.errors import BAD_CONFIG, FINISHED, UserError
+from forge.errors import BAD_CONFIG, UserError
 from forge.model import flops_per_token
 from forge.observe.hardware import GIB
+from scripts.options import exit_code_of
 
 # Name -> (config that has the shape, its batch on one card).
 SHAPES = {
@@ -107,18 +108,13 @@ class Row:
 
 def main(arguments: list[str] | None = None) -> int:
     given, overrides = _parser().parse_known_args(arguments)
-    try:
-        if not torch.cuda.is_available() and not given.tiny:
-            raise UserError("benchmarks/gpu.py needs a CUDA card; --tiny shows on a CPU that it works")
-        measure(given, overrides)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return FINISHED
+    return exit_code_of(lambda: measure(given, overrides))
 
 
 def measure(given: argparse.Namespace, overrides: list[str]) -> list[Row]:
     """Measures row after row until all are done or the time is up, and writes the table after each."""
+    if not torch.cuda.is_available() and not given.tiny:
+        raise UserError("benchmarks/gpu.py needs a CUDA card; --tiny shows on a CPU that it works")
     began = time.monotonic()
     device = alone().device
     about = environment(device) | {"settings": _settings(given, device)}
@@ -270,38 +266,11 @@ def _settings(given: argparse.Namespace, device: torch.device) -> dict[str, Any]
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    add = parser.add_argument
-    add(
-        "--minutes",
-        type=float,
-        default=8.0,
-        metavar="M",
-        help="no row begins that may end later (%(default)s)",
-    )
-    add("--only", default="", metavar="TEXT", help="rows whose name contains this (all)")
-    add("--rounds", type=int, default=3, metavar="N", help="timed rounds of each row (%(default)s)")
-    add("--steps", type=int, default=3, metavar="N", help="optimizer steps in a round (%(default)s)")
-    add(
-        "--warmup",
-        type=int,
-        default=2,
-        metavar="N",
-        help="steps after the first, before timing (%(default)s)",
-    )
-    add(
-        "--output",
-        type=Path,
-        default=RESULTS,
-        metavar="DIR",
-        help="where the results go (benchmarks/results)",
-    )
-    add(
-        "--tiny", action="store_true", help="toy shapes, on any device: shows that it works, measures nothing"
-    )
-    return parser
+    made = parser(__doc__, rounds=3, steps=3, warmup=2)
+    end = "no row begins that may end later (%(default)s)"
+    made.add_argument("--minutes", type=float, default=8.0, metavar="M", help=end)
+    made.add_argument("--only", default="", metavar="TEXT", help="rows whose name contains this (all)")
+    return made
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
@@ -49,11 +50,45 @@ LEARNABLE = (
     # The contenders share one interpreter, so its garbage collector stays as it is for all of them.
     "--train.gc_interval=0",
 )
+# A model of toy size that learns within four steps.
+TINY = (
+    "--model.dim=32",
+    "--model.n_layers=1",
+    "--model.n_heads=2",
+    "--model.n_kv_heads=1",
+    "--model.ffn_dim=64",
+    "--model.vocab_size=64",
+    "--train.seq_len=64",
+    "--train.global_batch_size=4",
+    "--train.micro_batch_size=2",
+    "--optimizer.lr=1e-2",
+)
 
 
 def configure(config: str, *overrides: str) -> Config:
     """The config as a benchmark runs it; later overrides win."""
     return load_config(["--config", config, *LEARNABLE, *overrides])
+
+
+def settings_of(
+    given: argparse.Namespace, config: Config, device: torch.device, **more: Any
+) -> dict[str, Any]:
+    """What was measured, for a results file."""
+    return {
+        "config": Path(given.config).stem,
+        "device": device.type,
+        "compute": config.precision.compute,
+        "dim": config.model.dim,
+        "layers": config.model.n_layers,
+        "vocab": config.model.vocab_size,
+        **more,
+        "seq_len": config.train.seq_len,
+        "global_batch_size": config.train.global_batch_size,
+        "micro_batch_size": config.train.micro_batch_size,
+        "rounds": given.rounds,
+        "steps per round": given.steps,
+        "warm-up steps": given.warmup,
+    }
 
 
 def alone() -> World:

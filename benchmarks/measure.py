@@ -1,13 +1,15 @@
-"""What all benchmarks share: taking turns, refusing models that do not learn, and writing down what was measured."""
+"""What all benchmarks share: options, taking turns, refusing models that do not learn, writing down what was measured."""
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -24,6 +26,35 @@ PACKAGES = ("torch", "transformers", "torchao", "numpy", "triton")
 # By how many nats the loss must have fallen. The synthetic stream starts at ln(vocab_size) and is far below that after
 # ten steps; noise between batches is a few hundredths.
 LEAST_GAIN = 0.2
+
+
+COUNTS = {
+    "rounds": "turns that every contender gets",
+    "steps": "optimizer steps in a turn",
+    "warmup": "steps before the first turn",
+    "threads": "of PyTorch on the CPU",
+}
+
+
+def parser(
+    description: str | None, *, config: str = "", tiny: bool = True, **counts: int
+) -> argparse.ArgumentParser:
+    """The options that benchmarks share.
+
+    `config`: what --config names; "" leaves it out. `counts`: the defaults of those of COUNTS that there are.
+    """
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = made.add_argument
+    if config:
+        add("--config", default="debug.toml", metavar="PATH_OR_NAME", help=f"{config} (%(default)s)")
+    for name, default in counts.items():
+        add(f"--{name}", type=int, default=default, metavar="N", help=f"{COUNTS[name]} (%(default)s)")
+    add("--output", type=Path, default=RESULTS, metavar="DIR", help="for the results (benchmarks/results)")
+    if tiny:
+        add("--tiny", action="store_true", help="of toy size: shows that it works, measures nothing")
+    return made
 
 
 class Contender(Protocol):
@@ -138,6 +169,12 @@ def write_results(
     return path
 
 
+def publish(name: str, folder: Path, about: dict[str, Any], results: dict[str, Any], table: str) -> None:
+    """Prints the table and writes it down."""
+    print(table)
+    print(f"\nwritten to {write_results(name, folder, about, results, table)}", file=sys.stderr)
+
+
 def heading(name: str, about: dict[str, Any]) -> str:
     """What stands above a table: without it a number means nothing."""
     versions = ", ".join(f"{package} {found}" for package, found in about["versions"].items() if found)
@@ -151,6 +188,11 @@ def heading(name: str, about: dict[str, Any]) -> str:
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def judged(bar: float | None, found: float) -> str:
+    """Whether what was found reaches the least that is wanted."""
+    return "" if bar is None else f"{bar}: {'met' if found >= bar else 'missed'}"
 
 
 def _plain(value: Any) -> Any:

@@ -24,20 +24,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.loops import ForgeLoop, alone, configure, known_peak
+from benchmarks.loops import TINY, ForgeLoop, alone, configure, known_peak, settings_of
 from benchmarks.measure import (
-    RESULTS,
     Spread,
     environment,
+    judged,
     markdown,
+    parser,
+    publish,
     ratio,
     require_learning,
     take_turns,
-    write_results,
 )
 from forge.config import Config
-from forge.errors import FINISHED, UserError
+from forge.errors import UserError
 from forge.model import Experts, flops_per_token, parameter_counts
+from scripts.options import exit_code_of
 
 DENSE, MOE, PADDED = "dense, as many active parameters", "experts", "experts, padded"
 SKEWED, PADDED_SKEWED = "experts, skewed load", "experts, padded, skewed load"
@@ -46,18 +48,6 @@ BASES = {DENSE: DENSE, MOE: DENSE, PADDED: MOE, SKEWED: PADDED_SKEWED, PADDED_SK
 BARS = {MOE: 0.6, SKEWED: 1.5}
 # Enough tokens in a microbatch that each expert has rows to work on: 256 on average, at the default size.
 SIZE = ("--train.micro_batch_size=8",)
-TINY = (
-    "--model.dim=32",
-    "--model.n_layers=1",
-    "--model.n_heads=2",
-    "--model.n_kv_heads=1",
-    "--model.ffn_dim=64",
-    "--model.vocab_size=64",
-    "--train.seq_len=64",
-    "--train.global_batch_size=4",
-    "--train.micro_batch_size=2",
-    "--optimizer.lr=1e-2",
-)
 
 
 def padded(experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
@@ -104,12 +94,7 @@ def draw(skew: float, top_k: int, scores: Tensor) -> Tensor:
 
 def main(arguments: list[str] | None = None) -> int:
     given, overrides = _parser().parse_known_args(arguments)
-    try:
-        measure(given, [*(TINY if given.tiny else ()), *overrides])
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return FINISHED
+    return exit_code_of(lambda: measure(given, [*(TINY if given.tiny else ()), *overrides]))
 
 
 def measure(given: argparse.Namespace, overrides: list[str]) -> None:
@@ -117,7 +102,10 @@ def measure(given: argparse.Namespace, overrides: list[str]) -> None:
     torch.set_num_threads(given.threads)
     device = alone().device
     dense, experts = _configs(given, overrides)
-    about = environment(device) | {"settings": _settings(given, experts, device)}
+    moe = experts.model.moe
+    assert moe is not None
+    mixture = {"experts": moe.n_experts, "top-k": moe.top_k, "expert_dim": moe.expert_dim, "skew": given.skew}
+    about = environment(device) | {"settings": settings_of(given, experts, device, **mixture)}
     with tempfile.TemporaryDirectory() as folder:
         loops: list[ForgeLoop] = [ForgeLoop(DENSE, dense, Path(folder) / "dense")]
         for name in (MOE, PADDED, SKEWED, PADDED_SKEWED):
@@ -132,9 +120,7 @@ def measure(given: argparse.Namespace, overrides: list[str]) -> None:
             require_learning(loop.name, loop.losses())
             loop.close()
     table = _table(rows)
-    print(table)
-    path = write_results("moe", given.output, about, {"rows": rows}, table)
-    print(f"\nwritten to {path}", file=sys.stderr)
+    publish("moe", given.output, about, {"rows": rows}, table)
 
 
 def _configs(given: argparse.Namespace, overrides: list[str]) -> tuple[Config, Config]:
@@ -172,7 +158,6 @@ def _table(rows: list[dict[str, Any]]) -> str:
     head = ["model", "parameters", "active", "largest load", "tokens/s", "MFU", "times as fast as", "ratio"]
     lines = []
     for row in rows:
-        met = "" if row["bar"] is None else "met" if row["ratio"].median >= row["bar"] else "missed"
         lines.append(
             [
                 row["name"],
@@ -183,7 +168,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
                 "peak not known" if row["mfu"] is None else f"{row['mfu']:.3f}",
                 row["base"],
                 row["ratio"].show(),
-                f"{row['bar']}: {met}" if met else "",
+                judged(row["bar"], row["ratio"].median),
                 f"{row['first_loss']:.4f}",
                 f"{row['last_loss']:.4f}",
             ]
@@ -196,50 +181,14 @@ def _table(rows: list[dict[str, Any]]) -> str:
     )
 
 
-def _settings(given: argparse.Namespace, config: Config, device: torch.device) -> dict[str, Any]:
-    train, model, moe = config.train, config.model, config.model.moe
-    assert moe is not None
-    return {
-        "config": Path(given.config).stem,
-        "device": device.type,
-        "compute": config.precision.compute,
-        "dim": model.dim,
-        "layers": model.n_layers,
-        "experts": moe.n_experts,
-        "top-k": moe.top_k,
-        "expert_dim": moe.expert_dim,
-        "skew": given.skew,
-        "seq_len": train.seq_len,
-        "global_batch_size": train.global_batch_size,
-        "micro_batch_size": train.micro_batch_size,
-        "rounds": given.rounds,
-        "steps per round": given.steps,
-        "warm-up steps": given.warmup,
-    }
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    add, cores = parser.add_argument, len(os.sched_getaffinity(0))
-    add("--config", default="debug.toml", metavar="PATH_OR_NAME", help="the dense model (%(default)s)")
+    cores = len(os.sched_getaffinity(0))
+    made = parser(__doc__, config="the dense model", rounds=7, steps=2, warmup=3, threads=cores)
+    add = made.add_argument
     add("--experts", type=int, default=32, metavar="N", help="routed experts (%(default)s)")
     add("--top-k", type=int, default=4, metavar="N", help="experts that a token visits (%(default)s)")
     add("--skew", type=float, default=0.75, metavar="X", help="expert i is i^-X as popular (%(default)s)")
-    add("--rounds", type=int, default=7, metavar="N", help="turns that every contender gets (%(default)s)")
-    add("--steps", type=int, default=2, metavar="N", help="optimizer steps in a turn (%(default)s)")
-    add("--warmup", type=int, default=3, metavar="N", help="steps before the first turn (%(default)s)")
-    add("--threads", type=int, default=cores, metavar="N", help="of PyTorch on the CPU (%(default)s)")
-    add(
-        "--output",
-        type=Path,
-        default=RESULTS,
-        metavar="DIR",
-        help="where the results go (benchmarks/results)",
-    )
-    add("--tiny", action="store_true", help="a model of toy size: shows that it works, measures nothing")
-    return parser
+    return made
 
 
 if __name__ == "__main__":

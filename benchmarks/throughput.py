@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 import torch
 
 from benchmarks.loops import (
+    TINY,
     BareLoop,
     ForgeLoop,
     LlamaLoop,
@@ -28,22 +29,25 @@ from benchmarks.loops import (
     configure,
     known_peak,
     make_batches,
+    settings_of,
     why_no_llama,
 )
 from benchmarks.measure import (
-    RESULTS,
     Contender,
     Spread,
     environment,
+    judged,
     markdown,
+    parser,
+    publish,
     ratio,
     require_learning,
     take_turns,
-    write_results,
 )
 from forge.config import Config
-from forge.errors import FINISHED, UserError
+from forge.errors import UserError
 from forge.model import flops_per_token
+from scripts.options import exit_code_of
 
 BARE, FORGE = "bare, float32", "forge, float32"
 # Row -> (base, least ratio), on the debug model on a CPU.
@@ -57,28 +61,11 @@ FEATURES = {
     "float8 rowwise": ("--precision.float8=rowwise",),
     "float8 tensorwise": ("--precision.float8=tensorwise",),
 }
-TINY = (
-    "--model.dim=32",
-    "--model.n_layers=1",
-    "--model.n_heads=2",
-    "--model.n_kv_heads=1",
-    "--model.ffn_dim=64",
-    "--model.vocab_size=64",
-    "--train.seq_len=64",
-    "--train.global_batch_size=4",
-    "--train.micro_batch_size=2",
-    "--optimizer.lr=1e-2",
-)
 
 
 def main(arguments: list[str] | None = None) -> int:
     given, overrides = _parser().parse_known_args(arguments)
-    try:
-        measure(given, [*(TINY if given.tiny else ()), *overrides])
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return FINISHED
+    return exit_code_of(lambda: measure(given, [*(TINY if given.tiny else ()), *overrides]))
 
 
 def measure(given: argparse.Namespace, overrides: list[str]) -> None:
@@ -86,7 +73,7 @@ def measure(given: argparse.Namespace, overrides: list[str]) -> None:
     torch.set_num_threads(given.threads)
     device = alone().device
     plain = configure(given.config, "--precision.compute=float32", *overrides)
-    about = environment(device) | {"settings": _settings(given, plain, device)}
+    about = environment(device) | {"settings": settings_of(given, plain, device)}
     skipped: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         contenders = _contenders(given, overrides, plain, device, Path(folder), skipped)
@@ -102,9 +89,7 @@ def measure(given: argparse.Namespace, overrides: list[str]) -> None:
     barred = device.type == "cpu" and Path(given.config).stem == "debug" and not overrides
     rows = [_row(name, configs[name], seconds, losses[name], device, barred) for name in seconds]
     table = _table(rows, skipped)
-    print(table)
-    path = write_results("throughput", given.output, about, {"rows": rows, "skipped": skipped}, table)
-    print(f"\nwritten to {path}", file=sys.stderr)
+    publish("throughput", given.output, about, {"rows": rows, "skipped": skipped}, table)
 
 
 def _contenders(
@@ -136,7 +121,7 @@ def _contenders(
             loop.step()
             found.append(loop)
         except UserError as error:
-            skipped[title] = "not built" if "is not built yet" in str(error) else str(error)
+            skipped[title] = str(error)
         except (
             RuntimeError,
             NotImplementedError,
@@ -178,11 +163,6 @@ def _table(rows: list[dict[str, Any]], skipped: dict[str, str]) -> str:
     head = ["loop", "tokens/s", "ms per step", "MFU", "times as fast as", "ratio", "bar", "loss from", "to"]
     lines = []
     for row in rows:
-        bar = (
-            ""
-            if row["bar"] is None
-            else f"{row['bar']}: {'met' if row['ratio'].median >= row['bar'] else 'missed'}"
-        )
         lines.append(
             [
                 row["name"],
@@ -191,7 +171,7 @@ def _table(rows: list[dict[str, Any]], skipped: dict[str, str]) -> str:
                 "peak not known" if row["mfu"] is None else f"{row['mfu']:.3f}",
                 row["base"],
                 row["ratio"].show(),
-                bar,
+                judged(row["bar"], row["ratio"].median),
                 f"{row['first_loss']:.4f}",
                 f"{row['last_loss']:.4f}",
             ]
@@ -201,50 +181,11 @@ def _table(rows: list[dict[str, Any]], skipped: dict[str, str]) -> str:
     return f"{markdown(head, lines)}\n\nMedian of {rounds} rounds (lowest to highest); ratios are taken round by round."
 
 
-def _settings(given: argparse.Namespace, config: Config, device: torch.device) -> dict[str, Any]:
-    train, model = config.train, config.model
-    return {
-        "config": Path(given.config).stem,
-        "device": device.type,
-        "dim": model.dim,
-        "layers": model.n_layers,
-        "vocab": model.vocab_size,
-        "seq_len": train.seq_len,
-        "global_batch_size": train.global_batch_size,
-        "micro_batch_size": train.micro_batch_size,
-        "rounds": given.rounds,
-        "steps per round": given.steps,
-        "warm-up steps": given.warmup,
-    }
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    add = parser.add_argument
-    add(
-        "--config", default="debug.toml", metavar="PATH_OR_NAME", help="the model and its batch (%(default)s)"
-    )
-    add("--rounds", type=int, default=9, metavar="N", help="turns that every contender gets (%(default)s)")
-    add("--steps", type=int, default=2, metavar="N", help="optimizer steps in a turn (%(default)s)")
-    add("--warmup", type=int, default=3, metavar="N", help="steps before the first turn (%(default)s)")
-    add("--features", action="store_true", help="also compile, activation checkpointing and float8")
     cores = len(os.sched_getaffinity(0))
-    add("--threads", type=int, default=cores, metavar="N", help="of PyTorch on the CPU (%(default)s)")
-    add(
-        "--output",
-        type=Path,
-        default=RESULTS,
-        metavar="DIR",
-        help="where the results go (benchmarks/results)",
-    )
-    add(
-        "--tiny",
-        action="store_true",
-        help="a model of toy size: shows that the benchmark works, measures nothing",
-    )
-    return parser
+    made = parser(__doc__, config="the model and its batch", rounds=9, steps=2, warmup=3, threads=cores)
+    made.add_argument("--features", action="store_true", help="also compile, checkpointing and float8")
+    return made
 
 
 if __name__ == "__main__":
