@@ -60,8 +60,7 @@ class Bad(NamedTuple):
 
 @dataclass(frozen=True)
 class Corpus:
-    """Whole files (or their beginnings, under a budget) in the order of the inputs and, below each, of their
-    paths."""
+    """Whole files (or their beginnings, under a budget) in the order of the inputs and, below each, of their paths."""
 
     files: list[Piece]
     unreadable: list[Bad] = field(default_factory=list)
@@ -75,14 +74,13 @@ class Corpus:
 def find_corpus(
     inputs: Sequence[str | Path], extensions: Sequence[str] = EXTENSIONS, max_bytes: int | None = None
 ) -> Corpus:
-    """All files below `inputs`, without copies, down to `max_bytes`. UserError where an input is missing or
-    nothing is found.
+    """All files below `inputs`, without copies, down to `max_bytes`. UserError where an input is missing or nothing is
+    found.
 
-    Directories are walked (hidden ones, __pycache__ and links to directories are passed over) for files with
-    one of the `extensions`; a file named as an input is taken whatever its name. Of text files with the same
-    content, and of several paths to one file, only the first stays. A budget is filled in the order of a hash
-    of the keys, so the files kept are a fair sample that is the same on every machine and grows with the
-    budget.
+    Directories are walked (hidden ones, __pycache__ and links to directories are passed over) for files with one of the
+    `extensions`; a file named as an input is taken whatever its name. Of text files with the same content, and of
+    several paths to one file, only the first stays. A budget is filled in the order of a hash of the keys, so the files
+    kept are a fair sample that is the same on every machine and grows with the budget.
     """
     corpus = _drop_copies(_list_files(inputs, extensions))
     for file in corpus.files:

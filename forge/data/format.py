@@ -22,29 +22,30 @@ VERSION = 1
 START_DTYPE = np.dtype("<u8")
 
 
-class FileRecord(BaseModel):
+class Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class FileRecord(Record):
     """One file of a dataset: its name, size in bytes and checksum."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     name: str = Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*$")
     bytes: int = Field(ge=0)
     sha256: str
 
 
-class ShardRecord(BaseModel):
+class ShardRecord(Record):
     """`tokens` tokens of the stream, and the starts of the `documents` documents that begin among them."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     tokens: int = Field(ge=1)
     documents: int = Field(ge=0)
     token_file: FileRecord
     document_file: FileRecord
 
 
-class DatasetIndex(BaseModel):
+class DatasetIndex(Record):
     """What `dataset.json` holds."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     format: Literal["forge-tokens"] = FORMAT  # type: ignore[assignment]
     version: Literal[1] = VERSION  # type: ignore[assignment]
     dtype: Literal["uint16", "uint32"]
@@ -68,11 +69,10 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 class TokenDataset:
-    """A token stream on disk. Opening reads `dataset.json` and compares every file's size; `verify` reads all
-    bytes.
+    """A token stream on disk. Opening reads `dataset.json` and compares every file's size; `verify` reads all bytes.
 
-    With `vocab_size` (the model's), ids at or beyond it are refused: at opening by the recorded greatest id,
-    and in `read`, where only damage can bring one up. All problems are `UserError`s that name the file.
+    With `vocab_size` (the model's), ids at or beyond it are refused: at opening by the recorded greatest id, and in
+    `read`, where only damage can bring one up. All problems are `UserError`s that name the file.
     """
 
     def __init__(self, path: str | Path, vocab_size: int | None = None):
@@ -80,7 +80,7 @@ class TokenDataset:
         self.name = str(path)
         self.index = _read_index(self.path)
         self.vocab_size = vocab_size
-        self._check(vocab_size)
+        self._check()
         self._firsts = list(accumulate((shard.tokens for shard in self.index.shards), initial=0))
         self._maps: dict[str, np.ndarray] = {}
 
@@ -94,20 +94,23 @@ class TokenDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the content: of everything in `dataset.json` but where it came from; the same after a copy or a
-        move."""
+        """Of the content: of everything in `dataset.json` but where it came from; the same after a copy or a move."""
         content = self.index.model_dump(exclude={"origin"})
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Tokens start ... start + count - 1 of the stream, in the stored dtype; may be a view of the
-        file."""
+        """Tokens start ... start + count - 1 of the stream, in the stored dtype; may be a view of the file."""
         assert start >= 0 and start + count <= self.tokens
         pieces = []
         for shard, begin, end in self._spans(start, count):
             piece = self._map(shard.token_file, self.index.token_dtype)[begin:end]
             if self.vocab_size is not None and int(piece.max()) >= self.vocab_size:
-                self._refuse_token(shard, begin, piece)
+                place = int(np.argmax(piece >= self.vocab_size))
+                raise UserError(
+                    f"{self.path / shard.token_file.name}: token id {int(piece[place])} at byte "
+                    f"{(begin + place) * piece.itemsize} is beyond model.vocab_size {self.vocab_size}; "
+                    "the file is damaged"
+                )
             pieces.append(piece)
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
@@ -155,7 +158,7 @@ class TokenDataset:
             self._maps[record.name] = mapped.view(np.ndarray)
         return self._maps[record.name]
 
-    def _check(self, vocab_size: int | None) -> None:
+    def _check(self) -> None:
         index, where = self.index, self.path / INDEX
         if index.dtype != token_dtype(index.vocab_size).name:
             raise UserError(f"{where}: dtype {index.dtype} does not go with vocab_size {index.vocab_size}")
@@ -170,9 +173,9 @@ class TokenDataset:
             )
         if index.documents < 1:
             raise UserError(f"{self.path}: holds no document; prepare it again from input that has text")
-        if vocab_size is not None and index.max_token_id >= vocab_size:
+        if self.vocab_size is not None and index.max_token_id >= self.vocab_size:
             raise UserError(
-                f"{self.path}: holds token id {index.max_token_id}, and model.vocab_size is {vocab_size}; "
+                f"{self.path}: holds token id {index.max_token_id}, and model.vocab_size is {self.vocab_size}; "
                 f"set model.vocab_size to the tokenizer's {index.vocab_size} or more"
             )
 
@@ -188,14 +191,6 @@ class TokenDataset:
                 f"{path}: has {found} bytes where {INDEX} says {record.bytes} ({elements} x "
                 f"{dtype.itemsize}); it is truncated or replaced: make the dataset again"
             )
-
-    def _refuse_token(self, shard: ShardRecord, begin: int, piece: np.ndarray) -> None:
-        place = int(np.argmax(piece >= self.vocab_size))
-        raise UserError(
-            f"{self.path / shard.token_file.name}: token id {int(piece[place])} at byte "
-            f"{(begin + place) * piece.itemsize} is beyond model.vocab_size {self.vocab_size}; "
-            "the file is damaged"
-        )
 
 
 def _read_index(folder: Path) -> DatasetIndex:

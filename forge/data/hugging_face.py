@@ -43,9 +43,7 @@ def export_files(folder: Path) -> dict[str, bytes]:
     if (folder / BYTES_FILE).is_file():
         return _files(*_bytes()) | {BYTES_FILE: (folder / BYTES_FILE).read_bytes()}
     if (folder / JSON_FILE).is_file():
-        names = [JSON_FILE, *SETTINGS_FILES, *_ALSO_COPIED]
-        files = {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
-        return {SETTINGS_FILES[0]: _text(_SETTINGS)} | files
+        return {SETTINGS_FILES[0]: _text(_SETTINGS)} | _described(folder)
     if (folder / MODEL_FILE).is_file():
         model = (folder / MODEL_FILE).read_bytes()
         return _files(*_sentencepiece(model, str(folder / MODEL_FILE))) | {MODEL_FILE: model}
@@ -72,8 +70,12 @@ def import_files(folder: Path) -> dict[str, bytes]:
             pieces = 0  # another format under the same name, as Llama 3 has it
         if pieces == _vocab_size(described):
             return {MODEL_FILE: content}
-    names = [JSON_FILE, *SETTINGS_FILES, *_ALSO_COPIED] if described.is_file() else []
-    return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+    return _described(folder) if described.is_file() else {}
+
+
+def _described(folder: Path) -> dict[str, bytes]:
+    paths = [folder / name for name in (JSON_FILE, *SETTINGS_FILES, *_ALSO_COPIED)]
+    return {path.name: path.read_bytes() for path in paths if path.is_file()}
 
 
 def _checked(content: bytes, name: str) -> bytes:
@@ -132,18 +134,16 @@ def _sentencepiece(content: bytes, name: str) -> tuple[dict[str, Any], Ends]:
     }
     scores = {piece.piece: piece.score for piece in model.pieces if piece.type == kinds.NORMAL}
     merges = [
-        (scores[piece], f"{piece[:cut]} {piece[cut:]}")
-        for piece in scores
+        f"{piece[:cut]} {piece[cut:]}"
+        for piece in sorted(scores, key=lambda piece: -scores[piece])
         for cut in range(1, len(piece))
         if piece[:cut] in scores and piece[cut:] in scores
     ]
-    merges.sort(key=lambda merge: -merge[0])
-    begin, end = (
-        model.pieces[number].piece if number >= 0 else None for number in (trainer.bos_id, trainer.eos_id)
-    )
+    ends = trainer.bos_id, trainer.eos_id
+    begin, end = (model.pieces[number].piece if number >= 0 else None for number in ends)
     described = _tokenizer_json(
         vocab,
-        [pair for _, pair in merges],
+        merges,
         special={p.piece: vocab[p.piece] for p in model.pieces if p.type in (kinds.CONTROL, kinds.UNKNOWN)},
         whole={token: number for token, number in vocab.items() if number in whole},
         begin=begin,

@@ -48,31 +48,24 @@ def samples_of_step(
 
     Of each, `head` ids are given and the text of `excerpt`.
     """
-    rows = global_batch_size // ranks
-    begin = (step - 1) * global_batch_size
-    mine = range(ranks) if rank is None else (rank,)
-    for reader in mine:
-        for sample in range(begin + reader * rows, begin + (reader + 1) * rows):
-            yield _describe(dataset, tokenizer, sample, reader, head, excerpt)
-
-
-def _describe(
-    dataset: PackedDataset, tokenizer: Tokenizer | None, sample: int, rank: int, head: int, excerpt: int
-) -> Sample:
-    number, epoch, window = dataset.mixture.locate(sample)
-    source, seq_len = dataset.sources[number], dataset.seq_len
-    tokens, owners = read_window(source, window, seq_len, documents=True)
-    assert owners is not None
-    starts = np.flatnonzero(np.diff(owners)) + 1
-    return Sample(
-        sample=sample,
-        rank=rank,
-        source=source.name,
-        epoch=epoch,
-        window=window,
-        first_token=window * seq_len,
-        tokens=tokens[:head].tolist(),
-        text=tokenizer.decode(tokens[:excerpt].tolist()) if tokenizer else None,
-        documents=[int(start) for start in starts if start < seq_len],
-        masked=len(starts) if dataset.document_mask else 0,
-    )
+    rows, seq_len = global_batch_size // ranks, dataset.seq_len
+    first, readers = (step - 1) * global_batch_size, range(ranks) if rank is None else (rank,)
+    for reader in readers:
+        for sample in range(first + reader * rows, first + (reader + 1) * rows):
+            number, epoch, window = dataset.mixture.locate(sample)
+            source = dataset.sources[number]
+            tokens, owners = read_window(source, window, seq_len, documents=True)
+            assert owners is not None
+            starts = np.flatnonzero(np.diff(owners)) + 1
+            yield Sample(
+                sample=sample,
+                rank=reader,
+                source=source.name,
+                epoch=epoch,
+                window=window,
+                first_token=window * seq_len,
+                tokens=tokens[:head].tolist(),
+                text=tokenizer.decode(tokens[:excerpt].tolist()) if tokenizer else None,
+                documents=[int(start) for start in starts if start < seq_len],
+                masked=len(starts) if dataset.document_mask else 0,
+            )

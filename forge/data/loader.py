@@ -47,14 +47,9 @@ class Batch:
         return self._map(lambda tensor: tensor.pin_memory(), self.first_sample)
 
     def _map(self, function, first_sample: int) -> Batch:
-        return replace(
-            self,
-            tokens=function(self.tokens),
-            labels=function(self.labels),
-            positions=None if self.positions is None else function(self.positions),
-            documents=None if self.documents is None else function(self.documents),
-            first_sample=first_sample,
-        )
+        tensors = {name: getattr(self, name) for name in ("tokens", "labels", "positions", "documents")}
+        made = {name: function(tensor) for name, tensor in tensors.items() if tensor is not None}
+        return replace(self, first_sample=first_sample, **made)
 
 
 class Loader:
@@ -148,12 +143,11 @@ def evaluation_batches(
     document_mask: bool = False,
     unreadable: list[Exception] | None = None,
 ) -> Iterator[Batch]:
-    """The first `sequences` windows of the source in order (all, if it has fewer), shared out over the data
-    ranks.
+    """The first `sequences` windows of the source in order (all, if it has fewer), shared out over the data ranks.
 
-    Every rank yields the same number of batches of `micro_batch_size` rows; what is missing is filled with
-    rows whose labels are all IGNORE. Which windows are read does not depend on `ranks`. With `unreadable` an error
-    in reading is put there, and the batch is all filled, so that ranks that read together stay together.
+    Every rank yields the same number of batches of `micro_batch_size` rows; what is missing is filled with rows whose
+    labels are all IGNORE. Which windows are read does not depend on `ranks`. With `unreadable` an error in reading is
+    put there, and the batch is all filled, so that ranks that read together stay together.
     """
     sequences = min(sequences, count_windows(source, seq_len))
     per_round = micro_batch_size * ranks

@@ -34,7 +34,7 @@ _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _BLOCK = 1 << 20  # entries of the index that are checked at once, to bound memory
 
 
-class MegatronTokens:
+class MegatronTokens(MappedIds):
     """The ids of a Megatron dataset as one stream: a `Source`. `path` is the common prefix, or the `.idx`.
 
     Opening checks the whole index against itself and the size of the `.bin`: UserError where they do not agree, and
@@ -51,13 +51,9 @@ class MegatronTokens:
         self._lengths = np.memmap(self._index, "<i4", "r", places[0], (sequences,))
         self._pointers = np.memmap(self._index, "<i8", "r", places[1], (sequences,))
         self._firsts = np.memmap(self._index, "<i8", "r", places[2], (documents,))
-        self._ids = MappedIds(Path(f"{prefix}.bin"), dtype, vocab_size)
+        super().__init__(Path(f"{prefix}.bin"), dtype, vocab_size)
         self._check_sequences()
         self._check_documents()
-
-    @property
-    def tokens(self) -> int:
-        return self._ids.count
 
     @property
     def documents(self) -> int:
@@ -66,11 +62,7 @@ class MegatronTokens:
     @cached_property
     def fingerprint(self) -> str:
         """Of the size and sampled content of both files: see `raw.sampled_digest`."""
-        return f"megatron-{sampled_digest(self._ids.path)}-{sampled_digest(self._index)}"
-
-    def read(self, start: int, count: int) -> np.ndarray:
-        """Tokens start ... start + count - 1, in the file's dtype; a view of the file."""
-        return self._ids.read(start, count)
+        return f"megatron-{sampled_digest(self.path)}-{sampled_digest(self._index)}"
 
     def document_ids(self, start: int, count: int) -> np.ndarray:
         """int32 [count]: 0 for the document of the first of these tokens, 1 for the next one, ..."""
@@ -78,8 +70,7 @@ class MegatronTokens:
         low = bisect_left(documents, start, key=self._start_of)
         high = bisect_left(documents, start + count, key=self._start_of)
         steps = np.zeros(count, np.int32)
-        starts = self._pointers[self._firsts[low:high]] // self._ids.dtype.itemsize
-        steps[starts - start] = 1
+        steps[self._pointers[self._firsts[low:high]] // self.dtype.itemsize - start] = 1
         steps[0] = 0
         return np.cumsum(steps, dtype=np.int32)
 
@@ -88,7 +79,7 @@ class MegatronTokens:
         sequence = int(self._firsts[document])
         if sequence == len(self._pointers):
             return self.tokens
-        return int(self._pointers[sequence]) // self._ids.dtype.itemsize
+        return int(self._pointers[sequence]) // self.dtype.itemsize
 
     def _check_size(self, least: int, sequences: int) -> None:
         found = self._index.stat().st_size
@@ -102,7 +93,7 @@ class MegatronTokens:
         total = 0
         for begin in range(0, len(self._lengths), _BLOCK):
             lengths = self._lengths[begin : begin + _BLOCK].astype(np.int64)
-            ends = total + np.cumsum(lengths) * self._ids.dtype.itemsize
+            ends = total + np.cumsum(lengths) * self.dtype.itemsize
             starts = np.concatenate([[total], ends[:-1]])
             wrong = (lengths < 0) | (self._pointers[begin : begin + _BLOCK] != starts)
             if wrong.any():
@@ -111,10 +102,10 @@ class MegatronTokens:
                     "ends; the index is damaged"
                 )
             total = int(ends[-1])
-        found = self._ids.count * self._ids.dtype.itemsize
+        found = self.tokens * self.dtype.itemsize
         if total != found:
             raise UserError(
-                f"{self._ids.path}: has {found} bytes where {self._index.name} says {total}; it is truncated, or "
+                f"{self.path}: has {found} bytes where {self._index.name} says {total}; it is truncated, or "
                 "the two do not belong together"
             )
 

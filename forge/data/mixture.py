@@ -26,12 +26,10 @@ _SMALLEST_SHARE = Fraction(1, 10**6)  # so that a block, which is laid out in me
 
 
 class Mixture:
-    """Global order over sources of `sizes` windows each, drawn in proportion to `weights` (any sum; 0:
-    never).
+    """Global order over sources of `sizes` windows each, drawn in proportion to `weights` (any sum; 0: never).
 
-    `block` is B above. It grows to 1/(smallest positive share) where it is less than that: with fewer samples
-    in a block the rounded cumulative shares could take a sample back from a source. UserError for a share
-    below 1e-6.
+    `block` is B above. It grows to 1/(smallest positive share) where it is less than that: with fewer samples in a
+    block the rounded cumulative shares could take a sample back from a source. UserError for a share below 1e-6.
     """
 
     def __init__(self, weights: Sequence[float], sizes: Sequence[int], seed: int, block: int = 1024):
@@ -76,8 +74,7 @@ class Mixture:
         return [samples * cumulative // self._denominator for cumulative in self._cumulative]
 
     def _make_turns(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """For each position of the block: which source has its turn, and how many turns in the block it had
-        before."""
+        """For each position of the block: which source has its turn, and how many turns in the block it had before."""
         before, after = self._given(block), self._given(block + 1)
         firsts = [end - start for start, end in zip(before, after, strict=True)]
         counts = np.diff(firsts)

@@ -1,8 +1,7 @@
-"""A keyed permutation of range(n) that needs no memory: what puts samples in random order at any number of
-tokens.
+"""A keyed permutation of range(n) that needs no memory: what puts samples in random order at any number of tokens.
 
-A Feistel network permutes range(4^k) for the smallest such range that holds n; values that fall at or beyond
-n are permuted again until they fall below it (cycle walking), which leaves a bijection on range(n).
+A Feistel network permutes range(4^k) for the smallest such range that holds n; values that fall at or beyond n are
+permuted again until they fall below it (cycle walking), which leaves a bijection on range(n).
 """
 
 from __future__ import annotations
@@ -17,22 +16,19 @@ _ROUNDS = 8  # four make a Feistel network pseudo-random; the rest make up for t
 
 
 def key_of(*parts: int | str) -> int:
-    """A 64-bit key from (seed, purpose, ...); distinct parts give unrelated keys, the same on every
-    machine."""
+    """A 64-bit key from (seed, purpose, ...); distinct parts give unrelated keys, the same on every machine."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
 def scramble(value: int) -> int:
-    """The splitmix64 finaliser: a bijection of 64-bit integers in which every input bit moves every output
-    bit."""
+    """The splitmix64 finaliser: a bijection of 64-bit integers in which every input bit moves every output bit."""
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
     return value ^ (value >> 31)
 
 
 def hash_positions(start: int, stop: int, key: int) -> np.ndarray:
-    """64 random bits, uint64, for each position start ... stop - 1: `scramble` of a counter that starts at
-    `key`."""
+    """64 random bits, uint64, for each position start ... stop - 1: `scramble` of a counter that starts at `key`."""
     bits = np.uint64(key) + np.arange(start + 1, stop + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -40,8 +36,7 @@ def hash_positions(start: int, stop: int, key: int) -> np.ndarray:
 
 
 class Permutation:
-    """`permutation(i)` is a bijection of range(n), chosen by the 64-bit `key`; O(1) time and memory, n up to
-    2^126."""
+    """`permutation(i)` is a bijection of range(n), chosen by the 64-bit `key`; O(1) time and memory, n up to 2^126."""
 
     def __init__(self, n: int, key: int):
         assert n >= 1

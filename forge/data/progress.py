@@ -7,15 +7,13 @@ import time
 
 
 class ProgressLine:
-    """Redraws one line on a terminal; elsewhere (a log file) writes a line every `log_every_s` seconds."""
+    """Redraws one line on a terminal; elsewhere (a log file) writes a line every ten seconds."""
 
-    def __init__(
-        self, label: str, total: int, unit: str = "MB", scale: float = 1e6, log_every_s: float = 10.0
-    ):
+    def __init__(self, label: str, total: int, unit: str = "MB", scale: float = 1e6):
         self._label, self._total, self._unit, self._scale = label, total, unit, scale
         self._begin = time.monotonic()
         self._terminal = sys.stderr.isatty()
-        self._every = 0.1 if self._terminal else log_every_s
+        self._every = 0.1 if self._terminal else 10.0
         self._last = self._begin
 
     def update(self, done: int) -> None:

@@ -18,42 +18,8 @@ SAMPLES = 64
 SAMPLE_BYTES = 1 << 16
 
 
-class RawTokens:
-    """The ids in one file, one after another, without a header: a `Source`.
-
-    `dtype` is "uint16" or "uint32" (little-endian), as the user says: a file of one reads as the other just as well.
-    With `eos_id` a document ends after each such token; without it all is one document. UserError where the file
-    cannot be read, is empty or does not hold whole ids, and in `read` for an id at or beyond `vocab_size`.
-    """
-
-    def __init__(self, path: str | Path, dtype: str, vocab_size: int, eos_id: int | None = None):
-        self.name = str(path)
-        self._ids = MappedIds(Path(path), DTYPES[dtype], vocab_size)
-        self._eos_id = eos_id
-
-    @property
-    def tokens(self) -> int:
-        return self._ids.count
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Of size, dtype, `eos_id` and sampled content: see `sampled_digest`."""
-        return f"raw-{self._ids.dtype.name}-{self._eos_id}-{sampled_digest(self._ids.path)}"
-
-    def read(self, start: int, count: int) -> np.ndarray:
-        """Tokens start ... start + count - 1, in the file's dtype; a view of the file."""
-        return self._ids.read(start, count)
-
-    def document_ids(self, start: int, count: int) -> np.ndarray:
-        """int32 [count]: 0 for the document of the first of these tokens, 1 for the next one, ..."""
-        if self._eos_id is None:
-            return np.zeros(count, np.int32)
-        ends = self._ids.read(start, count) == self._eos_id
-        return np.cumsum(np.concatenate([[False], ends[:-1]]), dtype=np.int32)
-
-
 class MappedIds:
-    """The `count` integers of a headerless file, mapped into memory; every range that is read is checked."""
+    """The integers of a headerless file, mapped into memory; every range that is read is checked."""
 
     def __init__(self, path: Path, dtype: np.dtype, vocab_size: int):
         self.path, self.dtype, self._vocab_size = path, dtype, vocab_size
@@ -69,11 +35,14 @@ class MappedIds:
             self._ids = np.memmap(path, dtype, mode="r").view(np.ndarray)
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-        self.count = size // dtype.itemsize
+        self.tokens = len(self._ids)
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Ids start ... start + count - 1, as a view; UserError names the first that the model does not have."""
-        assert start >= 0 and start + count <= self.count
+        """Ids start ... start + count - 1, in the file's dtype, as a view of it.
+
+        UserError names the first that the model does not have.
+        """
+        assert start >= 0 and start + count <= self.tokens
         ids = self._ids[start : start + count]
         if int(ids.max()) >= self._vocab_size or int(ids.min()) < 0:
             place = int(np.argmax((ids >= self._vocab_size) | (ids < 0)))
@@ -83,6 +52,32 @@ class MappedIds:
                 f"the ids are not {self.dtype.name}, mend the source's dtype"
             )
         return ids
+
+
+class RawTokens(MappedIds):
+    """The ids in one file, one after another, without a header: a `Source`.
+
+    `dtype` is "uint16" or "uint32" (little-endian), as the user says: a file of one reads as the other just as well.
+    With `eos_id` a document ends after each such token; without it all is one document. UserError where the file
+    cannot be read, is empty or does not hold whole ids, and in `read` for an id at or beyond `vocab_size`.
+    """
+
+    def __init__(self, path: str | Path, dtype: str, vocab_size: int, eos_id: int | None = None):
+        super().__init__(Path(path), DTYPES[dtype], vocab_size)
+        self.name = str(path)
+        self._eos_id = eos_id
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of size, dtype, `eos_id` and sampled content: see `sampled_digest`."""
+        return f"raw-{self.dtype.name}-{self._eos_id}-{sampled_digest(self.path)}"
+
+    def document_ids(self, start: int, count: int) -> np.ndarray:
+        """int32 [count]: 0 for the document of the first of these tokens, 1 for the next one, ..."""
+        if self._eos_id is None:
+            return np.zeros(count, np.int32)
+        ends = self.read(start, count) == self._eos_id
+        return np.cumsum(np.concatenate([[False], ends[:-1]]), dtype=np.int32)
 
 
 def sampled_digest(path: Path) -> str:

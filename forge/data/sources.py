@@ -17,8 +17,7 @@ SYNTHETIC = "synthetic"
 
 
 class Source(Protocol):
-    """`tokens` tokens that can be read from anywhere; `fingerprint` names their content, `name` is for
-    messages."""
+    """`tokens` tokens that can be read from anywhere; `fingerprint` names their content, `name` is for messages."""
 
     name: str
 

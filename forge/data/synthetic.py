@@ -58,7 +58,6 @@ class SyntheticSource:
         return np.cumsum(starts, dtype=np.int32)
 
     def _draw(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """64 random bits for each position (splitmix64 of key and position), and whether it is a jump (bit
-        0)."""
+        """64 random bits for each position (splitmix64 of key and position), and whether it is a jump (bit 0)."""
         bits = hash_positions(begin, end, self._key)
         return bits, (bits & np.uint64(1) == 0) | (np.arange(begin, end) % BLOCK == 0)

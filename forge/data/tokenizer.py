@@ -32,8 +32,7 @@ class Tokenizer(Protocol):
     fingerprint: str
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the text alone, without specials; never an unknown id. UnicodeEncodeError for lone
-        surrogates."""
+        """Ids of the text alone, without specials; never an unknown id. UnicodeEncodeError for lone surrogates."""
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text; specials and ids beyond the vocabulary are left out, broken UTF-8 becomes U+FFFD."""
@@ -62,17 +61,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             )
         file = found[0]
     try:
-        if file.suffix == ".json":
-            return HuggingFaceTokenizer(
-                {JSON_FILE: file.read_bytes()}
-                | {
-                    name: (file.parent / name).read_bytes()
-                    for name in SETTINGS_FILES
-                    if (file.parent / name).is_file()
-                },
-                str(file),
-            )
-        return SentencePieceTokenizer(file.read_bytes(), str(file))
+        content = file.read_bytes()
+        if file.suffix != ".json":
+            return SentencePieceTokenizer(content, str(file))
+        settings = [file.parent / name for name in SETTINGS_FILES]
+        beside = {path.name: path.read_bytes() for path in settings if path.is_file()}
+        return HuggingFaceTokenizer({JSON_FILE: content} | beside, str(file))
     except OSError as error:
         raise UserError(
             f"tokenizer {file}: cannot be read: {error.strerror}; scripts/train_tokenizer.py makes one, and "
@@ -116,12 +110,12 @@ class SentencePieceTokenizer:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
             self.vocab_size: int = self._processor.vocab_size()
         except RuntimeError:
-            raise UserError(f"tokenizer {name}: is not a SentencePiece model") from None
+            self.vocab_size = 0
         if not self.vocab_size:
             raise UserError(f"tokenizer {name}: is not a SentencePiece model")
         self.fingerprint = hashlib.sha256(model).hexdigest()
-        self.bos_id = _id_or_none(self._processor.bos_id())
-        self.eos_id = _id_or_none(self._processor.eos_id())
+        ends = self._processor.bos_id(), self._processor.eos_id()
+        self.bos_id, self.eos_id = (None if end < 0 else end for end in ends)
         escaped = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in _ESCAPED_SPACE.encode()]
         self._escaped_space = escaped if all(self._processor.is_byte(i) for i in escaped) else None
 
@@ -239,7 +233,3 @@ class HuggingFaceTokenizer:
 def _write(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_atomically(path, content)
-
-
-def _id_or_none(i: int) -> int | None:
-    return None if i < 0 else i

@@ -27,12 +27,11 @@ def train_tokenizer(
     text_key: str = "text",
     extensions: Sequence[str] = EXTENSIONS,
 ) -> SentencePieceTokenizer:
-    """Trains on a sample of `max_bytes` of the corpus and writes OUTPUT/tokenizer.model; the same input, the
-    same file.
+    """Trains on a sample of `max_bytes` of the corpus and writes OUTPUT/tokenizer.model; the same input, the same file.
 
-    BPE over the text as it is: no normalisation, no added or merged spaces, runs of spaces and line ends in
-    the vocabulary, digits one by one, and bytes for every character that is not in it. Ids: 0 unknown (never
-    produced), 1 begins and 2 ends a document.
+    BPE over the text as it is: no normalisation, no added or merged spaces, runs of spaces and line ends in the
+    vocabulary, digits one by one, and bytes for every character that is not in it. Ids: 0 unknown (never produced), 1
+    begins and 2 ends a document.
     """
     if vocab_size < _LEAST_VOCAB:
         raise UserError(

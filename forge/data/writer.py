@@ -104,8 +104,7 @@ class ShardWriter:
 
 
 class _HashedFile:
-    """A file that is checksummed while it is written and has its name only when it is complete and on
-    disk."""
+    """A file that is checksummed while it is written and has its name only when it is complete and on disk."""
 
     def __init__(self, path: Path):
         self._path = path

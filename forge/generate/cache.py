@@ -11,7 +11,7 @@ anybody sees it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -72,13 +72,11 @@ def _continue(before: list[list[int]], now: list[list[int]]) -> bool:
     )
 
 
-class _Places:
+class _Places(NamedTuple):
     """Where the one token that each text has now is put, int64 `[texts]`; all are below `end`."""
 
-    def __init__(self, of_text: Tensor, end: int):
-        self.of_text = of_text
-        self.text = torch.arange(len(of_text), device=of_text.device)
-        self.end = end
+    of_text: Tensor
+    end: int
 
 
 class _LayerCache:
@@ -99,19 +97,18 @@ class _LayerCache:
         queries, keys = self.places.of_text.view(-1, 1, 1, 1), torch.arange(self.places.end, device=x.device)
         table = sees(
             queries, queries, queries, keys
-        )  # [texts, 1, 1, places]; without documents no text is asked for
+        )  # [texts, 1, 1, places]; no documents, so no text is asked for
         return AttentionMask(mask.window, None, mask.soft_cap, table)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         if self.places is None:
             self._keys, self._values = k.contiguous(), v.contiguous()
             return self._inner(q, k, v, mask)
-        self._keys, self._values = (_with_room(kept, self.places.end) for kept in (self._keys, self._values))
-        at = (self.places.text, slice(None), self.places.of_text)
+        places, end = self.places
+        self._keys, self._values = _with_room(self._keys, end), _with_room(self._values, end)
+        at = (torch.arange(len(places), device=places.device), slice(None), places)
         self._keys[at], self._values[at] = k[:, :, 0], v[:, :, 0]
-        return self._inner(
-            q, self._keys[:, :, : self.places.end], self._values[:, :, : self.places.end], mask
-        )
+        return self._inner(q, self._keys[:, :, :end], self._values[:, :, :end], mask)
 
 
 def _with_room(kept: Tensor, places: int) -> Tensor:
