@@ -60,6 +60,11 @@ def test_impossible_combinations_are_refused_with_a_remedy(tmp_path, overrides, 
     assert part in complaint(tmp_path, *overrides)
 
 
+def test_a_sequence_shorter_than_its_pieces_is_offered_one_length(tmp_path) -> None:
+    line = complaint(tmp_path, "--model.moe.n_experts=8", "--parallel.tp=8", "--train.seq_len=4")
+    assert line.endswith("use 8")
+
+
 @pytest.mark.parametrize(
     ("lines", "key"),
     [

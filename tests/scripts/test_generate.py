@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from forge.errors import BAD_CONFIG, FINISHED, NO_CHECKPOINT
 from tests.end_to_end.runs import Run
-from tests.scripts.trained import ROOT, Said, call, prepared, trained
+from tests.scripts.trained import Said, call, objects, prepared, refusal, trained
 
 MOE = [
     "--model.moe.n_experts=4",
@@ -47,11 +45,6 @@ def run(folder) -> Run:
 
 def generate(run: Run, *arguments: object) -> Said:
     return call(run.path.parent, "generate", "--checkpoint", run.path, *arguments)
-
-
-def objects(said: Said) -> list[dict[str, Any]]:
-    assert said.code == FINISHED, said.err
-    return [json.loads(line) for line in said.out.splitlines()]
 
 
 def test_writes_what_it_has_learnt_and_ends_where_the_document_does(run) -> None:
@@ -152,7 +145,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_left_alone(run, tmp_path) -> No
     assert objects(said)[0]["step"] == 20 and "step-00000030 is damaged" in said.err
     assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == names
     alone = call(tmp_path, "generate", "--checkpoint", newest, "--prompt", "b")
-    assert alone.code == NO_CHECKPOINT and _one_sentence(alone).count("wrong checksum") == 1
+    assert alone.code == NO_CHECKPOINT and refusal(alone).count("wrong checksum") == 1
     trusted = call(tmp_path, "generate", "--checkpoint", newest, "--prompt", "b", "--no-verify", "--json")
     assert objects(trusted)[0]["step"] == 30
 
@@ -176,7 +169,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_left_alone(run, tmp_path) -> No
 )
 def test_what_is_wrong_is_one_sentence_and_exit_2(run, arguments, sentence) -> None:
     said = generate(run, *arguments)
-    assert said.code == BAD_CONFIG and sentence in _one_sentence(said)
+    assert said.code == BAD_CONFIG and sentence in refusal(said)
     assert said.out == ""
 
 
@@ -186,7 +179,7 @@ def test_a_run_without_a_tokenizer_takes_ids_alone(tmp_path) -> None:
     said = generate(run, "--prompt-ids", "1,2,3", "--max-tokens", 4, "--temperature", 0)
     assert re.fullmatch(r"1 2 3( \d+){4}\n", said.out)
     refused = generate(run, "--prompt", "a")
-    assert refused.code == BAD_CONFIG and "holds no tokenizer: give --prompt-ids" in _one_sentence(refused)
+    assert refused.code == BAD_CONFIG and "holds no tokenizer: give --prompt-ids" in refusal(refused)
     (found,) = objects(
         generate(run, "--prompt-ids", "1,2,3", "--max-tokens", 4, "--temperature", 0, "--json")
     )
@@ -227,16 +220,3 @@ def test_transformers_writes_the_same_with_the_exported_model(run, tmp_path, mon
         assert ids[0].tolist() == found["prompt_tokens"]
         written = model.generate(ids, max_new_tokens=12, do_sample=False)[0]
         assert written[ids.shape[1] :].tolist() == found["tokens"]
-
-
-def test_help_names_every_option(tmp_path) -> None:
-    said = call(tmp_path, "generate", "--help")
-    options = re.findall(r"\"(--[a-z-]+)\"", (ROOT / "scripts" / "generate.py").read_text())
-    assert said.code == FINISHED and len(options) > 8 and all(option in said.out for option in options)
-
-
-def _one_sentence(said: Said) -> str:
-    assert "Traceback" not in said.err
-    errors = [line for line in said.err.splitlines() if "error: " in line]
-    assert len(errors) == 1 and said.err.splitlines()[-1] == errors[0], said.err
-    return errors[0]

@@ -8,8 +8,10 @@ import runpy
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from forge.data.prepare import Request, prepare
+from forge.errors import FINISHED
 from tests.end_to_end.runs import Run
 from tests.harness import start_ranks
 
@@ -48,6 +50,20 @@ def _run(rank: int, world: int, words: list[str], folder: Path, out: Path, err: 
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def objects(said: Said) -> list[dict[str, Any]]:
+    """What --json prints."""
+    assert said.code == FINISHED, said.err
+    return [json.loads(line) for line in said.out.splitlines()]
+
+
+def refusal(said: Said) -> str:
+    """The one sentence that a user's mistake ends in."""
+    assert "Traceback" not in said.err
+    errors = [line for line in said.err.splitlines() if "error: " in line]
+    assert len(errors) == 1 and said.err.splitlines()[-1] == errors[0], said.err
+    return errors[0]
 
 
 def prepared(folder: Path, tokenizer: str = "bytes") -> Path:

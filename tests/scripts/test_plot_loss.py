@@ -1,0 +1,34 @@
+"""The picture of a run's losses is a valid SVG with a curve for each source of data."""
+
+import json
+import runpy
+from pathlib import Path
+from xml.etree import ElementTree
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "plot_loss.py"
+
+
+def plot(folder: Path, lines: list[dict]) -> tuple[int, list[str]]:
+    """Exit code, and the tags of the picture's elements."""
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    picture = folder / "out.svg"
+    arguments = [str(folder), "--output", str(picture), "--mark", "counts=3"]
+    code = runpy.run_path(str(SCRIPT))["main"](arguments)
+    found = ElementTree.parse(picture).iter() if picture.exists() else []
+    return code, [element.tag.rpartition("}")[2] for element in found]
+
+
+def test_a_curve_for_training_and_each_held_out_source(tmp_path) -> None:
+    lines = [{"step": step, "loss": 4 - step / 50} for step in range(1, 41)]
+    code, tags = plot(tmp_path, [*lines, {"step": 40, "eval": {"a": 3.5, "b": 3.25}}])
+    assert code == 0 and tags.count("polyline") == 3
+    assert tags.count("circle") == 2  # few points are shown one by one
+
+
+def test_losses_that_are_all_the_same_can_be_drawn(tmp_path) -> None:
+    assert plot(tmp_path, [{"step": 1, "loss": 3.0}])[0] == 0
+
+
+def test_a_run_without_a_loss_has_nothing_to_draw(tmp_path, capsys) -> None:
+    assert plot(tmp_path, [{"step": 1, "loss": None}]) == (2, [])
+    assert "holds no loss yet" in capsys.readouterr().err
