@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from forge.config import Config
@@ -44,16 +44,18 @@ def apply_compile(model: Transformer, config: Config) -> None:
         blocks: list[Any] = list(model.layers.values())
         for block in blocks:
             if isinstance(block.feed_forward, MoE):
-                block.attend = compiled(block.attend)
-                if block.feed_forward.shared is not None:
+                block.attend = hiding_gradients(block, compiled(block.attend))
+                shared = block.feed_forward.shared
+                if shared is not None:
                     # The whole call, so that what tensor parallelism hooked onto it is inside.
-                    block.feed_forward.shared.compile(**compiled.keywords)
+                    shared.compile(**compiled.keywords)
+                    shared._compiled_call_impl = hiding_gradients(shared, shared._compiled_call_impl)
             elif isinstance(block.forward, Recomputed) and block.forward.whole:
                 # Nothing of it is kept, so the compiler gains nothing from seeing the checkpoint; and inside one PyTorch
                 # 2.13 fails to trace tensor parallelism with SDPA (it saves a DeviceMesh for backward).
-                block.forward.forward = compiled(block.forward.forward)
+                block.forward.forward = hiding_gradients(block, compiled(block.forward.forward))
             else:
-                block.forward = compiled(block.forward)
+                block.forward = hiding_gradients(block, compiled(block.forward))
         if blocks:
             blocks[0].forward = waiting(blocks[0].forward)
     if chosen.loss:
@@ -61,7 +63,36 @@ def apply_compile(model: Transformer, config: Config) -> None:
         # What it computes per chunk of tokens: the loop itself is outside, or it would be unrolled.
         if not hasattr(loss, "chunk"):
             raise UserError(f"compile.loss = true does not go with {type(loss).__name__}; use false")
-        loss.chunk = compiled(loss.chunk)
+        loss.chunk = _detaching(compiled(loss.chunk))
+
+
+def hiding_gradients(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward` that finds no gradients of another dtype on the parameters of `module`; afterwards they are there again.
+
+    Parameters in bfloat16 may add up gradients in float32 (torch.Tensor.grad_dtype); PyTorch 2.11 to 2.13 refuse to trace
+    them.
+    """
+    parameters: list[nn.Parameter] = []
+
+    @functools.wraps(forward)
+    def hidden(*args: Any) -> Any:
+        if not parameters:  # not before: data parallelism, which comes after compilation, replaces them
+            parameters.extend(module.parameters())
+        gradients = [(p, p.grad) for p in parameters if p.grad is not None and p.grad.dtype != p.dtype]
+        for parameter, _ in gradients:
+            parameter.grad = None
+        try:
+            return forward(*args)
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+
+    return hidden
+
+
+def _detaching(chunk: Callable[..., Any]) -> Callable[..., Any]:
+    """`chunk` of parameters without their gradients, as `hiding_gradients`; it runs inside an autograd function anyway."""
+    return lambda *args: chunk(*(arg.detach() if isinstance(arg, Tensor) else arg for arg in args))
 
 
 def waiting(forward: Callable[..., Any]) -> Callable[..., Any]:

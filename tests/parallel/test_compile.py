@@ -63,6 +63,24 @@ def test_all_blocks_share_one_graph_that_later_steps_use_again(mode: str) -> Non
     assert not counters["graph_break"]
 
 
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_gradients_that_add_up_in_another_dtype_stay_where_they_are(mode: str) -> None:
+    model = build(SECTION.format(backend="aot_eager") + f'[activation_checkpoint]\nmode = "{mode}"')
+    model.bfloat16().reset_buffers(torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.grad_dtype = torch.float32
+        parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)
+    gradients = [parameter.grad for parameter in model.parameters()]
+    tokens = torch.randint(67, (2, 64), generator=torch.Generator().manual_seed(0))
+    norms = []
+    for _ in range(2):
+        model(tokens, tokens)[0].backward()
+        norms.append(sum(gradient.norm().item() for gradient in gradients if gradient is not None))
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert parameter.grad is gradient and gradient.dtype == torch.float32
+    assert norms[1] == pytest.approx(2 * norms[0], rel=1e-2) and norms[0] > 0
+
+
 def test_names_stay() -> None:
     plain, compiled = build(""), build(SECTION.format(backend="aot_eager"))
     assert list(compiled.state_dict()) == list(plain.state_dict())
