@@ -45,7 +45,7 @@ def apply_compile(model: Transformer, config: Config) -> None:
         for block in blocks:
             if isinstance(block.feed_forward, MoE):
                 block.attend = hiding_gradients(block, compiled(block.attend))
-                shared = block.feed_forward.shared
+                shared: Any = block.feed_forward.shared
                 if shared is not None:
                     # The whole call, so that what tensor parallelism hooked onto it is inside.
                     shared.compile(**compiled.keywords)
