@@ -122,6 +122,28 @@ def end_fsdp_backward(model: FSDPModule) -> None:
     model._get_fsdp_state()._root_post_backward_final_callback()
 
 
+@torch.enable_grad()
+def backward_starts_at_functions() -> bool:
+    """Whether a backward can start inside of a graph, at a torch.autograd.Function; PyTorch 2.11 cannot."""
+    x = torch.ones((), requires_grad=True)
+    node: Any = _Same.apply(x).grad_fn
+    try:
+        torch.autograd.grad([torch.autograd.graph.GradientEdge(node, 0)], [x], [torch.ones(())])
+    except RuntimeError:
+        return False
+    return True
+
+
+class _Same(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
+
+
 def raise_timeouts(seconds: float) -> None:
     """Let no process group that exists fail a collective which has waited for less than `seconds`.
 

@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+from forge import compat
 from forge.config import Config, Degrees
 from forge.config.pipeline import SPLIT_BACKWARD, number_of_stages
 from forge.errors import UserError
@@ -41,7 +42,8 @@ def plan_pipeline(config: Config, degrees: Degrees) -> PipelinePlan:
     else:
         schedule = make_schedule(name, pp, number_of_stages(config), degrees.accumulation)
     stages = make_stages(config, len(schedule.rank_of))
-    if not splits_backward(config):
+    whole = whole_backward_because(config)
+    if whole is not None:
         schedule = schedule.unsplit()
     log.info(
         "pipeline of %d stages, schedule %s, %d microbatches: idle %.1f %% of the time if stages cost the same\n%s",
@@ -51,23 +53,29 @@ def plan_pipeline(config: Config, degrees: Degrees) -> PipelinePlan:
         100 * schedule.bubble,
         table(stages, layer_costs(config), schedule.rank_of),
     )
-    if name in SPLIT_BACKWARD and not splits_backward(config):
+    if name in SPLIT_BACKWARD and whole is not None:
         log.warning(
-            "pipeline.schedule = %s: with %s each backward stays in one piece, because blocks would otherwise be computed "
-            "again for every weight; idle time is as said above, and Interleaved1F1B may be no worse",
+            "pipeline.schedule = %s: each backward stays in one piece (%s); idle time is as said above, and "
+            "Interleaved1F1B may be no worse",
             name,
-            "compile.enabled" if config.compile.enabled else "activation_checkpoint",
+            whole,
         )
     return PipelinePlan(stages, schedule)
 
 
-def splits_backward(config: Config) -> bool:
-    """Whether the two halves of a backward may be computed apart.
+def whole_backward_because(config: Config) -> str | None:
+    """Why the two halves of a backward cannot be computed apart; None if they can.
 
     A checkpoint would compute its block again for the input and for every weight by itself, a selective one refuses
     the second time; and a compiled block is one piece in backward, which would run as a whole for each.
     """
-    return config.activation_checkpoint.mode == "none" and not config.compile.enabled
+    if config.compile.enabled:
+        return "compile.enabled: blocks would be computed again for every weight"
+    if config.activation_checkpoint.mode != "none":
+        return "activation_checkpoint: blocks would be computed again for every weight"
+    if not compat.backward_starts_at_functions():
+        return "this version of PyTorch cannot split it"
+    return None
 
 
 def _check_csv(config: Config, stages: int) -> None:

@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forge import compat
 from forge.config import check_world
 from forge.config.pipeline import IN_ROUNDS, ONE_PER_RANK, SPLIT_BACKWARD, V_SHAPED
 from forge.errors import UserError
+from forge.parallel.pipeline import plan_pipeline
 from forge.parallel.pipeline.schedule import (
     Action,
     Schedule,
@@ -145,6 +147,29 @@ def test_a_backward_in_one_piece_leaves_more_idle_time() -> None:
         schedule = made(name, 4, 8)
         assert schedule.unsplit().bubble > schedule.bubble
         assert not {a.kind for order in schedule.unsplit().order for a in order} & set("IW")
+
+
+@pytest.mark.parametrize(
+    ("more", "starts", "why"),
+    [
+        ("", True, None),
+        ("", False, "this version of PyTorch"),
+        ("[compile]\nenabled = true", True, "compile.enabled"),
+        ("[activation_checkpoint]\nmode = 'full'", True, "activation_checkpoint"),
+    ],
+)
+def test_a_backward_is_split_only_where_that_can_be_and_the_log_says_why_not(
+    more: str, starts: bool, why: str | None, monkeypatch, caplog
+) -> None:
+    monkeypatch.setattr(compat, "backward_starts_at_functions", lambda: starts)
+    made = config(8, 2, f'schedule = "ZBVZeroBubble"\n{more}')
+    train = made.train.model_copy(update={"global_batch_size": 8})
+    made = made.model_copy(update={"train": train})
+    with caplog.at_level("WARNING"):
+        schedule = plan_pipeline(made, check_world(made, 2)).schedule
+    kinds = {action.kind for order in schedule.order for action in order}
+    assert ("I" in kinds) == (why is None)
+    assert [record.getMessage().count(why or "") for record in caplog.records] == ([] if why is None else [1])
 
 
 def test_1f1b_holds_fewer_microbatches_than_gpipe() -> None:
