@@ -71,7 +71,8 @@ class WholeMatrices:
                 [_inside(whole, part) for part in one.there.receives],
                 empty,
             )
-            whole = {key: function(matrix) for key, matrix in whole.items()}
+            for key, matrix in whole.items():
+                whole[key] = function(matrix)
             one.back.run(
                 [_inside(whole, part) for part in one.back.sends],
                 [held[part] for part in one.back.receives],

@@ -15,11 +15,9 @@ import pytest
 import torch
 
 from forge.checkpoint import Checkpoints
-from forge.config import check_world, parse_toml_text
+from forge.config import parse_toml_text
 from forge.optim import build_optimizer
-from forge.parallel.build import build_parallel_model
 from forge.parallel.gradients import clip_gradients, report_gradients
-from forge.parallel.mesh import make_meshes
 from forge.train.resume import Origin, all_tensors, load_origin
 from tests.equivalence.compare import (
     TOLERANCE,
@@ -34,6 +32,7 @@ from tests.equivalence.test_expert_parallel import expected as experts_expected
 from tests.equivalence.test_expert_parallel import text as experts_text
 from tests.harness import run_ranks
 from tests.parallel.buffered.helpers import SMALL, batches, engine_config
+from tests.parallel.building import built
 
 STEPS, LR, CLIP = 5, 1e-2, 0.3
 ENGINES = ("ddp", "zero1", "zero2", "fsdp2")
@@ -90,9 +89,7 @@ def train(
     rank: int, world: int, text: str, begin: int, end: int, load: str = "", save: str = ""
 ) -> dict[str, Any]:
     """Steps begin + 1 to end, with what `load` holds before them and what `save` will hold after them."""
-    config = parse_toml_text(text)
-    meshes = make_meshes(check_world(config, world), "cpu")
-    model = build_parallel_model(config, meshes, torch.device("cpu"))
+    model, config, meshes = built(text, world)
     optimizer = build_optimizer(model.shards, config)
     if load:
         for shard in model.shards:

@@ -13,14 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from forge.config import check_world, parse_toml_text
+from forge.config import parse_toml_text
 from forge.optim.matrices import WholeMatrices
-from forge.parallel.build import build_parallel_model
-from forge.parallel.mesh import make_meshes
 from tests.equivalence.compare import TOLERANCE, plain_model, tiny_config, wholes
 from tests.equivalence.test_expert_parallel import text as experts_text
 from tests.harness import run_ranks
 from tests.parallel.buffered.helpers import SMALL, batches
+from tests.parallel.building import built
 
 STEPS, LR, MOMENTUM = 3, 0.02, 0.9
 ENGINES = ("ddp", "zero1", "zero2", "fsdp2")
@@ -70,9 +69,7 @@ def expected(model: str) -> tuple[list[float], dict[str, Tensor]]:
 
 
 def train(rank: int, world: int, text: str) -> dict[str, Any]:
-    config = parse_toml_text(text)
-    meshes = make_meshes(check_world(config, world), "cpu")
-    model = build_parallel_model(config, meshes, torch.device("cpu"))
+    model, config, meshes = built(text, world)
     shards = [shard for shard in model.shards if len(shard.global_shape) > 1]
     others = [shard for shard in model.shards if len(shard.global_shape) == 1]
     matrices = WholeMatrices(shards, meshes.stage, dtype=torch.float64, round_numel=4000)

@@ -7,17 +7,18 @@ from typing import Any
 
 import torch
 
-from forge.config import Config, check_world, parse_toml_text
+from forge.config import Config
 from forge.data.build import build_dataset
 from forge.data.loader import Loader
 from forge.parallel.buffered import Buffered
-from forge.parallel.build import build_parallel_model
 from forge.parallel.execute import SequentialModel
-from forge.parallel.mesh import make_meshes
 from forge.train.resume import all_tensors
 from tests.equivalence.compare import tiny_config
+from tests.parallel.building import built
 
 ENGINES = ("ddp", "zero1", "zero2")
+# For fsdp2 in one process: else contiguous buffers take its place, and would be compared with themselves.
+ALONE = '\nreshard_after_forward = "always"'
 SMALL = "\nbucket_size = 3000"  # a few buckets in the tiny model of 32,000 parameters
 
 
@@ -39,9 +40,7 @@ def engine_config(
 
 def build(text: str, world: int) -> tuple[SequentialModel, Buffered, Iterator[Any]]:
     """The model of `text` on this rank, its engine, and this rank's batches without end."""
-    config = parse_toml_text(text)
-    meshes = make_meshes(check_world(config, world), "cpu")
-    model = build_parallel_model(config, meshes, torch.device("cpu"))
+    model, config, meshes = built(text, world)
     return model, model._engines[0], batches(config, meshes.data_rank, meshes.data_ranks)
 
 

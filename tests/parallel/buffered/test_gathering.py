@@ -11,7 +11,7 @@ from forge.config import parse_toml_text
 from forge.optim import build_optimizer
 from tests.collectives import collectives_of
 from tests.harness import run_ranks
-from tests.parallel.buffered.helpers import ENGINES, SMALL, backward, build, engine_config
+from tests.parallel.buffered.helpers import ALONE, ENGINES, SMALL, backward, build, engine_config
 
 LR = 1e-1
 
@@ -45,15 +45,15 @@ def _losses(rank: int, world: int, text: str, backwards: bool = False) -> list[f
 @pytest.mark.parametrize("keys", ["", "\nprefetch = 0", "\nprefetch = 7", "\noverlap_parameters = false"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_evaluation_between_steps_sees_new_parameters(engine: str, keys: str) -> None:
-    expected = run_ranks(_losses, 1, engine_config("fsdp2"))[0]
+    expected = run_ranks(_losses, 1, engine_config("fsdp2", ALONE))[0]
     for found in run_ranks(_losses, 2, engine_config(engine, SMALL + keys)):
         assert found == pytest.approx(expected, rel=1e-12)
     assert expected[0] > expected[1], "nothing is learnt, so nothing is seen"
 
 
 def test_forward_may_need_parameters_in_another_order_than_they_lie_in() -> None:
-    expected = run_ranks(_losses, 1, engine_config("fsdp2"), True)[0]
-    assert expected != pytest.approx(run_ranks(_losses, 1, engine_config("fsdp2"))[0], rel=1e-6)
+    expected = run_ranks(_losses, 1, engine_config("fsdp2", ALONE), True)[0]
+    assert expected != pytest.approx(run_ranks(_losses, 1, engine_config("fsdp2", ALONE))[0], rel=1e-6)
     for found in run_ranks(_losses, 2, engine_config("zero1", SMALL), True):
         assert found == pytest.approx(expected, rel=1e-12)
 
@@ -143,7 +143,7 @@ def _loaded(rank: int, world: int, text: str) -> list[float]:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_is_loaded_into_shards_is_computed_with(engine: str) -> None:
-    expected = run_ranks(_loaded, 1, engine_config("fsdp2"))[0]
+    expected = run_ranks(_loaded, 1, engine_config("fsdp2", ALONE))[0]
     for found in run_ranks(_loaded, 2, engine_config(engine, SMALL)):
         assert found == pytest.approx(expected, rel=1e-12)
 

@@ -13,7 +13,7 @@ from forge.parallel import build as building
 from tests.collectives import collectives_of
 from tests.equivalence.compare import whole
 from tests.harness import RankFailed, run_ranks
-from tests.parallel.buffered.helpers import ENGINES, SMALL, backward, build, engine_config
+from tests.parallel.buffered.helpers import ALONE, ENGINES, SMALL, backward, build, engine_config
 
 Gradients = dict[str, torch.Tensor]
 
@@ -38,7 +38,7 @@ def _gradients(rank: int, world: int, text: str) -> Gradients:
 @pytest.mark.parametrize("size", [1, 3000, 0])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_sums_do_not_depend_on_buckets_ranks_or_accumulation(engine: str, size: int) -> None:
-    expected = run_ranks(_gradients, 1, engine_config("fsdp2", batch=12, micro=12))[0]
+    expected = run_ranks(_gradients, 1, engine_config("fsdp2", ALONE, batch=12, micro=12))[0]
     for world, micro in ((1, 4), (2, 2), (3, 4)):
         text = engine_config(engine, f"bucket_size = {size}", batch=12, micro=micro)
         close(run_ranks(_gradients, world, text)[0], expected)
@@ -236,7 +236,7 @@ def _uneven(rank: int, world: int, text: str, ignored: list[torch.Tensor] | None
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_rank_without_a_valid_token_adds_nothing(engine: str) -> None:
     (_, found), (ignored, _) = run_ranks(_uneven, 2, engine_config(engine, SMALL), None)
-    ((_, expected),) = run_ranks(_uneven, 1, engine_config("fsdp2", micro=8), ignored)
+    ((_, expected),) = run_ranks(_uneven, 1, engine_config("fsdp2", ALONE, micro=8), ignored)
     close(found, expected)
 
 
