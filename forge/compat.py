@@ -108,13 +108,20 @@ def pass_on(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def fsdp_parameter_groups(model: FSDPModule) -> list[Any]:
-    """FSDP2's groups of parameters that are gathered together, of all units of `model`, a root."""
-    groups: list[Any] = []
-    for state in model._get_fsdp_state()._state_ctx.all_states:
-        # 2.13 has several in a unit, 2.11 one at most.
-        several = getattr(state, "_fsdp_param_groups", None)
-        groups += [state._fsdp_param_group] if several is None else several
-    return [group for group in groups if group is not None]
+    """FSDP2's groups of parameters that are gathered together, of all units of `model`, a root that has been called."""
+    states = model._get_fsdp_state()._state_ctx.all_states
+    return [group for state in states for group in _groups_of(state)]
+
+
+def fsdp_unit_groups(unit: FSDPModule) -> list[Any]:
+    """Those of `unit` alone."""
+    return _groups_of(unit._get_fsdp_state())
+
+
+def _groups_of(state: Any) -> list[Any]:
+    # 2.13 has several in a unit, 2.11 one at most.
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
 
 
 def end_fsdp_backward(model: FSDPModule) -> None:

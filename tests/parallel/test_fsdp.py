@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from forge import compat
 from forge.config import check_world, parse_toml_text
 from forge.errors import UserError
 from forge.model import Normal
@@ -392,7 +393,7 @@ def _unsharded_between_microbatches(rank: int, world: int, text: str) -> list[tu
     """After each backward: whether a block is gathered, and holds an unsharded gradient."""
     model, batch = build(text, world)
     found = []
-    (group,) = model.parts[0].layers["0"]._get_fsdp_state()._fsdp_param_groups
+    (group,) = compat.fsdp_unit_groups(model.parts[0].layers["0"])
     begin = fsdp.begin_microbatch
 
     def watch() -> tuple[bool, bool]:
