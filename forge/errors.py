@@ -1,5 +1,8 @@
 """What a user did wrong or has to know, as opposed to a defect of forge: one sentence and an exit code, never a traceback."""
 
+import difflib
+from collections.abc import Iterable
+
 FINISHED = 0
 FAILED = 1
 BAD_CONFIG = 2
@@ -17,3 +20,16 @@ class UserError(Exception):
     def __init__(self, message: str, exit_code: int = BAD_CONFIG):
         super().__init__(message)
         self.exit_code = exit_code
+
+
+def nearest(name: str, candidates: Iterable[str]) -> str | None:
+    """The candidate that `name` was probably meant to be, whatever its case."""
+    by_lower = {candidate.lower(): candidate for candidate in candidates}
+    found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+    return by_lower[found[0]] if found else None
+
+
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
+    """The end of a message about `name`: the nearest candidate, if one is near."""
+    close = nearest(name, candidates)
+    return f'; did you mean "{close}"?' if close else ""

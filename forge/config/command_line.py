@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from forge.config.keys import keys, nearest, similar
+from forge.config.keys import keys, similar
+from forge.errors import nearest
 
 FLAGS = ("--config", "--help", "--print-config", "--plan", "--world-size", "--json")
 Action = Literal["run", "help", "print_config", "plan"]

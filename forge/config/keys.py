@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import types
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pydantic.fields import FieldInfo
 from forge.config.schema import Config
 from forge.config.section import Phrase, Section
 from forge.config.toml import to_literal
+from forge.errors import nearest
 
 BOUNDS = {Ge: (">=", "ge"), Gt: (">", "gt"), Le: ("<=", "le"), Lt: ("<", "lt")}
 
@@ -112,19 +112,6 @@ def example(field: FieldInfo) -> Any:
         return [{name: example(inner) for name, inner in table.model_fields.items() if inner.is_required()}]
     choices = _literals(field.annotation)
     return choices[0] if choices else {int: 1, float: 1.0, str: "x"}[_parts(field.annotation)[0]]
-
-
-def nearest(name: str, candidates: Iterable[str]) -> str | None:
-    """The candidate that `name` was probably meant to be, whatever its case."""
-    by_lower = {candidate.lower(): candidate for candidate in candidates}
-    found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
-    return by_lower[found[0]] if found else None
-
-
-def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """The end of a message about `name`: the nearest candidate, if one is near."""
-    close = nearest(name, candidates)
-    return f'; did you mean "{close}"?' if close else ""
 
 
 def similar(name: str) -> list[str]:

@@ -13,10 +13,10 @@ from pydantic import ValidationError
 
 from forge.config.checks import check
 from forge.config.command_line import CommandLine, parse_command_line
-from forge.config.keys import example, keys, nearest
+from forge.config.keys import example, keys
 from forge.config.messages import Finding, Values, about, findings, raise_all
 from forge.config.schema import Config
-from forge.errors import UserError
+from forge.errors import UserError, nearest
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 COMMAND_LINE = "command line"

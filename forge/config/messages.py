@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from forge.config.keys import Key, item_class, keys, nearest, section_class, sections, similar
+from forge.config.keys import Key, item_class, keys, section_class, sections, similar
 from forge.config.schema import Config
 from forge.config.section import Section
 from forge.config.toml import to_literal
-from forge.errors import UserError
+from forge.errors import UserError, nearest
 
 LONGEST_VALUE = 80
 

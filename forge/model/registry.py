@@ -6,9 +6,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from forge.config.keys import did_you_mean
 from forge.config.model import ModelConfig
-from forge.errors import UserError
+from forge.errors import UserError, did_you_mean
 from forge.model.transformer import Transformer
 
 # A builder takes (config, seq_len, **parts) and returns a module with the methods and attributes of

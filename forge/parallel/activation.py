@@ -27,8 +27,7 @@ from torch.utils.checkpoint import (
 )
 
 from forge.config import Config
-from forge.config.keys import did_you_mean
-from forge.errors import UserError
+from forge.errors import UserError, did_you_mean
 from forge.model import MoE, Transformer
 from forge.parallel.mesh import Meshes
 from forge.parallel.order import take_step

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from forge.config import Config
-from forge.config.keys import did_you_mean
-from forge.errors import UserError
+from forge.errors import UserError, did_you_mean
 from forge.model import MoE, Transformer
 from forge.parallel.activation import Recomputed
 from forge.parallel.order import take_step

@@ -24,9 +24,8 @@ import torch
 from torch import nn
 
 from forge.config import Config
-from forge.config.keys import did_you_mean
 from forge.config.layout import Precision
-from forge.errors import UserError
+from forge.errors import UserError, did_you_mean
 from forge.model import Experts
 from forge.parallel.mesh import Meshes
 from forge.parallel.order import take_step

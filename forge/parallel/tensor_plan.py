@@ -24,9 +24,8 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from forge.config import Config
-from forge.config.keys import did_you_mean
 from forge.config.layout import TENSOR_STYLES
-from forge.errors import UserError
+from forge.errors import UserError, did_you_mean
 from forge.model import Attention, Embedding, FeedForward, Head, RMSNorm
 from forge.parallel.precision import judges_names
 
