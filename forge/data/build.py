@@ -18,13 +18,8 @@ NO_TOKENIZER = "none"
 
 
 def build_dataset(config: Config) -> PackedDataset:
-    """The training samples. UserError where a source is missing, damaged, too short or of another
-    tokenizer."""
+    """The training samples. UserError where a source is missing, damaged, too short or of another tokenizer."""
     used = [source for source in config.data.sources if source.weight > 0]
-    if not used:
-        raise UserError(
-            "data.sources: needs a source with a weight above 0, e.g. {path = 'synthetic', weight = 1}"
-        )
     return PackedDataset(
         _open(config, used, "train"),
         [source.weight for source in used],

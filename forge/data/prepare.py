@@ -24,6 +24,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ from forge.files import replace_atomically
 TRAIN, VALIDATION = "train", "validation"
 _PARTS = ".parts"
 _TOLD = 5  # examples of bad documents that are shown
-_encoder: _Encoder  # of this worker process
+_tokenizer = lru_cache(maxsize=1)(load_tokenizer)  # once in each worker process
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ class Tally(BaseModel):
 def prepare(request: Request) -> list[Path]:
     """Makes the datasets and returns their folders; does nothing when they are there. UserError for what the
     user can mend."""
-    tokenizer = load_tokenizer(request.tokenizer)
+    _tokenizer.cache_clear()  # the file may be another than at the last call
+    tokenizer = _tokenizer(request.tokenizer)
     options = _options(request, tokenizer)
     done = _finished_targets(request, options)
     parts = request.output / _PARTS
@@ -131,9 +133,7 @@ def _finished_targets(request: Request, options: dict[str, Any]) -> set[str]:
             continue
         split = next((split for split, target in request.targets.items() if target == folder), None)
         before = TokenDataset(folder).index.origin.get("options", {})
-        differing = (
-            ["holdout"] if split is None else [key for key in options if before.get(key) != options[key]]
-        )
+        differing = [key for key in options if before.get(key) != options[key]] if split else ["holdout"]
         if split is None or differing:
             raise UserError(
                 f"{folder}: already holds a dataset prepared with another {', '.join(differing)}; "
@@ -144,8 +144,7 @@ def _finished_targets(request: Request, options: dict[str, Any]) -> set[str]:
 
 
 def _cut(files: list[Piece]) -> list[list[Piece]]:
-    """Chunks of about 1/256 of the whole, but 1 MB at least (or they cost more than their work) and 128 MB at
-    most."""
+    """Chunks of about 1/256 of the whole, but 1 MB at least (or they cost more than their work) and 128 MB at most."""
     chunk_bytes = min(max(sum(file.size for file in files) // 256, 1 << 20), 128 << 20)
     chunks: list[list[Piece]] = [[]]
     room = chunk_bytes
@@ -206,20 +205,19 @@ def _encode_missing(request: Request, chunks: list[list[Piece]], parts: Path) ->
     missing = [number for number in range(len(chunks)) if not _part(parts, number).exists()]
     sizes = {number: sum(piece.size for piece in chunks[number]) for number in missing}
     progress, done = ProgressLine("tokenised", sum(sizes.values())), 0
-    encoder_arguments = (request.tokenizer, request.text_key, request.holdout, parts)
+    options = (request.tokenizer, request.text_key, request.holdout, parts)
     workers = min(request.workers, len(missing))
     if workers <= 1:
-        encoder = _Encoder(*encoder_arguments)
         for number in missing:
-            encoder(number, chunks[number])
+            _encode(number, chunks[number], *options)
             done += sizes[number]
             progress.update(done)
     else:
         context = multiprocessing.get_context("spawn")  # forking a process that has threads is not safe
-        with ProcessPoolExecutor(workers, context, _start_worker, encoder_arguments) as pool:
+        with ProcessPoolExecutor(workers, context) as pool:
             with _interrupts_ignored():
                 futures = {
-                    pool.submit(_encode_in_worker, number, chunks[number]): number for number in missing
+                    pool.submit(_encode, number, chunks[number], *options): number for number in missing
                 }
             try:
                 for future in as_completed(futures):
@@ -257,54 +255,37 @@ def _interrupts_ignored() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _start_worker(*encoder_arguments: Any) -> None:
-    global _encoder
-    _encoder = _Encoder(*encoder_arguments)
-
-
-def _encode_in_worker(number: int, chunk: list[Piece]) -> None:
-    _encoder(number, chunk)
-
-
-class _Encoder:
+def _encode(
+    number: int, chunk: list[Piece], tokenizer_path: str, text_key: str, holdout: float, parts: Path
+) -> None:
     """Makes the part of a chunk."""
+    tokenizer = _tokenizer(tokenizer_path)
+    dtype = token_dtype(tokenizer.vocab_size)
+    tally = Tally()
+    documents: dict[str, list[np.ndarray]] = {TRAIN: [], VALIDATION: []}
+    for document in chain.from_iterable(read_documents(piece, text_key) for piece in chunk):
+        if isinstance(document, Bad):
+            tally.add(Tally(documents=1, bad=1, examples=[document]))
+            continue
+        text = document.encode()
+        split = VALIDATION if _is_held_out(text, holdout) else TRAIN
+        documents[split].append(np.array(enclose(tokenizer.encode(document), tokenizer), dtype))
+        tally.documents += 1
+        tally.text_bytes[split] += len(text)
+    arrays = {"tally": np.frombuffer(tally.model_dump_json().encode(), np.uint8)}
+    for split, tokens in documents.items():
+        arrays[f"{split}_tokens"] = np.concatenate([np.zeros(0, dtype), *tokens])
+        arrays[f"{split}_starts"] = np.cumsum([0, *map(len, tokens)])[:-1].astype(np.int64)
+    _write_part(_part(parts, number), arrays)
 
-    def __init__(self, tokenizer: str, text_key: str, holdout: float, parts: Path):
-        self.tokenizer = load_tokenizer(tokenizer)
-        self.text_key, self.holdout, self.parts = text_key, holdout, parts
 
-    def __call__(self, number: int, chunk: list[Piece]) -> None:
-        tokenizer = self.tokenizer
-        dtype = token_dtype(tokenizer.vocab_size)
-        tally = Tally()
-        documents: dict[str, list[np.ndarray]] = {TRAIN: [], VALIDATION: []}
-        for document in chain.from_iterable(read_documents(piece, self.text_key) for piece in chunk):
-            tally.documents += 1
-            if isinstance(document, Bad):
-                tally.bad += 1
-                tally.examples = [*tally.examples, document][:_TOLD]
-                continue
-            text = document.encode()
-            split = VALIDATION if _is_held_out(text, self.holdout) else TRAIN
-            documents[split].append(np.array(enclose(tokenizer.encode(document), tokenizer), dtype))
-            tally.text_bytes[split] += len(text)
-        self._write(number, documents, dtype, tally)
-
-    def _write(
-        self, number: int, documents: dict[str, list[np.ndarray]], dtype: np.dtype, tally: Tally
-    ) -> None:
-        arrays = {"tally": np.frombuffer(tally.model_dump_json().encode(), np.uint8)}
-        for split, parts in documents.items():
-            arrays[f"{split}_tokens"] = np.concatenate([np.zeros(0, dtype), *parts])
-            ends = np.cumsum([0, *map(len, parts)])
-            arrays[f"{split}_starts"] = ends[:-1].astype(np.int64)
-        path = _part(self.parts, number)
-        partial = path.with_suffix(".partial")
-        with open(partial, "wb") as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
+def _write_part(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    partial = path.with_suffix(".partial")
+    with open(partial, "wb") as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
 
 
 def _is_held_out(text: bytes, holdout: float) -> bool:
@@ -318,8 +299,7 @@ def _part(parts: Path, number: int) -> Path:
 
 
 def _check_tally(request: Request, corpus: Corpus, chunks: list[list[Piece]], parts: Path) -> Tally:
-    """Adds up what the parts say and reports it; UserError where too much was bad or a split would be
-    empty."""
+    """Adds up what the parts say and reports it; UserError where too much was bad or a split would be empty."""
     tally = Tally(
         documents=len(corpus.unreadable), bad=len(corpus.unreadable), examples=corpus.unreadable[:_TOLD]
     )

@@ -68,23 +68,21 @@ def test_holdout_splits_all_documents_and_keeps_copies_on_one_side(tmp_path):
 
 def test_an_interrupted_run_goes_on_where_it_was(text, tmp_path, monkeypatch, capsys):
     run(text, tmp_path / "whole")
-    write, written = module._Encoder._write, []
+    write, written = module._write_part, []
 
-    def interrupted(self, number, *rest):
+    def interrupted(path, arrays):
         if len(written) == 2:
             raise KeyboardInterrupt
-        written.append(number)
-        write(self, number, *rest)
+        written.append(path)
+        write(path, arrays)
 
-    monkeypatch.setattr(module._Encoder, "_write", interrupted)
+    monkeypatch.setattr(module, "_write_part", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(text, tmp_path / "out")
     with pytest.raises(UserError, match=r"no dataset\.json"):
         TokenDataset(tmp_path / "out")
     again = []
-    monkeypatch.setattr(
-        module._Encoder, "_write", lambda self, n, *rest: (again.append(n), write(self, n, *rest))
-    )
+    monkeypatch.setattr(module, "_write_part", lambda path, arrays: (again.append(path), write(path, arrays)))
     run(text, tmp_path / "out")
     assert "2 chunks are done" in capsys.readouterr().err
     assert again and not set(again) & set(written)
