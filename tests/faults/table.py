@@ -62,6 +62,7 @@ class Results:
     """A pytest plugin that keeps the tests of `wanted` rows and sorts their outcomes by row."""
 
     wanted: set[str]
+    collected: set[str] = field(default_factory=set)
     passed: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     failed: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     skipped: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
@@ -72,6 +73,7 @@ class Results:
         chosen = [item for item in items if row_of(item.name) in self.wanted]
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
+        self.collected = {row for item in chosen if (row := row_of(item.name)) is not None}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         row = row_of(report.nodeid.rpartition("::")[2])
@@ -89,10 +91,12 @@ class Results:
             self.passed[row] += 1
 
     def kind(self, row: str) -> str:
-        """passed, FAILED, skipped or NO TEST."""
+        """passed, FAILED, skipped, NOT RUN (interrupted before) or NO TEST."""
         if self.failed[row]:
             return "FAILED"
-        return "passed" if self.passed[row] else "skipped" if self.skipped[row] else "NO TEST"
+        if self.passed[row] or self.skipped[row]:
+            return "passed" if self.passed[row] else "skipped"
+        return "NOT RUN" if row in self.collected else "NO TEST"
 
     def of(self, row: str) -> str:
         """In a few words, such as `passed (3)`."""
@@ -160,7 +164,7 @@ def main(arguments: list[str]) -> int:
         plugins=[results],
     )
     print(f"\n{show(results)}")
-    broken = any(results.kind(row) in ("FAILED", "NO TEST") for row in wanted)
+    broken = any(results.kind(row) in ("FAILED", "NOT RUN", "NO TEST") for row in wanted)
     return int(code) or int(broken)
 
 

@@ -28,7 +28,7 @@ def test_every_fault_point_is_documented_where_it_is_defined_and_for_operators()
 
 
 def test_a_row_s_result_says_what_failed_what_was_left_out_and_what_is_missing() -> None:
-    results = Results({"K1", "K2", "S2", "S3"})
+    results = Results({"K1", "K2", "S2", "S3", "S4"}, collected={"K1", "K2", "S2", "S4"})
     for test, outcome in (
         ("test_k1_a", "passed"),
         ("test_k1_b", "rerun"),
@@ -47,15 +47,15 @@ def test_a_row_s_result_says_what_failed_what_was_left_out_and_what_is_missing()
                 longrepr=("x.py", 1, "Skipped: no tmpfs"),
             )
         )
-    said = [results.of(row) for row in ("K1", "K2", "S2", "S3")]
-    assert said == ["passed (2, 1 repeated)", "FAILED (1 of 2)", "skipped", "NO TEST"]
+    said = [results.of(row) for row in ("K1", "K2", "S2", "S3", "S4")]
+    assert said == ["passed (2, 1 repeated)", "FAILED (1 of 2)", "skipped", "NO TEST", "NOT RUN"]
     table = show(results)
     assert re.search(r"^K1   passed \(2, 1 repeated\) +4 s  +SIGKILL", table, re.M)
     assert len(re.findall("^S2 ", table, re.M)) == 1
     assert table.splitlines()[-3:] == [
         "FAILED  tests/x.py::test_k2_b[1]",
         "skipped S2: no tmpfs",
-        "4 rows in 9 s: 1 passed, 1 FAILED, 1 skipped, 1 NO TEST",
+        "5 rows in 9 s: 1 passed, 1 FAILED, 1 skipped, 1 NO TEST, 1 NOT RUN",
     ]
 
 
