@@ -90,7 +90,7 @@ def test_memory_full_of_nan_is_written_over_completely_and_alike_on_every_layout
 
 def test_the_nan_test_sees_an_initialisation_that_skips_norms() -> None:
     with pytest.raises(RankFailed, match=r"norm\.weight"):
-        run_ranks(_built_skipping_vectors, 1, tiny_config())
+        run_ranks(_built_skipping_vectors, 2, tiny_config())
 
 
 def _built_skipping_vectors(rank: int, world: int, text: str) -> None:
