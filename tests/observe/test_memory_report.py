@@ -7,6 +7,7 @@ from forge.observe.advice import advice
 from forge.observe.memory_report import MemoryReport, ran_out_of_memory
 from forge.shard import Box, Shard
 from tests.config.helpers import load, tiny
+from tests.harness import run_ranks
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -33,22 +34,28 @@ def test_state_is_counted_in_bytes_of_this_rank() -> None:
     )
 
 
-def test_activations_are_what_the_first_step_adds_and_told_once() -> None:
-    told = []
+def _first_steps(rank: int, world: int) -> tuple[int, list, str]:
+    """Bytes of activations, what was told, and the table, after steps of which the first takes 768 MiB."""
+    told: list = []
     report = MemoryReport(CPU, lambda kind, **fields: told.append((kind, fields)))
     report.take_in(*state(1000))
-    # The peak of a process never falls, so the step must go beyond what earlier tests took.
     idle = torch.ones(2 * 2**30 // 8, dtype=torch.uint8)
     report.before_step(5)
     step = torch.ones(3 * 2**30 // 4, dtype=torch.uint8)
     report.after_step(5)
     del idle, step
-    assert report.bytes["activations"] == pytest.approx(768 * MIB, rel=0.6)
     report.before_step(6)
     report.after_step(6)
+    return report.bytes["activations"], told, report.table()
+
+
+def test_activations_are_what_the_first_step_adds_and_told_once() -> None:
+    # In a process of its own: the peak of one never falls, and that of the tests' may be above what is taken here.
+    ((activations, told, table),) = run_ranks(_first_steps, 1)
+    assert activations == pytest.approx(768 * MIB, rel=0.2)
     [(kind, fields)] = told
     assert kind == "memory" and fields["optimizer_bytes"] == 8000 and fields["activations_bytes"] > 0
-    assert "activations" in report.table() and "growth of the process" in report.table()
+    assert "activations" in table and "growth of the process" in table
 
 
 OUT_OF_MEMORY = [
