@@ -28,23 +28,22 @@ def _build(rank: int, ranks: int, path: Path, world: int, report: Path) -> None:
 
 
 def _build_on_fake_ranks(path: Path, world: int) -> None:
+    import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from forge.config import check_world, load_config
     from forge.model import parameter_counts
     from forge.parallel.build import apply_layout, build_meta_model
-    from forge.parallel.fsdp import fsdp_shards
     from forge.parallel.mesh import make_meshes
 
     config = load_config([f"--config={path}"])
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     meshes = make_meshes(check_world(config, world), "cpu")
-    model = build_meta_model(config)
-    apply_layout(model, config, meshes)
-    shards = fsdp_shards(model, meshes)
-    whole = sum(shard.global_shape.numel() for shard in shards)
-    held = sum(box.numel for shard in shards for box in shard.boxes)
+    engine = apply_layout(build_meta_model(config), config, meshes)
+    engine.materialise(torch.device("meta"))
+    whole = sum(shard.global_shape.numel() for shard in engine.shards)
+    held = sum(box.numel for shard in engine.shards for box in shard.boxes)
     assert whole == parameter_counts(config.model).total
     degrees = meshes.degrees
     # The first rank holds its share, rounded up to whole rows.
