@@ -1,10 +1,15 @@
 """Initial values are a pure function of (seed, name, global index), and nothing is left as memory came."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
 from forge.model import Normal
 from forge.parallel import initialize as module
+from forge.parallel.buffered import Buffered
+from forge.parallel.data import FullySharded
 from forge.parallel.initialize import fill_normal, initialize
 from forge.shard import Box, Shard
 from tests.equivalence.compare import tiny_config, wholes
@@ -88,9 +93,10 @@ def test_memory_full_of_nan_is_written_over_completely_and_alike_on_every_layout
         assert torch.equal(values[name], tensor), name
 
 
-def test_the_nan_test_sees_an_initialisation_that_skips_norms() -> None:
+@pytest.mark.parametrize("world", [1, 2])  # contiguous buffers, FSDP
+def test_the_nan_test_sees_an_initialisation_that_skips_norms(world: int) -> None:
     with pytest.raises(RankFailed, match=r"norm\.weight"):
-        run_ranks(_built_skipping_vectors, 2, tiny_config())
+        run_ranks(_built_skipping_vectors, world, tiny_config())
 
 
 def _built_skipping_vectors(rank: int, world: int, text: str) -> None:
@@ -105,16 +111,8 @@ def _built_skipping_vectors(rank: int, world: int, text: str) -> None:
 
 def _built_on_nan(rank: int, world: int, text: str) -> dict[str, torch.Tensor]:
     """Every parameter and buffer of the model, made in memory that was full of NaN."""
-    to_empty = torch.nn.Module.to_empty
-
-    def to_nan(self, **arguments):
-        to_empty(self, **arguments)
-        for tensor in [*self.parameters(), *self.buffers()]:
-            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-            local.detach().fill_(torch.nan if tensor.is_floating_point() else 7777)
-        return self
-
-    torch.nn.Module.to_empty = to_nan
+    for engine in (FullySharded, Buffered):
+        engine.materialise = _filling_with_nan(engine.materialise)
     model = built(text, world).model
     tensors = wholes(model.shards, [s.data for s in model.shards])
     tensors |= {name: buffer.clone() for part in model.parts for name, buffer in part.named_buffers()}
@@ -122,3 +120,12 @@ def _built_on_nan(rank: int, world: int, text: str) -> dict[str, torch.Tensor]:
     left = [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]
     assert not left, f"not initialised: {left}"
     return tensors
+
+
+def _filling_with_nan(materialise: Callable[..., None]) -> Callable[..., None]:
+    def materialise_and_fill(engine: Any, device: torch.device) -> None:
+        materialise(engine, device)
+        for tensor in [*(shard.data for shard in engine.shards), *engine._model.buffers()]:
+            tensor.fill_(torch.nan if tensor.is_floating_point() else 7777)
+
+    return materialise_and_fill
