@@ -73,6 +73,7 @@ def raise_all(lines: list[str]) -> None:
 
 
 def divisors(number: int) -> str:
+    """All divisors of `number`, for a message."""
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 

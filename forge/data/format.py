@@ -23,6 +23,8 @@ START_DTYPE = np.dtype("<u8")
 
 
 class Record(BaseModel):
+    """Part of a dataset's description: fields it does not know are an error, and it does not change."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 

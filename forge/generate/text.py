@@ -7,6 +7,8 @@ from typing import Protocol
 
 
 class Decoder(Protocol):
+    """A tokenizer's way back."""
+
     def decode(self, ids: Iterable[int]) -> str: ...
 
 

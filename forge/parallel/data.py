@@ -70,10 +70,15 @@ def apply_data_parallel(model: Transformer, config: Config, meshes: Meshes) -> D
     fsdp2 has nothing to shard where no other rank has the same parameters. Contiguous buffers then hold as much and
     spend no hooks, casts and copies on gathering and reducing, so they take its place.
     """
-    sharded = config.parallel.data_parallel == "fsdp2"
-    if sharded and _alone(config, meshes) and _buffers_hold_as_much(config):
-        sharded = False
-    return (FullySharded if sharded else Buffered)(model, config, meshes)
+    parallel = config.parallel
+    if parallel.data_parallel != "fsdp2":
+        return Buffered(model, config, meshes)
+    if not (_alone(config, meshes) and _buffers_hold_as_much(config)):
+        return FullySharded(model, config, meshes)
+    # What is said of buffers is not meant for fsdp2.
+    plain = {"data_parallel": "zero1", "check_gradients": "none", "symmetric_memory": False}
+    own = config.model_copy(update={"parallel": parallel.model_copy(update=plain)})
+    return Buffered(model, own, meshes)
 
 
 def _alone(config: Config, meshes: Meshes) -> bool:
@@ -84,9 +89,9 @@ def _alone(config: Config, meshes: Meshes) -> bool:
 def _buffers_hold_as_much(config: Config) -> bool:
     """Whether nothing is asked for that takes less memory under fsdp2 even in one process."""
     parallel, precision = config.parallel, config.precision
-    storage, compute = DTYPES[precision.storage], DTYPES[precision.compute]
+    gradient = torch.promote_types(promoted(DTYPES[precision.compute]), DTYPES[precision.reduce])
     return (
-        storage.itemsize >= promoted(compute).itemsize
+        DTYPES[precision.storage].itemsize >= gradient.itemsize
         and precision.float8 == "none"
         and not parallel.cpu_offload
         and parallel.reshard_after_forward != "always"

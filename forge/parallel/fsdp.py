@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism, on PyTorch's FSDP2,.
+"""Fully sharded data parallelism, on PyTorch's FSDP2.
 
 Units: the embedding, every block, and the final norm with the head; a tied embedding is shared by both ends of the
 model and so belongs to the root. The routed experts of a layer are a unit inside its block, over other ranks: those

@@ -451,13 +451,21 @@ def test_with_nobody_to_share_with_buffers_take_the_place_of_fsdp_with_the_same_
     [
         tiny_config(parallel="cpu_offload = true"),
         precise(storage="bfloat16", compute="bfloat16"),
+        precise(compute="float32").replace('reduce = "float32"', 'reduce = "float64"'),
         precise(compute="bfloat16", pins='float8 = "tensorwise"'),
     ],
-    ids=["offload", "narrow gradients", "float8"],
+    ids=["offload", "narrow gradients", "wide sums", "float8"],
 )
 def test_what_saves_memory_stays_with_fsdp_in_one_process(text: str) -> None:
     ((held, _),) = run_ranks(_engine, 1, text)
     assert held == "FullySharded"
+
+
+def test_keys_of_the_buffered_engines_mean_nothing_to_fsdp_in_one_process_either() -> None:
+    text = tiny_config(micro=2, parallel='symmetric_memory = true\ncheck_gradients = "plausible"')
+    ((held, gradients),) = run_ranks(_engine, 1, text)
+    ((_, expected),) = run_ranks(_engine, 1, tiny_config(micro=2))
+    assert held == "Buffered" and all(map(torch.equal, gradients, expected))
 
 
 @pytest.mark.parametrize("parallel", ["dp_replicate = 2\ndp_shard = 1", "cp = 2\ndp_shard = 1", ""])
