@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from forge.checkpoint import Checkpoints
 from forge.checkpoint.folders import steps
@@ -99,6 +100,7 @@ def fill_the_disk(rank: int, world: int, folder: str) -> str:
     save_value(checkpoints, 2)
     (outcome,) = checkpoints.wait()
     assert outcome.error is not None and names(folder) == ["step-00000001"]
+    dist.barrier()  # or the other rank's look at the folder may find what this one's next save has begun
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     save_value(checkpoints, 3)
     (retry,) = checkpoints.wait()
