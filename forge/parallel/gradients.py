@@ -35,11 +35,17 @@ def report_gradients(shards: list[Shard], loss: Tensor, *, stop: bool) -> Gradie
     Each element of the global gradient is counted on one rank only, so the norm is the same for every layout.
     """
     entries = torch.zeros(3, dtype=torch.float64, device=loss.device)
-    for dtype, grads in _present([shard for shard in shards if shard.counted]).items():
-        norms = torch._foreach_norm(grads, 2, dtype=promoted(dtype))
-        entries[0] += torch.stack(norms).double().square().sum().to(entries.device)
     entries[1] = float(stop)
     entries[2] = (~torch.isfinite(loss)).double()
+    for counted in (True, False):
+        for dtype, grads in _present([shard for shard in shards if shard.counted is counted]).items():
+            norms = torch._foreach_norm(grads, 2, dtype=promoted(dtype))
+            square = torch.stack(norms).double().square().sum().to(entries.device)
+            if counted:
+                entries[0] += square
+            else:
+                # A copy enters no sum, but must not take in alone what is not finite in its memory alone.
+                entries[2] += (~torch.isfinite(square)).double()
     if dist.get_world_size() > 1:
         dist.all_reduce(entries)
     norm = entries[0].sqrt()

@@ -23,9 +23,11 @@ def test_n1_a_skipped_step_is_computed_again_and_tensors_and_ranks_are_named(tmp
     assert "step 5 was skipped" in run.log(0)
 
 
-# With the first tensor that rank 1 holds: of a pipeline it has the last stage.
+# With the first tensor that rank 1 holds: of a pipeline it has the last stage. Under ddp it is a copy that no norm counts.
 @pytest.mark.parametrize(
-    ("layout", "tensor"), [((), "embedding."), (PIPELINE, "layers.1.")], ids=["fsdp 2", "pp 2"]
+    ("layout", "tensor"),
+    [((), "embedding."), (PIPELINE, "layers.1."), (("--parallel.data_parallel=ddp",), "embedding.")],
+    ids=["fsdp 2", "pp 2", "ddp 2"],
 )
 @pytest.mark.parametrize("defect", ["infinity_in_one_gradient", "loss_that_is_no_number"])
 def test_n1_all_ranks_skip_and_the_state_stays_bit_for_bit(

@@ -102,3 +102,15 @@ def _loss_of_rank_1_is_not_finite(rank: int, world: int) -> float:
 
 def test_n1_a_loss_that_is_not_finite_on_one_rank_makes_all_skip() -> None:
     assert run_ranks(_loss_of_rank_1_is_not_finite, 2) == [1.0, 1.0]
+
+
+def _one_copy_is_not_finite(rank: int, world: int, bad: int) -> tuple[float, float]:
+    gradient = torch.tensor([3.0, torch.inf if rank == bad else 4.0])
+    report = report_gradients([shard("copied", gradient, copies=True)], torch.tensor(1.0), stop=False)
+    return report.skip.item(), report.norm.item()
+
+
+def test_n1_a_gradient_that_is_not_finite_in_one_copy_alone_makes_all_skip() -> None:
+    """Whichever copy the norm counts."""
+    assert run_ranks(_one_copy_is_not_finite, 2, 0) == [(1.0, torch.inf)] * 2
+    assert run_ranks(_one_copy_is_not_finite, 2, 1) == [(1.0, 5.0)] * 2
