@@ -22,6 +22,11 @@ from forge.model import MoE, Transformer
 from forge.parallel.activation import Recomputed
 from forge.parallel.order import take_step
 
+# Graphs of one function; PyTorch's own limit is 8. Kinds of layers (by window), times with and without a gradient, times
+# batches as in training, smaller ones and samples of any length, are more; past the limit a compiled block is an error,
+# and flex_attention, which is compiled by itself on CUDA, would silently hold every score.
+GRAPHS = 64
+
 
 def apply_compile(model: Transformer, config: Config) -> None:
     """Compile the blocks and the loss of `model` as `config.compile` says, in place; at its first use, not here.
@@ -29,6 +34,7 @@ def apply_compile(model: Transformer, config: Config) -> None:
     Raises UserError for a compiler that PyTorch does not know, or a loss that has nothing to compile.
     """
     take_step(model, "compile")
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
     chosen = config.compile
     if not (chosen.enabled or chosen.loss):
         return

@@ -28,8 +28,8 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-def build(extra: str, layers: int = 3) -> Transformer:
-    config = parse_toml_text(tiny_config().replace("n_layers = 3", f"n_layers = {layers}") + extra)
+def build(extra: str, layers: int = 3, keys: str = "") -> Transformer:
+    config = parse_toml_text(tiny_config(model=keys).replace("n_layers = 3", f"n_layers = {layers}") + extra)
     model = build_meta_model(config)
     apply_activation(model, config, None)
     apply_compile(model, config)
@@ -61,6 +61,23 @@ def test_all_blocks_share_one_graph_that_later_steps_use_again(mode: str) -> Non
         step(model, seed)
         assert counters["stats"]["unique_graphs"] == 2, "one for the blocks, one for a chunk of the loss"
     assert not counters["graph_break"]
+
+
+def test_layers_of_two_kinds_train_are_evaluated_and_write_samples() -> None:
+    windows = "sliding_window = 24\nsliding_window_pattern = 2"
+    plain, compiled = (build(extra, keys=windows) for extra in ("", SECTION.format(backend="aot_eager")))
+    tokens = torch.randint(67, (3, 64), generator=torch.Generator().manual_seed(0))
+    step(compiled, 0)
+    # Batches of evaluation, the last of them smaller, and a text that grows out of the window.
+    texts = [tokens, tokens[:2], *(tokens[:1, :length] for length in (1, 2, 3, 30, 31))]
+    with torch.no_grad():
+        for text in texts:
+            assert (compiled(text) - plain(text)).abs().max() < 1e-12
+        for batch in texts[:2]:
+            documents = (batch > 33).long().cumsum(-1)
+            losses = [model(batch, batch, None, documents) for model in (plain, compiled)]
+            assert (losses[0] - losses[1]).abs().max() < 1e-9
+    step(compiled, 1)
 
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
