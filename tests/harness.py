@@ -73,11 +73,11 @@ def _collect(processes: list[Any], pipes: list[Any], timeout: float) -> dict[int
             try:
                 results[rank] = pickle.loads(pipe.recv_bytes())
             except EOFError:
-                processes[rank].join(1)
+                processes[rank].join(60)
                 results[rank] = (False, f"died with exit code {processes[rank].exitcode}")
         if any(not ok for ok, _ in results.values()):
-            # Peers of a failed rank hang in their collectives; what they still report within 2 s helps to read the failure.
-            deadline = min(deadline, time.monotonic() + 2.0)
+            # Peers of a failed rank hang in their collectives; what they still report helps to read the failure.
+            deadline = min(deadline, time.monotonic() + 5.0)
     failed = any(not ok for ok, _ in results.values())
     for process in processes:
         process.join(0 if failed else 5)

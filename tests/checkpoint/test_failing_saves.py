@@ -37,8 +37,8 @@ def save_and_die(rank: int, world: int, folder: str, fault: str, mode: str) -> N
     assert all(outcome.error is None for outcome in checkpoints.wait())
     save_value(checkpoints, 2)
     (outcome,) = checkpoints.wait()
-    # The killed one's peers come here; they must have been told.
-    assert outcome.error is not None
+    # The killed one's peer comes here; it must have been told, unless the checkpoint was complete before.
+    assert (outcome.error is None) == ("prune" in fault)
 
 
 def find_and_go_on(rank: int, world: int, folder: str, expected: int) -> None:
@@ -52,8 +52,9 @@ def find_and_go_on(rank: int, world: int, folder: str, expected: int) -> None:
 
 @pytest.mark.parametrize("point, rank, complete", KILLS)
 def test_k3_a_kill_at_any_boundary_leaves_the_old_or_the_new_checkpoint(point, rank, complete, tmp_path):
-    with pytest.raises(RankFailed, match=f"rank {rank}: died with exit code -9"):
-        run_ranks(save_and_die, 2, str(tmp_path), f"{point}:2:{rank}", "async", timeout=20)
+    # And nothing else is wrong: the other rank has ended by itself.
+    with pytest.raises(RankFailed, match=rf"\Arank {rank}: died with exit code -9\Z"):
+        run_ranks(save_and_die, 2, str(tmp_path), f"{point}:2:{rank}", "async")
     assert steps(tmp_path) == complete
     run_ranks(find_and_go_on, 2, str(tmp_path), complete[-1])
     assert names(tmp_path) == ["step-00000003"]

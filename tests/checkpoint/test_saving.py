@@ -1,13 +1,15 @@
 """Saving: what is copied when, what is kept, what the folder looks like, what is said."""
 
 import logging
+import threading
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from forge.checkpoint import Checkpoints, read_config, read_state
+from forge.checkpoint import Checkpoints, commit, read_config, read_state
 from forge.checkpoint.manifest import read_manifest
 from tests.checkpoint.helpers import inject, loaded_value, named, names, save_value, value_shards
 from tests.harness import run_ranks
@@ -34,11 +36,16 @@ def test_s5_parameters_may_change_as_soon_as_save_returns(mode, tmp_path):
 
 def slow_saves(rank: int, world: int, folder: str) -> None:
     checkpoints = Checkpoints(Path(folder), mode="async")
-    inject("save.between_shards:*:1:sleep=2")
+    may_go_on = {step: threading.Event() for step in (1, 2)}
+    commit.fault_point = lambda name, step: name != "save.between_shards" or may_go_on[step].wait()
     assert save_value(checkpoints, 1) == [] and checkpoints.poll() == []
     assert "step-00000001" not in names(folder)
+    dist.barrier()
+    threading.Timer(0.2, may_go_on[1].set).start()  # the next save waits for it
     (first,) = save_value(checkpoints, 2)
     assert "step-00000001" in names(folder) and "step-00000002" not in names(folder)
+    dist.barrier()
+    may_go_on[2].set()
     (second,) = checkpoints.wait()
     assert (first.step, second.step) == (1, 2) and first.error is None and second.error is None
     assert checkpoints.wait() == []
