@@ -39,6 +39,12 @@ class Gathering:
         self._prefetch, self._overlap = prefetch, overlap
         number = {held.name: n for n, (memory, _) in enumerate(buckets) for held in memory.held}
         self._last = [(module, max((number[name] for name in names), default=-1)) for module, names in needs]
+        # Between steps others may write into masters, as when a checkpoint is loaded: buckets that are masters themselves
+        # must not be on their way then. Gloo puts back what it has read.
+        written = (
+            n for n, (memory, axes) in enumerate(buckets) if axes.scatter and memory.master is memory.own
+        )
+        self._ahead = min(prefetch, next(written, len(buckets)) - 1)
         self._hooks: list[RemovableHandle] = []
         self._running: list[Running] = []
         self._arrived = 0
@@ -67,9 +73,9 @@ class Gathering:
         self._changed = True
         if not self._begun:
             return  # other values may be loaded before the first forward
-        self._start()
         if self._overlap and self._hooks:
-            self._launch_up_to(self._prefetch)
+            self._start()
+            self._launch_up_to(self._ahead)
         else:
             self.finish()
 

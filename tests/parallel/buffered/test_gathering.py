@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tests.harness import run_ranks
 from tests.parallel.buffered.helpers import ALONE, ENGINES, SMALL, backward, build, engine_config
 
 LR = 1e-1
+BFLOAT16 = ("float32", "bfloat16", "float32")
 
 
 def _update(model: Any, engine: Any, batch: Any) -> None:
@@ -81,7 +83,7 @@ def _hooks(rank: int, world: int, text: str) -> list[dict[str, int]]:
 
 
 def test_hooks_can_be_switched_off_and_on() -> None:
-    for found in run_ranks(_hooks, 2, engine_config("zero1", SMALL)):
+    for found in run_ranks(_hooks, 2, engine_config("zero1", SMALL, formats=BFLOAT16)):
         update, start, finish, off, forward, on = found
         # The first two buckets at once, the rest when asked; without hooks all at once, and nothing in forward.
         assert update["all_gather"] < 0 and update["all_gather"] + start["all_gather"] < 0
@@ -148,6 +150,26 @@ def test_what_is_loaded_into_shards_is_computed_with(engine: str) -> None:
         assert found == pytest.approx(expected, rel=1e-12)
 
 
+def _loaded_at_once(rank: int, world: int, text: str) -> list[str]:
+    """Shards that do not hold what was written into them as soon as they might be, the other rank being late."""
+    model, engine, batches = build(text, world)
+    _update(model, engine, next(batches))
+    model.evaluate(next(batches))
+    if rank == 1:
+        time.sleep(0.3)  # so that what rank 0 may have launched is on its way
+    model.after_update()
+    for shard in model.shards:
+        shard.data.fill_(0.02)
+    engine.finish_parameter_sync()
+    return [shard.name for shard in model.shards if not bool((shard.data == 0.02).all())]
+
+
+@pytest.mark.parametrize("formats", [("float64",) * 3, BFLOAT16])
+@pytest.mark.parametrize("engine", ["zero1", "zero2"])
+def test_what_is_loaded_right_after_an_update_is_not_lost(engine: str, formats) -> None:
+    assert run_ranks(_loaded_at_once, 2, engine_config(engine, SMALL, formats=formats)) == [[], []]
+
+
 def _moved(rank: int, world: int, text: str) -> tuple[float, float]:
     """(Distance of a norm's master from 1 after small steps, of what is computed with): bfloat16 cannot show it."""
     model, engine, batches = build(text, world)
@@ -166,7 +188,7 @@ def _moved(rank: int, world: int, text: str) -> tuple[float, float]:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_masters_in_float32_keep_what_bfloat16_rounds_away(engine: str) -> None:
-    text = engine_config(engine, SMALL, formats=("float32", "bfloat16", "float32"))
+    text = engine_config(engine, SMALL, formats=BFLOAT16)
     results = run_ranks(_moved, 2, text)
     assert 1e-3 < max(masters for masters, _ in results) < 2**-8
     assert all(computed in (0.0, 2**-8) for _, computed in results)
