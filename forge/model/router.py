@@ -146,7 +146,8 @@ class Router(nn.Module):
     def reset_state(self) -> None:
         """Write every buffer anew: no bias, nothing counted, a loss scale of 1."""
         for name, value in self._fresh_state().items():
-            setattr(self, name, value.to(self.weight.device))
+            # Where they are: the weight may be offloaded, and they never are.
+            setattr(self, name, value.to(getattr(self, name).device))
 
     def _fresh_state(self) -> dict[str, Tensor]:
         n_experts = self.config.n_experts

@@ -193,6 +193,13 @@ def test_counts_of_a_sequence_go_through_the_seam() -> None:
     assert_close(one.losses[0], whole)
 
 
+def test_state_stays_on_the_device_of_the_computation_when_the_weight_is_offloaded() -> None:
+    one = router()
+    one.weight = torch.nn.Parameter(one.weight.to("meta"))
+    one.reset_state()
+    assert {buffer.device.type for buffer in one.buffers()} == {"cpu"}
+
+
 def test_the_balancing_losses_enter_backward_scaled() -> None:
     one = router(balance="aux_loss", aux_loss_coef=0.5, z_loss_coef=0.25)
     one.previous_counts.copy_(torch.tensor([8, 4, 4, 0]))
