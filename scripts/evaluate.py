@@ -12,7 +12,6 @@ With --tasks: needs the extra forge[eval]. --include-path names a folder with ta
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,11 @@ from forge.data.progress import ProgressLine
 from forge.data.raw import DTYPES
 from forge.data.sources import SYNTHETIC, Source, open_source
 from forge.errors import UserError
+from forge.observe.json_lines import encode
 from forge.train.measure import Measured, measure
 from forge.train.open import Opened
 from scripts.model import add_model_options, open_model
-from scripts.options import exit_code_of, positive
+from scripts.options import exit_code_of, number, positive
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -92,7 +92,7 @@ def _tell(path: str, measured: Measured, as_json: bool, opened: Opened) -> None:
             "checkpoint": str(opened.path),
             "step": opened.step,
         }
-        print(json.dumps(record), flush=True)
+        _print_object(record)
         return
     per_byte = "bits per byte unknown (no tokenizer)"
     if measured.bits_per_byte is not None:
@@ -106,11 +106,16 @@ def _tell(path: str, measured: Measured, as_json: bool, opened: Opened) -> None:
 
 def _tell_tasks(results: dict[str, dict[str, Any]], as_json: bool, opened: Opened) -> None:
     if as_json:
-        print(json.dumps({"tasks": results, "checkpoint": str(opened.path), "step": opened.step}))
+        _print_object({"tasks": results, "checkpoint": str(opened.path), "step": opened.step})
         return
     for task, metrics in results.items():
         for name, value in metrics.items():
             print(f"{task}: {name} {value:.4f}" if isinstance(value, float) else f"{task}: {name} {value}")
+
+
+def _print_object(fields: dict[str, Any]) -> None:
+    """As in metrics.jsonl: what is not finite, such as the perplexity of a hopeless model, is null."""
+    print(encode(fields).decode(), end="", flush=True)
 
 
 def _tasks() -> Any:
@@ -129,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
+    count = number(int, lambda value: value >= 0, "at least 0")
     add_model_options(add)
     add(
         "--data",
@@ -139,11 +145,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--sequences", type=positive, metavar="N", help="only the first N windows of --data (all)")
     add("--data-dtype", choices=sorted(DTYPES), help="of the ids in a .bin, which needs it")
-    add("--eos-id", type=int, metavar="ID", help="the id that ends a document in a .bin")
+    add("--eos-id", type=count, metavar="ID", help="the id that ends a document in a .bin")
     add("--batch-size", type=positive, default=8, metavar="N", help="sequences in one forward (%(default)s)")
     add("--tasks", metavar="A,B", help="tasks of lm-eval")
     add("--include-path", metavar="DIR", help="a folder with tasks of lm-eval besides its own")
-    add("--num-fewshot", type=int, metavar="N", help="examples before each question (as the task says)")
+    add("--num-fewshot", type=count, metavar="N", help="examples before each question (as the task says)")
     add("--limit", type=positive, metavar="N", help="only the first N questions of each task (all)")
     add("--json", action="store_true", help="one JSON object for each --data, and one for --tasks")
     return parser

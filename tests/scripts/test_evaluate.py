@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shutil
@@ -9,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from forge.data.format import TokenDataset
 from forge.data.tokenizer import ByteTokenizer
 from forge.errors import BAD_CONFIG
+from forge.train.measure import Measured
+from forge.train.open import Opened
+from scripts.evaluate import _tell, _tell_tasks
 from tests.end_to_end.runs import Run
 from tests.scripts.trained import Said, call, objects, prepared, refusal, trained
 
@@ -112,6 +117,17 @@ def test_a_run_on_synthetic_data_is_measured_on_its_own_held_out_stream(tmp_path
     assert found["loss"] == pytest.approx(expected, abs=1e-6) and found["bits_per_byte"] is None
 
 
+def test_json_is_json_where_a_number_is_not_finite(capsys) -> None:
+    opened = Opened(Path("run"), 3, None, None, None, torch.device("cpu"))  # type: ignore[arg-type]
+    _tell("data", Measured(1e6, tokens=4, sequences=1, text_bytes=2, bytes_from="decoding"), True, opened)
+    _tell_tasks({"task": {"acc": 0.5, "acc_stderr": math.nan}}, True, opened)
+    data, tasks = (
+        json.loads(line, parse_constant=pytest.fail) for line in capsys.readouterr().out.splitlines()
+    )
+    assert data["loss"] == 1e6 and data["perplexity"] is None
+    assert tasks["tasks"] == {"task": {"acc": 0.5, "acc_stderr": None}}
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -120,6 +136,7 @@ def test_a_run_on_synthetic_data_is_measured_on_its_own_held_out_stream(tmp_path
         (["--data", "run"], "holds no dataset.json"),
         (["--data", "run/metrics.jsonl"], "metrics.jsonl: is not a folder"),
         (["--data", "data/validation", "--sequences", "0"], "at least 1"),
+        (["--data", "data/validation", "--eos-id", "-1"], "at least 0"),
         (["--data", "data/validation", "--dtype", "int4"], "invalid choice: 'int4'"),
         (["--data", "data/validation", "--checkpoint", "absent"], "absent: is not there"),
     ],
