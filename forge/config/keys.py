@@ -145,8 +145,9 @@ def allowed(annotation: Any, metadata: Iterable[Any] = ()) -> str:
         names = ", ".join(str(value) for value in _literals(annotation))
         others = [allowed(part) for part in arguments if not _literals(part) and part is not type(None)]
         return ", or ".join([names, *others] if names and others else others) or f"one of {names}"
+    least = any(hasattr(item, "min_length") for item in metadata)
     if origin is tuple and arguments[-1] is Ellipsis:
-        return f"list of {allowed(arguments[0])}"
+        return f"list of {'at least one ' if least else ''}{allowed(arguments[0])}"
     if origin is tuple:
         return f"list of {len(arguments)}: " + ", ".join(allowed(part) for part in arguments)
     if origin is dict:
@@ -155,7 +156,7 @@ def allowed(annotation: Any, metadata: Iterable[Any] = ()) -> str:
         fields = (f"{n} = {allowed(f.annotation, f.metadata)}" for n, f in annotation.model_fields.items())
         return "{" + ", ".join(fields) + "}"
     if annotation is str:
-        return "text, not empty" if any(hasattr(item, "min_length") for item in metadata) else "text"
+        return "text, not empty" if least else "text"
     name = {int: "integer", float: "number", bool: "true or false"}[annotation]
     bounds = [f"{BOUNDS[type(b)][0]} {getattr(b, BOUNDS[type(b)][1])}" for b in metadata if type(b) in BOUNDS]
     return " ".join([name, " and ".join(bounds)]).strip()

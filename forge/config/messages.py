@@ -106,7 +106,9 @@ def findings(error: ValidationError, values: Values) -> list[Finding]:
             continue
         value, key = values.at(path), tuple(itertools.takewhile(lambda part: isinstance(part, str), path))
         if item["type"] == "missing" and field is not None and value is None:
-            found[path] = Finding(_missing(path, field, values.source), key, missing=True)
+            # A table in a list is where it was written; of a section, file and command line may each give a part.
+            source = values.source if len(key) == len(path) else values.origin(path[:-1])
+            found[path] = Finding(_missing(path, field, source), key, missing=True)
         else:
             text = _unknown(path, table, value) if field is None else _wrong(path, field, value, reason)
             found[path] = Finding(about(path, value, values.origin(path), text), key)
