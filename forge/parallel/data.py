@@ -128,6 +128,7 @@ class FullySharded:
         """And has waited at its end."""
 
     def after_update(self) -> None:
+        fsdp.forget_gathered(self._model)
         self._refresh_scales()
 
     def zero_gradients(self) -> None:

@@ -271,6 +271,13 @@ def take_weight_gradients(model: nn.Module, *, last: bool) -> None:
     compat.end_fsdp_backward(model)
 
 
+def forget_gathered(model: nn.Module) -> None:
+    """Let the next forward gather anew. Backward sees to it, but what a forward without one gathered may still be there."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def held_while_accumulating(config: Config, shards: Sequence[Shard]) -> str:
     """What lies in memory between the microbatches of a step, for the log. `shards`: all of the model's."""
     if not _defers(config):

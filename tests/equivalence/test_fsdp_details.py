@@ -3,8 +3,11 @@
 import functools
 
 import pytest
+import torch
 
 from tests.equivalence.compare import Trace, assert_equal, layout, reference, tiny_config
+from tests.harness import run_ranks
+from tests.parallel.building import built
 
 VARIANTS = {"plain": "", "tied": "tie_embeddings = true"}
 HSDP = "dp_replicate = 2\ndp_shard = 2"
@@ -58,3 +61,35 @@ def test_pins_change_nothing_in_float64() -> None:
         "[precision]", '[precision]\nfp32_modules = ["layers.*.attention_norm", "head"]'
     )
     assert_equal(layout(text, 2), expected("plain"))
+
+
+def loss_after_a_change(rank: int, world: int, text: str, evaluate_before: bool) -> torch.Tensor:
+    """Sums over a batch after every shard was written to, as a return to a checkpoint does."""
+    whole = built(text, world)
+    model, batches = whole.model, whole.batches()
+    batch = next(batches)
+    batches.close()
+    if evaluate_before:
+        model.evaluate(batch)
+    for shard in model.shards:
+        shard.data.mul_(1.5)
+    model.after_update()
+    return model.evaluate(batch).values
+
+
+@pytest.mark.parametrize(
+    ("world", "parallel"),
+    [
+        (2, ""),
+        (2, 'reshard_after_forward = "never"'),
+        (2, 'data_parallel = "zero1"'),
+        (4, "pp = 2"),
+        (4, "reshard_after_forward = 2"),
+    ],
+)
+def test_what_is_loaded_after_an_evaluation_is_computed_with(world: int, parallel: str) -> None:
+    text = tiny_config(parallel=parallel)
+    for values, fresh in zip(
+        *(run_ranks(loss_after_a_change, world, text, before) for before in (True, False)), strict=True
+    ):
+        assert torch.equal(values, fresh)
