@@ -131,26 +131,26 @@ class Checkpoints:
 
     def latest(self, verify: bool = True, at_most: int | None = None) -> int | None:
         """The newest step, of those up to `at_most`, whose checkpoint is complete and as it was saved; None when there
-        never was one.
+        is none.
 
         A damaged one is renamed `.damaged-step-n`, loudly, and the next older is tried; see `fallbacks`.
         Without `verify` the tensors' files are compared by name and size only. `UserError` with exit code 77
-        when all are damaged.
+        when all of the folder, without `at_most`, are damaged.
         """
         self._join()
         self.fallbacks = []
         try:
             candidates, remains = self._team.first("listing checkpoints", self._list)
-            if at_most is not None:
-                candidates, remains = [step for step in candidates if step <= at_most], False
             for step in candidates:
+                if at_most is not None and step > at_most:
+                    continue
                 problem = self.verify(self.path(step), contents=verify)
                 if problem is None:
                     return step
                 self._pass_over(step, problem)
         except RanksFailed as error:
             raise UserError(f"no checkpoint in {self.folder} can be used: {error}", NO_CHECKPOINT) from error
-        if candidates or remains:
+        if at_most is None and (candidates or remains):
             raise UserError(
                 f"every checkpoint in {self.folder} is damaged and was renamed .damaged-step-*: restore one, "
                 f"or begin anew with checkpoint.resume = none or under another run.name",

@@ -50,7 +50,7 @@ class Rollbacks:
     def __call__(self, training: Training, setback: Setback) -> None:
         """Take `training` back to the newest good checkpoint from before `setback`. Collective.
 
-        Raises UserError: exit 1 if there is none, or if too many returns have not helped; 77 if all are damaged.
+        Raises UserError (exit 1) if there is none, or if too many returns have not helped.
         """
         progress = training.progress
         assert setback.last_step == progress.step
@@ -83,19 +83,17 @@ class Rollbacks:
             )
         # Trouble right behind a checkpoint that has been returned to may be its own: try the one before it, if any.
         returned_to = [one.to_step for one in vain if one.to_step == setback.first_bad - 1]
-        at_most = min([setback.first_bad, *returned_to]) - 1
-        step = self._checkpoints.latest(verify, at_most=at_most)
-        if step is None:
-            step = self._checkpoints.latest(verify, at_most=setback.first_bad - 1)
-        for fallback in self._checkpoints.fallbacks:
-            self._tell("fallback", problem=fallback)
-        if step is None:
-            raise UserError(
-                f"{setback}. There is no checkpoint from before step {setback.first_bad} to return to.",
-                exit_code=FAILED,
-            )
-        path = self._checkpoints.path(step)
-        return Origin(path, read_state(path))
+        for bound in (min([setback.first_bad, *returned_to]), setback.first_bad):
+            step = self._checkpoints.latest(verify, at_most=bound - 1)
+            for fallback in self._checkpoints.fallbacks:
+                self._tell("fallback", problem=fallback)
+            if step is not None:
+                path = self._checkpoints.path(step)
+                return Origin(path, read_state(path))
+        raise UserError(
+            f"{setback}. There is no checkpoint from before step {setback.first_bad} to return to.",
+            exit_code=FAILED,
+        )
 
 
 def _read(directory: RunDirectory) -> list[Rollback]:

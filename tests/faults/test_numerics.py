@@ -7,7 +7,7 @@ import pytest
 
 from forge.checkpoint import read_state
 from forge.checkpoint.folders import step_name
-from tests.end_to_end.runs import Run, tensor_files
+from tests.end_to_end.runs import Run, flip_a_bit, tensor_files
 from tests.faults.layouts import COPIES, EXPERTS, PIPELINE, TWO_RANKS
 
 THREE = "--resilience.max_skipped_steps=3"
@@ -120,6 +120,18 @@ def test_n2_trouble_without_end_is_rolled_back_twice_and_then_ends_with_a_diagno
     assert status["state"] == "failed" and "2 roll-backs have not helped" in status["reason"]
     assert "resilience.max_rollbacks = 2" in status["reason"] and "Traceback" not in run.said()
     assert {event["cause"] for event in run.events("skipped")} == {"deterministic"}
+
+
+def test_n2_a_damaged_checkpoint_found_on_the_way_back_does_not_hide_the_one_behind_it(tmp_path) -> None:
+    """Step 4 has been returned to in vain, step 2 is damaged: back to 4 once more, and the end is the diagnosis."""
+    run = Run(tmp_path, THREE)
+    assert run("--train.steps=4") == 0
+    flip_a_bit(run, 2)
+    assert run.start(patch="tests.faults.spoil:everything_from_32").join() == [1]
+    assert [(event["from_step"], event["to_step"]) for event in run.events("rolled_back")] == [(7, 4), (7, 4)]
+    [fallback] = run.events("fallback")
+    assert "step-00000002 is damaged" in fallback["problem"]
+    assert "2 roll-backs have not helped" in run.status()["reason"] and "step-00000004" in run.checkpoints()
 
 
 @pytest.mark.slow
