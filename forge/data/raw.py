@@ -59,11 +59,17 @@ class RawTokens(MappedIds):
 
     `dtype` is "uint16" or "uint32" (little-endian), as the user says: a file of one reads as the other just as well.
     With `eos_id` a document ends after each such token; without it all is one document. UserError where the file
-    cannot be read, is empty or does not hold whole ids, and in `read` for an id at or beyond `vocab_size`.
+    cannot be read, is empty or does not hold whole ids, where the model has no `eos_id`, and in `read` for an id at or
+    beyond `vocab_size`.
     """
 
     def __init__(self, path: str | Path, dtype: str, vocab_size: int, eos_id: int | None = None):
         super().__init__(Path(path), DTYPES[dtype], vocab_size)
+        if eos_id is not None and eos_id >= vocab_size:
+            raise UserError(
+                f"{path}: eos_id {eos_id} is not below model.vocab_size {vocab_size}, so no document would ever end; mend "
+                "it, or leave it out if the file is one document"
+            )
         self.name = str(path)
         self._eos_id = eos_id
 

@@ -40,6 +40,13 @@ def test_documents_end_with_eos(tmp_path):
     assert RawTokens(path, "uint16", 100).document_ids(1, 4).tolist() == [0, 0, 0, 0]
 
 
+def test_an_end_of_documents_that_the_model_does_not_have_is_refused(tmp_path):
+    path = write(tmp_path / "a.bin", [5, 6, 0])
+    with pytest.raises(UserError, match=r"a.bin: eos_id 100 is not below model.vocab_size 100"):
+        open_source(str(path), 0, 100, dtype="uint16", eos_id=100)
+    assert RawTokens(path, "uint16", 100, eos_id=99).tokens == 3
+
+
 def test_d1_an_id_beyond_the_vocabulary_is_told_by_file_and_byte(tmp_path):
     source = RawTokens(write(tmp_path / "a.bin", [1, 2, 300, 4]), "uint16", 300)
     assert source.read(0, 2).tolist() == [1, 2]
