@@ -201,10 +201,10 @@ def _read_index(folder: Path) -> DatasetIndex:
         text = path.read_text("utf-8")
     except (FileNotFoundError, NotADirectoryError):
         what = "holds no dataset.json" if folder.is_dir() else "is not a folder"
-        raise UserError(
-            f"{folder}: {what}, so it is no finished dataset; scripts/prepare_data.py makes one "
-            "('synthetic' needs no file)"
-        ) from None
+        remedy = "scripts/prepare_data.py makes one ('synthetic' needs no file)"
+        if within := [str(inner.parent) for inner in sorted(folder.glob(f"*/{INDEX}"))]:
+            remedy = f"name one of those in it: {', '.join(within[:5])}"
+        raise UserError(f"{folder}: {what}, so it is no finished dataset; {remedy}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
     try:

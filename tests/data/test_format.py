@@ -63,6 +63,15 @@ def test_a_dataset_is_not_overwritten(tmp_path):
         ShardWriter(tmp_path / "a", vocab_size=10, tokenizer="test")
 
 
+def test_a_folder_of_datasets_is_told_with_those_in_it(tmp_path):
+    for split in ("train", "validation"):
+        write_documents(tmp_path / "a" / split, [4])
+    with pytest.raises(
+        UserError, match=r"a: holds no .*; name one of those in it: .*a/train, .*a/validation$"
+    ):
+        TokenDataset(tmp_path / "a")
+
+
 def test_d2_fingerprint_is_of_the_content(tmp_path):
     first = write_documents(tmp_path / "a", [40, 3])
     shutil.copytree(tmp_path / "a", tmp_path / "b")
