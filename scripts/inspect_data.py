@@ -2,6 +2,7 @@
 
 It opens the data just as training does and reads nothing else. Overrides are those of train.py, as in
     python scripts/inspect_data.py --config debug.toml --step 100 --train.global_batch_size=8
+What the run of that name passes over since a roll-back is left out; all its steps are taken to have one batch size.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 from forge.config import Config, load_config
 from forge.data.build import build_dataset, build_tokenizer
 from forge.data.inspect import Sample, samples_of_step
+from forge.data.passed_over import Ranges, merge
 from forge.errors import UserError
+from forge.observe.run_directory import RunDirectory
 from scripts.options import exit_code_of
 
 
@@ -38,9 +41,22 @@ def _run(given: argparse.Namespace, overrides: list[str]) -> None:
         ranks=given.ranks,
         head=given.tokens,
         excerpt=given.text,
+        passed_over=_passed_over(config),
     )
     for sample in samples:
         print(json.dumps(asdict(sample)) if given.json else _show(sample), flush=True)
+
+
+def _passed_over(config: Config) -> Ranges:
+    """The samples that the config's run, if there is one, has given up."""
+    path = RunDirectory(Path(config.run.output_dir) / config.run.name).rollbacks
+    if not path.exists():
+        return ()
+    rollbacks = json.loads(path.read_text())
+    ranges = merge((rollback["first_sample"], rollback["end_sample"]) for rollback in rollbacks)
+    for first, end in ranges:
+        print(f"{path}: samples {first} to {end - 1} are passed over", file=sys.stderr)
+    return ranges
 
 
 def _check(given: argparse.Namespace, config: Config) -> None:
@@ -64,8 +80,8 @@ def _show(sample: Sample) -> str:
         f"sample {sample.sample}  rank {sample.rank}  {sample.source}  epoch {sample.epoch}  window {sample.window}"
         f" (from token {sample.first_token})",
         f"  ids        {' '.join(map(str, sample.tokens))} ...",
-        f"  documents  {len(sample.documents)} begin within"
-        + (f", at {', '.join(map(str, sample.documents[:8]))}" if sample.documents else "")
+        f"  documents  {len(sample.documents)} begin"
+        + (f" at {', '.join(map(str, sample.documents[:8]))}" if sample.documents else "")
         + (" ..." if len(sample.documents) > 8 else "")
         + (f"; {sample.masked} labels masked" if sample.masked else ""),
     ]

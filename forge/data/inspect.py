@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from forge.data.dataset import PackedDataset, read_window
+from forge.data.passed_over import Ranges, nth_sample
+from forge.data.sources import Source
 from forge.data.tokenizer import Tokenizer
 
 
@@ -43,20 +45,24 @@ def samples_of_step(
     ranks: int = 1,
     head: int = 16,
     excerpt: int = 64,
+    passed_over: Ranges = (),
 ) -> Iterator[Sample]:
     """The sequences of step `step` (from 1) in order: all of them, or those of data rank `rank` of `ranks`.
 
-    Of each, `head` ids are given and the text of `excerpt`.
+    Of a run whose steps all had `global_batch_size` sequences, and that passes over samples `passed_over`. Of each
+    sequence, `head` ids are given and the text of `excerpt`.
     """
     rows, seq_len = global_batch_size // ranks, dataset.seq_len
-    first, readers = (step - 1) * global_batch_size, range(ranks) if rank is None else (rank,)
+    before, readers = (step - 1) * global_batch_size, range(ranks) if rank is None else (rank,)
     for reader in readers:
-        for sample in range(first + reader * rows, first + (reader + 1) * rows):
+        for place in range(before + reader * rows, before + (reader + 1) * rows):
+            sample = nth_sample(0, place, passed_over)
             number, epoch, window = dataset.mixture.locate(sample)
             source = dataset.sources[number]
             tokens, owners = read_window(source, window, seq_len, documents=True)
             assert owners is not None
-            starts = np.flatnonzero(np.diff(owners)) + 1
+            within = [int(start) for start in np.flatnonzero(np.diff(owners)) + 1]
+            starts = [0, *within] if _begins_document(source, window * seq_len) else within
             yield Sample(
                 sample=sample,
                 rank=reader,
@@ -66,6 +72,10 @@ def samples_of_step(
                 first_token=window * seq_len,
                 tokens=tokens[:head].tolist(),
                 text=tokenizer.decode(tokens[:excerpt].tolist()) if tokenizer else None,
-                documents=[int(start) for start in starts if start < seq_len],
-                masked=len(starts) if dataset.document_mask else 0,
+                documents=[start for start in starts if start < seq_len],
+                masked=len(within) if dataset.document_mask else 0,
             )
+
+
+def _begins_document(source: Source, token: int) -> bool:
+    return token == 0 or bool(source.document_ids(token - 1, 2)[1])

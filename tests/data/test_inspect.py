@@ -37,9 +37,19 @@ def test_every_rank_reads_what_is_shown(ranks):
         assert list(alone) == mine
 
 
+def test_what_a_run_passes_over_is_not_shown():
+    """A batch from before, across and behind the range."""
+    passed_over = ((10, 21),)
+    loader = Loader(dataset(), global_batch_size=8, rank=0, ranks=1, passed_over=passed_over)
+    for step in (1, 2, 3):
+        shown = samples_of_step(dataset(), None, step, global_batch_size=8, passed_over=passed_over)
+        assert next(loader).tokens.tolist() == [sample.tokens for sample in shown]
+    loader.close()
+
+
 def test_document_starts_are_places_in_the_sequence():
     for sample in samples_of_step(dataset(), None, 1, global_batch_size=8):
-        expected = [place for place in range(1, 16) if (sample.first_token + place) % 10 == 0]
+        expected = [place for place in range(16) if (sample.first_token + place) % 10 == 0]
         assert sample.documents == expected and sample.masked == 0
 
 
@@ -72,6 +82,15 @@ def test_the_script_shows_a_step_in_words_and_as_json():
     assert words.stdout.count("synthetic  epoch 0") == 4
     lines = inspect(*SYNTHETIC, "--step", 2, "--ranks", 4, "--rank", 3, "--json").stdout.splitlines()
     assert [json.loads(line)["sample"] for line in lines] == [28, 29, 30, 31]
+
+
+def test_the_script_knows_of_the_runs_roll_backs(tmp_path):
+    (tmp_path / "debug").mkdir()
+    rollback = {"from_step": 3, "to_step": 1, "first_sample": 16, "end_sample": 48}
+    (tmp_path / "debug" / "rollbacks.json").write_text(json.dumps([rollback]))
+    shown = inspect(*SYNTHETIC, "--step", 2, "--json", f"--run.output_dir={tmp_path}")
+    assert [json.loads(line)["sample"] for line in shown.stdout.splitlines()] == list(range(48, 64))
+    assert "samples 16 to 47 are passed over" in shown.stderr
 
 
 @pytest.mark.parametrize(
