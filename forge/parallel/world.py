@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from forge import compat
-from forge.errors import UserError
+from forge.errors import FAILED, UserError
 
 Result = TypeVar("Result")
 
@@ -115,7 +115,7 @@ def _first_slurm_host(environment: Mapping[str, str]) -> str:
 
 
 def on_first_rank(action: Callable[[], Result]) -> Result:
-    """Run `action` on rank 0 and give every rank its result, or raise its UserError on every rank."""
+    """Run `action` on rank 0 and give every rank its result, or raise its UserError, or OSError as one, on every rank."""
     outcome: list[Any] = [_attempt(action) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(outcome, src=0)
     result, error = outcome[0]
@@ -125,7 +125,7 @@ def on_first_rank(action: Callable[[], Result]) -> Result:
 
 
 def on_every_rank(action: Callable[[], Result]) -> Result:
-    """Run `action` on every rank; if any rank raises UserError, all raise the error of the first that did."""
+    """Run `action` on every rank; if any raises UserError or OSError, all raise the first such rank's, as UserError."""
     result, own_error = _attempt(action)
     errors: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, own_error)
@@ -136,8 +136,10 @@ def on_every_rank(action: Callable[[], Result]) -> Result:
 
 
 def _attempt(action: Callable[[], Any]) -> tuple[Any, tuple[str, int] | None]:
-    """The result of `action`, and what its UserError says, if it raises one."""
+    """The result of `action`, and what its UserError says, if it raises one; a disk that refuses is told like one."""
     try:
         return action(), None
     except UserError as error:
         return None, (str(error), error.exit_code)
+    except OSError as error:
+        return None, (str(error), FAILED)

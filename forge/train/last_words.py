@@ -69,7 +69,10 @@ class LastWords:
             cause = f"the store through which the ranks met is gone, and with it the process that held it: {error}"
         else:
             cause = f"the first to fail was {first}"
-            if missing:
+            if len(missing) == self._world.size - 1:
+                # Nobody can tell a rank that is gone from one that has not noticed yet that this one has failed.
+                cause += f"; no answer from {_ranks(missing)}: killed, hung or waiting for this one"
+            elif missing:
                 cause = f"no answer from {_ranks(missing)}, killed or hung; {cause}"
         if self._world.rank < 2:  # two, because one of them may be the dead one
             log.error("%s", cause)

@@ -19,6 +19,7 @@ from forge.observe.tensorboard import Board
 from forge.parallel.execute import Sums
 from forge.parallel.gradients import GradientReport
 from forge.parallel.routers import RouterReport
+from forge.parallel.world import on_first_rank
 from forge.resilience.anomalies import Limits
 from forge.resilience.delayed import DelayedRead
 
@@ -124,11 +125,13 @@ class Recorder:
         return reading
 
     def begin_after(self, step: int) -> None:
-        """Forget what has not been read, and what has been told of later steps than `step`: they are made again."""
+        """Forget what has not been read, and what has been told of later steps than `step`: they are made again.
+
+        Collective. Raises UserError (exit 1) on all ranks if metrics.jsonl cannot be cut.
+        """
         self._delayed = DelayedRead(self._device)
         self._restart_mean()
-        if self._metrics is not None:
-            self._metrics.cut(step)
+        on_first_rank(lambda: None if self._metrics is None else self._metrics.cut(step))
         self._board.begin_after(step)
 
     def evaluation(self, step: int, losses: dict[str, float]) -> None:

@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from forge import compat
 from forge.checkpoint import Checkpoints
@@ -139,7 +138,9 @@ def _begin(job: Job, origin: Origin | None, checkpoints: Checkpoints, built: Bui
     checkpoints.set_aside_after(step)
     kind = "fresh" if origin is None else "resumed"
     job.reporter.event(kind, step=step, path=str(origin.path) if origin else None)
-    if job.world.rank == 0:
+
+    def begin_history() -> None:
         MetricsLog(directory.metrics).cut(step)
         replace_atomically(directory.config, to_toml(config).encode())
-    dist.barrier()
+
+    on_first_rank(begin_history)

@@ -56,3 +56,14 @@ def test_k1_survivors_of_a_killed_rank_end_soon_and_the_log_names_rank_and_step(
     assert f"no answer from rank {dead}" in log or (dead == 0 and "is gone" in log)
     if dead:
         assert f"no answer from rank {dead}" in run.status()["reason"]
+
+
+@pytest.mark.parametrize("at_fault", [0, 1])
+def test_an_error_of_one_rank_is_the_reason_and_who_waits_for_it_is_not_called_dead(
+    tmp_path, at_fault: int
+) -> None:
+    run = Run(tmp_path, *LONG)
+    assert run.start(world=2, fault=f"step:7:{at_fault}:raise").join(60) == [1, 1]
+    reason = run.status()["reason"]
+    assert f"the first to fail was rank {at_fault}: step of step 7: OSError" in reason
+    assert "killed or hung" not in reason

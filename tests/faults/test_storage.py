@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
 from collections import namedtuple
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -116,6 +118,43 @@ def full_until_step_6() -> None:
         begin(self)
 
     save.Saver.save = save_with_room_from_6
+
+
+@pytest.mark.parametrize("what", ["rollbacks.json", "metrics.jsonl"])
+def test_s2_a_disk_that_is_full_in_a_rollback_ends_all_ranks_with_one_sentence(tmp_path, what: str) -> None:
+    """The same command then tells the history of a run that had room."""
+    options, patch = "--resilience.max_skipped_steps=3", "tests.faults.spoil:samples_32_to_55"
+    run, whole = Run(tmp_path / "run", options), Run(tmp_path / "whole", options)
+    full = f"tests.faults.test_storage:no_room_for_{what.partition('.')[0]}_in_a_rollback"
+    assert run.start(world=2, patch=full).join() == [1, 1]
+    reason = run.status()["reason"]
+    assert "No space left on device" in reason and what in reason and "no answer" not in reason
+    assert "Traceback" not in run.said()
+    assert run.start(world=2, patch=patch).join() == whole.start(world=2, patch=patch).join() == [0, 0]
+    assert_same_history(run, whole)
+
+
+def no_room_for_rollbacks_in_a_rollback() -> None:
+    import forge.train.rollback as rollback
+
+    _no_room_in_a_rollback(rollback)
+
+
+def no_room_for_metrics_in_a_rollback() -> None:
+    import forge.observe.metrics as metrics
+
+    _no_room_in_a_rollback(metrics)
+
+
+def _no_room_in_a_rollback(module: Any) -> None:
+    from tests.faults import spoil
+
+    spoil.samples_32_to_55()
+
+    def refuse(path: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    module.replace_atomically = refuse
 
 
 def _folder() -> Path:
