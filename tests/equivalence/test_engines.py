@@ -277,6 +277,7 @@ def test_pins_change_nothing_in_float64() -> None:
         ("zero1", 4, "ep = 2", "sequence_aux_loss"),
         ("zero1", 4, f"ep = 2\n{REPLICAS}", "bias"),
         ("zero2", 4, "tp = 2\nep = 2", "aux_loss"),
+        ("zero2", 2, "ep = 2", "bias"),  # experts whole on their rank, everything else shared
         ("zero2", 4, f'ep = 2\n{REPLICAS}\nshard_optimizer_over = "dp"', "bias"),
         ("ddp", 4, f"ep = 2\n{REPLICAS}", "bias"),
         ("ddp", 2, "", "aux_loss"),

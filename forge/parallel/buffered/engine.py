@@ -4,6 +4,8 @@
     zero1   each rank optimises its part             one reduce-scatter and one all-gather per bucket and step
     zero2   and keeps gradients of its part only     one reduce-scatter per bucket and microbatch, one all-gather per step
 
+zero2 is zero1 for parameters that a rank shares with no other: all of them, or experts that no two ranks have.
+
 The counterpart of Megatron-Core's DistributedDataParallel with its distributed optimizer (Rajbhandari et al., "ZeRO:
 Memory Optimizations Toward Training Trillion Parameter Models", 2020, stages 1 and 2). With dp_replicate > 1 gradients
 are summed over the copies as well, or shared over them too (parallel.shard_optimizer_over = "dp").
@@ -53,7 +55,6 @@ class Buffered:
         take_step(model, "materialise")
         names = {name: parameter for name, parameter in model.named_parameters()}
         kinds = {name: parameter_kinds(model).get(parameter, "dense") for name, parameter in names.items()}
-        sharded = config.parallel.data_parallel == "zero2"
         if config.parallel.symmetric_memory and device.type != "cuda":
             raise UserError("parallel.symmetric_memory = true needs CUDA cards; use false")
 
@@ -61,7 +62,14 @@ class Buffered:
             return compat.communication_memory(device, groups, symmetric=config.parallel.symmetric_memory)
 
         self.buffers = [
-            Buffer(plan, names, device, sharded_gradients=sharded, allocating=allocating)
+            Buffer(
+                plan,
+                names,
+                device,
+                # With nobody to share with they would be copied for nothing.
+                sharded_gradients=config.parallel.data_parallel == "zero2" and bool(plan.axes.scatter),
+                allocating=allocating,
+            )
             for plan in self._plans
         ]
         placed = {held.name: held.parameter for b in self.buffers for m in b.buckets for held in m.held}
@@ -76,7 +84,11 @@ class Buffered:
         shards = {s.name: s for b in self.buffers for s in b.shards(kinds, meshes)}
         self.shards = [shards[name] for name in names]
         # Backward is done with a bucket when it is done with the parameter that forward needs first.
-        entries = [Entry(buffer, memory) for buffer in self.buffers for memory in buffer.buckets]
+        entries: list[Entry] = [
+            Scattered(buffer, memory) if buffer.sharded_gradients else InPlace(buffer, memory)
+            for buffer in self.buffers
+            for memory in buffer.buckets
+        ]
         entries.sort(key=lambda entry: -min(order[held.name] for held in entry.memory.held))
         stream = compat.side_stream(device)
         self._reduction = self._make_reduction(entries, device, stream)
@@ -92,19 +104,9 @@ class Buffered:
         self, entries: list[Entry], device: torch.device, stream: torch.cuda.Stream | None
     ) -> Reduction:
         parallel = self._config.parallel
-        kind = Scattered if parallel.data_parallel == "zero2" else InPlace
-        # Temporary buckets are in the format in which gradients travel, so where it is theirs there are none.
-        largest = max(
-            (
-                entry.memory.bucket.numel * entry.buffer.plan.formats.reduce.itemsize
-                for entry in entries
-                if kind is Scattered or entry.buffer.plan.narrowed
-            ),
-            default=0,
-        )
-        self.pool = Pool(largest, device)
+        self.pool = Pool(max((entry.borrowed_nbytes for entry in entries), default=0), device)
         check = None if parallel.check_gradients == "none" else GradientCheck(parallel.check_gradients)
-        return kind(entries, self.pool, overlap=parallel.overlap_gradients, stream=stream, check=check)
+        return Reduction(entries, self.pool, overlap=parallel.overlap_gradients, stream=stream, check=check)
 
     def begin_microbatch(self, *, last: bool) -> None:
         """Raises RuntimeError if gradients of an earlier step have not been zeroed."""
@@ -115,9 +117,12 @@ class Buffered:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside add up gradients; the one after it is the step's last."""
-        self.begin_microbatch(last=False)
-        yield
+        """Forward and backward passes inside add up gradients (zero2 reduces each); the one after is the step's last."""
+        hook = self._model.register_forward_pre_hook(lambda *_: self.begin_microbatch(last=False))
+        try:
+            yield
+        finally:
+            hook.remove()
         self.begin_microbatch(last=True)
 
     def start_gradient_sync(self) -> None:
@@ -177,10 +182,12 @@ class Buffered:
         }
 
     def held_while_accumulating(self) -> str:
-        if self._reduction.each_microbatch:
-            return "each microbatch's gradient is reduced at once and held sharded"
-        size = sum(buffer.gradients.nbytes for buffer in self.buffers) / 2**20
-        return f"gradients are reduced once per step: every rank holds {size:.1f} MiB of them"
+        whole = sum(buffer.gradients.nbytes for buffer in self.buffers if not buffer.sharded_gradients)
+        sharded = any(buffer.sharded_gradients for buffer in self.buffers)
+        if not sharded:
+            return f"gradients are reduced once per step: every rank holds {whole / 2**20:.1f} MiB of them"
+        but = f", but for {whole / 2**20:.1f} MiB of parameters that no other rank shares" if whole else ""
+        return f"each microbatch's gradient is reduced at once and held sharded{but}"
 
 
 def _needs(model: Transformer, names: dict[nn.Parameter, str]) -> Iterator[tuple[nn.Module, list[str]]]:

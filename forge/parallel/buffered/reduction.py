@@ -6,7 +6,8 @@ does. What no hook reported (an unused parameter, weight gradients that a pipeli
 launched at the end.
 
 ddp and zero1 add up gradients of all microbatches in the buffer and reduce it in the last backward. zero2 copies each
-gradient into one of two temporary buckets, reduces that in every microbatch, and adds up what this rank keeps.
+gradient into one of two temporary buckets, reduces that in every microbatch, and adds up what this rank keeps; what no
+other rank shares lies as in zero1.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from forge.parallel.buffered.pool import Pool
 
 
 class Entry:
-    """A bucket on its way through one backward."""
+    """A bucket on its way through one backward. Whether it is summed in every microbatch is the subclass's."""
+
+    each_microbatch: bool
 
     def __init__(self, buffer: Buffer, memory: BucketMemory):
         self.buffer, self.memory = buffer, memory
@@ -40,13 +43,92 @@ class Entry:
     def complete(self) -> bool:
         return len(self.arrived) == self.expected
 
+    @property
+    def borrowed_numel(self) -> int:
+        """Elements of the temporary bucket that it needs, in the format in which gradients travel."""
+        raise NotImplementedError
+
+    @property
+    def borrowed_nbytes(self) -> int:
+        return self.borrowed_numel * self.buffer.plan.formats.reduce.itemsize
+
     def begin(self) -> None:
         self.arrived.clear()
         self.launched = False
 
-    def part_of(self, bucket: Tensor, held: Held) -> Tensor:
+    def take(self, held: Held) -> None:
+        """Backward has put the microbatch's gradient into the parameter's `.grad`, or added it to what was there."""
+
+    def sent(self, held: Held) -> Tensor:
+        """The gradient of one parameter as it will be sent, flat."""
+        raise NotImplementedError
+
+    def operations(self, *, last: bool) -> Iterator[dist.Work]:
+        """What sums the bucket, whatever of it has arrived; `last`: for good."""
+        raise NotImplementedError
+
+    def _part(self, bucket: Tensor, held: Held) -> Tensor:
         """Where the parameter lies in `bucket`, flat."""
         return bucket[held.slot.start - self.memory.bucket.start :][: held.numel]
+
+
+class InPlace(Entry):
+    """Gradients of all microbatches add up in the buffer, which is reduced in the last backward."""
+
+    each_microbatch = False
+
+    @property
+    def borrowed_numel(self) -> int:
+        return self.memory.bucket.numel if self.buffer.plan.narrowed else 0
+
+    def sent(self, held: Held) -> Tensor:
+        return self._part(self.memory.gradient, held)
+
+    def operations(self, *, last: bool) -> Iterator[dist.Work]:
+        axes = self.buffer.plan.axes
+        if self.temporary is None:
+            return sum_to_parts(self.memory.gradient, axes.scatter, axes.add)
+        return self._cast(self.temporary)
+
+    def _cast(self, sent: Tensor) -> Iterator[dist.Work]:
+        axes = self.buffer.plan.axes
+        sent.copy_(self.memory.gradient)
+        yield from sum_to_parts(sent, axes.scatter, axes.add)
+        own_part(self.memory.gradient, axes.scatter).copy_(own_part(sent, axes.scatter))
+
+
+class Scattered(Entry):
+    """Each microbatch's gradients are copied into a temporary bucket, reduced, and added to what is kept."""
+
+    each_microbatch = True
+
+    @property
+    def borrowed_numel(self) -> int:
+        return self.memory.bucket.numel
+
+    def take(self, held: Held) -> None:
+        if self.temporary is not None:  # else it stays where autograd has put it
+            _move(held, self.sent(held))
+
+    def sent(self, held: Held) -> Tensor:
+        assert self.temporary is not None
+        return self._part(self.temporary, held)
+
+    def operations(self, *, last: bool) -> Iterator[dist.Work]:
+        assert self.temporary is not None
+        for held in self.memory.held:
+            if held.parameter.grad is not None:
+                _move(held, self.sent(held))
+            elif held.name not in self.arrived:
+                self.sent(held).zero_()
+        return self._added(self.temporary, last)
+
+    def _added(self, sent: Tensor, last: bool) -> Iterator[dist.Work]:
+        kept, axes, groups = self.memory.gradient, self.buffer.plan.axes, self.buffer.microbatch_groups
+        yield from sum_to_parts(sent, groups, ())
+        kept.add_(own_part(sent, groups))
+        if last:
+            yield from sum_to_parts(kept, axes.scatter[len(groups) :], axes.add)
 
 
 class Reduction:
@@ -66,28 +148,15 @@ class Reduction:
     ):
         self.entries = entries
         self._pool, self._overlap, self._stream, self._check = pool, overlap, stream, check
+        self._due: list[Entry] = []
         self._next = 0
         self._running: deque[tuple[Entry, Running]] = deque()
-        self._active = self._last = self._complete = False
+        self._last = self._complete = False
         for entry in entries:
             for held in entry.memory.held:
                 if held.parameter.requires_grad:
                     take = functools.partial(self._take, entry, held)
                     held.parameter.register_post_accumulate_grad_hook(take)
-
-    each_microbatch: bool
-
-    def _take(self, entry: Entry, held: Held, parameter: nn.Parameter) -> None:
-        """Backward has put the microbatch's gradient into `parameter.grad`, or added it to what was there."""
-        raise NotImplementedError
-
-    def _operations(self, entry: Entry) -> Iterator[dist.Work]:
-        """What sums the bucket, whatever of it has arrived."""
-        raise NotImplementedError
-
-    def _sent(self, entry: Entry, held: Held) -> Tensor:
-        """The gradient of one parameter as it will be sent, flat."""
-        raise NotImplementedError
 
     def begin(self, *, last: bool) -> None:
         """A backward is to come; `last`: of the optimizer step."""
@@ -98,20 +167,19 @@ class Reduction:
                 "next step's backward"
             )
         self._last = last
-        self._active = last or self.each_microbatch
-        if self._active:
-            self._next = 0
-            for entry in self.entries:
-                entry.begin()
+        self._due = [entry for entry in self.entries if last or entry.each_microbatch]
+        self._next = 0
+        for entry in self._due:
+            entry.begin()
 
     def launch_rest(self) -> None:
         """Launch every bucket that is not on its way yet, complete or not."""
-        while self._active and self._next < len(self.entries):
-            self._launch(self.entries[self._next])
+        while self._next < len(self._due):
+            self._launch(self._due[self._next])
 
     def finish(self) -> None:
         """Launch what is left, and wait: after the last backward, gradients are sums over all ranks."""
-        if not self._active:
+        if not self._due:
             return
         self.launch_rest()
         for _, running in self._running:
@@ -119,23 +187,36 @@ class Reduction:
         while self._running:
             self._finish_oldest()
         self._pool.clear()
-        self._active, self._complete = False, self._last
+        self._due, self._next, self._complete = [], 0, self._last
 
     def forget(self) -> None:
         """Gradients have been zeroed."""
         self._complete = False
 
-    def _arrive(self, entry: Entry, held: Held) -> None:
+    def _take(self, entry: Entry, held: Held, _parameter: nn.Parameter) -> None:
+        held.check()
+        if not (self._last or entry.each_microbatch):
+            return
         if entry.launched:
             raise RuntimeError(f"a gradient of {held.name} came after its bucket had been sent")
+        # Only the next two to be launched have a place: others could hold both places while these have none.
+        if (
+            entry.each_microbatch
+            and entry.temporary is None
+            and entry in self._due[self._next : self._next + 2]
+        ):
+            self._borrow(entry)
+        entry.take(held)
         entry.arrived.add(held.name)
-        while self._next < len(self.entries) and self.entries[self._next].complete:
-            self._launch(self.entries[self._next])
+        while self._next < len(self._due) and self._due[self._next].complete:
+            self._launch(self._due[self._next])
 
     def _launch(self, entry: Entry) -> None:
-        operations = self._operations(entry)
+        if entry.borrowed_numel and entry.temporary is None:
+            self._borrow(entry)
+        operations = entry.operations(last=self._last)
         if self._check is not None:
-            self._check([(held.name, self._sent(entry, held)) for held in entry.memory.held])
+            self._check([(held.name, entry.sent(held)) for held in entry.memory.held])
         entry.launched = True
         self._next += 1
         self._running.append((entry, Running(operations, self._stream)))
@@ -150,79 +231,9 @@ class Reduction:
             entry.temporary = None
 
     def _borrow(self, entry: Entry) -> None:
-        """A temporary bucket, in the format in which gradients travel."""
         while self._pool.full:
             self._finish_oldest()
-        formats, numel = entry.buffer.plan.formats, entry.memory.bucket.numel
-        entry.temporary = self._pool.take(numel, formats.reduce)
-
-
-class InPlace(Reduction):
-    """ddp and zero1: gradients of all microbatches add up in the buffer, which is reduced in the last backward."""
-
-    each_microbatch = False
-
-    def _take(self, entry: Entry, held: Held, _parameter: nn.Parameter) -> None:
-        held.check()
-        if self._active:
-            self._arrive(entry, held)
-
-    def _sent(self, entry: Entry, held: Held) -> Tensor:
-        return entry.part_of(entry.memory.gradient, held)
-
-    def _operations(self, entry: Entry) -> Iterator[dist.Work]:
-        plan, gradient = entry.buffer.plan, entry.memory.gradient
-        groups = plan.axes.scatter
-        if not plan.narrowed:
-            return sum_to_parts(gradient, groups, plan.axes.add)
-        self._borrow(entry)
-        return self._cast(entry)
-
-    def _cast(self, entry: Entry) -> Iterator[dist.Work]:
-        sent, axes = entry.temporary, entry.buffer.plan.axes
-        assert sent is not None
-        sent.copy_(entry.memory.gradient)
-        yield from sum_to_parts(sent, axes.scatter, axes.add)
-        own_part(entry.memory.gradient, axes.scatter).copy_(own_part(sent, axes.scatter))
-
-
-class Scattered(Reduction):
-    """zero2: each microbatch's gradients are copied into a temporary bucket, reduced, and added to what is kept."""
-
-    each_microbatch = True
-
-    def _take(self, entry: Entry, held: Held, _parameter: nn.Parameter) -> None:
-        held.check()
-        # Only the next two to be launched have a place: others could hold both places while these have none. Until
-        # then a gradient stays where autograd has put it.
-        if entry.temporary is None and entry in self.entries[self._next : self._next + 2]:
-            self._borrow(entry)
-        if entry.temporary is not None:
-            _move(held, self._sent(entry, held))
-        self._arrive(entry, held)
-
-    def _sent(self, entry: Entry, held: Held) -> Tensor:
-        assert entry.temporary is not None
-        return entry.part_of(entry.temporary, held)
-
-    def _operations(self, entry: Entry) -> Iterator[dist.Work]:
-        if entry.temporary is None:
-            self._borrow(entry)
-        for held in entry.memory.held:
-            if held.parameter.grad is not None:
-                _move(held, self._sent(entry, held))
-            elif held.name not in entry.arrived:
-                self._sent(entry, held).zero_()
-        return self._added(entry, self._last)
-
-    def _added(self, entry: Entry, last: bool) -> Iterator[dist.Work]:
-        sent, kept, axes = entry.temporary, entry.memory.gradient, entry.buffer.plan.axes
-        groups = entry.buffer.microbatch_groups
-        assert sent is not None
-        yield from sum_to_parts(sent, groups, ())
-        kept.add_(own_part(sent, groups))
-        if last:
-            yield from sum_to_parts(kept, axes.scatter[len(groups) :], axes.add)
+        entry.temporary = self._pool.take(entry.borrowed_numel, entry.buffer.plan.formats.reduce)
 
 
 def _move(held: Held, target: Tensor) -> None:

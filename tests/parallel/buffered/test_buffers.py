@@ -89,9 +89,10 @@ def test_memory_is_what_the_engine_says_and_what_the_book_says(engine: str, worl
         assert said["gradients"] == pytest.approx(gradients, rel=0.02)
         # Moments have no padding; how many of the elements are this rank's differs a little.
         assert moments == pytest.approx(of_moments, rel=0.15)
-        # zero2 has two buckets for its gradients on the way, the others need none.
-        assert peak == (2 if engine == "zero2" else 0)
-        assert (said["buckets"] > 0) is (engine == "zero2")
+        # zero2 has two buckets for its gradients on the way; the others, and zero2 with nobody to share with, need none.
+        scattered = engine == "zero2" and world > 1
+        assert peak == (2 if scattered else 0)
+        assert (said["buckets"] > 0) is scattered
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -100,6 +101,44 @@ def test_masters_take_no_memory_where_they_have_the_format_of_computing(engine: 
     for said, allocated, _, _, numel in run_ranks(_held, 2, engine_config(engine, SMALL, formats=formats)):
         assert said["masters"] == 0 and allocated == said["parameters"] + said["gradients"]
         assert said["parameters"] == pytest.approx(4 * numel, rel=0.02)
+
+
+EXPERTS = '\n[model.moe]\nn_experts = 4\ntop_k = 2\nexpert_dim = 24\nbalance = "none"\n'
+
+
+def _gradients_kept(rank: int, world: int, text: str) -> tuple[dict[str, bool], str, int]:
+    """Whether gradients of (dense parameters, experts) lie in parts, what the log says of it, buckets borrowed."""
+    model, engine, batches = build(text, world)
+    backward(model, next(batches))
+    kinds = {shard.name: shard.kind for shard in model.shards}
+    kept = {
+        "expert" if kinds[held.name] == "expert" else "dense": buffer.sharded_gradients
+        for buffer in engine.buffers
+        for memory in buffer.buckets
+        for held in memory.held
+    }
+    return kept, engine.held_while_accumulating(), engine.pool.peak
+
+
+@pytest.mark.parametrize(
+    ("world", "keys", "kept", "said"),
+    [
+        (1, "", {"dense": False, "expert": False}, "once per step: every rank holds"),
+        (2, "dp_replicate = 2", {"dense": False, "expert": False}, "once per step: every rank holds"),
+        (
+            2,
+            "ep = 2",
+            {"dense": True, "expert": False},
+            "held sharded, but for 0.1 MiB of parameters that no",
+        ),
+        (2, "", {"dense": True, "expert": True}, "is reduced at once and held sharded"),
+    ],
+)
+def test_zero2_copies_no_gradient_that_it_has_nobody_to_share_with(world, keys, kept, said) -> None:
+    text = engine_config("zero2", keys + SMALL, micro=2) + EXPERTS
+    for found, log, peak in run_ranks(_gradients_kept, world, text):
+        assert found == kept and said in log
+        assert (peak > 0) is any(kept.values())
 
 
 def _buckets_borrowed(rank: int, world: int, text: str) -> tuple[int, int]:
@@ -227,11 +266,12 @@ def _misuse(rank: int, world: int, text: str, what: str) -> None:
     ],
 )
 def test_what_would_leave_the_buffers_is_an_error_that_says_what_to_do(engine, what, message) -> None:
+    world = 2 if engine == "zero2" else 1  # alone it is as zero1
     if engine == "zero2" and what == "zero_grad":
-        run_ranks(_misuse, 1, engine_config(engine), what)  # no gradient lies there between steps
+        run_ranks(_misuse, world, engine_config(engine), what)  # no gradient lies there between steps
         return
     with pytest.raises(RankFailed, match=message):
-        run_ranks(_misuse, 1, engine_config(engine), what)
+        run_ranks(_misuse, world, engine_config(engine), what)
 
 
 def test_the_same_without_misuse_is_no_error() -> None:
