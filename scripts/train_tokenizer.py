@@ -9,7 +9,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
 from forge.data.train_tokenizer import MAX_BYTES, train_tokenizer
-from scripts.options import add_input_options, exit_code_of
+from scripts.options import add_input_options, exit_code_of, positive
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -19,7 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--output", required=True, metavar="DIR", help="the folder that gets tokenizer.model")
     add("--vocab-size", required=True, type=int, metavar="N", help="ids, specials and 256 bytes included")
     sample = "train on a sample of so much (%(default)s)"
-    add("--max-bytes", type=int, default=MAX_BYTES, metavar="N", help=sample)
+    add("--max-bytes", type=positive, default=MAX_BYTES, metavar="N", help=sample)
     given = parser.parse_args(arguments)
     return exit_code_of(
         lambda: train_tokenizer(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -37,12 +38,14 @@ def train_tokenizer(
         raise UserError(
             f"--vocab-size {vocab_size}: needs at least {_LEAST_VOCAB}: 256 bytes, 3 specials and a piece"
         )
+    corpus = find_corpus(inputs, extensions, max_bytes)
     folder = Path(output)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass  # else minutes of training could end in nothing
     except OSError as error:
         raise UserError(f"--output {folder}: cannot be written: {error.strerror}") from None
-    corpus = find_corpus(inputs, extensions, max_bytes)
     what = f"{vocab_size} pieces from {corpus.size / 1e6:.1f} MB in {len(corpus.files)} files"
     print(f"tokenizer: {what}", file=sys.stderr, flush=True)
     begin = time.monotonic()

@@ -123,6 +123,12 @@ def test_an_impossible_vocabulary_is_one_sentence(tmp_path, vocab_size):
         train_tokenizer([PYTHON], tmp_path, vocab_size)
 
 
+def test_a_folder_that_cannot_be_written_is_told_before_training(monkeypatch):
+    monkeypatch.setattr("forge.data.train_tokenizer._train", None)
+    with pytest.raises(UserError, match="--output /proc/self: cannot be written: "):
+        train_tokenizer([PYTHON], "/proc/self", 600)
+
+
 def test_a_huggingface_folder_encodes_as_transformers_does(huggingface):
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoTokenizer.from_pretrained(huggingface)

@@ -51,6 +51,10 @@ def test_from_text_to_datasets_and_again(tmp_path):
         ("train_tokenizer", ["--input", "empty", "--output", "out", "--vocab-size", "300"]),
         ("train_tokenizer", ["--input", "text", "--output", "out", "--vocab-size", "9"]),
         ("train_tokenizer", ["--input", "text", "--output", "text/a.txt", "--vocab-size", "300"]),
+        (
+            "train_tokenizer",
+            ["--input", "text", "--output", "out", "--vocab-size", "300", "--max-bytes", "0"],
+        ),
     ],
 )
 def test_what_is_wrong_is_one_sentence_and_exit_2(tmp_path, name, arguments):
@@ -61,6 +65,7 @@ def test_what_is_wrong_is_one_sentence_and_exit_2(tmp_path, name, arguments):
     result = run(name, *[tmp_path / part if part in names else part for part in arguments])
     assert result.returncode == BAD_CONFIG
     assert "Traceback" not in result.stderr and "error: " in result.stderr.splitlines()[-1]
+    assert not (tmp_path / "out").exists()
 
 
 def test_ctrl_c_stops_all_processes_and_the_same_command_goes_on(tmp_path):
