@@ -52,10 +52,11 @@ class Piece(NamedTuple):
 
 
 class Bad(NamedTuple):
-    """A document that could not be had."""
+    """A document that could not be had, or `many`: a folder, or the rest of a file of many documents."""
 
     where: str
     reason: str
+    many: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def read_documents(piece: Piece, text_key: str) -> Iterator[str | Bad]:
             while (offset := file.tell()) < piece.end and (line := file.readline()):
                 yield from _parsed(line, f"{piece.key}, line at byte {offset}", text_key)
     except OSError as error:
-        yield Bad(piece.key, error.strerror or str(error))
+        yield Bad(piece.key, error.strerror or str(error), many=piece.is_jsonl)
 
 
 def _read_parquet(piece: Piece, text_key: str) -> Iterator[str | Bad]:
@@ -131,7 +132,7 @@ def _read_parquet(piece: Piece, text_key: str) -> Iterator[str | Bad]:
             elif value.strip():
                 yield value
     except (ValueError, OSError) as error:  # pyarrow's own errors are of these kinds
-        yield Bad(piece.key, f"not read as Parquet: {str(error).splitlines()[0]}")
+        yield Bad(piece.key, f"not read as Parquet: {str(error).splitlines()[0]}", many=True)
 
 
 def _decoded(data: bytes, where: str) -> Iterator[str | Bad]:
@@ -190,7 +191,7 @@ def _list_files(inputs: Sequence[str | Path], extensions: Sequence[str]) -> Corp
 
 def _walk(root: Path, extensions: tuple[str, ...], unreadable: list[Bad]) -> list[tuple[str, str]]:
     def failed(error: OSError) -> None:
-        unreadable.append(Bad(str(error.filename), error.strerror or str(error)))
+        unreadable.append(Bad(str(error.filename), error.strerror or str(error), many=True))
 
     found = []
     for folder, folders, names in os.walk(root, onerror=failed):

@@ -75,12 +75,14 @@ class Tally(BaseModel):
     documents: int = 0
     bad: int = 0
     examples: list[Bad] = []
+    lost: list[Bad] = []
     text_bytes: dict[str, int] = {TRAIN: 0, VALIDATION: 0}
 
     def add(self, other: Tally) -> None:
         self.documents += other.documents
         self.bad += other.bad
         self.examples = (self.examples + other.examples)[:_TOLD]
+        self.lost = (self.lost + other.lost)[:_TOLD]
         for split, size in other.text_bytes.items():
             self.text_bytes[split] += size
 
@@ -265,7 +267,8 @@ def _encode(
     documents: dict[str, list[np.ndarray]] = {TRAIN: [], VALIDATION: []}
     for document in chain.from_iterable(read_documents(piece, text_key) for piece in chunk):
         if isinstance(document, Bad):
-            tally.add(Tally(documents=1, bad=1, examples=[document]))
+            lost = [document] if document.many else []
+            tally.add(Tally(documents=1, bad=1, examples=[document], lost=lost))
             continue
         text = document.encode()
         split = VALIDATION if _is_held_out(text, holdout) else TRAIN
@@ -300,18 +303,31 @@ def _part(parts: Path, number: int) -> Path:
 
 def _check_tally(request: Request, corpus: Corpus, chunks: list[list[Piece]], parts: Path) -> Tally:
     """Adds up what the parts say and reports it; UserError where too much was bad or a split would be empty."""
+    unreadable = corpus.unreadable
     tally = Tally(
-        documents=len(corpus.unreadable), bad=len(corpus.unreadable), examples=corpus.unreadable[:_TOLD]
+        documents=len(unreadable),
+        bad=len(unreadable),
+        examples=unreadable[:_TOLD],
+        lost=[bad for bad in unreadable if bad.many],
     )
     for number in range(len(chunks)):
         with np.load(_part(parts, number)) as part:
-            tally.add(Tally.model_validate_json(part["tally"].tobytes()))
+            found = Tally.model_validate_json(part["tally"].tobytes())
+        tally.add(found)
+        if found.lost:
+            _part(parts, number).unlink()  # a file may be readable at the next call without being another
     if corpus.duplicates:
         print(f"{corpus.duplicates} copies of other files left out", file=sys.stderr)
     if tally.bad:
         print(f"{tally.bad} of {tally.documents} documents are bad and left out:", file=sys.stderr)
-        for where, reason in tally.examples:
+        for where, reason, _ in tally.examples:
             print(f"  {where}: {reason}", file=sys.stderr)
+    if tally.lost:
+        where, reason, _ = tally.lost[0]
+        raise UserError(
+            f"{where}: {reason}; nobody knows how many documents are lost with it, so no --max-bad-fraction covers it: mend "
+            "it, or take it out of the input (what is done is kept)"
+        )
     if tally.bad > request.max_bad_fraction * tally.documents:
         raise UserError(
             f"{tally.bad} of {tally.documents} documents are bad, the first {tally.examples[0].where}: "

@@ -111,3 +111,4 @@ def test_d3_a_text_file_is_one_document_or_bad(tmp_path):
     assert read("a.txt") == ["x\r\ny\n"] and read("c.txt") == []
     assert read("b.txt") == [Bad("b.txt", "not UTF-8 at byte 2")]
     assert read("gone.txt") == [Bad("gone.txt", "No such file or directory")]
+    assert read("gone.jsonl") == [Bad("gone.jsonl", "No such file or directory", many=True)]

@@ -52,11 +52,11 @@ def test_rows_without_text_are_bad_and_blank_ones_left_out(write):
 
 def test_a_file_without_the_column_or_damaged_is_bad(write, tmp_path):
     (bad,) = documents(write(["one"], column="content"))
-    assert "no column 'text', only id, content" in bad.reason
+    assert "no column 'text', only id, content" in bad.reason and bad.many
     assert documents(write(["one"], column="content"), key="content") == ["one"]
     (tmp_path / "b.parquet").write_bytes(b"PAR1 and nothing else")
     (bad,) = documents(tmp_path / "b.parquet")
-    assert bad.reason.startswith("not read as Parquet")
+    assert bad.reason.startswith("not read as Parquet") and bad.many
 
 
 def test_the_same_dataset_as_from_jsonl(write, tmp_path):

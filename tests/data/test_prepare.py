@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from forge.data import prepare as module
+from forge.data.corpus import Bad, read_documents
 from forge.data.format import TokenDataset
 from forge.data.prepare import Request, prepare
 from forge.data.tokenizer import ByteTokenizer
@@ -139,6 +140,24 @@ def test_d3_bad_documents_are_counted_and_too_many_refused(tmp_path, capsys):
     told = capsys.readouterr().err
     assert "continuing" in told and "5 of 100 documents are bad" in told
     assert len(documents(tmp_path / "out")) == 95
+
+
+def test_d3_a_file_of_many_documents_is_never_left_out(tmp_path, monkeypatch):
+    """Unreadable it would count as one bad document among those of the other files."""
+    (tmp_path / "in").mkdir()
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / "in" / name).write_text("".join(f'{{"text": "{name} {i}"}}\n' for i in range(200)))
+
+    def read(piece, text_key):
+        unreadable = piece.key == "b.jsonl"
+        return [Bad("b.jsonl", "bad disk", many=True)] if unreadable else read_documents(piece, text_key)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "read_documents", read)
+        with pytest.raises(UserError, match=r"^b\.jsonl: bad disk; nobody knows how many documents are lost"):
+            run(tmp_path / "in", tmp_path / "out", max_bad_fraction=0.9)
+    run(tmp_path / "in", tmp_path / "out")
+    assert len(documents(tmp_path / "out")) == 400
 
 
 def test_d1_an_empty_split_is_refused(tmp_path):
