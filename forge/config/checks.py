@@ -85,7 +85,7 @@ def _tensor(config: Config) -> Iterator[Problem]:
             ("parallel.tp", "model.vocab_size"),
             f"leaves a rank without a row of model.vocab_size = {model.vocab_size}; use a smaller degree",
         )
-    if isinstance(parallel.reshard_after_forward, int):
+    if isinstance(parallel.reshard_after_forward, int) and parallel.data_parallel == "fsdp2":
         yield Problem(
             ("parallel.reshard_after_forward", "parallel.tp"),
             f"cannot be a number with parallel.tp = {tp}; use auto, always or never",
@@ -167,7 +167,7 @@ def _engine(config: Config) -> Iterator[Problem]:
 def _pipeline(config: Config) -> Iterator[Problem]:
     yield from check_stages(config)
     parallel, schedule = config.parallel, config.pipeline.schedule
-    kept = parallel.reshard_after_forward in ("auto", "never")
+    kept = parallel.reshard_after_forward in ("auto", "never") or parallel.data_parallel != "fsdp2"
     if parallel.pp > 1 and schedule in SPLIT_BACKWARD and not kept:
         yield Problem(
             ("parallel.reshard_after_forward", "pipeline.schedule"),

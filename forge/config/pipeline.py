@@ -26,12 +26,16 @@ def number_of_stages(config: Config) -> int:
     if chosen.module_names:
         return len(chosen.module_names)
     if chosen.layers_per_stage:
-        stages = -(-config.model.n_layers // chosen.layers_per_stage)
-        rounded = {"up": -(-stages // parallel.pp), "down": stages // parallel.pp}.get(chosen.round)
-        return stages if rounded is None else rounded * parallel.pp
+        return _stages_of(config, chosen.layers_per_stage, chosen.round)
     if chosen.schedule.endswith(".csv"):
         return 0
     return parallel.pp if chosen.schedule in ONE_PER_RANK else 2 * parallel.pp
+
+
+def _stages_of(config: Config, layers_per_stage: int, rounding: str) -> int:
+    stages, pp = -(-config.model.n_layers // layers_per_stage), config.parallel.pp
+    rounded = {"up": -(-stages // pp), "down": stages // pp}.get(rounding)
+    return stages if rounded is None else rounded * pp
 
 
 def module_order(config: Config) -> list[str]:
@@ -51,22 +55,17 @@ def check_stages(config: Config) -> Iterator[Problem]:
         text = "is a split, and pipeline.module_names is another; leave one out"
         yield Problem(("pipeline.layers_per_stage", "pipeline.module_names"), text)
         return
-    if (names or layers_per_stage) and not schedule.endswith(".csv"):
-        per_rank = 1 if schedule in ONE_PER_RANK else 2
-        several = schedule not in ONE_PER_RANK + V_SHAPED
-        fits = stages % pp == 0 and stages >= 2 * pp if several else stages == per_rank * pp
-        if not fits:
-            need = f"a multiple of parallel.pp = {pp}, at least {2 * pp}" if several else f"{per_rank * pp}"
-            remedy = f"use {max(1, -(-layers // (per_rank * pp)))}"
-            if several and stages % pp and config.pipeline.round == "error":
-                remedy += ", or pipeline.round = up or down"
-            key = "pipeline.module_names" if names else "pipeline.layers_per_stage"
-            yield Problem(
-                (key, "pipeline.schedule", "parallel.pp", "model.n_layers"),
-                f"makes {stages} stages, but pipeline.schedule = {schedule} with parallel.pp = {pp} takes {need}; "
-                f"{'list that many' if names else remedy}",
-            )
-            return
+    if (names or layers_per_stage) and not schedule.endswith(".csv") and not _takes(config, stages):
+        several, few = schedule not in ONE_PER_RANK + V_SHAPED, _fewest_stages(config)
+        need = f"a multiple of parallel.pp = {pp}, at least {few}" if several else f"{few}"
+        remedy = "list that many" if names else _remedy(config)
+        key = "pipeline.module_names" if names else "pipeline.layers_per_stage"
+        yield Problem(
+            (key, "pipeline.schedule", "parallel.pp", "model.n_layers"),
+            f"makes {stages} stages of model.n_layers = {layers} layers, but pipeline.schedule = {schedule} with "
+            f"parallel.pp = {pp} takes {need}; {remedy}",
+        )
+        return
     if names:
         yield from _check_names(config)
     elif stages > layers:
@@ -75,6 +74,32 @@ def check_stages(config: Config) -> Iterator[Problem]:
             f"makes {stages} stages with pipeline.schedule = {schedule}, but there are only model.n_layers = {layers} "
             "layers; use fewer ranks, or GPipe or 1F1B, which have one stage per rank",
         )
+
+
+def _fewest_stages(config: Config) -> int:
+    return config.parallel.pp * (1 if config.pipeline.schedule in ONE_PER_RANK else 2)
+
+
+def _takes(config: Config, stages: int) -> bool:
+    """Whether the schedule works with so many stages, each of which has a layer unless modules are dealt out by hand."""
+    fewest, pp = _fewest_stages(config), config.parallel.pp
+    if stages > config.model.n_layers and not config.pipeline.module_names:
+        return False
+    if config.pipeline.schedule in ONE_PER_RANK + V_SHAPED:
+        return stages == fewest
+    return stages % pp == 0 and stages >= fewest
+
+
+def _remedy(config: Config) -> str:
+    """What to write for pipeline.layers_per_stage, or beside it, instead."""
+    chosen, layers = config.pipeline, config.model.n_layers
+    if _fewest_stages(config) > layers:
+        return "use fewer ranks"
+    sizes = [n for n in range(1, layers + 1) if _takes(config, _stages_of(config, n, chosen.round))]
+    rounds = [r for r in ("up", "down") if _takes(config, _stages_of(config, chosen.layers_per_stage, r))]
+    remedies = [f"use {min(sizes, key=lambda n: abs(n - chosen.layers_per_stage))}"] if sizes else []
+    remedies += [f"pipeline.round = {' or '.join(rounds)}"] if rounds else []
+    return ", or ".join(remedies or ["use 0, for a split as even as can be"])
 
 
 def _check_names(config: Config) -> Iterator[Problem]:

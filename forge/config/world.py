@@ -101,7 +101,7 @@ def _wrong_degrees(config: Config, dp_shard: int) -> Iterator[str]:
             f"parallel.ep = {ep}: must divide model.moe.n_experts = {moe.n_experts}; "
             f"use a divisor of {moe.n_experts}"
         )
-    ways = parallel.reshard_after_forward
+    ways = parallel.reshard_after_forward if parallel.data_parallel == "fsdp2" else "auto"
     if isinstance(ways, int) and dp_shard * cp % ways:
         yield (
             f"parallel.reshard_after_forward = {ways}: does not divide dp_shard * cp = {dp_shard} * "

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge.config import Config, Degrees, check_world
+from forge.config.checks import check
 from forge.errors import BAD_CONFIG, UserError
 from tests.config.helpers import tiny
 
@@ -58,6 +59,14 @@ def test_experts_must_divide_the_ranks_that_share_a_copy() -> None:
 def test_resharding_must_divide_the_sharding_degree() -> None:
     assert check_world(with_keys(parallel={"reshard_after_forward": 4}), 8).dp_shard == 8
     assert "does not divide dp_shard * cp = 8 * 1 = 8" in refusal(8, parallel={"reshard_after_forward": 3})
+
+
+@pytest.mark.parametrize("engine", ["zero1", "zero2", "ddp"])
+def test_resharding_is_not_asked_of_engines_that_gather_nothing_in_forward(engine: str) -> None:
+    for rest in ({}, {"tp": 2}, {"pp": 2}):
+        keys = {"reshard_after_forward": 3, "data_parallel": engine} | rest
+        config = with_keys(parallel=keys, pipeline={"schedule": "ZBVZeroBubble"}, model={"n_layers": 4})
+        assert check(config) == [] and check_world(config, 4).world == 4
 
 
 def test_a_batch_that_does_not_divide_is_told_with_the_nearest_that_does() -> None:

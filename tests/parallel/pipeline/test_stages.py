@@ -1,6 +1,7 @@
 """How layers become stages: whatever is asked for, every layer lies in one stage, in order, and the split is a good one."""
 
 import itertools
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -122,6 +123,10 @@ def test_layers_per_stage_are_rounded_as_asked(
         (8, 2, 'schedule = "Interleaved1F1B"\nlayers_per_stage = 4', "at least 4; use 2"),
         (8, 2, 'schedule = "1F1B"\nlayers_per_stage = 2', "takes 2; use 4"),
         (8, 4, 'schedule = "DualPipeV"\nlayers_per_stage = 2', "takes 8; use 1"),
+        (5, 2, 'schedule = "LoopedBFS"\nlayers_per_stage = 1\nround = "up"', "4; use 2, or pipeline.round = down"),
+        (9, 4, 'schedule = "Interleaved1F1B"\nlayers_per_stage = 2', "at least 8; pipeline.round = up"),
+        (5, 2, 'schedule = "DualPipeV"\nlayers_per_stage = 3', "takes 4; use 0"),
+        (2, 2, 'schedule = "LoopedBFS"\nlayers_per_stage = 1', "at least 4; use fewer ranks"),
         (3, 4, "", "makes 4 stages with pipeline.schedule = 1F1B, but there are only model.n_layers = 3"),
         (6, 4, 'schedule = "ZBVZeroBubble"', "makes 8 stages"),
         (4, 2, 'layers_per_stage = 2\nmodule_names = [["embedding"]]', "leave one out"),
@@ -136,6 +141,27 @@ def test_stages_that_cannot_be_are_refused_with_a_remedy(
     n_layers: int, pp: int, pipeline: str, says: str
 ) -> None:
     assert says in refusal(n_layers, pp, pipeline)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "LoopedBFS", "DualPipeV"])
+def test_every_remedy_for_layers_per_stage_works(schedule: str) -> None:
+    for n_layers, pp, size, rounding in itertools.product(
+        range(1, 14), (2, 3), (1, 2, 3, 9), ("error", "up", "down")
+    ):
+        keys = {"schedule": schedule, "layers_per_stage": size, "round": rounding}
+        try:
+            config(n_layers, pp, "\n".join(f"{key} = {value!r}" for key, value in keys.items()))
+        except UserError as error:
+            use, rounds = (
+                re.search(r"; use (\d+)", str(error)),
+                re.search(r"pipeline.round = (.*)", str(error)),
+            )
+            remedies = [{"layers_per_stage": use[1]}] if use else []
+            remedies += [{"round": repr(word)} for word in rounds[1].split(" or ")] if rounds else []
+            assert remedies or "use fewer ranks" in str(error)
+            for remedy in remedies:
+                text = {key: repr(value) for key, value in keys.items()} | remedy
+                config(n_layers, pp, "\n".join(f"{key} = {value}" for key, value in text.items()))
 
 
 def test_a_split_by_hand_may_leave_the_embedding_alone() -> None:
