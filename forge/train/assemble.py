@@ -8,10 +8,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from forge import compat
 from forge.checkpoint import Checkpoints
+from forge.checkpoint.team import Team
 from forge.config import Config, Degrees
 from forge.data.build import build_dataset, build_tokenizer, build_validation, input_fingerprints
 from forge.data.dataset import PackedDataset
@@ -179,6 +181,7 @@ def assemble(
         ),
         phases=job.phases,
         collector=stack.enter_context(Collector(config.train.gc_interval)),
+        samplers=Team(dist.new_group(backend="gloo") if config.evaluate.sample_interval else None),
         watchers=[job.memory, stack.enter_context(profiler)],
     )
     # A roll-back puts another one in its place.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from forge.checkpoint.team import RanksFailed
+from forge.checkpoint.team import RanksFailed, Team
 from forge.config import Config
 from forge.data.loader import Batch, Loader
 from forge.data.sources import Source
@@ -36,7 +37,8 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Training:
-    """Everything that the loop works with. `read_on` opens the data where `progress` stands."""
+    """Everything that the loop works with. `read_on` opens the data where `progress` stands. `samplers`: all ranks, in a
+    group that the model does not use."""
 
     config: Config
     meshes: Meshes
@@ -57,6 +59,7 @@ class Training:
     stragglers: Stragglers
     phases: Phases
     collector: Collector
+    samplers: Team
     watchers: list[Watcher]
 
     def run(self) -> str | None:
@@ -178,11 +181,21 @@ class Training:
             self.recorder.evaluation(step, losses)
 
     def sample(self, step: int, tokenizer: Tokenizer) -> None:
-        """Show what the model writes; whatever goes wrong there costs a warning, not the run."""
-        try:
-            self.recorder.sample(step, write_sample(self.model, tokenizer, self.config, self.device, step))
-        except Exception as error:
-            log.warning("no sample at step %d: %s: %s", step, type(error).__name__, error)
+        """Show what the model writes; what goes wrong there on all ranks alike costs a warning, not the run.
+
+        A rank that fails alone waits for the others until the watchdog ends them all: if it went on, its next collective
+        would meet one of theirs, and nobody would see what came of that.
+        """
+
+        def write() -> str:
+            try:
+                return write_sample(self.model, tokenizer, self.config, self.device, step)
+            except Exception as error:
+                log.warning("no sample at step %d: %s: %s", step, type(error).__name__, error)
+                raise
+
+        with contextlib.suppress(RanksFailed):
+            self.recorder.sample(step, self.samplers.every("sampling", write)[0])
 
 
 def _due(interval: int, step: int, last: bool) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Container
+
 import numpy as np
 
 from tests.end_to_end.runs import Run
@@ -28,6 +31,52 @@ def test_x1_a_board_that_cannot_be_written_costs_a_warning(tmp_path, undisturbed
     assert ranks.join() == [0, 0]
     assert run.log(0).count("TensorBoard is off from now on") == 1
     assert run.metrics() == undisturbed(world=2).metrics()
+
+
+def test_x1_a_sample_that_fails_on_all_ranks_costs_a_warning(tmp_path) -> None:
+    plain, run = Run(tmp_path / "plain", *SAMPLES[:2]), Run(tmp_path / "run", *SAMPLES)
+    assert plain(world=2) == 0
+    patch = "tests.faults.test_side_systems:no_sample_on_any_rank"
+    assert run.start(world=2, patch=patch).join() == [0, 0]
+    assert all("no sample at step 2: ValueError: no words" in run.log(rank) for rank in (0, 1))
+    assert run.metrics() == plain.metrics()
+
+
+def test_x1_a_rank_that_fails_alone_in_a_sample_never_goes_on_without_the_others(tmp_path) -> None:
+    """Its next collectives would meet those of the sample; so the watchdog ends the run, and the same command goes on."""
+    run = Run(tmp_path, *SAMPLES, "--resilience.evaluate_timeout_s=5")
+    patch = "tests.faults.test_side_systems:no_sample_on_rank_1"
+    assert run.start(world=2, patch=patch).join() == [76, 76]
+    assert "no sample at step 2: ValueError: no words" in run.log(1)
+    stacks = (run.path / "logs" / "stacks-rank-1.txt").read_text()
+    assert "in sample" in stacks and "in step" not in stacks
+
+
+SAMPLES = ["--train.steps=3", "--model.vocab_size=320", "--evaluate.sample_interval=2"]
+
+
+def no_sample_on_any_rank() -> None:
+    _no_sample(("0", "1"))
+
+
+def no_sample_on_rank_1() -> None:
+    _no_sample(("1",))
+
+
+def _no_sample(ranks: Container[str]) -> None:
+    import forge.train.assemble as assemble
+    import forge.train.loop as loop
+    from forge.data.tokenizer import ByteTokenizer
+
+    write = loop.write_sample
+
+    def fail(*arguments):
+        if os.environ["RANK"] in ranks:
+            raise ValueError("no words")
+        return write(*arguments)
+
+    loop.write_sample = fail
+    assemble.build_tokenizer = lambda config: ByteTokenizer()
 
 
 def no_board() -> None:
