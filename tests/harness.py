@@ -37,7 +37,7 @@ class RankFailed(AssertionError):
     """A rank raised or died; the message holds the tracebacks of all that did."""
 
 
-def run_ranks(function: Callable[..., Any], world: int, *arguments: Any, timeout: float = 120.0) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world: int, *arguments: Any, timeout: float = 240.0) -> list[Any]:
     """Results of `function(rank, world, *arguments)` for every rank, or `RankFailed` with what went wrong."""
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
@@ -117,16 +117,17 @@ def _worker(
 
 
 class Started:
-    """Ranks that run on while the test does something to them."""
+    """Ranks that run on while the test does something to them. `port` is what they need kept."""
 
     def __init__(self, processes: list[Any]):
         self.processes = processes
+        self.port: Any = None
 
     @property
     def pids(self) -> list[int]:
         return [process.pid for process in self.processes]
 
-    def join(self, timeout: float = 120.0) -> list[int]:
+    def join(self, timeout: float = 240.0) -> list[int]:
         """Exit codes in rank order (minus the signal's number for a killed one); RankFailed if any still runs."""
         deadline = time.monotonic() + timeout
         for process in self.processes:

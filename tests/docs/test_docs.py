@@ -23,7 +23,7 @@ from forge.config import load_config
 from forge.config.keys import keys, sections
 from forge.config.toml import to_literal
 from tests.docs.pages import PAGES, REPOSITORY, blocks, commands, links, quoted
-from tests.end_to_end.runs import _free_port
+from tests.end_to_end.runs import reserve_port
 from tests.harness import start_ranks
 
 NAMES = [str(page.relative_to(REPOSITORY)) for page in PAGES]
@@ -149,9 +149,10 @@ def _run(command: str, folder: Path, scratch: Path) -> tuple[int, str]:
         world = min(2, int(words[words.index("--nproc-per-node") + 1]))
         words = ["python", *words[words.index("train.py") :]]
     if words[0] == "python" and words[1].startswith(("train.py", "scripts/")):
-        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())} if world > 1 else {}
-        ranks = start_ranks(_python, world, [*words[1:], *_small(words)], folder, environment, terminal)
-        codes = ranks.join(100)
+        port, meeting = reserve_port() if world > 1 else (None, {})
+        ranks = start_ranks(_python, world, [*words[1:], *_small(words)], folder, meeting, terminal)
+        ranks.port = port
+        codes = ranks.join()
         return max(codes, key=abs), terminal.read_text()
     if words[0] == "make":
         words.insert(1, "--dry-run")
@@ -166,7 +167,7 @@ def _run(command: str, folder: Path, scratch: Path) -> tuple[int, str]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     return done.returncode, done.stdout + done.stderr
 

@@ -63,9 +63,11 @@ class Run:
         """
         self._terminal.unlink(missing_ok=True)
         environment = {"RUN_UNDER_TEST": str(self.path)} | ({"FORGE_FAULT": fault} if fault else {})
-        if world > 1:
-            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-        return start_ranks(_main, world, [*self._options, *options], environment, self._terminal, patch)
+        port, meeting = reserve_port() if world > 1 else (None, {})
+        environment |= meeting
+        ranks = start_ranks(_main, world, [*self._options, *options], environment, self._terminal, patch)
+        ranks.port = port
+        return ranks
 
     def __call__(self, *options: str, world: int = 1, fault: str = "") -> int:
         """Run the command to its end; the exit code, which all ranks must share."""
@@ -80,16 +82,18 @@ class Run:
 
     @property
     def stepping(self) -> bool:
-        """Whether a few steps are done."""
-        return (self.path / "metrics.jsonl").exists() and len(self.metrics()) > 3
+        """Whether a few steps are done; the last line may still be on its way."""
+        path = self.path / "metrics.jsonl"
+        return path.exists() and path.read_bytes().count(b"\n") > 3
 
     def losses(self) -> list[float]:
         return [line["loss"] for line in self.metrics() if "loss" in line]
 
     def events(self, kind: str = "") -> list[dict[str, Any]]:
-        """All, or all of one kind."""
+        """All, or all of one kind; what has no end yet is being written."""
         path = self.path / "events.jsonl"
-        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        text = path.read_text() if path.exists() else ""
+        lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
         return [line for line in lines if kind in ("", line["event"])]
 
     def status(self) -> dict[str, Any]:
@@ -113,14 +117,17 @@ def tensor_files(run: Run, step: int) -> dict[str, str]:
     return {name: entry["sha256"] for name, entry in manifest["files"].items() if name.endswith(".distcp")}
 
 
-def assert_same_history(run: Run, whole: Run) -> None:
-    """Bit for bit: every line of the metrics but for times, and every tensor of the last checkpoint."""
+def assert_same_history(run: Run, whole: Run, *, swept: bool = True) -> None:
+    """Bit for bit: every line of the metrics but for times, and every tensor of the last checkpoint.
+
+    `swept`: the last start has saved, and so has removed what earlier ones had left of their saves.
+    """
     assert run.metrics() == whole.metrics()
     last = whole.metrics()[-1]["step"]
     assert tensor_files(run, last) == tensor_files(whole, last)
     states = [read_state(each.path / "checkpoints" / step_name(last)) for each in (run, whole)]
     assert states[0] == states[1]
-    assert not [name for name in run.checkpoints() if name.startswith((".partial", ".pruned"))]
+    assert not swept or not [name for name in run.checkpoints() if name.startswith((".partial", ".pruned"))]
 
 
 def flip_a_bit(run: Run, step: int) -> None:
@@ -132,7 +139,7 @@ def flip_a_bit(run: Run, step: int) -> None:
     file.write_bytes(content)
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 240.0) -> None:
     """Return when `condition` holds; AssertionError if it does not within so many seconds."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -162,7 +169,13 @@ def _main(
     os._exit(main(argv))
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def reserve_port() -> tuple[socket.socket, dict[str, str]]:
+    """A port for ranks to meet at, as a socket to be kept until they end, and as the environment that says so.
+
+    Nobody else is given a port that is bound. The socket does not listen, so the first rank may: it asks, as the socket
+    does, for an address that is in use.
+    """
+    port = socket.socket()
+    port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    port.bind(("127.0.0.1", 0))
+    return port, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.getsockname()[1])}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.runs import BASE, Run, _free_port
+from tests.end_to_end.runs import BASE, Run, reserve_port
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--standalone"]
@@ -36,14 +36,14 @@ def test_torchrun_tells_the_history_that_forked_ranks_tell(tmp_path) -> None:
     forked = Run(tmp_path / "forked")
     assert forked(world=2) == 0
     process = start([*TORCHRUN, "--nproc-per-node=2", *command(f"--run.output_dir={tmp_path}")], tmp_path)
-    _, said = process.communicate(timeout=120)
+    _, said = process.communicate(timeout=240)
     assert process.returncode == 0, said
     assert Run(tmp_path).metrics() == forked.metrics()
 
 
 def test_a_wrong_command_line_is_told_once_and_before_any_training(tmp_path) -> None:
     process = start([*TORCHRUN, "--nproc-per-node=2", *command("--train.stepz=3")], tmp_path)
-    _, said = process.communicate(timeout=120)
+    _, said = process.communicate(timeout=240)
     assert process.returncode == 1
     assert said.count("train.stepz") == 1 and "train.steps" in said
     assert not (tmp_path / "runs").exists()
@@ -51,13 +51,13 @@ def test_a_wrong_command_line_is_told_once_and_before_any_training(tmp_path) -> 
 
 def test_plain_python_runs_from_any_folder(tmp_path) -> None:
     process = start([sys.executable, *command("--train.steps=2")], tmp_path)
-    _, said = process.communicate(timeout=120)
+    _, said = process.communicate(timeout=240)
     assert process.returncode == 0, said
     assert json.loads((tmp_path / "runs" / "run" / "status.json").read_text())["state"] == "finished"
 
 
 def test_the_tasks_of_an_srun_step_find_each_other(tmp_path) -> None:
-    port = str(_free_port())
+    port, meeting = reserve_port()
     tasks = [
         start(
             [sys.executable, *command(f"--run.output_dir={tmp_path}", "--train.steps=2")],
@@ -66,26 +66,27 @@ def test_the_tasks_of_an_srun_step_find_each_other(tmp_path) -> None:
             SLURM_LOCALID=str(rank),
             SLURM_STEP_NUM_TASKS="2",
             SLURM_STEP_NODELIST="localhost",
-            MASTER_PORT=port,
+            MASTER_PORT=meeting["MASTER_PORT"],
         )
         for rank in range(2)
     ]
     for task in tasks:
-        _, said = task.communicate(timeout=120)
+        _, said = task.communicate(timeout=240)
         assert task.returncode == 0, said
+    port.close()
     assert Run(tmp_path).events()[0]["world_size"] == 2
 
 
 @pytest.mark.parametrize("flag", ["--help", "--print-config"])
 def test_help_and_print_config_go_to_stdout_and_exit_0(tmp_path, flag: str) -> None:
     process = start([sys.executable, *command(flag)], tmp_path)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=240)
     assert process.returncode == 0
     assert "global_batch_size" in out
 
 
 def test_plan_says_that_it_is_not_built_yet(tmp_path) -> None:
     process = start([sys.executable, *command("--plan", "--world-size", "8")], tmp_path)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=240)
     assert process.returncode == 2
     assert "not built yet" in said

@@ -71,7 +71,7 @@ def test_a_stop_flag_that_one_rank_keeps_to_itself_is_caught(tmp_path) -> None:
     """Put in: each rank acts on its own flag. Rank 1 stops alone, and the run does not end in good order."""
     run = Run(tmp_path, "--train.steps=100000", "--checkpoint.interval=0")
     ranks = run.start(world=2, patch="tests.end_to_end.test_traps:act_on_ones_own_flag")
-    wait_for(lambda: (run.path / "metrics.jsonl").exists() and len(run.metrics()) > 3)
+    wait_for(lambda: run.stepping)
     os.kill(ranks.pids[1], signal.SIGTERM)
     with pytest.raises((RankFailed, AssertionError)):
         assert ranks.join(timeout=8) == [75, 75]

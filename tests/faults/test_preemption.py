@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import time
+from pathlib import Path
 
 import pytest
 
@@ -65,6 +65,25 @@ def test_p3_a_signal_at_any_time_stops_cleanly(tmp_path, undisturbed, moment: st
     assert_same_history(run, undisturbed(*EVALUATED, world=2))
 
 
+def test_p4_a_signal_after_the_save_does_not_keep_the_status_from_saying_stopped(tmp_path) -> None:
+    run = Run(tmp_path)
+    patch = "tests.faults.test_preemption:signal_before_the_last_status"
+    assert run.start(world=2, patch=patch, fault="step:5:0:signal").join() == [75, 75]
+    assert_stopped_in_good_order(run)
+
+
+def signal_before_the_last_status() -> None:
+    from forge.train.report import Reporter
+
+    ended = Reporter.ended
+
+    def late(self, *arguments) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        ended(self, *arguments)
+
+    Reporter.ended = late
+
+
 def test_p3_a_signal_between_two_microbatches(tmp_path, undisturbed) -> None:
     run = Run(tmp_path)
     patch = "tests.faults.test_preemption:signal_in_the_second_microbatch"
@@ -110,26 +129,52 @@ def compile_from_nothing() -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["RUN_UNDER_TEST"] + "/inductor"
 
 
+@pytest.mark.parametrize("signals", [2, 3])
 def test_p4_a_second_signal_during_the_save_leaves_it_alone_and_a_third_ends_at_once(
-    tmp_path, undisturbed
+    tmp_path, undisturbed, signals: int
 ) -> None:
-    two, three = Run(tmp_path / "two"), Run(tmp_path / "three")
-    for run, seconds in ((two, 1.5), (three, 60)):
-        ranks = run.start(world=2, fault=f"save.before_rename:6:0:sleep={seconds}")
-        partial = run.path / "checkpoints" / f".partial-{step_name(6)}" / "manifest.json"
-        wait_for(partial.exists)
-        for _ in range(2 if run is two else 3):
-            for pid in ranks.pids:
-                os.kill(pid, signal.SIGTERM)
-            time.sleep(0.2)
-        began = time.monotonic()
+    """Signals of three kinds: of one kind, one that comes before the last was taken up does not count."""
+    run = Run(tmp_path)
+    ranks = run.start(world=2, patch="tests.faults.test_preemption:hold_the_save_of_step_6")
+    partial = run.path / "checkpoints" / f".partial-{step_name(6)}" / "manifest.json"
+    wait_for(partial.exists)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        for pid in ranks.pids:
+            os.kill(pid, number)
+    wait_for(lambda: "already stopping" in run.said())
+    wait_for(lambda: all((run.path / f"waits-{rank}").exists() for rank in (0, 1)))
+    if signals == 2:
+        (run.path / "go").touch()
         assert ranks.join() == [75, 75]
-        assert time.monotonic() - began < 30
-        if run is two:
-            assert "already stopping" in run.said()
-            assert_stopped_in_good_order(run)
-        else:
-            assert "leaving at once" in run.said()
-            assert run.status()["state"] == "running" and partial.exists()
-        assert run(world=2) == 0
-        assert_same_history(run, undisturbed(world=2))
+        assert_stopped_in_good_order(run)
+    else:
+        os.kill(ranks.pids[1], signal.SIGUSR1)
+        ranks.processes[1].join(
+            240
+        )  # first: rank 0 does without it as long as it is held, but not it without rank 0
+        os.kill(ranks.pids[0], signal.SIGUSR1)
+        assert ranks.join() == [75, 75]
+        assert "leaving at once" in run.said()
+        assert run.status()["state"] == "running" and partial.exists()
+    assert run(world=2) == 0
+    assert_same_history(run, undisturbed(world=2))
+
+
+def hold_the_save_of_step_6() -> None:
+    """On rank 0, until there is a file `go`. A rank that comes to wait for it makes a file `waits`."""
+    import forge.checkpoint.commit as commit
+    import forge.train.save as save
+
+    path = Path(os.environ["RUN_UNDER_TEST"])
+    wait = save.Saver.wait
+
+    def hold(name: str, step: int) -> None:
+        if (name, step) == ("save.before_rename", 6):
+            wait_for((path / "go").exists)
+
+    def tell_and_wait(self) -> None:
+        if self._progress.step > 6:
+            (path / f"waits-{os.environ['RANK']}").touch()
+        wait(self)
+
+    commit.fault_point, save.Saver.wait = hold, tell_and_wait
