@@ -73,12 +73,17 @@ def _run_in(directory: RunDirectory, config: Config, degrees: Degrees, world: Wo
             stopped = _train(
                 Job(config, degrees, world, directory, reporter, signals, memory, phases, launched)
             )
+            # While signals are still taken: one more would end the process before status.json says that all is saved.
+            return _tell_end(reporter, world, stopped)
     except UserError as error:
         last_words.of_user_error(error, phases)
         raise
     except BaseException as error:
         last_words.of_error(error, phases)
         raise
+
+
+def _tell_end(reporter: Reporter, world: World, stopped: str | None) -> int:
     if stopped is None:
         reporter.ended("finished", "all steps done", FINISHED)
         return FINISHED
