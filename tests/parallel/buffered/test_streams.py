@@ -1,0 +1,111 @@
+"""What a CUDA stream beside the computation may do to the engines, on a CPU: it may be as late as it is allowed to be."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from forge.parallel.buffered import gathering, reduction
+from forge.parallel.buffered.communication import Running
+from forge.parallel.buffered.pool import Pool
+from tests.harness import run_ranks
+from tests.parallel.buffered.helpers import ENGINES, SMALL, engine_config
+from tests.parallel.buffered.test_reduction import _steps, close
+
+
+class Late:
+    """In the place of `Running`: a stream on which nothing happens before somebody waits for it, and all in its order."""
+
+    stream: deque[Late] = deque()
+
+    def __init__(self, operations: Iterator[Any], _stream: object):
+        self._operations = operations
+        self.stream.append(self)
+
+    def advance(self) -> None:
+        """Nothing to do on CUDA."""
+
+    def finish(self) -> None:
+        while self in self.stream:
+            for work in self.stream.popleft()._operations:
+                work.wait()
+
+
+def _late(rank: int, world: int, text: str) -> list[dict[str, torch.Tensor]]:
+    reduction.Running = gathering.Running = Late  # type: ignore[assignment,misc]
+    give = Pool.give
+
+    def give_poisoned(pool: Pool, taken: torch.Tensor) -> None:
+        taken.fill_(torch.nan)  # memory that has been given back may be anybody's
+        give(pool, taken)
+
+    Pool.give = give_poisoned  # type: ignore[method-assign]
+    return _steps(rank, world, text)
+
+
+REPLICAS = "dp_replicate = 2\ndp_shard = 2"
+
+
+@pytest.mark.parametrize("formats", [("float64",) * 3, ("float32", "bfloat16", "bfloat16")])
+@pytest.mark.parametrize(
+    ("engine", "world", "keys"),
+    [*((engine, 2, "") for engine in ENGINES), ("zero2", 4, f'{REPLICAS}\nshard_optimizer_over = "dp"')],
+)
+def test_a_late_stream_changes_no_bit(engine: str, world: int, keys: str, formats) -> None:
+    text = engine_config(engine, keys + SMALL, micro=1, formats=formats)
+    for mine, other in zip(run_ranks(_late, world, text)[0], run_ranks(_steps, world, text)[0], strict=True):
+        close(mine, other, 0.0)
+
+
+class Stream:
+    """Writes down who waits for what."""
+
+    def __init__(self, name: str, log: list[str]):
+        self.name, self.log = name, log
+
+    def wait_stream(self, other: Stream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: str) -> None:
+        self.log.append(f"{self.name} waits for {event}")
+
+    def record_event(self) -> str:
+        self.log.append(f"end of {self.name}")
+        return f"end of {self.name}"
+
+
+def test_operations_on_a_stream_come_after_what_was_computed_and_are_waited_for(monkeypatch) -> None:
+    log: list[str] = []
+    main, side = Stream("main", log), Stream("side", log)
+    current = [main]
+
+    @contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    class Work:
+        def wait(self) -> None:
+            log.append(f"waited on {current[-1].name}")
+
+    def operations() -> Iterator[Any]:
+        log.append(f"cast on {current[-1].name}")
+        yield Work()
+        log.append(f"added on {current[-1].name}")
+        yield Work()
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    running = Running(operations(), side)  # type: ignore[arg-type]
+    launched = ["side waits for main", "cast on side", "waited on side", "added on side", "waited on side"]
+    assert log == [*launched, "end of side"]
+    running.advance()
+    assert log == [*launched, "end of side"]
+    running.finish()
+    assert log[len(launched) + 1 :] == ["main waits for end of side"]
