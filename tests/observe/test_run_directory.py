@@ -22,10 +22,10 @@ directory = RunDirectory(pathlib.Path(sys.argv[1]))
 directory.acquire()
 helpers = []
 if os.fork() == 0:
-    time.sleep(60)
-helpers.append(subprocess.Popen(["sleep", "60"], close_fds=False, stdout=subprocess.DEVNULL))
+    time.sleep(3600)
+helpers.append(subprocess.Popen(["sleep", "3600"], close_fds=False, stdout=subprocess.DEVNULL))
 print("held", flush=True)
-time.sleep(60)
+time.sleep(3600)
 """
 
 
@@ -92,7 +92,7 @@ def test_s6_a_killed_holder_is_recognised_as_stale_though_its_helpers_live(tmp_p
     holder.kill()
     with caplog.at_level(logging.WARNING):
         directory = RunDirectory(tmp_path)
-        directory.acquire()
+        directory.acquire(patience_s=60)
     assert f"process {holder.pid} " in caplog.text
     assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
 

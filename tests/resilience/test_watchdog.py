@@ -15,48 +15,55 @@ from forge.resilience.watchdog import Watchdog, bounds, patience
 PROGRAM = """
 import ctypes, sys, threading, time
 from pathlib import Path
+from types import SimpleNamespace
 from forge.resilience import watchdog
 from forge.resilience.watchdog import Watchdog
 
 def buried_in_python():
-    time.sleep(60)
+    clock.now += 60  # now the phase has taken too long
+    time.sleep(3600)
 
 folder, how, net = sys.argv[1:]
 watchdog.NET_S = float(net)
+# The watchdog's clock goes on only where it is told to: a process that the machine leaves waiting is not late.
+clock = SimpleNamespace(now=0.0)
+watchdog.time = SimpleNamespace(monotonic=lambda: clock.now, sleep=time.sleep)
 said = lambda reason, step: print(f"last words at {step}: {reason}", flush=True)
 if how == "words hang":
-    said = lambda *_: time.sleep(60)
-with Watchdog({"long": (60, "k.long"), "short": (0.3, "k.short")}, Path(folder), 3, said, grace_s=0.5) as dog:
+    said = lambda *_: time.sleep(3600)
+bounds = {"long": (60, "k.long"), "short": (0.3, "k.short")}
+grace = 0.5 if how == "words hang" else 240
+with Watchdog(bounds, Path(folder), 3, said, grace_s=grace) as dog:
     dog.enter("long", 0)
-    time.sleep(0.1)
     for step in range(1, 4):
         dog.enter("short", step)
-        time.sleep(0.15)
+        time.sleep(0.2)
+        clock.now += 0.2
     if how == "in python":
         buried_in_python()
     elif how == "holding the lock":
         dog.enter("short", 4)
         time.sleep(0.1)
-        ctypes.PyDLL(None).usleep(3_000_000)  # unlike CDLL it keeps the interpreter's lock
+        ctypes.PyDLL(None).sleep(3600)  # unlike CDLL it keeps the interpreter's lock
     elif how == "words hang":
         buried_in_python()
 print("out", flush=True)
 """
 
 
-def run(folder: Path, how: str, net: float = 30.0) -> subprocess.CompletedProcess:
+def run(folder: Path, how: str, net: float = 240.0) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-c", PROGRAM, str(folder), how, str(net)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
 
 
 def test_h1_a_step_beyond_its_bound_leaves_stacks_and_last_words_and_exits_76(tmp_path) -> None:
     ended = run(tmp_path, "in python")
     assert ended.returncode == WATCHDOG
-    assert "last words at 3: short of step 3 has taken 0." in ended.stdout and "k.short = 0.3" in ended.stdout
+    assert "last words at 3: short of step 3 has taken 60.2 s, and k.short = 0.3" in ended.stdout
     assert "buried_in_python" in (tmp_path / "stacks-rank-3.txt").read_text()
     assert (tmp_path / "collectives-rank-3").exists()
 
@@ -72,11 +79,9 @@ def test_last_words_that_hang_do_not_keep_the_process(tmp_path) -> None:
 
 
 def test_a_process_that_never_gives_up_the_interpreter_lock_ends_with_its_stacks(tmp_path) -> None:
-    began = time.monotonic()
     ended = run(tmp_path, "holding the lock", net=0.5)
     assert ended.returncode != 0 and "out" not in ended.stdout
     assert "Timeout" in ended.stderr and "<string>" in ended.stderr
-    assert time.monotonic() - began < 30
 
 
 def test_zero_is_no_bound_and_collectives_wait_longer_than_any_phase(tmp_path) -> None:
