@@ -28,7 +28,7 @@ from forge.checkpoint.manifest import (
     share,
 )
 from forge.checkpoint.staging import Stager
-from forge.checkpoint.team import RanksFailed, Team, describe
+from forge.checkpoint.team import RanksFailed, Team
 from forge.checkpoint.tensors import NamedTensors
 from forge.errors import NO_CHECKPOINT, UserError
 from forge.fault import fault_point
@@ -81,6 +81,7 @@ class Checkpoints:
         self._stager = Stager()
         self._thread: threading.Thread | None = None
         self._last: SaveOutcome | None = None
+        self._broken: Exception | None = None
         self._outcomes: deque[SaveOutcome] = deque()
 
     def path(self, step: int) -> Path:
@@ -99,8 +100,9 @@ class Checkpoints:
 
         `state` (JSON) becomes trainer.json; `files` maps relative paths to bytes or to a file or folder to
         copy (only rank 0's count); `layout` (JSON) is recorded in the manifest. A save in flight is waited
-        for first. A step that has a complete checkpoint is left alone. No failure is raised: returns the
-        outcome of every save that ended since last asked.
+        for first. A step that has a complete checkpoint is left alone. No failure that all ranks know of is raised:
+        returns the outcome of every save that ended since last asked. One that they cannot know of, as when a rank
+        is gone, is raised here and by whatever waits for the save.
         """
         began = time.monotonic()
         self._join()
@@ -209,15 +211,17 @@ class Checkpoints:
         return lambda: contents
 
     def _write(self, step: int, contents: Callable[[], Contents], began: float) -> None:
-        """Runs in the thread: whatever happens becomes an outcome."""
+        """Runs in the thread: whatever all ranks know of becomes an outcome."""
         error = None
         try:
             write_checkpoint(
                 self._saving_team, self.folder, contents, step, self._keep_last, self._keep_every
             )
+        except RanksFailed as failure:
+            error = str(failure)
         except Exception as failure:
-            error = str(failure) if isinstance(failure, RanksFailed) else describe(failure)
-            logger.debug("checkpoint of step %d was not saved", step, exc_info=True)
+            self._broken = failure
+            return
         self._last = SaveOutcome(step, time.monotonic() - began, error)
         self._outcomes.append(self._last)
 
@@ -225,6 +229,8 @@ class Checkpoints:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        if self._broken is not None:
+            raise self._broken
         if self._last is not None:
             self.failures_in_row = 0 if self._last.error is None else self.failures_in_row + 1
             self._last = None

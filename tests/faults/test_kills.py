@@ -69,6 +69,18 @@ def test_k3_one_rank_killed_between_the_shards(tmp_path, undisturbed, rank: int,
     assert_same_history(run, undisturbed(PRUNING, world=2))
 
 
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_k3_a_rank_that_dies_in_the_last_save_is_named(tmp_path, undisturbed, mode: str) -> None:
+    """No step comes behind it, in which the others would miss it."""
+    run = Run(tmp_path, f"--checkpoint.mode={mode}")
+    codes = run.start(world=2, fault="save.between_shards:10:1").join()
+    assert codes == [1, KILLED]
+    reason = run.status()["reason"]
+    assert "save of step 10" in reason and "no answer from rank 1" in reason
+    assert run(world=2) == 0
+    assert_same_history(run, undisturbed(world=2))
+
+
 def test_k4_a_stale_partial_folder_of_the_step_about_to_be_saved(tmp_path, undisturbed) -> None:
     run = Run(tmp_path)
     assert run("--train.steps=4") == 0
