@@ -39,7 +39,7 @@ from benchmarks.measure import (
 )
 from forge.errors import FAILED, UserError
 from forge.train.resume import all_tensors
-from scripts.options import exit_code_of
+from scripts.options import exit_code_of, positive
 
 
 @dataclass(frozen=True)
@@ -209,8 +209,14 @@ def _settings(given: argparse.Namespace, device: torch.device) -> dict[str, Any]
 def _parser() -> argparse.ArgumentParser:
     made = parser(__doc__, config="the model that is saved")
     add = made.add_argument
-    add("--rounds", type=int, default=15, metavar="N", help="saves in each mode, and resumes (%(default)s)")
-    add("--steps", type=int, default=1, metavar="N", help="plain steps between two saves (%(default)s)")
+    add(
+        "--rounds",
+        type=positive,
+        default=15,
+        metavar="N",
+        help="saves in each mode, and resumes (%(default)s)",
+    )
+    add("--steps", type=positive, default=1, metavar="N", help="plain steps between two saves (%(default)s)")
     add("--folder", type=Path, metavar="DIR", help="the disk that is measured (the system's /tmp)")
     return made
 

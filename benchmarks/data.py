@@ -32,7 +32,7 @@ from forge.data.sources import count_windows
 from forge.data.synthetic import SyntheticSource
 from forge.data.writer import ShardWriter
 from forge.errors import UserError
-from scripts.options import exit_code_of
+from scripts.options import exit_code_of, positive
 
 VOCAB = 32_000
 DOCUMENT = 1000  # tokens
@@ -181,11 +181,23 @@ def _parser() -> argparse.ArgumentParser:
     made = parser(__doc__, tiny=False, rounds=5)
     add = made.add_argument
     add("--dataset", type=Path, metavar="DIR", help="a dataset of prepare_data (one of random ids)")
-    add("--megabytes", type=int, default=400, metavar="N", help="size of the one that is made (%(default)s)")
+    add(
+        "--megabytes",
+        type=positive,
+        default=400,
+        metavar="N",
+        help="size of the one that is made (%(default)s)",
+    )
     add("--folder", type=Path, metavar="DIR", help="where it is made: the disk that is measured (/tmp)")
-    add("--seq-len", type=int, default=2048, metavar="N", help="tokens in a sequence (%(default)s)")
-    add("--batch", type=int, default=16, metavar="N", help="sequences in a batch (%(default)s)")
-    add("--batches", type=int, default=400, metavar="N", help="batches that are read each time (%(default)s)")
+    add("--seq-len", type=positive, default=2048, metavar="N", help="tokens in a sequence (%(default)s)")
+    add("--batch", type=positive, default=16, metavar="N", help="sequences in a batch (%(default)s)")
+    add(
+        "--batches",
+        type=positive,
+        default=400,
+        metavar="N",
+        help="batches that are read each time (%(default)s)",
+    )
     return made
 
 

@@ -47,7 +47,7 @@ from forge.parallel.build import build_parallel_model
 from forge.parallel.gradients import clip_gradients, report_gradients
 from forge.parallel.mesh import make_meshes
 from forge.parallel.world import join, read_world
-from scripts.options import exit_code_of
+from scripts.options import exit_code_of, positive
 from tests.collectives import collectives_of
 
 ENGINES = ("fsdp2", "zero2", "zero1", "ddp")
@@ -215,8 +215,15 @@ def _table(rows: list[dict[str, Any]]) -> str:
 def _parser() -> argparse.ArgumentParser:
     made = parser(__doc__, config="the model and its batch", rounds=5, steps=1, warmup=4)
     add = made.add_argument
-    add("--worlds", type=int, nargs="+", default=[1, 2, 4], metavar="N", help="numbers of ranks (1 2 4)")
-    add("--accumulation", type=int, nargs="+", default=[1, 4, 16], metavar="N", help="microbatches (1 4 16)")
+    add("--worlds", type=positive, nargs="+", default=[1, 2, 4], metavar="N", help="numbers of ranks (1 2 4)")
+    add(
+        "--accumulation",
+        type=positive,
+        nargs="+",
+        default=[1, 4, 16],
+        metavar="N",
+        help="microbatches (1 4 16)",
+    )
     return made
 
 

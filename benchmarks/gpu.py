@@ -115,12 +115,17 @@ def measure(given: argparse.Namespace, overrides: list[str]) -> list[Row]:
     """Measures row after row until all are done or the time is up, and writes the table after each."""
     if not torch.cuda.is_available() and not given.tiny:
         raise UserError("benchmarks/gpu.py needs a CUDA card; --tiny shows on a CPU that it works")
+    plan = list(_plan(given))
+    if not plan:
+        raise UserError(
+            f"--only {given.only}: no row's name contains that, as {', '.join(SHAPES)} or {', '.join(STATES)} do"
+        )
     began = time.monotonic()
     device = alone().device
     about = environment(device) | {"settings": _settings(given, device)}
     rows: list[Row] = []
     longest = 0.0
-    for name, config_name, options in _plan(given):
+    for name, config_name, options in plan:
         row_began = time.monotonic()
         if 60 * given.minutes - (row_began - began) < longest:
             rows.append(Row(name, "not run: no time left"))

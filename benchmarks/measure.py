@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from forge.errors import FAILED, UserError
+from scripts.options import count, positive
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("torch", "transformers", "torchao", "numpy", "triton")
@@ -50,7 +51,13 @@ def parser(
     if config:
         add("--config", default="debug.toml", metavar="PATH_OR_NAME", help=f"{config} (%(default)s)")
     for name, default in counts.items():
-        add(f"--{name}", type=int, default=default, metavar="N", help=f"{COUNTS[name]} (%(default)s)")
+        add(
+            f"--{name}",
+            type=count if name == "warmup" else positive,
+            default=default,
+            metavar="N",
+            help=f"{COUNTS[name]} (%(default)s)",
+        )
     add("--output", type=Path, default=RESULTS, metavar="DIR", help="for the results (benchmarks/results)")
     if tiny:
         add("--tiny", action="store_true", help="of toy size: shows that it works, measures nothing")

@@ -39,7 +39,7 @@ from benchmarks.measure import (
 from forge.config import Config
 from forge.errors import UserError
 from forge.model import Experts, flops_per_token, parameter_counts
-from scripts.options import exit_code_of
+from scripts.options import exit_code_of, positive
 
 DENSE, MOE, PADDED = "dense, as many active parameters", "experts", "experts, padded"
 SKEWED, PADDED_SKEWED = "experts, skewed load", "experts, padded, skewed load"
@@ -185,8 +185,8 @@ def _parser() -> argparse.ArgumentParser:
     cores = len(os.sched_getaffinity(0))
     made = parser(__doc__, config="the dense model", rounds=7, steps=2, warmup=3, threads=cores)
     add = made.add_argument
-    add("--experts", type=int, default=32, metavar="N", help="routed experts (%(default)s)")
-    add("--top-k", type=int, default=4, metavar="N", help="experts that a token visits (%(default)s)")
+    add("--experts", type=positive, default=32, metavar="N", help="routed experts (%(default)s)")
+    add("--top-k", type=positive, default=4, metavar="N", help="experts that a token visits (%(default)s)")
     add("--skew", type=float, default=0.75, metavar="X", help="expert i is i^-X as popular (%(default)s)")
     return made
 

@@ -28,7 +28,7 @@ from forge.observe.json_lines import encode
 from forge.train.measure import Measured, measure
 from forge.train.open import Opened
 from scripts.model import add_model_options, open_model
-from scripts.options import exit_code_of, number, positive
+from scripts.options import count, exit_code_of, positive
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -134,7 +134,6 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    count = number(int, lambda value: value >= 0, "at least 0")
     add_model_options(add)
     add(
         "--data",

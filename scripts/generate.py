@@ -23,7 +23,7 @@ from forge.errors import FAILED, UserError
 from forge.generate import CachedScores, NextScores, Sampling, TextStream, generate, recomputed
 from forge.train.open import Opened
 from scripts.model import add_model_options, open_model
-from scripts.options import exit_code_of, number, positive
+from scripts.options import count, exit_code_of, number, positive
 
 
 @dataclass
@@ -142,7 +142,6 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    count = number(int, lambda value: value >= 0, "at least 0")
     temperature = number(float, lambda value: 0 <= value < float("inf"), "a number of at least 0")
     share = number(float, lambda value: 0 < value <= 1, "more than 0 and at most 1")
     add_model_options(add)

@@ -58,6 +58,7 @@ def number(kind: type[Number], holds: Callable[[Number], bool], allowed: str) ->
 
 
 positive = number(int, lambda value: value >= 1, "at least 1")
+count = number(int, lambda value: value >= 0, "at least 0")
 
 
 def add_input_options(add: Callable[..., object]) -> None:

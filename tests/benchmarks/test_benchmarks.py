@@ -129,11 +129,25 @@ def test_the_benchmark_of_engines(tmp_path):
     assert rows["zero2"]["held_mib"] > rows["fsdp2"]["held_mib"]
 
 
-@pytest.mark.parametrize("name", ["throughput", "gpu", "data", "checkpoint"])
-def test_a_wrong_option_is_told_with_exit_2(name, capsys):
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("throughput", ["--nonsense"]),
+        ("throughput", ["--rounds", "0"]),
+        ("moe", ["--threads", "0"]),
+        ("engines", ["--worlds", "0"]),
+        ("gpu", []),
+        ("gpu", ["--tiny", "--only", "nonsense"]),
+        ("data", ["--nonsense"]),
+        ("data", ["--batches", "0"]),
+        ("checkpoint", ["--nonsense"]),
+        ("checkpoint", ["--warmup", "-1"]),
+    ],
+)
+def test_a_wrong_option_is_told_with_exit_2(name, arguments, capsys):
     main = importlib.import_module(f"benchmarks.{name}").main
     try:
-        code = main(["--nonsense"] if name != "gpu" else [])
+        code = main(arguments)
     except SystemExit as error:  # argparse
         code = error.code
     assert code == 2 and "Traceback" not in capsys.readouterr().err
