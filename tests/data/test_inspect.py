@@ -70,7 +70,7 @@ def test_text_is_decoded():
 
 def inspect(*arguments):
     command = [sys.executable, str(ROOT / "scripts" / "inspect_data.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
 SYNTHETIC = ["--config", "debug.toml", '--data.sources=[{path="synthetic"}]']

@@ -4,13 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from forge.data.format import TokenDataset
 from forge.errors import BAD_CONFIG, FINISHED, STOPPED
+from tests.end_to_end.runs import wait_for
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,7 +20,7 @@ def command(name, *arguments):
 
 
 def run(name, *arguments):
-    return subprocess.run(command(name, *arguments), capture_output=True, text=True, timeout=60)
+    return subprocess.run(command(name, *arguments), capture_output=True, text=True, timeout=240)
 
 
 def test_from_text_to_datasets_and_again(tmp_path):
@@ -68,20 +68,37 @@ def test_what_is_wrong_is_one_sentence_and_exit_2(tmp_path, name, arguments):
     assert not (tmp_path / "out").exists()
 
 
+# prepare_data.py, whose main process stops at the first progress that it makes, and tells so by a file.
+HELD = """
+import pathlib, runpy, sys, time
+from forge.data.progress import ProgressLine
+
+def hold(line, done):
+    held.touch()
+    time.sleep(3600)
+
+held, ProgressLine.update = pathlib.Path(sys.argv[1]), hold
+del sys.argv[:2]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def test_ctrl_c_stops_all_processes_and_the_same_command_goes_on(tmp_path):
     (tmp_path / "text").mkdir()
     for i in range(30):
         (tmp_path / "text" / f"{i}.txt").write_text(f"{i} some words of text\n" * 45_000)
     arguments = ["--input", tmp_path / "text", "--output", tmp_path / "out"]
     arguments += ["--tokenizer", "bytes", "--workers", 2]
+    python, *script = command("prepare_data", *arguments)
     process = subprocess.Popen(
-        command("prepare_data", *arguments), stderr=subprocess.PIPE, text=True, start_new_session=True
+        [python, "-c", HELD, str(tmp_path / "held"), *script],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
-    deadline = time.monotonic() + 30
-    while not list(tmp_path.glob("out/.parts/part-*.npz")) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for((tmp_path / "held").exists)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers too
-    _, told = process.communicate(timeout=30)
+    _, told = process.communicate(timeout=240)
     assert process.returncode == STOPPED and "interrupted" in told and "Traceback" not in told
     result = run("prepare_data", *arguments)
     assert result.returncode == FINISHED and "continuing an interrupted run" in result.stderr

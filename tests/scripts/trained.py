@@ -30,7 +30,7 @@ def call(folder: Path, script: str, *arguments: object) -> Said:
     """Run `python scripts/SCRIPT.py ARGUMENTS` in `folder`; only the interpreter's start is saved."""
     out, err = folder / "out.txt", folder / "err.txt"
     words = [str(ROOT / "scripts" / f"{script}.py"), *map(str, arguments)]
-    (code,) = start_ranks(_run, 1, words, folder, out, err).join(60)
+    (code,) = start_ranks(_run, 1, words, folder, out, err).join()
     return Said(code, out.read_text(), err.read_text())
 
 
