@@ -38,8 +38,9 @@ def main(argv: list[str]) -> int:
         if world.rank == 0:
             print(f"forge: {error}", file=sys.stderr, flush=True)
         else:
-            # torchrun kills the other workers when the first one ends; rank 0 must have spoken by then.
-            time.sleep(2)
+            # torchrun kills the other workers when the first one ends; rank 0 must have spoken by then. On a busy machine
+            # ranks that have not met yet are seconds apart.
+            time.sleep(2 if dist.is_initialized() else 10)
         return error.exit_code
     except Exception:
         log.exception("rank %d failed", world.rank)
