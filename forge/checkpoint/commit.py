@@ -29,6 +29,8 @@ from forge.files import replace_atomically, sync_folder
 
 logger = logging.getLogger(__name__)
 TRAINER = "trainer.json"
+# What the manifest takes for a rank, at most.
+RANK_BYTES = 1024
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,16 @@ class Contents:
     # are made only when they are written must not pile up.
     file_per_tensor: bool = False
 
+    def room(self, rank: int) -> int:
+        """Bytes that this rank will write, or a little more."""
+        size = sum(tensor.written_bytes for tensor in self.tensors.values())
+        if rank == 0:
+            others = _expand(self.files).values()
+            size += len(self.trainer) + sum(
+                len(other) if isinstance(other, bytes) else other.stat().st_size for other in others
+            )
+        return size + RANK_BYTES
+
 
 def write_checkpoint(
     team: Team, root: Path, contents: Callable[[], Contents], step: int, keep_last: int, keep_every: int
@@ -58,11 +70,11 @@ def write_checkpoint(
     staged: list[Contents] = []
 
     def begin() -> int | None:
-        """Bytes that this rank will write; None when the step has a complete checkpoint."""
+        """`Contents.room` of this rank; None when the step has a complete checkpoint."""
         staged.append(contents())
         if team.rank == 0 and not _make_partial(root, partial, final):
             return None
-        return sum(tensor.held_bytes for tensor in staged[0].tensors.values())
+        return staged[0].room(team.rank)
 
     try:
         sizes = team.every("preparing the checkpoint", begin)

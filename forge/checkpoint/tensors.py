@@ -16,6 +16,9 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from forge.shard import Shard
 
+# What DCP's format and its index add to a piece of a tensor, at most.
+PIECE_BYTES = 2048
+
 NamedTensors: TypeAlias = dict[str, tuple[Shard, Tensor]]
 """Name in the checkpoint -> the shard and this rank's values, laid out like `shard.data`."""
 
@@ -49,9 +52,9 @@ class ShardTensor(torch.Tensor):
         return f"ShardTensor(shape={tuple(self.shape)}, dtype={self.dtype}, boxes={len(self._pieces)})"
 
     @property
-    def held_bytes(self) -> int:
-        """Size of this rank's pieces."""
-        return sum(piece.numel() * piece.element_size() for piece in self._pieces.values())
+    def written_bytes(self) -> int:
+        """What this rank's pieces take in DCP's files, at most."""
+        return sum(piece.numel() * piece.element_size() + PIECE_BYTES for piece in self._pieces.values())
 
     def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:
         properties = TensorProperties(dtype=self.dtype)

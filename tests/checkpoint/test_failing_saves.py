@@ -138,10 +138,16 @@ def little_room(rank: int, world: int, folder: str, room: int) -> str | None:
 
 
 def test_s2_a_save_that_cannot_fit_is_not_begun(tmp_path):
-    """Two ranks hold 41 float32 between them, not counting copies."""
-    one, other = run_ranks(little_room, 2, str(tmp_path), 4 * 41 - 1)
-    assert one == other and "1.64e-07 GB" in one and "free" in one and names(tmp_path) == []
-    assert run_ranks(little_room, 2, str(tmp_path), 4 * 41) == [None, None]
+    """Nor one whose numbers alone would fit, but not what the format adds; and one that fits is not refused for nothing."""
+    assert run_ranks(little_room, 2, str(tmp_path / "any"), 10**6) == [None, None]
+    files = [path for path in (tmp_path / "any").rglob("*") if path.is_file()]
+    taken = sum(path.stat().st_size for path in files)
+    one, other = run_ranks(little_room, 2, str(tmp_path / "less"), taken - 1)
+    assert one == other and "the checkpoint takes" in one and "free" in one
+    assert names(tmp_path / "less") == []
+    # Two ranks hold pieces of one tensor, and one of them another.
+    pieces = sum(path.suffix == ".distcp" for path in files) + 1
+    assert run_ranks(little_room, 2, str(tmp_path / "more"), taken + 1024 * (pieces + 2)) == [None, None]
 
 
 def prune_fails(rank: int, world: int, folder: str) -> None:
