@@ -104,7 +104,7 @@ class Buffered:
         self, entries: list[Entry], device: torch.device, stream: torch.cuda.Stream | None
     ) -> Reduction:
         parallel = self._config.parallel
-        self.pool = Pool(max((entry.borrowed_nbytes for entry in entries), default=0), device)
+        self.pool = Pool([entry.borrowed_nbytes for entry in entries if entry.borrowed_nbytes], device)
         check = None if parallel.check_gradients == "none" else GradientCheck(parallel.check_gradients)
         return Reduction(entries, self.pool, overlap=parallel.overlap_gradients, stream=stream, check=check)
 

@@ -1,6 +1,8 @@
-"""Two temporary buckets, which all buckets of an engine take turns to use."""
+"""Two temporary buckets at most, which all buckets of an engine take turns to use."""
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -9,10 +11,10 @@ SLOTS = 2
 
 
 class Pool:
-    """Memory for `SLOTS` buckets of at most `nbytes` each, there from the first use until `clear`."""
+    """Memory for `SLOTS` buckets, the largest of those with `sizes` bytes, there from the first use until `clear`."""
 
-    def __init__(self, nbytes: int, device: torch.device):
-        self._nbytes, self._device = nbytes, device
+    def __init__(self, sizes: Collection[int], device: torch.device):
+        self._slots, self._nbytes, self._device = min(SLOTS, len(sizes)), max(sizes, default=0), device
         self._free: list[Tensor] = []
         self._taken: dict[int, Tensor] = {}
         self.peak = 0
@@ -20,7 +22,7 @@ class Pool:
 
     @property
     def full(self) -> bool:
-        return len(self._taken) == SLOTS
+        return len(self._taken) == self._slots
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """An uninitialised `[numel]`, to be given back."""
@@ -45,4 +47,4 @@ class Pool:
     @property
     def nbytes(self) -> int:
         """Of all slots together, while there are any."""
-        return SLOTS * self._nbytes
+        return self._slots * self._nbytes

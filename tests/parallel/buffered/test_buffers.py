@@ -95,6 +95,11 @@ def test_memory_is_what_the_engine_says_and_what_the_book_says(engine: str, worl
         assert (said["buckets"] > 0) is scattered
 
 
+def test_a_model_of_one_bucket_borrows_one() -> None:
+    for said, _, _, peak, numel in run_ranks(_held, 2, engine_config("zero2", formats=BFLOAT16, micro=2)):
+        assert peak == 1 and said["buckets"] == pytest.approx(4 * numel, rel=0.02)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_masters_take_no_memory_where_they_have_the_format_of_computing(engine: str) -> None:
     formats = ("float32", "float32", "float32")
