@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from forge.checkpoint import Checkpoints, load, read_config, read_state
+from forge.checkpoint import Checkpoints, find_checkpoint, load, read_config, read_state
 from forge.config import Config, difference, parse_toml_text
 from forge.errors import NO_CHECKPOINT, UserError
 from forge.optim import AdamW
@@ -72,7 +72,12 @@ def _require_sound(path: Path, checkpoints: Checkpoints, key: str, verify: bool)
     if (path / "config.json").is_file():
         remedy = "scripts/convert.py from-hf makes a checkpoint of it"
         raise UserError(f"{key} = {str(path)!r}: is a folder of Hugging Face; {remedy}")
-    raise UserError(f"{key} = {str(path)!r}: {problem}", exit_code=NO_CHECKPOINT)
+    try:
+        newest = find_checkpoint(path)
+    except UserError as error:
+        raise UserError(f"{key} = {error}", exit_code=NO_CHECKPOINT) from None
+    hint = "" if newest == path else f"; did you mean {str(newest)!r}?"
+    raise UserError(f"{key} = {str(path)!r}: {problem}{hint}", exit_code=NO_CHECKPOINT)
 
 
 def _compare(old: Config, new: Config, path: Path) -> None:

@@ -94,8 +94,18 @@ def test_s3_an_output_folder_that_cannot_be_made_is_told_at_the_start(tmp_path) 
 
 
 def test_a_checkpoint_to_resume_that_is_none_is_told(tmp_path) -> None:
-    said = refused(Run(tmp_path), f"--checkpoint.resume={tmp_path}", code=77)
-    assert "manifest.json" in said
+    absent = tmp_path / "absent"
+    for folder, why in ((tmp_path, "holds no complete checkpoint"), (absent, "is not there")):
+        said = refused(Run(tmp_path), f"--checkpoint.resume={folder}", code=77)
+        assert f"checkpoint.resume = {folder}: {why}; name a checkpoint" in said
+
+
+def test_a_run_in_place_of_a_checkpoint_is_told_with_its_newest(tmp_path) -> None:
+    first = Run(tmp_path / "first")
+    assert first("--train.steps=2") == 0
+    for key in ("resume", "init"):
+        said = refused(Run(tmp_path / "second"), f"--checkpoint.{key}={first.path}", code=77)
+        assert f"did you mean '{first.path / 'checkpoints' / 'step-00000002'}'?" in said
 
 
 def test_a_checkpoint_of_another_shape_to_start_from_is_told(tmp_path) -> None:
