@@ -22,7 +22,7 @@ def test_k5_torchrun_restarts_after_a_killed_worker_and_finishes_by_itself(
 
 @pytest.mark.slow
 def test_h1_torchrun_restarts_after_the_watchdog_and_finishes_by_itself(tmp_path, undisturbed) -> None:
-    run = restarted(tmp_path, "step:7:1:sleep", "--resilience.step_timeout_s=5")
+    run = restarted(tmp_path, "step:7:1:sleep", "--resilience.step_timeout_s=10")
     assert [event["step"] for event in run.events("watchdog")] == [7]
     assert_same_history(run, undisturbed(world=2))
 
@@ -39,7 +39,7 @@ def restarted(folder: Path, fault: str, *options: str) -> Run:
         folder,
         FORGE_FAULT=fault,
     )
-    _, said = process.communicate(timeout=180)
+    _, said = process.communicate(timeout=240)
     assert process.returncode == 0, said
     run = Run(folder)
     assert len(run.events("started")) == 2
@@ -56,7 +56,7 @@ def test_p1_a_signal_to_the_launcher_stops_all_ranks_after_one_checkpoint(tmp_pa
     )
     wait_for(lambda: run.stepping)
     process.send_signal(signal.Signals[name])
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=240)
     assert process.returncode != 0
     status = run.status()
     assert status["state"] == "stopped" and status["exit_code"] == 75 and status["reason"] == name, said
