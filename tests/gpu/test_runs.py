@@ -78,6 +78,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "documents, partly recomputed": (*DOCUMENTS, "--activation_checkpoint.mode=selective"),
     "window and cap": ("--model.sliding_window=100", "--model.attention_soft_cap=20.0", *COMPILED),
     "experts": EXPERTS,
+    "experts, offloaded": (*EXPERTS, "--parallel.cpu_offload=true"),
     "experts, compiled, partly recomputed": (
         *EXPERTS,
         *COMPILED,
