@@ -14,6 +14,8 @@ from forge.checkpoint.staging import Stager
 from forge.parallel.buffered.communication import Running, gather_parts, sum_to_parts
 from forge.parallel.world import World, join
 from forge.shard import Shard
+from tests.parallel.buffered.helpers import SMALL, engine_config
+from tests.parallel.buffered.test_streams import plain_steps, with_collectives
 
 pytestmark = [
     pytest.mark.gpu,
@@ -69,6 +71,17 @@ def test_collectives_on_a_side_stream_read_what_was_computed_and_are_waited_for(
     summed.finish()
     gathered.finish()
     assert (whole + 1).sum().item() == 4.0 * whole.numel()
+
+
+@pytest.mark.parametrize("engine", ["ddp", "zero1", "zero2"])
+def test_an_engine_that_sends_over_nccl_computes_what_it_does_alone(
+    group: dist.ProcessGroup, engine: str
+) -> None:
+    text = engine_config(engine, SMALL, micro=4)
+    sent, alone = with_collectives(CUDA, text), plain_steps(CUDA, text)
+    assert all(
+        torch.allclose(mine, other, rtol=0, atol=1e-9) for mine, other in zip(sent, alone, strict=True)
+    )
 
 
 def test_a_staged_copy_is_whole_when_training_may_go_on() -> None:

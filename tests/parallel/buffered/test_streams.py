@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from forge.parallel.buffered import gathering, reduction
+from forge.config import check_world, parse_toml_text
+from forge.parallel.buffered import gathering, plan, reduction
 from forge.parallel.buffered.communication import Running
 from forge.parallel.buffered.pool import Pool
+from forge.parallel.build import build_parallel_model
+from forge.parallel.mesh import make_meshes
+from tests.collectives import collectives_of
 from tests.harness import run_ranks
-from tests.parallel.buffered.helpers import ENGINES, SMALL, engine_config
+from tests.parallel.buffered.helpers import ENGINES, SMALL, batches, engine_config
 from tests.parallel.buffered.test_reduction import _steps, close
 
 
@@ -60,6 +64,47 @@ def test_a_late_stream_changes_no_bit(engine: str, world: int, keys: str, format
     text = engine_config(engine, keys + SMALL, micro=1, formats=formats)
     for mine, other in zip(run_ranks(_late, world, text)[0], run_ranks(_steps, world, text)[0], strict=True):
         close(mine, other, 0.0)
+
+
+def with_collectives(device: torch.device, text: str) -> list[torch.Tensor]:
+    """Losses of two steps and the parameters after them, of one process, in which groups of one rank count as several.
+
+    So all is sent, over the back-end of `device` and on its streams, and comes back as it was.
+    """
+    several, plan._several = plan._several, lambda *groups: groups
+    try:
+        return plain_steps(device, text)
+    finally:
+        plan._several = several
+
+
+def plain_steps(device: torch.device, text: str) -> list[torch.Tensor]:
+    config = parse_toml_text(text)
+    model = build_parallel_model(config, make_meshes(check_world(config, 1), device.type), device)
+    found = []
+    for _, batch in zip(range(2), batches(config), strict=False):
+        batch = batch.to(device)
+        found.append(model.forward_backward(batch, model.count_tokens(batch)).values)
+        model.finalize_gradients()
+        for shard in model.shards:
+            shard.data.sub_(0.1 * shard.grad.to(shard.data.dtype))
+        model.after_update()
+        model.zero_gradients()
+    return [values.cpu() for values in (*found, *(shard.data for shard in model.shards))]
+
+
+def _both_ways(rank: int, world: int, text: str) -> tuple[dict[str, int], bool]:
+    cpu, sent = torch.device("cpu"), []
+    counted = collectives_of(lambda: sent.extend(with_collectives(cpu, text))).number()
+    return counted, all(map(torch.equal, sent, plain_steps(cpu, text)))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_one_process_that_sends_to_itself_computes_the_same(engine: str) -> None:
+    text = engine_config(engine, SMALL, micro=4)
+    ((counted, same),) = run_ranks(_both_ways, 1, text)
+    kinds = {"all_reduce"} if engine == "ddp" else {"all_gather", "reduce_scatter", "all_reduce"}
+    assert same and counted.keys() - {"broadcast_"} == kinds
 
 
 class Stream:
