@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ def main(argv: list[str]) -> int:
 
 def read_routers(path: Path) -> list[dict[str, Any]]:
     """The metrics lines that have `routers`."""
-    lines = [line for line in map(json.loads, path.read_text().splitlines()) if "routers" in line]
+    lines = [line for line in svg.read_lines(path) if "routers" in line]
     if not lines:
         raise UserError(f"{path} tells of no experts")
     return lines

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from pathlib import Path
@@ -23,7 +22,7 @@ def main(argv: list[str]) -> int:
     add = parser.add_argument
     add("run", type=Path, help="the run's directory, which holds metrics.jsonl")
     add("--output", type=Path, default=Path("loss.svg"), help="the picture (default: loss.svg)")
-    add("--mark", action="append", default=[], metavar="NAME=LOSS", help="a horizontal line")
+    add("--mark", type=_mark, action="append", default=[], metavar="NAME=LOSS", help="a horizontal line")
     given = parser.parse_args(argv)
     return svg.write(given.output, lambda: draw(read_curves(given.run / "metrics.jsonl"), given.mark))
 
@@ -31,8 +30,7 @@ def main(argv: list[str]) -> int:
 def read_curves(path: Path) -> dict[str, list[tuple[int, float]]]:
     """Name -> (step, loss) of the training loss and of every held-out source."""
     curves: dict[str, list[tuple[int, float]]] = {}
-    for line in path.read_text().splitlines():
-        fields = json.loads(line)
+    for fields in svg.read_lines(path):
         losses = {"training": fields.get("loss")}
         losses |= {f"held out: {name}": loss for name, loss in fields.get("eval", {}).items()}
         for name, loss in losses.items():
@@ -43,14 +41,21 @@ def read_curves(path: Path) -> dict[str, list[tuple[int, float]]]:
     return curves
 
 
-def draw(curves: dict[str, list[tuple[int, float]]], marks: list[str]) -> str:
-    """The curves, and `marks` ("NAME=LOSS") as dashed lines, in one SVG text."""
-    lines = {name: float(loss) for name, _, loss in (mark.partition("=") for mark in marks)}
-    losses = [loss for curve in curves.values() for _, loss in curve] + list(lines.values())
+def _mark(text: str) -> tuple[str, float]:
+    name, _, loss = text.rpartition("=")
+    try:
+        return name, float(loss)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not like NAME=LOSS, as in unigrams=7.2") from None
+
+
+def draw(curves: dict[str, list[tuple[int, float]]], marks: list[tuple[str, float]]) -> str:
+    """The curves, and `marks` (name, loss) as dashed lines, in one SVG text."""
+    losses = [loss for curve in curves.values() for _, loss in curve] + [loss for _, loss in marks]
     low, last = math.floor(min(losses)), max(step for curve in curves.values() for step, _ in curve)
     high = max(low + 1, math.ceil(max(losses)))
     chart = svg.Chart("loss, nats per token", last, low, high, HEIGHT - svg.TOP - 40)
-    for name, loss in lines.items():
+    for name, loss in marks:
         chart.mark(loss, name)
     for name, curve in curves.items():
         chart.curve(name, curve)

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 from forge.config.pipeline import ONE_PER_RANK
 from forge.parallel.pipeline.schedule import Schedule, make_schedule, read_schedule
 from scripts import svg
+from scripts.options import positive
 
 LEFT, TOP, ROW, GAP, WIDTH = 64, 40, 26, 8, 1000
 COLORS = {"F": "#93c5fd", "B": "#86efac", "I": "#bbf7d0", "W": "#fcd34d"}
@@ -28,9 +29,9 @@ def main(argv: list[str]) -> int:
     )
     add = parser.add_argument
     add("--schedule", required=True, help="a value of pipeline.schedule: a name or a CSV file")
-    add("--ranks", type=int, default=4, help="parallel.pp (default: 4)")
-    add("--microbatches", type=int, default=8, help="per optimizer step (default: 8)")
-    add("--stages-per-rank", type=int, default=2, help="of the looped schedules (default: 2)")
+    add("--ranks", type=positive, default=4, help="parallel.pp (default: 4)")
+    add("--microbatches", type=positive, default=8, help="per optimizer step (default: 8)")
+    add("--stages-per-rank", type=positive, default=2, help="of the looped schedules (default: 2)")
     add("--whole-backward", action="store_true", help="as with recomputation or compilation")
     add("--output", type=Path, default=Path("pipeline.svg"), help="(default: pipeline.svg)")
     given = parser.parse_args(argv)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from forge.errors import BAD_CONFIG, FINISHED, UserError
 
@@ -73,11 +76,21 @@ class Chart:
         self.parts.append(element("path", d=f"M{LEFT} {self.y(value):.1f}H{WIDTH - RIGHT}", **attributes))
 
 
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file. Of a run that trains, or was killed, the last one may be torn: it is passed over."""
+    lines = []
+    for line in path.read_text("utf-8").splitlines():
+        with suppress(ValueError):
+            lines.append(json.loads(line))
+    return lines
+
+
 def write(path: Path, draw: Callable[[], str]) -> int:
     """What `draw` makes goes to `path`; returns the exit code."""
     try:
         path.write_text(draw())
     except (UserError, OSError, ValueError, KeyError) as error:
-        print(f"forge: {error}", file=sys.stderr)
+        what = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
+        print(f"forge: {what}", file=sys.stderr)
         return BAD_CONFIG
     return FINISHED

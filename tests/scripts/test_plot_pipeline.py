@@ -28,3 +28,10 @@ def test_whole_backwards_have_no_halves(tmp_path: Path) -> None:
 def test_an_unknown_schedule_is_refused(capsys) -> None:
     assert SCRIPT["main"](["--schedule", "nonsense"]) == 2
     assert "nonsense" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--ranks", "--microbatches", "--stages-per-rank"])
+def test_a_count_of_nothing_is_refused(option: str, capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        SCRIPT["main"](["--schedule", "1F1B", option, "0"])
+    assert f"{option}: must be at least 1" in capsys.readouterr().err
