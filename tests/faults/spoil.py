@@ -85,30 +85,44 @@ def _spoil_kind(kind: Any, when: Callable[[range], bool], spoil: Callable[[Any, 
 
 def one_bit_after_step_5() -> None:
     """A bit of a parameter flips on the last rank; when the step is made again it does not."""
-    _flip_a_bit("w1.weight", lambda step, seen: step == 5 and not seen)
+    _flip_a_bit(_last_ranks("w1.weight"), lambda step, seen: step == 5 and not seen)
 
 
 def one_bit_of_an_expert_after_step_5() -> None:
     """The same of a routed expert's weight."""
-    _flip_a_bit("experts.w13", lambda step, seen: step == 5 and not seen)
+    _flip_a_bit(_last_ranks("experts.w13"), lambda step, seen: step == 5 and not seen)
+
+
+def one_bit_of_a_tied_copy_after_step_5() -> None:
+    """The same of the last stage's copy of a weight that the first stage owns."""
+    _flip_a_bit(lambda model: model._tied._last, lambda step, seen: step == 5 and not seen)
 
 
 def one_bit_after_every_step_from_5() -> None:
     """The same again and again, as of a broken machine."""
-    _flip_a_bit("w1.weight", lambda step, seen: step >= 5)
+    _flip_a_bit(_last_ranks("w1.weight"), lambda step, seen: step >= 5)
 
 
-def _flip_a_bit(ending: str, when: Callable[[int, bool], bool]) -> None:
+def _last_ranks(ending: str) -> Callable[[Any], Any]:
     import torch.distributed as dist
 
+    def find(model: Any) -> Any:
+        if dist.get_rank() < dist.get_world_size() - 1:
+            return None
+        return next(one for one in model.shards if one.name.endswith(ending) and one.boxes)
+
+    return find
+
+
+def _flip_a_bit(find: Callable[[Any], Any], when: Callable[[int, bool], bool]) -> None:
+    """In what `find(model)` returns; None: not on this rank."""
     import forge.train.loop as loop
 
     after_step, seen = loop.Training.after_step, set()
 
     def flipping(self) -> None:
-        step = self.progress.step
-        if dist.get_rank() == dist.get_world_size() - 1 and when(step, step in seen):
-            shard = next(one for one in self.model.shards if one.name.endswith(ending) and one.boxes)
+        step, shard = self.progress.step, find(self.model)
+        if shard is not None and when(step, step in seen):
             shard.data.view(torch.int32).view(-1)[0] ^= 1 << 20
         seen.add(step)
         after_step(self)

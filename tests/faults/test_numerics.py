@@ -230,6 +230,32 @@ def test_n3_a_flipped_bit_is_named_by_all_ranks_wherever_its_copies_are(
     assert tensor_files(run, 10) == tensor_files(whole, 10)
 
 
+TIED = {
+    "pp 2": (*PIPELINE, "--model.tie_embeddings=true"),
+    # Both copies lie on rank 0.
+    "v": (
+        *PIPELINE,
+        "--model.tie_embeddings=true",
+        "--model.n_layers=4",
+        "--pipeline.schedule=ZBVZeroBubble",
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", TIED)
+def test_n3_a_flipped_bit_in_the_last_stages_copy_of_a_tied_weight_is_found(
+    tmp_path, undisturbed, layout: str
+) -> None:
+    """Although the next update makes that copy anew."""
+    run, whole = Run(tmp_path, *TIED[layout]), undisturbed(*TIED[layout], world=2)
+    assert run.start(world=2, patch="tests.faults.spoil:one_bit_of_a_tied_copy_after_step_5").join() == [0, 0]
+    [event] = run.events("copies_differ")
+    assert event["step"] == 6
+    [difference] = event["differences"]
+    assert difference == "weights.embedding.weight of the last stage differs between the ranks 0, 1"
+    assert run.metrics() == whole.metrics() and tensor_files(run, 10) == tensor_files(whole, 10)
+
+
 def test_n3_copies_of_a_whole_model_and_what_it_computes_with_are_compared(tmp_path) -> None:
     """Before the final save, which then has to wait until the steps are made again."""
     run = Run(tmp_path, "--parallel.data_parallel=ddp", "--precision.compute=bfloat16", "--train.steps=6")

@@ -7,7 +7,7 @@ no forward is spent on finding them out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +63,8 @@ class PipelinedModel(ParallelModel):
         if config.model.tie_embeddings:
             first = _tied_shard([part for part in parts if part.stage.embed])
             last = _tied_shard([part for part in parts if part.stage.head])
-            self._tied = Tied(first, last, plan.ends, meshes.pp)
+            watched = config.resilience.check_replicas
+            self._tied = Tied(first, last, plan.ends, meshes.pp, watched=watched)
             self.shards = [shard for shard in self.shards if shard is not last]
 
     def finalize_gradients(self) -> None:
@@ -75,6 +76,12 @@ class PipelinedModel(ParallelModel):
         if self._tied is not None:
             self._tied.copy_values()
         super().after_update()
+
+    def copies(self) -> Iterator[tuple[str, Tensor, dist.ProcessGroup]]:
+        yield from super().copies()
+        if self._tied is not None:
+            # Not the copy itself, which a change leaves with the next update: all ranks should have seen as many, none.
+            yield f"weights.{NAME} of the last stage", self._tied.take_changes(), self.pp
 
     def held_while_accumulating(self) -> str:
         return "; ".join(

@@ -14,19 +14,32 @@ from torch import Tensor
 from forge.shard import Shard
 
 NAME = "embedding.weight"
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Tied:
-    """`first`, `last`: this rank's shards of the two copies, or None where it has no such stage. `ends`: their pp ranks."""
+    """`first`, `last`: this rank's shards of the two copies, or None where it has no such stage. `ends`: their pp ranks.
+
+    watched: notice when the last stage's copy changes between two updates, as by a bit that flips in its memory.
+    """
 
     def __init__(
-        self, first: Shard | None, last: Shard | None, ends: tuple[int, int], group: dist.ProcessGroup
+        self,
+        first: Shard | None,
+        last: Shard | None,
+        ends: tuple[int, int],
+        group: dist.ProcessGroup,
+        *,
+        watched: bool = False,
     ):
         self._first = first if first is not None and first.boxes else None
         self._last = last if last is not None and last.boxes else None
         self._ends, self._group = ends, group
         if first is not None and last is not None:
             assert first.boxes == last.boxes
+        self._watched = watched and self._last is not None
+        self._copied: Tensor | None = None
+        self._changes: Tensor | int = 0
 
     def sum_gradients(self) -> None:
         """Add the last stage's gradient to the first's."""
@@ -42,8 +55,28 @@ class Tied:
         values = None if self._first is None else self._first.data
         copy = None if self._last is None else self._last.data
         found = self._bring(values, copy, sender=first, receiver=last)
+        self._look()
         if copy is not None and found is not None:
             copy.copy_(found)
+            self._copied = self._bits() if self._watched else None
+
+    def take_changes(self) -> Tensor:
+        """How often the copy on this rank has changed by itself since this was last asked; 0 where there is none."""
+        self._look()
+        if self._copied is not None:
+            self._copied = self._bits()  # what has been told is not told again
+        changes, self._changes = self._changes, 0
+        return torch.as_tensor(changes)
+
+    def _look(self) -> None:
+        if self._copied is not None:
+            self._changes = self._changes + (self._bits() != self._copied)
+
+    def _bits(self) -> Tensor:
+        """Their sum, as integers: another if any one of them is. Does not wait for the device."""
+        assert self._last is not None
+        values = self._last.data.reshape(-1)
+        return values.view(_INTEGERS[values.element_size()]).sum(dtype=torch.int64)
 
     def _bring(
         self, source: Tensor | None, target: Tensor | None, *, sender: int, receiver: int
