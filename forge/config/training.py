@@ -176,11 +176,11 @@ class Evaluate(Section):
     """Held-out loss and text samples while training."""
 
     interval: Count = 0
-    """Steps between evaluations on data.validation. 0: never."""
+    """Steps between evaluations on data.validation; there is one after the last step, too. 0: never."""
     sequences: Positive = 64
     """Sequences per held-out source, always the same ones."""
     sample_interval: Count = 0
-    """Steps between samples of what the model writes. 0: never."""
+    """Steps between samples of what the model writes; there is one after the last step, too. 0: never."""
     sample_prompt: str = ""
     """What a sample begins with."""
     sample_tokens: Positive = 64
