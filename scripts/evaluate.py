@@ -41,8 +41,9 @@ def _run(given: argparse.Namespace) -> None:
         raise UserError("nothing to measure: give --data DIR, or --tasks NAME,NAME")
     tasks = _tasks() if given.tasks else None  # before the model is loaded
     opened = open_model(given)
-    for path in given.data:
-        source = _open_source(path, given, opened)
+    # All before the first is measured, so that a mistake in the last costs nothing.
+    sources = [_open_source(path, given, opened) for path in given.data]
+    for path, source in zip(given.data, sources, strict=True):
         sequences = given.sequences
         if path == SYNTHETIC and sequences is None:
             sequences = opened.config.evaluate.sequences

@@ -133,6 +133,7 @@ def test_json_is_json_where_a_number_is_not_finite(capsys) -> None:
     [
         ([], "nothing to measure: give --data DIR, or --tasks"),
         (["--data", "absent"], "absent: is not a folder"),
+        (["--data", "data/validation", "--data", "absent"], "absent: is not a folder"),
         (["--data", "run"], "holds no dataset.json"),
         (["--data", "run/metrics.jsonl"], "metrics.jsonl: is not a folder"),
         (["--data", "data/validation", "--sequences", "0"], "at least 1"),
