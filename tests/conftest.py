@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from tests.harness import end_ranks
 
 # Examples are the same in every run, and none fails for having waited for a processor.
 settings.register_profile(
@@ -14,6 +18,8 @@ settings.load_profile("forge")
 
 
 @pytest.fixture(autouse=True)
-def seeded() -> None:
-    """Each test draws the same numbers, whichever were run before it."""
+def by_itself() -> Iterator[None]:
+    """Each test draws the same numbers, whichever were run before it, and leaves no process behind."""
     torch.manual_seed(0)
+    yield
+    end_ranks()

@@ -148,4 +148,17 @@ def start_ranks(function: Callable[..., Any], world: int, *arguments: Any) -> St
     ]
     for process in processes:
         process.start()
-    return Started(processes)
+    started = Started(processes)
+    _running.append(started)
+    return started
+
+
+_running: list[Started] = []
+
+
+def end_ranks() -> None:
+    """End what a test that failed has left running, or it would be in the way of all tests after it."""
+    for process in (process for started in _running for process in started.processes):
+        if process.is_alive():
+            process.kill()
+    _running.clear()

@@ -34,7 +34,7 @@ def test_d1_an_id_beyond_the_vocabulary_is_found_at_the_batch_with_file_and_byte
     ids[window * SEQ_LEN + 5] = 999
     ids.tofile(tmp_path / "ids.bin")
     run = Run(tmp_path, raw(tmp_path / "ids.bin"), NONE)
-    codes = run.start(world=2).join(120)
+    codes = run.start(world=2).join()
     assert all(codes) and 2 in codes
     told = f"ids.bin: token id 999 at byte {2 * (window * SEQ_LEN + 5)}"
     assert told in run.status()["reason"] and told in run.said()
