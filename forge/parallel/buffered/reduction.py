@@ -102,13 +102,22 @@ class Scattered(Entry):
 
     each_microbatch = True
 
+    def __init__(self, buffer: Buffer, memory: BucketMemory):
+        super().__init__(buffer, memory)
+        self.moved: set[str] = set()
+
+    def begin(self) -> None:
+        super().begin()
+        self.moved.clear()
+
     @property
     def borrowed_numel(self) -> int:
         return self.memory.bucket.numel
 
     def take(self, held: Held) -> None:
         if self.temporary is not None:  # else it stays where autograd has put it
-            _move(held, self.sent(held))
+            _move(held, self.sent(held), add=held.name in self.moved)
+            self.moved.add(held.name)
 
     def sent(self, held: Held) -> Tensor:
         assert self.temporary is not None
@@ -118,8 +127,8 @@ class Scattered(Entry):
         assert self.temporary is not None
         for held in self.memory.held:
             if held.parameter.grad is not None:
-                _move(held, self.sent(held))
-            elif held.name not in self.arrived:
+                _move(held, self.sent(held), add=held.name in self.moved)
+            elif held.name not in self.moved:
                 self.sent(held).zero_()
         return self._added(self.temporary, last)
 
@@ -236,13 +245,14 @@ class Reduction:
         entry.temporary = self._pool.take(entry.borrowed_numel, entry.buffer.plan.formats.reduce)
 
 
-def _move(held: Held, target: Tensor) -> None:
-    """The gradient of the parameter into `target`, flat."""
+def _move(held: Held, target: Tensor, *, add: bool) -> None:
+    """The gradient of the parameter into `target`, flat; `add`: to what is there."""
     gradient = held.parameter.grad
     if isinstance(gradient, DTensor):
         assert isinstance(held.parameter, DTensor)
         # A sum that tensor parallelism has left open is completed; as autograd does where it adds to what is there.
         gradient = gradient.redistribute(placements=held.parameter.placements).to_local()
     assert gradient is not None
-    target.copy_(gradient.detach().reshape(-1))
+    flat = gradient.detach().reshape(-1)
+    target.add_(flat) if add else target.copy_(flat)
     held.parameter.grad = None

@@ -72,6 +72,30 @@ def test_gradients_that_no_hook_reports_are_summed_at_the_end(engine: str) -> No
     close(run_ranks(_by_hand, 2, text, False)[0], run_ranks(_by_hand, 2, text, True)[0])
 
 
+def _late_and_early(rank: int, world: int, text: str) -> Gradients:
+    """A bucket that waits for an unused parameter gets more of one that has arrived, past the hooks."""
+    model, engine, batches = build(text, world)
+    net = model.parts[0]
+    net.layers["0"].forward = lambda x, shared: x
+    engine.begin_microbatch(last=True)
+    (net(*model._split.local_part(next(batches)))[0] / 100.0).backward()
+    more = torch.ones_like(net.norm.weight)
+    if net.norm.weight.grad is None:
+        net.norm.weight.grad = more
+    else:
+        net.norm.weight.grad += more
+    engine.finish_gradient_sync()
+    return gradients(model)
+
+
+def test_what_comes_past_the_hooks_adds_to_what_they_have_reported() -> None:
+    expected, found = (
+        run_ranks(_late_and_early, 2, engine_config(engine, "bucket_size = 0"))[0]
+        for engine in ("zero1", "zero2")
+    )
+    close(found, expected)
+
+
 def _unused(rank: int, world: int, text: str) -> tuple[Gradients, int]:
     """Rank 0 leaves the first block out, rank 1 uses everything."""
     model, engine, batches = build(text, world)
