@@ -6,6 +6,7 @@ a digest of itself and has one spelling only, so a flipped bit in any byte of it
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -21,8 +22,21 @@ FORMAT = 1
 _BLOCK, _AHEAD = 1 << 20, 1 << 25
 
 
+# Of a file that is gone or broken. Any other error is its file system's, or of who may read it, and says nothing of the file.
+_OF_FILES = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO}
+
+
 class Damaged(Exception):
     """A checkpoint is not what was saved; the message names the file and what is wrong with it."""
+
+
+class Unreachable(Damaged):
+    """Nobody can say whether a checkpoint is what was saved: its files cannot be read now, as on a mount that is away."""
+
+
+def _unreadable(name: str, error: OSError) -> Damaged:
+    kind = Damaged if error.errno in _OF_FILES else Unreachable
+    return kind(f"{name} cannot be read: {error.strerror}")
 
 
 def entry(path: Path) -> dict[str, Any]:
@@ -64,9 +78,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         text = (folder / MANIFEST).read_text("utf-8")
         manifest = json.loads(text)
         body = {key: value for key, value in manifest.items() if key != "digest"}
-    except (OSError, ValueError, AttributeError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise Damaged(f"{MANIFEST} cannot be read: {why}") from error
+    except OSError as error:
+        raise _unreadable(MANIFEST, error) from error
+    except (ValueError, AttributeError) as error:
+        raise Damaged(f"{MANIFEST} cannot be read: {error}") from error
     if text != _spell(body):
         raise Damaged(f"{MANIFEST} does not match its own digest")
     for name in manifest.get("files", {}):
@@ -93,19 +108,22 @@ def check_sizes(folder: Path, manifest: dict[str, Any]) -> None:
         try:
             size = (folder / name).stat().st_size
         except OSError as error:
-            raise Damaged(f"{name} cannot be read: {error.strerror}") from error
+            raise _unreadable(name, error) from error
         if size != expected["size"]:
             raise Damaged(f"{name} has {size} bytes instead of {expected['size']}")
 
 
 def find_changed(folder: Path, files: dict[str, dict[str, Any]]) -> list[str]:
-    """One sentence for each of these files whose content is not what was saved; reads them whole."""
+    """One sentence for each of these files whose content is not what was saved; reads them whole. Raises `Unreachable`."""
     problems = []
     for name, expected in files.items():
         try:
             actual = entry(folder / name)
         except OSError as error:
-            problems.append(f"{name} cannot be read: {error.strerror}")
+            problem = _unreadable(name, error)
+            if isinstance(problem, Unreachable):
+                raise problem from error
+            problems.append(str(problem))
             continue
         if actual != expected:
             problems.append(f"{name} has a wrong checksum")

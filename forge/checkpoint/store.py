@@ -21,6 +21,7 @@ from forge.checkpoint.commit import Contents, write_checkpoint
 from forge.checkpoint.manifest import (
     FORMAT,
     Damaged,
+    Unreachable,
     check_sizes,
     find_changed,
     is_tensors,
@@ -135,7 +136,8 @@ class Checkpoints:
         """The newest step, of those up to `at_most`, whose checkpoint is complete and as it was saved; None when there
         is none.
 
-        A damaged one is renamed `.damaged-step-n`, loudly, and the next older is tried; see `fallbacks`.
+        A damaged one is renamed `.damaged-step-n`, loudly, and the next older is tried; see `fallbacks`. One that any
+        rank cannot reach is not called damaged: `UserError` with exit code 77, and nothing is renamed.
         Without `verify` the tensors' files are compared by name and size only. `UserError` with exit code 77
         when all of the folder, without `at_most`, are damaged.
         """
@@ -161,7 +163,7 @@ class Checkpoints:
         return None
 
     def verify(self, path: Path, contents: bool = True) -> str | None:
-        """What is wrong with the checkpoint at `path`; None when it is as it was saved.
+        """What is wrong with the checkpoint at `path`; None when it is as it was saved. `RanksFailed` if nobody can say.
 
         Sizes first; then every rank hashes a share of the files, of those with tensors only if `contents`.
         """
@@ -255,6 +257,8 @@ def _read_and_measure(path: Path) -> tuple[dict[str, Any], str | None]:
         manifest = read_manifest(path)
         if manifest["format"] == FORMAT:
             check_sizes(path, manifest)
+    except Unreachable:
+        raise
     except Damaged as error:
         return {}, str(error)
     return manifest, None

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from forge.checkpoint import Checkpoints, find_checkpoint, load, read_config, read_state
+from forge.checkpoint.team import RanksFailed
 from forge.config import Config, difference, parse_toml_text
 from forge.errors import NO_CHECKPOINT, UserError
 from forge.optim import AdamW
@@ -66,7 +67,10 @@ def find_origin(config: Config, checkpoints: Checkpoints) -> Origin | None:
 
 
 def _require_sound(path: Path, checkpoints: Checkpoints, key: str, verify: bool) -> None:
-    problem = checkpoints.verify(path, contents=verify)
+    try:
+        problem = checkpoints.verify(path, contents=verify)
+    except RanksFailed as error:
+        problem = str(error)
     if problem is None:
         return
     if (path / "config.json").is_file():

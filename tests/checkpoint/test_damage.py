@@ -1,5 +1,6 @@
 """Damage is found, named and passed over; nothing in a checkpoint can run code."""
 
+import errno
 import os
 import pickle
 import shutil
@@ -106,6 +107,31 @@ def test_s1_without_a_usable_checkpoint_the_run_ends_and_does_not_begin_anew(dam
         damage(folder / f"step-{step:08d}" / name)
     one, other = run_ranks(no_checkpoint, 2, str(folder))
     assert one == other and "damaged" in one and "\n" not in one
+
+
+def out_of_reach(rank: int, world: int, folder: str, name: str, function: str) -> str:
+    real = getattr(Path, function)
+
+    def refuse(self, *arguments, **named):
+        if self.name == name:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real(self, *arguments, **named)
+
+    setattr(Path, function, refuse)
+    with pytest.raises(UserError) as error:
+        Checkpoints(Path(folder)).latest()
+    assert error.value.exit_code == NO_CHECKPOINT
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("name", "function"), [(MANIFEST, "read_text"), ("__1_0.distcp", "open")])
+def test_s1_a_checkpoint_that_cannot_be_reached_is_not_called_damaged(name, function, saved, tmp_path):
+    """A mount that is away for a moment must not cost all checkpoints."""
+    folder = Path(shutil.copytree(saved, tmp_path / "checkpoints"))
+    before = names(folder)
+    one, other = run_ranks(out_of_reach, 2, str(folder), name, function)
+    assert one == other and f"{name} cannot be read: Stale file handle" in one and "can be used" in one
+    assert names(folder) == before
 
 
 def sizes_only(rank: int, world: int, folder: str) -> None:
