@@ -72,8 +72,9 @@ def _resolve_dp_shard(parallel: Parallel, world: int) -> int:
     equation = f"{' * '.join(names)} = {' * '.join(map(str, degrees))} = {product}"
     others = product if rest else product // parallel.dp_shard
     if rest and world % product:
+        processes = "1 process is" if world == 1 else f"{world} processes are"
         raise UserError(
-            f"parallel.dp_shard = -1: {world} processes are not a multiple of {equation}; "
+            f"parallel.dp_shard = -1: {processes} not a multiple of {equation}; "
             f"start {multiples(world, product)} processes, or change a degree"
         )
     if not rest and product != world:

@@ -42,6 +42,7 @@ def test_degrees_that_do_not_divide_the_world_are_told_with_numbers() -> None:
     text = refusal(8, parallel={"dp_replicate": 3})
     assert "8 processes are not a multiple of pp * dp_replicate * cp * tp = 1 * 3 * 1 * 1 = 3" in text
     assert "start 6 or 9 processes" in text
+    assert "-1: 1 process is not a multiple of" in refusal(1, parallel={"tp": 2})
 
 
 def test_degrees_whose_product_is_not_the_world_are_told_with_numbers() -> None:
