@@ -52,3 +52,18 @@ def test_experts_train_under_zero1(tmp_path) -> None:
     run = Run(tmp_path, *options)
     assert run(world=2) == 0
     assert run.losses()[-1] < run.losses()[0] - 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["debug.toml", "moe_debug.toml"])
+def test_a_shipped_config_trains_under_each_engine_on_one_curve(config: str, tmp_path) -> None:
+    def losses(engine: str) -> list[float]:
+        run = Run(tmp_path / engine, f"--parallel.data_parallel={engine}", "--optimizer.lr=1e-2")
+        run._options = [option.replace("=debug.toml", f"={config}") for option in run._options]
+        assert run(world=2) == 0
+        return run.losses()
+
+    expected = losses("fsdp2")
+    assert expected[-1] < expected[0] - 0.1
+    for engine in ENGINES:
+        assert losses(engine) == pytest.approx(expected, rel=1e-4), engine
