@@ -16,7 +16,7 @@ from forge.checkpoint.hf.tensors import Weight, weights_of
 from forge.checkpoint.loading import TensorReader, read_config
 from forge.checkpoint.manifest import FORMAT, Damaged, check_sizes, find_changed, read_manifest
 from forge.config import parse_toml_text
-from forge.errors import UserError
+from forge.errors import NO_CHECKPOINT, UserError
 from forge.files import replace_atomically, sync_folder
 
 SHARD_BYTES = 5_000_000_000
@@ -40,8 +40,8 @@ def export_weights(
     shard_bytes: size limit of a file, unless one tensor is larger. Memory: one tensor of forge (a layer's fused experts,
     or the embedding) up to three times: itself, the piece that a rank saved of it, and a copy in another dtype.
 
-    Raises UserError (exit 2) where the checkpoint is damaged, or transformers has no class for its model; OSError where
-    `output` cannot be written. After any error `output` is not there.
+    Raises UserError where the checkpoint is damaged (exit 77), or transformers has no class for its model (exit 2); OSError
+    where `output` cannot be written. After any error `output` is not there.
     """
     _verify(checkpoint, tell)
     config = parse_toml_text(read_config(checkpoint), str(checkpoint / "config.toml"))
@@ -76,7 +76,8 @@ def _verify(checkpoint: Path, tell: Tell) -> None:
     try:
         manifest = read_manifest(checkpoint)
         if manifest["format"] != FORMAT:
-            raise UserError(f"{checkpoint}: has format {manifest['format']}; this forge reads {FORMAT}")
+            text = f"{checkpoint}: has format {manifest['format']}; this forge reads {FORMAT}"
+            raise UserError(text, NO_CHECKPOINT)
         check_sizes(checkpoint, manifest)
         done, total = 0, sum(entry["size"] for entry in manifest["files"].values())
         for name, entry in manifest["files"].items():
@@ -85,7 +86,7 @@ def _verify(checkpoint: Path, tell: Tell) -> None:
             done += entry["size"]
             tell("verifying", done, total)
     except Damaged as error:
-        raise UserError(f"{checkpoint}: is damaged: {error}") from None
+        raise UserError(f"{checkpoint}: is damaged: {error}", NO_CHECKPOINT) from None
 
 
 def _plan(

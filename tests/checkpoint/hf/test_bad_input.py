@@ -31,10 +31,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def refusal(direction: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """What convert.py says, in one line; it must say it with exit code 2 and leave nothing."""
+def refusal(
+    direction: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], code: int = 2
+) -> str:
+    """What convert.py says, in one line; it must say it with that exit code and leave nothing."""
     before = sorted(path.name for path in tmp_path.iterdir())
-    assert main([direction, "--input", str(source), "--output", str(tmp_path / "out")]) == 2
+    assert main([direction, "--input", str(source), "--output", str(tmp_path / "out")]) == code
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1, said
@@ -227,10 +229,10 @@ def test_a_damaged_checkpoint_is_refused_by_name(file: str, folders: Path, tmp_p
     content = bytearray((folder / file).read_bytes())
     content[len(content) // 2] ^= 1
     (folder / file).write_bytes(content)
-    said = refusal("to-hf", folder, tmp_path, capsys)
+    said = refusal("to-hf", folder, tmp_path, capsys, code=77)
     assert file in said and "is damaged" in said, said
     os.truncate(folder / file, 10)
-    assert file in refusal("to-hf", folder, tmp_path, capsys)
+    assert file in refusal("to-hf", folder, tmp_path, capsys, code=77)
 
 
 def test_what_is_no_checkpoint_and_no_run_is_refused(tmp_path: Path, capsys) -> None:
