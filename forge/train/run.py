@@ -66,21 +66,22 @@ def _run_in(directory: RunDirectory, config: Config, degrees: Degrees, world: Wo
         alarm=last_words.alarm,
         alarm_s=1.0 if world.size <= 64 else 5.0,
     )
-    try:
-        with StopSignals(speak=world.rank == 0) as signals, watchdog, memory.explaining(config, degrees):
-            phases.listen(watchdog.enter)
-            launched = time.monotonic() - process_age_s(world.first_process)
-            stopped = _train(
-                Job(config, degrees, world, directory, reporter, signals, memory, phases, launched)
-            )
-            # While signals are still taken: one more would end the process before status.json says that all is saved.
-            return _tell_end(reporter, world, stopped)
-    except UserError as error:
-        last_words.of_user_error(error, phases)
-        raise
-    except BaseException as error:
-        last_words.of_error(error, phases)
-        raise
+    # Signals are taken until all is told: torchrun sends one to rank 0 as soon as another rank has left or died.
+    with StopSignals(speak=world.rank == 0) as signals:
+        try:
+            with watchdog, memory.explaining(config, degrees):
+                phases.listen(watchdog.enter)
+                launched = time.monotonic() - process_age_s(world.first_process)
+                stopped = _train(
+                    Job(config, degrees, world, directory, reporter, signals, memory, phases, launched)
+                )
+                return _tell_end(reporter, world, stopped)
+        except UserError as error:
+            last_words.of_user_error(error, phases)
+            raise
+        except BaseException as error:
+            last_words.of_error(error, phases)
+            raise
 
 
 def _tell_end(reporter: Reporter, world: World, stopped: str | None) -> int:

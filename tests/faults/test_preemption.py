@@ -72,6 +72,14 @@ def test_p4_a_signal_after_the_save_does_not_keep_the_status_from_saying_stopped
     assert_stopped_in_good_order(run)
 
 
+def test_k1_a_signal_in_the_last_words_does_not_cut_them_short(tmp_path) -> None:
+    """As from torchrun, which ends the other ranks when one has died."""
+    run = Run(tmp_path)
+    patch = "tests.faults.test_preemption:signal_before_the_last_status"
+    assert run.start(world=2, patch=patch, fault="step:5:1:raise").join() == [1, 1]
+    assert run.status()["state"] == "failed" and "rank 1: step of step 5" in run.status()["reason"]
+
+
 def signal_before_the_last_status() -> None:
     from forge.train.report import Reporter
 
