@@ -81,7 +81,7 @@ def test_learning_is_a_loss_that_fell(losses):
 
 
 def test_the_gpu_benchmark_at_toy_size(tmp_path):
-    code, found = run(tmp_path, "gpu", "--tiny", *FAST, "--only", "eager")
+    code, found = run(tmp_path, "gpu", "--tiny", *FAST, "--only", "eager", "--minutes", "600")
     rows = found["results"]["rows"]
     assert code == 0 and [row["name"] for row in rows] == [
         "1b A, eager",
