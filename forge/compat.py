@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch._functorch.config
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
@@ -149,6 +150,13 @@ class _Same(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
         return grad
+
+
+def weigh_meshes_as_nothing() -> None:
+    """Let the compiler weigh what a backward may keep where meshes of tensor parallelism are among it: 2.13 refuses to."""
+    key = "unsafe_treat_script_objects_as_zero_size"
+    if hasattr(torch._functorch.config, key):
+        setattr(torch._functorch.config, key, True)
 
 
 def raise_timeouts(seconds: float) -> None:

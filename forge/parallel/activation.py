@@ -26,6 +26,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from forge import compat
 from forge.config import Config
 from forge.errors import UserError, did_you_mean
 from forge.model import MoE, Transformer
@@ -74,6 +75,8 @@ def apply_activation(model: Transformer, config: Config, meshes: Meshes) -> None
     torch._functorch.config.activation_memory_budget = (
         chosen.memory_budget if chosen.mode == "memory_budget" else 1.0
     )
+    if chosen.mode == "memory_budget":
+        compat.weigh_meshes_as_nothing()
     if chosen.mode not in ("full", "selective"):
         return
     context = selective_context if chosen.mode == "selective" else None

@@ -69,6 +69,11 @@ def test_compile_with_activation_checkpointing(mode: str) -> None:
     check(2, COMPILE + recompute(mode), micro=2)
 
 
+@pytest.mark.parametrize("pieces", ["true", pytest.param("false", marks=SLOW)])
+def test_a_memory_budget_under_tensor_parallelism(pieces: str) -> None:
+    check(2, COMPILE + recompute("memory_budget"), parallel=f"tp = 2\nsequence_parallel = {pieces}", micro=4)
+
+
 def float8(kind: str, extra: str = "", **options) -> str:
     """Twice as wide as others: 16 has to divide each rank's part of every matrix."""
     text = tiny_config(**options).replace("dim = 32", "dim = 64").replace("ffn_dim = 48", "ffn_dim = 96")
