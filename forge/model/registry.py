@@ -6,6 +6,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+
 from forge.config.model import ModelConfig
 from forge.errors import UserError, did_you_mean
 from forge.model.transformer import Transformer
@@ -33,4 +35,6 @@ def build_model(config: ModelConfig, seq_len: int, **parts: Any) -> Any:
         builder = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise UserError(f'model.kind = "{kind}" cannot be imported: {error}') from error
+    if not (isinstance(builder, type) and issubclass(builder, nn.Module)):
+        raise UserError(f'model.kind = "{kind}" is no class of modules; name a subclass of torch.nn.Module')
     return builder(config, seq_len, **parts)

@@ -39,22 +39,41 @@ class World:
 
 
 def read_world(environment: Mapping[str, str] = os.environ) -> World:
-    """What the launcher says in the environment: torchrun's variables, else those of an srun step, else one process."""
+    """What the launcher says in the environment: torchrun's variables, else those of an srun step, else one process.
+
+    Raises UserError for a variable that is missing or no number.
+    """
+
+    def number(name: str, default: int | None = None) -> int:
+        text = environment.get(name, default)
+        try:
+            return int(text)  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            said = "is missing" if text is None else f"= {text} is no whole number"
+            raise UserError(
+                f"{name} {said} in the environment, which others of a launcher are in: start under torchrun or srun, or "
+                f"unset RANK, WORLD_SIZE and SLURM_STEP_NUM_TASKS for one process"
+            ) from None
+
     if "RANK" in environment and "WORLD_SIZE" in environment:
-        restarts = int(environment.get("TORCHELASTIC_MAX_RESTARTS", 0))
-        used = int(environment.get("TORCHELASTIC_RESTART_COUNT", 0))
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if name not in environment:
+                raise UserError(
+                    f"RANK and WORLD_SIZE are in the environment, but {name}, where the ranks meet, is not: start under "
+                    f"torchrun or srun, set it, or unset RANK and WORLD_SIZE for one process"
+                )
         return World(
-            rank=int(environment["RANK"]),
-            size=int(environment["WORLD_SIZE"]),
-            local_rank=int(environment.get("LOCAL_RANK", 0)),
+            rank=number("RANK"),
+            size=number("WORLD_SIZE"),
+            local_rank=number("LOCAL_RANK", 0),
             launcher="torchrun",
-            restarts_left=restarts - used,
+            restarts_left=number("TORCHELASTIC_MAX_RESTARTS", 0) - number("TORCHELASTIC_RESTART_COUNT", 0),
         )
-    if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+    if number("SLURM_STEP_NUM_TASKS", 1) > 1:
         return World(
-            rank=int(environment["SLURM_PROCID"]),
-            size=int(environment["SLURM_STEP_NUM_TASKS"]),
-            local_rank=int(environment["SLURM_LOCALID"]),
+            rank=number("SLURM_PROCID"),
+            size=number("SLURM_STEP_NUM_TASKS"),
+            local_rank=number("SLURM_LOCALID"),
             launcher="srun",
         )
     return World(rank=0, size=1, local_rank=0, launcher="python")

@@ -19,7 +19,11 @@ log = logging.getLogger(__name__)
 
 def main(argv: list[str]) -> int:
     """Run train.py's command line `argv` (without the program's name) and return the process's exit code."""
-    world = read_world()
+    try:
+        world = read_world()
+    except UserError as error:
+        print(f"forge: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
     try:
         command = parse_command_line(argv)
         if command.action == "help":
@@ -40,7 +44,7 @@ def main(argv: list[str]) -> int:
         else:
             # torchrun kills the other workers when the first one ends; rank 0 must have spoken by then. On a busy machine
             # ranks that have not met yet are seconds apart.
-            time.sleep(2 if dist.is_initialized() else 10)
+            time.sleep(2 if dist.is_initialized() else 5)
         return error.exit_code
     except Exception:
         log.exception("rank %d failed", world.rank)

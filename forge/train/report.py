@@ -8,6 +8,7 @@ import socket
 import time
 from typing import Any, Literal
 
+from forge.errors import BAD_CONFIG
 from forge.files import replace_atomically
 from forge.observe.events import EventLog, utc_now
 from forge.observe.goodput import Ledger, read_past
@@ -51,7 +52,8 @@ class Reporter:
         """The run ends, for `reason`."""
         if self.ledger is not None:
             self.ledger.write()
-            log.info("%s", self.ledger.table())
+            if exit_code != BAD_CONFIG:
+                log.info("%s", self.ledger.table())
         self.event(state, step=self.step, reason=reason, exit_code=exit_code)
         self._write_status(state, reason, exit_code)
 

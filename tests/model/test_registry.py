@@ -31,3 +31,9 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
 def test_an_import_path_that_leads_nowhere_is_a_user_error(kind: str) -> None:
     with pytest.raises(UserError, match="cannot be imported"):
         build_model(small_config(kind=kind), 8)
+
+
+@pytest.mark.parametrize("kind", ["json:dumps", "forge.model:build_model", "pathlib:Path"])
+def test_an_import_path_of_something_else_is_a_user_error(kind: str) -> None:
+    with pytest.raises(UserError, match=f'"{kind}" is no class of modules'):
+        build_model(small_config(kind=kind), 8)
