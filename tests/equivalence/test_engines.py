@@ -248,19 +248,29 @@ COMPILE = '[compile]\nenabled = true\nbackend = "aot_eager_decomp_partition"\n'
 PINS = '[precision]\nfp32_modules = ["layers.*.attention_norm", "head"]\n'
 
 
-@pytest.mark.parametrize("engine", ["ddp", "zero1", "zero2"])
-@pytest.mark.parametrize(
-    ("world", "keys", "extra"),
-    [
-        (4, "tp = 2\ncp = 2", RECOMPUTE.format("full")),
+# Each with the engines with which it is tested when time is short.
+FEATURES = [
+    ((4, "tp = 2\ncp = 2", RECOMPUTE.format("full")), ["zero2"]),
+    (
         (4, "tp = 2\nsequence_parallel = false\nloss_parallel = false", RECOMPUTE.format("selective")),
-        (2, "cp = 2", ""),
-        (2, "", RECOMPUTE.format("selective") + COMPILE),
-        (2, "tp = 2", COMPILE),
-        (3, "", ""),
+        ["zero1"],
+    ),
+    ((2, "cp = 2", ""), ["ddp", "zero1"]),
+    ((2, "", RECOMPUTE.format("selective") + COMPILE), ["zero2"]),
+    ((2, "tp = 2", COMPILE), ["zero1"]),
+    ((3, "", ""), ["ddp", "zero1", "zero2"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("world", "keys", "extra", "engine"),
+    [
+        pytest.param(*feature, engine, marks=() if engine in quick else pytest.mark.slow)
+        for feature, quick in FEATURES
+        for engine in ("ddp", "zero1", "zero2")
     ],
 )
-def test_with_other_features(engine: str, world: int, keys: str, extra: str) -> None:
+def test_with_other_features(world: int, keys: str, extra: str, engine: str) -> None:
     text = tiny_config(parallel=f'data_parallel = "{engine}"\n{keys}{SMALL}', model=MODELS["tied"]) + extra
     batch = "global_batch_size = 8"
     if world == 3:

@@ -22,6 +22,7 @@ def test_h1_a_rank_that_sleeps_for_ever_ends_the_run_with_the_stacks_of_all(tmp_
     assert [event["step"] for event in run.events() if event["event"] == "watchdog"] == [5]
 
 
+@pytest.mark.slow
 def test_h1_the_same_command_goes_on_after_the_watchdog_as_if_nothing_had_been(tmp_path) -> None:
     whole, hung = Run(tmp_path / "whole"), Run(tmp_path / "hung")
     assert whole() == 0
