@@ -152,11 +152,16 @@ class _Same(torch.autograd.Function):
         return grad
 
 
-def weigh_meshes_as_nothing() -> None:
-    """Let the compiler weigh what a backward may keep where meshes of tensor parallelism are among it: 2.13 refuses to."""
+def weigh_meshes_as_nothing() -> bool:
+    """Let the compiler weigh what a backward may keep where meshes of tensor parallelism are among it, as from 2.12 on.
+
+    2.13 has to be told so. False under 2.12, which always refuses.
+    """
     key = "unsafe_treat_script_objects_as_zero_size"
     if hasattr(torch._functorch.config, key):
         setattr(torch._functorch.config, key, True)
+        return True
+    return not torch.__version__.startswith("2.12.")
 
 
 def raise_timeouts(seconds: float) -> None:

@@ -67,7 +67,7 @@ SCALES = ("aten.max", "aten.amax")
 def apply_activation(model: Transformer, config: Config, meshes: Meshes) -> None:
     """Make the blocks of `model` recompute as `config.activation_checkpoint` says, in place.
 
-    Raises UserError if a name in `modules` is no child of any block.
+    Raises UserError if a name in `modules` is no child of any block, or for what this PyTorch cannot do.
     """
     take_step(model, "activation")
     chosen = config.activation_checkpoint
@@ -75,8 +75,12 @@ def apply_activation(model: Transformer, config: Config, meshes: Meshes) -> None
     torch._functorch.config.activation_memory_budget = (
         chosen.memory_budget if chosen.mode == "memory_budget" else 1.0
     )
-    if chosen.mode == "memory_budget":
-        compat.weigh_meshes_as_nothing()
+    if chosen.mode == "memory_budget" and not compat.weigh_meshes_as_nothing() and config.parallel.tp > 1:
+        raise UserError(
+            'activation_checkpoint.mode = "memory_budget" does not work with '
+            f"parallel.tp = {config.parallel.tp} under PyTorch {torch.__version__}; "
+            'use "selective", or another version'
+        )
     if chosen.mode not in ("full", "selective"):
         return
     context = selective_context if chosen.mode == "selective" else None

@@ -8,6 +8,7 @@ of a value; only where that crosses the border between two float8 numbers would 
 import functools
 
 import pytest
+import torch
 
 from tests.equivalence.compare import Trace, assert_equal, layout, reference, tiny_config
 
@@ -69,6 +70,9 @@ def test_compile_with_activation_checkpointing(mode: str) -> None:
     check(2, COMPILE + recompute(mode), micro=2)
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.12."), reason="refused: this compiler cannot weigh meshes"
+)
 @pytest.mark.parametrize("pieces", ["true", pytest.param("false", marks=SLOW)])
 def test_a_memory_budget_under_tensor_parallelism(pieces: str) -> None:
     check(2, COMPILE + recompute("memory_budget"), parallel=f"tp = 2\nsequence_parallel = {pieces}", micro=4)

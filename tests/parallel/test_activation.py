@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from forge import compat
 from forge.config import parse_toml_text
 from forge.errors import UserError
 from forge.model import Transformer
@@ -132,3 +133,15 @@ def test_a_module_that_is_no_part_of_a_block_is_refused_with_the_nearest() -> No
 
 def test_modules_are_not_looked_at_where_nothing_is_recomputed() -> None:
     build('mode = "none"\nmodules = ["atention"]')
+
+
+def test_a_budget_that_this_pytorch_cannot_keep_is_refused_before_the_first_step(monkeypatch) -> None:
+    monkeypatch.setattr(compat, "weigh_meshes_as_nothing", lambda: False)
+    text = (
+        tiny_config(parallel="tp = 2")
+        + '[activation_checkpoint]\nmode = "memory_budget"\n[compile]\nenabled = true\n'
+    )
+    config = parse_toml_text(text)
+    with pytest.raises(UserError, match=r"memory_budget.* does not work with parallel.tp = 2"):
+        apply_activation(build_meta_model(config), config, None)
+    torch._functorch.config.activation_memory_budget = 1.0
