@@ -29,7 +29,7 @@ from torch.utils.checkpoint import (
 from forge import compat
 from forge.config import Config
 from forge.errors import UserError, did_you_mean
-from forge.model import MoE, Transformer
+from forge.model import Transformer
 from forge.parallel.mesh import Meshes
 from forge.parallel.order import take_step
 from forge.parallel.precision import judges_names
@@ -94,9 +94,11 @@ def apply_activation(model: Transformer, config: Config, meshes: Meshes) -> None
         blocks = [
             child for block in blocks for name, child in block.named_children() if name in chosen.modules
         ]
+    # A mixture's blocks by halves, also those without experts: the compiler of PyTorch 2.11 drops the second half of a block
+    # that is wrapped otherwise than the next.
+    halves = context is not None and config.model.moe is not None and not chosen.modules
     for module in blocks:
-        mixed = isinstance(getattr(module, "feed_forward", None), MoE)
-        for method in ("attend", "feed") if mixed and context is not None else ("forward",):
+        for method in ("attend", "feed") if halves else ("forward",):
             recompute(module, context, method)
 
 
