@@ -71,16 +71,16 @@ def apply_activation(model: Transformer, config: Config, meshes: Meshes) -> None
     """
     take_step(model, "activation")
     chosen = config.activation_checkpoint
-    # Share of activations that the compiler may keep. A global of PyTorch, read when a block is compiled.
-    torch._functorch.config.activation_memory_budget = (
-        chosen.memory_budget if chosen.mode == "memory_budget" else 1.0
-    )
     if chosen.mode == "memory_budget" and not compat.weigh_meshes_as_nothing() and config.parallel.tp > 1:
         raise UserError(
             'activation_checkpoint.mode = "memory_budget" does not work with '
             f"parallel.tp = {config.parallel.tp} under PyTorch {torch.__version__}; "
             'use "selective", or another version'
         )
+    # Share of activations that the compiler may keep. A global of PyTorch, read when a block is compiled.
+    torch._functorch.config.activation_memory_budget = (
+        chosen.memory_budget if chosen.mode == "memory_budget" else 1.0
+    )
     if chosen.mode not in ("full", "selective"):
         return
     context = selective_context if chosen.mode == "selective" else None

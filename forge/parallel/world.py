@@ -44,12 +44,12 @@ def read_world(environment: Mapping[str, str] = os.environ) -> World:
     Raises UserError for a variable that is missing or no number.
     """
 
-    def number(name: str, default: int | None = None) -> int:
+    def number(name: str, default: str = "") -> int:
         text = environment.get(name, default)
         try:
-            return int(text)  # type: ignore[arg-type]
-        except (TypeError, ValueError):
-            said = "is missing" if text is None else f"= {text} is no whole number"
+            return int(text)
+        except ValueError:
+            said = f"= {text} is no whole number" if text else "is missing"
             raise UserError(
                 f"{name} {said} in the environment, which others of a launcher are in: start under torchrun or srun, or "
                 f"unset RANK, WORLD_SIZE and SLURM_STEP_NUM_TASKS for one process"
@@ -65,11 +65,12 @@ def read_world(environment: Mapping[str, str] = os.environ) -> World:
         return World(
             rank=number("RANK"),
             size=number("WORLD_SIZE"),
-            local_rank=number("LOCAL_RANK", 0),
+            local_rank=number("LOCAL_RANK", "0"),
             launcher="torchrun",
-            restarts_left=number("TORCHELASTIC_MAX_RESTARTS", 0) - number("TORCHELASTIC_RESTART_COUNT", 0),
+            restarts_left=number("TORCHELASTIC_MAX_RESTARTS", "0")
+            - number("TORCHELASTIC_RESTART_COUNT", "0"),
         )
-    if number("SLURM_STEP_NUM_TASKS", 1) > 1:
+    if number("SLURM_STEP_NUM_TASKS", "1") > 1:
         return World(
             rank=number("SLURM_PROCID"),
             size=number("SLURM_STEP_NUM_TASKS"),

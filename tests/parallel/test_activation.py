@@ -144,4 +144,3 @@ def test_a_budget_that_this_pytorch_cannot_keep_is_refused_before_the_first_step
     config = parse_toml_text(text)
     with pytest.raises(UserError, match=r"memory_budget.* does not work with parallel.tp = 2"):
         apply_activation(build_meta_model(config), config, None)
-    torch._functorch.config.activation_memory_budget = 1.0
