@@ -41,14 +41,14 @@ from benchmarks.measure import (
 from forge.config import Config, check_world
 from forge.data.build import build_dataset
 from forge.data.loader import Loader
+from forge.distributed import join, read_world
 from forge.errors import FAILED, UserError
 from forge.optim import build_optimizer
 from forge.parallel.build import build_parallel_model
 from forge.parallel.gradients import clip_gradients, report_gradients
 from forge.parallel.mesh import make_meshes
-from forge.parallel.world import join, read_world
 from scripts.options import exit_code_of, positive
-from tests.collectives import collectives_of
+from tests.support.collectives import collectives_of
 
 ENGINES = ("fsdp2", "zero2", "zero1", "ddp")
 MIB = 2**20

@@ -19,6 +19,7 @@ from forge.checkpoint import Checkpoints
 from forge.config import Config, check_world, load_config
 from forge.data.build import build_dataset
 from forge.data.loader import Batch, Loader
+from forge.distributed import World, join
 from forge.model import IGNORE
 from forge.observe.hardware import peak_flops
 from forge.observe.memory_report import MemoryReport
@@ -26,7 +27,6 @@ from forge.observe.run_directory import RunDirectory
 from forge.parallel.build import build_meta_model
 from forge.parallel.fsdp import DTYPES
 from forge.parallel.initialize import initialize
-from forge.parallel.world import World, join
 from forge.resilience.signals import StopSignals
 from forge.shard import Box, Shard
 from forge.train.assemble import Job, assemble, build, open_inputs

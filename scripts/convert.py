@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 
 import torch
 
-from forge.data.progress import ProgressLine
-from forge.train.convert import from_hugging_face, to_hugging_face
+from forge.hf.convert import from_hugging_face, to_hugging_face
+from forge.observe.progress_line import ProgressLine
 from scripts.options import exit_code_of, number
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}

@@ -20,13 +20,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 
 from forge.data.format import TokenDataset
 from forge.data.permutation import key_of
-from forge.data.progress import ProgressLine
 from forge.data.raw import DTYPES
 from forge.data.sources import SYNTHETIC, Source, open_source
 from forge.errors import UserError
+from forge.inference.measure import Measured, measure
+from forge.inference.open import Opened
 from forge.observe.json_lines import encode
-from forge.train.measure import Measured, measure
-from forge.train.open import Opened
+from forge.observe.progress_line import ProgressLine
 from scripts.model import add_model_options, open_model
 from scripts.options import count, exit_code_of, positive
 
@@ -122,7 +122,7 @@ def _print_object(fields: dict[str, Any]) -> None:
 def _tasks() -> Any:
     """The module that runs them."""
     try:
-        from forge.train import tasks
+        from forge.inference import tasks
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("lm_eval"):
             raise

@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 
 from forge.data.tokenizer import Tokenizer, load_tokenizer
 from forge.errors import FAILED, UserError
-from forge.generate import CachedScores, NextScores, Sampling, TextStream, generate, recomputed
-from forge.train.open import Opened
+from forge.inference import CachedScores, NextScores, Sampling, TextStream, generate, recomputed
+from forge.inference.open import Opened
 from scripts.model import add_model_options, open_model
 from scripts.options import count, exit_code_of, number, positive
 

@@ -17,10 +17,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 
 from forge.config import Config, load_config
 from forge.data.build import build_dataset, build_tokenizer
-from forge.data.inspect import Sample, samples_of_step
 from forge.data.passed_over import Ranges, merge
 from forge.errors import UserError
 from forge.observe.run_directory import RunDirectory
+from forge.prepare.inspect import Sample, samples_of_step
 from scripts.options import exit_code_of
 
 

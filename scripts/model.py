@@ -9,8 +9,8 @@ import torch
 
 from forge import compat
 from forge.errors import UserError
+from forge.inference.open import Opened, open_checkpoint
 from forge.parallel.precision import DTYPES
-from forge.train.open import Opened, open_checkpoint
 from scripts.options import positive
 
 

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable
 from typing import TypeVar
 
-from forge.data.corpus import EXTENSIONS
 from forge.errors import FAILED, FINISHED, STOPPED, UserError
+from forge.prepare.corpus import EXTENSIONS
 
 Number = TypeVar("Number", int, float)
 

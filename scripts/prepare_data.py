@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
-from forge.data.prepare import Request, prepare
+from forge.prepare.prepare import Request, prepare
 from scripts.options import add_input_options, exit_code_of, number, positive
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
-from forge.data.train_tokenizer import MAX_BYTES, train_tokenizer
+from forge.prepare.train_tokenizer import MAX_BYTES, train_tokenizer
 from scripts.options import add_input_options, exit_code_of, positive
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.harness import end_ranks
+from tests.support.harness import end_ranks
 
 # Examples are the same in every run, and none fails for having waited for a processor.
 settings.register_profile(

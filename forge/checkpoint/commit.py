@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 
 from forge.checkpoint import folders
 from forge.checkpoint.manifest import MANIFEST, compose, entry
-from forge.checkpoint.team import RanksFailed, Team, describe
 from forge.checkpoint.tensors import ShardTensor
+from forge.distributed import RanksFailed, Team, describe
 from forge.fault import fault_point
 from forge.files import replace_atomically, sync_folder
 

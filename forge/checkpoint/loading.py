@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 
 from forge.checkpoint.commit import TRAINER
 from forge.checkpoint.manifest import check_content
-from forge.checkpoint.team import RanksFailed, Team
 from forge.checkpoint.tensors import NamedTensors, ShardTensor
+from forge.distributed import RanksFailed, Team
 from forge.errors import NO_CHECKPOINT, UserError
 from forge.shard import Shard, local
 

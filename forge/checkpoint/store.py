@@ -29,8 +29,8 @@ from forge.checkpoint.manifest import (
     share,
 )
 from forge.checkpoint.staging import Stager
-from forge.checkpoint.team import RanksFailed, Team
 from forge.checkpoint.tensors import NamedTensors
+from forge.distributed import RanksFailed, Team
 from forge.errors import NO_CHECKPOINT, UserError
 from forge.fault import fault_point
 

@@ -10,11 +10,11 @@ from forge.parallel.activation import apply_activation, check_modules
 from forge.parallel.compile import apply_compile
 from forge.parallel.context import SequenceSplit, apply_context
 from forge.parallel.data import DataParallel, apply_data_parallel
-from forge.parallel.execute import ParallelModel, SequentialModel
 from forge.parallel.expert import apply_expert
 from forge.parallel.float8 import apply_float8, check_patterns
 from forge.parallel.initialize import initialize
 from forge.parallel.mesh import Meshes
+from forge.parallel.model import ParallelModel, SequentialModel
 from forge.parallel.order import take_step
 from forge.parallel.pipeline import Part, PipelinedModel, Stage, plan_pipeline
 from forge.parallel.precision import DTYPES, pinned_parameters

@@ -13,13 +13,13 @@ from torch import nn
 
 from forge import compat
 from forge.checkpoint import Checkpoints
-from forge.checkpoint.team import Team
 from forge.config import Config, Degrees
 from forge.data.build import build_dataset, build_tokenizer, build_validation, input_fingerprints
 from forge.data.dataset import PackedDataset
 from forge.data.loader import Loader
 from forge.data.sources import Source
 from forge.data.tokenizer import Tokenizer
+from forge.distributed import Team, World, on_every_rank
 from forge.model import flops_per_token, parameter_counts
 from forge.observe.collector import Collector
 from forge.observe.memory_report import MemoryReport
@@ -29,9 +29,8 @@ from forge.observe.run_directory import RunDirectory
 from forge.observe.tensorboard import Board
 from forge.optim import AdamW, build_optimizer
 from forge.parallel.build import build_parallel_model
-from forge.parallel.execute import ParallelModel
 from forge.parallel.mesh import Meshes, make_meshes
-from forge.parallel.world import World, on_every_rank
+from forge.parallel.model import ParallelModel
 from forge.resilience.signals import StopSignals
 from forge.resilience.stragglers import Stragglers
 from forge.resilience.time_limit import TimeLimit

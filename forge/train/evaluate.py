@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from forge.checkpoint.team import Team
 from forge.config import Config
 from forge.data.loader import evaluation_batches
 from forge.data.sources import Source
 from forge.data.tokenizer import Tokenizer
-from forge.generate import Sampling, generate, recomputed
-from forge.parallel.execute import ParallelModel
+from forge.distributed import Team
+from forge.inference import Sampling, generate, recomputed
 from forge.parallel.mesh import Meshes
+from forge.parallel.model import ParallelModel
 
 
 def evaluate(

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from forge.config import Config
 from forge.data.loader import Batch
-from forge.parallel.execute import ParallelModel, Sums
 from forge.parallel.gradients import GradientReport
+from forge.parallel.model import ParallelModel, Sums
 from forge.resilience.anomalies import Limits
 from forge.resilience.digests import Copy, differing_copies
 from forge.train.recorder import Reading

@@ -7,9 +7,9 @@ import logging
 from pathlib import Path
 
 from forge import compat
+from forge.distributed import World, on_first_rank
 from forge.errors import FAILED, WATCHDOG, UserError
 from forge.observe.events import utc_now
-from forge.parallel.world import World, on_first_rank
 from forge.resilience.roll_call import RollCall
 from forge.train.report import Reporter
 from forge.train.watch import Phases

@@ -10,8 +10,8 @@ import time
 import torch.distributed as dist
 
 from forge.config import check_world, help_text, load_config, parse_command_line, to_toml
+from forge.distributed import join, read_world
 from forge.errors import FAILED, FINISHED, UserError
-from forge.parallel.world import join, read_world
 from forge.train.run import run
 
 log = logging.getLogger(__name__)

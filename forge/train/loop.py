@@ -10,17 +10,17 @@ from dataclasses import dataclass
 
 import torch
 
-from forge.checkpoint.team import RanksFailed, Team
 from forge.config import Config
 from forge.data.loader import Batch, Loader
 from forge.data.sources import Source
 from forge.data.tokenizer import Tokenizer
+from forge.distributed import RanksFailed, Team
 from forge.fault import fault_point
 from forge.observe.collector import Collector
 from forge.optim import AdamW, learning_rate
-from forge.parallel.execute import ParallelModel, Sums
 from forge.parallel.gradients import GradientReport, clip_gradients, report_gradients
 from forge.parallel.mesh import Meshes
+from forge.parallel.model import ParallelModel, Sums
 from forge.resilience.signals import StopSignals
 from forge.resilience.stragglers import Stragglers
 from forge.resilience.time_limit import TimeLimit

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 from forge.config import Config
+from forge.distributed import on_first_rank
 from forge.observe.hardware import memory_gib, peak_flops
 from forge.observe.metrics import MetricsLog
 from forge.observe.progress import StepTimes, format_line
 from forge.observe.router_load import expert_map, load_fields
 from forge.observe.tensorboard import Board
-from forge.parallel.execute import Sums
 from forge.parallel.gradients import GradientReport
+from forge.parallel.model import Sums
 from forge.parallel.routers import RouterReport
-from forge.parallel.world import on_first_rank
 from forge.resilience.anomalies import Limits
 from forge.resilience.delayed import DelayedRead
 

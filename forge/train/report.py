@@ -8,13 +8,13 @@ import socket
 import time
 from typing import Any, Literal
 
+from forge.distributed import World
 from forge.errors import BAD_CONFIG
 from forge.files import replace_atomically
 from forge.observe.events import EventLog, utc_now
 from forge.observe.goodput import Ledger, read_past
 from forge.observe.json_lines import encode
 from forge.observe.run_directory import RunDirectory
-from forge.parallel.world import World
 
 log = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from forge.checkpoint import Checkpoints, find_checkpoint, load, read_config, read_state
-from forge.checkpoint.team import RanksFailed
 from forge.config import Config, difference, parse_toml_text
+from forge.distributed import RanksFailed
 from forge.errors import NO_CHECKPOINT, UserError
 from forge.optim import AdamW
-from forge.parallel.execute import ParallelModel
+from forge.parallel.model import ParallelModel
 from forge.shard import Shard
 
 log = logging.getLogger(__name__)

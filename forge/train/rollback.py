@@ -13,10 +13,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from forge.checkpoint import Checkpoints, read_state
+from forge.distributed import on_first_rank
 from forge.errors import FAILED, UserError
 from forge.files import replace_atomically
 from forge.observe.run_directory import RunDirectory
-from forge.parallel.world import on_first_rank
 from forge.train.judge import Setback
 from forge.train.resume import Origin
 from forge.train.state import Progress, Rollback

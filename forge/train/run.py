@@ -13,6 +13,7 @@ import torch
 from forge import compat
 from forge.checkpoint import Checkpoints
 from forge.config import Config, Degrees, to_toml
+from forge.distributed import World, on_every_rank, on_first_rank
 from forge.errors import FINISHED, STOPPED, UserError
 from forge.fault import fault_point
 from forge.files import replace_atomically
@@ -21,7 +22,6 @@ from forge.observe.log import setup_logging
 from forge.observe.memory_report import MemoryReport
 from forge.observe.metrics import MetricsLog
 from forge.observe.run_directory import RunDirectory
-from forge.parallel.world import World, on_every_rank, on_first_rank
 from forge.resilience.anomalies import SpikeWindow
 from forge.resilience.signals import StopSignals
 from forge.resilience.watchdog import Watchdog, bounds, patience

@@ -13,8 +13,8 @@ from forge.data.tokenizer import Tokenizer
 from forge.errors import FAILED, UserError
 from forge.observe.events import EventLog
 from forge.optim import AdamW
-from forge.parallel.execute import ParallelModel
 from forge.parallel.mesh import Meshes
+from forge.parallel.model import ParallelModel
 from forge.train.resume import all_tensors
 from forge.train.state import Progress
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from benchmarks.kernels import kind_of, largest_other, shares
 from benchmarks.measure import RESULTS, require_learning
 from forge.errors import UserError
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 
 FAST = ["--rounds", "2", "--steps", "4"]
 

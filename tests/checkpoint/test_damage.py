@@ -14,8 +14,8 @@ from forge.checkpoint import Checkpoints, load
 from forge.checkpoint.loading import TensorReader
 from forge.checkpoint.manifest import MANIFEST, Damaged, compose, entry, read_manifest
 from forge.errors import NO_CHECKPOINT, UserError
-from tests.checkpoint.helpers import loaded_value, named, names, save_value, value_shards
-from tests.harness import run_ranks
+from tests.support.checkpoints import loaded_value, named, names, save_value, value_shards
+from tests.support.harness import run_ranks
 
 
 def save_steps(rank: int, world: int, folder: str, last: int = 2) -> None:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from forge.checkpoint import Checkpoints
 from forge.checkpoint.folders import steps
 from forge.fault import fault_point
-from tests.checkpoint.helpers import inject, loaded_value, names, save_value, whole
-from tests.harness import RankFailed, run_ranks
+from tests.support.checkpoints import inject, loaded_value, names, save_value, whole
+from tests.support.harness import RankFailed, run_ranks
 
 Usage = namedtuple("Usage", "total used free")
 

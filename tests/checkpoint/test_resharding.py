@@ -13,8 +13,8 @@ from forge.checkpoint import Checkpoints, load
 from forge.checkpoint.staging import Stager
 from forge.errors import UserError
 from forge.shard import Shard
-from tests.checkpoint.helpers import cut, named, numbers, rows, whole
-from tests.harness import run_ranks
+from tests.support.checkpoints import cut, named, numbers, rows, whole
+from tests.support.harness import run_ranks
 
 LAYOUTS = {"cut": cut, "rows": rows, "whole": lambda name, full, rank, world: whole(name, full)}
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from forge.checkpoint import Checkpoints, commit, read_config, read_state
 from forge.checkpoint.manifest import read_manifest
-from tests.checkpoint.helpers import inject, loaded_value, named, names, save_value, value_shards
-from tests.harness import run_ranks
+from tests.support.checkpoints import inject, loaded_value, named, names, save_value, value_shards
+from tests.support.harness import run_ranks
 
 
 def save_and_overwrite(rank: int, world: int, folder: str, mode: str) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from forge.config import load_config
-from tests.config.helpers import TINY, complaint, load, write
+from tests.support.configs import TINY, complaint, load, write
 
 ROPE = "\n[model.rope_scaling]\nfactor = 8\noriginal_max_position = 16\n"
 

@@ -11,7 +11,7 @@ from forge.config.keys import keys
 from forge.config.load import CONFIGS, _examine
 from forge.config.messages import Values
 from forge.errors import UserError
-from tests.config.helpers import REQUIRED, TINY, complaint, complaints, load, write
+from tests.support.configs import REQUIRED, TINY, complaint, complaints, load, write
 
 
 def test_a_config_is_found_by_path_and_by_name_with_or_without_suffix(tmp_path, monkeypatch) -> None:

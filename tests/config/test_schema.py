@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from forge.config.keys import keys, sections
-from tests.config.helpers import load, tiny
+from tests.support.configs import load, tiny
 
 # Keys that job scripts and other programs name: none may go away or change its off value.
 PUBLIC = {

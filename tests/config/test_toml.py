@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from forge.config import Config, difference, load_config, parse_toml_text, to_toml
 from forge.config.load import CONFIGS
 from forge.config.toml import to_literal
-from tests.config.helpers import TINY, tiny
+from tests.support.configs import TINY, tiny
 
 SHIPPED = sorted(path.stem for path in CONFIGS.glob("*.toml"))
 

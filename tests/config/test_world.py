@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from forge.config import Config, Degrees, check_world
 from forge.config.checks import check
 from forge.errors import BAD_CONFIG, UserError
-from tests.config.helpers import tiny
+from tests.support.configs import tiny
 
 
 def with_keys(**sections: dict) -> Config:

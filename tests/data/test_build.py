@@ -6,8 +6,8 @@ import pytest
 from forge.config import load_config
 from forge.data.build import build_dataset, build_tokenizer, build_validation, input_fingerprints
 from forge.data.tokenizer import ByteTokenizer
-from forge.data.writer import ShardWriter
 from forge.errors import UserError
+from forge.prepare.writer import ShardWriter
 
 CONFIG = """
 [model]

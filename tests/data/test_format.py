@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from forge.data.format import TokenDataset
 from forge.data.sources import count_windows, open_source
-from forge.data.writer import ShardWriter
 from forge.errors import UserError
-from tests.data.streams import write_documents
+from forge.prepare.writer import ShardWriter
+from tests.support.streams import write_documents
 
 
 @settings(max_examples=40, deadline=None)

@@ -10,7 +10,7 @@ from forge.data.dataset import PackedDataset
 from forge.data.loader import IGNORE, Batch, Loader, evaluation_batches
 from forge.data.synthetic import SyntheticSource
 from forge.errors import UserError
-from tests.data.streams import Counting, write_documents
+from tests.support.streams import Counting, write_documents
 
 S, GLOBAL = 16, 8
 

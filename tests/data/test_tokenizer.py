@@ -7,8 +7,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from forge.data.tokenizer import ByteTokenizer, enclose, load_tokenizer
-from forge.data.train_tokenizer import train_tokenizer
 from forge.errors import UserError
+from forge.prepare.train_tokenizer import train_tokenizer
 
 PYTHON = Path(__file__).parent
 
@@ -124,7 +124,7 @@ def test_an_impossible_vocabulary_is_one_sentence(tmp_path, vocab_size):
 
 
 def test_a_folder_that_cannot_be_written_is_told_before_training(monkeypatch):
-    monkeypatch.setattr("forge.data.train_tokenizer._train", None)
+    monkeypatch.setattr("forge.prepare.train_tokenizer._train", None)
     with pytest.raises(UserError, match="--output /proc/self: cannot be written: "):
         train_tokenizer([PYTHON], "/proc/self", 600)
 

@@ -22,9 +22,9 @@ import tomli
 from forge.config import load_config
 from forge.config.keys import keys, sections
 from forge.config.toml import to_literal
-from tests.docs.pages import PAGES, REPOSITORY, blocks, commands, links, quoted
-from tests.end_to_end.runs import reserve_port
-from tests.harness import start_ranks
+from tests.support.harness import start_ranks
+from tests.support.pages import PAGES, REPOSITORY, blocks, commands, links, quoted
+from tests.support.runs import reserve_port
 
 NAMES = [str(page.relative_to(REPOSITORY)) for page in PAGES]
 FILE_ENDINGS = ("py", "toml", "jsonl", "json", "md", "log", "sbatch", "txt", "sh")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from forge.data.prepare import Request, prepare
-from tests.end_to_end.runs import Run
+from forge.prepare.prepare import Request, prepare
+from tests.support.runs import Run
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.end_to_end.runs import Run, assert_same_history
+from tests.support.runs import Run, assert_same_history
 
 ENGINES = ("ddp", "zero1", "zero2")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.runs import BASE, Run, reserve_port
+from tests.support.runs import BASE, Run, reserve_port
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--standalone"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.end_to_end.runs import Run
+from tests.support.runs import Run
 
 
 def test_a_run_reports_its_memory_and_profiles_the_chosen_steps(tmp_path) -> None:
@@ -48,7 +48,7 @@ def host_is_full() -> None:
 
 
 def _raise_in_forward(error: Exception) -> None:
-    from forge.parallel.execute import SequentialModel
+    from forge.parallel.model import SequentialModel
 
     def fail(*_: object) -> None:
         raise error

@@ -5,7 +5,7 @@ import pytest
 from forge.checkpoint import read_state
 from forge.checkpoint.folders import step_name
 from forge.checkpoint.loading import TensorReader
-from tests.end_to_end.runs import Run, assert_same_history
+from tests.support.runs import Run, assert_same_history
 
 FLOAT64 = ["--precision.storage=float64", "--precision.compute=float64", "--precision.reduce=float64"]
 # Learning rates that depend on the step, and a balancing bias that moves with every step.

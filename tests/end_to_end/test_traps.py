@@ -5,10 +5,10 @@ import signal
 
 import pytest
 
-import tests.equivalence.compare as compare
-from tests.end_to_end.runs import Run, wait_for
-from tests.equivalence.compare import assert_equal, layout, reference, tiny_config
-from tests.harness import RankFailed, run_ranks
+import tests.support.equivalence as compare
+from tests.support.equivalence import assert_equal, layout, reference, tiny_config
+from tests.support.harness import RankFailed, run_ranks
+from tests.support.runs import Run, wait_for
 
 
 def test_a_mean_of_per_rank_means_is_not_the_loss() -> None:
@@ -21,7 +21,7 @@ def test_a_mean_of_per_rank_means_is_not_the_loss() -> None:
 
 
 def _with_local_token_counts(rank: int, world: int, text: str):
-    from forge.parallel.execute import SequentialModel
+    from forge.parallel.model import SequentialModel
 
     SequentialModel.count_tokens = lambda self, batch: (batch.labels >= 0).sum().double()
     return compare._layout_on_rank(rank, world, text)

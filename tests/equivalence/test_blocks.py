@@ -10,7 +10,7 @@ import functools
 import pytest
 import torch
 
-from tests.equivalence.compare import Trace, assert_equal, layout, reference, tiny_config
+from tests.support.equivalence import Trace, assert_equal, layout, reference, tiny_config
 
 VARIANTS = {
     "plain": "",

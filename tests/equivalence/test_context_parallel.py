@@ -10,10 +10,10 @@ import torch
 
 from forge.data.synthetic import SyntheticSource
 from forge.parallel.context.blocks import PlainKernel
-from tests.covering import covering, pairs
-from tests.equivalence import compare
-from tests.equivalence.compare import Trace, assert_equal, layout, reference, tiny_config
-from tests.harness import run_ranks
+from tests.support import equivalence as compare
+from tests.support.covering import covering, pairs
+from tests.support.equivalence import Trace, assert_equal, layout, reference, tiny_config
+from tests.support.harness import run_ranks
 
 KINDS = ["allgather", "ulysses", "ring"]
 VARIANTS = {

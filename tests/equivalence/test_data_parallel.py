@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from tests.equivalence.compare import Trace, assert_equal, layout, reference, tiny_config
+from tests.support.equivalence import Trace, assert_equal, layout, reference, tiny_config
 
 VARIANTS = {
     "plain": "",

@@ -20,7 +20,11 @@ from forge.config import parse_toml_text
 from forge.optim import build_optimizer
 from forge.parallel.gradients import clip_gradients, report_gradients
 from forge.train.resume import Origin, all_tensors, load_origin
-from tests.equivalence.compare import (
+from tests.equivalence.test_expert_parallel import expected as experts_expected
+from tests.equivalence.test_expert_parallel import text as experts_text
+from tests.parallel.building import built
+from tests.support.buffers import SMALL, batches, engine_config
+from tests.support.equivalence import (
     TOLERANCE,
     assert_equal,
     layout,
@@ -29,11 +33,7 @@ from tests.equivalence.compare import (
     tiny_config,
     wholes,
 )
-from tests.equivalence.test_expert_parallel import expected as experts_expected
-from tests.equivalence.test_expert_parallel import text as experts_text
-from tests.harness import run_ranks
-from tests.parallel.buffered.helpers import SMALL, batches, engine_config
-from tests.parallel.building import built
+from tests.support.harness import run_ranks
 
 STEPS, LR, CLIP = 5, 1e-2, 0.3
 ENGINES = ("ddp", "zero1", "zero2", "fsdp2")

@@ -6,8 +6,8 @@ import itertools
 import pytest
 import torch
 
-from tests.covering import covering
-from tests.equivalence.compare import (
+from tests.support.covering import covering
+from tests.support.equivalence import (
     PLAIN,
     Trace,
     Twist,
@@ -17,7 +17,7 @@ from tests.equivalence.compare import (
     reference,
     tiny_config,
 )
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 
 BALANCE = {
     "bias": 'balance = "bias"\nbias_update_rate = 0.05',
@@ -289,7 +289,7 @@ def same_data_on_expert_ranks() -> None:
 
 def expert_gradients_times_ep() -> None:
     """As if each rank that shares experts had computed the loss of all of them."""
-    from forge.parallel.execute import SequentialModel
+    from forge.parallel.model import SequentialModel
 
     finalize = SequentialModel.finalize_gradients
 

@@ -17,10 +17,10 @@ from forge.parallel.build import build_parallel_model
 from forge.parallel.mesh import make_meshes
 from forge.shard import Box
 from forge.train.resume import Origin, all_tensors, load_origin
-from tests.equivalence.compare import STEPS, TOLERANCE, whole
 from tests.equivalence.test_expert_parallel import text
 from tests.equivalence.test_resharding import SAVED_AFTER, _train
-from tests.harness import run_ranks
+from tests.support.equivalence import STEPS, TOLERANCE, whole
+from tests.support.harness import run_ranks
 
 # Name -> ranks, and what the layout says.
 LAYOUTS = {

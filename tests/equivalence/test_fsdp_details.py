@@ -5,9 +5,9 @@ import functools
 import pytest
 import torch
 
-from tests.equivalence.compare import Trace, assert_equal, layout, reference, tiny_config
-from tests.harness import run_ranks
 from tests.parallel.building import built
+from tests.support.equivalence import Trace, assert_equal, layout, reference, tiny_config
+from tests.support.harness import run_ranks
 
 VARIANTS = {"plain": "", "tied": "tie_embeddings = true"}
 HSDP = "dp_replicate = 2\ndp_shard = 2"

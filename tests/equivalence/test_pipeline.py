@@ -17,9 +17,9 @@ from forge.parallel.mesh import make_meshes
 from forge.parallel.pipeline.execute import PipelinedModel
 from forge.parallel.pipeline.schedule import make_schedule
 from forge.parallel.pipeline.tied import Tied
-from tests.covering import covering, pairs
-from tests.equivalence import compare
-from tests.equivalence.compare import (
+from tests.support import equivalence as compare
+from tests.support.covering import covering, pairs
+from tests.support.equivalence import (
     PLAIN,
     Trace,
     Twist,
@@ -31,7 +31,7 @@ from tests.equivalence.compare import (
     reference,
     tiny_config,
 )
-from tests.harness import RankFailed, run_ranks
+from tests.support.harness import RankFailed, run_ranks
 
 ONE_STAGE = ["GPipe", "1F1B"]
 SCHEDULES = [

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.equivalence.compare import STEPS, TOLERANCE
 from tests.equivalence.test_pipeline import pipeline_text, slow_unless
 from tests.equivalence.test_resharding import SAVED_AFTER, _train
-from tests.harness import run_ranks
+from tests.support.equivalence import STEPS, TOLERANCE
+from tests.support.harness import run_ranks
 
 MODEL = "tied experts"
 # Name -> ranks and configuration.

@@ -12,7 +12,7 @@ import pytest
 
 from forge.config import check_world, parse_toml_text
 from forge.errors import UserError
-from tests.equivalence.compare import Trace, assert_equal, layout, reference, tiny_config
+from tests.support.equivalence import Trace, assert_equal, layout, reference, tiny_config
 
 # How many in all, and of them in the fast suite; of dense models and of mixtures of experts.
 DENSE, FAST_DENSE, MIXED, FAST_MIXED = 40, 5, 30, 3

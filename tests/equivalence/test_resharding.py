@@ -19,8 +19,8 @@ from forge.parallel.build import build_parallel_model
 from forge.parallel.gradients import clip_gradients, report_gradients
 from forge.parallel.mesh import make_meshes
 from forge.train.resume import Origin, all_tensors, load_origin
-from tests.equivalence.compare import STEPS, TOLERANCE, _batches, tiny_config, wholes
-from tests.harness import run_ranks
+from tests.support.equivalence import STEPS, TOLERANCE, _batches, tiny_config, wholes
+from tests.support.harness import run_ranks
 
 # Name -> ranks, and what the layout says.
 LAYOUTS = {

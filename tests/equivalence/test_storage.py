@@ -9,8 +9,8 @@ from forge.config import check_world, parse_toml_text
 from forge.optim import build_optimizer
 from forge.parallel.build import build_parallel_model
 from forge.parallel.mesh import make_meshes
-from tests.equivalence.compare import _batches, tiny_config
-from tests.harness import run_ranks
+from tests.support.equivalence import _batches, tiny_config
+from tests.support.harness import run_ranks
 
 
 def _norm_weights_after(rank: int, world: int, text: str) -> tuple[torch.dtype, float]:

@@ -7,9 +7,9 @@ import pytest
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
-from tests.covering import covering, pairs
-from tests.equivalence.compare import Trace, _layout_on_rank, assert_equal, layout, reference, tiny_config
-from tests.harness import run_ranks
+from tests.support.covering import covering, pairs
+from tests.support.equivalence import Trace, _layout_on_rank, assert_equal, layout, reference, tiny_config
+from tests.support.harness import run_ranks
 
 # The vocabulary has 67 tokens, which no degree divides.
 VARIANTS = {

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.end_to_end.runs import Run
+from tests.support.runs import Run
 
 
 @pytest.fixture(scope="session")

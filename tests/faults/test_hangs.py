@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from tests.end_to_end.runs import Run
+from tests.support.runs import Run
 
 LONG = ["--train.steps=100000", "--checkpoint.interval=0"]
 

@@ -9,9 +9,9 @@ import time
 import pytest
 
 from forge.checkpoint.folders import step_name
-from tests.end_to_end.runs import Run, assert_same_history, wait_for
-from tests.faults.layouts import TWO_RANKS
-from tests.harness import Started
+from tests.support.fault_layouts import TWO_RANKS
+from tests.support.harness import Started
+from tests.support.runs import Run, assert_same_history, wait_for
 
 KILLED = -signal.SIGKILL
 

@@ -7,8 +7,8 @@ import pytest
 
 from forge.checkpoint import read_state
 from forge.checkpoint.folders import step_name
-from tests.end_to_end.runs import Run, flip_a_bit, tensor_files
-from tests.faults.layouts import COPIES, EXPERTS, PIPELINE, TWO_RANKS
+from tests.support.fault_layouts import COPIES, EXPERTS, PIPELINE, TWO_RANKS
+from tests.support.runs import Run, flip_a_bit, tensor_files
 
 THREE = "--resilience.max_skipped_steps=3"
 SPIKES = ["--resilience.spike_window=8", "--resilience.spike_threshold=100"]
@@ -16,7 +16,7 @@ SPIKES = ["--resilience.spike_window=8", "--resilience.spike_threshold=100"]
 
 def test_n1_a_skipped_step_is_computed_again_and_tensors_and_ranks_are_named(tmp_path) -> None:
     run = Run(tmp_path, "--train.steps=7")
-    assert run.start(world=2, patch="tests.faults.spoil:samples_36_to_39").join() == [0, 0]
+    assert run.start(world=2, patch="tests.support.spoil:samples_36_to_39").join() == [0, 0]
     [skipped] = run.events("skipped")
     assert skipped["step"] == 5 and skipped["cause"] == "deterministic"
     assert skipped["where"] and all(place.startswith("rank 1: ") for place in skipped["where"])
@@ -34,7 +34,7 @@ def test_n1_all_ranks_skip_and_the_state_stays_bit_for_bit(
     tmp_path, defect: str, layout: tuple[str, ...], tensor: str
 ) -> None:
     run = Run(tmp_path, *layout, "--train.steps=6", "--checkpoint.interval=1", "--checkpoint.keep_last=0")
-    assert run.start(world=2, patch=f"tests.faults.spoil:{defect}").join() == [0, 0]
+    assert run.start(world=2, patch=f"tests.support.spoil:{defect}").join() == [0, 0]
     assert [line["step"] for line in run.metrics() if line.get("skipped")] == [5]
     assert tensor_files(run, 5) == tensor_files(run, 4)
     before, after, last = (read_state(run.path / "checkpoints" / step_name(step)) for step in (4, 5, 6))
@@ -61,7 +61,7 @@ def test_n1_looking_into_a_step_changes_nothing(tmp_path, model: tuple[str, ...]
     looks = Run(tmp_path / "a", *model)
     does_not = Run(tmp_path / "b", *model, "--resilience.rerun_skipped_steps=false")
     for run in (looks, does_not):
-        assert run.start(world=2, patch="tests.faults.spoil:samples_36_to_39").join() == [0, 0]
+        assert run.start(world=2, patch="tests.support.spoil:samples_36_to_39").join() == [0, 0]
     assert looks.metrics() == does_not.metrics()
     assert tensor_files(looks, 10) == tensor_files(does_not, 10)
     assert "cause" not in does_not.events("skipped")[0]
@@ -71,7 +71,7 @@ def test_n1_looking_into_a_step_changes_nothing(tmp_path, model: tuple[str, ...]
 def test_n2_bad_data_is_rolled_back_over_and_never_seen_again(tmp_path, layout: str) -> None:
     options = (*TWO_RANKS[layout], THREE)
     run = Run(tmp_path / "run", *options)
-    assert run.start(world=2, patch="tests.faults.spoil:samples_32_to_55").join() == [0, 0]
+    assert run.start(world=2, patch="tests.support.spoil:samples_32_to_55").join() == [0, 0]
     assert [line["step"] for line in run.metrics()] == list(range(1, 11))
     assert not any(line.get("skipped") for line in run.metrics())
     [event] = run.events("rolled_back")
@@ -89,7 +89,7 @@ def test_n2_bad_data_is_rolled_back_over_and_never_seen_again(tmp_path, layout: 
 
 @pytest.mark.parametrize("model", [(), EXPERTS], ids=["dense", "moe"])
 def test_n2_a_kill_right_after_a_rollback_does_not_forget_it(tmp_path, model: tuple[str, ...]) -> None:
-    patch = "tests.faults.spoil:samples_32_to_55"
+    patch = "tests.support.spoil:samples_32_to_55"
     whole, killed = Run(tmp_path / "whole", THREE, *model), Run(tmp_path / "killed", THREE, *model)
     assert whole.start(patch=patch).join() == [0]
     assert killed.start(patch="tests.faults.test_numerics:die_when_step_5_comes_again").join() == [
@@ -104,7 +104,7 @@ def test_n2_a_kill_right_after_a_rollback_does_not_forget_it(tmp_path, model: tu
 
 def test_n2_a_kill_in_the_middle_of_a_rollback_loses_nothing(tmp_path) -> None:
     whole, killed = Run(tmp_path / "whole", THREE), Run(tmp_path / "killed", THREE)
-    patch = "tests.faults.spoil:samples_32_to_55"
+    patch = "tests.support.spoil:samples_32_to_55"
     assert whole.start(patch=patch).join() == [0]
     assert killed.start(patch="tests.faults.test_numerics:die_in_a_rollback").join() == [-signal.SIGKILL]
     assert killed.start(patch=patch).join() == [0]
@@ -114,7 +114,7 @@ def test_n2_a_kill_in_the_middle_of_a_rollback_loses_nothing(tmp_path) -> None:
 
 def test_n2_trouble_without_end_is_rolled_back_twice_and_then_ends_with_a_diagnosis(tmp_path) -> None:
     run = Run(tmp_path, THREE)
-    assert run.start(world=2, patch="tests.faults.spoil:everything_from_32").join() == [1, 1]
+    assert run.start(world=2, patch="tests.support.spoil:everything_from_32").join() == [1, 1]
     assert [(event["from_step"], event["to_step"]) for event in run.events("rolled_back")] == [(7, 4), (7, 2)]
     status = run.status()
     assert status["state"] == "failed" and "2 roll-backs have not helped" in status["reason"]
@@ -127,7 +127,7 @@ def test_n2_a_damaged_checkpoint_found_on_the_way_back_does_not_hide_the_one_beh
     run = Run(tmp_path, THREE)
     assert run("--train.steps=4") == 0
     flip_a_bit(run, 2)
-    assert run.start(patch="tests.faults.spoil:everything_from_32").join() == [1]
+    assert run.start(patch="tests.support.spoil:everything_from_32").join() == [1]
     assert [(event["from_step"], event["to_step"]) for event in run.events("rolled_back")] == [(7, 4), (7, 4)]
     [fallback] = run.events("fallback")
     assert "step-00000002 is damaged" in fallback["problem"]
@@ -137,21 +137,26 @@ def test_n2_a_damaged_checkpoint_found_on_the_way_back_does_not_hide_the_one_beh
 @pytest.mark.slow
 def test_n2_without_a_checkpoint_from_before_the_trouble_there_is_nowhere_to_return_to(tmp_path) -> None:
     run = Run(tmp_path, THREE, "--checkpoint.interval=0")
-    assert run.start(patch="tests.faults.spoil:everything_from_32").join() == [1]
+    assert run.start(patch="tests.support.spoil:everything_from_32").join() == [1]
     assert "no checkpoint from before step 5" in run.status()["reason"]
 
 
 def test_n2_passed_over_samples_stay_so_on_another_number_of_ranks_and_another_batch(tmp_path) -> None:
     run = Run(tmp_path, THREE)
-    assert run.start("--train.steps=8", world=2, patch="tests.faults.spoil:samples_32_to_55").join() == [0, 0]
-    assert run.start("--train.global_batch_size=4", patch="tests.faults.spoil:samples_32_to_55").join() == [0]
+    assert run.start("--train.steps=8", world=2, patch="tests.support.spoil:samples_32_to_55").join() == [
+        0,
+        0,
+    ]
+    assert run.start("--train.global_batch_size=4", patch="tests.support.spoil:samples_32_to_55").join() == [
+        0
+    ]
     assert len(run.events("rolled_back")) == 1 and not any(line.get("skipped") for line in run.metrics())
     state = json.loads((run.path / "checkpoints" / "step-00000010" / "trainer.json").read_text())
     assert state["progress"]["next_sample"] == 8 * 8 + 24 + 2 * 4
 
 
 def test_a_spike_is_reported_skipped_or_rolled_back_as_asked(tmp_path) -> None:
-    patch = "tests.faults.spoil:spike_at_56"
+    patch = "tests.support.spoil:spike_at_56"
     for policy in ("report", "skip", "rollback"):
         run = Run(tmp_path / policy, f"--resilience.spikes={policy}", *SPIKES)
         assert run.start(patch=patch).join() == [0]
@@ -174,7 +179,7 @@ def test_the_spike_window_survives_a_resume_bit_for_bit(tmp_path) -> None:
     """Stopped between two saves and resumed, a run skips the spike that the undisturbed one skips."""
     options = ["--resilience.spikes=skip", *SPIKES]
     whole, halves = Run(tmp_path / "whole", *options), Run(tmp_path / "halves", *options)
-    patch = "tests.faults.spoil:spike_at_56"
+    patch = "tests.support.spoil:spike_at_56"
     assert whole.start(patch=patch).join() == [0]
     for steps in (5, 7, 10):
         assert halves.start(f"--train.steps={steps}", patch=patch).join() == [0]
@@ -193,7 +198,7 @@ def test_n3_a_flipped_bit_on_one_replica_is_named_at_the_next_save_and_never_sav
     """The run returns to the checkpoint before and ends as if nothing had been."""
     whole, flipped = Run(tmp_path / "whole", *REPLICAS), Run(tmp_path / "flipped", *REPLICAS)
     assert whole(world=2) == 0
-    assert flipped.start(world=2, patch="tests.faults.spoil:one_bit_after_step_5").join() == [0, 0]
+    assert flipped.start(world=2, patch="tests.support.spoil:one_bit_after_step_5").join() == [0, 0]
     [event] = flipped.events("copies_differ")
     assert event["step"] == 6
     assert "model.layers.0.feed_forward.w1.weight differs between the ranks 0, 1" in event["differences"]
@@ -219,7 +224,7 @@ def test_n3_a_flipped_bit_is_named_by_all_ranks_wherever_its_copies_are(
     """Also by those that hold nothing of it; all return together, and end as if nothing had been."""
     name, ranks = FLIPPED[layout]
     run, what = Run(tmp_path, *COPIES[layout]), "one_bit_of_an_expert" if "ep" in layout else "one_bit"
-    assert run.start(world=4, patch=f"tests.faults.spoil:{what}_after_step_5").join() == [0] * 4
+    assert run.start(world=4, patch=f"tests.support.spoil:{what}_after_step_5").join() == [0] * 4
     [event] = run.events("copies_differ")
     kinds = ("model", "weights") if "ddp" in layout else ("model",)
     assert event["step"] == 6
@@ -248,7 +253,10 @@ def test_n3_a_flipped_bit_in_the_last_stages_copy_of_a_tied_weight_is_found(
 ) -> None:
     """Although the next update makes that copy anew."""
     run, whole = Run(tmp_path, *TIED[layout]), undisturbed(*TIED[layout], world=2)
-    assert run.start(world=2, patch="tests.faults.spoil:one_bit_of_a_tied_copy_after_step_5").join() == [0, 0]
+    assert run.start(world=2, patch="tests.support.spoil:one_bit_of_a_tied_copy_after_step_5").join() == [
+        0,
+        0,
+    ]
     [event] = run.events("copies_differ")
     assert event["step"] == 6
     [difference] = event["differences"]
@@ -259,7 +267,7 @@ def test_n3_a_flipped_bit_in_the_last_stages_copy_of_a_tied_weight_is_found(
 def test_n3_copies_of_a_whole_model_and_what_it_computes_with_are_compared(tmp_path) -> None:
     """Before the final save, which then has to wait until the steps are made again."""
     run = Run(tmp_path, "--parallel.data_parallel=ddp", "--precision.compute=bfloat16", "--train.steps=6")
-    assert run.start(world=2, patch="tests.faults.spoil:one_bit_after_step_5").join() == [0, 0]
+    assert run.start(world=2, patch="tests.support.spoil:one_bit_after_step_5").join() == [0, 0]
     [event] = run.events("copies_differ")
     assert event["step"] == 6
     assert {
@@ -271,7 +279,7 @@ def test_n3_copies_of_a_whole_model_and_what_it_computes_with_are_compared(tmp_p
 
 def test_n3_a_machine_that_goes_on_flipping_bits_ends_the_run_and_is_named(tmp_path) -> None:
     run = Run(tmp_path, *REPLICAS)
-    patch = "tests.faults.spoil:one_bit_after_every_step_from_5"
+    patch = "tests.support.spoil:one_bit_after_every_step_from_5"
     assert run.start(world=2, patch=patch).join() == [1, 1]
     assert "out of use" in run.status()["reason"] and "ranks 0, 1" in run.status()["reason"]
     assert run.checkpoints()[-1] == "step-00000004"
@@ -279,7 +287,7 @@ def test_n3_a_machine_that_goes_on_flipping_bits_ends_the_run_and_is_named(tmp_p
 
 @pytest.mark.slow
 def test_n3_only_what_has_copies_is_compared_and_only_if_asked(tmp_path) -> None:
-    patch = "tests.faults.spoil:one_bit_after_step_5"
+    patch = "tests.support.spoil:one_bit_after_step_5"
     sharded = Run(tmp_path / "sharded")
     unasked = Run(tmp_path / "unasked", *REPLICAS, "--resilience.check_replicas=false")
     for run in (sharded, unasked):
@@ -291,7 +299,7 @@ def die_when_step_5_comes_again() -> None:
     import os
 
     import forge.train.loop as loop
-    from tests.faults import spoil
+    from tests.support import spoil
 
     spoil.samples_32_to_55()
     seen = []
@@ -309,7 +317,7 @@ def die_in_a_rollback() -> None:
     import os
 
     import forge.train.rollback as rollback
-    from tests.faults import spoil
+    from tests.support import spoil
 
     spoil.samples_32_to_55()
     rollback.Rollbacks.__call__.__globals__["on_first_rank"] = lambda _: os.kill(os.getpid(), signal.SIGKILL)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from forge.checkpoint.folders import step_name
-from tests.end_to_end.runs import Run, assert_same_history, wait_for
+from tests.support.runs import Run, assert_same_history, wait_for
 
 ENDLESS = ["--train.steps=100000", "--checkpoint.interval=0"]
 

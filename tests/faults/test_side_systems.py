@@ -7,7 +7,7 @@ from collections.abc import Container
 
 import numpy as np
 
-from tests.end_to_end.runs import Run
+from tests.support.runs import Run
 
 
 def test_x1_held_out_data_that_one_rank_cannot_read_cost_a_warning(tmp_path) -> None:

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from forge.checkpoint.folders import step_name
-from tests.end_to_end.runs import Run, assert_same_history, flip_a_bit, wait_for
-from tests.faults import mounts
+from tests.support import mounts
+from tests.support.runs import Run, assert_same_history, flip_a_bit, wait_for
 
 Usage = namedtuple("Usage", "total used free")
 
 namespaces = pytest.mark.skipif(
-    "not __import__('tests.faults.mounts', fromlist=['_']).allowed()",
+    "not __import__('tests.support.mounts', fromlist=['_']).allowed()",
     reason="this machine forbids user namespaces, so no small or read-only file system can be made",
 )
 
@@ -123,7 +123,7 @@ def full_until_step_6() -> None:
 @pytest.mark.parametrize("what", ["rollbacks.json", pytest.param("metrics.jsonl", marks=pytest.mark.slow)])
 def test_s2_a_disk_that_is_full_in_a_rollback_ends_all_ranks_with_one_sentence(tmp_path, what: str) -> None:
     """The same command then tells the history of a run that had room."""
-    options, patch = "--resilience.max_skipped_steps=3", "tests.faults.spoil:samples_32_to_55"
+    options, patch = "--resilience.max_skipped_steps=3", "tests.support.spoil:samples_32_to_55"
     run, whole = Run(tmp_path / "run", options), Run(tmp_path / "whole", options)
     full = f"tests.faults.test_storage:no_room_for_{what.partition('.')[0]}_in_a_rollback"
     assert run.start(world=2, patch=full).join() == [1, 1]
@@ -147,7 +147,7 @@ def no_room_for_metrics_in_a_rollback() -> None:
 
 
 def _no_room_in_a_rollback(module: Any) -> None:
-    from tests.faults import spoil
+    from tests.support import spoil
 
     spoil.samples_32_to_55()
 

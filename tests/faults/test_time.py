@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.runs import Run
+from tests.support.runs import Run
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_p5_a_run_with_a_time_limit_saves_and_stops_by_itself_before_it(tmp_path, world: int) -> None:
     """A twentieth of the limit is kept for a save of which nothing is known, and three steps for the stop."""
     run = Run(tmp_path, "--train.steps=100000", "--checkpoint.interval=0", "--resilience.time_limit_s=5")
-    codes = run.start(world=world, patch="tests.faults.spoil:half_a_second_for_each_step").join()
+    codes = run.start(world=world, patch="tests.support.spoil:half_a_second_for_each_step").join()
     assert codes == [75] * world
     status = run.status()
     assert 3.25 <= 0.5 * status["step"] <= 4.75
@@ -66,7 +66,7 @@ def test_h2_a_slow_rank_is_named_with_what_it_is_slow_at_and_no_other_is(tmp_pat
     options = ["--train.steps=12", "--resilience.straggler_interval=5", "--checkpoint.interval=0"]
     for phase in ("data", "forward", "optimizer"):
         run = Run(tmp_path / phase, *options)
-        assert run.start(world=2, patch=f"tests.faults.spoil:slow_{phase}_on_rank_1").join() == [0, 0]
+        assert run.start(world=2, patch=f"tests.support.spoil:slow_{phase}_on_rank_1").join() == [0, 0]
         named = [(event["step"], event["rank"], event["phase"]) for event in run.events("straggler")]
         assert named == [(5, 1, phase), (10, 1, phase)]
         assert f"rank 1 is slow at step 5: its {phase} takes 0.05 s, the median rank's 0.01 s" in run.log()

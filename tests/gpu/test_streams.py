@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from forge import compat
 from forge.checkpoint.staging import Stager
+from forge.distributed import World, join
 from forge.parallel.buffered.communication import Running, gather_parts, sum_to_parts
-from forge.parallel.world import World, join
 from forge.shard import Shard
-from tests.parallel.buffered.helpers import SMALL, engine_config
 from tests.parallel.buffered.test_streams import plain_steps, with_collectives
+from tests.support.buffers import SMALL, engine_config
 
 pytestmark = [
     pytest.mark.gpu,

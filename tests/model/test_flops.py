@@ -6,7 +6,7 @@ import pytest
 
 from forge.config.model import ModelConfig
 from forge.model import flops_per_token, parameter_counts
-from tests.model.small import small_config
+from tests.support.small_models import small_config
 
 LLAMA3_8B = ModelConfig(
     dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, head_dim=128, ffn_dim=14336, vocab_size=128256

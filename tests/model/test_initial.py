@@ -12,7 +12,7 @@ from torch import nn
 from forge.model import Normal, Transformer
 from forge.parallel.initialize import fill_normal
 from forge.shard import Box
-from tests.model.small import batch, small_config
+from tests.support.small_models import batch, small_config
 
 EVERYTHING = {"qk_norm": True, "attention_bias": True}
 MOE = {"moe": {"n_experts": 4, "top_k": 2, "n_shared_experts": 1, "n_dense_layers": 1}}

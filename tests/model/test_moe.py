@@ -14,9 +14,9 @@ from torch.testing import assert_close
 from forge.config.model import ModelConfig
 from forge.model import IGNORE, Router, Transformer, update_routers
 from forge.parallel.activation import recompute, selective_context
-from tests.model.reference import reference_loss
-from tests.model.reference_moe import Mixture
-from tests.model.small import batch, fill, gradients, small_config
+from tests.support.reference_model import reference_loss
+from tests.support.reference_moe import Mixture
+from tests.support.small_models import batch, fill, gradients, small_config
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-11}
 BALANCES = ("bias", "aux_loss", "sequence_aux_loss", "none")

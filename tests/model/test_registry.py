@@ -6,7 +6,7 @@ import pytest
 
 from forge.errors import UserError
 from forge.model import Transformer, build_model
-from tests.model.small import small_config
+from tests.support.small_models import small_config
 
 
 class OtherModel(Transformer):

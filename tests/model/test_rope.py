@@ -9,8 +9,8 @@ import torch
 from torch.testing import assert_close
 
 from forge.model.rope import rope_frequencies, rope_tables, rotate
-from tests.model.reference import reference_frequencies, reference_rotation
-from tests.model.small import small_config
+from tests.support.reference_model import reference_frequencies, reference_rotation
+from tests.support.small_models import small_config
 
 LLAMA31 = {
     "kind": "llama3",

@@ -9,8 +9,8 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing import assert_close
 
-from tests.harness import run_ranks
-from tests.model.small import batch, gradients, small_config, small_model
+from tests.support.harness import run_ranks
+from tests.support.small_models import batch, gradients, small_config, small_model
 
 OPTIONS = [{}, {"tie_embeddings": True, "qk_norm": True, "attention_bias": True, "sliding_window": 3}]
 

@@ -11,8 +11,8 @@ from torch.testing import assert_close
 
 from forge.model import IGNORE, AttentionMask, FusedLoss, Transformer
 from forge.model.attention import SdpaAttention
-from tests.model.reference import reference_logits, reference_loss
-from tests.model.small import batch, gradients, small_config, small_model
+from tests.support.reference_model import reference_logits, reference_loss
+from tests.support.small_models import batch, gradients, small_config, small_model
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-12}
 

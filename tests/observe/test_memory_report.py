@@ -6,8 +6,8 @@ from forge.errors import UserError
 from forge.observe.advice import advice
 from forge.observe.memory_report import MemoryReport, ran_out_of_memory
 from forge.shard import Box, Shard
-from tests.config.helpers import load, tiny
-from tests.harness import run_ranks
+from tests.support.configs import load, tiny
+from tests.support.harness import run_ranks
 
 CPU = torch.device("cpu")
 MIB = 2**20

@@ -6,7 +6,7 @@ import torch
 from forge.config import parse_toml_text
 from forge.optim import AdamW
 from forge.shard import Box, Shard
-from tests.equivalence.compare import tiny_config
+from tests.support.equivalence import tiny_config
 
 NAMES = {
     "layers.0.attention.wq.weight": (6, 4),

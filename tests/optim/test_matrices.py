@@ -11,9 +11,9 @@ from torch import Tensor
 
 from forge.optim.matrices import WholeMatrices
 from forge.shard import Shard
-from tests.checkpoint.helpers import cut, numbers, rows, whole
-from tests.collectives import collectives_of
-from tests.harness import RankFailed, run_ranks
+from tests.support.checkpoints import cut, numbers, rows, whole
+from tests.support.collectives import collectives_of
+from tests.support.harness import RankFailed, run_ranks
 
 SHAPES = [(5, 7), (9, 4), (3, 4, 5), (1, 6), (6, 1), (2, 2, 3, 3), (20, 10)]
 MATRICES = 1 + 1 + 3 + 1 + 1 + 4 + 1

@@ -10,7 +10,7 @@ import torch
 from forge.config import Config, check_world, parse_toml_text
 from forge.parallel.build import build_parallel_model
 from forge.parallel.mesh import Meshes, make_meshes
-from tests.equivalence.compare import _batches
+from tests.support.equivalence import _batches
 
 
 class Built(NamedTuple):

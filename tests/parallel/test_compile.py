@@ -14,8 +14,8 @@ from forge.parallel import compile as compiling
 from forge.parallel.activation import apply_activation
 from forge.parallel.build import build_meta_model
 from forge.parallel.compile import apply_compile
-from tests.equivalence.compare import tiny_config
-from tests.harness import run_ranks
+from tests.support.equivalence import tiny_config
+from tests.support.harness import run_ranks
 
 SECTION = '[compile]\nenabled = true\nloss = true\nbackend = "{backend}"\n'
 

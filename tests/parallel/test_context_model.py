@@ -8,9 +8,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from forge.data.loader import Batch
 from forge.model import IGNORE
-from tests.equivalence.compare import tiny_config
-from tests.harness import run_ranks
 from tests.parallel.building import built
+from tests.support.equivalence import tiny_config
+from tests.support.harness import run_ranks
 
 LAYERS = 3  # tiny_config's
 

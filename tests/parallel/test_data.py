@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tests.equivalence.compare import tiny_config
-from tests.harness import run_ranks
 from tests.parallel.building import built
+from tests.support.equivalence import tiny_config
+from tests.support.harness import run_ranks
 
 
 def _asked(rank: int, world: int, text: str) -> list[str]:

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from forge.model.dispatch import LocalDispatcher
-from forge.parallel.execute import SequentialModel
 from forge.parallel.expert_dispatch import AllToAllDispatcher
-from tests.collectives import collectives_of
-from tests.equivalence.compare import tiny_config
-from tests.harness import run_ranks
+from forge.parallel.model import SequentialModel
 from tests.parallel.building import built
+from tests.support.collectives import collectives_of
+from tests.support.equivalence import tiny_config
+from tests.support.harness import run_ranks
 
 N_EXPERTS, DIM, TOP_K, LAYERS = 8, 6, 3, 3
 

@@ -13,9 +13,9 @@ from forge.errors import UserError
 from forge.parallel import float8
 from forge.parallel.build import build_meta_model
 from forge.parallel.float8 import apply_float8, choose_layers, count_hooks
-from tests.equivalence.compare import tiny_config
-from tests.harness import run_ranks
 from tests.parallel.building import built
+from tests.support.equivalence import tiny_config
+from tests.support.harness import run_ranks
 
 
 class FakeMeshes:

@@ -15,13 +15,13 @@ from forge.errors import UserError
 from forge.model import Normal
 from forge.parallel import fsdp
 from forge.parallel.build import build_meta_model, build_parallel_model
-from forge.parallel.execute import SequentialModel
 from forge.parallel.initialize import fill_normal
 from forge.parallel.mesh import make_meshes
+from forge.parallel.model import SequentialModel
 from forge.shard import Box
-from tests.collectives import Collectives, collectives_of
-from tests.equivalence.compare import _batches, gathered, tiny_config, wholes
-from tests.harness import run_ranks
+from tests.support.collectives import Collectives, collectives_of
+from tests.support.equivalence import _batches, gathered, tiny_config, wholes
+from tests.support.harness import run_ranks
 
 LAYERS = 3  # of the tiny model
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from forge.parallel.gradients import clip_gradients, report_gradients
 from forge.shard import Box, Shard
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 
 
 def shard(

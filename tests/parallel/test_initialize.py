@@ -12,9 +12,9 @@ from forge.parallel.buffered import Buffered
 from forge.parallel.data import FullySharded
 from forge.parallel.initialize import fill_normal, initialize
 from forge.shard import Box, Shard
-from tests.equivalence.compare import tiny_config, wholes
-from tests.harness import RankFailed, run_ranks
 from tests.parallel.building import built
+from tests.support.equivalence import tiny_config, wholes
+from tests.support.harness import RankFailed, run_ranks
 
 SHAPE = torch.Size((300, 7, 101))
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from forge.config import Degrees
 from forge.parallel.mesh import make_meshes
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 
 
 def degrees(**sizes: int) -> Degrees:

@@ -23,7 +23,7 @@ from forge.parallel.precision import (
     record_compute_dtype,
     uniform_units,
 )
-from tests.equivalence.compare import tiny_config
+from tests.support.equivalence import tiny_config
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import start_ranks
+from tests.support.harness import start_ranks
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 

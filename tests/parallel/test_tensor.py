@@ -9,11 +9,11 @@ from forge.errors import BAD_CONFIG, UserError
 from forge.parallel.build import build_meta_model
 from forge.parallel.tensor import sum_open_gradients
 from forge.parallel.tensor_plan import matches, plan_for
-from tests.collectives import collectives_of
-from tests.config.helpers import complaint
-from tests.equivalence.compare import tiny_config
-from tests.harness import RankFailed, run_ranks
 from tests.parallel.building import built
+from tests.support.collectives import collectives_of
+from tests.support.configs import complaint
+from tests.support.equivalence import tiny_config
+from tests.support.harness import RankFailed, run_ranks
 
 LAYERS, CHUNKS = 3, 3  # of tiny_config: 80 tokens in chunks of 32
 
@@ -149,7 +149,7 @@ def test_what_does_not_divide_is_refused_with_numbers(tmp_path, overrides, part:
 
 
 def _first(folder, overrides) -> str:
-    from tests.config.helpers import complaints
+    from tests.support.configs import complaints
 
     return " ".join(complaints(folder, *overrides))
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from forge.checkpoint import Checkpoints, load
-from tests.equivalence.compare import tiny_config, whole
-from tests.harness import run_ranks
 from tests.parallel.building import built
 from tests.parallel.test_initialize import _built_on_nan
+from tests.support.equivalence import tiny_config, whole
+from tests.support.harness import run_ranks
 
 MODELS = {
     "plain": "",

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from forge.resilience import digests
 from forge.resilience.digests import differing_copies, digest
-from tests.harness import run_ranks
+from tests.support.harness import run_ranks
 
 CPU = torch.device("cpu")
 INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float64: torch.int64}

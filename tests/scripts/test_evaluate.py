@@ -15,11 +15,11 @@ import torch
 from forge.data.format import TokenDataset
 from forge.data.tokenizer import ByteTokenizer
 from forge.errors import BAD_CONFIG
-from forge.train.measure import Measured
-from forge.train.open import Opened
+from forge.inference.measure import Measured
+from forge.inference.open import Opened
 from scripts.evaluate import _tell, _tell_tasks
-from tests.end_to_end.runs import Run
-from tests.scripts.trained import Said, call, objects, prepared, refusal, trained
+from tests.support.runs import Run
+from tests.support.trained import Said, call, objects, prepared, refusal, trained
 
 
 @pytest.fixture(scope="module")

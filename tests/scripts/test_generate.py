@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from forge.errors import BAD_CONFIG, FINISHED, NO_CHECKPOINT
-from tests.end_to_end.runs import Run
-from tests.scripts.trained import Said, call, objects, prepared, refusal, trained
+from tests.support.runs import Run
+from tests.support.trained import Said, call, objects, prepared, refusal, trained
 
 MOE = [
     "--model.moe.n_experts=4",

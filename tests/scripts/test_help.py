@@ -5,7 +5,7 @@ import re
 import pytest
 
 from forge.errors import FINISHED
-from tests.scripts.trained import ROOT, call
+from tests.support.trained import ROOT, call
 
 SHARED = {"add_input_options": "options", "add_model_options": "model"}
 

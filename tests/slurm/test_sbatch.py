@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.runs import BASE, reserve_port, wait_for
+from tests.support.runs import BASE, reserve_port, wait_for
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "scripts" / "slurm" / "train.sbatch"

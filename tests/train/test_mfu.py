@@ -8,7 +8,7 @@ import torch
 from forge.config import Config
 from forge.observe.tensorboard import Board
 from forge.train.recorder import Recorder
-from tests.config.helpers import tiny
+from tests.support.configs import tiny
 
 
 def rate(config: Config) -> float | None:

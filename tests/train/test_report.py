@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from forge.distributed import World
 from forge.observe.run_directory import RunDirectory
-from forge.parallel.world import World
 from forge.train.report import Reporter
 
 

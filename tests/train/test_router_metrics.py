@@ -3,7 +3,7 @@
 import pytest
 
 from forge.observe.router_load import CELL
-from tests.end_to_end.runs import Run
+from tests.support.runs import Run
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.end_to_end.runs import Run, tensor_files
+from tests.support.runs import Run, tensor_files
 
 
 def test_n1_one_bad_gradient_on_one_rank_makes_all_skip_and_the_run_goes_on(tmp_path) -> None:

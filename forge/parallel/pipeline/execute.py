@@ -21,8 +21,8 @@ from forge.model import Transformer
 from forge.model.precision import promoted
 from forge.parallel.context import Inputs, SequenceSplit
 from forge.parallel.data import DataParallel
-from forge.parallel.execute import ParallelModel
 from forge.parallel.mesh import Meshes
+from forge.parallel.model import ParallelModel
 from forge.parallel.pipeline.plan import PipelinePlan
 from forge.parallel.pipeline.schedule import Action
 from forge.parallel.pipeline.stages import Stage

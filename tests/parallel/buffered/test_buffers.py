@@ -9,9 +9,9 @@ from forge.config import parse_toml_text
 from forge.optim import build_optimizer
 from forge.parallel.buffered import Buffered
 from forge.parallel.buffered.layout import PART_ALIGNMENT, SLOT_ALIGNMENT
-from tests.harness import RankFailed, run_ranks
-from tests.parallel.buffered.helpers import ALONE, ENGINES, SMALL, backward, build, engine_config
 from tests.parallel.test_initialize import _built_on_nan
+from tests.support.buffers import ALONE, ENGINES, SMALL, backward, build, engine_config
+from tests.support.harness import RankFailed, run_ranks
 
 BFLOAT16 = ("float32", "bfloat16", "float32")
 

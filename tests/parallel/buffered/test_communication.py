@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from forge.config import parse_toml_text
 from forge.optim import build_optimizer
 from forge.parallel.gradients import clip_gradients, report_gradients
-from tests.collectives import collectives_of
-from tests.harness import run_ranks
-from tests.parallel.buffered.helpers import ENGINES, SMALL, backward, build, engine_config
+from tests.support.buffers import ENGINES, SMALL, backward, build, engine_config
+from tests.support.collectives import collectives_of
+from tests.support.harness import run_ranks
 
 
 def _collectives(rank: int, world: int, text: str) -> tuple[list[dict[str, int]], int]:

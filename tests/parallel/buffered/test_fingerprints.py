@@ -13,8 +13,8 @@ from forge.parallel.buffered.buffer import local_box
 from forge.resilience.digests import differing_copies
 from forge.shard import local
 from forge.train.resume import all_copies
-from tests.harness import run_ranks
-from tests.parallel.buffered.helpers import ENGINES, SMALL, backward, build, engine_config
+from tests.support.buffers import ENGINES, SMALL, backward, build, engine_config
+from tests.support.harness import run_ranks
 
 FLIPPED = "layers.1.feed_forward.w1.weight"
 MIXED = ("float32", "bfloat16", "float32")

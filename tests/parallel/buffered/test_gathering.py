@@ -10,9 +10,9 @@ import torch
 
 from forge.config import parse_toml_text
 from forge.optim import build_optimizer
-from tests.collectives import collectives_of
-from tests.harness import run_ranks
-from tests.parallel.buffered.helpers import ALONE, ENGINES, SMALL, backward, build, engine_config
+from tests.support.buffers import ALONE, ENGINES, SMALL, backward, build, engine_config
+from tests.support.collectives import collectives_of
+from tests.support.harness import run_ranks
 
 LR = 1e-1
 BFLOAT16 = ("float32", "bfloat16", "float32")

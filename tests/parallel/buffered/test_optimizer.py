@@ -10,9 +10,9 @@ from forge.config import parse_toml_text
 from forge.optim import build_optimizer
 from forge.parallel.gradients import clip_gradients, report_gradients
 from forge.shard import Shard
-from tests.equivalence.compare import whole
-from tests.harness import run_ranks
-from tests.parallel.buffered.helpers import ENGINES, SMALL, build, engine_config
+from tests.support.buffers import ENGINES, SMALL, build, engine_config
+from tests.support.equivalence import whole
+from tests.support.harness import run_ranks
 
 FLOAT32 = ("float32", "float32", "float32")
 LR = 1e-2

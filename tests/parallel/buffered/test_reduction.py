@@ -10,10 +10,10 @@ import torch
 
 from forge.model import IGNORE
 from forge.parallel import build as building
-from tests.collectives import collectives_of
-from tests.equivalence.compare import whole
-from tests.harness import RankFailed, run_ranks
-from tests.parallel.buffered.helpers import ALONE, ENGINES, SMALL, backward, build, engine_config
+from tests.support.buffers import ALONE, ENGINES, SMALL, backward, build, engine_config
+from tests.support.collectives import collectives_of
+from tests.support.equivalence import whole
+from tests.support.harness import RankFailed, run_ranks
 
 Gradients = dict[str, torch.Tensor]
 

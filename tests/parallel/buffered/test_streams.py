@@ -16,10 +16,10 @@ from forge.parallel.buffered.communication import Running
 from forge.parallel.buffered.pool import Pool
 from forge.parallel.build import build_parallel_model
 from forge.parallel.mesh import make_meshes
-from tests.collectives import collectives_of
-from tests.harness import run_ranks
-from tests.parallel.buffered.helpers import ENGINES, SMALL, batches, engine_config
 from tests.parallel.buffered.test_reduction import _steps, close
+from tests.support.buffers import ENGINES, SMALL, batches, engine_config
+from tests.support.collectives import collectives_of
+from tests.support.harness import run_ranks
 
 
 class Late:

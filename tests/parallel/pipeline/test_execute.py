@@ -12,11 +12,11 @@ from torch.distributed.fsdp import FSDPModule
 from forge import compat
 from forge.model import Attention
 from forge.parallel.pipeline.schedule import Action
-from tests.collectives import Collectives
 from tests.equivalence.test_pipeline import SCHEDULES, pipeline_text
-from tests.harness import run_ranks
 from tests.parallel.building import built
 from tests.parallel.test_initialize import _built_on_nan
+from tests.support.collectives import Collectives
+from tests.support.harness import run_ranks
 
 
 def _sent(rank: int, world: int, text: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from forge.parallel.pipeline.stages import (
     split_evenly,
     table,
 )
-from tests.config.helpers import TINY
+from tests.support.configs import TINY
 
 
 def config(n_layers: int, pp: int, pipeline: str = "", model: str = "") -> Config:

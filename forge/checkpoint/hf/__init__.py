@@ -1,6 +1,0 @@
-"""Weights in and out, in the format of Hugging Face. What is covered: `architectures.ARCHITECTURES`."""
-
-from forge.checkpoint.hf.exporting import export_weights
-from forge.checkpoint.hf.importing import import_weights
-
-__all__ = ["export_weights", "import_weights"]

@@ -1,0 +1,122 @@
+"""From a checkpoint to a folder that transformers loads, one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from forge.checkpoint.loading import TensorReader, read_config
+from forge.checkpoint.manifest import FORMAT, Damaged, check_sizes, find_changed, read_manifest
+from forge.config import parse_toml_text
+from forge.errors import NO_CHECKPOINT, UserError
+from forge.files import replace_atomically, sync_folder
+from forge.hf.folder import Tell, appearing, silent
+from forge.hf.model_config import choose_architecture, write_model
+from forge.hf.safetensors import DTYPES, Planned, write_tensors
+from forge.hf.tensors import Weight, weights_of
+
+SHARD_BYTES = 5_000_000_000
+
+
+def export_weights(
+    checkpoint: Path,
+    output: Path,
+    *,
+    files: Mapping[str, bytes] | None = None,
+    bos_id: int | None = None,
+    eos_id: int | None = None,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    tell: Tell = silent,
+) -> str:
+    """Makes `output` a folder from which AutoModelForCausalLM loads the weights of `checkpoint`; returns the class.
+
+    files: what else goes into it, the tokenizer's, by name. bos_id, eos_id: of the tokens that begin and end a document,
+    where there are any. dtype: of the parameters; None: as they are stored.
+    shard_bytes: size limit of a file, unless one tensor is larger. Memory: one tensor of forge (a layer's fused experts,
+    or the embedding) up to three times: itself, the piece that a rank saved of it, and a copy in another dtype.
+
+    Raises UserError where the checkpoint is damaged (exit 77), or transformers has no class for its model (exit 2); OSError
+    where `output` cannot be written. After any error `output` is not there.
+    """
+    _verify(checkpoint, tell)
+    config = parse_toml_text(read_config(checkpoint), str(checkpoint / "config.toml"))
+    architecture = choose_architecture(config.model)
+    weights = [weight for weight in weights_of(config.model, architecture) if weight.theirs]
+    reader = TensorReader(checkpoint)
+    planned = list(_plan(checkpoint, weights, reader.tensors(), dtype))
+    described = write_model(config.model, architecture, config.train.seq_len) | {
+        "torch_dtype": str(planned[0].dtype).removeprefix("torch."),
+        "pad_token_id": None,
+        "use_cache": True,
+    }
+    ends = {"bos_token_id": bos_id, "eos_token_id": eos_id}
+    jsons = {"config.json": described | ends, "generation_config.json": ends}
+    done, total = 0, sum(tensor.nbytes for tensor in planned)
+    with appearing(output, total) as partial:
+        for name, values in jsons.items():
+            replace_atomically(partial / name, (json.dumps(values, indent=2) + "\n").encode())
+        for name, content in (files or {}).items():
+            replace_atomically(partial / name, content)
+        for size in write_tensors(partial, planned, _tensors(weights, reader, planned), shard_bytes):
+            done += size
+            tell("writing", done, total)
+        sync_folder(partial)
+        partial.rename(output.absolute())
+        sync_folder(output.absolute().parent)
+    return architecture.name
+
+
+def _verify(checkpoint: Path, tell: Tell) -> None:
+    """Hashes the whole checkpoint: what is exported is what was saved."""
+    try:
+        manifest = read_manifest(checkpoint)
+        if manifest["format"] != FORMAT:
+            text = f"{checkpoint}: has format {manifest['format']}; this forge reads {FORMAT}"
+            raise UserError(text, NO_CHECKPOINT)
+        check_sizes(checkpoint, manifest)
+        done, total = 0, sum(entry["size"] for entry in manifest["files"].values())
+        for name, entry in manifest["files"].items():
+            if problems := find_changed(checkpoint, {name: entry}):
+                raise Damaged(problems[0])
+            done += entry["size"]
+            tell("verifying", done, total)
+    except Damaged as error:
+        raise UserError(f"{checkpoint}: is damaged: {error}", NO_CHECKPOINT) from None
+
+
+def _plan(
+    checkpoint: Path,
+    weights: list[Weight],
+    saved: dict[str, tuple[torch.Size, torch.dtype]],
+    dtype: torch.dtype | None,
+) -> Iterator[Planned]:
+    """Every tensor that will be written, in order."""
+    for weight in weights:
+        own = weight.dtype
+        if weight.ours is not None:
+            name = f"model.{weight.ours}"
+            if name not in saved:
+                raise UserError(f"{checkpoint}: lacks {name}, which its config.toml calls for")
+            shape, own = saved[name]
+            if tuple(shape) != weight.shape or own not in DTYPES.values():
+                needed = f"its config.toml calls for {weight.shape}"
+                raise UserError(f"{checkpoint}: {name} is {tuple(shape)} of {own}; {needed}")
+        for theirs in weight.theirs:
+            yield Planned(theirs, own if weight.state or dtype is None else dtype, weight.their_shape)
+
+
+def _tensors(weights: list[Weight], reader: TensorReader, planned: list[Planned]) -> Iterator[Tensor]:
+    targets = iter(planned)
+    for weight in weights:
+        if weight.ours is None:
+            parts = [torch.zeros(weight.their_shape)] * len(weight.theirs)
+        else:
+            parts = weight.split(reader.read(f"model.{weight.ours}"))
+        for part in parts:
+            yield part.to(next(targets).dtype)
+        del parts, part  # or they would stay in memory while the next is read

@@ -1,0 +1,208 @@
+"""From a folder of transformers to a complete checkpoint of forge, one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from forge.checkpoint.commit import Contents, fill_folder
+from forge.checkpoint.tensors import ShardTensor
+from forge.config import Config, parse_toml_text
+from forge.config.toml import to_literal, to_toml
+from forge.distributed import RanksFailed, alone
+from forge.errors import FAILED, UserError
+from forge.hf.architectures import ENDS
+from forge.hf.folder import Tell, appearing, silent
+from forge.hf.model_config import architecture_of, read_model
+from forge.hf.safetensors import DTYPES, Stored, find_tensors
+from forge.hf.tensors import Weight, weights_of
+from forge.shard import Shard
+
+_SHOWN = 5
+
+
+def import_weights(
+    source: Path, output: Path, *, files: Mapping[str, bytes] | None = None, tell: Tell = silent
+) -> str:
+    """Makes `output` a checkpoint of step 0 with the weights of the folder `source`, in their dtype; returns its class.
+
+    files: what else goes into it, the tokenizer's, by name below `tokenizer/`. The checkpoint has no optimizer state:
+    it is one for checkpoint.init, for generating and evaluating. Memory: one tensor of forge (a layer's fused experts,
+    or the embedding) twice.
+
+    Raises UserError (exit 2) that names the key, tensor or file where forge cannot compute the model or something is
+    missing or damaged. After any error `output` is not there.
+    """
+    described = source / "config.json"
+    values = _read_json(described)
+    architecture = architecture_of(values, described)
+    model = read_model(values, architecture, described)
+    stored = find_tensors(source)
+    embedding = stored.get(f"{ENDS['embedding']}.weight")
+    dtype = DTYPES.get(embedding.dtype, torch.float32) if embedding else torch.float32
+    config = _config(model, values, described, output, dtype, tokenizer=bool(files))
+    weights = weights_of(config.model, architecture)
+    dtypes = _match(source, config, weights, stored)
+    sizes = [prod(weight.shape) * dtypes[weight.ours].itemsize for weight in weights if weight.ours]
+    with appearing(output, sum(sizes)) as folder, alone() as team:
+        contents = Contents(
+            step=0,
+            layout={},
+            trainer=json.dumps({"imported": {"architecture": architecture.name}}),
+            files={
+                "config.toml": to_toml(config).encode(),
+                **{f"tokenizer/{name}": content for name, content in (files or {}).items()},
+            },
+            tensors=_lazy(weights, dtypes, stored, sum(sizes), tell),
+            file_per_tensor=True,
+        )
+        try:
+            fill_folder(team, folder, output.absolute(), contents)
+        except RanksFailed as error:
+            raise UserError(f"{output}: could not be written: {error}", FAILED) from None
+    return architecture.name
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text("utf-8"))
+        if not isinstance(values, dict):
+            raise ValueError("not an object")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"{path}: is not a JSON object: {error}") from None
+    return values
+
+
+def _config(
+    model: dict[str, Any],
+    values: dict[str, Any],
+    source: Path,
+    output: Path,
+    dtype: torch.dtype,
+    tokenizer: bool,
+) -> Config:
+    """The config.toml of the imported checkpoint: its model, and the rest so that it is valid and reads no files.
+
+    It computes in `dtype`, the embedding's, as transformers would; in float32 for float16, which forge does not compute in.
+    """
+    longest = values.get("max_position_embeddings")
+    if type(longest) is not int or longest < 1:
+        raise UserError(f"{source}: max_position_embeddings = {longest!r}: needed: a number of tokens")
+    compute = str(torch.float32 if dtype == torch.float16 else dtype).removeprefix("torch.")
+    storage = "float64" if dtype == torch.float64 else "float32"
+    tables: dict[str, dict[str, Any]] = {
+        "run": {"name": output.absolute().name},
+        "model": model,
+        "data": {
+            "sources": [{"path": "synthetic"}],
+            "tokenizer": str(output.absolute() / "tokenizer") if tokenizer else "none",
+        },
+        "train": {"steps": 1, "seq_len": longest, "global_batch_size": 1},
+        "precision": {"storage": storage, "compute": compute, "reduce": storage},
+    }
+    text = "\n".join(f"{table} = {to_literal(keys)}" for table, keys in tables.items())
+    return parse_toml_text(text, str(source))
+
+
+def _match(
+    source: Path, config: Config, weights: list[Weight], stored: dict[str, Stored]
+) -> dict[str, torch.dtype]:
+    """The dtype of every tensor of forge, by name, after a check that all of theirs are there and fit."""
+    problems: list[str] = []
+    dtypes: dict[str, torch.dtype] = {}
+    for weight in weights:
+        for name in weight.theirs:
+            problems += _misfit(name, weight, stored.get(name))
+        found = {stored[name].dtype for name in weight.theirs if name in stored}
+        if len(found) > 1:
+            problems.append(f"{weight.theirs[0]} and its like differ in dtype: {', '.join(sorted(found))}")
+        if weight.ours is not None:
+            dtypes[weight.ours] = DTYPES.get(next(iter(found), ""), weight.dtype)
+    known = {name for weight in weights for name in weight.theirs}
+    problems += [
+        f"{name} is no part of the model that config.json describes"
+        for name in stored
+        if name not in known and not _ignored(name, config)
+    ]
+    if problems:
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise UserError(f"{source}: {'; '.join(problems[:_SHOWN])}{more}")
+    for weight in weights:
+        if weight.ours is None and _read([stored[name] for name in weight.theirs], weight.shape).any():
+            raise UserError(f"{source}: {weight.theirs[0]} is not all zeros; forge has no such tensor")
+    return dtypes
+
+
+def _misfit(name: str, weight: Weight, found: Stored | None) -> list[str]:
+    if found is None:
+        return [f"{name} is missing"]
+    if found.shape != weight.their_shape:
+        return [f"{name} has shape {list(found.shape)}; config.json calls for {list(weight.their_shape)}"]
+    if found.dtype not in DTYPES:
+        return [f"{name} is of {found.dtype}; forge reads {', '.join(DTYPES)}"]
+    return []
+
+
+def _ignored(name: str, config: Config) -> bool:
+    """Tensors of old or careless writers that transformers passes over as well."""
+    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.model.tie_embeddings)
+
+
+def _read(stored: list[Stored], shape: tuple[int, ...]) -> Tensor:
+    """`stored`, all of one dtype and shape, one after another as one tensor of `shape`."""
+    out = torch.empty(shape, dtype=DTYPES[stored[0].dtype])
+    for part, one in zip(out.view(len(stored), -1), stored, strict=True):
+        one.read_into(part)
+    return out
+
+
+def _lazy(
+    weights: list[Weight], dtypes: dict[str, torch.dtype], stored: dict[str, Stored], total: int, tell: Tell
+) -> dict[str, ShardTensor]:
+    """Forge's tensors, `total` bytes, each of which is read when DCP comes to write it."""
+    done = 0
+
+    def read(weight: Weight, dtype: torch.dtype) -> Tensor:
+        nonlocal done
+        if not weight.theirs:
+            values = torch.zeros(weight.shape, dtype=dtype)
+        else:
+            values = weight.joined(_read([stored[name] for name in weight.theirs], weight.shape))
+        done += values.nbytes
+        tell("writing", done, total)
+        return values
+
+    lazy: dict[str, ShardTensor] = {}
+    for weight in weights:
+        if weight.ours is not None:
+            dtype = dtypes[weight.ours]
+            shape_only = torch.empty(weight.shape, dtype=dtype, device="meta")
+            lazy[f"model.{weight.ours}"] = _Lazy(Shard.whole("", shape_only), partial(read, weight, dtype))
+    return lazy
+
+
+class _Lazy(ShardTensor):
+    """A whole tensor that is made when DCP comes to write it, and forgotten then."""
+
+    _make: Callable[[], Tensor]
+
+    @staticmethod
+    def __new__(cls, shard: Shard, make: Callable[[], Tensor]) -> Any:
+        return ShardTensor.__new__(cls, shard, shard.parameter)
+
+    def __init__(self, shard: Shard, make: Callable[[], Tensor]):
+        super().__init__(shard, shard.parameter)
+        self._make = make
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return self._make()

@@ -1,0 +1,117 @@
+"""Loss, perplexity and bits per byte of a model in one process, on any token data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import exp, inf, isfinite, log
+
+import numpy as np
+import torch
+
+from forge.data.dataset import read_window
+from forge.data.format import TokenDataset
+from forge.data.loader import Batch, stack_windows
+from forge.data.sources import Source
+from forge.data.tokenizer import Tokenizer
+from forge.errors import FAILED, UserError
+from forge.inference.open import Opened
+from forge.model import IGNORE
+
+# Tokens that are read, and of one document decoded, together where text is measured.
+_AT_ONCE = 1 << 16
+
+
+@dataclass(frozen=True)
+class Measured:
+    """How well a model predicts a text.
+
+    `loss`: mean cross-entropy in nats over `tokens` labels, those that begin and end documents among them.
+    `text_bytes`: of the text that these labels spell, in UTF-8; special tokens spell nothing. None where that cannot be
+    known. `bytes_from`: "dataset.json", what prepare_data counted in the text itself; or "decoding" of the labels.
+    """
+
+    loss: float
+    tokens: int
+    sequences: int
+    text_bytes: int | None
+    bytes_from: str | None
+
+    @property
+    def perplexity(self) -> float:
+        return exp(self.loss) if self.loss < 700.0 else inf
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """All labels' bits over the bytes that they spell: comparable between tokenizers."""
+        return self.loss * self.tokens / log(2.0) / self.text_bytes if self.text_bytes else None
+
+
+def measure(
+    opened: Opened,
+    source: Source,
+    sequences: int | None = None,
+    batch_size: int = 8,
+    progress: Callable[[int], None] = lambda tokens: None,
+) -> Measured:
+    """The model's loss on a source, by the windows of train.seq_len tokens that the trainer's evaluation reads.
+
+    On the first `sequences` of them, or on all and on the rest behind them: each token but the first is predicted once,
+    from what is before it in its window. `progress` is told the number of tokens done. UserError (exit 1) if the loss
+    is not finite.
+    """
+    seq_len = opened.config.train.seq_len
+    windows = -(-(source.tokens - 1) // seq_len)
+    windows = windows if sequences is None else min(sequences, windows)
+    if windows < 1:
+        raise UserError(f"{source.name}: has {source.tokens} tokens; there is nothing to predict")
+    total, labels = 0.0, 0
+    for batch in _windows(source, windows, seq_len, batch_size, opened.config.data.document_mask):
+        with torch.no_grad():
+            on_device = batch.to(opened.device)
+            sums = opened.model(on_device.tokens, on_device.labels, None, on_device.documents)
+        total += float(sums[1])
+        labels += int((batch.labels != IGNORE).sum())
+        progress(min((batch.first_sample + len(batch.tokens)) * seq_len, source.tokens))
+    loss = total / max(labels, 1)
+    if not isfinite(loss):
+        raise UserError(f"{opened.path}: its loss on {source.name} is {loss}", FAILED)
+    read = min(windows * seq_len + 1, source.tokens)
+    return Measured(loss, labels, windows, *_text_bytes(opened, source, read))
+
+
+def _windows(
+    source: Source, windows: int, seq_len: int, batch_size: int, document_mask: bool
+) -> Iterator[Batch]:
+    for first in range(0, windows, batch_size):
+        numbers = range(first, min(first + batch_size, windows))
+        rows = (read_window(source, number, seq_len, document_mask) for number in numbers)
+        yield stack_windows(rows, len(numbers), seq_len, document_mask, first)
+
+
+def _text_bytes(opened: Opened, source: Source, read: int) -> tuple[int | None, str | None]:
+    """Bytes of the text of tokens 1 ... read - 1 of the source, as far as they are predicted; and how they are known."""
+    tokenizer = opened.tokenizer
+    # Where documents begin with text, what is left unpredicted has bytes, and what is predicted must be decoded.
+    ends_are_special = tokenizer is None or tokenizer.bos_id is not None
+    if isinstance(source, TokenDataset) and read == source.tokens and ends_are_special:
+        return source.index.text_bytes, "dataset.json"
+    if tokenizer is None:
+        return None, None
+    return _decoded_bytes(source, tokenizer, read, opened.config.data.document_mask), "decoding"
+
+
+def _decoded_bytes(source: Source, tokenizer: Tokenizer, read: int, masked: bool) -> int:
+    """Documents are decoded one by one; with `masked` the first token of each is left out, which is not predicted then."""
+    total = 0
+    document: list[int] = []
+    for begin in range(0, read - 1, _AT_ONCE):
+        count = min(_AT_ONCE + 1, read - begin)
+        ids, owners = source.read(begin, count)[1:], source.document_ids(begin, count)
+        parts = np.split(ids, np.flatnonzero(np.diff(owners)))
+        for number, part in enumerate(parts):
+            if number or len(document) >= _AT_ONCE:
+                total += len(tokenizer.decode(document).encode())
+                document = []
+            document += part[1 if masked and number else 0 :].tolist()
+    return total + len(tokenizer.decode(document).encode())

@@ -1,0 +1,117 @@
+"""A trained model on one process, ready to write and to score: weights in their compute dtype, no optimizer state."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forge.checkpoint import find_checkpoint, load, read_config
+from forge.checkpoint.folders import step_name, steps
+from forge.checkpoint.manifest import FORMAT, Damaged, check_sizes, find_changed, read_manifest
+from forge.config import Config, parse_toml_text
+from forge.data.tokenizer import Tokenizer, load_tokenizer
+from forge.distributed import alone
+from forge.errors import NO_CHECKPOINT, UserError
+from forge.parallel.build import build_meta_model
+from forge.parallel.fsdp import plan_units
+from forge.parallel.precision import DTYPES, cast_at_borders
+from forge.shard import Shard
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What the checkpoint at `path`, saved after `step`, holds. `tokenizer` is None where the run had none."""
+
+    path: Path
+    step: int
+    config: Config
+    model: Any
+    tokenizer: Tokenizer | None
+    device: torch.device
+
+
+def open_checkpoint(
+    path: str | Path,
+    device: torch.device,
+    *,
+    compute: str | None = None,
+    context: int | None = None,
+    verify: bool = True,
+) -> Opened:
+    """The model at `path`: a run's folder, its checkpoints folder, one checkpoint, or an imported folder.
+
+    Of several checkpoints the newest whole one; a damaged one is passed over with a warning and stays where it is.
+    Without `verify` only names and sizes are compared. `compute` (float32, ...) and `context` (tokens) take the place
+    of precision.compute and train.seq_len. Routing is without noise, and no token is dropped.
+
+    Raises UserError: exit 2 if there is no checkpoint or it cannot be understood, 77 if none is whole.
+    """
+    found, manifest = _find_whole(Path(path), verify)
+    try:
+        text = read_config(found)
+    except OSError as error:
+        raise UserError(f"checkpoint {found}: config.toml cannot be read: {error.strerror}") from None
+    config = _for_reading(parse_toml_text(text, str(found / "config.toml")), compute, context)
+    model = _build(config, device)
+    with alone():
+        state = model.state_dict()
+        load(found, {f"model.{name}": (Shard.whole(name, values), values) for name, values in state.items()})
+    folder = found / "tokenizer"
+    tokenizer = load_tokenizer(folder) if folder.is_dir() else None
+    return Opened(found, manifest["step"], config, model, tokenizer, device)
+
+
+def _find_whole(path: Path, verify: bool) -> tuple[Path, dict[str, Any]]:
+    newest = find_checkpoint(path)
+    candidates = [newest]
+    if newest != path:
+        candidates = [newest.parent / step_name(step) for step in reversed(steps(newest.parent))]
+    problems = []
+    for candidate in candidates:
+        try:
+            manifest = read_manifest(candidate)
+            if manifest["format"] != FORMAT:
+                raise UserError(
+                    f"checkpoint {candidate} has format {manifest['format']}; this forge reads {FORMAT}",
+                    NO_CHECKPOINT,
+                )
+            check_sizes(candidate, manifest)
+            changed = find_changed(candidate, manifest["files"]) if verify else []
+            if not changed:
+                return candidate, manifest
+            problems.append(f"checkpoint {candidate} is damaged: {changed[0]}")
+        except Damaged as error:
+            problems.append(f"checkpoint {candidate} is damaged: {error}")
+        if len(candidates) > len(problems):
+            log.warning("%s; passed over for an older one", problems[-1])
+    raise UserError("; ".join(problems), NO_CHECKPOINT)
+
+
+def _for_reading(config: Config, compute: str | None, context: int | None) -> Config:
+    model = config.model
+    if model.moe is not None:
+        # Drops depend on what lies beside a token in its batch; what a model writes must not.
+        exact = model.moe.model_copy(update={"capacity_factor": 0.0, "router_noise": 0.0})
+        model = model.model_copy(update={"moe": exact})
+    precision = config.precision.model_copy(update={"compute": compute} if compute else {})
+    train = config.train.model_copy(update={"seq_len": context} if context else {})
+    return config.model_copy(update={"model": model, "precision": precision, "train": train})
+
+
+def _build(config: Config, device: torch.device) -> Any:
+    """The model with room for its weights, each in the dtype in which training computes with it."""
+    model = build_meta_model(config)
+    compute = DTYPES[config.precision.compute]
+    _, dtypes = plan_units(model, config)
+    cast_at_borders(model, dtypes, compute)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtypes[parameter])
+    model.to_empty(device=device)
+    model.reset_buffers(compute)
+    return model.eval().requires_grad_(False)

@@ -1,0 +1,198 @@
+"""Any task of EleutherAI's lm-eval on an opened model. Importing this needs the extra `forge[eval]`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from forge.errors import UserError
+from forge.inference import CachedScores, Sampling, TextStream, generate, token_scores
+from forge.inference.open import Opened
+from forge.inference.sampling import padded
+from forge.model import IGNORE
+from forge.observe.progress_line import ProgressLine
+
+# The names under which tasks say how long an answer may get, the first that is there counts; and how long if none is.
+_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+_LENGTH = 256
+
+
+def run_tasks(
+    opened: Opened,
+    tasks: Sequence[str],
+    *,
+    include_path: str | None = None,
+    num_fewshot: int | None = None,
+    limit: int | None = None,
+    batch_size: int = 8,
+) -> dict[str, dict[str, Any]]:
+    """Task or group -> metric -> value, under lm-eval's own names. `limit`: only the first so many questions of each.
+
+    Raises UserError for a task that is not there, and for a model without a tokenizer.
+    """
+    if include_path is not None and not Path(include_path).is_dir():
+        raise UserError(f"--include-path {include_path}: is not a folder")
+    scorer = Scorer(opened, batch_size)
+    manager = TaskManager(include_path=include_path)
+    for task in tasks:
+        if not manager.match_tasks([task]):
+            raise UserError(
+                f"--tasks {task}: lm-eval has no such task; --include-path names a folder with your own"
+            )
+    found = simple_evaluate(
+        scorer,
+        tasks=list(tasks),
+        num_fewshot=num_fewshot,
+        limit=limit,
+        task_manager=manager,
+        log_samples=False,
+    )
+    assert found is not None
+    return {
+        task: {name: value for name, value in metrics.items() if name != "alias"}
+        for task, metrics in found["results"].items()
+    }
+
+
+class Scorer(TemplateLM):
+    """What lm-eval asks of a model, for an opened checkpoint.
+
+    Contexts begin as documents do: with the tokenizer's begin token, if it has one. What is longer than the model's
+    context loses its beginning.
+    """
+
+    def __init__(self, opened: Opened, batch_size: int = 8):
+        super().__init__()
+        if opened.tokenizer is None:
+            raise UserError(f"{opened.path} holds no tokenizer, and tasks are text")
+        self._opened, self._model, self._text = opened, opened.model, opened.tokenizer
+        self._batch_size = batch_size
+        if self._text.bos_id is None and self._text.eos_id is None:
+            raise UserError(
+                f"{opened.path}: its tokenizer has no token that begins or ends a text; tasks need one"
+            )
+
+    @property
+    def eot_token_id(self) -> int | None:  # type: ignore[override]
+        return self._text.eos_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """Stands before a text that has no context."""
+        found = self._text.eos_id if self._text.bos_id is None else self._text.bos_id
+        assert found is not None
+        return found
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self._text.fingerprint
+
+    @property
+    def max_length(self) -> int:
+        return self._model.seq_len
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        begin = [] if self._text.bos_id is None or add_special_tokens is False else [self._text.bos_id]
+        return begin + self._text.encode(string)
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Log-probability of each whole text, from windows that do not overlap; each begins with the token before it."""
+        windows: list[tuple[Any, list[int], list[int]]] = []
+        owners: list[int] = []
+        for number, request in enumerate(requests):
+            tokens = self.tok_encode(request.args[0], add_special_tokens=False)
+            cut = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
+            for context, continuation in map(make_disjoint_window, cut):
+                windows.append((None, context, continuation))
+                owners.append(number)
+        totals = [0.0] * len(requests)
+        for number, (score, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
+            totals[number] += score
+        return totals
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        """(log-probability, whether greedy decoding would write it) of each continuation, given context and continuation."""
+        for _name, _context, continuation in requests:
+            if len(continuation) > self.max_length:
+                raise UserError(
+                    f"a continuation of {len(continuation)} tokens is longer than the model's context of "
+                    f"{self.max_length}; --context makes that longer"
+                )
+        found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
+        for batch in self._batches("scored", [len(context) + len(end) for _, context, end in requests]):
+            texts = [(requests[i][1] + requests[i][2])[-self.max_length - 1 :] for i in batch]
+            tokens, labels = padded([text[:-1] for text in texts]), padded([text[1:] for text in texts])
+            for row, (number, text) in enumerate(zip(batch, texts, strict=True)):
+                labels[row, : len(text) - 1 - len(requests[number][2])] = IGNORE
+                labels[row, len(text) - 1 :] = IGNORE
+            device = self._opened.device
+            scores, likeliest = token_scores(self._model, tokens.to(device), labels.to(device))
+            greedy = (likeliest.cpu() | (labels == IGNORE)).all(1).tolist()
+            for number, score, is_greedy in zip(batch, scores.double().sum(1).tolist(), greedy, strict=True):
+                found[number] = (score, is_greedy)
+        return found
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """What is written after each context, up to the first of the request's `until` or the end of the document."""
+        texts = [""] * len(requests)
+        kinds: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            kinds.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
+        for kind, numbers in kinds.items():
+            options = json.loads(kind)
+            prompts = [self.tok_encode(requests[number].args[0]) for number in numbers]
+            for batch in self._batches("written", [len(prompt) for prompt in prompts]):
+                for i, text in zip(batch, self._write([prompts[i] for i in batch], options), strict=True):
+                    texts[numbers[i]] = text
+        return texts
+
+    def _write(self, prompts: list[list[int]], options: dict[str, Any]) -> list[str]:
+        until = options.get("until") or []
+        until = [until] if isinstance(until, str) else [end for end in until if end]
+        length = int(next((options[name] for name in _LENGTHS if options.get(name) is not None), _LENGTH))
+        room = max(self.max_length - length, self.max_length // 2, 1)
+        prompts = [prompt[-room:] for prompt in prompts]
+        streams = [TextStream(self._text, prompt) for prompt in prompts]
+
+        def stop(row: int, new: list[int]) -> bool:
+            streams[row].add(new[-1])
+            return new[-1] == self._text.eos_id or any(end in streams[row].text for end in until)
+
+        for _ in generate(CachedScores(self._model), prompts, length, _sampling(options), stop):
+            pass
+        texts = []
+        for stream in streams:
+            stream.end()
+            texts.append(stream.text)
+            for end in until:
+                texts[-1] = texts[-1].split(end)[0]
+        return texts
+
+    def _batches(self, done: str, lengths: Sequence[int]) -> Iterator[list[int]]:
+        """Indices of what has these lengths in batches of like ones, the longest first, with a progress line."""
+        order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+        line = ProgressLine(done, len(order), "requests", 1.0)
+        for begin in range(0, len(order), self._batch_size):
+            yield order[begin : begin + self._batch_size]
+            line.update(min(begin + self._batch_size, len(order)))
+        line.close()
+
+
+def _sampling(options: dict[str, Any]) -> Sampling:
+    """Greedy unless the task says do_sample = true, or a temperature without it."""
+    temperature = float(options.get("temperature") or 0.0)
+    if options.get("do_sample") is False:
+        temperature = 0.0
+    elif options.get("do_sample") and "temperature" not in options:
+        temperature = 1.0
+    return Sampling(temperature, int(options.get("top_k") or 0), float(options.get("top_p") or 1.0))

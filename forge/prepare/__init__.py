@@ -1,0 +1,1 @@
+"""Preparation of data: text -> tokenizer -> token shards. Not needed for training."""

@@ -1,0 +1,358 @@
+"""Text -> token shards, by several processes, in an order that does not depend on them.
+
+The corpus is cut into chunks by size alone. A worker turns a chunk into one part file, complete when it has
+its name; when all parts are there they are put together in order. So whatever ends the program, the same
+command does only what is missing.
+
+    OUTPUT/.parts/plan.json         what the parts are parts of
+    OUTPUT/.parts/part-00007.npz    tokens and document starts of chunk 7, for each split
+    OUTPUT/ or OUTPUT/{train,validation}/    the datasets; with the last of them .parts goes
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel
+
+from forge.data.format import INDEX, DatasetIndex, TokenDataset, token_dtype
+from forge.data.tokenizer import Tokenizer, enclose, load_tokenizer
+from forge.errors import UserError
+from forge.files import replace_atomically
+from forge.observe.progress_line import ProgressLine, clock
+from forge.prepare.corpus import EXTENSIONS, Bad, Corpus, Piece, find_corpus, read_documents
+from forge.prepare.writer import ShardWriter
+
+TRAIN, VALIDATION = "train", "validation"
+_PARTS = ".parts"
+_TOLD = 5  # examples of bad documents that are shown
+_tokenizer = lru_cache(maxsize=1)(load_tokenizer)  # once in each worker process
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to make of what. `holdout`: the share of documents that go to OUTPUT/validation, the others to
+    OUTPUT/train."""
+
+    inputs: tuple[str, ...]
+    tokenizer: str
+    output: Path
+    workers: int = 1
+    holdout: float = 0.0
+    max_bytes: int | None = None
+    text_key: str = "text"
+    extensions: tuple[str, ...] = EXTENSIONS
+    max_bad_fraction: float = 0.01
+
+    @property
+    def targets(self) -> dict[str, Path]:
+        """Split -> folder."""
+        if not self.holdout:
+            return {TRAIN: self.output}
+        return {TRAIN: self.output / TRAIN, VALIDATION: self.output / VALIDATION}
+
+
+class Tally(BaseModel):
+    """What was found in a chunk, or in all."""
+
+    documents: int = 0
+    bad: int = 0
+    examples: list[Bad] = []
+    lost: list[Bad] = []
+    text_bytes: dict[str, int] = {TRAIN: 0, VALIDATION: 0}
+
+    def add(self, other: Tally) -> None:
+        self.documents += other.documents
+        self.bad += other.bad
+        self.examples = (self.examples + other.examples)[:_TOLD]
+        self.lost = (self.lost + other.lost)[:_TOLD]
+        for split, size in other.text_bytes.items():
+            self.text_bytes[split] += size
+
+
+def prepare(request: Request) -> list[Path]:
+    """Makes the datasets and returns their folders; does nothing when they are there. UserError for what the
+    user can mend."""
+    _tokenizer.cache_clear()  # the file may be another than at the last call
+    tokenizer = _tokenizer(request.tokenizer)
+    options = _options(request, tokenizer)
+    done = _finished_targets(request, options)
+    parts = request.output / _PARTS
+    if len(done) == len(request.targets):
+        shutil.rmtree(parts, ignore_errors=True)  # an interruption may have come just before this at the end
+        for folder in request.targets.values():
+            print(f"{folder}: already prepared, {_describe(TokenDataset(folder).index)}")
+        return list(request.targets.values())
+    corpus = find_corpus(request.inputs, request.extensions, request.max_bytes)
+    chunks = _cut(corpus.files)
+    with _locked(parts):
+        _match_plan(parts, {"options": options, "corpus": _corpus_fingerprint(corpus)})
+        _encode_missing(request, chunks, parts)
+        tally = _check_tally(request, corpus, chunks, parts)
+        for split, folder in request.targets.items():
+            if split not in done:
+                writer = _assemble(folder, split, tokenizer, parts, len(chunks))
+                index = writer.finish(tally.text_bytes[split], {"options": options})
+                print(f"{folder}: {_describe(index)}")
+        shutil.rmtree(parts)
+    return list(request.targets.values())
+
+
+def _options(request: Request, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What the result depends on; kept in dataset.json, so that another request is not taken for this one."""
+    return {
+        "input": [os.path.abspath(path) for path in request.inputs],
+        "tokenizer": tokenizer.fingerprint,
+        "holdout": request.holdout,
+        "max_bytes": request.max_bytes,
+        "text_key": request.text_key,
+        "extensions": list(request.extensions),
+    }
+
+
+def _finished_targets(request: Request, options: dict[str, Any]) -> set[str]:
+    """The splits that are there already. UserError where the folder holds something else."""
+    finished = set()
+    for folder in (request.output, request.output / TRAIN, request.output / VALIDATION):
+        if not (folder / INDEX).exists():
+            continue
+        split = next((split for split, target in request.targets.items() if target == folder), None)
+        before = TokenDataset(folder).index.origin.get("options", {})
+        differing = [key for key in options if before.get(key) != options[key]] if split else ["holdout"]
+        if split is None or differing:
+            raise UserError(
+                f"{folder}: already holds a dataset prepared with another {', '.join(differing)}; "
+                "choose another --output or delete it"
+            )
+        finished.add(split)
+    return finished
+
+
+def _cut(files: list[Piece]) -> list[list[Piece]]:
+    """Chunks of about 1/256 of the whole, but 1 MB at least (or they cost more than their work) and 128 MB at most."""
+    chunk_bytes = min(max(sum(file.size for file in files) // 256, 1 << 20), 128 << 20)
+    chunks: list[list[Piece]] = [[]]
+    room = chunk_bytes
+    for file in files:
+        step = chunk_bytes if file.holds_many else max(1, file.size)
+        for begin in range(file.begin, file.end, step):
+            piece = file._replace(begin=begin, end=min(begin + step, file.end))
+            if chunks[-1] and piece.size > room:
+                chunks.append([])
+                room = chunk_bytes
+            chunks[-1].append(piece)
+            room -= piece.size
+    return chunks
+
+
+def _corpus_fingerprint(corpus: Corpus) -> str:
+    digest = hashlib.sha256()
+    for file in corpus.files:
+        digest.update(
+            os.fsencode(f"{file.path}\0{file.begin}\0{file.end}\0{os.stat(file.path).st_mtime_ns}\n")
+        )
+    return digest.hexdigest()
+
+
+@contextmanager
+def _locked(parts: Path) -> Iterator[None]:
+    """One program at a time per output folder. The kernel takes the lock back whatever ends the program."""
+    try:
+        parts.mkdir(parents=True, exist_ok=True)
+        lock = open(parts / "lock", "w")  # noqa: SIM115
+    except OSError as error:
+        raise UserError(f"--output {parts.parent}: cannot be written: {error.strerror}") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"--output {parts.parent}: another prepare_data is at work on it") from None
+        yield
+
+
+def _match_plan(parts: Path, plan: dict[str, Any]) -> None:
+    """Parts of an earlier run stay only if it was cut short on this very corpus with these options."""
+    text = json.dumps(plan, sort_keys=True).encode()
+    path = parts / "plan.json"
+    existing = list(parts.glob("part-*.npz"))
+    if path.exists() and path.read_bytes() == text:
+        if existing:
+            print(f"continuing an interrupted run: {len(existing)} chunks are done", file=sys.stderr)
+        return
+    if existing:
+        print("the options or the input changed since a run was interrupted: starting over", file=sys.stderr)
+    for part in existing:
+        part.unlink()
+    replace_atomically(path, text)
+
+
+def _encode_missing(request: Request, chunks: list[list[Piece]], parts: Path) -> None:
+    missing = [number for number in range(len(chunks)) if not _part(parts, number).exists()]
+    sizes = {number: sum(piece.size for piece in chunks[number]) for number in missing}
+    progress, done = ProgressLine("tokenised", sum(sizes.values())), 0
+    options = (request.tokenizer, request.text_key, request.holdout, parts)
+    workers = min(request.workers, len(missing))
+    if workers <= 1:
+        for number in missing:
+            _encode(number, chunks[number], *options)
+            done += sizes[number]
+            progress.update(done)
+    else:
+        context = multiprocessing.get_context("spawn")  # forking a process that has threads is not safe
+        with ProcessPoolExecutor(workers, context) as pool:
+            with _interrupts_ignored():
+                futures = {
+                    pool.submit(_encode, number, chunks[number], *options): number for number in missing
+                }
+            try:
+                for future in as_completed(futures):
+                    future.result()
+                    done += sizes[futures[future]]
+                    progress.update(done)
+            except BrokenProcessPool:
+                raise UserError(
+                    "a worker was killed (out of memory?); the same command goes on from here, with fewer "
+                    "--workers if need be",
+                    exit_code=1,
+                ) from None
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+    seconds = progress.close()
+    if done:
+        print(
+            f"tokenised {done / 1e6:.1f} MB in {clock(seconds)} ({done / 1e6 / seconds:.1f} MB/s)",
+            file=sys.stderr,
+        )
+
+
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """Processes started here ignore Ctrl-C, which reaches all of a terminal's: the main one ends them after
+    their chunk.
+
+    They inherit it, for a handler that they set themselves would come too late while they start.
+    """
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _encode(
+    number: int, chunk: list[Piece], tokenizer_path: str, text_key: str, holdout: float, parts: Path
+) -> None:
+    """Makes the part of a chunk."""
+    tokenizer = _tokenizer(tokenizer_path)
+    dtype = token_dtype(tokenizer.vocab_size)
+    tally = Tally()
+    documents: dict[str, list[np.ndarray]] = {TRAIN: [], VALIDATION: []}
+    for document in chain.from_iterable(read_documents(piece, text_key) for piece in chunk):
+        if isinstance(document, Bad):
+            lost = [document] if document.many else []
+            tally.add(Tally(documents=1, bad=1, examples=[document], lost=lost))
+            continue
+        text = document.encode()
+        split = VALIDATION if _is_held_out(text, holdout) else TRAIN
+        documents[split].append(np.array(enclose(tokenizer.encode(document), tokenizer), dtype))
+        tally.documents += 1
+        tally.text_bytes[split] += len(text)
+    arrays = {"tally": np.frombuffer(tally.model_dump_json().encode(), np.uint8)}
+    for split, tokens in documents.items():
+        arrays[f"{split}_tokens"] = np.concatenate([np.zeros(0, dtype), *tokens])
+        arrays[f"{split}_starts"] = np.cumsum([0, *map(len, tokens)])[:-1].astype(np.int64)
+    _write_part(_part(parts, number), arrays)
+
+
+def _write_part(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    partial = path.with_suffix(".partial")
+    with open(partial, "wb") as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def _is_held_out(text: bytes, holdout: float) -> bool:
+    """By a hash of the content, so that no copy of a held-out document is trained on."""
+    draw = int.from_bytes(hashlib.blake2b(text, digest_size=8, person=b"holdout").digest(), "little")
+    return draw < holdout * 2**64
+
+
+def _part(parts: Path, number: int) -> Path:
+    return parts / f"part-{number:05d}.npz"
+
+
+def _check_tally(request: Request, corpus: Corpus, chunks: list[list[Piece]], parts: Path) -> Tally:
+    """Adds up what the parts say and reports it; UserError where too much was bad or a split would be empty."""
+    unreadable = corpus.unreadable
+    tally = Tally(
+        documents=len(unreadable),
+        bad=len(unreadable),
+        examples=unreadable[:_TOLD],
+        lost=[bad for bad in unreadable if bad.many],
+    )
+    for number in range(len(chunks)):
+        with np.load(_part(parts, number)) as part:
+            found = Tally.model_validate_json(part["tally"].tobytes())
+        tally.add(found)
+        if found.lost:
+            _part(parts, number).unlink()  # a file may be readable at the next call without being another
+    if corpus.duplicates:
+        print(f"{corpus.duplicates} copies of other files left out", file=sys.stderr)
+    if tally.bad:
+        print(f"{tally.bad} of {tally.documents} documents are bad and left out:", file=sys.stderr)
+        for where, reason, _ in tally.examples:
+            print(f"  {where}: {reason}", file=sys.stderr)
+    if tally.lost:
+        where, reason, _ = tally.lost[0]
+        raise UserError(
+            f"{where}: {reason}; nobody knows how many documents are lost with it, so no --max-bad-fraction covers it: mend "
+            "it, or take it out of the input (what is done is kept)"
+        )
+    if tally.bad > request.max_bad_fraction * tally.documents:
+        raise UserError(
+            f"{tally.bad} of {tally.documents} documents are bad, the first {tally.examples[0].where}: "
+            f"{tally.examples[0].reason}; --max-bad-fraction allows {request.max_bad_fraction:g}: "
+            "mend the input, or raise it (what is done is kept)"
+        )
+    for split in request.targets:
+        if not tally.text_bytes[split]:
+            hint = f", or another --holdout than {request.holdout:g}" if request.holdout else ""
+            raise UserError(
+                f"{request.targets[split]}: no document with text is left; give more --input{hint}"
+            )
+    return tally
+
+
+def _assemble(folder: Path, split: str, tokenizer: Tokenizer, parts: Path, count: int) -> ShardWriter:
+    writer = ShardWriter(folder, vocab_size=tokenizer.vocab_size, tokenizer=tokenizer.fingerprint)
+    for number in range(count):
+        with np.load(_part(parts, number)) as part:
+            writer.append(part[f"{split}_tokens"], part[f"{split}_starts"])
+    return writer
+
+
+def _describe(index: DatasetIndex) -> str:
+    return (
+        f"{index.tokens:,} tokens, {index.documents:,} documents, {index.text_bytes / 1e6:.1f} MB of text "
+        f"({index.text_bytes / index.tokens:.2f} bytes per token)"
+    )

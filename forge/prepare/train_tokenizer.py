@@ -1,0 +1,110 @@
+"""Training a SentencePiece tokenizer from which every text comes back exactly."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from forge.data.tokenizer import MODEL_FILE, SentencePieceTokenizer
+from forge.errors import UserError
+from forge.prepare.corpus import EXTENSIONS, Bad, Corpus, find_corpus, read_documents
+
+MAX_BYTES = 32_000_000
+_LEAST_VOCAB = 260
+_SENTENCE_BYTES = 4096
+
+
+def train_tokenizer(
+    inputs: Sequence[str | Path],
+    output: str | Path,
+    vocab_size: int,
+    *,
+    max_bytes: int = MAX_BYTES,
+    text_key: str = "text",
+    extensions: Sequence[str] = EXTENSIONS,
+) -> SentencePieceTokenizer:
+    """Trains on a sample of `max_bytes` of the corpus and writes OUTPUT/tokenizer.model; the same input, the same file.
+
+    BPE over the text as it is: no normalisation, no added or merged spaces, runs of spaces and line ends in the
+    vocabulary, digits one by one, and bytes for every character that is not in it. Ids: 0 unknown (never produced), 1
+    begins and 2 ends a document.
+    """
+    if vocab_size < _LEAST_VOCAB:
+        raise UserError(
+            f"--vocab-size {vocab_size}: needs at least {_LEAST_VOCAB}: 256 bytes, 3 specials and a piece"
+        )
+    corpus = find_corpus(inputs, extensions, max_bytes)
+    folder = Path(output)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass  # else minutes of training could end in nothing
+    except OSError as error:
+        raise UserError(f"--output {folder}: cannot be written: {error.strerror}") from None
+    what = f"{vocab_size} pieces from {corpus.size / 1e6:.1f} MB in {len(corpus.files)} files"
+    print(f"tokenizer: {what}", file=sys.stderr, flush=True)
+    begin = time.monotonic()
+    bad: list[Bad] = []
+    tokenizer = SentencePieceTokenizer(_train(_sentences(corpus, text_key, bad), vocab_size), str(output))
+    tokenizer.save(folder)
+    bad += corpus.unreadable
+    told = f" ({len(bad)} unreadable left out, the first: {bad[0].where}: {bad[0].reason})" if bad else ""
+    print(f"tokenizer: {folder / MODEL_FILE} in {time.monotonic() - begin:.1f} s{told}", file=sys.stderr)
+    return tokenizer
+
+
+def _train(sentences: Iterator[str], vocab_size: int) -> bytes:
+    import sentencepiece
+
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=sentences,
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            byte_fallback=True,
+            character_coverage=0.9995,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            allow_whitespace_only_pieces=True,
+            split_digits=True,
+            max_sentence_length=4 * _SENTENCE_BYTES,
+            unk_id=0,
+            bos_id=1,
+            eos_id=2,
+            pad_id=-1,
+            num_threads=2,  # is written into the model, so it must not depend on the machine
+            minloglevel=2,
+        )
+    except (RuntimeError, OSError) as error:
+        # From "Internal: src/trainer_interface.cc(590) [condition] What is wrong." what follows the bracket.
+        reason = re.sub(r"^.*?\] ?", "", str(error))
+        raise UserError(f"--vocab-size {vocab_size}: SentencePiece: {reason}") from None
+    return model.getvalue()
+
+
+def _sentences(corpus: Corpus, text_key: str, bad: list[Bad]) -> Iterator[str]:
+    """Groups of whole lines, so that pieces may hold line ends; what can't be read goes to `bad`."""
+    for piece in corpus.files:
+        for document in read_documents(piece, text_key):
+            if isinstance(document, Bad):
+                bad.append(document)
+                continue
+            group: list[str] = []
+            size = 0
+            for line in document.splitlines(keepends=True):
+                for start in range(0, len(line), _SENTENCE_BYTES):
+                    part = line[start : start + _SENTENCE_BYTES]
+                    if size + len(part) > _SENTENCE_BYTES:
+                        yield "".join(group)
+                        group, size = [], 0
+                    group.append(part)
+                    size += len(part)
+            yield "".join(group)

@@ -1,0 +1,149 @@
+"""The table of architectures against transformers' own classes, and the presets against the published models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from forge.config import load_config
+from forge.config.model import ModelConfig
+from forge.hf.architectures import ARCHITECTURES, KEYS, MUST_BE, Architecture
+from forge.hf.model_config import choose_architecture, read_model, write_model
+from forge.hf.tensors import weights_of
+from forge.model import parameter_counts
+from tests.support.hf_models import CASES
+
+# What follows from other keys is worked out after the defaults are known.
+FOLLOWS = {"layer_types", "head_dim"}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.model_type)
+def test_an_absent_key_means_what_it_means_in_transformers(architecture: Architecture) -> None:
+    import transformers
+
+    theirs = transformers.models.auto.configuration_auto.CONFIG_MAPPING[architecture.model_type]
+    keys = {*KEYS.values(), *architecture.keys.values(), *architecture.windows, *architecture.defaults}
+    compared = 0
+    for key in keys - FOLLOWS - {"partial_rotary_factor"}:
+        try:
+            ours = architecture.default(key)
+        except KeyError:
+            continue
+        name = {"rope_theta": "default_theta"}.get(key, key)
+        assert hasattr(theirs, name), f"{architecture.name} has no {key}"
+        assert getattr(theirs, name) == ours, f"{architecture.name}: {key}"
+        compared += 1
+    assert compared >= 4
+    for key, needed in MUST_BE.items():
+        if key not in architecture.keys.values() and hasattr(theirs, key):
+            assert getattr(theirs, key) == needed, f"{key} would have to be written"
+    assert transformers.AutoModelForCausalLM._model_mapping[theirs].__name__ == architecture.name
+
+
+def test_every_architecture_is_among_the_cases() -> None:
+    assert {name for name, _ in CASES.values()} == {architecture.name for architecture in ARCHITECTURES}
+
+
+# What the folders of the published models say in their config.json, and their numbers of parameters.
+LLAMA: dict[str, Any] = {"vocab_size": 128256, "rope_theta": 500000.0, "rms_norm_eps": 1e-5}
+QWEN: dict[str, Any] = {"vocab_size": 151936, "rope_theta": 1000000, "rms_norm_eps": 1e-6, "head_dim": 128}
+PUBLISHED: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "llama3-8b": (
+        "LlamaForCausalLM",
+        8_030_261_248,
+        LLAMA
+        | {
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+        },
+    ),
+    "llama3-70b": (
+        "LlamaForCausalLM",
+        70_553_706_496,
+        LLAMA
+        | {
+            "hidden_size": 8192,
+            "intermediate_size": 28672,
+            "num_hidden_layers": 80,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+        },
+    ),
+    "qwen3-8b": (
+        "Qwen3ForCausalLM",
+        8_190_735_360,
+        QWEN
+        | {
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "use_sliding_window": False,
+        },
+    ),
+    "qwen3-30b-a3b": (
+        "Qwen3MoeForCausalLM",
+        30_532_122_624,
+        QWEN
+        | {
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "router_aux_loss_coef": 0.001,
+        },
+    ),
+    "mixtral-8x7b": (
+        "MixtralForCausalLM",
+        46_702_792_704,
+        {
+            "vocab_size": 32000,
+            "rope_theta": 1000000.0,
+            "rms_norm_eps": 1e-5,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "router_aux_loss_coef": 0.02,
+            "sliding_window": None,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_preset_is_the_published_model(name: str) -> None:
+    import torch
+    import transformers
+
+    expected, parameters, published = PUBLISHED[name]
+    model = load_config(["--config", name]).model
+    assert parameter_counts(model).total == parameters
+    architecture = choose_architecture(model)
+    assert architecture.name == expected
+    written = write_model(model, architecture, 8192)
+    assert {key: written[key] for key in published} == published
+    assert written["tie_word_embeddings"] is False and written["rope_scaling"] is None
+    described = {"architectures": [expected], "max_position_embeddings": 8192} | published
+    assert ModelConfig.model_validate(read_model(described, architecture)) == model
+    weights = weights_of(model, architecture)
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**written))
+    assert sum(parameter.numel() for parameter in theirs.parameters()) == parameters
+    plain = {f"{n}.weight" for n, m in theirs.named_modules() if isinstance(m, torch.nn.Linear)}
+    assert plain <= {their_name for weight in weights for their_name in weight.theirs}

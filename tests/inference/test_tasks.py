@@ -1,0 +1,166 @@
+"""The adapter to lm-eval: what it reports of a request, against the model's own logits; and a real task on local files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from forge.data.tokenizer import ByteTokenizer
+from forge.errors import BAD_CONFIG, FINISHED, UserError
+from forge.inference import Sampling, generate, recomputed
+from tests.support.small_models import small_config, small_model
+from tests.support.trained import call, prepared, trained
+
+pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'forge[eval]'")
+
+from forge.inference.tasks import Scorer
+
+SEQ_LEN = 24
+BEGIN, END = 256, 257
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return small_model(small_config(vocab_size=258, init_std=0.6), SEQ_LEN)
+
+
+@pytest.fixture(scope="module")
+def scorer(model) -> Scorer:
+    opened: Any = SimpleNamespace(
+        model=model, tokenizer=ByteTokenizer(), device=torch.device("cpu"), path=Path("run")
+    )
+    return Scorer(opened, batch_size=3)
+
+
+def requests(*arguments: Any) -> list[Any]:
+    return [SimpleNamespace(args=each) for each in arguments]
+
+
+@torch.no_grad()
+def by_hand(model: Any, context: list[int], continuation: list[int]) -> tuple[float, bool]:
+    """Token by token, each from at most the last SEQ_LEN tokens of all that are scored."""
+    text = (context + continuation)[-SEQ_LEN - 1 :]
+    total, greedy = 0.0, True
+    for place in range(len(text) - len(continuation), len(text)):
+        logits = model(torch.tensor([text[:place]]))[0, -1]
+        total += float(logits.log_softmax(-1)[text[place]])
+        greedy &= int(logits.argmax()) == text[place]
+    return total, greedy
+
+
+def test_the_likelihood_of_a_continuation(model, scorer) -> None:
+    best = int(model(torch.tensor([[BEGIN, *b"ab"]]))[0, -1].argmax())
+    pairs = [
+        ("ab", "c"),
+        ("", "xyz"),
+        ("a longer context than others", " and end"),
+        ("q ", "r"),
+        ("z", "y" * 20),
+    ]
+    if best < 128:
+        pairs.append(("ab", chr(best)))
+    found = scorer.loglikelihood(requests(*pairs), disable_tqdm=True)
+    for (context, continuation), (score, greedy) in zip(pairs, found, strict=True):
+        moved = len(context) - len(context.rstrip())  # lm-eval counts spaces between both to the continuation
+        both = context + continuation
+        begin = len(context) - moved
+        expected = by_hand(model, [BEGIN, *both[:begin].encode()], list(both[begin:].encode()))
+        assert score == pytest.approx(expected[0], abs=1e-9) and greedy == expected[1]
+
+
+def test_greedy_continuations_are_told_from_others(model, scorer) -> None:
+    context = [BEGIN, *b"ab"]
+    (steps,) = zip(*generate(recomputed(model, SEQ_LEN), [context], 3, Sampling()), strict=True)
+    greedy = list(steps)
+    other = [*greedy[:2], (greedy[2] + 1) % 258]
+    found = scorer._loglikelihood_tokens([(None, context, greedy), (None, context, other)])
+    assert [is_greedy for _, is_greedy in found] == [True, False]
+
+
+def test_a_whole_text_is_scored_in_windows_and_each_token_once(model, scorer) -> None:
+    texts = [
+        "short",
+        "x" * SEQ_LEN,
+        "a text that is longer than the model's context, by more than one window",
+        "",
+    ]
+    found = scorer.loglikelihood_rolling(requests(*((text,) for text in texts)))
+    for text, score in zip(texts, found, strict=True):
+        tokens, expected = [BEGIN, *text.encode()], 0.0
+        for begin in range(1, len(tokens), SEQ_LEN):
+            expected += by_hand(model, tokens[:begin], tokens[begin : begin + SEQ_LEN])[0]
+        assert score == pytest.approx(expected, abs=1e-9)
+
+
+def test_writes_until_a_stop_word_the_end_or_the_limit(model, scorer) -> None:
+    prompts, options = ["ab", "hello there", "ab"], {"until": [], "max_gen_toks": 12}
+    whole = scorer.generate_until(requests(*((prompt, options) for prompt in prompts)))
+    for prompt, text in zip(prompts, whole, strict=True):
+        tokens = [BEGIN, *prompt.encode()]
+        steps = generate(recomputed(model, SEQ_LEN), [tokens], 12, Sampling(), lambda _, new: new[-1] == END)
+        assert text == ByteTokenizer().decode([token for (token,) in steps if token is not None])
+    visible = next(text for text in whole if len(text) > 2)
+    prompt, end = prompts[whole.index(visible)], visible[2]
+    (cut,) = scorer.generate_until(requests((prompt, {"until": end, "max_new_tokens": 12})))
+    assert cut == visible.split(end)[0]
+    sampled = {"until": [], "max_gen_toks": 12, "do_sample": True, "temperature": 2.0}
+    assert scorer.generate_until(requests((prompt, sampled))) != [visible]
+
+
+def test_a_continuation_longer_than_the_context_is_refused(scorer) -> None:
+    with pytest.raises(UserError, match=r"continuation of 30 tokens .* context of 24"):
+        scorer.loglikelihood(requests(("a", "b" * 30)), disable_tqdm=True)
+
+
+TASKS = {
+    "next_letter": """
+        output_type: multiple_choice
+        doc_to_text: "{{begin}}"
+        doc_to_choice: ["efgh", "hgfe"]
+        doc_to_target: 0
+        target_delimiter: ""
+        metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
+    """,
+    "go_on": """
+        output_type: generate_until
+        doc_to_text: "{{begin}}"
+        doc_to_target: "ef"
+        target_delimiter: ""
+        generation_kwargs: {until: ["g"], max_gen_toks: 8}
+        metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+    """,
+    "whole_texts": """
+        output_type: loglikelihood_rolling
+        doc_to_text: ""
+        doc_to_target: "{{begin}}efgh"
+        metric_list: [{metric: bits_per_byte}]
+    """,
+}
+
+
+def test_real_tasks_on_local_files(tmp_path) -> None:
+    prepared(tmp_path)
+    trained(tmp_path, steps=30)
+    documents = tmp_path / "documents.jsonl"
+    documents.write_text("".join(json.dumps({"begin": text}) + "\n" for text in ("bcd", "cd", "d", "abcd")))
+    (tmp_path / "tasks").mkdir()
+    for name, text in TASKS.items():
+        lines = [line[8:] for line in text.strip("\n").splitlines()]
+        source = f"data_files: {{test: {documents}}}, cache_dir: {tmp_path / 'cache'}"
+        lines += [f"task: {name}", "dataset_path: json", f"dataset_kwargs: {{{source}}}", "test_split: test"]
+        (tmp_path / "tasks" / f"{name}.yaml").write_text("\n".join(lines) + "\n")
+    common = ["--checkpoint", "run", "--include-path", "tasks"]
+    said = call(tmp_path, "evaluate", *common, "--tasks", ",".join(TASKS), "--json")
+    assert said.code == FINISHED, said.err
+    (line,) = [line for line in said.out.splitlines() if line.startswith("{")]
+    found = json.loads(line)["tasks"]
+    assert found["next_letter"]["acc,none"] == 1.0
+    assert found["go_on"]["exact_match,none"] == 1.0
+    assert 0 < found["whole_texts"]["bits_per_byte,none"] < 1
+    unknown = call(tmp_path, "evaluate", *common, "--tasks", "nothing_like_it")
+    assert unknown.code == BAD_CONFIG and "--tasks nothing_like_it: lm-eval has no such task" in unknown.err

@@ -1,0 +1,53 @@
+"""What is told while tokens come is what all of them say in the end."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forge.data.tokenizer import ByteTokenizer
+from forge.inference import TextStream
+
+
+def tell(prompt: list[int], new: list[int]) -> list[str]:
+    stream = TextStream(ByteTokenizer(), prompt)
+    parts = [stream.add(token) for token in new] + [stream.end()]
+    assert stream.text == "".join(parts)
+    return parts
+
+
+def test_a_character_of_several_tokens_waits_until_it_is_whole() -> None:
+    assert tell([256], list("aé😀b".encode())) == ["a", "", "é", "", "", "", "😀", "b", ""]
+
+
+def test_a_character_that_is_never_finished_is_told_at_the_end() -> None:
+    assert tell([256], [97, 0xC3]) == ["a", "", "\ufffd"]
+    assert tell([256], [0xC3, 97]) == ["", "\ufffda", ""]
+
+
+def test_special_tokens_say_nothing() -> None:
+    assert tell([256, 97], [257, 98, 256, 257]) == ["", "b", "", "", ""]
+
+
+@given(
+    prompt=st.text(st.characters(exclude_categories=["Cs"])),
+    new=st.text(st.characters(exclude_categories=["Cs"])),
+)
+def test_any_text_is_told_whole(prompt: str, new: str) -> None:
+    assert "".join(tell([256, *prompt.encode()], list(new.encode()))) == new
+
+
+@pytest.mark.parametrize("split", range(1, 12))
+def test_a_space_between_words_is_kept_by_a_tokenizer_that_drops_the_first(split: int) -> None:
+    class Words:
+        """Ids are words; like SentencePiece with a dummy prefix, a text does not begin with a space."""
+
+        def decode(self, ids):  # type: ignore[no-untyped-def]
+            return "".join(f" w{i}" for i in ids)[1:]
+
+    ids = list(range(12))
+    stream = TextStream(Words(), ids[:split])
+    for token in ids[split:]:
+        stream.add(token)
+    assert Words().decode(ids[:split]) + stream.text == Words().decode(ids)

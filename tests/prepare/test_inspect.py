@@ -1,0 +1,109 @@
+"""What inspect_data shows is what the loader hands to training."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from forge.data.dataset import PackedDataset
+from forge.data.loader import Loader
+from forge.data.tokenizer import ByteTokenizer
+from forge.prepare.inspect import samples_of_step
+from tests.support.streams import Counting
+
+ROOT = Path(__file__).parents[2]
+
+
+def dataset(**options):
+    return PackedDataset(
+        [Counting(1000, length=10), Counting(500, length=10)], [0.75, 0.25], 16, 5, 64, **options
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_rank_reads_what_is_shown(ranks):
+    shown = list(samples_of_step(dataset(), None, 3, global_batch_size=8, ranks=ranks, head=16))
+    assert [sample.sample for sample in shown] == list(range(16, 24))
+    for rank in range(ranks):
+        loader = Loader(dataset(), global_batch_size=8, rank=rank, ranks=ranks)
+        batch = [next(loader) for _ in range(3)][-1]
+        loader.close()
+        mine = [sample for sample in shown if sample.rank == rank]
+        assert batch.tokens.tolist() == [sample.tokens for sample in mine]
+        alone = samples_of_step(dataset(), None, 3, global_batch_size=8, rank=rank, ranks=ranks)
+        assert list(alone) == mine
+
+
+def test_what_a_run_passes_over_is_not_shown():
+    """A batch from before, across and behind the range."""
+    passed_over = ((10, 21),)
+    loader = Loader(dataset(), global_batch_size=8, rank=0, ranks=1, passed_over=passed_over)
+    for step in (1, 2, 3):
+        shown = samples_of_step(dataset(), None, step, global_batch_size=8, passed_over=passed_over)
+        assert next(loader).tokens.tolist() == [sample.tokens for sample in shown]
+    loader.close()
+
+
+def test_document_starts_are_places_in_the_sequence():
+    for sample in samples_of_step(dataset(), None, 1, global_batch_size=8):
+        expected = [place for place in range(16) if (sample.first_token + place) % 10 == 0]
+        assert sample.documents == expected and sample.masked == 0
+
+
+def test_masked_labels_are_counted_as_in_the_batch():
+    masked = dataset(document_mask=True)
+    loader = Loader(masked, global_batch_size=8, rank=0, ranks=1)
+    labels = next(loader).labels
+    loader.close()
+    shown = samples_of_step(masked, None, 1, global_batch_size=8)
+    assert [sample.masked for sample in shown] == (labels == -100).sum(1).tolist()
+
+
+def test_text_is_decoded():
+    (sample,) = samples_of_step(dataset(), ByteTokenizer(), 1, global_batch_size=1, excerpt=4)
+    ids = np.arange(sample.first_token, sample.first_token + 4)
+    assert sample.text == ByteTokenizer().decode(ids.tolist())
+
+
+def inspect(*arguments):
+    command = [sys.executable, str(ROOT / "scripts" / "inspect_data.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+
+
+SYNTHETIC = ["--config", "debug.toml", '--data.sources=[{path="synthetic"}]']
+
+
+def test_the_script_shows_a_step_in_words_and_as_json():
+    words = inspect(*SYNTHETIC, "--step", 2, "--train.global_batch_size=4")
+    assert words.returncode == 0, words.stderr
+    assert words.stdout.count("synthetic  epoch 0") == 4
+    lines = inspect(*SYNTHETIC, "--step", 2, "--ranks", 4, "--rank", 3, "--json").stdout.splitlines()
+    assert [json.loads(line)["sample"] for line in lines] == [28, 29, 30, 31]
+
+
+def test_the_script_knows_of_the_runs_roll_backs(tmp_path):
+    (tmp_path / "debug").mkdir()
+    rollback = {"from_step": 3, "to_step": 1, "first_sample": 16, "end_sample": 48}
+    (tmp_path / "debug" / "rollbacks.json").write_text(json.dumps([rollback]))
+    shown = inspect(*SYNTHETIC, "--step", 2, "--json", f"--run.output_dir={tmp_path}")
+    assert [json.loads(line)["sample"] for line in shown.stdout.splitlines()] == list(range(48, 64))
+    assert "samples 16 to 47 are passed over" in shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--step", 0], "counted from 1"),
+        (["--step", 1, "--ranks", 3], "must divide train.global_batch_size = 16"),
+        (["--step", 1, "--rank", 1], "there are ranks 0 to 0"),
+        (["--step", 1, "--model.dimm=3"], "did you mean model.dim"),
+        (["--step", 1, '--data.sources=[{path="/absent"}]'], "/absent: is not a folder"),
+        (["--step", 1, '--data.sources=[{path="/absent.bin"}]'], 'dtype = "uint16"'),
+    ],
+)
+def test_what_is_wrong_is_one_sentence_and_exit_2(options, said):
+    result = inspect(*SYNTHETIC, *options)
+    assert result.returncode == 2 and said in result.stderr and "Traceback" not in result.stderr

@@ -1,0 +1,71 @@
+"""A tiny model under an engine, and configs for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from forge.config import Config
+from forge.data.build import build_dataset
+from forge.data.loader import Loader
+from forge.parallel.buffered import Buffered
+from forge.parallel.model import SequentialModel
+from forge.train.resume import all_tensors
+from tests.parallel.building import built
+from tests.support.equivalence import tiny_config
+
+ENGINES = ("ddp", "zero1", "zero2")
+# For fsdp2 in one process: else contiguous buffers take its place, and would be compared with themselves.
+ALONE = '\nreshard_after_forward = "always"'
+SMALL = "\nbucket_size = 3000"  # a few buckets in the tiny model of 32,000 parameters
+
+
+def engine_config(
+    engine: str,
+    parallel: str = "",
+    *,
+    model: str = "",
+    micro: int = 1,
+    batch: int = 8,
+    formats: tuple[str, str, str] = ("float64", "float64", "float64"),
+) -> str:
+    """The tiny model under `engine`; `formats`: storage, compute, reduce."""
+    text = tiny_config(parallel=f'data_parallel = "{engine}"\n{parallel}', model=model, micro=micro)
+    for key, value in zip(("storage", "compute", "reduce"), formats, strict=True):
+        text = text.replace(f'{key} = "float64"', f'{key} = "{value}"')
+    return text.replace("global_batch_size = 8", f"global_batch_size = {batch}")
+
+
+def build(text: str, world: int) -> tuple[SequentialModel, Buffered, Iterator[Any]]:
+    """The model of `text` on this rank, its engine, and this rank's batches without end."""
+    model, config, meshes = built(text, world)
+    return model, model._engines[0], batches(config, meshes.data_rank, meshes.data_ranks)
+
+
+def batches(config: Config, rank: int = 0, ranks: int = 1) -> Iterator[Any]:
+    loader = Loader(
+        build_dataset(config),
+        global_batch_size=config.train.global_batch_size,
+        rank=rank,
+        ranks=ranks,
+        start_sample=0,
+        device=torch.device("cpu"),
+        prefetch=1,
+    )
+    try:
+        yield from loader
+    finally:
+        loader.close()
+
+
+def backward(model: SequentialModel, batch: Any, tokens: float = 100.0) -> None:
+    """Gradients of one step, complete; without collectives but the engine's and one for the loss."""
+    model.forward_backward(batch, torch.tensor(tokens, dtype=torch.float64))
+    model.finalize_gradients()
+
+
+def state(model: SequentialModel, optimizer: Any) -> dict[str, torch.Tensor]:
+    """Copies of everything that a checkpoint keeps of this rank."""
+    return {name: values.clone() for name, (_, values) in all_tensors(model, optimizer).items()}

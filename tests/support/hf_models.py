@@ -1,0 +1,246 @@
+"""Small models of transformers with random weights, forge's of the same weights, and what both compute.
+
+`transformers` is imported in the functions that need it: it takes seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from forge.checkpoint import read_config
+from forge.checkpoint.loading import TensorReader
+from forge.config import Config, parse_toml_text
+from forge.hf.architectures import BY_NAME, Architecture
+from forge.hf.tensors import weights_of
+from forge.model import Transformer
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TQDM_DISABLE"] = "1"
+
+VOCAB = 67
+# Of transformers' ways to compute attention and experts the plain one: kernels stop at float32.
+ROUTER_BIAS = ("e_score_correction_bias", "router.bias")
+WRITTEN_OUT = {"attn_implementation": "eager", "experts_implementation": "eager"}
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+DEEPSEEK = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "n_group": 1,
+    "topk_group": 1,
+}
+# name -> (class, keys of its config.json). Together they have every key that the table of architectures has.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2": ("LlamaForCausalLM", {"num_key_value_heads": 4}),
+    "llama3": (
+        "LlamaForCausalLM",
+        {"tie_word_embeddings": True, "rope_theta": 500000.0, "rope_scaling": LLAMA3, "rms_norm_eps": 1e-5},
+    ),
+    "llama_yarn": (
+        "LlamaForCausalLM",
+        {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}, "head_dim": 12},
+    ),
+    "mistral": ("MistralForCausalLM", {"sliding_window": 5}),
+    "mistral_full": ("MistralForCausalLM", {"sliding_window": None}),
+    "qwen2": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
+    "qwen2_some_slide": (
+        "Qwen2ForCausalLM",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
+        },
+    ),
+    "qwen3": ("Qwen3ForCausalLM", {"head_dim": 16, "rope_scaling": YARN | {"attention_factor": 1.3}}),
+    "qwen3_slides": (
+        "Qwen3ForCausalLM",
+        {
+            "head_dim": 8,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "max_window_layers": 0,
+        },
+    ),
+    "mixtral": (
+        "MixtralForCausalLM",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7, "rope_theta": 1e6},
+    ),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", EXPERTS | {"norm_topk_prob": True, "head_dim": 16}),
+    "qwen3_moe_plain": (
+        "Qwen3MoeForCausalLM",
+        EXPERTS | {"norm_topk_prob": False, "mlp_only_layers": [0], "head_dim": 8, "tie_word_embeddings": True},
+    ),
+    "dots1": ("Dots1ForCausalLM", DEEPSEEK | {"head_dim": 8, "sliding_window": None}),
+    "glm4_moe": (
+        "Glm4MoeForCausalLM",
+        DEEPSEEK
+        | {"n_group": 4, "topk_group": 2, "partial_rotary_factor": 1.0, "attention_bias": True, "head_dim": 8},
+    ),
+    "glm4_moe_no_shared": (
+        "Glm4MoeForCausalLM",
+        DEEPSEEK | {"n_shared_experts": 0, "partial_rotary_factor": 1.0, "use_qk_norm": True, "head_dim": 8},
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeForCausalLM",
+        {
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_intermediate_size": 16,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+            "tie_word_embeddings": False,
+        },
+    ),
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def float32_means(dtype: torch.dtype) -> Iterator[None]:
+    """transformers says torch.float32 where forge says promote(float32, compute): this makes the two the same."""
+    with contextlib.ExitStack() as stack:
+        if dtype == torch.float64:
+            for name in ("float32", "float"):
+                stack.enter_context(mock.patch.object(torch, name, torch.float64))
+            stack.enter_context(mock.patch.object(Tensor, "float", Tensor.double))
+        yield
+
+
+def their_model(case: str, dtype: torch.dtype = torch.float32) -> Any:
+    """The model of `case` with random weights, none of them a round number."""
+    import transformers
+
+    name, keys = CASES[case]
+    model_type = BY_NAME[name].model_type
+    config = transformers.AutoConfig.for_model(model_type, **SHAPE | keys)
+    config.architectures = [name]
+    model = transformers.AutoModelForCausalLM.from_config(config, **WRITTEN_OUT).to(dtype)
+    fill(model, zeros=("o_proj.bias",))
+    return model.eval()
+
+
+def loaded(folder: Path) -> Any:
+    """What AutoModelForCausalLM makes of `folder`, which must hold what it needs and nothing else."""
+    import transformers
+
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, **WRITTEN_OUT
+    )
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    return model.eval()
+
+
+@torch.no_grad()
+def fill(model: nn.Module, zeros: tuple[str, ...] = ()) -> None:
+    """Constants get noise too: ones and zeros would hide a norm, a bias or an order that is wrong."""
+    generator = torch.Generator().manual_seed(0)
+    biases = [pair for pair in model.named_buffers() if pair[0].endswith(ROUTER_BIAS)]
+    for name, values in [*model.named_parameters(), *biases]:
+        noise = torch.randn(values.shape, generator=generator, dtype=torch.float64)
+        if name.endswith(zeros):
+            values.zero_()
+        elif "norm" in name:
+            values.copy_(1.0 + 0.2 * noise)
+        elif name.endswith(ROUTER_BIAS):
+            values.copy_(0.1 * noise)
+        elif name.endswith("router.weight"):
+            values.copy_((0.3 * noise).float())  # some classes of transformers keep no more of it
+        else:
+            values.copy_((0.2 if values.ndim == 1 else 0.3) * noise)
+
+
+def our_config(checkpoint: Path) -> Config:
+    return parse_toml_text(read_config(checkpoint))
+
+
+def our_model(checkpoint: Path, dtype: torch.dtype = torch.float32) -> Transformer:
+    """The model of a checkpoint, in one process."""
+    config = our_config(checkpoint)
+    model = Transformer(config.model, config.train.seq_len).to(dtype)
+    model.reset_buffers(dtype)
+    reader = TensorReader(checkpoint)
+    model.load_state_dict({name: reader.read(f"model.{name}") for name in model.state_dict()})
+    return model
+
+
+def tokens(sequences: int = 2, seq: int = 24) -> Tensor:
+    return torch.randint(VOCAB, (sequences, seq), generator=torch.Generator().manual_seed(1))
+
+
+def their_results(model: Any) -> tuple[Tensor, float, dict[str, Tensor]]:
+    """Logits, loss and the gradient of every parameter."""
+    text = tokens()
+    labels = text.clone()
+    labels[0, 3] = -100
+    model.zero_grad()
+    out = model(input_ids=text, labels=labels)
+    out.loss.backward()
+    return out.logits.detach(), out.loss.item(), {n: p.grad for n, p in model.named_parameters()}
+
+
+def our_results(model: Transformer) -> tuple[Tensor, float, dict[str, Tensor]]:
+    text = tokens()
+    labels = torch.full_like(text, -100)
+    labels[:, :-1] = text[:, 1:]
+    labels[0, 2] = -100
+    model.zero_grad()
+    valid = (labels >= 0).sum()
+    model.set_loss_scale(torch.tensor(0.0))  # balancing losses are the trainer's, not the model's
+    loss = model(text, labels)[0] / valid
+    loss.backward()
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    with torch.no_grad():
+        return model(text), loss.item(), grads
+
+
+def as_ours(model: Transformer, architecture: Architecture, theirs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors named as in transformers' modules, put together as forge names its parameters."""
+    ours = {}
+    fused = {"w13": "mlp.experts.gate_up_proj", "w2": "mlp.experts.down_proj"}
+    parameters = dict(model.named_parameters())
+    for weight in weights_of(model.config, architecture):
+        if weight.ours not in parameters:
+            continue
+        path, _, leaf = weight.ours.rpartition(".")
+        if path.endswith("feed_forward.experts"):
+            ours[weight.ours] = theirs[f"model.layers.{path.split('.')[1]}.{fused[leaf]}"]
+        else:
+            (name,) = weight.theirs
+            ours[weight.ours] = weight.joined(theirs[name.replace("block_sparse_moe", "mlp")].clone())
+    return ours

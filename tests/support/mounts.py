@@ -1,0 +1,64 @@
+"""File systems of a rank's own, in a mount namespace of its own: nothing outside sees them, and they end with the process.
+
+A forked rank calls `small` or `read_only` before it does anything else. Where namespaces are forbidden `allowed` says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from pathlib import Path
+
+from tests.support.harness import start_ranks
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_NEW_MOUNTS, _NEW_USER = 0x00020000, 0x10000000
+_READ_ONLY, _PRIVATE_BELOW = 1, 0x44000
+
+
+@functools.cache
+def allowed() -> bool:
+    """Whether a process here may have file systems of its own."""
+    return start_ranks(_try, 1).join() == [0]
+
+
+def _try(rank: int, world: int) -> None:
+    try:
+        small(Path("/tmp"), 4096)
+    except OSError:
+        os._exit(1)
+    os._exit(0)
+
+
+def small(folder: Path, size: int) -> None:
+    """Put an empty file system of `size` bytes at `folder`."""
+    _new_namespace()
+    _mount(folder, 0, f"size={size}")
+
+
+def read_only(folder: Path) -> None:
+    """Put an empty file system that nobody can write to, root included, at `folder`."""
+    _new_namespace()
+    _mount(folder, _READ_ONLY, "")
+
+
+def _new_namespace() -> None:
+    user, group = os.getuid(), os.getgid()
+    _check(_LIBC.unshare(_NEW_MOUNTS | _NEW_USER))
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+    Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+    _check(_LIBC.mount(b"none", b"/", None, ctypes.c_ulong(_PRIVATE_BELOW), None))
+
+
+def _mount(folder: Path, flags: int, options: str) -> None:
+    _check(
+        _LIBC.mount(b"none", os.fsencode(folder), b"tmpfs", ctypes.c_ulong(flags), options.encode() or None)
+    )
+
+
+def _check(code: int) -> None:
+    if code != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))

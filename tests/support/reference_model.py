@@ -1,0 +1,170 @@
+"""The model written a second time, in the plainest form that is still readable, in float64: loops over
+layers, heads and queries, RoPE in complex numbers. It shares no code with forge but the configuration."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from forge.config.model import ModelConfig, RopeScalingConfig
+from tests.support.reference_moe import Mixture, Parameters, swiglu
+
+
+def reference_loss(
+    parameters: Parameters,
+    config: ModelConfig,
+    tokens: Tensor,
+    labels: Tensor,
+    *,
+    positions: Tensor | None = None,
+    documents: Tensor | None = None,
+    z_loss_coef: float = 0.0,
+    mixture: Mixture | None = None,
+) -> Tensor:
+    """[objective, cross-entropy, sum of squared logsumexp], summed over labels that are not negative.
+
+    The objective is without the losses of routers, which `mixture` adds up.
+    """
+    logits = reference_logits(parameters, config, tokens, positions, documents, labels, mixture)
+    cross_entropy, z_loss = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    for row, label in zip(logits.flatten(0, 1), labels.flatten().tolist(), strict=True):
+        if label >= 0:
+            normaliser = row.exp().sum().log()
+            cross_entropy = cross_entropy - (row[label] - normaliser)
+            z_loss = z_loss + normaliser**2
+    return torch.stack([cross_entropy + z_loss_coef * z_loss, cross_entropy, z_loss])
+
+
+def reference_logits(
+    parameters: Parameters,
+    config: ModelConfig,
+    tokens: Tensor,
+    positions: Tensor | None = None,
+    documents: Tensor | None = None,
+    labels: Tensor | None = None,
+    mixture: Mixture | None = None,
+) -> Tensor:
+    rows = []
+    for b in range(len(tokens)):
+        where = torch.arange(tokens.shape[1]) if positions is None else positions[b]
+        which = torch.zeros(tokens.shape[1]) if documents is None else documents[b]
+        counts = [True] * tokens.shape[1] if labels is None else (labels[b] >= 0).tolist()
+        rows.append(_one_sequence(parameters, config, tokens[b], where, which, counts, mixture))
+    return torch.stack(rows)
+
+
+def _one_sequence(
+    parameters: Parameters,
+    config: ModelConfig,
+    tokens: Tensor,
+    positions: Tensor,
+    documents: Tensor,
+    counts: list[bool],
+    mixture: Mixture | None,
+):
+    x = parameters["embedding.weight"][tokens]
+    for layer in range(config.n_layers):
+        own = {name: parameters[f"layers.{layer}.{name}"] for name in _names(parameters, layer)}
+        h = _norm(x, own["attention_norm.weight"], config.norm_eps)
+        x = x + _attention(own, config, layer, h, positions, documents)
+        h = _norm(x, own["ffn_norm.weight"], config.norm_eps)
+        if "feed_forward.router.weight" in own:
+            assert mixture is not None
+            x = x + mixture.feed_forward(own, layer, h, counts)
+        else:
+            x = x + swiglu(h, *(own[f"feed_forward.{name}.weight"] for name in ("w1", "w3", "w2")))
+    x = _norm(x, parameters["norm.weight"], config.norm_eps)
+    logits = x @ parameters["embedding.weight" if config.tie_embeddings else "head.weight"].T
+    return _cap(logits, config.logit_soft_cap)
+
+
+def _names(parameters: Parameters, layer: int) -> list[str]:
+    prefix = f"layers.{layer}."
+    return [name.removeprefix(prefix) for name in parameters if name.startswith(prefix)]
+
+
+def _attention(
+    own: Parameters, config: ModelConfig, layer: int, x: Tensor, positions: Tensor, documents: Tensor
+):
+    size, group = config.head_dim, config.n_heads // config.n_kv_heads
+    pattern = config.sliding_window_pattern
+    full = config.sliding_window == 0 or (pattern > 0 and layer % pattern == pattern - 1)
+    window = len(x) if full else config.sliding_window
+    heads = []
+    for head in range(config.n_heads):
+        q = _projection(own, "q", x, head, config, positions)
+        k = _projection(own, "k", x, head // group, config, positions)
+        v = _projection(own, "v", x, head // group, config, None)
+        rows = []
+        for i in range(len(x)):
+            seen = [j for j in range(i + 1) if i - j < window and documents[i] == documents[j]]
+            scores = _cap((k[seen] @ q[i]) / math.sqrt(size), config.attention_soft_cap)
+            weights = scores.exp() / scores.exp().sum()
+            rows.append(weights @ v[seen])
+        heads.append(torch.stack(rows))
+    return torch.cat(heads, dim=-1) @ own["attention.wo.weight"].T
+
+
+def _projection(
+    own: Parameters, letter: str, x: Tensor, head: int, config: ModelConfig, positions: Tensor | None
+):
+    """One head's queries, keys or values `[seq, head_dim]`; normalised and rotated at positions."""
+    rows = slice(head * config.head_dim, (head + 1) * config.head_dim)
+    out = x @ own[f"attention.w{letter}.weight"][rows].T
+    if config.attention_bias:
+        out = out + own[f"attention.w{letter}.bias"][rows]
+    if positions is None:
+        return out
+    if config.qk_norm:
+        out = _norm(out, own[f"attention.{letter}_norm.weight"], config.norm_eps)
+    return reference_rotation(out, positions, config)
+
+
+def reference_rotation(x: Tensor, positions: Tensor, config: ModelConfig) -> Tensor:
+    """x `[seq, head_dim]`: complex numbers x[i] + j x[i + head_dim/2], turned by position * frequency i."""
+    half = config.head_dim // 2
+    frequencies, factor = reference_frequencies(config)
+    angles = positions.double()[:, None] * torch.tensor(frequencies, dtype=torch.float64)
+    turned = torch.complex(x[:, :half], x[:, half:]) * torch.polar(torch.full_like(angles, factor), angles)
+    return torch.cat([turned.real, turned.imag], dim=-1)
+
+
+def reference_frequencies(config: ModelConfig) -> tuple[list[float], float]:
+    """Frequency of every pair, and the factor on the rotated vectors."""
+    plain = [config.rope_theta ** (-2 * i / config.head_dim) for i in range(config.head_dim // 2)]
+    scaling = config.rope_scaling
+    if scaling is None:
+        return plain, 1.0
+    if scaling.kind == "llama3":
+        return [_llama3(frequency, scaling) for frequency in plain], 1.0
+    low, high = (
+        config.head_dim
+        * math.log(scaling.original_max_position / (beta * 2 * math.pi))
+        / (2 * math.log(config.rope_theta))
+        for beta in (scaling.beta_fast, scaling.beta_slow)
+    )
+    low, high = max(math.floor(low), 0), min(math.ceil(high), config.head_dim - 1)
+    shares = [min(max((i - low) / (high - low), 0.0), 1.0) for i in range(len(plain))]
+    blended = [f / scaling.factor * share + f * (1 - share) for f, share in zip(plain, shares, strict=True)]
+    return blended, scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1.0
+
+
+def _llama3(frequency: float, scaling: RopeScalingConfig) -> float:
+    wavelength = 2 * math.pi / frequency
+    if wavelength < scaling.original_max_position / scaling.high_freq_factor:
+        return frequency
+    if wavelength > scaling.original_max_position / scaling.low_freq_factor:
+        return frequency / scaling.factor
+    smooth = scaling.original_max_position / wavelength - scaling.low_freq_factor
+    smooth /= scaling.high_freq_factor - scaling.low_freq_factor
+    return (1 - smooth) * frequency / scaling.factor + smooth * frequency
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / torch.sqrt((x**2).mean(-1, keepdim=True) + eps) * weight
+
+
+def _cap(x: Tensor, cap: float) -> Tensor:
+    return cap * torch.tanh(x / cap) if cap else x

@@ -1,0 +1,181 @@
+"""Whole runs of train.py's `main` on forked ranks, and what they leave in the run directory.
+
+A rank here is a real process that takes real signals and joins over a real rendezvous; only the interpreter start and
+the imports are saved.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from forge.checkpoint import read_state
+from forge.checkpoint.folders import step_name
+from tests.support.harness import start_ranks
+
+# A model that steps in a few milliseconds, on the same data as every other test: no file, no tokenizer.
+BASE = [
+    "--config=debug.toml",
+    "--run.name=run",
+    "--model.dim=32",
+    "--model.n_layers=2",
+    "--model.n_heads=4",
+    "--model.n_kv_heads=2",
+    "--model.ffn_dim=64",
+    "--model.vocab_size=64",
+    '--data.sources=[{path="synthetic",weight=1.0}]',
+    "--data.validation=[]",
+    "--train.seq_len=32",
+    "--train.global_batch_size=8",
+    "--train.micro_batch_size=2",
+    "--train.steps=10",
+    "--schedule.name=constant",
+    "--schedule.warmup_steps=0",
+    "--evaluate.interval=0",
+    "--evaluate.sample_interval=0",
+    "--metrics.log_interval=1",
+    "--metrics.tensorboard=false",
+    "--checkpoint.interval=2",
+]
+TIMES = ("tokens_per_second", "step_time_s", "data_time_s", "gc_time_s", "memory_gib", "mfu")
+
+
+class Run:
+    """A run directory under `folder`, and the command that works on it."""
+
+    def __init__(self, folder: Path, *options: str):
+        self.path = folder / "run"
+        self._terminal = folder / "terminal.txt"
+        folder.mkdir(exist_ok=True)
+        self._options = [*BASE, f"--run.output_dir={folder}", *options]
+
+    def start(self, *options: str, world: int = 1, fault: str = "", patch: str = "") -> Any:
+        """Start the command; `.join()` of the result gives the exit codes in rank order.
+
+        `patch` ("module:function") is called on every rank first, to put a defect in; it finds the run's path in the
+        environment, as RUN_UNDER_TEST.
+        """
+        self._terminal.unlink(missing_ok=True)
+        environment = {"RUN_UNDER_TEST": str(self.path)} | ({"FORGE_FAULT": fault} if fault else {})
+        port, meeting = reserve_port() if world > 1 else (None, {})
+        environment |= meeting
+        ranks = start_ranks(_main, world, [*self._options, *options], environment, self._terminal, patch)
+        ranks.port = port
+        return ranks
+
+    def __call__(self, *options: str, world: int = 1, fault: str = "") -> int:
+        """Run the command to its end; the exit code, which all ranks must share."""
+        codes = self.start(*options, world=world, fault=fault).join()
+        assert len(set(codes)) == 1, f"exit codes differ: {codes}"
+        return codes[0]
+
+    def metrics(self, *, times: bool = False) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl, without what depends on the clock."""
+        lines = [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
+        return lines if times else [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
+
+    @property
+    def stepping(self) -> bool:
+        """Whether a few steps are done; the last line may still be on its way."""
+        path = self.path / "metrics.jsonl"
+        return path.exists() and path.read_bytes().count(b"\n") > 3
+
+    def losses(self) -> list[float]:
+        return [line["loss"] for line in self.metrics() if "loss" in line]
+
+    def events(self, kind: str = "") -> list[dict[str, Any]]:
+        """All, or all of one kind; what has no end yet is being written."""
+        path = self.path / "events.jsonl"
+        text = path.read_text() if path.exists() else ""
+        lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+        return [line for line in lines if kind in ("", line["event"])]
+
+    def status(self) -> dict[str, Any]:
+        return json.loads((self.path / "status.json").read_text())
+
+    def checkpoints(self) -> list[str]:
+        """Names in checkpoints/, those that start with a dot included."""
+        return sorted(path.name for path in (self.path / "checkpoints").iterdir())
+
+    def said(self) -> str:
+        """What the last start printed on the terminal, all ranks together."""
+        return self._terminal.read_text()
+
+    def log(self, rank: int = 0) -> str:
+        return (self.path / "logs" / f"rank-{rank}.log").read_text()
+
+
+def tensor_files(run: Run, step: int) -> dict[str, str]:
+    """Name -> checksum of the files of a checkpoint that hold parameters and moments."""
+    manifest = json.loads((run.path / "checkpoints" / step_name(step) / "manifest.json").read_text())
+    return {name: entry["sha256"] for name, entry in manifest["files"].items() if name.endswith(".distcp")}
+
+
+def assert_same_history(run: Run, whole: Run, *, swept: bool = True) -> None:
+    """Bit for bit: every line of the metrics but for times, and every tensor of the last checkpoint.
+
+    `swept`: the last start has saved, and so has removed what earlier ones had left of their saves.
+    """
+    assert run.metrics() == whole.metrics()
+    last = whole.metrics()[-1]["step"]
+    assert tensor_files(run, last) == tensor_files(whole, last)
+    states = [read_state(each.path / "checkpoints" / step_name(last)) for each in (run, whole)]
+    assert states[0] == states[1]
+    assert not swept or not [name for name in run.checkpoints() if name.startswith((".partial", ".pruned"))]
+
+
+def flip_a_bit(run: Run, step: int) -> None:
+    """In the middle of the largest file of a checkpoint."""
+    folder = run.path / "checkpoints" / step_name(step)
+    file = max(folder.rglob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 240.0) -> None:
+    """Return when `condition` holds; AssertionError if it does not within so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def _main(
+    rank: int, world: int, argv: list[str], environment: dict[str, str], terminal: Path, patch: str
+) -> None:
+    import torch
+
+    descriptor = os.open(terminal, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    torch.set_num_threads(1)
+    os.environ.update(environment)
+    if world > 1:
+        os.environ.update(
+            RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world)
+        )
+    from forge.train.launch import main
+
+    if patch:
+        module, _, function = patch.partition(":")
+        getattr(importlib.import_module(module), function)()
+    os._exit(main(argv))
+
+
+def reserve_port() -> tuple[socket.socket, dict[str, str]]:
+    """A port for ranks to meet at, as a socket to be kept until they end, and as the environment that says so.
+
+    Nobody else is given a port that is bound. The socket does not listen, so the first rank may: it asks, as the socket
+    does, for an address that is in use.
+    """
+    port = socket.socket()
+    port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    port.bind(("127.0.0.1", 0))
+    return port, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.getsockname()[1])}

@@ -1,0 +1,194 @@
+"""Defects put into runs by `Run.start(patch="tests.support.spoil:NAME")`, keyed by data, so that who reads it again meets
+them again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+
+def samples_32_to_55() -> None:
+    """A gradient that is not finite on the rank that reads one of these samples, in steps 5 to 7 of a batch of 8."""
+    _spoil_gradients(lambda samples: any(32 <= sample < 56 for sample in samples), torch.nan)
+
+
+def samples_36_to_39() -> None:
+    """The same in the second half of step 5: with two ranks, on rank 1 only."""
+    _spoil_gradients(lambda samples: any(36 <= sample < 40 for sample in samples), torch.nan)
+
+
+def infinity_in_one_gradient() -> None:
+    """One element of one gradient, on rank 1, in step 5."""
+
+    def spoil(model, sums) -> None:
+        if os.environ["RANK"] == "1":
+            next(shard for shard in model.shards if shard.boxes).grad.view(-1)[0] = torch.inf
+
+    _spoil(lambda samples: 36 in samples, spoil)
+
+
+def loss_that_is_no_number() -> None:
+    """The loss of step 5 on all ranks; gradients stay finite."""
+    _spoil(lambda samples: 32 <= samples.start < 40, lambda model, sums: sums.values[:2].fill_(torch.nan))
+
+
+def everything_from_32() -> None:
+    """The same for all data from step 5 on."""
+    _spoil_gradients(lambda samples: max(samples) >= 32, torch.nan)
+
+
+def spike_at_56() -> None:
+    """A finite gradient, a thousand times too large, in step 8."""
+    _spoil_gradients(lambda samples: 56 in samples, 1000.0)
+
+
+def _spoil_gradients(when: Callable[[range], bool], factor: float) -> None:
+    def spoil(model, sums) -> None:
+        for shard in model.shards:
+            if shard.grad is not None and shard.boxes:
+                shard.grad.mul_(factor)
+
+    _spoil(when, spoil)
+
+
+def _spoil(when: Callable[[range], bool], spoil: Callable[[Any, Any], object]) -> None:
+    """Call `spoil(model, sums)` once gradients over samples (of this rank) for which `when` holds are complete."""
+    from forge.parallel.model import SequentialModel
+    from forge.parallel.pipeline.execute import PipelinedModel
+
+    for kind in (SequentialModel, PipelinedModel):
+        _spoil_kind(kind, when, spoil)
+
+
+def _spoil_kind(kind: Any, when: Callable[[range], bool], spoil: Callable[[Any, Any], object]) -> None:
+    compute, finalize = kind.forward_backward, kind.finalize_gradients
+
+    def remembering(self, batch, tokens):
+        self.latest = (
+            range(batch.first_sample, batch.first_sample + len(batch.tokens)),
+            compute(self, batch, tokens),
+        )
+        return self.latest[1]
+
+    def spoiled(self):
+        finalize(self)
+        samples, sums = self.latest
+        if when(samples):
+            spoil(self, sums)
+
+    kind.forward_backward, kind.finalize_gradients = remembering, spoiled
+
+
+def one_bit_after_step_5() -> None:
+    """A bit of a parameter flips on the last rank; when the step is made again it does not."""
+    _flip_a_bit(_last_ranks("w1.weight"), lambda step, seen: step == 5 and not seen)
+
+
+def one_bit_of_an_expert_after_step_5() -> None:
+    """The same of a routed expert's weight."""
+    _flip_a_bit(_last_ranks("experts.w13"), lambda step, seen: step == 5 and not seen)
+
+
+def one_bit_of_a_tied_copy_after_step_5() -> None:
+    """The same of the last stage's copy of a weight that the first stage owns."""
+    _flip_a_bit(lambda model: model._tied._last, lambda step, seen: step == 5 and not seen)
+
+
+def one_bit_after_every_step_from_5() -> None:
+    """The same again and again, as of a broken machine."""
+    _flip_a_bit(_last_ranks("w1.weight"), lambda step, seen: step >= 5)
+
+
+def _last_ranks(ending: str) -> Callable[[Any], Any]:
+    import torch.distributed as dist
+
+    def find(model: Any) -> Any:
+        if dist.get_rank() < dist.get_world_size() - 1:
+            return None
+        return next(one for one in model.shards if one.name.endswith(ending) and one.boxes)
+
+    return find
+
+
+def _flip_a_bit(find: Callable[[Any], Any], when: Callable[[int, bool], bool]) -> None:
+    """In what `find(model)` returns; None: not on this rank."""
+    import forge.train.loop as loop
+
+    after_step, seen = loop.Training.after_step, set()
+
+    def flipping(self) -> None:
+        step, shard = self.progress.step, find(self.model)
+        if shard is not None and when(step, step in seen):
+            shard.data.view(torch.int32).view(-1)[0] ^= 1 << 20
+        seen.add(step)
+        after_step(self)
+
+    loop.Training.after_step = flipping
+
+
+def half_a_second_for_each_step() -> None:
+    """On the clock of the time limit, on which nothing else takes any time: a busy machine changes nothing."""
+    import forge.resilience.time_limit as time_limit
+    import forge.train.loop as loop
+
+    clock = SimpleNamespace(now=0.0)
+    time_limit.time = SimpleNamespace(monotonic=lambda: clock.now)
+    begin, step = time_limit.TimeLimit.__init__, loop.Training.step
+
+    def timed(self) -> None:
+        step(self)
+        clock.now += 0.5
+
+    time_limit.TimeLimit.__init__ = lambda self, limit_s, began: begin(self, limit_s, clock.now)
+    loop.Training.step = timed
+
+
+def slow_data_on_rank_1() -> None:
+    """Rank 1 reads slowly."""
+    _slow_down("data")
+
+
+def slow_forward_on_rank_1() -> None:
+    """Rank 1 computes slowly."""
+    _slow_down("forward")
+
+
+def slow_optimizer_on_rank_1() -> None:
+    """Rank 1 updates slowly."""
+    _slow_down("optimizer")
+
+
+def _slow_down(phase: str) -> None:
+    """Time passes only where this says so, so a busy machine makes no rank slow: every wait for data, feed-forward and
+    update takes 10 ms, and 50 ms on rank 1 in `phase`."""
+    import queue
+
+    import forge.data.loader as loader
+    import forge.resilience.stragglers as stragglers
+    import forge.train.loop as loop
+    from forge.model.feed_forward import FeedForward
+    from forge.optim import AdamW
+
+    clock = SimpleNamespace(now=0.0)
+    for module in (loader, loop, stragglers):
+        module.time = SimpleNamespace(perf_counter=lambda: clock.now)
+
+    def takes(seconds: float, owner: type, method: str) -> None:
+        work = getattr(owner, method)
+
+        def timed(*args, **kwargs):
+            clock.now += seconds
+            return work(*args, **kwargs)
+
+        setattr(owner, method, timed)
+
+    for name, owner, method in (
+        ("data", queue.Queue, "get"),
+        ("forward", FeedForward, "forward"),
+        ("optimizer", AdamW, "step"),
+    ):
+        takes(0.05 if name == phase and os.environ["RANK"] == "1" else 0.01, owner, method)

@@ -1,0 +1,93 @@
+"""Scripts on forked processes, and a small trained model for them."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forge.errors import FINISHED
+from forge.prepare.prepare import Request, prepare
+from tests.support.harness import start_ranks
+from tests.support.runs import Run
+
+ROOT = Path(__file__).parents[2]
+BYTES_VOCAB = 258
+
+
+@dataclass(frozen=True)
+class Said:
+    code: int
+    out: str
+    err: str
+
+
+def call(folder: Path, script: str, *arguments: object) -> Said:
+    """Run `python scripts/SCRIPT.py ARGUMENTS` in `folder`; only the interpreter's start is saved."""
+    out, err = folder / "out.txt", folder / "err.txt"
+    words = [str(ROOT / "scripts" / f"{script}.py"), *map(str, arguments)]
+    (code,) = start_ranks(_run, 1, words, folder, out, err).join()
+    return Said(code, out.read_text(), err.read_text())
+
+
+def _run(rank: int, world: int, words: list[str], folder: Path, out: Path, err: Path) -> None:
+    import torch
+
+    for number, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    torch.set_num_threads(1)
+    os.chdir(folder)
+    sys.argv = words
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def objects(said: Said) -> list[dict[str, Any]]:
+    """What --json prints."""
+    assert said.code == FINISHED, said.err
+    return [json.loads(line) for line in said.out.splitlines()]
+
+
+def refusal(said: Said) -> str:
+    """The one sentence that a user's mistake ends in."""
+    assert "Traceback" not in said.err
+    errors = [line for line in said.err.splitlines() if "error: " in line]
+    assert len(errors) == 1 and said.err.splitlines()[-1] == errors[0], said.err
+    return errors[0]
+
+
+def prepared(folder: Path, tokenizer: str = "bytes") -> Path:
+    """Documents that run on to "h" from any letter before it, in FOLDER/data/{train,validation}."""
+    documents = ["abcdefgh"[begin:] for begin in range(8)]
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents * 150))
+    prepare(Request((str(folder / "text.jsonl"),), tokenizer, folder / "data", holdout=0.4))
+    return folder / "data"
+
+
+def trained(folder: Path, *options: str, world: int = 1, tokenizer: str = "bytes", steps: int = 6) -> Run:
+    """A finished run in FOLDER/run on the data of `prepared(folder)`, evaluated at its end."""
+    data = folder / "data"
+    run = Run(
+        folder,
+        f'--data.sources=[{{path="{data / "train"}",weight=1.0}}]',
+        f'--data.validation=[{{name="held",path="{data / "validation"}"}}]',
+        f"--data.tokenizer={tokenizer}",
+        f"--model.vocab_size={BYTES_VOCAB if tokenizer == 'bytes' else 512}",
+        f"--train.steps={steps}",
+        f"--evaluate.interval={steps}",
+        "--evaluate.sequences=5",
+        "--optimizer.lr=0.02",
+        *options,
+    )
+    assert run(world=world) == 0, run.said()
+    return run
