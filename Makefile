@@ -1,6 +1,7 @@
 # make train       set everything up, learn from real text, show what the model writes (a few minutes on two cores)
 # make test        set up and run the test suite (`make test-all`: the slow tests too)
 # make faults      run every fault of the table in docs/recovery.md, and print it with a result per row
+# make refactoring REVISION=main    train with that commit and with this tree, and compare every number bit for bit
 # make checks      format, lint, types
 # Pip's own variables hold here: PIP_INDEX_URL and PIP_EXTRA_INDEX_URL say where packages come from.
 
@@ -13,7 +14,7 @@ CORPUS_BYTES := 48000000
 # The Python standard library and the installed packages: real text that every machine which can run forge has.
 SOURCES = $$($(BIN)/python -c "import sysconfig as s; print(s.get_path('stdlib'), s.get_path('purelib'))")
 
-.PHONY: train data test test-all faults checks format clean
+.PHONY: train data test test-all faults refactoring checks format clean
 
 train: data
 	@$(BIN)/python train.py --config debug.toml
@@ -46,6 +47,9 @@ test-all: $(READY)
 
 faults: $(READY)
 	$(BIN)/python -m tests.faults.table
+
+refactoring: $(READY)
+	$(BIN)/python -m tests.refactoring.table against $(or $(REVISION),HEAD)
 
 checks: $(READY)
 	$(BIN)/ruff format --check .
