@@ -3,6 +3,7 @@
 # make faults      run every fault of the table in docs/recovery.md, and print it with a result per row
 # make refactoring REVISION=main    train with that commit and with this tree, and compare every number bit for bit
 # make checks      format, lint, types
+# make docs        build the documentation site into build/docs; a broken link is an error
 # Pip's own variables hold here: PIP_INDEX_URL and PIP_EXTRA_INDEX_URL say where packages come from.
 
 PYTHON ?= python3
@@ -14,7 +15,7 @@ CORPUS_BYTES := 48000000
 # The Python standard library and the installed packages: real text that every machine which can run forge has.
 SOURCES = $$($(BIN)/python -c "import sysconfig as s; print(s.get_path('stdlib'), s.get_path('purelib'))")
 
-.PHONY: train data test test-all faults refactoring checks format clean
+.PHONY: train data test test-all faults refactoring checks format docs clean
 
 train: data
 	@$(BIN)/python train.py --config debug.toml
@@ -60,5 +61,9 @@ format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+docs: $(READY)
+	$(BIN)/sphinx-build -q -W --keep-going docs build/docs
+	@echo "Open build/docs/index.html"
+
 clean:
-	rm -rf .venv data runs
+	rm -rf .venv build data runs
