@@ -33,8 +33,8 @@ from typing import Any
 
 # Fields of metrics.jsonl that depend on the clock or on the machine's memory.
 CLOCK = ("tokens_per_second", "step_time_s", "data_time_s", "gc_time_s", "memory_gib", "mfu")
-# Events that a slow or busy machine can add.
-CLOCK_EVENTS = ("straggler", "stragglers", "advice", "goodput", "memory")
+# Events that a busy machine can add.
+CLOCK_EVENTS = ("straggler",)
 PHASE_TIMEOUT_S = 180.0
 
 
@@ -77,11 +77,15 @@ def execute(job: dict[str, Any]) -> int:
     began = time.monotonic()
     try:
         folder.mkdir(parents=True)
+        write_tokens(folder / "tokens.bin")
         if job["start"]:
             shutil.copytree(job["start"], folder / "run")
         codes = []
         for number, phase in enumerate(job["phases"]):
-            codes.append(execute_phase(folder, [*job["options"], *phase["options"]], phase))
+            options = [
+                option.replace("{work}", str(folder)) for option in [*job["options"], *phase["options"]]
+            ]
+            codes.append(execute_phase(folder, options, phase))
             if job["keep"] and number == 0:
                 shutil.copytree(folder / "run", job["keep"])
         result = {"codes": codes, **read_run(folder / "run"), "seconds": time.monotonic() - began}
@@ -91,6 +95,13 @@ def execute(job: dict[str, Any]) -> int:
         with (folder / "terminal.txt").open("a") as stream:
             traceback.print_exc(file=stream)
         return 1
+
+
+def write_tokens(path: Path) -> None:
+    """64 kB of token ids below 64 as uint16; 0 ends a document."""
+    import numpy as np
+
+    np.random.default_rng(0).integers(0, 64, 1 << 15).astype("<u2").tofile(path)
 
 
 def execute_phase(folder: Path, options: list[str], phase: dict[str, Any]) -> list[int]:
@@ -184,7 +195,12 @@ def read_run(run: Path) -> dict[str, Any]:
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """The lines of `path`, but for one that a kill has left unfinished; none if it does not exist."""
+    lines = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            lines.append(json.loads(line))
+    return lines
 
 
 def tensor_digests(checkpoint: Path) -> dict[str, str]:

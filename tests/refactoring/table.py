@@ -144,7 +144,7 @@ def first_difference(recorded: dict[str, Any], now: dict[str, Any]) -> str | Non
 
 def in_mapping(old: dict[str, Any], new: dict[str, Any]) -> str | None:
     """The first key that only one of both has, or that has different values, in the order of `old`."""
-    for key in [*old, *(key for key in new if key not in old)]:
+    for key in dict.fromkeys([*old, *new]):
         if key not in new or key not in old:
             return f"{key} is {'missing' if key not in new else 'new'}"
         if spelled(old[key]) != spelled(new[key]):
@@ -163,6 +163,9 @@ def unexpected(run: dict[str, Any], result: dict[str, Any]) -> str | None:
     codes = [[phase["code"]] * phase["world"] for phase in run["phases"]]
     if "failure" in result or result["codes"] != codes:
         return f"exit codes {result.get('codes')}, expected {codes}\n{result.get('failure') or result['terminal']}"
+    missing = [kind for kind in run["events"] if kind not in result["fields"]]
+    if missing:
+        return f"no event of the kind {', '.join(missing)}"
     return None if result["checkpoint"] else "no checkpoint was saved"
 
 
