@@ -108,7 +108,7 @@ def _build(config: Config, device: torch.device) -> Any:
     """The model with room for its weights, each in the dtype in which training computes with it."""
     model = build_meta_model(config)
     compute = DTYPES[config.precision.compute]
-    _, dtypes = plan_units(model, config)
+    _, dtypes = plan_units(model, config.precision)
     cast_at_borders(model, dtypes, compute)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtypes[parameter])

@@ -27,10 +27,9 @@ from torch.utils.checkpoint import (
 )
 
 from forge import compat
-from forge.config import Config
 from forge.errors import UserError, did_you_mean
 from forge.model import Transformer
-from forge.parallel.mesh import Meshes
+from forge.parallel.layout import Layout
 from forge.parallel.order import take_step
 from forge.parallel.precision import judges_names
 
@@ -64,17 +63,17 @@ MARKS = ("profiler._record_function_enter_new", "profiler._record_function_exit"
 SCALES = ("aten.max", "aten.amax")
 
 
-def apply_activation(model: Transformer, config: Config, meshes: Meshes) -> None:
-    """Make the blocks of `model` recompute as `config.activation_checkpoint` says, in place.
+def apply_activation(model: Transformer, layout: Layout) -> None:
+    """Make the blocks of `model` recompute as `activation_checkpoint` says, in place.
 
     Raises UserError if a name in `modules` is no child of any block, or for what this PyTorch cannot do.
     """
     take_step(model, "activation")
-    chosen = config.activation_checkpoint
-    if chosen.mode == "memory_budget" and not compat.weigh_meshes_as_nothing() and config.parallel.tp > 1:
+    chosen = layout.activation_checkpoint
+    if chosen.mode == "memory_budget" and not compat.weigh_meshes_as_nothing() and layout.parallel.tp > 1:
         raise UserError(
             'activation_checkpoint.mode = "memory_budget" does not work with '
-            f"parallel.tp = {config.parallel.tp} under PyTorch {torch.__version__}; "
+            f"parallel.tp = {layout.parallel.tp} under PyTorch {torch.__version__}; "
             'use "selective", or another version'
         )
     # Share of activations that the compiler may keep. A global of PyTorch, read when a block is compiled.
@@ -96,7 +95,7 @@ def apply_activation(model: Transformer, config: Config, meshes: Meshes) -> None
         ]
     # A mixture's blocks by halves, also those without experts: the compiler of PyTorch 2.11 drops the second half of a block
     # that is wrapped otherwise than the next.
-    halves = context is not None and config.model.moe is not None and not chosen.modules
+    halves = context is not None and layout.model.moe is not None and not chosen.modules
     for module in blocks:
         for method in ("attend", "feed") if halves else ("forward",):
             recompute(module, context, method)

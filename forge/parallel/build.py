@@ -8,35 +8,36 @@ from forge.config import Config
 from forge.model import FusedLoss, Transformer, build_model
 from forge.parallel.activation import apply_activation, check_modules
 from forge.parallel.compile import apply_compile
-from forge.parallel.context import SequenceSplit, apply_context
+from forge.parallel.context import apply_context
 from forge.parallel.data import DataParallel, apply_data_parallel
 from forge.parallel.expert import apply_expert
 from forge.parallel.float8 import apply_float8, check_patterns
 from forge.parallel.initialize import initialize
+from forge.parallel.layout import Layout, make_layout
 from forge.parallel.mesh import Meshes
 from forge.parallel.model import ParallelModel, SequentialModel
 from forge.parallel.order import take_step
 from forge.parallel.pipeline import Part, PipelinedModel, Stage, plan_pipeline
 from forge.parallel.precision import DTYPES, pinned_parameters
-from forge.parallel.tensor import apply_tensor, sequence_pieces
+from forge.parallel.tensor import apply_tensor
 from forge.parallel.tensor_plan import plan_for
 
 
 def build_parallel_model(config: Config, meshes: Meshes, device: torch.device) -> ParallelModel:
     """The model of `config` over all ranks, with its initial values. Collective."""
-    split = SequenceSplit(meshes.cp, sequence_pieces(config))
+    layout = make_layout(config, meshes)
     if meshes.degrees.pp == 1:
-        model, engine = build_part(config, meshes, device)
-        return SequentialModel([model], [engine], config, meshes, split)
-    check_names(config)
+        model, engine = build_part(config, layout, device)
+        return SequentialModel([model], [engine], layout)
+    check_names(config, layout)
     plan = plan_pipeline(config, meshes.degrees)
     own = plan.of_rank(meshes.pp.rank())
-    parts = [Part(stage, *build_part(config, meshes, device, stage)) for stage in own]
-    return PipelinedModel(parts, plan, config, meshes, split)
+    parts = [Part(stage, *build_part(config, layout, device, stage)) for stage in own]
+    return PipelinedModel(parts, plan, layout)
 
 
 def build_part(
-    config: Config, meshes: Meshes, device: torch.device, stage: Stage | None = None
+    config: Config, layout: Layout, device: torch.device, stage: Stage | None = None
 ) -> tuple[Transformer, DataParallel]:
     """The whole model, or one stage of it, on the ranks that share it. Collective over these.
 
@@ -44,15 +45,15 @@ def build_part(
     forge/parallel/order.py); only then does memory exist, of each rank's own shards.
     """
     model = build_meta_model(config, stage)
-    engine = apply_layout(model, config, meshes)
-    engine.materialise(device)
+    engine = apply_layout(model, layout)
+    engine.allocate(device)
     take_step(model, "initialise")
     initialize(engine.shards, model.initial_values(), config.run.seed)
-    model.reset_buffers(DTYPES[config.precision.compute])
+    model.reset_buffers(layout.compute)
     return model, engine
 
 
-def check_names(config: Config) -> None:
+def check_names(config: Config, layout: Layout) -> None:
     """Raise UserError where the configuration names modules that the model does not have.
 
     Each step checks the names that it is given, but a stage of a pipeline has only some of the modules.
@@ -63,18 +64,18 @@ def check_names(config: Config) -> None:
     if config.precision.float8 != "none":
         check_patterns(model, config.precision.float8_exclude)
     if config.parallel.tp > 1:
-        plan_for(model, config)
+        plan_for(model, layout)
 
 
-def apply_layout(model: Transformer, config: Config, meshes: Meshes) -> DataParallel:
+def apply_layout(model: Transformer, layout: Layout) -> DataParallel:
     """Change `model`, on the meta device, in place into this rank's part of it, without memory yet. Collective."""
-    apply_context(model, config, meshes)
-    apply_tensor(model, config, meshes)
-    apply_expert(model, config, meshes)
-    apply_float8(model, config, meshes)
-    apply_activation(model, config, meshes)
-    apply_compile(model, config)
-    return apply_data_parallel(model, config, meshes)
+    apply_context(model, layout)
+    apply_tensor(model, layout)
+    apply_expert(model, layout)
+    apply_float8(model, layout)
+    apply_activation(model, layout)
+    apply_compile(model, layout)
+    return apply_data_parallel(model, layout)
 
 
 def build_meta_model(config: Config, stage: Stage | None = None) -> Transformer:

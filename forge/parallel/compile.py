@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from forge.config import Config
 from forge.errors import UserError, did_you_mean
 from forge.model import MoE, Transformer
 from forge.parallel.activation import Recomputed
+from forge.parallel.layout import Layout
 from forge.parallel.order import take_step
 
 # Graphs of one function; PyTorch's own limit is 8. Kinds of layers (by window), times with and without a gradient, times
@@ -28,14 +28,14 @@ from forge.parallel.order import take_step
 GRAPHS = 64
 
 
-def apply_compile(model: Transformer, config: Config) -> None:
-    """Compile the blocks and the loss of `model` as `config.compile` says, in place; at its first use, not here.
+def apply_compile(model: Transformer, layout: Layout) -> None:
+    """Compile the blocks and the loss of `model` as `compile` says, in place; at its first use, not here.
 
     Raises UserError for a compiler that PyTorch does not know, or a loss that has nothing to compile.
     """
     take_step(model, "compile")
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
-    chosen = config.compile
+    chosen = layout.compile
     if not (chosen.enabled or chosen.loss):
         return
     known = torch.compiler.list_backends(exclude_tags=())

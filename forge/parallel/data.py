@@ -7,20 +7,19 @@ or lies in a contiguous buffer.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from forge.config import Config
 from forge.model import Transformer
 from forge.model.precision import promoted
 from forge.parallel import fsdp
 from forge.parallel.buffered import Buffered
 from forge.parallel.float8 import scale_refresher
-from forge.parallel.mesh import Meshes
-from forge.parallel.precision import DTYPES
+from forge.parallel.layout import Layout
 from forge.shard import Shard
 
 
@@ -30,7 +29,7 @@ class DataParallel(Protocol):
     shards: list[Shard]
     """What training updates, in the order of `named_parameters`; there once there is memory."""
 
-    def materialise(self, device: torch.device) -> None:
+    def allocate(self, device: torch.device) -> None:
         """Give this rank memory for its part of the model, in which nothing means anything yet."""
 
     def begin_microbatch(self, *, last: bool) -> None:
@@ -54,47 +53,46 @@ class DataParallel(Protocol):
     def zero_gradients(self) -> None:
         """Forget the gradients."""
 
-    def copies(self) -> Iterable[tuple[str, Tensor, dist.ProcessGroup]]:
+    def replicated_tensors(self) -> Iterable[tuple[str, Tensor, dist.ProcessGroup]]:
         """What ranks compute with alike besides their shards: name, something to compare, the ranks."""
 
     def memory(self) -> dict[str, int]:
         """What this rank's device holds through a step, in bytes by kind. Not collective."""
 
-    def held_while_accumulating(self) -> str:
+    def accumulation_memory_summary(self) -> str:
         """What lies in memory between the microbatches of a step, for the log. Not collective."""
 
 
-def apply_data_parallel(model: Transformer, config: Config, meshes: Meshes) -> DataParallel:
+def apply_data_parallel(model: Transformer, layout: Layout) -> DataParallel:
     """Put the engine that `parallel.data_parallel` names on `model` (on the meta device), in place. Collective.
 
     fsdp2 has nothing to shard where no other rank has the same parameters. Contiguous buffers then hold as much and
     spend no hooks, casts and copies on gathering and reducing, so they take its place.
     """
-    parallel = config.parallel
+    parallel = layout.parallel
     if parallel.data_parallel != "fsdp2":
-        return Buffered(model, config, meshes)
-    if not (_alone(config, meshes) and _buffers_hold_as_much(config)):
-        return FullySharded(model, config, meshes)
+        return Buffered(model, layout)
+    if not (_alone(layout) and _buffers_hold_as_much(layout)):
+        return FullySharded(model, layout)
     # What is said of buffers is not meant for fsdp2.
     plain = {"data_parallel": "zero1", "check_gradients": "none", "symmetric_memory": False}
-    own = config.model_copy(update={"parallel": parallel.model_copy(update=plain)})
-    return Buffered(model, own, meshes)
+    return Buffered(model, replace(layout, parallel=parallel.model_copy(update=plain)))
 
 
-def _alone(config: Config, meshes: Meshes) -> bool:
+def _alone(layout: Layout) -> bool:
     """Whether this rank shares neither parameters nor experts with ranks that read other data."""
-    return meshes.fsdp.size() == 1 and (config.model.moe is None or meshes.fsdp_experts.size() == 1)
+    meshes = layout.meshes
+    return meshes.fsdp.size() == 1 and (layout.model.moe is None or meshes.fsdp_experts.size() == 1)
 
 
-def _buffers_hold_as_much(config: Config) -> bool:
+def _buffers_hold_as_much(layout: Layout) -> bool:
     """Whether nothing is asked for that takes less memory under fsdp2 even in one process."""
-    parallel, precision = config.parallel, config.precision
-    gradient = torch.promote_types(promoted(DTYPES[precision.compute]), DTYPES[precision.reduce])
+    gradient = torch.promote_types(promoted(layout.compute), layout.reduce)
     return (
-        DTYPES[precision.storage].itemsize >= gradient.itemsize
-        and precision.float8 == "none"
-        and not parallel.cpu_offload
-        and parallel.reshard_after_forward != "always"
+        layout.storage.itemsize >= gradient.itemsize
+        and layout.precision.float8 == "none"
+        and not layout.parallel.cpu_offload
+        and layout.parallel.reshard_after_forward != "always"
     )
 
 
@@ -103,17 +101,17 @@ class FullySharded:
 
     shards: list[Shard]
 
-    def __init__(self, model: Transformer, config: Config, meshes: Meshes):
-        fsdp.apply_fsdp(model, config, meshes)
+    def __init__(self, model: Transformer, layout: Layout):
+        fsdp.apply_fsdp(model, layout)
         self._model: nn.Module = model
-        self._config, self._meshes = config, meshes
+        self._layout = layout
         # What is sharded is what is computed with, but for the scales of weights that are gathered in float8.
         self._refresh_scales = scale_refresher(model)
 
-    def materialise(self, device: torch.device) -> None:
+    def allocate(self, device: torch.device) -> None:
         self._device = device
-        fsdp.materialise(self._model, self._config, device)
-        self.shards = fsdp.fsdp_shards(self._model, self._meshes)
+        fsdp.allocate(self._model, self._layout, device)
+        self.shards = fsdp.fsdp_shards(self._model, self._layout.meshes)
 
     def begin_microbatch(self, *, last: bool) -> None:
         fsdp.begin_microbatch(self._model, last=last)
@@ -134,7 +132,7 @@ class FullySharded:
     def zero_gradients(self) -> None:
         self._model.zero_grad(set_to_none=True)
 
-    def copies(self) -> Iterable[tuple[str, Tensor, dist.ProcessGroup]]:
+    def replicated_tensors(self) -> Iterable[tuple[str, Tensor, dist.ProcessGroup]]:
         return ()
 
     def memory(self) -> dict[str, int]:
@@ -142,5 +140,5 @@ class FullySharded:
         here = [shard.data.nbytes for shard in self.shards if shard.data.device.type == self._device.type]
         return {"parameters": sum(here), "gradients": sum(here)}
 
-    def held_while_accumulating(self) -> str:
-        return fsdp.held_while_accumulating(self._config, self.shards)
+    def accumulation_memory_summary(self) -> str:
+        return fsdp.accumulation_memory_summary(self._layout, self.shards)

@@ -19,12 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard as Split
 
-from forge.config import Config
 from forge.model import Experts, MoE, Router, Transformer
 from forge.model.experts import grouped_swiglu
 from forge.parallel.collectives import gather_for_all, own_piece, sum_over
 from forge.parallel.expert_dispatch import AllToAllDispatcher
-from forge.parallel.mesh import Meshes
+from forge.parallel.layout import Layout
 from forge.parallel.order import take_step
 from forge.parallel.tensor import distribute
 from forge.shard import Kind
@@ -32,10 +31,10 @@ from forge.shard import Kind
 log = logging.getLogger(__name__)
 
 
-def apply_expert(model: Transformer, config: Config, meshes: Meshes) -> None:
-    """Spread the experts of `model` (on the meta device) over `meshes.ep`, in place; a dense model stays as it is."""
+def apply_expert(model: Transformer, layout: Layout) -> None:
+    """Spread the experts of `model` (on the meta device) over the ep ranks, in place; a dense model stays as it is."""
     take_step(model, "expert")
-    moe = config.model.moe
+    moe, meshes = layout.model.moe, layout.meshes
     if moe is None:
         return
     for layer in [module for module in model.modules() if isinstance(module, MoE)]:
@@ -46,7 +45,7 @@ def apply_expert(model: Transformer, config: Config, meshes: Meshes) -> None:
         if meshes.tp.size() > 1:
             layer.__class__ = _PieceRouted
             pieces = cast(_PieceRouted, layer)
-            pieces.mesh, pieces.whole_stream = meshes.tp, not config.parallel.sequence_parallel
+            pieces.mesh, pieces.whole_stream = meshes.tp, not layout.parallel.sequence_parallel
         if meshes.sequence.size() > 1:
             layer.router.sum_over_sequence = functools.partial(sum_over, ranks=meshes.sequence)
     outside = [key for key in ("capacity_factor", "router_noise") if getattr(moe, key)]

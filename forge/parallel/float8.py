@@ -23,11 +23,10 @@ from math import ceil
 import torch
 from torch import nn
 
-from forge.config import Config
 from forge.config.layout import Precision
 from forge.errors import UserError, did_you_mean
 from forge.model import Experts
-from forge.parallel.mesh import Meshes
+from forge.parallel.layout import Layout
 from forge.parallel.order import take_step
 from forge.parallel.precision import judges_names
 from forge.shard import local
@@ -47,35 +46,36 @@ HOOKS = (
 )
 
 
-def apply_float8(model: nn.Module, config: Config, meshes: Meshes) -> None:
+def apply_float8(model: nn.Module, layout: Layout) -> None:
     """Swap the linear layers of `model`, in place; those in `float8_exclude` or of an unfit size stay.
 
     Raises UserError if the device has no float8, no layer is left to convert, or a pattern in `float8_exclude`
     fits none.
     """
     take_step(model, "float8")
-    if config.precision.float8 == "none":
+    precision = layout.precision
+    if precision.float8 == "none":
         return
-    emulate = meshes.fsdp.device_type == "cpu"
+    emulate = layout.meshes.fsdp.device_type == "cpu"
     if not emulate:
-        _check_device(config)
-    check_patterns(model, config.precision.float8_exclude)
-    chosen, left_out = choose_layers(model, config.precision.float8_exclude)
-    gather = _gathers_in_float8(chosen, config, meshes)
-    _log_choice(config.precision.float8, gather, chosen, left_out)
+        _check_device(precision)
+    check_patterns(model, precision.float8_exclude)
+    chosen, left_out = choose_layers(model, precision.float8_exclude)
+    gather = _gathers_in_float8(chosen, layout)
+    _log_choice(precision.float8, gather, chosen, left_out)
     if any(isinstance(module, Experts) for module in model.modules()):
         log.info("not in float8: routed experts, which multiply groups of rows in precision.compute")
     if not chosen and not judges_names(model):
         return
     if not chosen:
         raise UserError(
-            f"precision.float8 = {config.precision.float8}: no linear layer is left to convert; "
+            f"precision.float8 = {precision.float8}: no linear layer is left to convert; "
             + ("; ".join(f"{name} {why}" for name, why in left_out.items()) or "the model has none")
         )
     with _quiet():
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     recipe = dataclasses.replace(
-        Float8LinearConfig.from_recipe_name(config.precision.float8),
+        Float8LinearConfig.from_recipe_name(precision.float8),
         emulate=emulate,
         enable_fsdp_float8_all_gather=gather,
     )
@@ -132,15 +132,15 @@ def count_hooks(model: nn.Module) -> Counter[str]:
     return Counter({name: sum(len(getattr(module, name)) for module in model.modules()) for name in HOOKS})
 
 
-def _gathers_in_float8(chosen: dict[str, nn.Linear], config: Config, meshes: Meshes) -> bool:
+def _gathers_in_float8(chosen: dict[str, nn.Linear], layout: Layout) -> bool:
     """Whether FSDP gathers the chosen weights in float8."""
-    wanted = config.precision.float8_all_gather
-    if config.precision.float8 != "tensorwise" or wanted is False:
+    wanted, parallel, mesh = layout.precision.float8_all_gather, layout.parallel, layout.meshes.fsdp
+    if layout.precision.float8 != "tensorwise" or wanted is False:
         return False
-    if wanted == "auto" and (config.parallel.data_parallel != "fsdp2" or config.parallel.tp > 1):
+    if wanted == "auto" and (parallel.data_parallel != "fsdp2" or parallel.tp > 1):
         return False
     # torchao takes the largest element of what each rank holds, and fails where a rank holds nothing.
-    ranks = meshes.fsdp.size(meshes.fsdp.ndim - 1)
+    ranks = mesh.size(mesh.ndim - 1)
     empty = [name for name, layer in chosen.items() if _holders(layer.weight.shape[0], ranks) < ranks]
     if empty and wanted is True:
         raise UserError(
@@ -155,14 +155,14 @@ def _holders(rows: int, ranks: int) -> int:
     return ceil(rows / ceil(rows / ranks))
 
 
-def _check_device(config: Config) -> None:
+def _check_device(precision: Precision) -> None:
     capability = torch.cuda.get_device_capability()
     if capability < FIRST_CARD:
         raise UserError(
-            f"precision.float8 = {config.precision.float8} needs a card of compute capability "
+            f"precision.float8 = {precision.float8} needs a card of compute capability "
             f"{FIRST_CARD[0]}.{FIRST_CARD[1]} (Ada, Hopper or later), this one has {capability[0]}.{capability[1]}; use none"
         )
-    if config.precision.compute == "float64":
+    if precision.compute == "float64":
         raise UserError(
             "precision.float8 on a GPU computes in bfloat16 or float32, not precision.compute = float64"
         )

@@ -34,10 +34,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard as Split
 
 from forge import compat
-from forge.config import Config
+from forge.config.layout import Precision
 from forge.errors import UserError
 from forge.model import Experts, Router, Transformer
 from forge.parallel.expert import parameter_kinds
+from forge.parallel.layout import Layout
 from forge.parallel.mesh import Meshes
 from forge.parallel.order import take_step
 from forge.parallel.precision import (
@@ -64,58 +65,58 @@ class _Accumulation:
     keep: bool
 
 
-def apply_fsdp(model: Transformer, config: Config, meshes: Meshes) -> None:
-    """Shard `model` (on the meta device) in place over `meshes.fsdp`, its experts over `meshes.fsdp_experts`.
+def apply_fsdp(model: Transformer, layout: Layout) -> None:
+    """Shard `model` (on the meta device) in place over the mesh `fsdp`, its experts over `fsdp_experts`.
 
     Raises UserError if precision.fp32_modules cannot be followed.
     """
     take_step(model, "data")
-    groups, dtypes = plan_units(model, config)
-    cast_at_borders(model, dtypes, DTYPES[config.precision.compute])
-    if config.compile.enabled:
+    groups, dtypes = plan_units(model, layout.precision)
+    cast_at_borders(model, dtypes, layout.compute)
+    if layout.compile.enabled:
         _refuse_units_in_blocks(model, groups)
     # What ends the model is needed again at once in backward: the last block, and the group behind it.
     ends = len(groups) - (3 if model.norm is not None else 2)
     sharded = [
-        [_shard_unit(unit, config, meshes, last=number >= ends) for unit in group]
+        [_shard_unit(unit, layout, last=number >= ends) for unit in group]
         for number, group in enumerate(groups)
     ]
     if isinstance(model.embedding, FSDPModule) and groups[0][-1].modules == (model.embedding,):
         # Its backward adds to rows and never reads them.
         model.embedding.set_unshard_in_backward(False)
-    _set_prefetch(model, sharded, config.parallel.prefetch)
+    _set_prefetch(model, sharded, layout.parallel.prefetch)
     model.__dict__["_forge_accumulation"] = [
-        _accumulation(module, unit, config, meshes)
+        _accumulation(module, unit, layout)
         for modules, units in zip(sharded, groups, strict=True)
         for module, unit in zip(modules, units, strict=True)
     ]
 
 
 def plan_units(
-    model: Transformer, config: Config
+    model: Transformer, precision: Precision
 ) -> tuple[list[list[Unit]], dict[nn.Parameter, torch.dtype]]:
     """The units of `model` in the order of forward, and the compute dtype of every parameter.
 
     A group of units for each part that is gathered by itself, the root last; more than one in a group where dtypes
     differ, and then a unit that lies in another comes first. Whether storage is uniform is judged part by part.
     """
-    pinned = pinned_parameters(model, config.precision.fp32_modules)
+    pinned = pinned_parameters(model, precision.fp32_modules)
     groups: list[list[Unit]] = []
     dtypes: dict[nn.Parameter, torch.dtype] = {}
     parts: list[list[nn.Module]] = [*_parts(model), [model]]
     for part in parts:
         resolved = compute_dtypes(
             part,
-            DTYPES[config.precision.compute],
+            DTYPES[precision.compute],
             pinned=pinned,
-            per_parameter=config.precision.mixed_storage_rule == "per_parameter",
+            per_parameter=precision.mixed_storage_rule == "per_parameter",
             ignored=dtypes.keys(),
         )
         groups.append(_units(part, resolved))
         dtypes |= resolved
     if not any(unit.modules == (model,) for unit in groups[-1]):
         # The root of FSDP is the whole model even if no parameter is left for it.
-        groups[-1].append(Unit((model,), DTYPES[config.precision.compute]))
+        groups[-1].append(Unit((model,), DTYPES[precision.compute]))
     return groups, dtypes
 
 
@@ -137,19 +138,18 @@ def _parts(model: Transformer) -> list[list[nn.Module]]:
     return joined_by_parameters([part for part in there if part])
 
 
-def _shard_unit(unit: Unit, config: Config, meshes: Meshes, *, last: bool) -> FSDPModule:
-    precision, mesh = config.precision, _mesh(unit, meshes)
-    reduce = DTYPES[precision.reduce]
-    if unit.compute != DTYPES[precision.compute]:
+def _shard_unit(unit: Unit, layout: Layout, *, last: bool) -> FSDPModule:
+    mesh, reduce = _mesh(unit, layout.meshes), layout.reduce
+    if unit.compute != layout.compute:
         reduce = torch.promote_types(reduce, unit.compute)
     offload = OffloadPolicy()
-    if config.parallel.cpu_offload:
+    if layout.parallel.cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     fully_shard(
         list(unit.modules) if len(unit.modules) > 1 else unit.modules[0],  # type: ignore[arg-type]
         mesh=mesh,
         mp_policy=MixedPrecisionPolicy(unit.compute, reduce, cast_forward_inputs=False),
-        reshard_after_forward=_reshard_after_forward(config, _degree(mesh), experts=unit.experts, last=last),
+        reshard_after_forward=_reshard_after_forward(layout, _degree(mesh), experts=unit.experts, last=last),
         offload_policy=offload,
         shard_placement_fn=functools.partial(_expert_placement, ranks=_degree(mesh))
         if unit.experts
@@ -173,31 +173,31 @@ def _expert_placement(parameter: nn.Parameter, ranks: int) -> Split:
     return Split(1 if n_experts < ranks and parameter.shape[1] % ranks == 0 else 0)
 
 
-def _accumulation(module: FSDPModule, unit: Unit, config: Config, meshes: Meshes) -> _Accumulation:
-    alone = _degree(_mesh(unit, meshes)) == 1
+def _accumulation(module: FSDPModule, unit: Unit, layout: Layout) -> _Accumulation:
+    alone = _degree(_mesh(unit, layout.meshes)) == 1
     # In a pipeline other microbatches are under way when one ends: what is gathered stays until the last is done.
-    gathered = config.parallel.pp > 1 and config.parallel.reshard_after_forward in ("auto", "never")
-    return _Accumulation(module, defer=_defers(config) or alone, keep=alone or gathered)
+    gathered = layout.parallel.pp > 1 and layout.parallel.reshard_after_forward in ("auto", "never")
+    return _Accumulation(module, defer=_defers(layout) or alone, keep=alone or gathered)
 
 
-def _defers(config: Config) -> bool:
+def _defers(layout: Layout) -> bool:
     """Whether gradients are reduced in the last microbatch only; always so in a pipeline."""
-    return config.parallel.defer_gradient_reduction or config.parallel.pp > 1
+    return layout.parallel.defer_gradient_reduction or layout.parallel.pp > 1
 
 
-def _reshard_after_forward(config: Config, degree: int, *, experts: bool, last: bool) -> bool | int:
+def _reshard_after_forward(layout: Layout, degree: int, *, experts: bool, last: bool) -> bool | int:
     """Whether parameters gathered from `degree` ranks are freed after forward, or over how many they stay spread.
 
     `auto` frees them where another rank holds part of them, but for what backward begins with (`last`), and never in a
     pipeline, which would gather them anew for every microbatch. FSDP2 cannot
     spread over fewer ranks what is split over ep: where a number is said, experts are freed.
     """
-    choice = config.parallel.reshard_after_forward
+    choice = layout.parallel.reshard_after_forward
     if isinstance(choice, int) and experts:
         return degree > 1
     if isinstance(choice, int):
         return choice if 1 < choice < degree else choice == degree
-    auto = degree > 1 and not last and config.parallel.pp == 1
+    auto = degree > 1 and not last and layout.parallel.pp == 1
     return {"always": True, "never": False, "auto": auto}[choice]
 
 
@@ -278,15 +278,15 @@ def forget_gathered(model: nn.Module) -> None:
             module.reshard()
 
 
-def held_while_accumulating(config: Config, shards: Sequence[Shard]) -> str:
+def accumulation_memory_summary(layout: Layout, shards: Sequence[Shard]) -> str:
     """What lies in memory between the microbatches of a step, for the log. `shards`: all of the model's."""
-    if not _defers(config):
+    if not _defers(layout):
         return "each microbatch's gradient is reduced at once and held sharded"
-    size = DTYPES[config.precision.reduce].itemsize * sum(_unsharded_numel(shard) for shard in shards)
-    why = "parallel.defer_gradient_reduction" if config.parallel.pp == 1 else "a pipeline"
+    size = layout.reduce.itemsize * sum(_unsharded_numel(shard) for shard in shards)
+    why = "parallel.defer_gradient_reduction" if layout.parallel.pp == 1 else "a pipeline"
     return (
         f"gradients are reduced once per step ({why}): until then every rank holds "
-        f"{size / 2**20:.1f} MiB of unsharded {config.precision.reduce} gradients"
+        f"{size / 2**20:.1f} MiB of unsharded {layout.precision.reduce} gradients"
     )
 
 
@@ -296,10 +296,10 @@ def fsdp_shards(model: nn.Module, meshes: Meshes) -> list[Shard]:
     return [_shard(name, p, meshes, kinds.get(p, "dense")) for name, p in model.named_parameters()]
 
 
-def materialise(model: nn.Module, config: Config, device: torch.device) -> None:
+def allocate(model: nn.Module, layout: Layout, device: torch.device) -> None:
     """Give this rank memory for its own shards, on the CPU under parallel.cpu_offload; buffers are always on `device`."""
-    take_step(model, "materialise")
-    model.to_empty(device="cpu" if config.parallel.cpu_offload else device)
+    take_step(model, "allocate")
+    model.to_empty(device="cpu" if layout.parallel.cpu_offload else device)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))

@@ -10,14 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forge.config import Config
 from forge.model import IGNORE, Transformer
 from forge.parallel.context import Inputs, SequenceSplit
 from forge.parallel.context.sequence import Sequences
 from forge.parallel.data import DataParallel
-from forge.parallel.mesh import Meshes
+from forge.parallel.layout import Layout
 from forge.parallel.routers import RouterReport, Routers
-from forge.parallel.tensor import open_shards, sum_open_gradients
+from forge.parallel.tensor import partial_shards, sum_partial_gradients
 
 
 class Batch(Sequences, Protocol):
@@ -59,19 +58,19 @@ class ParallelModel:
         self,
         parts: Sequence[Transformer],
         engines: Sequence[DataParallel],
-        config: Config,
-        meshes: Meshes,
-        split: SequenceSplit,
+        layout: Layout,
     ):
         self.parts = list(parts)
         self.shards = [shard for engine in engines for shard in engine.shards]
         self._engines = engines
-        self._routers = Routers(parts, config, meshes)
+        self._routers = Routers(parts, layout)
         self.buffers = self._routers.shards()
-        self._open = [s for part, e in zip(parts, engines, strict=True) for s in open_shards(part, e.shards)]
-        self._meshes = meshes
-        self._split = split
-        self._micro_batch_size = config.train.micro_batch_size
+        self._open = [
+            s for part, e in zip(parts, engines, strict=True) for s in partial_shards(part, e.shards)
+        ]
+        self._meshes = layout.meshes
+        self._split = SequenceSplit(layout.meshes.cp, layout.sequence_pieces)
+        self._micro_batch_size = layout.micro_batch_size
 
     def count_tokens(self, batch: Batch) -> Tensor:
         """Number of valid labels in the global batch: a float64 device scalar, equal on all ranks."""
@@ -95,7 +94,7 @@ class ParallelModel:
         for engine in self._engines:
             engine.finish_gradient_sync()
         # Tensor parallelism leaves some sums open.
-        sum_open_gradients(self._open, self._meshes.tp)
+        sum_partial_gradients(self._open, self._meshes.tp)
 
     def update_router(self, skip: Tensor) -> RouterReport | None:
         """Move the balancing state of all routers, unless the step is skipped (device scalar 1.0); None if there is none."""
@@ -127,19 +126,19 @@ class ParallelModel:
         """Next-token scores `[batch, seq, vocab]` of `tokens` `[batch, seq]`, the same tokens on all ranks."""
         return self._split.logits(self._logits, tokens)
 
-    def copies(self) -> Iterator[tuple[str, Tensor, dist.ProcessGroup]]:
+    def replicated_tensors(self) -> Iterator[tuple[str, Tensor, dist.ProcessGroup]]:
         """What ranks compute with alike besides their shards: name, something to compare, the ranks."""
         for engine in self._engines:
-            yield from engine.copies()
+            yield from engine.replicated_tensors()
 
     def memory(self) -> dict[str, int]:
         """What this rank's device holds through a step, in bytes by kind. Not collective."""
         of_engines = [engine.memory() for engine in self._engines]
         return {kind: sum(memory[kind] for memory in of_engines) for kind in of_engines[0]}
 
-    def held_while_accumulating(self) -> str:
+    def accumulation_memory_summary(self) -> str:
         """What lies in memory between the microbatches of a step, for the log. Not collective."""
-        return "; ".join(engine.held_while_accumulating() for engine in self._engines)
+        return "; ".join(engine.accumulation_memory_summary() for engine in self._engines)
 
     def _forward_backward(self, microbatches: list[Inputs], divisor: Tensor) -> Tensor:
         """The gradients of all losses / divisor; the sums of losses that are computed here, float64 `[3]`."""

@@ -7,7 +7,7 @@ float8       swaps linear layers, carrying over the hooks that tensor parallelis
 activation   wraps each block's forward, so that recomputation repeats everything above
 compile      sees the block as it will run
 data         shards what is left of every parameter; must know all blocks in their final form
-materialise  gives each rank memory for its own shards only
+allocate  gives each rank memory for its own shards only
 initialise   fills it
 """
 
@@ -23,7 +23,7 @@ STEPS = (
     "activation",
     "compile",
     "data",
-    "materialise",
+    "allocate",
     "initialise",
 )
 

@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forge.config import Config
 from forge.model import Transformer, update_routers
-from forge.parallel.mesh import Meshes
+from forge.parallel.layout import Layout
 from forge.shard import Box, Shard
 
 
@@ -33,12 +32,12 @@ class RouterReport:
 class Routers:
     """Those of this rank's `parts` of a model; of a dense one none, and then nothing is done or sent."""
 
-    def __init__(self, parts: Sequence[Transformer], config: Config, meshes: Meshes):
+    def __init__(self, parts: Sequence[Transformer], layout: Layout):
         self._own = {layer: router for part in parts for layer, router in part.routers.items()}
-        self._stage, self._pp = meshes.stage, meshes.pp
-        self._layers, moe = tuple(self._own), config.model.moe
+        self._stage, self._pp = layout.meshes.stage, layout.meshes.pp
+        self._layers, moe = tuple(self._own), layout.model.moe
         if self._pp.size() > 1 and moe is not None:
-            self._layers = tuple(range(moe.n_dense_layers, config.model.n_layers))
+            self._layers = tuple(range(moe.n_dense_layers, layout.model.n_layers))
             self._columns = moe.n_experts + 5
 
     def update(self, skip: Tensor) -> RouterReport | None:

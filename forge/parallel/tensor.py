@@ -7,7 +7,7 @@ reduce-scatters; without sequence parallelism two all-reduces.
 
 A parameter that is whole on every rank, but whose gradient is made from this rank's part of the activations only
 (norms and routers on pieces of the sequence, QK-norm on some of the heads), is `open`: its gradients are summed over the
-ranks once per step, all in one collective, by `sum_open_gradients`. Experts are left whole (forge/parallel/expert.py).
+ranks once per step, all in one collective, by `sum_partial_gradients`. Experts are left whole (forge/parallel/expert.py).
 """
 
 from __future__ import annotations
@@ -33,12 +33,11 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Shard as Split
 from torch.nn import functional as F
 
-from forge.config import Config
 from forge.errors import UserError
 from forge.model import Embedding, FusedLoss, Head, RMSNorm, Router, Transformer
 from forge.parallel.collectives import SEQUENCE, own_piece, sum_to_all, sum_to_pieces
+from forge.parallel.layout import Layout
 from forge.parallel.loss_parallel import TensorLoss
-from forge.parallel.mesh import Meshes
 from forge.parallel.order import take_step
 from forge.parallel.tensor_plan import PARTS, Plan, plan_for
 from forge.shard import Shard
@@ -47,20 +46,20 @@ from forge.shard import Shard
 INTO_STREAM = tuple(f".{back}" for _, back in PARTS.values())
 
 
-def apply_tensor(model: Transformer, config: Config, meshes: Meshes) -> None:
-    """Split `model` (on the meta device) in place over `meshes.tp`; all parameters but experts' become DTensors.
+def apply_tensor(model: Transformer, layout: Layout) -> None:
+    """Split `model` (on the meta device) in place over the tp ranks; all parameters but experts' become DTensors.
 
     Raises UserError if the plan does not fit the model, or if asynchronous collectives are asked for without a card.
     """
     take_step(model, "tensor")
-    mesh, parallel = meshes.tp, config.parallel
+    mesh, parallel = layout.meshes.tp, layout.parallel
     if mesh.size() == 1:
         return
     # It warns of every redistribution over more than one axis; none is in a step, some are in tests and tools.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     if parallel.async_tp:
         _overlap_collectives(mesh)
-    plan = plan_for(model, config)
+    plan = plan_for(model, layout)
     stream = Split(SEQUENCE) if parallel.sequence_parallel else Replicate()
     opened: list[str] = []
     for name, module in list(model.named_modules()):
@@ -84,26 +83,20 @@ def apply_tensor(model: Transformer, config: Config, meshes: Meshes) -> None:
             module.__class__ = _LocalNorm
             if _sees_a_part(name, plan, parallel.sequence_parallel):
                 opened.append(f"{name}.weight")
-    model.loss = _loss(model, plan, config, mesh)
+    model.loss = _loss(model, plan, layout)
     model.__dict__["_forge_open_over_tp"] = frozenset(opened)
     plain = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
     left = [name for name in plain if ".experts." not in name]
     assert not left, f"tensor parallelism does not know what to do with {', '.join(left)}"
 
 
-def sequence_pieces(config: Config) -> int:
-    """Into how many pieces tensor parallelism divides the sequence: for the stream in between, or to route it."""
-    divided = config.parallel.sequence_parallel or config.model.moe is not None
-    return config.parallel.tp if divided else 1
-
-
-def open_shards(model: nn.Module, shards: Sequence[Shard]) -> list[Shard]:
-    """The shards whose gradients `sum_open_gradients` has to complete; none without tensor parallelism."""
+def partial_shards(model: nn.Module, shards: Sequence[Shard]) -> list[Shard]:
+    """The shards whose gradients `sum_partial_gradients` has to complete; none without tensor parallelism."""
     opened = model.__dict__.get("_forge_open_over_tp", frozenset())
     return [shard for shard in shards if shard.name in opened]
 
 
-def sum_open_gradients(shards: Sequence[Shard], mesh: DeviceMesh) -> None:
+def sum_partial_gradients(shards: Sequence[Shard], mesh: DeviceMesh) -> None:
     """Sum the gradients of `shards` over the ranks of `mesh`, which hold the same elements; one collective."""
     present = [shard.grad for shard in shards if shard.boxes]
     grads = [grad for grad in present if grad is not None]
@@ -207,14 +200,14 @@ def first_row(vocabulary: int, mesh: DeviceMesh) -> int:
     return min(vocabulary, -(-vocabulary // mesh.size()) * mesh.get_local_rank())
 
 
-def _loss(model: Transformer, plan: Plan, config: Config, mesh: DeviceMesh) -> TensorLoss:
+def _loss(model: Transformer, plan: Plan, layout: Layout) -> TensorLoss:
     style = plan.get("embedding" if model.config.tie_embeddings else "head")
-    split = config.parallel.loss_parallel and style is not None and style != "colwise_rep"
+    split = layout.parallel.loss_parallel and style is not None and style != "colwise_rep"
     return TensorLoss(
         cast(FusedLoss, model.loss),
-        mesh,
-        pieces=config.parallel.sequence_parallel,
-        first_row=first_row(config.model.vocab_size, mesh) if split else None,
+        layout.meshes.tp,
+        pieces=layout.parallel.sequence_parallel,
+        first_row=first_row(layout.model.vocab_size, layout.meshes.tp) if split else None,
     )
 
 

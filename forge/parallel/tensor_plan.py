@@ -15,7 +15,6 @@ every rank.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
@@ -23,10 +22,10 @@ from typing import Any, TypeAlias
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from forge.config import Config
 from forge.config.layout import TENSOR_STYLES
 from forge.errors import UserError, did_you_mean
 from forge.model import Attention, Embedding, FeedForward, Head, RMSNorm
+from forge.parallel.layout import Layout
 from forge.parallel.precision import judges_names
 
 Plan: TypeAlias = dict[str, str | ParallelStyle]
@@ -59,13 +58,13 @@ PARTS: dict[type[nn.Module], tuple[tuple[str, ...], str]] = {
 }
 
 
-def plan_for(model: nn.Module, config: Config) -> Plan:
-    """The style of every module that `config` names, or the model's own plan names, by the module's whole name.
+def plan_for(model: nn.Module, layout: Layout) -> Plan:
+    """The style of every module that the configuration names, or the model's own plan names, by the module's whole name.
 
     Raises UserError for a pattern that matches nothing, a style that does not fit its module, a plan that cannot be
     imported, and projections of one part that do not go together.
     """
-    key, patterns = _patterns(model, config)
+    key, patterns = _patterns(model, layout)
     plan: Plan = {}
     modules = dict(model.named_modules())
     for pattern, style in patterns.items():
@@ -73,10 +72,10 @@ def plan_for(model: nn.Module, config: Config) -> Plan:
         if not found and key is not None and judges_names(model):
             raise UserError(f'{key}: "{pattern}" matches no module{_hint(pattern, modules)}')
         for name in found:
-            _check_style(key, name, modules[name], style, config)
+            _check_style(key, name, modules[name], style, layout)
             plan[name] = style
     for name, module in modules.items():
-        _check_part(name, module, plan, config.parallel.tp)
+        _check_part(name, module, plan, layout.parallel.tp)
         inside = modules.get(name.rpartition(".")[0])
         if type(module) is nn.Linear and not isinstance(inside, tuple(PARTS)) and name not in plan:
             raise UserError(
@@ -92,17 +91,16 @@ def matches(pattern: str, name: str) -> bool:
     return len(patterns) == len(names) and all(map(fnmatchcase, names, patterns))
 
 
-def _patterns(model: nn.Module, config: Config) -> tuple[str | None, Mapping[str, Any]]:
+def _patterns(model: nn.Module, layout: Layout) -> tuple[str | None, Mapping[str, Any]]:
     """The key that the plan is from (None: the model's own, where a pattern may match nothing) and the plan."""
-    parallel = config.parallel
+    parallel = layout.parallel
     if parallel.tp_plan_styles:
         return "parallel.tp_plan_styles", parallel.tp_plan_styles
     if parallel.tp_plan == "auto":
         return None, getattr(model, "tensor_plan", OWN)
     key = f'parallel.tp_plan = "{parallel.tp_plan}"'
-    module_name, _, attribute = parallel.tp_plan.partition(":")
     try:
-        plan = getattr(importlib.import_module(module_name), attribute)(model, config)
+        plan = layout.tensor_plan(model)
     except (ImportError, AttributeError, ValueError) as error:
         raise UserError(f"{key} cannot be imported: {error}") from error
     if not isinstance(plan, dict):
@@ -115,7 +113,7 @@ def _hint(pattern: str, names: Iterable[str]) -> str:
     return did_you_mean(pattern, {*names, *general} if any(c.isdigit() for c in pattern) else general)
 
 
-def _check_style(key: str | None, name: str, module: nn.Module, style: Any, config: Config) -> None:
+def _check_style(key: str | None, name: str, module: nn.Module, style: Any, layout: Layout) -> None:
     if isinstance(style, ParallelStyle):
         return
     where = f'{key or "plan of the model"}: "{name}"'
@@ -125,9 +123,9 @@ def _check_style(key: str | None, name: str, module: nn.Module, style: Any, conf
     if style not in fitting:
         allowed = f"use {' or '.join(fitting)}" if fitting else "it is not a module that can be split"
         raise UserError(f"{where} is a {type(module).__name__}, which cannot be {style}; {allowed}")
-    if style == "sequence_parallel" and not config.parallel.sequence_parallel:
+    if style == "sequence_parallel" and not layout.parallel.sequence_parallel:
         raise UserError(f"{where} = {style!r} needs parallel.sequence_parallel = true")
-    tp = config.parallel.tp
+    tp = layout.parallel.tp
     if isinstance(module, nn.Linear):
         size = module.out_features if style.startswith("colwise") else module.in_features
         if size % tp:

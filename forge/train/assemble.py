@@ -114,7 +114,7 @@ def _tell_of(job: Job, model: ParallelModel) -> None:
     layout = " ".join(f"{name}={degree}" for name, degree in degrees.items() if degree > 1) or "one process"
     steps = f"{job.degrees.accumulation} microbatches per step"
     if job.degrees.accumulation > 1:
-        steps += f"; {model.held_while_accumulating()}"
+        steps += f"; {model.accumulation_memory_summary()}"
     log.info("%s: %s, %s, %s", config.run.name, size, layout, steps)
 
 

@@ -159,4 +159,4 @@ def all_copies(model: ParallelModel, optimizer: AdamW) -> Iterator[tuple[str, Te
     for name, (shard, values) in all_tensors(model, optimizer).items():
         if shard.replicas is not None and shard.boxes:
             yield name, values, shard.replicas
-    yield from model.copies()
+    yield from model.replicated_tensors()

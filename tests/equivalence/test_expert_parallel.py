@@ -363,12 +363,13 @@ def routers_move_by_local_counts() -> None:
 
 def forget_the_router_gate() -> None:
     """Each tensor rank keeps the gradient that its own piece of the sequence gives the router."""
-    from forge.parallel import execute, tensor
+    from forge.parallel import model as built
+    from forge.parallel import tensor
 
     def all_but_routers(model, shards):
-        return [shard for shard in tensor.open_shards(model, shards) if "router" not in shard.name]
+        return [shard for shard in tensor.partial_shards(model, shards) if "router" not in shard.name]
 
-    execute.open_shards = all_but_routers
+    built.partial_shards = all_but_routers
 
 
 TENSOR = "tp = 2\nep = 2"

@@ -153,12 +153,13 @@ def torch_plan(model, config) -> dict:
 
 def forget_qk_norm() -> None:
     """Each rank keeps the gradient that its own heads give the norms which all heads share."""
-    from forge.parallel import execute, tensor
+    from forge.parallel import model as built
+    from forge.parallel import tensor
 
     def all_but_one(model, shards):
-        return [shard for shard in tensor.open_shards(model, shards) if "q_norm" not in shard.name]
+        return [shard for shard in tensor.partial_shards(model, shards) if "q_norm" not in shard.name]
 
-    execute.open_shards = all_but_one
+    built.partial_shards = all_but_one
 
 
 def only_local_logsumexp() -> None:

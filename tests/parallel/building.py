@@ -9,6 +9,7 @@ import torch
 
 from forge.config import Config, check_world, parse_toml_text
 from forge.parallel.build import build_parallel_model
+from forge.parallel.layout import Layout, make_layout
 from forge.parallel.mesh import Meshes, make_meshes
 from tests.support.equivalence import _batches
 
@@ -23,6 +24,11 @@ class Built(NamedTuple):
     def batches(self) -> Iterator[Any]:
         """What this rank reads, step after step."""
         return _batches(self.config, self.meshes.data_rank, self.meshes.data_ranks)
+
+
+def layout_without_ranks(config: Config) -> Layout:
+    """The Layout of `config` for code that needs no meshes."""
+    return make_layout(config, None)  # type: ignore[arg-type]
 
 
 def built(text: str, world: int) -> Built:

@@ -13,6 +13,7 @@ from forge.errors import UserError
 from forge.parallel import float8
 from forge.parallel.build import build_meta_model
 from forge.parallel.float8 import apply_float8, choose_layers, count_hooks
+from forge.parallel.layout import make_layout
 from tests.parallel.building import built
 from tests.support.equivalence import tiny_config
 from tests.support.harness import run_ranks
@@ -42,7 +43,7 @@ def build(section: str, model: str = "") -> nn.Module:
     """The model on the meta device with float8 applied."""
     chosen = config(section, model)
     built = build_meta_model(chosen)
-    apply_float8(built, chosen, FakeMeshes)  # type: ignore[arg-type]
+    apply_float8(built, make_layout(chosen, FakeMeshes))  # type: ignore[arg-type]
     return built
 
 
@@ -103,7 +104,7 @@ def hooked() -> tuple[nn.Module, list[str]]:
 def test_hooks_are_carried_over_and_run() -> None:
     model, seen = hooked()
     before = count_hooks(model)
-    apply_float8(model, config('float8 = "tensorwise"\nfloat8_all_gather = false'), FakeMeshes)  # type: ignore[arg-type]
+    apply_float8(model, make_layout(config('float8 = "tensorwise"\nfloat8_all_gather = false'), FakeMeshes))  # type: ignore[arg-type]
     assert count_hooks(model) == before and before.total() == 7
     layer = model.layers["0"].feed_forward.w1.to_empty(device="cpu")
     layer(torch.zeros(16, 32, dtype=torch.float64))
@@ -113,7 +114,7 @@ def test_hooks_are_carried_over_and_run() -> None:
 def test_hooks_that_are_dropped_are_noticed(monkeypatch) -> None:
     monkeypatch.setattr(float8, "carry_hooks", lambda old, new: None)
     with pytest.raises(AssertionError, match="hooks were lost"):
-        apply_float8(hooked()[0], config('float8 = "tensorwise"'), FakeMeshes)  # type: ignore[arg-type]
+        apply_float8(hooked()[0], make_layout(config('float8 = "tensorwise"'), FakeMeshes))  # type: ignore[arg-type]
 
 
 def test_hooks_without_their_kwargs_flags_are_noticed(monkeypatch) -> None:
@@ -158,9 +159,9 @@ def test_fewer_rows_than_ranks_are_not_gathered_in_float8() -> None:
 def test_without_float8_torchao_is_not_imported() -> None:
     code = (
         "import sys, forge.parallel.build as b, forge.parallel.float8 as f\n"
-        "from tests.parallel.test_float8 import FakeMeshes, config\n"
+        "from tests.parallel.test_float8 import FakeMeshes, config, make_layout\n"
         "c = config('float8 = \"none\"')\n"
-        "f.apply_float8(b.build_meta_model(c), c, FakeMeshes)\n"
+        "f.apply_float8(b.build_meta_model(c), make_layout(c, FakeMeshes))\n"
         "assert 'torchao' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -386,7 +386,7 @@ def test_the_log_says_what_deferred_gradients_hold() -> None:
 
 def _held(rank: int, world: int, text: str) -> str:
     model, _ = build(text, world)
-    return fsdp.held_while_accumulating(parse_toml_text(text), model.shards)
+    return model.accumulation_memory_summary()
 
 
 def _unsharded_between_microbatches(rank: int, world: int, text: str) -> list[tuple[bool, bool]]:

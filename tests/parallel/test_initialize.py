@@ -112,7 +112,7 @@ def _built_skipping_vectors(rank: int, world: int, text: str) -> None:
 def _built_on_nan(rank: int, world: int, text: str) -> dict[str, torch.Tensor]:
     """Every parameter and buffer of the model, made in memory that was full of NaN."""
     for engine in (FullySharded, Buffered):
-        engine.materialise = _filling_with_nan(engine.materialise)
+        engine.allocate = _filling_with_nan(engine.allocate)
     model = built(text, world).model
     tensors = wholes(model.shards, [s.data for s in model.shards])
     tensors |= {name: buffer.clone() for part in model.parts for name, buffer in part.named_buffers()}
@@ -122,10 +122,10 @@ def _built_on_nan(rank: int, world: int, text: str) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _filling_with_nan(materialise: Callable[..., None]) -> Callable[..., None]:
-    def materialise_and_fill(engine: Any, device: torch.device) -> None:
-        materialise(engine, device)
+def _filling_with_nan(allocate: Callable[..., None]) -> Callable[..., None]:
+    def allocate_and_fill(engine: Any, device: torch.device) -> None:
+        allocate(engine, device)
         for tensor in [*(shard.data for shard in engine.shards), *engine._model.buffers()]:
             tensor.fill_(torch.nan if tensor.is_floating_point() else 7777)
 
-    return materialise_and_fill
+    return allocate_and_fill

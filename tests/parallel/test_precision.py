@@ -135,7 +135,7 @@ def test_the_nearest_name_stands_for_all_layers() -> None:
         tiny_config().replace("[precision]", '[precision]\nfp32_modules = ["attention_norm"]')
     )
     with pytest.raises(UserError, match=r"nearest name is 'layers\.\*\.attention_norm'") as error:
-        plan_units(build_meta_model(config), config)
+        plan_units(build_meta_model(config), config.precision)
     assert error.value.exit_code == 2
 
 
@@ -303,7 +303,7 @@ def groups(model: str = "", precision: str = "") -> list[list[tuple[list[str], t
     def told(unit: Unit) -> tuple[list[str], torch.dtype]:
         return [names[module] for module in unit.modules], unit.compute
 
-    return [[told(unit) for unit in group] for group in plan_units(net, config)[0]]
+    return [[told(unit) for unit in group] for group in plan_units(net, config.precision)[0]]
 
 
 def test_units_of_a_model_in_one_dtype() -> None:
@@ -326,5 +326,5 @@ def test_tied_weights_of_two_modules_are_one_unit() -> None:
     config = parse_toml_text(tiny_config())
     net = build_meta_model(config)
     net.head.weight = net.embedding.weight
-    first = plan_units(net, config)[0][0]
+    first = plan_units(net, config.precision)[0][0]
     assert [unit.modules for unit in first] == [(net.embedding, net.norm, net.head)]

@@ -7,9 +7,9 @@ from torch.distributed.tensor import DTensor
 from forge.config import parse_toml_text
 from forge.errors import BAD_CONFIG, UserError
 from forge.parallel.build import build_meta_model
-from forge.parallel.tensor import sum_open_gradients
+from forge.parallel.tensor import sum_partial_gradients
 from forge.parallel.tensor_plan import matches, plan_for
-from tests.parallel.building import built
+from tests.parallel.building import built, layout_without_ranks
 from tests.support.collectives import collectives_of
 from tests.support.configs import complaint
 from tests.support.equivalence import tiny_config
@@ -58,7 +58,7 @@ def test_no_collective_is_redundant(keys: str, step: dict, end: dict) -> None:
     assert run_ranks(sent, 2, text)[0] == (step, end)
 
 
-def test_open_gradients_of_all_norms_are_one_collective() -> None:
+def test_partial_gradients_of_all_norms_are_one_collective() -> None:
     text = tiny_config(parallel="tp = 2\nsequence_parallel = false", model="qk_norm = true")
     assert run_ranks(sent, 2, text)[0][1] == {"all_reduce": 1}
 
@@ -108,7 +108,7 @@ def test_counted_boxes_cover_every_parameter_once(keys: str) -> None:
 
 
 def test_summing_nothing_is_no_collective() -> None:
-    sum_open_gradients([], None)
+    sum_partial_gradients([], None)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def _first(folder, overrides) -> str:
 def planned(styles: dict[str, str], more: str = "") -> dict:
     lines = "\n".join(f'"{name}" = "{style}"' for name, style in styles.items())
     config = parse_toml_text(tiny_config(parallel=f"tp = 2\n{more}\n[parallel.tp_plan_styles]\n{lines}"))
-    return plan_for(build_meta_model(config), config)
+    return plan_for(build_meta_model(config), layout_without_ranks(config))
 
 
 def test_a_plan_by_hand_names_modules_by_globs() -> None:
@@ -193,7 +193,7 @@ def test_a_norm_cannot_be_split_by_sequence_where_the_stream_is_whole() -> None:
 def test_a_plan_that_cannot_be_imported_is_refused(path: str) -> None:
     config = parse_toml_text(tiny_config(parallel=f'tp = 2\ntp_plan = "{path}"'))
     with pytest.raises(UserError, match="cannot be imported"):
-        plan_for(build_meta_model(config), config)
+        plan_for(build_meta_model(config), layout_without_ranks(config))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without cards says")

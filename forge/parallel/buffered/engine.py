@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forge import compat
-from forge.config import Config
 from forge.errors import UserError
 from forge.model import Transformer
 from forge.parallel.buffered.buffer import Buffer
@@ -34,7 +33,7 @@ from forge.parallel.buffered.plan import plan_buffers
 from forge.parallel.buffered.pool import Pool
 from forge.parallel.buffered.reduction import Entry, InPlace, Reduction, Scattered
 from forge.parallel.expert import parameter_kinds
-from forge.parallel.mesh import Meshes
+from forge.parallel.layout import Layout
 from forge.parallel.order import take_step
 from forge.shard import Shard
 
@@ -44,22 +43,22 @@ class Buffered:
 
     shards: list[Shard]
 
-    def __init__(self, model: Transformer, config: Config, meshes: Meshes):
+    def __init__(self, model: Transformer, layout: Layout):
         take_step(model, "data")
-        self._model, self._config, self._meshes = model, config, meshes
-        self._plans = plan_buffers(model, config, meshes)
+        self._model, self._layout = model, layout
+        self._plans = plan_buffers(model, layout)
 
-    def materialise(self, device: torch.device) -> None:
+    def allocate(self, device: torch.device) -> None:
         """Memory for the buffers, into which the model's parameters now point; and the hooks."""
-        model, config, meshes = self._model, self._config, self._meshes
-        take_step(model, "materialise")
+        model, parallel = self._model, self._layout.parallel
+        take_step(model, "allocate")
         names = {name: parameter for name, parameter in model.named_parameters()}
         kinds = {name: parameter_kinds(model).get(parameter, "dense") for name, parameter in names.items()}
-        if config.parallel.symmetric_memory and device.type != "cuda":
+        if parallel.symmetric_memory and device.type != "cuda":
             raise UserError("parallel.symmetric_memory = true needs CUDA cards; use false")
 
         def allocating(groups: Groups) -> Any:
-            return compat.communication_memory(device, groups, symmetric=config.parallel.symmetric_memory)
+            return compat.communication_memory(device, groups, symmetric=parallel.symmetric_memory)
 
         self.buffers = [
             Buffer(
@@ -67,7 +66,7 @@ class Buffered:
                 names,
                 device,
                 # With nobody to share with they would be copied for nothing.
-                sharded_gradients=config.parallel.data_parallel == "zero2" and bool(plan.axes.scatter),
+                sharded_gradients=parallel.data_parallel == "zero2" and bool(plan.axes.scatter),
                 allocating=allocating,
             )
             for plan in self._plans
@@ -81,7 +80,7 @@ class Buffered:
 
         self._fingerprints = Fingerprints(self.buffers)
         order = {name: place for place, name in enumerate(names)}
-        shards = {s.name: s for b in self.buffers for s in b.shards(kinds, meshes)}
+        shards = {s.name: s for b in self.buffers for s in b.shards(kinds, self._layout.meshes)}
         self.shards = [shards[name] for name in names]
         # Backward is done with a bucket when it is done with the parameter that forward needs first.
         entries: list[Entry] = [
@@ -95,15 +94,15 @@ class Buffered:
         self._gathering = Gathering(
             [(entry.memory, entry.buffer.plan.axes) for entry in reversed(entries)],
             _needs(model, {parameter: name for name, parameter in placed.items()}),
-            prefetch=config.parallel.prefetch,
-            overlap=config.parallel.overlap_parameters,
+            prefetch=parallel.prefetch,
+            overlap=parallel.overlap_parameters,
             stream=stream,
         )
 
     def _make_reduction(
         self, entries: list[Entry], device: torch.device, stream: torch.cuda.Stream | None
     ) -> Reduction:
-        parallel = self._config.parallel
+        parallel = self._layout.parallel
         self.pool = Pool([entry.borrowed_nbytes for entry in entries if entry.borrowed_nbytes], device)
         check = None if parallel.check_gradients == "none" else GradientCheck(parallel.check_gradients)
         return Reduction(entries, self.pool, overlap=parallel.overlap_gradients, stream=stream, check=check)
@@ -131,7 +130,7 @@ class Buffered:
 
     def finish_gradient_sync(self) -> None:
         self._reduction.finish()
-        if self._config.resilience.check_replicas:
+        if self._layout.check_replicas:
             self._fingerprints.add()
 
     def scale_gradients(self, factor: float | Tensor) -> None:
@@ -163,7 +162,7 @@ class Buffered:
         """Gather beside forward again, as from the start."""
         self._gathering.enable_hooks()
 
-    def copies(self) -> Iterator[tuple[str, Tensor, dist.ProcessGroup]]:
+    def replicated_tensors(self) -> Iterator[tuple[str, Tensor, dist.ProcessGroup]]:
         """Fingerprints of what several ranks have computed with alike since this was last asked, and will next.
 
         Name, an integer, and the ranks on which it should be the same.
@@ -181,7 +180,7 @@ class Buffered:
             "buckets": self.pool.nbytes,
         }
 
-    def held_while_accumulating(self) -> str:
+    def accumulation_memory_summary(self) -> str:
         whole = sum(buffer.gradients.nbytes for buffer in self.buffers if not buffer.sharded_gradients)
         sharded = any(buffer.sharded_gradients for buffer in self.buffers)
         if not sharded:

@@ -70,7 +70,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Layout:
+class BufferLayout:
     """Buckets one after another, each cut into `parts` equal parts."""
 
     buckets: tuple[Bucket, ...]
@@ -99,7 +99,7 @@ class Layout:
                     yield Piece(slot.name, start - slot.start, stop - slot.start, start - begin)
 
 
-def lay_out(items: Sequence[Item], *, parts: int, bucket_numel: int) -> Layout:
+def lay_out(items: Sequence[Item], *, parts: int, bucket_numel: int) -> BufferLayout:
     """The layout of `items` in their order. A bucket is closed once it holds `bucket_numel` elements; 0: one for all."""
     buckets: list[Bucket] = []
     start = 0
@@ -112,7 +112,7 @@ def lay_out(items: Sequence[Item], *, parts: int, bucket_numel: int) -> Layout:
         part_numel = round_up(-(-(end - start) // parts), PART_ALIGNMENT)
         buckets.append(Bucket(start, part_numel, parts, tuple(slots)))
         start = round_up(buckets[-1].stop, SLOT_ALIGNMENT)
-    return Layout(tuple(buckets), parts)
+    return BufferLayout(tuple(buckets), parts)
 
 
 def default_bucket_numel(ranks: int) -> int:

@@ -10,14 +10,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from forge.config import Config
 from forge.model import Transformer
 from forge.model.precision import promoted
-from forge.parallel.buffered.layout import Item, Layout, default_bucket_numel, lay_out
+from forge.parallel.buffered.layout import BufferLayout, Item, default_bucket_numel, lay_out
 from forge.parallel.expert import parameter_kinds
 from forge.parallel.fsdp import plan_units
-from forge.parallel.mesh import Meshes
-from forge.parallel.precision import DTYPES, cast_at_borders
+from forge.parallel.layout import Layout
+from forge.parallel.precision import cast_at_borders
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class BufferPlan:
 
     formats: Formats
     axes: Axes
-    layout: Layout
+    layout: BufferLayout
 
     @property
     def narrowed(self) -> bool:
@@ -71,33 +70,33 @@ class BufferPlan:
         return self.formats.reduce != self.formats.gradient and bool(self.axes.scatter or self.axes.add)
 
 
-def plan_buffers(model: Transformer, config: Config, meshes: Meshes) -> list[BufferPlan]:
+def plan_buffers(model: Transformer, layout: Layout) -> list[BufferPlan]:
     """The buffers of `model` (on the meta device), which is changed to cast where dtypes meet.
 
     Raises UserError if precision.fp32_modules cannot be followed.
     """
-    _, dtypes = plan_units(model, config)
-    cast_at_borders(model, dtypes, DTYPES[config.precision.compute])
+    _, dtypes = plan_units(model, layout.precision)
+    cast_at_borders(model, dtypes, layout.compute)
     kinds = parameter_kinds(model)
     members: dict[tuple[Formats, bool], list[Item]] = {}
     for name, parameter in reversed(list(model.named_parameters())):
         expert = kinds.get(parameter) == "expert"
-        key = _formats_of(parameter, dtypes[parameter], config), expert
+        key = _formats_of(parameter, dtypes[parameter], layout), expert
         # Both ends of the model use it. On its own it is cut alike wherever else it lies.
         alone = model.config.tie_embeddings and name == "embedding.weight"
         members.setdefault(key, []).append(Item(name, _slot_numel(parameter), alone))
     plans = []
     for (formats, expert), items in members.items():
-        axes = _axes_of(config, meshes, expert=expert)
-        chosen = config.parallel.bucket_size
-        numel = default_bucket_numel(meshes.loss.size()) if chosen == "auto" else chosen
+        axes = _axes_of(layout, expert=expert)
+        chosen = layout.parallel.bucket_size
+        numel = default_bucket_numel(layout.meshes.loss.size()) if chosen == "auto" else chosen
         plans.append(BufferPlan(formats, axes, lay_out(items, parts=axes.parts, bucket_numel=numel)))
     return plans
 
 
-def _axes_of(config: Config, meshes: Meshes, *, expert: bool) -> Axes:
+def _axes_of(layout: Layout, *, expert: bool) -> Axes:
     """ddp: all data ranks hold copies. zero1, zero2: the ranks of one copy share, or those of all copies."""
-    parallel = config.parallel
+    parallel, meshes = layout.parallel, layout.meshes
     shard = "ep_shard" if expert else "dp_shard_cp"
     mesh = meshes.fsdp_experts if expert else meshes.fsdp
     share, replicate = mesh.get_group(shard), meshes.copies[("dp_replicate",)]
@@ -111,10 +110,10 @@ def _axes_of(config: Config, meshes: Meshes, *, expert: bool) -> Axes:
     return Axes(_several(share), add, ("dp_replicate",) if add else (), alike)
 
 
-def _formats_of(parameter: nn.Parameter, compute: torch.dtype, config: Config) -> Formats:
+def _formats_of(parameter: nn.Parameter, compute: torch.dtype, layout: Layout) -> Formats:
     """Gradients add up in promote(float32, compute) at least, and travel in `precision.reduce`."""
-    reduce = DTYPES[config.precision.reduce]
-    if compute != DTYPES[config.precision.compute]:  # pinned
+    reduce = layout.reduce
+    if compute != layout.compute:  # pinned
         reduce = torch.promote_types(reduce, compute)
     return Formats(compute, parameter.dtype, torch.promote_types(promoted(compute), reduce), reduce)
 

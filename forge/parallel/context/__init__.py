@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from forge.config import Config
 from forge.errors import UserError
 from forge.model import AttentionFunction, Transformer
 from forge.parallel.context.gathered import AllGatherAttention
 from forge.parallel.context.ring import RingAttention
 from forge.parallel.context.sequence import Inputs, SequenceSplit
 from forge.parallel.context.ulysses import UlyssesAttention
-from forge.parallel.mesh import Meshes
+from forge.parallel.layout import Layout
 from forge.parallel.order import take_step
 
 __all__ = ["Inputs", "SequenceSplit", "apply_context"]
@@ -28,21 +27,25 @@ FUNCTIONS: dict[str, Callable[[SequenceSplit], AttentionFunction]] = {
 }
 
 
-def apply_context(model: Transformer, config: Config, meshes: Meshes) -> None:
-    """Let every attention of `model` reach the whole sequence over `meshes.cp`; one rank alone keeps its own function.
+def apply_context(model: Transformer, layout: Layout) -> None:
+    """Let every attention of `model` reach the whole sequence over the cp ranks; one rank alone keeps its own function.
 
     Raises UserError for the ring in compiled blocks on CUDA.
     """
     take_step(model, "context")
-    split = SequenceSplit(meshes.cp)
+    split = SequenceSplit(layout.meshes.cp)
     if split.ranks == 1:
         return
-    if config.parallel.context == "ring" and config.compile.enabled and meshes.fsdp.device_type == "cuda":
+    if (
+        layout.parallel.context == "ring"
+        and layout.compile.enabled
+        and layout.meshes.fsdp.device_type == "cuda"
+    ):
         raise UserError(
             "parallel.context = ring does not go with compile.enabled = true on CUDA: its backward runs "
             "flex_attention's own, which the compiler cannot trace; use allgather or ulysses, or compile.enabled = false"
         )
-    attend = FUNCTIONS[config.parallel.context](split)
+    attend = FUNCTIONS[layout.parallel.context](split)
     for block in model.layers.values():
         attention: Any = block.attention
         attention.attend = attend

@@ -16,19 +16,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from forge.config import Config
 from forge.model import Transformer
 from forge.model.precision import promoted
-from forge.parallel.context import Inputs, SequenceSplit
+from forge.parallel.context import Inputs
 from forge.parallel.data import DataParallel
-from forge.parallel.mesh import Meshes
+from forge.parallel.layout import Layout
 from forge.parallel.model import ParallelModel
 from forge.parallel.pipeline.plan import PipelinePlan
 from forge.parallel.pipeline.schedule import Action
 from forge.parallel.pipeline.stages import Stage
 from forge.parallel.pipeline.tied import NAME, Tied
 from forge.parallel.pipeline.wire import Key, Wire
-from forge.parallel.precision import DTYPES
 from forge.shard import Shard
 
 
@@ -44,27 +42,24 @@ class Part:
 class PipelinedModel(ParallelModel):
     """The stages of this rank, and what it takes for them to be one model with those of the others."""
 
-    def __init__(
-        self, parts: Sequence[Part], plan: PipelinePlan, config: Config, meshes: Meshes, split: SequenceSplit
-    ):
-        super().__init__(
-            [part.model for part in parts], [part.engine for part in parts], config, meshes, split
-        )
-        rank = meshes.pp.rank()
+    def __init__(self, parts: Sequence[Part], plan: PipelinePlan, layout: Layout):
+        super().__init__([part.model for part in parts], [part.engine for part in parts], layout)
+        pp = layout.meshes.pp
+        rank = pp.rank()
         self.stages = {part.stage.index: part for part in parts}
-        self.plan, self.pp = plan, meshes.pp
+        self.plan, self.pp = plan, pp
         self._program = plan.schedule.programs[rank]
         self._forward_program = plan.schedule.forward_only().programs[rank]
         self.last_backward = plan.schedule.last_backward(rank)
-        self.compute = DTYPES[config.precision.compute]
-        self._dim, self._vocab = config.model.dim, config.model.vocab_size
-        self._pieces = meshes.tp.size() if config.parallel.sequence_parallel else 1
+        self.compute = layout.compute
+        self._dim, self._vocab = layout.model.dim, layout.model.vocab_size
+        self._pieces = layout.parallel.tp if layout.parallel.sequence_parallel else 1
         self._tied = None
-        if config.model.tie_embeddings:
+        if layout.model.tie_embeddings:
             first = _tied_shard([part for part in parts if part.stage.embed])
             last = _tied_shard([part for part in parts if part.stage.head])
-            watched = config.resilience.check_replicas
-            self._tied = Tied(first, last, plan.ends, meshes.pp, watched=watched)
+            watched = layout.check_replicas
+            self._tied = Tied(first, last, plan.ends, pp, watched=watched)
             self.shards = [shard for shard in self.shards if shard is not last]
 
     def finalize_gradients(self) -> None:
@@ -77,15 +72,16 @@ class PipelinedModel(ParallelModel):
             self._tied.copy_values()
         super().after_update()
 
-    def copies(self) -> Iterator[tuple[str, Tensor, dist.ProcessGroup]]:
-        yield from super().copies()
+    def replicated_tensors(self) -> Iterator[tuple[str, Tensor, dist.ProcessGroup]]:
+        yield from super().replicated_tensors()
         if self._tied is not None:
             # Not the copy itself, which a change leaves with the next update: all ranks should have seen as many, none.
             yield f"weights.{NAME} of the last stage", self._tied.take_changes(), self.pp
 
-    def held_while_accumulating(self) -> str:
+    def accumulation_memory_summary(self) -> str:
         return "; ".join(
-            f"stage {index}: {part.engine.held_while_accumulating()}" for index, part in self.stages.items()
+            f"stage {index}: {part.engine.accumulation_memory_summary()}"
+            for index, part in self.stages.items()
         )
 
     def _forward_backward(self, microbatches: list[Inputs], divisor: Tensor) -> Tensor:

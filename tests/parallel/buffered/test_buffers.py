@@ -122,7 +122,7 @@ def _gradients_kept(rank: int, world: int, text: str) -> tuple[dict[str, bool], 
         for memory in buffer.buckets
         for held in memory.held
     }
-    return kept, engine.held_while_accumulating(), engine.pool.peak
+    return kept, engine.accumulation_memory_summary(), engine.pool.peak
 
 
 @pytest.mark.parametrize(
@@ -169,10 +169,10 @@ LAYOUTS = {1: "", 2: "", 3: "", 4: "dp_replicate = 2\ntp = 2"}
 
 
 def _on_nan(rank: int, world: int, text: str) -> dict[str, torch.Tensor]:
-    materialise = Buffered.materialise
+    allocate = Buffered.allocate
 
     def on_nan(self, device):
-        materialise(self, device)
+        allocate(self, device)
         for buffer in self.buffers:
             for memory in (buffer.compute, buffer.masters):
                 if memory is not None:
@@ -180,7 +180,7 @@ def _on_nan(rank: int, world: int, text: str) -> dict[str, torch.Tensor]:
         for tensor in self._model.buffers():
             tensor.fill_(torch.nan if tensor.is_floating_point() else 7777)
 
-    Buffered.materialise = on_nan
+    Buffered.allocate = on_nan
     return _built_on_nan(rank, world, text)
 
 

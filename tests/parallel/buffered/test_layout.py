@@ -13,8 +13,8 @@ from forge.parallel.buffered.layout import (
     PART_ALIGNMENT,
     SLOT_ALIGNMENT,
     Bucket,
+    BufferLayout,
     Item,
-    Layout,
     default_bucket_numel,
     lay_out,
     slice_boxes,
@@ -34,7 +34,7 @@ LAYOUTS = st.builds(
 
 
 @given(LAYOUTS)
-def test_slots_are_aligned_in_order_and_never_overlap(case: tuple[list[Item], Layout]) -> None:
+def test_slots_are_aligned_in_order_and_never_overlap(case: tuple[list[Item], BufferLayout]) -> None:
     items, layout = case
     slots = [slot for bucket in layout.buckets for slot in bucket.slots]
     assert [(slot.name, slot.stop - slot.start) for slot in slots] == [(i.name, i.numel) for i in items]
@@ -45,7 +45,7 @@ def test_slots_are_aligned_in_order_and_never_overlap(case: tuple[list[Item], La
 
 
 @given(LAYOUTS)
-def test_buckets_cover_their_slots_and_follow_each_other(case: tuple[list[Item], Layout]) -> None:
+def test_buckets_cover_their_slots_and_follow_each_other(case: tuple[list[Item], BufferLayout]) -> None:
     _, layout = case
     end = 0
     for bucket in layout.buckets:
@@ -57,7 +57,7 @@ def test_buckets_cover_their_slots_and_follow_each_other(case: tuple[list[Item],
 
 
 @given(LAYOUTS)
-def test_padding_is_a_few_elements_and_knows_nothing_of_rows(case: tuple[list[Item], Layout]) -> None:
+def test_padding_is_a_few_elements_and_knows_nothing_of_rows(case: tuple[list[Item], BufferLayout]) -> None:
     _, layout = case
     for bucket in layout.buckets:
         used = bucket.slots[-1].stop - bucket.start
@@ -68,7 +68,7 @@ def test_padding_is_a_few_elements_and_knows_nothing_of_rows(case: tuple[list[It
 
 
 @given(LAYOUTS)
-def test_the_parts_of_all_ranks_are_every_element_once(case: tuple[list[Item], Layout]) -> None:
+def test_the_parts_of_all_ranks_are_every_element_once(case: tuple[list[Item], BufferLayout]) -> None:
     items, layout = case
     seen = {item.name: [0] * item.numel for item in items}
     bucket_of = {slot.name: bucket for bucket in layout.buckets for slot in bucket.slots}
@@ -88,7 +88,7 @@ def test_the_parts_of_all_ranks_are_every_element_once(case: tuple[list[Item], L
 
 
 @given(LAYOUTS)
-def test_what_is_alone_has_a_bucket_of_its_own(case: tuple[list[Item], Layout]) -> None:
+def test_what_is_alone_has_a_bucket_of_its_own(case: tuple[list[Item], BufferLayout]) -> None:
     items, layout = case
     alone = {item.name for item in items if item.alone}
     for bucket in layout.buckets:
@@ -114,7 +114,7 @@ def test_where_parameters_lie_does_not_depend_on_what_is_alone_after_them(items,
     first = lay_out([*items, tied], parts=parts, bucket_numel=numel)
     alone = lay_out([tied], parts=parts, bucket_numel=numel)
 
-    def kept(layout: Layout, part: int) -> list[tuple[int, int]]:
+    def kept(layout: BufferLayout, part: int) -> list[tuple[int, int]]:
         return [(p.start, p.stop) for p in layout.pieces(part) if p.name == "tied"]
 
     assert [kept(first, part) for part in range(parts)] == [kept(alone, part) for part in range(parts)]

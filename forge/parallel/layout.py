@@ -1,0 +1,77 @@
+"""`Layout`: what parallelism needs to know, and no more of the configuration than that."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from forge.config import Config, Degrees
+from forge.config.layout import ActivationCheckpoint, Compile, Parallel, Precision
+from forge.config.model import ModelConfig
+from forge.parallel.mesh import Meshes
+from forge.parallel.precision import DTYPES
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one model is spread over ranks. Every `apply_*` takes a model and a Layout.
+
+    tensor_plan: what `parallel.tp_plan` names, called with a model; it may import the user's code.
+    check_replicas: whether ranks that compute with the same values compare them during the run.
+    """
+
+    model: ModelConfig
+    parallel: Parallel
+    precision: Precision
+    activation_checkpoint: ActivationCheckpoint
+    compile: Compile
+    meshes: Meshes
+    micro_batch_size: int
+    check_replicas: bool
+    tensor_plan: Callable[[nn.Module], object]
+
+    @property
+    def degrees(self) -> Degrees:
+        return self.meshes.degrees
+
+    @property
+    def storage(self) -> torch.dtype:
+        return DTYPES[self.precision.storage]
+
+    @property
+    def compute(self) -> torch.dtype:
+        return DTYPES[self.precision.compute]
+
+    @property
+    def reduce(self) -> torch.dtype:
+        return DTYPES[self.precision.reduce]
+
+    @property
+    def sequence_pieces(self) -> int:
+        """Into how many pieces tensor parallelism divides the sequence: for the residual stream, or to route it."""
+        divided = self.parallel.sequence_parallel or self.model.moe is not None
+        return self.parallel.tp if divided else 1
+
+
+def make_layout(config: Config, meshes: Meshes) -> Layout:
+    """Return the Layout of `config` on `meshes`."""
+
+    def tensor_plan(model: nn.Module) -> object:
+        module, _, function = config.parallel.tp_plan.partition(":")
+        return getattr(importlib.import_module(module), function)(model, config)
+
+    return Layout(
+        model=config.model,
+        parallel=config.parallel,
+        precision=config.precision,
+        activation_checkpoint=config.activation_checkpoint,
+        compile=config.compile,
+        meshes=meshes,
+        micro_batch_size=config.train.micro_batch_size,
+        check_replicas=config.resilience.check_replicas,
+        tensor_plan=tensor_plan,
+    )
