@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 
 import torch
 
-from forge.hf.convert import from_hugging_face, to_hugging_face
+from forge.checkpoint import find_checkpoint
+from forge.hf import export_weights, import_weights
 from forge.observe.progress_line import ProgressLine
 from scripts.options import exit_code_of, number
 
@@ -31,32 +32,35 @@ def _run(given: argparse.Namespace) -> None:
     source, output, progress = Path(given.input), Path(given.output), _Progress()
     try:
         if given.direction == "to-hf":
-            what = to_hugging_face(
+            source = find_checkpoint(source)
+            converted = export_weights(
                 source,
                 output,
                 dtype=DTYPES.get(given.dtype),
                 shard_bytes=int(given.shard_size * 1e9),
                 tokenizer=not given.no_tokenizer,
-                tell=progress.tell,
+                progress=progress.update,
             )
+            what = f"{source} as {converted.architecture}"
         else:
-            what = from_hugging_face(source, output, tell=progress.tell)
+            converted = import_weights(source, output, progress=progress.update)
+            what = f"{converted.architecture} from {source}"
     finally:
         progress.close()
-    print(f"{output}: {what}")
+    print(f"{output}: {what}, {'with its' if converted.with_tokenizer else 'without a'} tokenizer")
 
 
 class _Progress:
-    """A line for each thing that is being done, one after another."""
+    """A progress line for each activity, one after another."""
 
     def __init__(self) -> None:
-        self._what = ""
+        self._activity = ""
         self._line: ProgressLine | None = None
 
-    def tell(self, what: str, done: int, total: int) -> None:
-        if what != self._what or self._line is None:
+    def update(self, activity: str, done: int, total: int) -> None:
+        if activity != self._activity or self._line is None:
             self.close()
-            self._what, self._line = what, ProgressLine(what, total)
+            self._activity, self._line = activity, ProgressLine(activity, total)
         self._line.update(done)
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ from forge.data.raw import DTYPES
 from forge.data.sources import SYNTHETIC, Source, open_source
 from forge.errors import UserError
 from forge.inference.measure import Measured, measure
-from forge.inference.open import Opened
+from forge.inference.open import TrainedModel
 from forge.observe.json_lines import encode
 from forge.observe.progress_line import ProgressLine
 from scripts.model import add_model_options, open_model
@@ -51,7 +51,7 @@ def _run(given: argparse.Namespace) -> None:
         line = ProgressLine(path, min(tokens, source.tokens), "thousand tokens", 1e3)
         measured = measure(opened, source, sequences, given.batch_size, line.update)
         seconds = line.close()
-        _tell(path, measured, given.json, opened)
+        report(path, measured, given.json, opened)
         if not given.json:
             print(f"{measured.tokens / seconds:,.0f} tokens/s", file=sys.stderr)
     if tasks is not None:
@@ -63,10 +63,10 @@ def _run(given: argparse.Namespace) -> None:
             limit=given.limit,
             batch_size=given.batch_size,
         )
-        _tell_tasks(results, given.json, opened)
+        report_tasks(results, given.json, opened)
 
 
-def _open_source(path: str, given: argparse.Namespace, opened: Opened) -> Source:
+def _open_source(path: str, given: argparse.Namespace, opened: TrainedModel) -> Source:
     config, tokenizer = opened.config, opened.tokenizer
     seed = key_of(config.run.seed, "validation", 0)  # of `synthetic`: as in training
     source = open_source(path, seed, config.model.vocab_size, dtype=given.data_dtype, eos_id=given.eos_id)
@@ -84,7 +84,7 @@ def _open_source(path: str, given: argparse.Namespace, opened: Opened) -> Source
     return source
 
 
-def _tell(path: str, measured: Measured, as_json: bool, opened: Opened) -> None:
+def report(path: str, measured: Measured, as_json: bool, opened: TrainedModel) -> None:
     if as_json:
         fields = ("loss", "perplexity", "bits_per_byte", "tokens", "sequences", "text_bytes")
         record = {"data": path} | {name: getattr(measured, name) for name in fields}
@@ -105,7 +105,7 @@ def _tell(path: str, measured: Measured, as_json: bool, opened: Opened) -> None:
     print(f"{path}: {means}, {per_byte}, {measured.tokens:,} tokens", flush=True)
 
 
-def _tell_tasks(results: dict[str, dict[str, Any]], as_json: bool, opened: Opened) -> None:
+def report_tasks(results: dict[str, dict[str, Any]], as_json: bool, opened: TrainedModel) -> None:
     if as_json:
         _print_object({"tasks": results, "checkpoint": str(opened.path), "step": opened.step})
         return

@@ -1,9 +1,9 @@
-"""Let a trained model go on with a text.
+"""Generate text with a trained model.
 
     python scripts/generate.py --checkpoint runs/debug --prompt "def main("
 
-Several prompts (--prompt and --prompt-ids may be repeated) are written side by side. A text ends after --max-tokens, or
-with the token that ends a document. The same seed writes the same text.
+Several prompts (--prompt and --prompt-ids may be repeated) are continued in one batch. A text ends after --max-tokens, or
+with the token that ends a document. The same seed gives the same text.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 from forge.data.tokenizer import Tokenizer, load_tokenizer
 from forge.errors import FAILED, UserError
 from forge.inference import CachedScores, NextScores, Sampling, TextStream, generate, recomputed
-from forge.inference.open import Opened
+from forge.inference.open import TrainedModel
 from scripts.model import add_model_options, open_model
 from scripts.options import count, exit_code_of, number, positive
 
 
 @dataclass
 class Writing:
-    """One prompt and what has been written after it; `shown` as text, or as ids where there is no tokenizer."""
+    """One prompt and its continuation; `shown` is text, or ids where there is no tokenizer."""
 
     prompt: str | None
     prompt_tokens: list[int]
@@ -38,7 +38,7 @@ class Writing:
     finish: str = "length"
 
     def add(self, token: int) -> str:
-        """What there is to show of one more token."""
+        """Return what to show of one more token."""
         self.tokens.append(token)
         return self._show(f" {token}" if self.stream is None else self.stream.add(token))
 
@@ -49,7 +49,7 @@ class Writing:
         self.shown += new
         return new
 
-    def record(self, opened: Opened) -> dict[str, Any]:
+    def record(self, opened: TrainedModel) -> dict[str, Any]:
         return {
             "tokens": self.tokens,
             "text": None if self.stream is None else self.stream.text,
@@ -109,7 +109,7 @@ def _run(given: argparse.Namespace) -> None:
         print(f"{count} tokens in {seconds:.1f} s ({count / seconds:.1f} tokens/s)", file=sys.stderr)
 
 
-def _begin(prompt: str | list[int], tokenizer: Tokenizer | None, opened: Opened) -> Writing:
+def _begin(prompt: str | list[int], tokenizer: Tokenizer | None, opened: TrainedModel) -> Writing:
     """The prompt as tokens: text begins like a document, ids are taken as they are."""
     text: str | None = None
     if isinstance(prompt, list):
@@ -145,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     temperature = number(float, lambda value: 0 <= value < float("inf"), "a number of at least 0")
     share = number(float, lambda value: 0 < value <= 1, "more than 0 and at most 1")
     add_model_options(add)
-    add("--prompt", action="append", dest="prompts", metavar="TEXT", help="text to go on with")
+    add("--prompt", action="append", dest="prompts", metavar="TEXT", help="text to continue")
     as_ids = "the same as token ids"
     add("--prompt-ids", action="append", dest="prompts", type=_ids, metavar="1,2,3", help=as_ids)
     add("--tokenizer", metavar="PATH", help="in place of the checkpoint's own")
@@ -155,9 +155,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--top-k", type=count, default=0, metavar="N", help="draw from the N likeliest (0: from all)")
     held = "draw from the likeliest that hold P (%(default)s)"
     add("--top-p", type=share, default=1.0, metavar="P", help=held)
-    add("--seed", type=int, default=0, metavar="N", help="another one writes another text (%(default)s)")
-    add("--ignore-end", action="store_true", help="write on after the token that ends a document")
-    add("--no-cache", action="store_true", help="read all text again for each token: slow, the same result")
+    add("--seed", type=int, default=0, metavar="N", help="another seed gives another text (%(default)s)")
+    add("--ignore-end", action="store_true", help="continue after the token that ends a document")
+    add(
+        "--no-cache",
+        action="store_true",
+        help="recompute the whole text for each token: slow, the same result",
+    )
     add("--json", action="store_true", help="one JSON object for each prompt, with the new ids as `tokens`")
     return parser
 

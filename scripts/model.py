@@ -9,7 +9,7 @@ import torch
 
 from forge import compat
 from forge.errors import UserError
-from forge.inference.open import Opened, open_checkpoint
+from forge.inference.open import TrainedModel, open_checkpoint
 from forge.parallel.precision import DTYPES
 from scripts.options import positive
 
@@ -39,7 +39,7 @@ def add_model_options(add: Callable[..., object]) -> None:
     add("--no-verify", action="store_true", help="trust the files: compare sizes, not checksums")
 
 
-def open_model(given: argparse.Namespace) -> Opened:
+def open_model(given: argparse.Namespace) -> TrainedModel:
     """The model that the options name; UserError where they, or the checkpoint, are wrong."""
     return open_checkpoint(
         given.checkpoint,

@@ -1,4 +1,4 @@
-"""Turn text, JSONL and Parquet files into token shards. The same command goes on where an earlier run was interrupted.
+"""Turn text, JSONL and Parquet files into token shards. The same command continues an interrupted run.
 
 A text file is one document, a JSONL line or a Parquet row is one. The folder that is written is what
 data.sources and data.validation name. Parquet needs the extra `forge[parquet]`.
@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
         extensions=tuple(given.extensions),
         max_bad_fraction=given.max_bad_fraction,
     )
-    return exit_code_of(lambda: prepare(request), "interrupted; the same command goes on from here")
+    return exit_code_of(lambda: prepare(request), "interrupted; the same command continues from here")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,16 +1,14 @@
-"""Text -> tokens -> ordered samples -> batches.
+"""Token shards -> ordered samples -> batches. (forge/prepare makes token shards from text.)
 
-    corpus.py      text files, JSONL lines and Parquet rows found under the inputs, in a fixed order; parquet.py
-    prepare.py     corpus -> tokenizer -> token shards (scripts/prepare_data.py)
-    writer.py      writes a dataset folder; format.py opens one (docs/data_format.md)
-    tokenizer.py   text <-> ids; train_tokenizer.py makes one (scripts/train_tokenizer.py)
-    synthetic.py   a token stream that needs no file
-    raw.py, megatron.py    token files that others wrote
+    format.py      opens a dataset folder (docs/data_format.md)
+    raw.py, megatron.py, synthetic.py    token files of other programs, and a stream that needs no file
     sources.py     opens any of them by its path
+    tokenizer.py   text <-> ids
     permutation.py, mixture.py    global sample number -> (source, epoch, window), a pure function
     dataset.py     global sample number -> tokens
-    loader.py      this data rank's rows of each step, read ahead by a thread, on the device
+    passed_over.py samples that are skipped after a roll-back
+    loader.py      this data rank's rows of each step, prefetched by a thread, on the device
     build.py       all of it from a config
 
-The only state of the whole way is one integer: the number of the next global sample.
+The only state is one integer: the number of the next global sample.
 """

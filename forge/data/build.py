@@ -1,4 +1,4 @@
-"""The data that a config asks for, checked against its model and tokenizer. What is off is not opened."""
+"""Open the data of a config and check it against its model and tokenizer. Files of disabled features are not opened."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NO_TOKENIZER = "none"
 
 
 def build_dataset(config: Config) -> PackedDataset:
-    """The training samples. UserError where a source is missing, damaged, too short or of another tokenizer."""
+    """Open the training samples. UserError where a source is missing, damaged, too short or of another tokenizer."""
     used = [source for source in config.data.sources if source.weight > 0]
     return PackedDataset(
         _open(config, used, "train"),
@@ -31,7 +31,7 @@ def build_dataset(config: Config) -> PackedDataset:
 
 
 def build_validation(config: Config) -> dict[str, Source]:
-    """Name -> held-out source; none where `evaluate.interval` is 0. UserErrors as for training."""
+    """Return name -> held-out source; none where `evaluate.interval` is 0. Raises UserError as for training."""
     if not config.evaluate.interval:
         return {}
     entries = config.data.validation
@@ -42,8 +42,10 @@ def build_validation(config: Config) -> dict[str, Source]:
 
 
 def build_tokenizer(config: Config) -> Tokenizer | None:
-    """The tokenizer of the data, for checkpoints and written samples; None where all data is synthetic, or where
-    `data.tokenizer` is "none"."""
+    """Load the tokenizer of the data, for checkpoints and text samples.
+
+    Returns None where all data is synthetic, or `data.tokenizer` is "none".
+    """
     paths = [source.path for source in config.data.sources if source.weight > 0]
     if all(path == SYNTHETIC for path in paths) or config.data.tokenizer == NO_TOKENIZER:
         return None
@@ -57,12 +59,12 @@ def build_tokenizer(config: Config) -> Tokenizer | None:
 
 
 def input_fingerprints(dataset: PackedDataset, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """What a run may not go on without: key -> what it stands for, as JSON."""
+    """Return what must not change when a run resumes: key -> fingerprint, as JSON."""
     return {"data.tokenizer": tokenizer.fingerprint if tokenizer else None} | dataset.fingerprint()
 
 
 def _open(config: Config, streams: Sequence[Stream], purpose: str) -> list[Source]:
-    """The sources; each synthetic one draws a stream of its own from the one chain."""
+    """Open the sources; each synthetic one draws its own stream from the same chain."""
     vocab_size = config.model.vocab_size
     sources = [
         open_source(
@@ -83,7 +85,7 @@ def _open(config: Config, streams: Sequence[Stream], purpose: str) -> list[Sourc
 def _check_tokenizer(config: Config, datasets: list[TokenDataset]) -> None:
     if config.data.tokenizer == NO_TOKENIZER:
         raise UserError(
-            f"data.tokenizer: is none, and {datasets[0].path} was prepared with a tokenizer; name that one"
+            f"data.tokenizer: is none, and {datasets[0].path} was prepared with a tokenizer; set that tokenizer"
         )
     tokenizer = load_tokenizer(config.data.tokenizer)
     for dataset in datasets:

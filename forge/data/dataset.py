@@ -12,10 +12,10 @@ from forge.data.sources import Source, count_windows
 
 
 class PackedDataset:
-    """`dataset[i]` is global sample i, for any i from 0 on.
+    """`dataset[i]` is global sample i, for any i >= 0.
 
-    Window k of a source of T tokens is tokens k S ... k S + S inclusive: S inputs and, shifted by one, S labels; there
-    are (T - 1) // S windows, so that every token but the first is a label once, up to a rest shorter than S.
+    Window k of a source of T tokens is tokens k S ... k S + S inclusive: S inputs and, shifted by one, S labels. There
+    are (T - 1) // S windows, so every token but the first is a label once, except a rest shorter than S.
     """
 
     def __init__(
@@ -35,12 +35,12 @@ class PackedDataset:
         self.mixture = Mixture(weights, [count_windows(source, seq_len) for source in sources], seed, block)
 
     def __getitem__(self, global_sample: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Tokens [seq_len + 1], and with `document_mask` each token's document, int32 [seq_len + 1], from 0."""
+        """Return tokens `[seq_len + 1]`, and with `document_mask` each token's document, int32 `[seq_len + 1]`, from 0."""
         source, _, window = self.mixture.locate(global_sample)
         return read_window(self.sources[source], window, self.seq_len, self.document_mask)
 
     def fingerprint(self) -> dict[str, Any]:
-        """What the order and content of samples depend on, as flat JSON: two equal ones give the same samples."""
+        """Return what the order and content of samples depend on, as flat JSON: equal ones give the same samples."""
         fingerprint: dict[str, Any] = {
             "run.seed": self.seed,
             "train.seq_len": self.seq_len,
@@ -55,7 +55,7 @@ class PackedDataset:
 def read_window(
     source: Source, window: int, seq_len: int, documents: bool
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Tokens [seq_len + 1] of a window of the source, fewer at its end, and their documents, int32, if asked for."""
+    """Return tokens `[seq_len + 1]` of a window, fewer at the end of the source, and if requested their documents, int32."""
     start = window * seq_len
     count = min(seq_len + 1, source.tokens - start)
     return source.read(start, count), source.document_ids(start, count) if documents else None

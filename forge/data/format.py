@@ -1,4 +1,4 @@
-"""Opening a dataset folder: memory-mapped tokens and document starts (docs/data_format.md)."""
+"""Open a dataset folder: memory-mapped tokens and document starts (docs/data_format.md)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ START_DTYPE = np.dtype("<u8")
 
 
 class Record(BaseModel):
-    """Part of a dataset's description: fields it does not know are an error, and it does not change."""
+    """Part of a dataset's description: immutable, and unknown fields are an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -46,7 +46,7 @@ class ShardRecord(Record):
 
 
 class DatasetIndex(Record):
-    """What `dataset.json` holds."""
+    """The content of `dataset.json`."""
 
     format: Literal["forge-tokens"] = FORMAT  # type: ignore[assignment]
     version: Literal[1] = VERSION  # type: ignore[assignment]
@@ -66,15 +66,15 @@ class DatasetIndex(Record):
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Little-endian, two bytes where every id fits."""
+    """Return uint16 where every id fits, otherwise uint32; little-endian."""
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
 class TokenDataset:
-    """A token stream on disk. Opening reads `dataset.json` and compares every file's size; `verify` reads all bytes.
+    """A `Source`: a token stream on disk. Opening reads `dataset.json` and compares file sizes; `verify` reads all bytes.
 
     With `vocab_size` (the model's), ids at or beyond it are refused: at opening by the recorded greatest id, and in
-    `read`, where only damage can bring one up. All problems are `UserError`s that name the file.
+    `read`, where only a damaged file contains one. All problems are `UserError`s that name the file.
     """
 
     def __init__(self, path: str | Path, vocab_size: int | None = None):
@@ -96,12 +96,12 @@ class TokenDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the content: of everything in `dataset.json` but where it came from; the same after a copy or a move."""
+        """A hash of `dataset.json` without its origin, so of the content; the same after a copy or a move."""
         content = self.index.model_dump(exclude={"origin"})
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Tokens start ... start + count - 1 of the stream, in the stored dtype; may be a view of the file."""
+        """Return tokens start ... start + count - 1 `[count]` in the stored dtype; may be a view of the file."""
         assert start >= 0 and start + count <= self.tokens
         pieces = []
         for shard, begin, end in self._spans(start, count):
@@ -117,8 +117,7 @@ class TokenDataset:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def document_ids(self, start: int, count: int) -> np.ndarray:
-        """For each of these tokens the number of document starts after the first token up to it, int32: 0, 0,
-        1, 1, ..."""
+        """Return int32 `[count]`: 0 for the document of the first of these tokens, 1 for the next document, ..."""
         assert start >= 0 and start + count <= self.tokens
         steps = np.zeros(count, np.int32)
         done = 0
@@ -132,7 +131,7 @@ class TokenDataset:
         return np.cumsum(steps, dtype=np.int32)
 
     def verify(self) -> None:
-        """Reads everything and compares checksums; UserError names the first file that differs."""
+        """Read everything and compare checksums; UserError names the first file that differs."""
         for shard in self.index.shards:
             for record in (shard.token_file, shard.document_file):
                 with open(self.path / record.name, "rb") as file:
@@ -140,11 +139,11 @@ class TokenDataset:
                 if found != record.sha256:
                     raise UserError(
                         f"{self.path / record.name}: damaged, its SHA-256 is {found[:12]}... and {INDEX} "
-                        f"says {record.sha256[:12]}...; make the dataset again"
+                        f"has {record.sha256[:12]}...; make the dataset again"
                     )
 
     def _spans(self, start: int, count: int) -> Iterator[tuple[ShardRecord, int, int]]:
-        """(shard, first, end) pieces, within the shard, of a range of the stream."""
+        """Yield (shard, first, end), offsets within the shard, for a range of the stream."""
         number, end = bisect_right(self._firsts, start) - 1, start + count
         while start < end:
             first, stop = self._firsts[number], min(end, self._firsts[number + 1])
@@ -190,7 +189,7 @@ class TokenDataset:
         expected = elements * dtype.itemsize
         if found != expected or record.bytes != expected:
             raise UserError(
-                f"{path}: has {found} bytes where {INDEX} says {record.bytes} ({elements} x "
+                f"{path}: has {found} bytes where {INDEX} has {record.bytes} ({elements} x "
                 f"{dtype.itemsize}); it is truncated or replaced: make the dataset again"
             )
 

@@ -1,12 +1,13 @@
-"""Samples -> the batches of one data rank, read ahead by a thread and moved to the device."""
+"""Batches of one data rank, prefetched by a thread and moved to the device."""
 
 from __future__ import annotations
 
 import queue
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -20,10 +21,10 @@ from forge.model import IGNORE
 
 @dataclass(frozen=True)
 class Batch:
-    """`tokens` and `labels`: int64 [n, seq_len], labels[i] the token after tokens[i] or IGNORE (-100).
+    """`tokens` and `labels`: int64 `[batch, seq]`; a label is the next token or IGNORE (-100).
 
-    `documents`: int32 [n, seq_len], which document each token is in, or None (all of a row may attend to each
-    other); `positions`: int64 [n, seq_len] or None (0, 1, ...); `first_sample`: the global number of row 0.
+    `documents`: int32 `[batch, seq]`, the document of each token, or None (all tokens of a row may attend to each
+    other); `positions`: int64 `[batch, seq]` or None (0, 1, ...); `first_sample`: the global number of row 0.
     """
 
     tokens: Tensor
@@ -33,32 +34,30 @@ class Batch:
     first_sample: int = 0
 
     def microbatches(self, size: int) -> Iterator[Batch]:
-        """Views of `size` rows each, in order; the last one is smaller where `size` does not divide."""
+        """Yield views of `size` rows each, in order; the last one is smaller where `size` does not divide."""
         for start in range(0, len(self.tokens), size):
-            yield self._map(
-                lambda tensor, start=start: tensor[start : start + size], self.first_sample + start
-            )
+            yield self._map(itemgetter(slice(start, start + size)), self.first_sample + start)
 
     def to(self, device: torch.device) -> Batch:
-        """On the device; the copy does not wait where this batch is in pinned memory."""
+        """Return a copy on the device, asynchronous if this batch is in pinned memory."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True), self.first_sample)
 
     def pin_memory(self) -> Batch:
         return self._map(lambda tensor: tensor.pin_memory(), self.first_sample)
 
-    def _map(self, function, first_sample: int) -> Batch:
+    def _map(self, function: Callable[[Tensor], Tensor], first_sample: int) -> Batch:
         tensors = {name: getattr(self, name) for name in ("tokens", "labels", "positions", "documents")}
         made = {name: function(tensor) for name, tensor in tensors.items() if tensor is not None}
         return replace(self, first_sample=first_sample, **made)
 
 
 class Loader:
-    """Endless iterator of the batches of data rank `rank` of `ranks`, from global sample `start_sample` on.
+    """Endless iterator over the batches of data rank `rank` of `ranks`, from global sample `start_sample`.
 
     Each step takes the next `global_batch_size` samples, of which rank r has the r-th contiguous part; so the
-    samples of a step do not depend on `ranks`, and where to go on after a restart is one integer. Ranges of samples
-    in `passed_over` (as of `merge`) are left out. `prefetch` batches are made ahead in a thread; what it raises, the
-    next `next` raises. `wait_s` is how long the last `next` waited for it.
+    samples of a step do not depend on `ranks`, and the state for a restart is one integer. Ranges of samples in
+    `passed_over` (see `merge`) are skipped. A thread prefetches `prefetch` batches; the next `next` raises its
+    exceptions. `wait_s` is the time that the last `next` waited for it.
     """
 
     def __init__(
@@ -101,7 +100,7 @@ class Loader:
         return item.to(self._device)
 
     def close(self) -> None:
-        """Ends the thread; further `next` calls raise StopIteration. May be called twice."""
+        """End the thread; further `next` calls raise StopIteration. May be called twice."""
         self._closed.set()
         self._thread.join()
 
@@ -117,7 +116,7 @@ class Loader:
                 )
                 self._position = self._sample(self._global_batch_size)
                 self._put(batch.pin_memory() if self._device.type == "cuda" else batch)
-        except BaseException as error:  # to be raised where it is seen
+        except BaseException as error:  # raised by `__next__`
             self._put(error)
 
     def _sample(self, n: int) -> int:
@@ -143,11 +142,11 @@ def evaluation_batches(
     document_mask: bool = False,
     unreadable: list[Exception] | None = None,
 ) -> Iterator[Batch]:
-    """The first `sequences` windows of the source in order (all, if it has fewer), shared out over the data ranks.
+    """Yield the first `sequences` windows of the source (all, if it has fewer), distributed over the data ranks.
 
-    Every rank yields the same number of batches of `micro_batch_size` rows; what is missing is filled with rows whose
-    labels are all IGNORE. Which windows are read does not depend on `ranks`. With `unreadable` an error in reading is
-    put there, and the batch is all filled, so that ranks that read together stay together.
+    Every rank yields the same number of batches of `micro_batch_size` rows, padded with rows whose labels are all
+    IGNORE. The windows read do not depend on `ranks`. With `unreadable` a read error is appended there and the batch is
+    all padding, so that all ranks make the same number of collective calls.
     """
     sequences = min(sequences, count_windows(source, seq_len))
     per_round = micro_batch_size * ranks
@@ -171,7 +170,7 @@ def stack_windows(
     document_mask: bool,
     first_sample: int,
 ) -> Batch:
-    """A batch of n rows on the CPU; beyond the windows given, and beyond a short one's end, are token 0 and IGNORE."""
+    """Return a CPU batch of `n` rows; missing windows and the end of a short one are padded with token 0 and IGNORE."""
     tokens = np.zeros((n, seq_len), np.int64)
     labels = np.full((n, seq_len), IGNORE, np.int64)
     documents = np.zeros((n, seq_len), np.int32) if document_mask else None
@@ -181,7 +180,7 @@ def stack_windows(
         labels[i, filled] = window[1:]
         if documents is not None and owners is not None:
             documents[i, filled] = owners[:-1]
-            # The first token of a document does not follow from the one before it, which it may not see.
+            # The first token of a document is not predicted from the previous document, which it cannot attend to.
             labels[i, filled][owners[1:] != owners[:-1]] = IGNORE
     return Batch(
         torch.from_numpy(tokens),

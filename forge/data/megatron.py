@@ -1,4 +1,4 @@
-"""Megatron-LM's indexed datasets: `NAME.bin` holds the ids, `NAME.idx` says what they are and where documents begin.
+"""Megatron-LM's indexed datasets: `NAME.bin` holds the ids, `NAME.idx` their dtype and the document starts.
 
 The index, little-endian (megatron/core/datasets/indexed_dataset.py, `_IndexReader`):
 
@@ -35,10 +35,10 @@ _BLOCK = 1 << 20  # entries of the index that are checked at once, to bound memo
 
 
 class MegatronTokens(MappedIds):
-    """The ids of a Megatron dataset as one stream: a `Source`. `path` is the common prefix, or the `.idx`.
+    """A `Source`: the ids of a Megatron dataset as one stream. `path` is the common prefix, or the `.idx`.
 
-    Opening checks the whole index against itself and the size of the `.bin`: UserError where they do not agree, and
-    in `read` for an id at or beyond `vocab_size`. Nothing of the index is held in memory.
+    Opening checks the whole index for consistency with itself and the size of the `.bin`. Raises UserError where they
+    disagree, and in `read` for an id at or beyond `vocab_size`. The index is mapped, not held in memory.
     """
 
     def __init__(self, path: str | Path, vocab_size: int):
@@ -65,7 +65,7 @@ class MegatronTokens(MappedIds):
         return f"megatron-{sampled_digest(self.path)}-{sampled_digest(self._index)}"
 
     def document_ids(self, start: int, count: int) -> np.ndarray:
-        """int32 [count]: 0 for the document of the first of these tokens, 1 for the next one, ..."""
+        """Return int32 `[count]`: 0 for the document of the first of these tokens, 1 for the next document, ..."""
         documents = range(self.documents)
         low = bisect_left(documents, start, key=self._start_of)
         high = bisect_left(documents, start + count, key=self._start_of)
@@ -137,7 +137,7 @@ def _read_header(path: Path) -> tuple[np.dtype, int, int]:
         raise UserError(f"{path}: is a Megatron index of version {version}; forge reads version {VERSION}")
     if code not in _DTYPES:
         raise UserError(
-            f"{path}: says dtype code {code}, which is no integer type; token ids have {sorted(_DTYPES)}"
+            f"{path}: has dtype code {code}, which is no integer type; token ids have {sorted(_DTYPES)}"
         )
     if not sequences:
         raise UserError(f"{path}: holds no sequence")

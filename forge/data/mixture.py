@@ -1,11 +1,11 @@
 """Which sample of which source is global sample i: a pure function of (weights, sizes, seed, block, i).
 
-Samples come in blocks of B. With cumulative normalised weights C_0 = 0, ..., C_S = 1, source s has given
+Samples come in blocks of B. With cumulative normalised weights C_0 = 0, ..., C_S = 1, source s has contributed
     count_s(b) = floor(b B C_{s+1}) - floor(b B C_s)
 samples when block b starts: within one of its share, and all counts add up to b B. Within the block the
-sources' turns are shuffled by key. The m-th sample that a source of n windows gives in the whole run is
+sources' turns are shuffled by key. The m-th sample that a source of n windows contributes in the whole run is
 window permutation_e(m mod n) of its epoch e = m div n. So an epoch shows each window once before the next one
-begins, and a source that is exhausted, or smaller than a batch, goes on into its next epoch.
+begins, and a source that is exhausted, or smaller than a batch, continues with its next epoch.
 
 Weights are exact fractions and samples exact integers, so nothing drifts at 10^13 samples.
 """
@@ -22,7 +22,7 @@ import numpy as np
 from forge.data.permutation import Permutation, hash_positions, key_of
 from forge.errors import UserError
 
-_SMALLEST_SHARE = Fraction(1, 10**6)  # so that a block, which is laid out in memory, has at most 10^6 samples
+_SMALLEST_SHARE = Fraction(1, 10**6)  # so that a block, which is held in memory, has at most 10^6 samples
 
 
 class Mixture:
@@ -38,7 +38,7 @@ class Mixture:
             raise UserError(
                 f"data.sources: weights must be finite, not negative and not all 0, got {list(weights)}"
             )
-        # The decimal that the user wrote, not its binary neighbour: 0.1 is one tenth.
+        # The decimal that the user wrote, not its nearest binary fraction: 0.1 is one tenth.
         exact = [Fraction(str(weight)) for weight in weights]
         shares = [weight / sum(exact) for weight in exact]
         assert all(size >= 1 for size, share in zip(sizes, shares, strict=True) if share > 0)
@@ -54,12 +54,12 @@ class Mixture:
         self._denominator = lcm(*(share.denominator for share in shares))
         numerators = [int(share * self._denominator) for share in shares]
         self._cumulative = [sum(numerators[:s]) for s in range(len(shares) + 1)]
-        # What is in use: the current block, one or two epochs of each source.
+        # In use are the current block, and one or two epochs of each source.
         self._turns = lru_cache(maxsize=2)(self._make_turns)
         self._epoch_order = lru_cache(maxsize=2 * len(sizes) + 2)(self._make_epoch_order)
 
     def locate(self, global_sample: int) -> tuple[int, int, int]:
-        """(source, epoch, window within the source) of the sample numbered `global_sample` from 0."""
+        """Return (source, epoch, window within the source) of sample `global_sample`, counted from 0."""
         block, position = divmod(global_sample, self.block)
         sources, ranks = self._turns(block)
         source = int(sources[position])
@@ -74,7 +74,7 @@ class Mixture:
         return [samples * cumulative // self._denominator for cumulative in self._cumulative]
 
     def _make_turns(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """For each position of the block: which source has its turn, and how many turns in the block it had before."""
+        """For each position of the block: its source, and the number of earlier positions of that source in the block."""
         before, after = self._given(block), self._given(block + 1)
         firsts = [end - start for start, end in zip(before, after, strict=True)]
         counts = np.diff(firsts)

@@ -1,7 +1,7 @@
-"""Samples that a run has given up, and the order of those that are left.
+"""Samples that a run skips after a roll-back, and the order of the others.
 
-The position in the data stays one integer. The run keeps beside it the ranges that it passes over, so the samples of
-any step follow from both, whenever and on however many ranks they are read.
+The position in the data is one integer. With the skipped ranges it determines the samples of any step, on any number of
+ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 def merge(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Sorted, disjoint ranges `(first, end)` of the same samples; end is the first sample after a range."""
+    """Return sorted, disjoint ranges `(first, end)` of the same samples; end is the first sample after a range."""
     merged: list[tuple[int, int]] = []
     for first, end in sorted((first, end) for first, end in ranges if first < end):
         if merged and first <= merged[-1][1]:
@@ -23,7 +23,7 @@ def merge(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def nth_sample(position: int, n: int, passed_over: Ranges) -> int:
-    """Number of the n-th sample (the 0th is the first) from `position` on, of those outside the ranges (as of `merge`)."""
+    """Return the n-th sample (from 0) at or after `position` that is outside the ranges (see `merge`)."""
     for first, end in passed_over:
         if end <= position:
             continue

@@ -1,7 +1,7 @@
-"""A keyed permutation of range(n) that needs no memory: what puts samples in random order at any number of tokens.
+"""A keyed permutation of range(n) that needs no memory: shuffles samples at any number of tokens.
 
-A Feistel network permutes range(4^k) for the smallest such range that holds n; values that fall at or beyond n are
-permuted again until they fall below it (cycle walking), which leaves a bijection on range(n).
+A Feistel network permutes range(4^k) for the smallest such range that holds n; values at or beyond n are
+permuted again until they are below it (cycle walking), which gives a bijection on range(n).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: successive multiples are spread over all 64 bits
-_ROUNDS = 8  # four make a Feistel network pseudo-random; the rest make up for tiny halves
+_ROUNDS = 8  # four make a Feistel network pseudo-random; more are needed for tiny halves
 
 
 def key_of(*parts: int | str) -> int:

@@ -1,6 +1,6 @@
-"""Token files that forge did not write: a bare array of ids (`RawTokens`), and what every such file needs.
+"""Token files of other programs: a bare array of ids (`RawTokens`), and the base class for such files.
 
-Such a file has no checksum and does not tell its greatest id, so ids are checked wherever they are read.
+Such a file has no checksum and does not record its greatest id, so ids are checked whenever they are read.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class MappedIds:
         self.tokens = len(self._ids)
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Ids start ... start + count - 1, in the file's dtype, as a view of it.
+        """Return ids start ... start + count - 1 `[count]`, in the file's dtype, as a view of it.
 
-        UserError names the first that the model does not have.
+        Raises UserError that names the first id outside the model's vocabulary.
         """
         assert start >= 0 and start + count <= self.tokens
         ids = self._ids[start : start + count]
@@ -49,25 +49,25 @@ class MappedIds:
             raise UserError(
                 f"{self.path}: token id {int(ids[place])} at byte {(start + place) * self.dtype.itemsize} is not "
                 f"below model.vocab_size {self._vocab_size}; raise that to the tokenizer's number of ids, or, if "
-                f"the ids are not {self.dtype.name}, mend the source's dtype"
+                f"the ids are not {self.dtype.name}, correct the source's dtype"
             )
         return ids
 
 
 class RawTokens(MappedIds):
-    """The ids in one file, one after another, without a header: a `Source`.
+    """A `Source`: the ids of one file without a header.
 
-    `dtype` is "uint16" or "uint32" (little-endian), as the user says: a file of one reads as the other just as well.
-    With `eos_id` a document ends after each such token; without it all is one document. UserError where the file
-    cannot be read, is empty or does not hold whole ids, where the model has no `eos_id`, and in `read` for an id at or
-    beyond `vocab_size`.
+    `dtype` is "uint16" or "uint32" (little-endian), given by the user: the file does not show which it is. With
+    `eos_id` a document ends after each such token; without it the file is one document. Raises UserError where the file
+    cannot be read, is empty or does not hold whole ids, where `eos_id` is not below `vocab_size`, and in `read` for an
+    id at or beyond `vocab_size`.
     """
 
     def __init__(self, path: str | Path, dtype: str, vocab_size: int, eos_id: int | None = None):
         super().__init__(Path(path), DTYPES[dtype], vocab_size)
         if eos_id is not None and eos_id >= vocab_size:
             raise UserError(
-                f"{path}: eos_id {eos_id} is not below model.vocab_size {vocab_size}, so no document would ever end; mend "
+                f"{path}: eos_id {eos_id} is not below model.vocab_size {vocab_size}, so no document would ever end; correct "
                 "it, or leave it out if the file is one document"
             )
         self.name = str(path)
@@ -79,7 +79,7 @@ class RawTokens(MappedIds):
         return f"raw-{self.dtype.name}-{self._eos_id}-{sampled_digest(self.path)}"
 
     def document_ids(self, start: int, count: int) -> np.ndarray:
-        """int32 [count]: 0 for the document of the first of these tokens, 1 for the next one, ..."""
+        """Return int32 `[count]`: 0 for the document of the first of these tokens, 1 for the next document, ..."""
         if self._eos_id is None:
             return np.zeros(count, np.int32)
         ends = self.read(start, count) == self._eos_id
@@ -87,10 +87,10 @@ class RawTokens(MappedIds):
 
 
 def sampled_digest(path: Path) -> str:
-    """SHA-256 of the file's size and of 64 blocks of 64 KiB spread evenly over it, the first and the last among them.
+    """Return the SHA-256 of the file's size and of 64 evenly spaced blocks of 64 KiB, including the first and last.
 
-    It costs 4 MB of reading at any size. A file up to 4 MB is hashed whole; in a larger one a change of a few bytes
-    may go unseen, another file of the same size will not.
+    Reads 4 MB whatever the size. A file up to 4 MB is hashed whole; in a larger one a change of a few bytes may not be
+    detected, another file of the same size is.
     """
     digest = hashlib.sha256()
     with open(path, "rb") as file:

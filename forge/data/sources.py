@@ -1,4 +1,4 @@
-"""`Source`: a token stream with document boundaries, from files or made up."""
+"""`Source`: a token stream with document boundaries, from files or synthetic."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SYNTHETIC = "synthetic"
 
 
 class Source(Protocol):
-    """`tokens` tokens that can be read from anywhere; `fingerprint` names their content, `name` is for messages."""
+    """`tokens` tokens with random access; `fingerprint` identifies their content, `name` is for messages."""
 
     name: str
 
@@ -28,43 +28,45 @@ class Source(Protocol):
     def fingerprint(self) -> str: ...
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Tokens start ... start + count - 1, any integer dtype; the caller does not write to them."""
+        """Return tokens start ... start + count - 1 `[count]`, any integer dtype; read-only."""
 
     def document_ids(self, start: int, count: int) -> np.ndarray:
-        """int32 [count]: 0 for the document of the first of these tokens, 1 for the next document, ..."""
+        """Return int32 `[count]`: 0 for the document of the first of these tokens, 1 for the next document, ..."""
 
 
 def open_source(
     path: str, seed: int, vocab_size: int, *, dtype: str | None = None, eos_id: int | None = None
 ) -> Source:
-    """The stream at `path`, checked against the model's `vocab_size`; UserError where it cannot be read.
+    """Open the stream at `path` and check it against the model's `vocab_size`; UserError where it cannot be read.
 
     "synthetic": the stream of `seed`. A folder: a dataset of forge. `NAME.idx`, or `NAME` where there is a
-    `NAME.idx`: a Megatron dataset. `NAME.bin`: bare ids of `dtype`, documents ending with `eos_id`; both keys mean
-    nothing to the other kinds, which say themselves what they hold.
+    `NAME.idx`: a Megatron dataset. `NAME.bin`: bare ids of `dtype`, documents ending with `eos_id`; the other kinds
+    ignore both keys, because they record what they hold.
     """
     file = Path(path)
     if path == SYNTHETIC:
         return SyntheticSource(seed, vocab_size)
     if file.suffix == ".bin" and not file.is_dir():
-        return RawTokens(path, _stated(file, dtype), vocab_size, eos_id)
+        return RawTokens(path, _required_dtype(file, dtype), vocab_size, eos_id)
     if file.suffix == ".idx" or (not file.is_dir() and Path(f"{path}.idx").is_file()):
         return MegatronTokens(path, vocab_size)
     return TokenDataset(path, vocab_size)
 
 
-def _stated(file: Path, dtype: str | None) -> str:
-    """The dtype of a .bin, which is never guessed: ids of one size pass for ids of another."""
+def _required_dtype(file: Path, dtype: str | None) -> str:
+    """The dtype of a .bin, which is never guessed: a file of uint16 is also a valid file of uint32."""
     if dtype is not None:
         return dtype
     index = file.with_suffix(".idx")
-    megatron = f"; beside it is {index.name}: for a Megatron dataset name that one" if index.is_file() else ""
+    megatron = (
+        f"; beside it is {index.name}: for a Megatron dataset name that file" if index.is_file() else ""
+    )
     written = " or ".join(f'{{path = "{file}", dtype = "{name}"}}' for name in DTYPES)
-    raise UserError(f"{file}: a .bin does not say what its ids are; write {written}{megatron}")
+    raise UserError(f"{file}: a .bin does not record the dtype of its ids; write {written}{megatron}")
 
 
 def count_windows(source: Source, seq_len: int) -> int:
-    """How many samples of `seq_len` inputs and their labels the source has; UserError where there is none."""
+    """Return the number of samples of `seq_len` inputs and labels; UserError where there is none."""
     windows = (source.tokens - 1) // seq_len
     if windows < 1:
         raise UserError(

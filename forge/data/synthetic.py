@@ -12,17 +12,17 @@ _TOKENS = 1 << 60
 
 
 class SyntheticSource:
-    """A first-order Markov chain over `vocab_size` ids; which stream of it is drawn depends on `seed`.
+    """A first-order Markov chain over `vocab_size` ids; `seed` selects the stream drawn from it.
 
     From any token the next one is, with probability 1/2 each, its successor (id + 1 mod vocab_size) or a
     jump. Jumps go to K = min(8, vocab_size // 8) (at least 1) ids, evenly spaced, the k-th with a probability
     proportional to 2^-k. For vocabularies of 128 or more, where jumps hardly ever meet successors, entropies
     in nats are about
-        uniform  ln(vocab_size)      what an untrained model scores
-        unigram  H(J) + 2 ln 2 = 2.7 what it scores after some steps
-        rate     ln 2 + H(J)/2 = 1.4 the least that any model can score
+        uniform  ln(vocab_size)      loss of an untrained model
+        unigram  H(J) + 2 ln 2 = 2.7 loss after some steps
+        rate     ln 2 + H(J)/2 = 1.4 the lowest possible loss
     (a little less of each where vocab_size is small). Every block of 1024 tokens starts with a jump and
-    depends on (seed, block) alone, so any part of the stream is made without what comes before it. One jump
+    depends on (seed, block) alone, so any part of the stream is computed without the parts before it. One jump
     in 64 begins a document: 128 tokens on average.
     """
 
@@ -41,7 +41,7 @@ class SyntheticSource:
         self.fingerprint = f"synthetic-1-{self._key:016x}-{vocab_size}"
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Tokens start ... start + count - 1, int64."""
+        """Return tokens start ... start + count - 1, int64 `[count]`."""
         begin = start - start % BLOCK
         bits, jump = self._draw(begin, start + count)
         targets = self._targets[np.searchsorted(self._thresholds, bits >> np.uint64(32), side="right")]
@@ -51,7 +51,7 @@ class SyntheticSource:
         return tokens[start - begin :]
 
     def document_ids(self, start: int, count: int) -> np.ndarray:
-        """For each of these tokens the number of document starts after the first token up to it, int32."""
+        """Return int32 `[count]`: 0 for the document of the first of these tokens, 1 for the next document, ..."""
         bits, jump = self._draw(start, start + count)
         starts = jump & ((bits >> np.uint64(1)) & np.uint64(63) == 0)
         starts[0] = False

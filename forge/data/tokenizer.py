@@ -15,16 +15,15 @@ BYTES = "bytes"
 MODEL_FILE = "tokenizer.model"
 BYTES_FILE = "tokenizer.bytes"
 JSON_FILE = "tokenizer.json"
-# Beside a tokenizer.json: which of its tokens begin and end a text.
+# Beside a tokenizer.json: they name the tokens that begin and end a text.
 SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json")
-# What ends a document where no settings say so: the first of these that the tokenizer.json has as a special token.
+# Without settings a document ends with the first of these that is a special token of the tokenizer.json.
 USUAL_ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[EOS]")
 _ESCAPED_SPACE = "\u2581"
 
 
 class Tokenizer(Protocol):
-    """`vocab_size` ids; `bos_id` and `eos_id` are None where the tokenizer has none; `fingerprint` names its
-    content."""
+    """`vocab_size` ids; `bos_id` and `eos_id` are None where it has none; `fingerprint` identifies its content."""
 
     vocab_size: int
     bos_id: int | None
@@ -32,19 +31,19 @@ class Tokenizer(Protocol):
     fingerprint: str
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the text alone, without specials; never an unknown id. UnicodeEncodeError for lone surrogates."""
+        """Return the ids of the text without special tokens; never an unknown id. UnicodeEncodeError for surrogates."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text; specials and ids beyond the vocabulary are left out, broken UTF-8 becomes U+FFFD."""
+        """Return the text; special tokens and ids beyond the vocabulary are left out, invalid UTF-8 becomes U+FFFD."""
 
     def save(self, folder: Path) -> None:
-        """Writes what `load_tokenizer(folder)` needs to give this tokenizer."""
+        """Write the files from which `load_tokenizer(folder)` loads this tokenizer."""
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """`path`: "bytes", a SentencePiece .model file, a tokenizer.json, or a folder with one (see `save`).
+    """Load "bytes", a SentencePiece .model file, a tokenizer.json, or a folder with one (see `save`).
 
-    Of several in a folder, tokenizer.json counts: it also has what was added to a SentencePiece model later.
+    A tokenizer.json in a folder takes precedence: it also has tokens that were added to a SentencePiece model later.
     Raises UserError that names the file and what is wrong with it.
     """
     if str(path) == BYTES:
@@ -75,14 +74,14 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def enclose(ids: list[int], tokenizer: Tokenizer) -> list[int]:
-    """A document as it is stored: [bos] ids [eos], each where the tokenizer has it."""
+    """Return a document as it is stored: [bos] ids [eos], each if the tokenizer has it."""
     before = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     after = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     return before + ids + after
 
 
 class ByteTokenizer:
-    """Ids 0 to 255 are the bytes of UTF-8, 256 begins and 257 ends a document."""
+    """Ids 0 to 255 are the bytes of UTF-8; 256 begins and 257 ends a document."""
 
     vocab_size = 258
     bos_id: int | None = 256
@@ -120,11 +119,10 @@ class SentencePieceTokenizer:
         self._escaped_space = escaped if all(self._processor.is_byte(i) for i in escaped) else None
 
     def encode(self, text: str) -> list[int]:
-        text.encode("utf-8")  # raises where SentencePiece would put other text in place of lone surrogates
+        text.encode("utf-8")  # raises for lone surrogates, which SentencePiece would replace
         if self._escaped_space is None or _ESCAPED_SPACE not in text:
             return self._processor.encode(text)
-        # SentencePiece writes spaces as U+2581, so one that is in the text goes as bytes or would come back
-        # as a space.
+        # SentencePiece writes spaces as U+2581, so this character is encoded as bytes, or it would decode to a space.
         ids: list[int] = []
         for number, part in enumerate(text.split(_ESCAPED_SPACE)):
             ids += self._escaped_space if number else []
@@ -139,11 +137,11 @@ class SentencePieceTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer.json, given as file name -> content together with those of SETTINGS_FILES that lie beside it.
+    """A tokenizer.json, given as file name -> content together with those of SETTINGS_FILES beside it.
 
-    A document ends with the settings' eos_token. It begins with what the tokenizer itself puts before a text, or with
-    bos_token where the settings have add_bos_token = true. Text that spells a special token stays text. Whether every
-    text comes back exactly is up to the file: byte-level ones do that, ones that normalise do not.
+    A document ends with the settings' eos_token. It begins with the token that the tokenizer itself adds before a text,
+    or with bos_token where the settings have add_bos_token = true. Text that spells a special token remains text.
+    Byte-level tokenizers decode every text exactly; those that normalise do not.
     """
 
     def __init__(self, files: dict[str, bytes], name: str):
@@ -159,7 +157,7 @@ class HuggingFaceTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(files[JSON_FILE])
         except Exception as error:
             raise UserError(f"tokenizer {name}: is not a tokenizer.json: {error}") from None
-        # A file may carry the settings of whoever used it last, and would then cut documents short.
+        # A file may contain the truncation of its last use, which would cut documents short.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
@@ -193,7 +191,7 @@ class HuggingFaceTokenizer:
         if settings.get("add_bos_token") is None:
             if len(before) > 1:
                 raise UserError(
-                    f"tokenizer {self._name}: puts {len(before)} tokens before every text; forge stores one at most"
+                    f"tokenizer {self._name}: adds {len(before)} tokens before every text; forge stores one at most"
                 )
             bos = before[0] if before else None
         elif not settings["add_bos_token"]:
@@ -217,7 +215,7 @@ class HuggingFaceTokenizer:
         return read
 
     def _id_of(self, settings: dict[str, Any], key: str) -> int | None:
-        """The id of the token that the settings name: as text, or as an object with its `content`."""
+        """The id of the token that the settings name, as text or as an object with its `content`."""
         token = settings.get(key)
         token = token.get("content") if isinstance(token, dict) else token
         if token is None:
@@ -225,7 +223,7 @@ class HuggingFaceTokenizer:
         found = self._tokenizer.token_to_id(token) if isinstance(token, str) else None
         if found is None:
             raise UserError(
-                f"tokenizer {self._name}: the settings beside it say {key} = {token!r}, which the vocabulary lacks"
+                f"tokenizer {self._name}: the settings beside it have {key} = {token!r}, which the vocabulary lacks"
             )
         return found
 

@@ -1,4 +1,4 @@
-"""Weights in and out, in the format of Hugging Face. What is covered: `architectures.ARCHITECTURES`."""
+"""Weights and tokenizers in and out, in the formats of Hugging Face. `architectures.ARCHITECTURES` lists what is covered."""
 
 from forge.hf.exporting import export_weights
 from forge.hf.importing import import_weights

@@ -1,15 +1,18 @@
-"""The classes of transformers that forge's Transformer can stand for, as a table: their keys, and the names of their tensors.
+"""The classes of transformers that forge can read and write: their config keys and the names of their tensors, as a table.
 
-`ours` is a key of [model] ("dim", "moe.top_k") or a module of forge; `theirs` a key of config.json or a module there.
+`ours` is a key of [model] ("dim", "moe.top_k") or a module of forge; `theirs` one of config.json or transformers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-# ours -> theirs in every config.json.
+from forge.errors import UserError
+
+# Ours -> theirs in every config.json.
 KEYS = {
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
@@ -22,8 +25,8 @@ KEYS = {
     "tie_embeddings": "tie_word_embeddings",
     "init_std": "initializer_range",
 }
-# What a key means where config.json does not have it; what is neither here nor in `Architecture.defaults` must be there.
-# None: it follows from other keys.
+# The value of a key that config.json lacks; a key that is neither here nor in `Architecture.defaults` is required.
+# None: derived from other keys.
 DEFAULTS: dict[str, Any] = {
     "num_key_value_heads": None,
     "head_dim": None,
@@ -36,12 +39,21 @@ DEFAULTS: dict[str, Any] = {
     "norm_topk_prob": False,
     "use_sliding_window": False,
     "sliding_window": 4096,
+    "max_window_layers": 28,
     "layer_types": None,
     "hidden_act": "silu",
+    "router_aux_loss_coef": 0.001,
+    "mlp_only_layers": None,
+    "decoder_sparse_step": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+    "moe_layer_end_index": -1,
+    "moe_layer_interval": 1,
 }
-# The same key under the name that newer versions of transformers write.
+# Names of the same key in newer versions of transformers.
 ALIASES = {"num_experts": "num_local_experts"}
-# Keys that forge has no word for, and the value at which they change nothing.
+# Keys that forge has no equivalent of, with the only value that it can compute.
 MUST_BE: dict[str, Any] = {
     "hidden_act": "silu",
     "mlp_bias": False,
@@ -49,7 +61,7 @@ MUST_BE: dict[str, Any] = {
     "use_bias": False,
     "quantization_config": None,
 }
-# Modules, ours -> theirs; those of a layer are below `layers.N` here and `model.layers.N` there.
+# Modules, ours -> theirs; those of a layer are below `layers.N` in forge and `model.layers.N` in transformers.
 ENDS = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 LAYER = {
     "attention_norm": "input_layernorm",
@@ -77,45 +89,68 @@ class Architecture:
     name: str
     model_type: str
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Ours -> what the class implies, without a word in config.json."""
+    """Ours -> the value that the class implies; config.json has no key for it."""
     keys: Mapping[str, str] = field(default_factory=dict)
     """Ours -> theirs."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    windows: tuple[str, ...] = ()
-    """The keys that say which layers have a sliding window."""
+    window_keys: tuple[str, ...] = ()
+    """The keys that determine which layers have a sliding window."""
     layer: Mapping[str, str] = field(default_factory=dict)
     """Modules of a layer, ours -> theirs."""
     experts: tuple[str, str, str, str] = ("mlp.experts", "gate_proj", "up_proj", "down_proj")
     """The module that holds experts 0, 1, ..., and the projections of each."""
     router_bias: str | None = None
-    """Its bias on the choice of experts. Where forge chooses without one it is all zeros."""
-    router_bias_axes: int = 1
-    """2: it has a leading axis of size 1."""
-    bias_of_output: bool = False
-    """attention_bias gives the output projection one too, which forge has not: it must be all zeros."""
+    """The bias on the choice of experts, `[n_experts]`; all zeros where forge's model has none."""
+    router_bias_is_2d: bool = False
+    """The router bias has shape `[1, n_experts]`."""
+    output_bias: bool = False
+    """attention_bias adds a bias to the output projection as well, which forge does not have: it must be all zeros."""
     shared_experts_always: bool = False
-    """It has the tensors of shared experts even where there are none: without elements."""
+    """A model without shared experts still has their tensors, with no elements."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Theirs -> what else is written, so that transformers' default does not hold."""
+    """Theirs -> a value to write because transformers' default means something else."""
     interleaved_rope: bool = False
-    """RoPE rotates neighbours in a head; forge, like the others, elements half a head apart."""
+    """RoPE rotates neighbouring elements of a head; forge and the other classes rotate elements half a head apart."""
 
     @property
-    def mixture(self) -> bool:
-        """It is a mixture of experts."""
+    def is_moe(self) -> bool:
+        """Whether it is a mixture of experts."""
         return "moe.n_experts" in self.keys
 
     def default(self, key: str) -> Any:
-        """What `key` of config.json means when it is absent; KeyError if it has to be there."""
+        """The value of `key` where config.json lacks it. KeyError if the key is required."""
         return self.defaults[key] if key in self.defaults else DEFAULTS[key]
 
 
+class ConfigJson:
+    """The keys of a config.json with the defaults of its architecture, and errors that name the file."""
+
+    def __init__(self, values: dict[str, Any], architecture: Architecture, source: Path | str):
+        self.architecture, self.source = architecture, source
+        self._values = values
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._values
+
+    def __getitem__(self, key: str) -> Any:
+        for name in (key, ALIASES.get(key)):
+            if name in self._values:
+                return self._values[name]
+        try:
+            return self.architecture.default(key)
+        except KeyError:
+            raise UserError(f"{self.source}: lacks {key}, which {self.architecture.name} needs") from None
+
+    def error(self, key: str, why: str) -> UserError:
+        """A UserError about the value of `key`."""
+        return UserError(f"{self.source}: {key} = {self[key]!r}: {why}")
+
+
 _QWEN_WINDOWS = ("use_sliding_window", "sliding_window", "layer_types", "max_window_layers")
+_EXPERTS = {"moe.top_k": "num_experts_per_tok", "moe.expert_dim": "moe_intermediate_size"}
 # DeepSeek-V3's routing over grouped-query attention.
-_DEEPSEEK_ROUTING = {
+_DEEPSEEK_ROUTING = _EXPERTS | {
     "moe.n_experts": "n_routed_experts",
-    "moe.top_k": "num_experts_per_tok",
-    "moe.expert_dim": "moe_intermediate_size",
     "moe.n_shared_experts": "n_shared_experts",
     "moe.n_expert_groups": "n_group",
     "moe.n_limited_groups": "topk_group",
@@ -125,27 +160,27 @@ _DEEPSEEK_ROUTING = {
     "attention_bias": "attention_bias",
 }
 
-# Where several can say the same, the first is taken.
+# Export takes the first class that can represent the model.
 ARCHITECTURES = (
     Architecture("LlamaForCausalLM", "llama"),
     Architecture(
-        "MistralForCausalLM", "mistral", defaults={"num_key_value_heads": 8}, windows=("sliding_window",)
+        "MistralForCausalLM", "mistral", defaults={"num_key_value_heads": 8}, window_keys=("sliding_window",)
     ),
     Architecture(
         "Qwen2ForCausalLM",
         "qwen2",
         fixed={"attention_bias": True},
-        defaults={"num_key_value_heads": 32, "max_window_layers": 28},
-        windows=_QWEN_WINDOWS,
+        defaults={"num_key_value_heads": 32},
+        window_keys=_QWEN_WINDOWS,
     ),
     Architecture(
         "Qwen3ForCausalLM",
         "qwen3",
         fixed={"qk_norm": True},
         keys={"attention_bias": "attention_bias"},
-        defaults={"num_key_value_heads": 32, "head_dim": 128, "max_window_layers": 28},
-        windows=_QWEN_WINDOWS,
-        bias_of_output=True,
+        defaults={"num_key_value_heads": 32, "head_dim": 128},
+        window_keys=_QWEN_WINDOWS,
+        output_bias=True,
     ),
     Architecture(
         "MixtralForCausalLM",
@@ -164,9 +199,8 @@ ARCHITECTURES = (
             "sliding_window": None,
             "num_local_experts": 8,
             "num_experts_per_tok": 2,
-            "router_aux_loss_coef": 0.001,
         },
-        windows=("sliding_window",),
+        window_keys=("sliding_window",),
         layer={"feed_forward.router": "block_sparse_moe.gate"},
         experts=("block_sparse_moe.experts", "w1", "w3", "w2"),
     ),
@@ -174,11 +208,10 @@ ARCHITECTURES = (
         "Qwen3MoeForCausalLM",
         "qwen3_moe",
         fixed={"qk_norm": True},
-        keys={
+        keys=_EXPERTS
+        | {
             "attention_bias": "attention_bias",
             "moe.n_experts": "num_experts",
-            "moe.top_k": "num_experts_per_tok",
-            "moe.expert_dim": "moe_intermediate_size",
             "moe.normalize_top_k": "norm_topk_prob",
             "moe.aux_loss_coef": "router_aux_loss_coef",
             "moe.n_dense_layers": "mlp_only_layers",
@@ -188,37 +221,27 @@ ARCHITECTURES = (
             "num_experts": 128,
             "num_experts_per_tok": 8,
             "moe_intermediate_size": 768,
-            "router_aux_loss_coef": 0.001,
-            "mlp_only_layers": None,
-            "decoder_sparse_step": 1,
         },
-        windows=("use_sliding_window", "sliding_window"),
+        window_keys=("use_sliding_window", "sliding_window"),
         extra={"decoder_sparse_step": 1},
-        bias_of_output=True,
+        output_bias=True,
     ),
     Architecture(
         "Dots1ForCausalLM",
         "dots1",
         fixed={"qk_norm": True, "moe.score_function": "sigmoid"},
         keys=_DEEPSEEK_ROUTING,
-        defaults={
-            "num_key_value_heads": 32,
-            "n_group": 1,
-            "topk_group": 1,
-            "routed_scaling_factor": 1.0,
-            "first_k_dense_replace": 0,
-            "max_window_layers": 62,
-        },
-        windows=("sliding_window", "layer_types", "max_window_layers"),
+        defaults={"num_key_value_heads": 32, "first_k_dense_replace": 0, "max_window_layers": 62},
+        window_keys=("sliding_window", "layer_types", "max_window_layers"),
         router_bias="mlp.gate.e_score_correction_bias",
-        bias_of_output=True,
+        output_bias=True,
         shared_experts_always=True,
     ),
     Architecture(
         "Glm4MoeForCausalLM",
         "glm4_moe",
         fixed={"moe.score_function": "sigmoid"},
-        keys={**_DEEPSEEK_ROUTING, "qk_norm": "use_qk_norm"},
+        keys=_DEEPSEEK_ROUTING | {"qk_norm": "use_qk_norm"},
         defaults={
             "num_key_value_heads": 8,
             "rms_norm_eps": 1e-5,
@@ -227,9 +250,6 @@ ARCHITECTURES = (
             "num_experts_per_tok": 8,
             "moe_intermediate_size": 1408,
             "n_shared_experts": 1,
-            "n_group": 1,
-            "topk_group": 1,
-            "routed_scaling_factor": 1.0,
             "norm_topk_prob": True,
             "first_k_dense_replace": 1,
             "use_qk_norm": False,
@@ -259,26 +279,37 @@ ARCHITECTURES = (
             "moe_intermediate_size": 1536,
             "moe_num_shared_experts": 2,
             "moe_layer_start_index": 1,
-            "moe_layer_end_index": -1,
-            "moe_layer_interval": 1,
         },
         extra={"moe_layer_end_index": -1, "moe_layer_interval": 1},
         router_bias="mlp.moe_statics.e_score_correction_bias",
-        router_bias_axes=2,
+        router_bias_is_2d=True,
         interleaved_rope=True,
     ),
 )
-BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
-BY_TYPE = {architecture.model_type: architecture for architecture in ARCHITECTURES}
 
-# Why classes that people ask for are not in the table.
+# Why classes that users ask for are not in the table.
+_LATENT_ATTENTION = "its attention is multi-head latent attention, which forge does not have"
+_POST_NORMS = "it has norms after each half of a block, and its feed-forward is not SwiGLU"
 NOT_COVERED = {
-    "DeepseekV2ForCausalLM": "its attention is multi-head latent attention, which forge does not have",
-    "DeepseekV3ForCausalLM": "its attention is multi-head latent attention, which forge does not have",
+    "DeepseekV2ForCausalLM": _LATENT_ATTENTION,
+    "DeepseekV3ForCausalLM": _LATENT_ATTENTION,
     "GemmaForCausalLM": "it scales embeddings, and its feed-forward is not SwiGLU",
-    "Gemma2ForCausalLM": "it has norms after each half of a block, and its feed-forward is not SwiGLU",
-    "Gemma3ForCausalLM": "it has norms after each half of a block, and its feed-forward is not SwiGLU",
+    "Gemma2ForCausalLM": _POST_NORMS,
+    "Gemma3ForCausalLM": _POST_NORMS,
     "Qwen2MoeForCausalLM": "its shared expert has a gate of its own",
     "GptOssForCausalLM": "its experts have biases and its attention has sinks",
-    "Phi3ForCausalLM": "its tensors are fused in ways that are not known here",
+    "Phi3ForCausalLM": "its tensors are fused in a layout that forge does not split",
 }
+BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
+
+
+def architecture_of(values: dict[str, Any], source: Path | str) -> Architecture:
+    """Return the architecture that a config.json names. Raises UserError (exit 2) if forge does not read it."""
+    names = values.get("architectures") or []
+    kind = values.get("model_type")
+    name = names[0] if names else f'of model_type "{kind}"'
+    for architecture in ARCHITECTURES:
+        if architecture.name == name or (not names and architecture.model_type == kind):
+            return architecture
+    why = NOT_COVERED.get(name, f"forge reads {', '.join(sorted(BY_NAME))}")
+    raise UserError(f"{source}: the architecture {name} cannot be read: {why}")

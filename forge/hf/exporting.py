@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -12,12 +12,14 @@ from torch import Tensor
 from forge.checkpoint.loading import TensorReader, read_config
 from forge.checkpoint.manifest import FORMAT, Damaged, check_sizes, find_changed, read_manifest
 from forge.config import parse_toml_text
+from forge.data.tokenizer import load_tokenizer
 from forge.errors import NO_CHECKPOINT, UserError
 from forge.files import replace_atomically, sync_folder
-from forge.hf.folder import Tell, appearing, silent
+from forge.hf.folder import Conversion, Progress, new_folder, no_progress
 from forge.hf.model_config import choose_architecture, write_model
 from forge.hf.safetensors import DTYPES, Planned, write_tensors
 from forge.hf.tensors import Weight, weights_of
+from forge.hf.tokenizer import export_files
 
 SHARD_BYTES = 5_000_000_000
 
@@ -26,53 +28,55 @@ def export_weights(
     checkpoint: Path,
     output: Path,
     *,
-    files: Mapping[str, bytes] | None = None,
-    bos_id: int | None = None,
-    eos_id: int | None = None,
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
-    tell: Tell = silent,
-) -> str:
-    """Makes `output` a folder from which AutoModelForCausalLM loads the weights of `checkpoint`; returns the class.
+    tokenizer: bool = True,
+    progress: Progress = no_progress,
+) -> Conversion:
+    """Make `output` a folder from which AutoModelForCausalLM and AutoTokenizer load what `checkpoint` holds.
 
-    files: what else goes into it, the tokenizer's, by name. bos_id, eos_id: of the tokens that begin and end a document,
-    where there are any. dtype: of the parameters; None: as they are stored.
-    shard_bytes: size limit of a file, unless one tensor is larger. Memory: one tensor of forge (a layer's fused experts,
-    or the embedding) up to three times: itself, the piece that a rank saved of it, and a copy in another dtype.
+    dtype: of the parameters; None: as they are stored. shard_bytes: size limit of a file, unless one tensor is larger.
+    tokenizer: include the checkpoint's, if it has one. Memory: one tensor of forge (a layer's fused experts, or the
+    embedding) up to three times: itself, the piece that a rank saved of it, and a copy in another dtype.
 
-    Raises UserError where the checkpoint is damaged (exit 77), or transformers has no class for its model (exit 2); OSError
-    where `output` cannot be written. After any error `output` is not there.
+    Raises UserError where the checkpoint is damaged (exit 77), or transformers has no class for its model or no form for
+    its tokenizer (exit 2); OSError where `output` cannot be written. After any error `output` does not exist.
     """
-    _verify(checkpoint, tell)
+    _verify(checkpoint, progress)
     config = parse_toml_text(read_config(checkpoint), str(checkpoint / "config.toml"))
     architecture = choose_architecture(config.model)
     weights = [weight for weight in weights_of(config.model, architecture) if weight.theirs]
     reader = TensorReader(checkpoint)
     planned = list(_plan(checkpoint, weights, reader.tensors(), dtype))
+    folder = checkpoint / "tokenizer"
+    files: dict[str, bytes] = {}
+    ends: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None}
+    with_tokenizer = tokenizer and folder.is_dir()
+    if with_tokenizer:
+        known = load_tokenizer(folder)
+        files, ends = export_files(folder), {"bos_token_id": known.bos_id, "eos_token_id": known.eos_id}
     described = write_model(config.model, architecture, config.train.seq_len) | {
         "torch_dtype": str(planned[0].dtype).removeprefix("torch."),
         "pad_token_id": None,
         "use_cache": True,
     }
-    ends = {"bos_token_id": bos_id, "eos_token_id": eos_id}
-    jsons = {"config.json": described | ends, "generation_config.json": ends}
+    for name, values in {"config.json": described | ends, "generation_config.json": ends}.items():
+        files[name] = (json.dumps(values, indent=2) + "\n").encode()
     done, total = 0, sum(tensor.nbytes for tensor in planned)
-    with appearing(output, total) as partial:
-        for name, values in jsons.items():
-            replace_atomically(partial / name, (json.dumps(values, indent=2) + "\n").encode())
-        for name, content in (files or {}).items():
+    with new_folder(output, total) as partial:
+        for name, content in files.items():
             replace_atomically(partial / name, content)
         for size in write_tensors(partial, planned, _tensors(weights, reader, planned), shard_bytes):
             done += size
-            tell("writing", done, total)
+            progress("writing", done, total)
         sync_folder(partial)
         partial.rename(output.absolute())
         sync_folder(output.absolute().parent)
-    return architecture.name
+    return Conversion(architecture.name, with_tokenizer)
 
 
-def _verify(checkpoint: Path, tell: Tell) -> None:
-    """Hashes the whole checkpoint: what is exported is what was saved."""
+def _verify(checkpoint: Path, progress: Progress) -> None:
+    """Hash the whole checkpoint, so that what is exported is what was saved."""
     try:
         manifest = read_manifest(checkpoint)
         if manifest["format"] != FORMAT:
@@ -84,7 +88,7 @@ def _verify(checkpoint: Path, tell: Tell) -> None:
             if problems := find_changed(checkpoint, {name: entry}):
                 raise Damaged(problems[0])
             done += entry["size"]
-            tell("verifying", done, total)
+            progress("verifying", done, total)
     except Damaged as error:
         raise UserError(f"{checkpoint}: is damaged: {error}", NO_CHECKPOINT) from None
 
@@ -95,19 +99,19 @@ def _plan(
     saved: dict[str, tuple[torch.Size, torch.dtype]],
     dtype: torch.dtype | None,
 ) -> Iterator[Planned]:
-    """Every tensor that will be written, in order."""
+    """Every tensor that will be written, in order. UserError if the checkpoint lacks one or has another shape."""
     for weight in weights:
         own = weight.dtype
         if weight.ours is not None:
             name = f"model.{weight.ours}"
             if name not in saved:
-                raise UserError(f"{checkpoint}: lacks {name}, which its config.toml calls for")
+                raise UserError(f"{checkpoint}: lacks {name}, which its config.toml requires")
             shape, own = saved[name]
             if tuple(shape) != weight.shape or own not in DTYPES.values():
-                needed = f"its config.toml calls for {weight.shape}"
+                needed = f"its config.toml requires {weight.shape}"
                 raise UserError(f"{checkpoint}: {name} is {tuple(shape)} of {own}; {needed}")
         for theirs in weight.theirs:
-            yield Planned(theirs, own if weight.state or dtype is None else dtype, weight.their_shape)
+            yield Planned(theirs, own if weight.is_state or dtype is None else dtype, weight.their_shape)
 
 
 def _tensors(weights: list[Weight], reader: TensorReader, planned: list[Planned]) -> Iterator[Tensor]:
@@ -119,4 +123,4 @@ def _tensors(weights: list[Weight], reader: TensorReader, planned: list[Planned]
             parts = weight.split(reader.read(f"model.{weight.ours}"))
         for part in parts:
             yield part.to(next(targets).dtype)
-        del parts, part  # or they would stay in memory while the next is read
+        del parts, part  # or they would stay in memory while the next tensor is read

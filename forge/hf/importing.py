@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -19,28 +19,27 @@ from forge.config import Config, parse_toml_text
 from forge.config.toml import to_literal, to_toml
 from forge.distributed import RanksFailed, alone
 from forge.errors import FAILED, UserError
-from forge.hf.architectures import ENDS
-from forge.hf.folder import Tell, appearing, silent
-from forge.hf.model_config import architecture_of, read_model
+from forge.hf.architectures import ENDS, architecture_of
+from forge.hf.folder import Conversion, Progress, new_folder, no_progress
+from forge.hf.model_config import read_model
 from forge.hf.safetensors import DTYPES, Stored, find_tensors
 from forge.hf.tensors import Weight, weights_of
+from forge.hf.tokenizer import import_files
 from forge.shard import Shard
 
 _SHOWN = 5
 
 
-def import_weights(
-    source: Path, output: Path, *, files: Mapping[str, bytes] | None = None, tell: Tell = silent
-) -> str:
-    """Makes `output` a checkpoint of step 0 with the weights of the folder `source`, in their dtype; returns its class.
+def import_weights(source: Path, output: Path, *, progress: Progress = no_progress) -> Conversion:
+    """Make `output` a checkpoint of step 0 with the weights, in their dtype, and the tokenizer of the folder `source`.
 
-    files: what else goes into it, the tokenizer's, by name below `tokenizer/`. The checkpoint has no optimizer state:
-    it is one for checkpoint.init, for generating and evaluating. Memory: one tensor of forge (a layer's fused experts,
-    or the embedding) twice.
+    It has no optimizer state: use it for checkpoint.init, generation and evaluation. Memory: one tensor of forge (a
+    layer's fused experts, or the embedding) twice.
 
     Raises UserError (exit 2) that names the key, tensor or file where forge cannot compute the model or something is
-    missing or damaged. After any error `output` is not there.
+    missing or damaged. After any error `output` does not exist.
     """
+    files = import_files(source)
     described = source / "config.json"
     values = _read_json(described)
     architecture = architecture_of(values, described)
@@ -51,24 +50,44 @@ def import_weights(
     config = _config(model, values, described, output, dtype, tokenizer=bool(files))
     weights = weights_of(config.model, architecture)
     dtypes = _match(source, config, weights, stored)
-    sizes = [prod(weight.shape) * dtypes[weight.ours].itemsize for weight in weights if weight.ours]
-    with appearing(output, sum(sizes)) as folder, alone() as team:
+    total = sum(prod(weight.shape) * dtypes[weight.ours].itemsize for weight in weights if weight.ours)
+    done = 0
+
+    def read(weight: Weight, dtype: torch.dtype) -> Tensor:
+        nonlocal done
+        if weight.theirs:
+            values = weight.joined(_read([stored[name] for name in weight.theirs], weight.shape))
+        else:
+            values = torch.zeros(weight.shape, dtype=dtype)
+        done += values.nbytes
+        progress("writing", done, total)
+        return values
+
+    tensors: dict[str, ShardTensor] = {}
+    for weight in weights:
+        if weight.ours is not None:
+            dtype = dtypes[weight.ours]
+            shape_only = torch.empty(weight.shape, dtype=dtype, device="meta")
+            tensors[f"model.{weight.ours}"] = _LazyTensor(
+                Shard.whole("", shape_only), partial(read, weight, dtype)
+            )
+    with new_folder(output, total) as folder, alone() as team:
         contents = Contents(
             step=0,
             layout={},
             trainer=json.dumps({"imported": {"architecture": architecture.name}}),
             files={
                 "config.toml": to_toml(config).encode(),
-                **{f"tokenizer/{name}": content for name, content in (files or {}).items()},
+                **{f"tokenizer/{name}": content for name, content in files.items()},
             },
-            tensors=_lazy(weights, dtypes, stored, sum(sizes), tell),
+            tensors=tensors,
             file_per_tensor=True,
         )
         try:
             fill_folder(team, folder, output.absolute(), contents)
         except RanksFailed as error:
             raise UserError(f"{output}: could not be written: {error}", FAILED) from None
-    return architecture.name
+    return Conversion(architecture.name, with_tokenizer=bool(files))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -91,9 +110,9 @@ def _config(
     dtype: torch.dtype,
     tokenizer: bool,
 ) -> Config:
-    """The config.toml of the imported checkpoint: its model, and the rest so that it is valid and reads no files.
+    """The config.toml of the imported checkpoint: its model, and other keys with which it is valid and reads no files.
 
-    It computes in `dtype`, the embedding's, as transformers would; in float32 for float16, which forge does not compute in.
+    It computes in `dtype`, the embedding's, as transformers would; for float16, which forge does not support, in float32.
     """
     longest = values.get("max_position_embeddings")
     if type(longest) is not int or longest < 1:
@@ -117,15 +136,16 @@ def _config(
 def _match(
     source: Path, config: Config, weights: list[Weight], stored: dict[str, Stored]
 ) -> dict[str, torch.dtype]:
-    """The dtype of every tensor of forge, by name, after a check that all of theirs are there and fit."""
+    """Return the dtype of every tensor of forge by name, after checking that all of theirs exist and fit."""
     problems: list[str] = []
     dtypes: dict[str, torch.dtype] = {}
     for weight in weights:
-        for name in weight.theirs:
-            problems += _misfit(name, weight, stored.get(name))
+        problems += [misfit for name in weight.theirs if (misfit := _misfit(name, weight, stored.get(name)))]
         found = {stored[name].dtype for name in weight.theirs if name in stored}
         if len(found) > 1:
-            problems.append(f"{weight.theirs[0]} and its like differ in dtype: {', '.join(sorted(found))}")
+            problems.append(
+                f"{weight.theirs[0]} and its siblings differ in dtype: {', '.join(sorted(found))}"
+            )
         if weight.ours is not None:
             dtypes[weight.ours] = DTYPES.get(next(iter(found), ""), weight.dtype)
     known = {name for weight in weights for name in weight.theirs}
@@ -143,56 +163,31 @@ def _match(
     return dtypes
 
 
-def _misfit(name: str, weight: Weight, found: Stored | None) -> list[str]:
+def _misfit(name: str, weight: Weight, found: Stored | None) -> str | None:
     if found is None:
-        return [f"{name} is missing"]
+        return f"{name} is missing"
     if found.shape != weight.their_shape:
-        return [f"{name} has shape {list(found.shape)}; config.json calls for {list(weight.their_shape)}"]
+        return f"{name} has shape {list(found.shape)}; config.json requires {list(weight.their_shape)}"
     if found.dtype not in DTYPES:
-        return [f"{name} is of {found.dtype}; forge reads {', '.join(DTYPES)}"]
-    return []
+        return f"{name} is of {found.dtype}; forge reads {', '.join(DTYPES)}"
+    return None
 
 
 def _ignored(name: str, config: Config) -> bool:
-    """Tensors of old or careless writers that transformers passes over as well."""
+    """Whether transformers ignores this tensor too: old versions wrote it needlessly."""
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.model.tie_embeddings)
 
 
 def _read(stored: list[Stored], shape: tuple[int, ...]) -> Tensor:
-    """`stored`, all of one dtype and shape, one after another as one tensor of `shape`."""
+    """Read `stored`, all of one dtype and shape, one after another into one tensor of `shape`."""
     out = torch.empty(shape, dtype=DTYPES[stored[0].dtype])
     for part, one in zip(out.view(len(stored), -1), stored, strict=True):
         one.read_into(part)
     return out
 
 
-def _lazy(
-    weights: list[Weight], dtypes: dict[str, torch.dtype], stored: dict[str, Stored], total: int, tell: Tell
-) -> dict[str, ShardTensor]:
-    """Forge's tensors, `total` bytes, each of which is read when DCP comes to write it."""
-    done = 0
-
-    def read(weight: Weight, dtype: torch.dtype) -> Tensor:
-        nonlocal done
-        if not weight.theirs:
-            values = torch.zeros(weight.shape, dtype=dtype)
-        else:
-            values = weight.joined(_read([stored[name] for name in weight.theirs], weight.shape))
-        done += values.nbytes
-        tell("writing", done, total)
-        return values
-
-    lazy: dict[str, ShardTensor] = {}
-    for weight in weights:
-        if weight.ours is not None:
-            dtype = dtypes[weight.ours]
-            shape_only = torch.empty(weight.shape, dtype=dtype, device="meta")
-            lazy[f"model.{weight.ours}"] = _Lazy(Shard.whole("", shape_only), partial(read, weight, dtype))
-    return lazy
-
-
-class _Lazy(ShardTensor):
-    """A whole tensor that is made when DCP comes to write it, and forgotten then."""
+class _LazyTensor(ShardTensor):
+    """A whole tensor that is read when DCP writes it, and not kept."""
 
     _make: Callable[[], Tensor]
 

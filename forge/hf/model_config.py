@@ -1,7 +1,7 @@
 """[model] of forge <-> config.json of transformers.
 
-What an architecture cannot say is found by reading back what would be written: keys of [model] that come back with
-another value are those that prevent it.
+Whether an architecture can represent a model is found by reading back what would be written: the keys of [model] that
+come back with another value are those that prevent it.
 """
 
 from __future__ import annotations
@@ -11,22 +11,13 @@ from typing import Any
 
 from forge.config.model import ModelConfig
 from forge.errors import UserError
-from forge.hf.architectures import (
-    ALIASES,
-    ARCHITECTURES,
-    BY_NAME,
-    BY_TYPE,
-    KEYS,
-    MUST_BE,
-    NOT_COVERED,
-    Architecture,
-)
-from forge.hf.rope import read_rope, write_rope
+from forge.hf.architectures import ARCHITECTURES, KEYS, MUST_BE, Architecture, ConfigJson
+from forge.hf.rope import SCALINGS, read_rope, write_rope
 from forge.model.rope import attention_factor
 from forge.model.transformer import window_of
 
-# Keys of [model] that count in training only.
-_FREE = {
+# Keys of [model] that matter in training only.
+_TRAINING_ONLY = {
     "init_std",
     "moe.aux_loss_coef",
     "moe.z_loss_coef",
@@ -34,94 +25,72 @@ _FREE = {
     "moe.router_noise",
     "moe.capacity_factor",
 }
-_ROPE = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_fast", "beta_slow")}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-
-
-class Values:
-    """A config.json: its keys with the defaults of its architecture, and complaints that name the file."""
-
-    def __init__(self, values: dict[str, Any], architecture: Architecture, source: Path | str):
-        self.architecture, self.source = architecture, source
-        self._values = values
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._values
-
-    def __getitem__(self, key: str) -> Any:
-        for name in (key, ALIASES.get(key)):
-            if name in self._values:
-                return self._values[name]
-        try:
-            return self.architecture.default(key)
-        except KeyError:
-            raise UserError(f"{self.source}: lacks {key}, which {self.architecture.name} needs") from None
-
-    def refuse(self, key: str, why: str) -> UserError:
-        return UserError(f"{self.source}: {key} = {self[key]!r}: {why}")
-
-
-def architecture_of(values: dict[str, Any], source: Path | str) -> Architecture:
-    """The architecture that a config.json names. Raises UserError (exit 2) if forge has none such."""
-    names = values.get("architectures") or []
-    name = names[0] if names else f'of model_type "{values.get("model_type")}"'
-    found = BY_NAME.get(name) if names else BY_TYPE.get(str(values.get("model_type")))
-    if found is None:
-        why = NOT_COVERED.get(name, f"forge reads {', '.join(sorted(BY_NAME))}")
-        raise UserError(f"{source}: the architecture {name} cannot be read: {why}")
-    return found
 
 
 def read_model(
     values: dict[str, Any], architecture: Architecture, source: Path | str = "config.json"
 ) -> dict[str, Any]:
-    """[model] as a tree of keys, with tables `rope_scaling` and `moe` where they are needed.
+    """Return [model] as a tree of keys, with tables `rope_scaling` and `moe` where they are needed.
 
     Raises UserError (exit 2) that names the key of config.json for what forge cannot compute.
     """
-    theirs = Values(values, architecture, source)
+    config = ConfigJson(values, architecture, source)
     for key, needed in MUST_BE.items():
-        said = key in architecture.keys.values()
-        if not said and (key in theirs or key in architecture.defaults) and theirs[key] != needed:
-            raise theirs.refuse(key, f"forge computes with {needed!r} only")
-    model = {ours: theirs[key] for ours, key in (KEYS | dict(architecture.keys)).items()}
+        mapped = key in architecture.keys.values()
+        if not mapped and (key in config or key in architecture.defaults) and config[key] != needed:
+            raise config.error(key, f"forge computes with {needed!r} only")
+    model = {ours: config[theirs] for ours, theirs in (KEYS | dict(architecture.keys)).items()}
     model |= architecture.fixed
     model["n_kv_heads"] = model["n_kv_heads"] or model["n_heads"]
     model["head_dim"] = model["head_dim"] or model["dim"] // model["n_heads"]
-    model |= read_rope(theirs)
-    model["sliding_window"], model["sliding_window_pattern"] = _read_windows(theirs, model["n_layers"])
-    if architecture.mixture:
-        model |= _read_mixture(theirs, model)
+    model |= read_rope(config)
+    model["sliding_window"], model["sliding_window_pattern"] = _read_windows(config, model["n_layers"])
+    if architecture.is_moe:
+        model |= _read_moe(config, model)
     moe = {key.removeprefix("moe."): model.pop(key) for key in list(model) if key.startswith("moe.")}
     return model | ({"moe": moe} if moe else {})
 
 
 def write_model(model: ModelConfig, architecture: Architecture, seq_len: int) -> dict[str, Any]:
-    """The keys of config.json that describe `model`; `seq_len` is the longest sequence that it is meant for."""
+    """Return the keys of config.json that describe `model`; `seq_len` is the longest sequence it is intended for."""
     flat = _flat(model)
     written: dict[str, Any] = {"architectures": [architecture.name], "model_type": architecture.model_type}
     written |= {theirs: flat[ours] for ours, theirs in (KEYS | dict(architecture.keys)).items()}
     written |= {"hidden_act": "silu", "attention_dropout": 0.0} | dict(architecture.extra)
-    written |= write_rope(model, seq_len) | _write_windows(model, architecture)
-    if model.moe is not None:
-        written |= _write_mixture(model, architecture)
+    slides = [window_of(model, layer) > 0 for layer in range(model.n_layers)]
+    windows = {
+        "use_sliding_window": any(slides),
+        "sliding_window": model.sliding_window if any(slides) else None,
+        "layer_types": [_SLIDING if slide else _FULL for slide in slides],
+        "max_window_layers": slides.count(False),
+    }
+    written |= write_rope(model, seq_len) | {key: windows[key] for key in architecture.window_keys}
+    moe, keys = model.moe, architecture.keys
+    if moe is None:
+        return written
+    if "moe.aux_loss_coef" in keys:
+        coefficient = moe.aux_loss_coef if moe.balance in ("aux_loss", "sequence_aux_loss") else 0.0
+        written[keys["moe.aux_loss_coef"]] = coefficient / moe.top_k
+    if keys.get("moe.n_dense_layers") == "mlp_only_layers":
+        written["mlp_only_layers"] = list(range(moe.n_dense_layers))
+    if "moe.n_expert_groups" in keys and moe.n_limited_groups == moe.n_expert_groups:
+        written |= {keys["moe.n_expert_groups"]: 1, keys["moe.n_limited_groups"]: 1}
     return written
 
 
 def choose_architecture(model: ModelConfig) -> Architecture:
-    """The class of transformers that computes what `model` does. UserError (exit 2) names the keys that prevent it."""
-    nearest: tuple[str, list[str]] | None = None
+    """Return the class of transformers that computes `model`. Raises UserError (exit 2) with the keys that prevent it."""
+    differences = {}
     for architecture in ARCHITECTURES:
-        if architecture.mixture == (model.moe is not None):
-            prevented = _differences(model, architecture)
-            if not prevented:
+        if architecture.is_moe == (model.moe is not None):
+            differences[architecture.name] = _differences(model, architecture)
+            if not differences[architecture.name]:
                 return architecture
-            if nearest is None or len(prevented) < len(nearest[1]):
-                nearest = architecture.name, prevented
-    assert nearest is not None
+    nearest = min(differences, key=lambda name: len(differences[name]))
     raise UserError(
-        f"no architecture of transformers computes this model; the nearest, {nearest[0]}, is prevented by "
-        f"{', '.join(nearest[1])}"
+        f"no architecture of transformers computes this model; the nearest, {nearest}, is prevented by "
+        f"{', '.join(differences[nearest])}"
     )
 
 
@@ -129,11 +98,11 @@ def _differences(model: ModelConfig, architecture: Architecture) -> list[str]:
     """The keys of `model` that would come back from `architecture` with another value, each with both values."""
     try:
         back = ModelConfig.model_validate(read_model(write_model(model, architecture, 1), architecture))
-    except UserError:  # the one thing that is written and not read: normalised weights of a single choice
+    except UserError:  # the only output that is refused as input: normalised weights with top_k = 1
         return ["model.moe.top_k = 1 (it would make every weight 1)"]
-    there, here = _meaning(back), _meaning(model)
+    there, here = _effective(back), _effective(model)
     if architecture.router_bias is not None:
-        there["moe.balance"] = here["moe.balance"]  # a bias of zeros is none
+        there["moe.balance"] = here["moe.balance"]  # a bias of zeros has no effect
     return [
         f"model.{key} = {here[key]!r} (it would be {there[key]!r})"
         for key in here
@@ -141,12 +110,12 @@ def _differences(model: ModelConfig, architecture: Architecture) -> list[str]:
     ]
 
 
-def _meaning(model: ModelConfig) -> dict[str, Any]:
-    """The keys that decide what the trained model computes, with equal values for what is equal."""
-    flat = {key: value for key, value in _flat(model).items() if key not in _FREE}
+def _effective(model: ModelConfig) -> dict[str, Any]:
+    """The keys that decide what the trained model computes; values with the same effect are made equal."""
+    flat = {key: value for key, value in _flat(model).items() if key not in _TRAINING_ONLY}
     scaling = model.rope_scaling
     if scaling is not None:
-        numbers = [getattr(scaling, key) for key in ("factor", "original_max_position", *_ROPE[scaling.kind])]
+        numbers = [getattr(scaling, key) for key in ("original_max_position", *SCALINGS[scaling.kind])]
         flat["rope_scaling"] = (scaling.kind, *numbers, attention_factor(scaling))
     if not model.sliding_window:
         flat["sliding_window_pattern"] = 0
@@ -160,7 +129,7 @@ def _meaning(model: ModelConfig) -> dict[str, Any]:
 
 
 def _flat(model: ModelConfig) -> dict[str, Any]:
-    """Keys below [model], dotted, as transformers understands them: a single choice of expert is never normalised."""
+    """Dotted keys below [model] -> values; as in transformers, the weight of a single expert is never normalised."""
     flat = {key: getattr(model, key) for key in ModelConfig.model_fields if key != "moe"}
     moe = model.moe
     if moe is not None:
@@ -169,85 +138,55 @@ def _flat(model: ModelConfig) -> dict[str, Any]:
     return flat
 
 
-def _read_mixture(theirs: Values, model: dict[str, Any]) -> dict[str, Any]:
+def _read_moe(config: ConfigJson, model: dict[str, Any]) -> dict[str, Any]:
     top_k, normalized = model["moe.top_k"], model.get("moe.normalize_top_k", False)
     if normalized and top_k == 1:
         why = "weights of a single expert, normalised, would all be 1; forge never does so"
-        raise theirs.refuse(theirs.architecture.keys["moe.top_k"], why)
-    read = {
-        "moe.normalize_top_k": normalized,
-        "moe.n_dense_layers": _read_dense_layers(theirs, model["n_layers"]),
-    }
+        raise config.error(config.architecture.keys["moe.top_k"], why)
+    read = {"moe.normalize_top_k": normalized, "moe.n_dense_layers": _read_dense(config, model["n_layers"])}
     if "moe.n_shared_experts" in model:
         read["moe.n_shared_experts"] = model["moe.n_shared_experts"] or 0
-    if theirs.architecture.router_bias is not None:
+    if config.architecture.router_bias is not None:
         return read | {"moe.balance": "bias"}
-    # Their balancing loss sums the shares of all top_k choices, ours is 1 when the load is even.
+    # Transformers' balancing loss sums the shares of all top_k choices; forge's is 1 when the load is even.
     coefficient = (model["moe.aux_loss_coef"] or 0.0) * top_k
     return read | {"moe.balance": "aux_loss" if coefficient else "none", "moe.aux_loss_coef": coefficient}
 
 
-def _write_mixture(model: ModelConfig, architecture: Architecture) -> dict[str, Any]:
-    moe, keys = model.moe, architecture.keys
-    assert moe is not None
-    written: dict[str, Any] = {}
-    if "moe.aux_loss_coef" in keys:
-        coefficient = moe.aux_loss_coef if moe.balance in ("aux_loss", "sequence_aux_loss") else 0.0
-        written[keys["moe.aux_loss_coef"]] = coefficient / moe.top_k
-    if keys.get("moe.n_dense_layers") == "mlp_only_layers":
-        written["mlp_only_layers"] = list(range(moe.n_dense_layers))
-    if "moe.n_expert_groups" in keys and moe.n_limited_groups == moe.n_expert_groups:
-        written |= {keys["moe.n_expert_groups"]: 1, keys["moe.n_limited_groups"]: 1}
-    return written
-
-
-def _read_dense_layers(theirs: Values, n_layers: int) -> int:
-    """How many leading layers have no experts; every layer after them must have some."""
-    key = theirs.architecture.keys.get("moe.n_dense_layers")
-    if key is None:
-        return 0
+def _read_dense(config: ConfigJson, n_layers: int) -> int:
+    """The number of leading layers without experts. Raises UserError if any later layer has none."""
+    key = config.architecture.keys.get("moe.n_dense_layers")
     why = "layers without experts can only be the first ones"
     if key == "mlp_only_layers":
-        named, step = theirs[key] or [], theirs["decoder_sparse_step"]
-        dense = [layer for layer in range(n_layers) if layer in named or (layer + 1) % step]
+        dense_layers, step = config[key] or [], config["decoder_sparse_step"]
+        dense = [layer for layer in range(n_layers) if layer in dense_layers or (layer + 1) % step]
         if dense != list(range(len(dense))):
-            raise theirs.refuse("decoder_sparse_step" if step != 1 else key, why)
+            raise config.error("decoder_sparse_step" if step != 1 else key, why)
         return len(dense)
     if key == "moe_layer_start_index":
-        if theirs["moe_layer_end_index"] not in (-1, n_layers - 1):
-            raise theirs.refuse("moe_layer_end_index", why)
-        if theirs["moe_layer_interval"] != 1:
-            raise theirs.refuse("moe_layer_interval", why)
-    return theirs[key] or 0
+        if config["moe_layer_end_index"] not in (-1, n_layers - 1):
+            raise config.error("moe_layer_end_index", why)
+        if config["moe_layer_interval"] != 1:
+            raise config.error("moe_layer_interval", why)
+    return (config[key] or 0) if key else 0
 
 
-def _write_windows(model: ModelConfig, architecture: Architecture) -> dict[str, Any]:
-    slides = [window_of(model, layer) > 0 for layer in range(model.n_layers)]
-    words = {
-        "use_sliding_window": any(slides),
-        "sliding_window": model.sliding_window if any(slides) else None,
-        "layer_types": [_SLIDING if slide else _FULL for slide in slides],
-        "max_window_layers": slides.count(False),
-    }
-    return {key: words[key] for key in architecture.windows}
-
-
-def _read_windows(theirs: Values, n_layers: int) -> tuple[int, int]:
+def _read_windows(config: ConfigJson, n_layers: int) -> tuple[int, int]:
     """sliding_window and sliding_window_pattern."""
-    keys = theirs.architecture.windows
-    if not keys or ("use_sliding_window" in keys and not theirs["use_sliding_window"]):
+    keys = config.architecture.window_keys
+    if not keys or ("use_sliding_window" in keys and not config["use_sliding_window"]):
         return 0, 0
-    window = theirs["sliding_window"]
+    window = config["sliding_window"]
     if not window or "layer_types" not in keys:
         return window or 0, 0
-    types = theirs["layer_types"]
+    types = config["layer_types"]
     if types is None:
-        key, first = "max_window_layers", theirs["max_window_layers"]
+        key, first = "max_window_layers", config["max_window_layers"]
         slides = [layer >= first for layer in range(n_layers)]
     else:
         key, slides = "layer_types", [kind == _SLIDING for kind in types]
         if len(types) != n_layers or not set(types) <= {_SLIDING, _FULL}:
-            raise theirs.refuse(key, f"needed: {n_layers} times {_SLIDING} or {_FULL}")
+            raise config.error(key, f"needed: {n_layers} times {_SLIDING} or {_FULL}")
     if not any(slides):
         return 0, 0
     if all(slides):
@@ -255,4 +194,4 @@ def _read_windows(theirs: Values, n_layers: int) -> tuple[int, int]:
     for pattern in range(2, n_layers + 1):
         if slides == [(layer + 1) % pattern != 0 for layer in range(n_layers)]:
             return window, pattern
-    raise theirs.refuse(key, "forge slides in all layers, or in all but every n-th")
+    raise config.error(key, "forge slides in all layers, or in all but every n-th")

@@ -1,8 +1,8 @@
-"""Files of tensors that come and go one by one, in the safetensors format.
+"""Read and write files in the safetensors format, one tensor at a time.
 
-8 bytes: the header's length, little endian. The header: JSON, for every tensor its dtype, shape and where in the data its
-bytes begin and end. The data: the tensors without gaps, row-major, little endian. (The library of that name writes files
-from tensors that are all in memory.)
+8 bytes: the header's length, little endian. The header: JSON, for every tensor its dtype, shape and the begin and end of
+its bytes in the data. The data: the tensors without gaps, row-major, little endian. (The safetensors library writes only
+tensors that are all in memory, and maps files into memory to read them, where a file that gets shorter kills the process.)
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,9 +26,8 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LARGEST_HEADER = 100 << 20
 
 
-@dataclass(frozen=True)
-class Stored:
-    """One tensor in a file: `dtype` as the format spells it, and the place of its first byte in the file."""
+class Stored(NamedTuple):
+    """A tensor in a file: `dtype` in the format's spelling, `begin` the offset of its first byte in the file."""
 
     file: Path
     dtype: str
@@ -37,7 +35,7 @@ class Stored:
     begin: int
 
     def read_into(self, out: Tensor) -> None:
-        """Fills `out`, contiguous, on the CPU and of this dtype and number of elements."""
+        """Fill `out`, a contiguous CPU tensor of this dtype and number of elements."""
         assert out.is_contiguous() and out.dtype == DTYPES[self.dtype] and out.numel() == prod(self.shape)
         with self.file.open("rb") as stream:
             stream.seek(self.begin)
@@ -46,47 +44,52 @@ class Stored:
 
 
 def find_tensors(folder: Path) -> dict[str, Stored]:
-    """Every tensor of a folder with one `model.safetensors` or with several files and their index, by name.
+    """Return every tensor of a folder with one `model.safetensors`, or with several files and their index, by name.
 
     Reads and checks all headers, no data. Raises UserError (exit 2) that names the file.
     """
     if (folder / SINGLE).is_file():
         return read_header(folder / SINGLE)
-    if not (folder / INDEX).is_file():
+    index = folder / INDEX
+    if not index.is_file():
         pickles = any(folder.glob("pytorch_model*.bin"))
         remedy = (
             "; pickled weights (.bin) are not read: load and save them in transformers" if pickles else ""
         )
         raise UserError(f"{folder}: has neither {SINGLE} nor {INDEX}{remedy}")
-    places = _weight_map(folder / INDEX)
-    headers = {file: read_header(folder / file) for file in sorted(set(places.values()))}
-    for name, file in places.items():
-        if name not in headers[file]:
-            raise UserError(f"{folder / file}: lacks {name}, which {INDEX} promises")
-    return {name: headers[file][name] for name, file in places.items()}
-
-
-def _weight_map(index: Path) -> dict[str, str]:
     try:
         places = json.loads(index.read_text("utf-8"))["weight_map"]
         if not all(Path(file).name == file for file in places.values()):
             raise ValueError("it names a file outside the folder")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{index}: is not an index of safetensors files: {error}") from None
-    return places
+    headers = {file: read_header(folder / file) for file in sorted(set(places.values()))}
+    for name, file in places.items():
+        if name not in headers[file]:
+            raise UserError(f"{folder / file}: lacks {name}, which {INDEX} lists")
+    return {name: headers[file][name] for name, file in places.items()}
 
 
 def read_header(file: Path) -> dict[str, Stored]:
-    """The tensors of one file, by name, after a check that the file is exactly as long as its header says."""
+    """Return the tensors of one file by name, after checking that the file is exactly as long as its header implies."""
+    tensors: dict[str, Stored] = {}
     try:
         with file.open("rb") as stream:
             size = os.fstat(stream.fileno()).st_size
             length = int.from_bytes(stream.read(8), "little")
             if size < 8 or length > min(size - 8, _LARGEST_HEADER):
-                raise UserError(f"{file}: is cut off within its header, or is no safetensors file")
+                raise UserError(f"{file}: is cut off within its header, or is not a safetensors file")
             header = json.loads(stream.read(length))
         header.pop("__metadata__", None)
-        tensors, end = _entries(file, header, 8 + length)
+        begin = end = 8 + length
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            first, last = (begin + offset for offset in entry["data_offsets"])
+            shape, dtype = tuple(entry["shape"]), DTYPES.get(entry["dtype"])
+            if first != end or last < first or not all(type(n) is int and n >= 0 for n in shape):
+                raise ValueError(f"{name} does not begin where the tensor before it ends")
+            if dtype is not None and last - first != prod(shape) * dtype.itemsize:
+                raise ValueError(f"{name} has {last - first} bytes for {prod(shape)} of {entry['dtype']}")
+            tensors[name], end = Stored(file, entry["dtype"], shape, first), last
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -96,24 +99,7 @@ def read_header(file: Path) -> dict[str, Stored]:
     return tensors
 
 
-def _entries(file: Path, header: dict[str, Any], begin: int) -> tuple[dict[str, Stored], int]:
-    """Tensors by name, and where the last one ends; `begin` is where the data begins. ValueError for nonsense."""
-    tensors, end = {}, begin
-    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        first, last = (begin + offset for offset in entry["data_offsets"])
-        shape = tuple(entry["shape"])
-        dtype = DTYPES.get(entry["dtype"])
-        if first != end or last < first or not all(type(n) is int and n >= 0 for n in shape):
-            raise ValueError(f"{name} is not where the tensor before it ends")
-        if dtype is not None and last - first != prod(shape) * dtype.itemsize:
-            raise ValueError(f"{name} has {last - first} bytes for {prod(shape)} of {entry['dtype']}")
-        tensors[name] = Stored(file, entry["dtype"], shape, first)
-        end = last
-    return tensors, end
-
-
-@dataclass(frozen=True)
-class Planned:
+class Planned(NamedTuple):
     """A tensor that will be written."""
 
     name: str
@@ -128,24 +114,11 @@ class Planned:
 def write_tensors(
     folder: Path, planned: Sequence[Planned], tensors: Iterable[Tensor], limit: int
 ) -> Iterator[int]:
-    """Writes files of at most `limit` bytes (or one tensor), and an index if there are several.
+    """Write files of at most `limit` bytes (or one tensor), and an index if there are several.
 
-    `tensors` gives those of `planned` in their order, and only one is asked for at a time. Yields the bytes of each
-    that has been written.
+    `tensors` yields those of `planned` in order; each is taken only after the one before it is written. Yields the
+    number of bytes of each tensor written.
     """
-    files = _deal_out(planned, limit)
-    incoming = iter(tensors)
-    for name, part in files.items():
-        yield from _write_file(folder / name, part, incoming)
-    if len(files) > 1:
-        index = {
-            "metadata": {"total_size": sum(tensor.nbytes for tensor in planned)},
-            "weight_map": {tensor.name: name for name, part in files.items() for tensor in part},
-        }
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _deal_out(planned: Sequence[Planned], limit: int) -> dict[str, list[Planned]]:
     parts: list[list[Planned]] = [[]]
     room = limit
     for tensor in planned:
@@ -154,26 +127,32 @@ def _deal_out(planned: Sequence[Planned], limit: int) -> dict[str, list[Planned]
             room = limit
         parts[-1].append(tensor)
         room -= tensor.nbytes
-    if len(parts) == 1:
-        return {SINGLE: parts[0]}
-    return {
-        f"model-{number:05d}-of-{len(parts):05d}.safetensors": part for number, part in enumerate(parts, 1)
-    }
+    count = len(parts)
+    names = (
+        [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)] if count > 1 else [SINGLE]
+    )
+    incoming = iter(tensors)
+    for name, part in zip(names, parts, strict=True):
+        yield from _write_file(folder / name, part, incoming)
+    if count > 1:
+        index = {
+            "metadata": {"total_size": sum(tensor.nbytes for tensor in planned)},
+            "weight_map": {
+                tensor.name: name for name, part in zip(names, parts, strict=True) for tensor in part
+            },
+        }
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _write_file(file: Path, part: list[Planned], incoming: Iterator[Tensor]) -> Iterator[int]:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for tensor in part:
-        offsets = [begin, begin + tensor.nbytes]
-        header[tensor.name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": tensor.shape,
-            "data_offsets": offsets,
-        }
-        begin += tensor.nbytes
+        end = begin + tensor.nbytes
+        entry = {"dtype": _NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": [begin, end]}
+        header[tensor.name], begin = entry, end
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # data is aligned, for readers that map it
+    text += b" " * (-len(text) % 8)  # aligns the data for readers that map the file
     with file.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         for tensor in part:

@@ -1,6 +1,6 @@
-"""Tokenizers as files of Hugging Face: what AutoTokenizer loads, and what forge takes from such a folder.
+"""Tokenizers in and out: the files that AutoTokenizer loads, and the files of such a folder that forge uses.
 
-tokenizer.json describes a tokenizer as data: how text is normalised, split, and merged, and what is put around it.
+tokenizer.json describes a tokenizer as data: how text is normalised, split and merged, and the tokens added around it.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _SETTINGS: Json = {
     "clean_up_tokenization_spaces": False,
     "model_input_names": ["input_ids", "attention_mask"],
 }
-_AS_IT_STANDS = {"single_word": False, "lstrip": False, "rstrip": False}
-# Besides what forge itself reads.
+_EXACT_MATCH = {"single_word": False, "lstrip": False, "rstrip": False}
+# Copied although forge does not read them.
 _ALSO_COPIED = ("added_tokens.json", "chat_template.jinja")
 
 
 def export_files(folder: Path) -> dict[str, bytes]:
-    """Name -> content of what AutoTokenizer needs to give the ids that forge's tokenizer in `folder` gives.
+    """Return name -> content of files with which AutoTokenizer gives the ids of forge's tokenizer in `folder`.
 
-    Text that spells a special token is an exception: AutoTokenizer takes it for the token. A text begins with the token
-    that begins a document, if there is one. Raises UserError for a SentencePiece model that tokenizer.json has no words
-    for. Nothing for a folder that is not there.
+    Exception: AutoTokenizer turns text that spells a special token into that token. A text begins with the token that
+    begins a document, if there is one. Raises UserError for a SentencePiece model that tokenizer.json cannot express.
+    Returns nothing for a folder without a tokenizer.
     """
     if (folder / BYTES_FILE).is_file():
         return _files(*_bytes()) | {BYTES_FILE: (folder / BYTES_FILE).read_bytes()}
@@ -51,11 +51,11 @@ def export_files(folder: Path) -> dict[str, bytes]:
 
 
 def import_files(folder: Path) -> dict[str, bytes]:
-    """Name -> content of the tokenizer in a folder of Hugging Face, for a folder that `load_tokenizer` reads.
+    """Return name -> content of the tokenizer in a folder of Hugging Face, in files that `load_tokenizer` reads.
 
-    Of a tokenizer.json and a SentencePiece model with as many tokens, which are one tokenizer in two formats, the latter:
-    it is the original and needs no extra package. Nothing if there is neither. Raises UserError for a file that is not
-    what its name says.
+    A tokenizer.json and a SentencePiece model with the same number of tokens are one tokenizer in two formats; then the
+    latter is taken: it is the original and needs no extra package. Returns nothing if there is neither. Raises UserError
+    for a file that does not hold what its name implies.
     """
     if (folder / BYTES_FILE).is_file():
         return {BYTES_FILE: (folder / BYTES_FILE).read_bytes()}
@@ -67,7 +67,7 @@ def import_files(folder: Path) -> dict[str, bytes]:
         try:
             pieces = SentencePieceTokenizer(content, str(model)).vocab_size
         except UserError:
-            pieces = 0  # another format under the same name, as Llama 3 has it
+            pieces = 0  # Llama 3 has another format under this name
         if pieces == _vocab_size(described):
             return {MODEL_FILE: content}
     return _described(folder) if described.is_file() else {}
@@ -79,7 +79,7 @@ def _described(folder: Path) -> dict[str, bytes]:
 
 
 def _checked(content: bytes, name: str) -> bytes:
-    SentencePieceTokenizer(content, name)  # raises for what is no model
+    SentencePieceTokenizer(content, name)  # raises if it is not a model
     return content
 
 
@@ -94,22 +94,23 @@ def _vocab_size(described: Path) -> int:
 
 
 def _bytes() -> tuple[dict[str, Any], Ends]:
-    """One token for each byte, and two ends: every character falls back to its bytes."""
+    """One token for each byte, and two special tokens: every character falls back to its bytes."""
     ends = {_BEGIN: 256, _END: 257}
     vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | ends
     return _tokenizer_json(vocab, [], special=ends, whole={}, begin=_BEGIN), (_BEGIN, _END)
 
 
 def _sentencepiece(content: bytes, name: str) -> tuple[dict[str, Any], Ends]:
-    """SentencePiece joins the two neighbours whose joint piece has the highest score, the leftmost first.
+    """tokenizer.json of a SentencePiece BPE model.
 
-    So the merges are all ways to cut a piece in two, those of the best pieces first.
+    SentencePiece merges the two neighbours whose joint piece has the highest score, the leftmost first. So the merges
+    are all ways to cut a piece in two, those of the best pieces first.
     """
     from sentencepiece import sentencepiece_model_pb2 as protocol
 
     model = protocol.ModelProto.FromString(_checked(content, name))  # type: ignore[attr-defined]
     text, trainer, kinds = model.normalizer_spec, model.trainer_spec, model.SentencePiece
-    # One with a space that is not escaped is never found.
+    # User-defined symbols; one with an unescaped space never matches.
     whole = {
         number
         for number, piece in enumerate(model.pieces)
@@ -122,12 +123,12 @@ def _sentencepiece(content: bytes, name: str) -> tuple[dict[str, Any], Ends]:
         ("removes spaces", text.remove_extra_whitespaces),
         ("does not escape spaces", not text.escape_whitespaces),
         ("has spaces at the ends of pieces", trainer.treat_whitespace_as_suffix),
-        # A tokenizer.json would put the space after every symbol as well.
+        # A tokenizer.json would add the space after every symbol too.
         ("has symbols of its own and puts a space before a text", bool(whole) and text.add_dummy_prefix),
     ):
         if is_so:
-            raise UserError(f"tokenizer {name}: {what}, and no tokenizer.json is made for such a model")
-    # Here a symbol is looked for before spaces are escaped.
+            raise UserError(f"tokenizer {name}: {what}, which tokenizer.json cannot express")
+    # In a tokenizer.json symbols are matched before spaces are escaped.
     vocab = {
         p.piece.replace(_SPACE, " ") if number in whole else p.piece: number
         for number, p in enumerate(model.pieces)
@@ -163,10 +164,10 @@ def _tokenizer_json(
     escaped: bool = False,
     prefixed: bool = False,
 ) -> dict[str, Any]:
-    """BPE over the whole text, with bytes for what is not in `vocab`.
+    """BPE over the whole text, with bytes for characters outside `vocab`.
 
-    special: tokens that stand for no text. whole: text that is always one token. escaped: a space is written U+2581.
-    prefixed: a text begins with one space more than it has.
+    special: tokens without text. whole: text that is always one token. escaped: spaces become U+2581. prefixed: a space
+    is added before a text.
     """
     prepend: list[Json] = [{"type": "Prepend", "prepend": _SPACE}] if prefixed else []
     escape: list[Json] = [_replace(" ", _SPACE)] if escaped else []
@@ -177,7 +178,7 @@ def _tokenizer_json(
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            {"id": number, "content": token, "special": token in special, "normalized": False} | _AS_IT_STANDS
+            {"id": number, "content": token, "special": token in special, "normalized": False} | _EXACT_MATCH
             for token, number in sorted((special | whole).items(), key=lambda item: item[1])
         ],
         "normalizer": {"type": "Sequence", "normalizers": prepend + escape},
@@ -206,7 +207,7 @@ def _replace(old: str, new: str) -> Json:
 
 
 def _begin_with(token: str, number: int) -> Json:
-    """Puts `token` before a text, and before each of a pair."""
+    """A post-processor that adds `token` before a text, and before each of a pair."""
     begin = {"SpecialToken": {"id": token, "type_id": 0}}
     first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
     return {

@@ -1,16 +1,15 @@
-"""Writing and scoring text with a model."""
+"""Use a trained model: generate text, score given text, evaluate."""
 
 from forge.inference.cache import CachedScores
-from forge.inference.sampling import NextScores, Sampling, choose, generate, recomputed
-from forge.inference.score import token_scores
-from forge.inference.text import TextStream
+from forge.inference.sampling import NextScores, Sampling, TextStream, choose_token, generate, recomputed
+from forge.inference.scoring import token_scores
 
 __all__ = [
     "CachedScores",
     "NextScores",
     "Sampling",
     "TextStream",
-    "choose",
+    "choose_token",
     "generate",
     "recomputed",
     "token_scores",

@@ -1,11 +1,10 @@
-"""Scores of growing texts by a model that remembers the keys and values of what it has read.
+"""Next-token scores of growing texts with a cache of keys and values.
 
-The Transformer is the one that trains. While it reads for a cache, two of its seams are taken: every layer's attention
-function is one that keeps keys and values, and the loss is one that scores the last token of each text only.
+The Transformer is the one that trains, with two of its extension points replaced during a forward: every layer's
+attention function stores keys and values, and the loss is replaced by the logits of the last token of each text.
 
-A token's place in the cache is its position in the text, so the cached rule of who sees whom is the model's own, for
-texts of any lengths side by side: shorter ones are padded at the end, where later tokens overwrite the padding before
-anybody sees it.
+A token's place in the cache is its position in the text, so the attention mask is the model's own for texts of any
+lengths in one batch: shorter ones are padded at the end, where later tokens overwrite the padding before it is seen.
 """
 
 from __future__ import annotations
@@ -16,24 +15,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from forge.inference.lend import lent
 from forge.inference.sampling import padded
+from forge.inference.scoring import replaced
 from forge.model import AttentionFunction, AttentionMask
 from forge.model.loss import head_logits
 from forge.model.mask import visible
 
-# Places are added in steps of at least this many, and by half of what is there.
+# The cache grows by at least this many places, and by half its size.
 _GROWTH = 128
 
 
 class CachedScores:
     """`NextScores` of `model`, a whole Transformer in this process.
 
-    When every text is one of the last call, or that and one token more, only those last tokens are computed; any other
-    texts begin anew. Like without a cache the model sees each text's last `model.seq_len` tokens, at positions 0, 1,
-    ...; a text that outgrows them is read anew for each further token, because all its positions change.
+    If every text equals one of the last call, or extends it by one token, only those last tokens are computed; for any
+    other texts the cache is rebuilt. As without a cache the model sees each text's last `model.seq_len` tokens, at
+    positions 0, 1, ...; a longer text is recomputed for each further token, because all its positions change.
 
-    Holds per text and token 2 * kv_heads * head_dim numbers for each layer.
+    Memory: 2 * kv_heads * head_dim numbers per text, token and layer.
     """
 
     def __init__(self, model: Any):
@@ -43,9 +42,9 @@ class CachedScores:
 
     @torch.no_grad()
     def __call__(self, texts: Sequence[Sequence[int]]) -> Tensor:
-        """Logits `[texts, vocab]` of the next token of each text, in promote(float32, compute)."""
+        """Return logits `[texts, vocab]` of the next token of each text, in promote(float32, compute)."""
         seen = [list(text[-self._model.seq_len :]) for text in texts]
-        before, self._texts = self._texts, []  # nothing is remembered if this call fails
+        before, self._texts = self._texts, []  # the cache is invalid if this call fails
         device = self._model.rope_cos.device
         last = torch.tensor([len(text) - 1 for text in seen], device=device)
         if _continue(before, seen):
@@ -61,7 +60,7 @@ class CachedScores:
         """Logits `[texts, vocab]` at index `last` `[texts]` of tokens `[texts, seq]`, whole texts if places is None."""
         for layer in self._layers:
             layer.places = places
-        with lent(self._model, _LastScores(last, self._model.config.logit_soft_cap), self._layers):
+        with replaced(self._model, _LastScores(last, self._model.config.logit_soft_cap), self._layers):
             return self._model(tokens, None, None if places is None else places.of_text[:, None])
 
 
@@ -73,16 +72,16 @@ def _continue(before: list[list[int]], now: list[list[int]]) -> bool:
 
 
 class _Places(NamedTuple):
-    """Where the one token that each text has now is put, int64 `[texts]`; all are below `end`."""
+    """The cache place of the one new token of each text, int64 `[texts]`; all are below `end`."""
 
     of_text: Tensor
     end: int
 
 
 class _LayerCache:
-    """The attention function of one layer that keeps what it is given: keys and values `[texts, kv_heads, places, head_dim]`.
+    """The attention function of one layer, which stores keys and values `[texts, kv_heads, places, head_dim]`.
 
-    With `places` None whole texts are read, which is `inner`'s work on them; else one token of each.
+    With `places` None whole texts are read, by `inner` alone; otherwise one token of each.
     """
 
     def __init__(self, inner: AttentionFunction):
@@ -95,12 +94,12 @@ class _LayerCache:
             return self._inner.prepare(mask, x)
         sees = visible(mask.window, None)
         queries, keys = self.places.of_text.view(-1, 1, 1, 1), torch.arange(self.places.end, device=x.device)
-        table = sees(
-            queries, queries, queries, keys
-        )  # [texts, 1, 1, places]; no documents, so no text is asked for
+        # Without documents the rule does not depend on the batch or head index.
+        table = sees(queries, queries, queries, keys)  # [texts, 1, 1, places]
         return AttentionMask(mask.window, None, mask.soft_cap, table)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+        """q `[texts, heads, seq, head_dim]`, k and v `[texts, kv_heads, seq, head_dim]` -> shaped like q."""
         if self.places is None:
             self._keys, self._values = k.contiguous(), v.contiguous()
             return self._inner(q, k, v, mask)
@@ -112,23 +111,24 @@ class _LayerCache:
 
 
 def _with_room(kept: Tensor, places: int) -> Tensor:
-    """`kept` `[texts, kv_heads, places, head_dim]` itself, or a larger copy that has so many places."""
-    there = kept.shape[2]
-    if there >= places:
+    """Return `kept` `[texts, kv_heads, places, head_dim]` itself, or a copy with at least `places` places."""
+    size = kept.shape[2]
+    if size >= places:
         return kept
-    # Zeros: what nobody sees has weight 0, but 0 times what memory may hold is not always 0.
-    larger = kept.new_zeros(*kept.shape[:2], there + max(_GROWTH, there // 2), kept.shape[3])
-    larger[:, :, :there] = kept
+    # Zeros: a masked place has weight 0, but 0 times uninitialised memory may be NaN.
+    larger = kept.new_zeros(*kept.shape[:2], size + max(_GROWTH, size // 2), kept.shape[3])
+    larger[:, :, :size] = kept
     return larger
 
 
 class _LastScores(nn.Module):
-    """In place of the loss: logits of one place per text, so that those of a whole prompt never exist."""
+    """In place of the loss: the logits of one token per text, so that those of a whole prompt never exist."""
 
     def __init__(self, last: Tensor, soft_cap: float):
         super().__init__()
         self._last, self._soft_cap = last, soft_cap
 
     def forward(self, hidden: Tensor, head_weight: Tensor, labels: Tensor | None) -> Tensor:
+        """hidden `[texts, seq, dim]`, head_weight `[vocab, dim]` -> `[texts, vocab]`."""
         rows = torch.arange(len(self._last), device=hidden.device)
         return head_logits(hidden[rows, self._last], head_weight, self._soft_cap)

@@ -1,4 +1,4 @@
-"""Loss, perplexity and bits per byte of a model in one process, on any token data."""
+"""Measure the loss, perplexity and bits per byte of a model in one process, on any token data."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from forge.data.loader import Batch, stack_windows
 from forge.data.sources import Source
 from forge.data.tokenizer import Tokenizer
 from forge.errors import FAILED, UserError
-from forge.inference.open import Opened
+from forge.inference.open import TrainedModel
 from forge.model import IGNORE
 
-# Tokens that are read, and of one document decoded, together where text is measured.
+# Tokens that are read, and of one document decoded, at once.
 _AT_ONCE = 1 << 16
 
 
@@ -26,9 +26,9 @@ _AT_ONCE = 1 << 16
 class Measured:
     """How well a model predicts a text.
 
-    `loss`: mean cross-entropy in nats over `tokens` labels, those that begin and end documents among them.
-    `text_bytes`: of the text that these labels spell, in UTF-8; special tokens spell nothing. None where that cannot be
-    known. `bytes_from`: "dataset.json", what prepare_data counted in the text itself; or "decoding" of the labels.
+    `loss`: mean cross-entropy in nats over `tokens` labels, including those that begin and end documents.
+    `text_bytes`: size in UTF-8 of the text of these labels, where special tokens count nothing; None if unknown.
+    `bytes_from`: "dataset.json" (prepare_data counted the bytes of the text itself) or "decoding" (of the labels).
     """
 
     loss: float
@@ -43,22 +43,22 @@ class Measured:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """All labels' bits over the bytes that they spell: comparable between tokenizers."""
+        """Bits of all labels over the bytes of their text: comparable between tokenizers."""
         return self.loss * self.tokens / log(2.0) / self.text_bytes if self.text_bytes else None
 
 
 def measure(
-    opened: Opened,
+    opened: TrainedModel,
     source: Source,
     sequences: int | None = None,
     batch_size: int = 8,
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> Measured:
-    """The model's loss on a source, by the windows of train.seq_len tokens that the trainer's evaluation reads.
+    """Measure the loss on the first `sequences` windows of train.seq_len tokens, as the trainer's evaluation does.
 
-    On the first `sequences` of them, or on all and on the rest behind them: each token but the first is predicted once,
-    from what is before it in its window. `progress` is told the number of tokens done. UserError (exit 1) if the loss
-    is not finite.
+    With `sequences` None on all windows and the shorter rest after them. Each token but the first is predicted once,
+    from those before it in its window. `progress` is called with the number of tokens done. Raises UserError (exit 1)
+    if the loss is not finite.
     """
     seq_len = opened.config.train.seq_len
     windows = -(-(source.tokens - 1) // seq_len)
@@ -89,10 +89,10 @@ def _windows(
         yield stack_windows(rows, len(numbers), seq_len, document_mask, first)
 
 
-def _text_bytes(opened: Opened, source: Source, read: int) -> tuple[int | None, str | None]:
-    """Bytes of the text of tokens 1 ... read - 1 of the source, as far as they are predicted; and how they are known."""
+def _text_bytes(opened: TrainedModel, source: Source, read: int) -> tuple[int | None, str | None]:
+    """Bytes of the text of the predicted ones of tokens 1 ... read - 1 of the source, and their origin."""
     tokenizer = opened.tokenizer
-    # Where documents begin with text, what is left unpredicted has bytes, and what is predicted must be decoded.
+    # Where documents begin with text, the tokens that are not predicted have bytes, so the others must be decoded.
     ends_are_special = tokenizer is None or tokenizer.bos_id is not None
     if isinstance(source, TokenDataset) and read == source.tokens and ends_are_special:
         return source.index.text_bytes, "dataset.json"
@@ -102,7 +102,7 @@ def _text_bytes(opened: Opened, source: Source, read: int) -> tuple[int | None, 
 
 
 def _decoded_bytes(source: Source, tokenizer: Tokenizer, read: int, masked: bool) -> int:
-    """Documents are decoded one by one; with `masked` the first token of each is left out, which is not predicted then."""
+    """Decode documents one by one; with `masked` the first token of each is not predicted, and left out."""
     total = 0
     document: list[int] = []
     for begin in range(0, read - 1, _AT_ONCE):

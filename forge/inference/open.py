@@ -1,4 +1,4 @@
-"""A trained model on one process, ready to write and to score: weights in their compute dtype, no optimizer state."""
+"""Open a checkpoint in one process, for inference: weights in their compute dtype, no optimizer state."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Opened:
-    """What the checkpoint at `path`, saved after `step`, holds. `tokenizer` is None where the run had none."""
+class TrainedModel:
+    """The model of the checkpoint at `path`, saved after `step`. `tokenizer` is None where the run had none."""
 
     path: Path
     step: int
@@ -43,28 +43,28 @@ def open_checkpoint(
     compute: str | None = None,
     context: int | None = None,
     verify: bool = True,
-) -> Opened:
-    """The model at `path`: a run's folder, its checkpoints folder, one checkpoint, or an imported folder.
+) -> TrainedModel:
+    """Open the model at `path`: a run's folder, its checkpoints folder, one checkpoint, or an imported folder.
 
-    Of several checkpoints the newest whole one; a damaged one is passed over with a warning and stays where it is.
-    Without `verify` only names and sizes are compared. `compute` (float32, ...) and `context` (tokens) take the place
-    of precision.compute and train.seq_len. Routing is without noise, and no token is dropped.
+    Of several checkpoints the newest intact one is opened; a damaged one is skipped with a warning and left unchanged.
+    Without `verify` only names and sizes are compared. `compute` (float32, ...) and `context` (tokens) override
+    precision.compute and train.seq_len. Routing has no noise and no capacity limit.
 
-    Raises UserError: exit 2 if there is no checkpoint or it cannot be understood, 77 if none is whole.
+    Raises UserError: exit 2 if there is no checkpoint or its config is invalid, 77 if none is intact.
     """
     found, manifest = _find_whole(Path(path), verify)
     try:
         text = read_config(found)
     except OSError as error:
         raise UserError(f"checkpoint {found}: config.toml cannot be read: {error.strerror}") from None
-    config = _for_reading(parse_toml_text(text, str(found / "config.toml")), compute, context)
+    config = _for_inference(parse_toml_text(text, str(found / "config.toml")), compute, context)
     model = _build(config, device)
     with alone():
         state = model.state_dict()
         load(found, {f"model.{name}": (Shard.whole(name, values), values) for name, values in state.items()})
     folder = found / "tokenizer"
     tokenizer = load_tokenizer(folder) if folder.is_dir() else None
-    return Opened(found, manifest["step"], config, model, tokenizer, device)
+    return TrainedModel(found, manifest["step"], config, model, tokenizer, device)
 
 
 def _find_whole(path: Path, verify: bool) -> tuple[Path, dict[str, Any]]:
@@ -93,10 +93,10 @@ def _find_whole(path: Path, verify: bool) -> tuple[Path, dict[str, Any]]:
     raise UserError("; ".join(problems), NO_CHECKPOINT)
 
 
-def _for_reading(config: Config, compute: str | None, context: int | None) -> Config:
+def _for_inference(config: Config, compute: str | None, context: int | None) -> Config:
     model = config.model
     if model.moe is not None:
-        # Drops depend on what lies beside a token in its batch; what a model writes must not.
+        # Drops depend on the other tokens of a batch; what a model generates must not.
         exact = model.moe.model_copy(update={"capacity_factor": 0.0, "router_noise": 0.0})
         model = model.model_copy(update={"moe": exact})
     precision = config.precision.model_copy(update={"compute": compute} if compute else {})
@@ -105,7 +105,7 @@ def _for_reading(config: Config, compute: str | None, context: int | None) -> Co
 
 
 def _build(config: Config, device: torch.device) -> Any:
-    """The model with room for its weights, each in the dtype in which training computes with it."""
+    """The model with uninitialised weights, each in the dtype in which training computes with it."""
     model = build_meta_model(config)
     compute = DTYPES[config.precision.compute]
     _, dtypes = plan_units(model, config.precision)

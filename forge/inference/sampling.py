@@ -1,4 +1,4 @@
-"""Choosing the next token, and writing texts one token after another."""
+"""Generate texts token by token: sampling, the loop, and text that is decoded as it is generated."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from forge.data.tokenizer import Tokenizer
+
 NextScores = Callable[[Sequence[Sequence[int]]], Tensor]
-"""Logits `[texts, vocab]` of the token that follows each of some texts, none of them empty."""
+"""Texts, none of them empty -> logits `[texts, vocab]` of the next token of each."""
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How a token is chosen from its scores.
 
-    `temperature` 0 takes the likeliest token, the lowest of equals. Else one is drawn from softmax(logits /
-    temperature), cut down first to the `top_k` likeliest tokens (0: all), then to the fewest likeliest ones that hold
-    `top_p` of the rest. The draw for position n of a text depends on (`seed`, n) and the scores alone.
+    `temperature` 0 takes the likeliest token, the lowest id of equals. Otherwise one is drawn from softmax(logits /
+    temperature), restricted first to the `top_k` likeliest tokens (0: all), then to the fewest likeliest ones that hold
+    `top_p` of the rest. The draw for position n of a text depends only on (`seed`, n) and the scores.
     """
 
     temperature: float = 0.0
@@ -35,14 +37,13 @@ def generate(
     sampling: Sampling,
     stop: Callable[[int, list[int]], bool] = lambda row, new: False,
 ) -> Iterator[list[int | None]]:
-    """Go on with every prompt by at most `max_tokens` tokens; yields one list a step: each text's new token.
+    """Continue every prompt by at most `max_tokens` tokens; yields one list a step: each text's new token.
 
-    A text ends when `stop(row, its new tokens)` says so, which it is asked after each token; from then on its entry is
-    None. A text depends on its own prompt only, not on those beside it. Processes that see the same scores call this
-    together and agree without a word.
+    A text ends when `stop(row, its new tokens)`, called after each token, returns True; from then on its entry is None.
+    A text depends on its own prompt only, not on the others. Processes that see the same scores choose the same tokens
+    without communication.
 
-    Raises ValueError for an empty prompt, which gives nothing to score the first token from, and for scores that are
-    not numbers.
+    Raises ValueError for an empty prompt, and for scores that are not finite.
     """
     if not all(prompts):
         raise ValueError("the prompt has no tokens; give it at least one")
@@ -56,7 +57,7 @@ def generate(
         chosen: list[int | None] = [None] * len(texts)
         for row, text in enumerate(texts):
             if growing[row]:
-                token = choose(scores[row], sampling, position=len(text))
+                token = choose_token(scores[row], sampling, position=len(text))
                 text.append(token)
                 chosen[row] = token
                 growing[row] = not stop(row, text[len(prompts[row]) :])
@@ -64,9 +65,9 @@ def generate(
 
 
 def recomputed(model_call: Callable[[Tensor], Tensor], seq_len: int) -> NextScores:
-    """Scores by a whole forward over each text's last `seq_len` tokens: slow, but it asks nothing of a model's layout.
+    """Return a function that runs a whole forward over each text's last `seq_len` tokens: slow, but works on any layout.
 
-    `model_call` turns tokens int64 CPU `[texts, seq]` into logits `[texts, seq, vocab]`.
+    `model_call` maps tokens int64 CPU `[texts, seq]` to logits `[texts, seq, vocab]`.
     """
 
     def next_scores(texts: Sequence[Sequence[int]]) -> Tensor:
@@ -78,13 +79,13 @@ def recomputed(model_call: Callable[[Tensor], Tensor], seq_len: int) -> NextScor
 
 
 def padded(texts: Sequence[Sequence[int]]) -> Tensor:
-    """int64 `[texts, longest]`, filled with token 0 at the end, where a causal model's earlier tokens do not see it."""
+    """Return int64 `[texts, longest]`, filled with token 0 at the end, which earlier tokens do not see."""
     longest = max(map(len, texts))
     return torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])
 
 
-def choose(scores: Tensor, sampling: Sampling, position: int) -> int:
-    """One token from `scores` float64 CPU `[vocab]`, for this position of its text. ValueError if none is a number."""
+def choose_token(scores: Tensor, sampling: Sampling, position: int) -> int:
+    """Return a token drawn from `scores` float64 CPU `[vocab]` for this position. ValueError if none is finite."""
     best = int(scores.argmax())
     if not bool(scores[best].isfinite()):
         raise ValueError("the model's scores are not finite; its weights are broken")
@@ -107,6 +108,39 @@ def choose(scores: Tensor, sampling: Sampling, position: int) -> int:
 
 
 def _uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends on nothing else; no generator's algorithm to change under us."""
+    """A number in [0, 1) that depends only on the arguments, not on the version of a random generator."""
     key = hashlib.blake2b(f"{seed}:sample:{position}".encode(), digest_size=8).digest()
     return int.from_bytes(key, "little") / 2**64
+
+
+class TextStream:
+    """The text that new tokens add to a prompt, as soon as it is certain.
+
+    The text of a token depends on those before it: a character may take several tokens, and a tokenizer may drop a space
+    where a text begins. So the last emitted tokens are decoded together with new ones, and an incomplete character waits.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
+        self._tokenizer = tokenizer
+        self._emitted = list(prompt)
+        self._waiting: list[int] = []
+        self.text = ""
+
+    def add(self, token: int) -> str:
+        """Return the text that has become certain with this token; may be empty."""
+        self._waiting.append(token)
+        new = self._new_text()
+        return "" if not new or new.endswith("\ufffd") else self._emit(new)
+
+    def end(self) -> str:
+        """Return the rest when no more tokens come: an incomplete character, as U+FFFD."""
+        return self._emit(self._new_text()) if self._waiting else ""
+
+    def _new_text(self) -> str:
+        before = self._tokenizer.decode(self._emitted)
+        return self._tokenizer.decode(self._emitted + self._waiting)[len(before) :]
+
+    def _emit(self, new: str) -> str:
+        self._emitted, self._waiting = self._waiting, []
+        self.text += new
+        return new

@@ -1,4 +1,4 @@
-"""Any task of EleutherAI's lm-eval on an opened model. Importing this needs the extra `forge[eval]`."""
+"""Run tasks of EleutherAI's lm-eval on a trained model. Importing this needs the extra `forge[eval]`."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from forge.errors import UserError
 from forge.inference import CachedScores, Sampling, TextStream, generate, token_scores
-from forge.inference.open import Opened
+from forge.inference.open import TrainedModel
 from forge.inference.sampling import padded
 from forge.model import IGNORE
 from forge.observe.progress_line import ProgressLine
 
-# The names under which tasks say how long an answer may get, the first that is there counts; and how long if none is.
+# Task options for the longest answer, in tokens: the first that is set counts; and the limit if none is.
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _LENGTH = 256
 
 
 def run_tasks(
-    opened: Opened,
+    opened: TrainedModel,
     tasks: Sequence[str],
     *,
     include_path: str | None = None,
@@ -34,9 +34,9 @@ def run_tasks(
     limit: int | None = None,
     batch_size: int = 8,
 ) -> dict[str, dict[str, Any]]:
-    """Task or group -> metric -> value, under lm-eval's own names. `limit`: only the first so many questions of each.
+    """Return task or group -> metric -> value, under lm-eval's own names. `limit`: only the first questions of each.
 
-    Raises UserError for a task that is not there, and for a model without a tokenizer.
+    Raises UserError for an unknown task, and for a model without a tokenizer.
     """
     if include_path is not None and not Path(include_path).is_dir():
         raise UserError(f"--include-path {include_path}: is not a folder")
@@ -63,13 +63,13 @@ def run_tasks(
 
 
 class Scorer(TemplateLM):
-    """What lm-eval asks of a model, for an opened checkpoint.
+    """lm-eval's model interface, for an opened checkpoint.
 
-    Contexts begin as documents do: with the tokenizer's begin token, if it has one. What is longer than the model's
-    context loses its beginning.
+    Contexts begin as documents do: with the tokenizer's begin token, if it has one. Text that is longer than the
+    model's context loses its beginning.
     """
 
-    def __init__(self, opened: Opened, batch_size: int = 8):
+    def __init__(self, opened: TrainedModel, batch_size: int = 8):
         super().__init__()
         if opened.tokenizer is None:
             raise UserError(f"{opened.path} holds no tokenizer, and tasks are text")
@@ -86,7 +86,7 @@ class Scorer(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Stands before a text that has no context."""
+        """The token before a text that has no context."""
         found = self._text.eos_id if self._text.bos_id is None else self._text.bos_id
         assert found is not None
         return found
@@ -104,7 +104,7 @@ class Scorer(TemplateLM):
         return begin + self._text.encode(string)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-probability of each whole text, from windows that do not overlap; each begins with the token before it."""
+        """Return the log-probability of each whole text, from disjoint windows that each begin with the token before."""
         windows: list[tuple[Any, list[int], list[int]]] = []
         owners: list[int] = []
         for number, request in enumerate(requests):
@@ -121,7 +121,7 @@ class Scorer(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        """(log-probability, whether greedy decoding would write it) of each continuation, given context and continuation."""
+        """Return (log-probability, whether greedy decoding would generate it) of each continuation after its context."""
         for _name, _context, continuation in requests:
             if len(continuation) > self.max_length:
                 raise UserError(
@@ -143,7 +143,7 @@ class Scorer(TemplateLM):
         return found
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """What is written after each context, up to the first of the request's `until` or the end of the document."""
+        """Return the text generated after each context, up to the first of the request's `until` or the end token."""
         texts = [""] * len(requests)
         kinds: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
@@ -151,12 +151,12 @@ class Scorer(TemplateLM):
         for kind, numbers in kinds.items():
             options = json.loads(kind)
             prompts = [self.tok_encode(requests[number].args[0]) for number in numbers]
-            for batch in self._batches("written", [len(prompt) for prompt in prompts]):
-                for i, text in zip(batch, self._write([prompts[i] for i in batch], options), strict=True):
+            for batch in self._batches("generated", [len(prompt) for prompt in prompts]):
+                for i, text in zip(batch, self._generate([prompts[i] for i in batch], options), strict=True):
                     texts[numbers[i]] = text
         return texts
 
-    def _write(self, prompts: list[list[int]], options: dict[str, Any]) -> list[str]:
+    def _generate(self, prompts: list[list[int]], options: dict[str, Any]) -> list[str]:
         until = options.get("until") or []
         until = [until] if isinstance(until, str) else [end for end in until if end]
         length = int(next((options[name] for name in _LENGTHS if options.get(name) is not None), _LENGTH))
@@ -179,7 +179,7 @@ class Scorer(TemplateLM):
         return texts
 
     def _batches(self, done: str, lengths: Sequence[int]) -> Iterator[list[int]]:
-        """Indices of what has these lengths in batches of like ones, the longest first, with a progress line."""
+        """Yield indices of items with these lengths, in batches, the longest first, with a progress line."""
         order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
         line = ProgressLine(done, len(order), "requests", 1.0)
         for begin in range(0, len(order), self._batch_size):
@@ -189,7 +189,7 @@ class Scorer(TemplateLM):
 
 
 def _sampling(options: dict[str, Any]) -> Sampling:
-    """Greedy unless the task says do_sample = true, or a temperature without it."""
+    """Greedy unless the task sets do_sample = true, or a temperature without do_sample."""
     temperature = float(options.get("temperature") or 0.0)
     if options.get("do_sample") is False:
         temperature = 0.0

@@ -1,1 +1,1 @@
-"""Preparation of data: text -> tokenizer -> token shards. Not needed for training."""
+"""Prepare data: text -> tokenizer -> token shards. Not needed for training."""

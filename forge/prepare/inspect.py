@@ -1,4 +1,4 @@
-"""What a step reads, spelled out: for looking at data before and after it has surprised someone."""
+"""Show which samples a step reads, decoded, to check the data."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from forge.data.tokenizer import Tokenizer
 class Sample:
     """One sequence of a step.
 
-    `sample` is its global number and `rank` the data rank that reads it; it is window `window` (tokens `first_token`
-    and following) of `source`, in that source's epoch `epoch`, from 0. `tokens` are its first ids and `text` what they
-    say (None without a tokenizer). `documents`: the places in the sequence, 0 and above, at which a document
-    begins. `masked` labels count nothing, because `data.document_mask` is on and they begin a document.
+    `sample` is its global number and `rank` the data rank that reads it; it is window `window` (from token `first_token`)
+    of `source`, in that source's epoch `epoch`, from 0. `tokens` are its first ids and `text` their text (None without
+    a tokenizer). `documents`: the positions in the sequence at which a document begins. `masked`: the number of labels
+    that are ignored because they begin a document and `data.document_mask` is on.
     """
 
     sample: int
@@ -47,10 +47,10 @@ def samples_of_step(
     excerpt: int = 64,
     passed_over: Ranges = (),
 ) -> Iterator[Sample]:
-    """The sequences of step `step` (from 1) in order: all of them, or those of data rank `rank` of `ranks`.
+    """Yield the sequences of step `step` (from 1) in order: all of them, or those of data rank `rank` of `ranks`.
 
-    Of a run whose steps all had `global_batch_size` sequences, and that passes over samples `passed_over`. Of each
-    sequence, `head` ids are given and the text of `excerpt`.
+    Assumes that all steps had `global_batch_size` sequences. The run skips samples `passed_over`. Of each sequence the
+    first `head` ids are shown, and the text of the first `excerpt`.
     """
     rows, seq_len = global_batch_size // ranks, dataset.seq_len
     before, readers = (step - 1) * global_batch_size, range(ranks) if rank is None else (rank,)

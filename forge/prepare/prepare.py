@@ -1,12 +1,12 @@
-"""Text -> token shards, by several processes, in an order that does not depend on them.
+"""Text -> token shards, in parallel; the result does not depend on the number of worker processes.
 
-The corpus is cut into chunks by size alone. A worker turns a chunk into one part file, complete when it has
-its name; when all parts are there they are put together in order. So whatever ends the program, the same
-command does only what is missing.
+The corpus is cut into chunks by size alone. A worker tokenizes a chunk into one part file, which gets its final name when
+it is complete; when all parts exist they are joined in order. So after any interruption the same command does only what
+is missing.
 
-    OUTPUT/.parts/plan.json         what the parts are parts of
+    OUTPUT/.parts/plan.json         the options and the corpus that the parts belong to
     OUTPUT/.parts/part-00007.npz    tokens and document starts of chunk 7, for each split
-    OUTPUT/ or OUTPUT/{train,validation}/    the datasets; with the last of them .parts goes
+    OUTPUT/ or OUTPUT/{train,validation}/    the datasets; .parts is removed when all are complete
 """
 
 from __future__ import annotations
@@ -42,14 +42,13 @@ from forge.prepare.writer import ShardWriter
 
 TRAIN, VALIDATION = "train", "validation"
 _PARTS = ".parts"
-_TOLD = 5  # examples of bad documents that are shown
+_SHOWN = 5  # bad documents that are reported one by one
 _tokenizer = lru_cache(maxsize=1)(load_tokenizer)  # once in each worker process
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to make of what. `holdout`: the share of documents that go to OUTPUT/validation, the others to
-    OUTPUT/train."""
+    """What to prepare. `holdout`: the share of documents that go to OUTPUT/validation; the others go to OUTPUT/train."""
 
     inputs: tuple[str, ...]
     tokenizer: str
@@ -70,7 +69,7 @@ class Request:
 
 
 class Tally(BaseModel):
-    """What was found in a chunk, or in all."""
+    """Numbers of documents of a chunk, or of all; `lost`: files of which an unknown number of documents is unreadable."""
 
     documents: int = 0
     bad: int = 0
@@ -81,34 +80,40 @@ class Tally(BaseModel):
     def add(self, other: Tally) -> None:
         self.documents += other.documents
         self.bad += other.bad
-        self.examples = (self.examples + other.examples)[:_TOLD]
-        self.lost = (self.lost + other.lost)[:_TOLD]
+        self.examples = (self.examples + other.examples)[:_SHOWN]
+        self.lost = (self.lost + other.lost)[:_SHOWN]
         for split, size in other.text_bytes.items():
             self.text_bytes[split] += size
 
+    def add_bad(self, document: Bad) -> None:
+        lost = [document] if document.many else []
+        self.add(Tally(documents=1, bad=1, examples=[document], lost=lost))
+
 
 def prepare(request: Request) -> list[Path]:
-    """Makes the datasets and returns their folders; does nothing when they are there. UserError for what the
-    user can mend."""
-    _tokenizer.cache_clear()  # the file may be another than at the last call
+    """Make the datasets and return their folders; does nothing if they exist.
+
+    Raises UserError for what the user can correct.
+    """
+    _tokenizer.cache_clear()  # the file may have changed since the last call
     tokenizer = _tokenizer(request.tokenizer)
     options = _options(request, tokenizer)
     done = _finished_targets(request, options)
     parts = request.output / _PARTS
     if len(done) == len(request.targets):
-        shutil.rmtree(parts, ignore_errors=True)  # an interruption may have come just before this at the end
+        shutil.rmtree(parts, ignore_errors=True)  # left if the last run was interrupted at its very end
         for folder in request.targets.values():
             print(f"{folder}: already prepared, {_describe(TokenDataset(folder).index)}")
         return list(request.targets.values())
     corpus = find_corpus(request.inputs, request.extensions, request.max_bytes)
     chunks = _cut(corpus.files)
     with _locked(parts):
-        _match_plan(parts, {"options": options, "corpus": _corpus_fingerprint(corpus)})
+        _match_plan(parts, options, corpus)
         _encode_missing(request, chunks, parts)
-        tally = _check_tally(request, corpus, chunks, parts)
+        tally = _check_tally(request, corpus, len(chunks), parts)
         for split, folder in request.targets.items():
             if split not in done:
-                writer = _assemble(folder, split, tokenizer, parts, len(chunks))
+                writer = _join(folder, split, tokenizer, parts, len(chunks))
                 index = writer.finish(tally.text_bytes[split], {"options": options})
                 print(f"{folder}: {_describe(index)}")
         shutil.rmtree(parts)
@@ -116,7 +121,7 @@ def prepare(request: Request) -> list[Path]:
 
 
 def _options(request: Request, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What the result depends on; kept in dataset.json, so that another request is not taken for this one."""
+    """What the result depends on; kept in dataset.json, so that the result of another request is not mistaken for it."""
     return {
         "input": [os.path.abspath(path) for path in request.inputs],
         "tokenizer": tokenizer.fingerprint,
@@ -128,7 +133,7 @@ def _options(request: Request, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _finished_targets(request: Request, options: dict[str, Any]) -> set[str]:
-    """The splits that are there already. UserError where the folder holds something else."""
+    """The splits that exist already. UserError where a folder holds another dataset."""
     finished = set()
     for folder in (request.output, request.output / TRAIN, request.output / VALIDATION):
         if not (folder / INDEX).exists():
@@ -146,12 +151,12 @@ def _finished_targets(request: Request, options: dict[str, Any]) -> set[str]:
 
 
 def _cut(files: list[Piece]) -> list[list[Piece]]:
-    """Chunks of about 1/256 of the whole, but 1 MB at least (or they cost more than their work) and 128 MB at most."""
+    """Cut into chunks of about 1/256 of the whole, at least 1 MB (a chunk has a fixed cost) and at most 128 MB."""
     chunk_bytes = min(max(sum(file.size for file in files) // 256, 1 << 20), 128 << 20)
     chunks: list[list[Piece]] = [[]]
     room = chunk_bytes
     for file in files:
-        step = chunk_bytes if file.holds_many else max(1, file.size)
+        step = chunk_bytes if file.has_many_documents else max(1, file.size)
         for begin in range(file.begin, file.end, step):
             piece = file._replace(begin=begin, end=min(begin + step, file.end))
             if chunks[-1] and piece.size > room:
@@ -162,18 +167,9 @@ def _cut(files: list[Piece]) -> list[list[Piece]]:
     return chunks
 
 
-def _corpus_fingerprint(corpus: Corpus) -> str:
-    digest = hashlib.sha256()
-    for file in corpus.files:
-        digest.update(
-            os.fsencode(f"{file.path}\0{file.begin}\0{file.end}\0{os.stat(file.path).st_mtime_ns}\n")
-        )
-    return digest.hexdigest()
-
-
 @contextmanager
 def _locked(parts: Path) -> Iterator[None]:
-    """One program at a time per output folder. The kernel takes the lock back whatever ends the program."""
+    """Allow one program at a time per output folder. The kernel releases the lock however the program ends."""
     try:
         parts.mkdir(parents=True, exist_ok=True)
         lock = open(parts / "lock", "w")  # noqa: SIM115
@@ -183,16 +179,19 @@ def _locked(parts: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise UserError(f"--output {parts.parent}: another prepare_data is at work on it") from None
+            raise UserError(f"--output {parts.parent}: another prepare_data is writing to it") from None
         yield
 
 
-def _match_plan(parts: Path, plan: dict[str, Any]) -> None:
-    """Parts of an earlier run stay only if it was cut short on this very corpus with these options."""
-    text = json.dumps(plan, sort_keys=True).encode()
-    path = parts / "plan.json"
-    existing = list(parts.glob("part-*.npz"))
-    if path.exists() and path.read_bytes() == text:
+def _match_plan(parts: Path, options: dict[str, Any], corpus: Corpus) -> None:
+    """Keep the parts of an interrupted run only if it had this corpus and these options."""
+    digest = hashlib.sha256()
+    for file in corpus.files:
+        modified = os.stat(file.path).st_mtime_ns
+        digest.update(os.fsencode(f"{file.path}\0{file.begin}\0{file.end}\0{modified}\n"))
+    plan = json.dumps({"options": options, "corpus": digest.hexdigest()}, sort_keys=True).encode()
+    path, existing = parts / "plan.json", list(parts.glob("part-*.npz"))
+    if path.exists() and path.read_bytes() == plan:
         if existing:
             print(f"continuing an interrupted run: {len(existing)} chunks are done", file=sys.stderr)
         return
@@ -200,35 +199,42 @@ def _match_plan(parts: Path, plan: dict[str, Any]) -> None:
         print("the options or the input changed since a run was interrupted: starting over", file=sys.stderr)
     for part in existing:
         part.unlink()
-    replace_atomically(path, text)
+    replace_atomically(path, plan)
 
 
 def _encode_missing(request: Request, chunks: list[list[Piece]], parts: Path) -> None:
     missing = [number for number in range(len(chunks)) if not _part(parts, number).exists()]
     sizes = {number: sum(piece.size for piece in chunks[number]) for number in missing}
-    progress, done = ProgressLine("tokenised", sum(sizes.values())), 0
+    progress, done = ProgressLine("tokenized", sum(sizes.values())), 0
     options = (request.tokenizer, request.text_key, request.holdout, parts)
+
+    def advance(number: int) -> None:
+        nonlocal done
+        done += sizes[number]
+        progress.update(done)
+
     workers = min(request.workers, len(missing))
     if workers <= 1:
         for number in missing:
             _encode(number, chunks[number], *options)
-            done += sizes[number]
-            progress.update(done)
+            advance(number)
     else:
         context = multiprocessing.get_context("spawn")  # forking a process that has threads is not safe
         with ProcessPoolExecutor(workers, context) as pool:
-            with _interrupts_ignored():
-                futures = {
-                    pool.submit(_encode, number, chunks[number], *options): number for number in missing
-                }
+            # Workers inherit that they ignore Ctrl-C, which reaches all processes of a terminal: the main process ends
+            # them after their chunk. A handler that they set themselves would come too late while they start.
+            before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+            try:
+                futures = {pool.submit(_encode, n, chunks[n], *options): n for n in missing}
+            finally:
+                signal.signal(signal.SIGINT, before)
             try:
                 for future in as_completed(futures):
                     future.result()
-                    done += sizes[futures[future]]
-                    progress.update(done)
+                    advance(futures[future])
             except BrokenProcessPool:
                 raise UserError(
-                    "a worker was killed (out of memory?); the same command goes on from here, with fewer "
+                    "a worker was killed (out of memory?); the same command continues from here, with fewer "
                     "--workers if need be",
                     exit_code=1,
                 ) from None
@@ -237,41 +243,26 @@ def _encode_missing(request: Request, chunks: list[list[Piece]], parts: Path) ->
                 raise
     seconds = progress.close()
     if done:
-        print(
-            f"tokenised {done / 1e6:.1f} MB in {clock(seconds)} ({done / 1e6 / seconds:.1f} MB/s)",
-            file=sys.stderr,
-        )
-
-
-@contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """Processes started here ignore Ctrl-C, which reaches all of a terminal's: the main one ends them after
-    their chunk.
-
-    They inherit it, for a handler that they set themselves would come too late while they start.
-    """
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+        rate = f"{done / 1e6 / seconds:.1f} MB/s"
+        print(f"tokenized {done / 1e6:.1f} MB in {clock(seconds)} ({rate})", file=sys.stderr)
 
 
 def _encode(
     number: int, chunk: list[Piece], tokenizer_path: str, text_key: str, holdout: float, parts: Path
 ) -> None:
-    """Makes the part of a chunk."""
+    """Make the part of a chunk."""
     tokenizer = _tokenizer(tokenizer_path)
     dtype = token_dtype(tokenizer.vocab_size)
     tally = Tally()
     documents: dict[str, list[np.ndarray]] = {TRAIN: [], VALIDATION: []}
     for document in chain.from_iterable(read_documents(piece, text_key) for piece in chunk):
         if isinstance(document, Bad):
-            lost = [document] if document.many else []
-            tally.add(Tally(documents=1, bad=1, examples=[document], lost=lost))
+            tally.add_bad(document)
             continue
         text = document.encode()
-        split = VALIDATION if _is_held_out(text, holdout) else TRAIN
+        # By a hash of the content, so that no copy of a held-out document is trained on.
+        draw = hashlib.blake2b(text, digest_size=8, person=b"holdout").digest()
+        split = VALIDATION if int.from_bytes(draw, "little") < holdout * 2**64 else TRAIN
         documents[split].append(np.array(enclose(tokenizer.encode(document), tokenizer), dtype))
         tally.documents += 1
         tally.text_bytes[split] += len(text)
@@ -291,31 +282,21 @@ def _write_part(path: Path, arrays: dict[str, np.ndarray]) -> None:
     partial.replace(path)
 
 
-def _is_held_out(text: bytes, holdout: float) -> bool:
-    """By a hash of the content, so that no copy of a held-out document is trained on."""
-    draw = int.from_bytes(hashlib.blake2b(text, digest_size=8, person=b"holdout").digest(), "little")
-    return draw < holdout * 2**64
-
-
 def _part(parts: Path, number: int) -> Path:
     return parts / f"part-{number:05d}.npz"
 
 
-def _check_tally(request: Request, corpus: Corpus, chunks: list[list[Piece]], parts: Path) -> Tally:
-    """Adds up what the parts say and reports it; UserError where too much was bad or a split would be empty."""
-    unreadable = corpus.unreadable
-    tally = Tally(
-        documents=len(unreadable),
-        bad=len(unreadable),
-        examples=unreadable[:_TOLD],
-        lost=[bad for bad in unreadable if bad.many],
-    )
-    for number in range(len(chunks)):
+def _check_tally(request: Request, corpus: Corpus, count: int, parts: Path) -> Tally:
+    """Sum and report the tallies of all parts. UserError where too much is bad or a split would be empty."""
+    tally = Tally()
+    for bad in corpus.unreadable:
+        tally.add_bad(bad)
+    for number in range(count):
         with np.load(_part(parts, number)) as part:
             found = Tally.model_validate_json(part["tally"].tobytes())
         tally.add(found)
         if found.lost:
-            _part(parts, number).unlink()  # a file may be readable at the next call without being another
+            _part(parts, number).unlink()  # the file may be readable next time although it did not change
     if corpus.duplicates:
         print(f"{corpus.duplicates} copies of other files left out", file=sys.stderr)
     if tally.bad:
@@ -325,25 +306,23 @@ def _check_tally(request: Request, corpus: Corpus, chunks: list[list[Piece]], pa
     if tally.lost:
         where, reason, _ = tally.lost[0]
         raise UserError(
-            f"{where}: {reason}; nobody knows how many documents are lost with it, so no --max-bad-fraction covers it: mend "
-            "it, or take it out of the input (what is done is kept)"
+            f"{where}: {reason}; an unknown number of documents is lost with it, so no --max-bad-fraction covers it: "
+            "repair it, or remove it from the input (finished chunks are kept)"
         )
     if tally.bad > request.max_bad_fraction * tally.documents:
         raise UserError(
             f"{tally.bad} of {tally.documents} documents are bad, the first {tally.examples[0].where}: "
             f"{tally.examples[0].reason}; --max-bad-fraction allows {request.max_bad_fraction:g}: "
-            "mend the input, or raise it (what is done is kept)"
+            "repair the input, or raise it (finished chunks are kept)"
         )
-    for split in request.targets:
+    for split, folder in request.targets.items():
         if not tally.text_bytes[split]:
             hint = f", or another --holdout than {request.holdout:g}" if request.holdout else ""
-            raise UserError(
-                f"{request.targets[split]}: no document with text is left; give more --input{hint}"
-            )
+            raise UserError(f"{folder}: no document with text is left; give more --input{hint}")
     return tally
 
 
-def _assemble(folder: Path, split: str, tokenizer: Tokenizer, parts: Path, count: int) -> ShardWriter:
+def _join(folder: Path, split: str, tokenizer: Tokenizer, parts: Path, count: int) -> ShardWriter:
     writer = ShardWriter(folder, vocab_size=tokenizer.vocab_size, tokenizer=tokenizer.fingerprint)
     for number in range(count):
         with np.load(_part(parts, number)) as part:

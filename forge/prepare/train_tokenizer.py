@@ -1,4 +1,4 @@
-"""Training a SentencePiece tokenizer from which every text comes back exactly."""
+"""Train a SentencePiece tokenizer that decodes every text exactly."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def train_tokenizer(
     text_key: str = "text",
     extensions: Sequence[str] = EXTENSIONS,
 ) -> SentencePieceTokenizer:
-    """Trains on a sample of `max_bytes` of the corpus and writes OUTPUT/tokenizer.model; the same input, the same file.
+    """Train on a sample of `max_bytes` of the corpus and write OUTPUT/tokenizer.model; the same input gives the same file.
 
-    BPE over the text as it is: no normalisation, no added or merged spaces, runs of spaces and line ends in the
-    vocabulary, digits one by one, and bytes for every character that is not in it. Ids: 0 unknown (never produced), 1
-    begins and 2 ends a document.
+    BPE over the unchanged text: no normalisation, no added or merged spaces, runs of spaces and line ends in the
+    vocabulary, digits one by one, and bytes for every character outside it. Ids: 0 unknown (never produced), 1 begins
+    and 2 ends a document.
     """
     if vocab_size < _LEAST_VOCAB:
         raise UserError(
@@ -43,7 +43,7 @@ def train_tokenizer(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
-            pass  # else minutes of training could end in nothing
+            pass  # fail now rather than after minutes of training
     except OSError as error:
         raise UserError(f"--output {folder}: cannot be written: {error.strerror}") from None
     what = f"{vocab_size} pieces from {corpus.size / 1e6:.1f} MB in {len(corpus.files)} files"
@@ -53,8 +53,8 @@ def train_tokenizer(
     tokenizer = SentencePieceTokenizer(_train(_sentences(corpus, text_key, bad), vocab_size), str(output))
     tokenizer.save(folder)
     bad += corpus.unreadable
-    told = f" ({len(bad)} unreadable left out, the first: {bad[0].where}: {bad[0].reason})" if bad else ""
-    print(f"tokenizer: {folder / MODEL_FILE} in {time.monotonic() - begin:.1f} s{told}", file=sys.stderr)
+    note = f" ({len(bad)} unreadable left out, the first: {bad[0].where}: {bad[0].reason})" if bad else ""
+    print(f"tokenizer: {folder / MODEL_FILE} in {time.monotonic() - begin:.1f} s{note}", file=sys.stderr)
     return tokenizer
 
 
@@ -91,7 +91,7 @@ def _train(sentences: Iterator[str], vocab_size: int) -> bytes:
 
 
 def _sentences(corpus: Corpus, text_key: str, bad: list[Bad]) -> Iterator[str]:
-    """Groups of whole lines, so that pieces may hold line ends; what can't be read goes to `bad`."""
+    """Yield groups of whole lines, so that pieces may hold line ends; unreadable documents are appended to `bad`."""
     for piece in corpus.files:
         for document in read_documents(piece, text_key):
             if isinstance(document, Bad):

@@ -1,5 +1,4 @@
-"""Writing a dataset folder (docs/data_format.md). It becomes a dataset when `dataset.json` appears, which is
-written last."""
+"""Write a dataset folder (docs/data_format.md). It becomes a dataset with `dataset.json`, which is written last."""
 
 from __future__ import annotations
 
@@ -18,10 +17,10 @@ SHARD_BYTES = 512 << 20
 
 
 class ShardWriter:
-    """Appends documents to shards of at most `shard_bytes`; `finish` makes the folder a dataset.
+    """Append documents to shards of at most `shard_bytes`; `finish` makes the folder a dataset.
 
     Files are written under a dotted name and renamed when complete, so an interrupted writer leaves nothing
-    that looks finished; the next one overwrites what it left. A document may go on in the next shard.
+    that looks finished; the next one overwrites it. A document may continue in the next shard.
     """
 
     def __init__(
@@ -42,11 +41,11 @@ class ShardWriter:
         self._max_token_id = -1
 
     def add_document(self, tokens: np.ndarray | list[int]) -> None:
-        """One document, whole: its tokens with the specials that enclose it."""
+        """Append one whole document: its tokens with the special tokens that enclose it."""
         self.append(np.asarray(tokens), np.zeros(1, np.int64))
 
     def append(self, tokens: np.ndarray, starts: np.ndarray) -> None:
-        """Many documents: integer tokens [n], and where in them each document starts, ascending."""
+        """Append documents: integer tokens `[n]`, and the ascending offsets at which documents start, `[documents]`."""
         if not len(tokens):
             return
         largest = int(tokens.max())
@@ -66,9 +65,9 @@ class ShardWriter:
                 self._close_shard()
 
     def finish(self, text_bytes: int = 0, origin: dict[str, Any] | None = None) -> DatasetIndex:
-        """Completes the last shard and writes `dataset.json`.
+        """Complete the last shard and write `dataset.json`.
 
-        `text_bytes` is how much UTF-8 the tokens stand for, `origin` a note on where it came from.
+        `text_bytes`: size in UTF-8 of the text of all tokens. `origin`: a note on how the dataset was made.
         """
         self._close_shard()
         index = DatasetIndex(
@@ -104,7 +103,7 @@ class ShardWriter:
 
 
 class _HashedFile:
-    """A file that is checksummed while it is written and has its name only when it is complete and on disk."""
+    """A file that is hashed while it is written, and gets its name when it is complete and on disk."""
 
     def __init__(self, path: Path):
         self._path = path

@@ -28,7 +28,7 @@ def test_a_dtype_is_never_guessed(tmp_path):
 def test_a_megatron_file_named_by_its_bin_is_told_what_to_name(tmp_path):
     write(tmp_path / "a.bin", range(10))
     (tmp_path / "a.idx").touch()
-    with pytest.raises(UserError, match=r"a.idx: for a Megatron dataset name that one"):
+    with pytest.raises(UserError, match=r"a.idx: for a Megatron dataset name that file"):
         open_source(str(tmp_path / "a.bin"), 0, 1000)
 
 
@@ -56,7 +56,7 @@ def test_d1_an_id_beyond_the_vocabulary_is_told_by_file_and_byte(tmp_path):
 
 def test_the_wrong_dtype_meets_the_vocabulary(tmp_path):
     source = RawTokens(write(tmp_path / "a.bin", range(100)), "uint32", 1000)
-    with pytest.raises(UserError, match=r"mend the source's dtype"):
+    with pytest.raises(UserError, match=r"correct the source's dtype"):
         source.read(0, 50)
 
 

@@ -34,13 +34,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def refusal(
     direction: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], code: int = 2
 ) -> str:
-    """What convert.py says, in one line; it must say it with that exit code and leave nothing."""
+    """The error of convert.py, one line; checks the exit code and that nothing is left behind."""
     before = sorted(path.name for path in tmp_path.iterdir())
     assert main([direction, "--input", str(source), "--output", str(tmp_path / "out")]) == code
     assert sorted(path.name for path in tmp_path.iterdir()) == before
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 1, said
-    return said[0].removeprefix("error: ")
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1, lines
+    return lines[0].removeprefix("error: ")
 
 
 def keys(**changes: Any) -> Callable[[Path], None]:
@@ -210,8 +210,8 @@ def test_a_bad_folder_is_refused_by_name(what: str, folders: Path, tmp_path: Pat
     name, damage, words = BAD[what]
     folder = Path(shutil.copytree(folders / name, tmp_path / name))
     damage(folder)
-    said = refusal("from-hf", folder, tmp_path, capsys)
-    assert all(word in said for word in [*words, str(folder)]), said
+    message = refusal("from-hf", folder, tmp_path, capsys)
+    assert all(word in message for word in [*words, str(folder)]), message
 
 
 def test_a_bias_that_forge_does_not_have_must_be_zero(tmp_path: Path, capsys) -> None:
@@ -219,8 +219,8 @@ def test_a_bias_that_forge_does_not_have_must_be_zero(tmp_path: Path, capsys) ->
     theirs.model.layers[1].self_attn.o_proj.bias.data[3] = 0.5
     theirs.save_pretrained(tmp_path / "theirs")
     capsys.readouterr()
-    said = refusal("from-hf", tmp_path / "theirs", tmp_path, capsys)
-    assert "model.layers.1.self_attn.o_proj.bias is not all zeros" in said
+    message = refusal("from-hf", tmp_path / "theirs", tmp_path, capsys)
+    assert "model.layers.1.self_attn.o_proj.bias is not all zeros" in message
 
 
 @pytest.mark.parametrize("file", ["__0_3.distcp", ".metadata", "manifest.json", "config.toml"])
@@ -229,8 +229,8 @@ def test_a_damaged_checkpoint_is_refused_by_name(file: str, folders: Path, tmp_p
     content = bytearray((folder / file).read_bytes())
     content[len(content) // 2] ^= 1
     (folder / file).write_bytes(content)
-    said = refusal("to-hf", folder, tmp_path, capsys, code=77)
-    assert file in said and "is damaged" in said, said
+    message = refusal("to-hf", folder, tmp_path, capsys, code=77)
+    assert file in message and "is damaged" in message, message
     os.truncate(folder / file, 10)
     assert file in refusal("to-hf", folder, tmp_path, capsys, code=77)
 
@@ -245,7 +245,7 @@ def test_what_is_there_is_not_overwritten(folders: Path, tmp_path: Path, capsys)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes").write_text("mine")
     for direction, name in (("to-hf", "imported"), ("from-hf", "llama")):
-        assert "is there already" in refusal(direction, folders / name, tmp_path, capsys)
+        assert "exists already" in refusal(direction, folders / name, tmp_path, capsys)
 
 
 def test_nothing_is_left_when_the_disk_is_full(folders: Path, tmp_path: Path, capsys, monkeypatch) -> None:

@@ -23,7 +23,13 @@ def test_an_absent_key_means_what_it_means_in_transformers(architecture: Archite
     import transformers
 
     theirs = transformers.models.auto.configuration_auto.CONFIG_MAPPING[architecture.model_type]
-    keys = {*KEYS.values(), *architecture.keys.values(), *architecture.windows, *architecture.defaults}
+    keys = {
+        *KEYS.values(),
+        *architecture.keys.values(),
+        *architecture.window_keys,
+        *architecture.defaults,
+        *architecture.extra,
+    }
     compared = 0
     for key in keys - FOLLOWS - {"partial_rotary_factor"}:
         try:

@@ -62,7 +62,7 @@ def test_a_batch_writes_what_each_text_writes_alone_and_without_a_cache(
     assert len(set(together[0])) > 3, "a model that repeats itself would prove little"
 
 
-def test_a_text_that_outgrows_the_context_goes_on_with_its_last_tokens() -> None:
+def test_a_text_longer_than_the_context_continues_from_its_last_tokens() -> None:
     model, prompts = model_of("dense"), [list(range(20)), [1, 2]]
     sampling = Sampling()
     assert _write(CachedScores(model), prompts, sampling) == _write(whole(model), prompts, sampling)
@@ -75,7 +75,7 @@ def test_only_the_new_token_is_computed() -> None:
     assert seen == [(3, 8), (3, 1), (3, 1)]
 
 
-def test_other_texts_begin_anew() -> None:
+def test_other_texts_rebuild_the_cache() -> None:
     model = model_of("dense")
     cached = CachedScores(model)
     cached([[1, 2, 3]])
@@ -83,7 +83,7 @@ def test_other_texts_begin_anew() -> None:
         torch.testing.assert_close(cached(texts), whole(model)(texts), rtol=0, atol=1e-9)
 
 
-def test_after_an_error_nothing_is_remembered_and_the_model_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_clears_the_cache_and_restores_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("dense")
     cached = CachedScores(model)
     before = model.loss, [block.attention.attend for block in model.layers.values()]
@@ -97,7 +97,7 @@ def test_after_an_error_nothing_is_remembered_and_the_model_is_whole(monkeypatch
     assert torch.equal(cached([[1, 2, 3, 4]]), expected)
 
 
-def test_memory_that_held_anything_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uninitialised_memory_has_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     """Places that no token was put to are seen with weight 0, and 0 times NaN is NaN."""
     empty = Tensor.new_empty
     monkeypatch.setattr(Tensor, "new_empty", lambda *a, **k: empty(*a, **k).fill_(torch.nan))

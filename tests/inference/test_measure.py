@@ -75,13 +75,13 @@ def expected_loss(data: TokenDataset, model: Any, windows: int, masked: bool = F
 def test_every_token_but_the_first_is_predicted_once(tmp_path, masked: bool, sequences: int | None) -> None:
     tokenizer = ByteTokenizer()
     data, source = dataset(tmp_path, tokenizer), opened(tokenizer, masked)
-    told: list[int] = []
-    measured = measure(source, data, sequences, batch_size=3, progress=told.append)
+    done: list[int] = []
+    measured = measure(source, data, sequences, batch_size=3, progress=done.append)
     windows = math.ceil((data.tokens - 1) / SEQ_LEN) if sequences != 2 else 2
     loss, count = expected_loss(data, source.model, windows, masked)
     assert measured.loss == pytest.approx(loss, abs=1e-9) and measured.tokens == count
     assert measured.sequences == windows and measured.perplexity == pytest.approx(math.exp(loss))
-    assert told == sorted(told) and told[-1] == min(windows * SEQ_LEN, data.tokens)
+    assert done == sorted(done) and done[-1] == min(windows * SEQ_LEN, data.tokens)
 
 
 def test_bits_per_byte_are_all_bits_over_the_bytes_of_the_text(tmp_path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forge.inference import Sampling, choose, generate, recomputed
+from forge.inference import Sampling, choose_token, generate, recomputed
 
 VOCAB = 10
 GREEDY = Sampling()
@@ -55,7 +55,7 @@ def test_each_text_ends_by_itself_with_the_token_that_ended_it() -> None:
     assert (1, [5, 6]) in asked and (1, [5, 6, 7]) not in asked
 
 
-def test_nothing_more_is_asked_of_the_model_when_all_texts_have_ended() -> None:
+def test_the_model_is_not_called_again_when_all_texts_have_ended() -> None:
     steps = list(generate(recomputed(counting_model, 8), [[3]], 9, Sampling(), lambda _, new: new[-1] == 5))
     assert steps == [[4], [5]]
 
@@ -107,7 +107,7 @@ LOGITS = torch.tensor([2.0, 0.0, 1.0, 1.0, -torch.inf], dtype=torch.float64)
     ],
 )
 def test_draws_follow_the_softmax_of_what_is_left(sampling: Sampling, left: list[int]) -> None:
-    draws = torch.tensor([choose(LOGITS, sampling, position=n) for n in range(4000)])
+    draws = torch.tensor([choose_token(LOGITS, sampling, position=n) for n in range(4000)])
     shares = torch.bincount(draws, minlength=len(LOGITS)) / len(draws)
     expected = torch.zeros(len(LOGITS), dtype=torch.float64)
     expected[left] = (LOGITS[left] / sampling.temperature).softmax(-1)
@@ -121,9 +121,9 @@ def test_an_empty_prompt_is_refused() -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_scores_that_are_no_numbers_are_refused(bad: float) -> None:
+def test_scores_that_are_not_finite_are_refused(bad: float) -> None:
     scores = LOGITS.clone()
     scores[3] = bad
     for sampling in (Sampling(), Sampling(1.0, top_k=3)):
         with pytest.raises(ValueError, match="not finite"):
-            choose(scores, sampling, position=0)
+            choose_token(scores, sampling, position=0)

@@ -73,7 +73,7 @@ def test_the_likelihood_of_a_continuation(model, scorer) -> None:
         assert score == pytest.approx(expected[0], abs=1e-9) and greedy == expected[1]
 
 
-def test_greedy_continuations_are_told_from_others(model, scorer) -> None:
+def test_greedy_continuations_are_recognised(model, scorer) -> None:
     context = [BEGIN, *b"ab"]
     (steps,) = zip(*generate(recomputed(model, SEQ_LEN), [context], 3, Sampling()), strict=True)
     greedy = list(steps)
@@ -155,9 +155,9 @@ def test_real_tasks_on_local_files(tmp_path) -> None:
         lines += [f"task: {name}", "dataset_path: json", f"dataset_kwargs: {{{source}}}", "test_split: test"]
         (tmp_path / "tasks" / f"{name}.yaml").write_text("\n".join(lines) + "\n")
     common = ["--checkpoint", "run", "--include-path", "tasks"]
-    said = call(tmp_path, "evaluate", *common, "--tasks", ",".join(TASKS), "--json")
-    assert said.code == FINISHED, said.err
-    (line,) = [line for line in said.out.splitlines() if line.startswith("{")]
+    result = call(tmp_path, "evaluate", *common, "--tasks", ",".join(TASKS), "--json")
+    assert result.code == FINISHED, result.err
+    (line,) = [line for line in result.out.splitlines() if line.startswith("{")]
     found = json.loads(line)["tasks"]
     assert found["next_letter"]["acc,none"] == 1.0
     assert found["go_on"]["exact_match,none"] == 1.0

@@ -1,4 +1,4 @@
-"""What is told while tokens come is what all of them say in the end."""
+"""The text that a TextStream emits while tokens come is the text of all of them in the end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from forge.data.tokenizer import ByteTokenizer
 from forge.inference import TextStream
 
 
-def tell(prompt: list[int], new: list[int]) -> list[str]:
+def emitted(prompt: list[int], new: list[int]) -> list[str]:
     stream = TextStream(ByteTokenizer(), prompt)
     parts = [stream.add(token) for token in new] + [stream.end()]
     assert stream.text == "".join(parts)
@@ -18,24 +18,24 @@ def tell(prompt: list[int], new: list[int]) -> list[str]:
 
 
 def test_a_character_of_several_tokens_waits_until_it_is_whole() -> None:
-    assert tell([256], list("aé😀b".encode())) == ["a", "", "é", "", "", "", "😀", "b", ""]
+    assert emitted([256], list("aé😀b".encode())) == ["a", "", "é", "", "", "", "😀", "b", ""]
 
 
-def test_a_character_that_is_never_finished_is_told_at_the_end() -> None:
-    assert tell([256], [97, 0xC3]) == ["a", "", "\ufffd"]
-    assert tell([256], [0xC3, 97]) == ["", "\ufffda", ""]
+def test_an_incomplete_character_is_emitted_at_the_end() -> None:
+    assert emitted([256], [97, 0xC3]) == ["a", "", "\ufffd"]
+    assert emitted([256], [0xC3, 97]) == ["", "\ufffda", ""]
 
 
-def test_special_tokens_say_nothing() -> None:
-    assert tell([256, 97], [257, 98, 256, 257]) == ["", "b", "", "", ""]
+def test_special_tokens_emit_nothing() -> None:
+    assert emitted([256, 97], [257, 98, 256, 257]) == ["", "b", "", "", ""]
 
 
 @given(
     prompt=st.text(st.characters(exclude_categories=["Cs"])),
     new=st.text(st.characters(exclude_categories=["Cs"])),
 )
-def test_any_text_is_told_whole(prompt: str, new: str) -> None:
-    assert "".join(tell([256, *prompt.encode()], list(new.encode()))) == new
+def test_any_text_is_emitted_whole(prompt: str, new: str) -> None:
+    assert "".join(emitted([256, *prompt.encode()], list(new.encode()))) == new
 
 
 @pytest.mark.parametrize("split", range(1, 12))

@@ -63,14 +63,14 @@ def test_a_budget_cuts_jsonl(tmp_path):
         (["a.txt"], {"max_bytes": 1}, "max-bytes 1"),
     ],
 )
-def test_nothing_to_read_is_one_sentence(tmp_path, names, options, message):
+def test_no_input_is_refused_in_one_sentence(tmp_path, names, options, message):
     write(tmp_path, x_dot_bin="4")
     (tmp_path / "a.txt").write_text("four" if names == ["a.txt"] else "")
     with pytest.raises(UserError, match=message):
         find_corpus([tmp_path / name for name in names], **options)
 
 
-def test_each_jsonl_line_is_read_once_however_the_file_is_cut(tmp_path):
+def test_each_jsonl_line_is_read_once_wherever_the_file_is_cut(tmp_path):
     lines = [json.dumps({"text": "é" * i}) for i in range(1, 12)]
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join([*lines[:5], "", *lines[5:]]))  # a blank line, and no line end at the end
@@ -94,7 +94,7 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize("line", BAD_LINES, ids=range(len(BAD_LINES)))
-def test_d3_a_malformed_line_is_told_with_its_place_and_the_next_one_read(tmp_path, line):
+def test_d3_a_malformed_line_is_reported_with_its_place_and_the_next_one_read(tmp_path, line):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "a"}\n' + line + b'\n{"text": " "}\n{"text": "b"}\n')
     first, bad, last = read_documents(Piece(str(path), "a.jsonl", 0, path.stat().st_size), "text")

@@ -94,7 +94,7 @@ def test_the_script_knows_of_the_runs_roll_backs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--step", 0], "counted from 1"),
         (["--step", 1, "--ranks", 3], "must divide train.global_batch_size = 16"),
@@ -104,6 +104,6 @@ def test_the_script_knows_of_the_runs_roll_backs(tmp_path):
         (["--step", 1, '--data.sources=[{path="/absent.bin"}]'], 'dtype = "uint16"'),
     ],
 )
-def test_what_is_wrong_is_one_sentence_and_exit_2(options, said):
+def test_what_is_wrong_is_one_sentence_and_exit_2(options, message):
     result = inspect(*SYNTHETIC, *options)
-    assert result.returncode == 2 and said in result.stderr and "Traceback" not in result.stderr
+    assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr

@@ -5,14 +5,14 @@ import pytest
 
 from forge.data.format import TokenDataset
 from forge.errors import UserError
-from forge.prepare import parquet
+from forge.prepare import corpus
 from forge.prepare.corpus import Bad, Piece, find_corpus, read_documents
 from forge.prepare.prepare import Request, prepare
 
 
 def test_without_pyarrow_the_extra_is_named(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    monkeypatch.setattr(parquet, "find_spec", lambda name: None)
+    monkeypatch.setattr(corpus, "find_spec", lambda name: None)
     with pytest.raises(
         UserError, match=r"a\.parquet: reading Parquet needs pyarrow.*pip install 'forge\[parquet\]'"
     ):
@@ -37,7 +37,7 @@ def documents(path, begin=0, end=None, key="text"):
     return list(read_documents(Piece(str(path), path.name, begin, end or path.stat().st_size), key))
 
 
-def test_each_row_is_read_once_however_the_file_is_cut(write):
+def test_each_row_is_read_once_wherever_the_file_is_cut(write):
     texts = [f"document {i}" for i in range(10)]
     path = write(texts)
     size = path.stat().st_size

@@ -67,7 +67,7 @@ def test_holdout_splits_all_documents_and_keeps_copies_on_one_side(tmp_path):
     assert not set(train) & set(held_out)
 
 
-def test_an_interrupted_run_goes_on_where_it_was(text, tmp_path, monkeypatch, capsys):
+def test_an_interrupted_run_continues(text, tmp_path, monkeypatch, capsys):
     run(text, tmp_path / "whole")
     write, written = module._write_part, []
 
@@ -90,12 +90,12 @@ def test_an_interrupted_run_goes_on_where_it_was(text, tmp_path, monkeypatch, ca
     assert TokenDataset(tmp_path / "out").fingerprint == TokenDataset(tmp_path / "whole").fingerprint
 
 
-def test_an_interruption_between_the_two_datasets_is_mended(text, tmp_path, monkeypatch):
-    assemble = module._assemble
+def test_a_run_interrupted_between_the_two_datasets_completes(text, tmp_path, monkeypatch):
+    join = module._join
     monkeypatch.setattr(
         module,
-        "_assemble",
-        lambda folder, split, *rest: assemble(folder, split, *rest) if split == "train" else 1 / 0,
+        "_join",
+        lambda folder, split, *rest: join(folder, split, *rest) if split == "train" else 1 / 0,
     )
     with pytest.raises(ZeroDivisionError):
         run(text, tmp_path / "out", holdout=0.2)
@@ -137,12 +137,12 @@ def test_d3_bad_documents_are_counted_and_too_many_refused(tmp_path, capsys):
     ):
         run(tmp_path / "a.jsonl", tmp_path / "out")
     run(tmp_path / "a.jsonl", tmp_path / "out", max_bad_fraction=0.05)
-    told = capsys.readouterr().err
-    assert "continuing" in told and "5 of 100 documents are bad" in told
+    output = capsys.readouterr().err
+    assert "continuing" in output and "5 of 100 documents are bad" in output
     assert len(documents(tmp_path / "out")) == 95
 
 
-def test_d3_a_file_of_many_documents_is_never_left_out(tmp_path, monkeypatch):
+def test_d3_an_unreadable_file_of_many_documents_is_refused(tmp_path, monkeypatch):
     """Unreadable it would count as one bad document among those of the other files."""
     (tmp_path / "in").mkdir()
     for name in ("a.jsonl", "b.jsonl"):
@@ -154,7 +154,7 @@ def test_d3_a_file_of_many_documents_is_never_left_out(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(module, "read_documents", read)
-        with pytest.raises(UserError, match=r"^b\.jsonl: bad disk; nobody knows how many documents are lost"):
+        with pytest.raises(UserError, match=r"^b\.jsonl: bad disk; an unknown number of documents is lost"):
             run(tmp_path / "in", tmp_path / "out", max_bad_fraction=0.9)
     run(tmp_path / "in", tmp_path / "out")
     assert len(documents(tmp_path / "out")) == 400
@@ -169,6 +169,6 @@ def test_d1_an_empty_split_is_refused(tmp_path):
 def test_two_at_once_are_refused(text, tmp_path):
     with (
         module._locked(tmp_path / "out" / ".parts"),
-        pytest.raises(UserError, match="another prepare_data is at work"),
+        pytest.raises(UserError, match="another prepare_data is writing"),
     ):
         run(text, tmp_path / "out")

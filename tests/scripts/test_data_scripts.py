@@ -83,7 +83,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def test_ctrl_c_stops_all_processes_and_the_same_command_goes_on(tmp_path):
+def test_ctrl_c_stops_all_processes_and_the_same_command_continues(tmp_path):
     (tmp_path / "text").mkdir()
     for i in range(30):
         (tmp_path / "text" / f"{i}.txt").write_text(f"{i} some words of text\n" * 45_000)

@@ -16,8 +16,8 @@ from forge.data.format import TokenDataset
 from forge.data.tokenizer import ByteTokenizer
 from forge.errors import BAD_CONFIG
 from forge.inference.measure import Measured
-from forge.inference.open import Opened
-from scripts.evaluate import _tell, _tell_tasks
+from forge.inference.open import TrainedModel
+from scripts.evaluate import report, report_tasks
 from tests.support.runs import Run
 from tests.support.trained import Said, call, objects, prepared, refusal, trained
 
@@ -118,9 +118,9 @@ def test_a_run_on_synthetic_data_is_measured_on_its_own_held_out_stream(tmp_path
 
 
 def test_json_is_json_where_a_number_is_not_finite(capsys) -> None:
-    opened = Opened(Path("run"), 3, None, None, None, torch.device("cpu"))  # type: ignore[arg-type]
-    _tell("data", Measured(1e6, tokens=4, sequences=1, text_bytes=2, bytes_from="decoding"), True, opened)
-    _tell_tasks({"task": {"acc": 0.5, "acc_stderr": math.nan}}, True, opened)
+    opened = TrainedModel(Path("run"), 3, None, None, None, torch.device("cpu"))  # type: ignore[arg-type]
+    report("data", Measured(1e6, tokens=4, sequences=1, text_bytes=2, bytes_from="decoding"), True, opened)
+    report_tasks({"task": {"acc": 0.5, "acc_stderr": math.nan}}, True, opened)
     data, tasks = (
         json.loads(line, parse_constant=pytest.fail) for line in capsys.readouterr().out.splitlines()
     )
