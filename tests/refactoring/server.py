@@ -35,6 +35,8 @@ from typing import Any
 CLOCK = ("tokens_per_second", "step_time_s", "data_time_s", "gc_time_s", "memory_gib", "mfu")
 # Events that a busy machine can add.
 CLOCK_EVENTS = ("straggler",)
+# Events whose numbers are results of the computation.
+DECISIONS = ("spike", "skipped", "rolled_back", "stopped", "finished", "failed")
 PHASE_TIMEOUT_S = 180.0
 
 
@@ -167,16 +169,18 @@ def start_rank(rank: int, world: int, argv: list[str], environment: dict[str, st
 
 
 def read_run(run: Path) -> dict[str, Any]:
-    """Everything in a run directory that must not change: metrics, last checkpoint, names of fields."""
+    """Everything in a run directory that must not change: metrics, decisions, last checkpoint, names of fields."""
     metrics = [
         {key: value for key, value in line.items() if key not in CLOCK}
         for line in json_lines(run / "metrics.jsonl")
     ]
-    fields = {
-        event["event"]: sorted(event)
-        for event in json_lines(run / "events.jsonl")
-        if event["event"] not in CLOCK_EVENTS
-    }
+    events = json_lines(run / "events.jsonl")
+    decisions = [
+        {key: value for key, value in event.items() if key == "event" or not isinstance(value, str)}
+        for event in events
+        if event["event"] in DECISIONS
+    ]
+    fields = {event["event"]: sorted(event) for event in events if event["event"] not in CLOCK_EVENTS}
     if (run / "status.json").exists():
         fields["status.json"] = sorted(json.loads((run / "status.json").read_text()))
     checkpoints = sorted(
@@ -187,6 +191,7 @@ def read_run(run: Path) -> dict[str, Any]:
     last = checkpoints[-1] if checkpoints else None
     return {
         "metrics": metrics,
+        "decisions": decisions,
         "checkpoint": last.name if last else None,
         "state": json.loads((last / "trainer.json").read_text()) if last else None,
         "tensors": tensor_digests(last) if last else {},

@@ -8,9 +8,10 @@
 `--checkout DIR` is another checkout than the one that holds this file. The exit code is 0 if all is equal, 1 if not.
 
 For every run of `runs.py` the table compares: exit codes; each line of metrics.jsonl, without the fields that depend on the
-clock; every tensor of the last checkpoint by name, dtype, shape and content; the training state saved with it; the names of
-the fields in status.json and events.jsonl. Some runs are stopped halfway and continued. The compared checkout also continues
-the run directories that the recorded checkout left at that point, and must reach the same end: older checkpoints resume.
+clock; which steps were skipped or rolled back, and the limits that led to it; every tensor of the last checkpoint by name,
+dtype, shape and content; the training state saved with it; the names of the fields in status.json and events.jsonl. Some
+runs are stopped halfway and continued. The compared checkout also continues the run directories that the recorded checkout
+left at that point, and must reach the same end: older checkpoints resume.
 
 Checkouts are used through their command line and run directory only, so any two can be compared, however much they differ
 inside. Numbers are equal bit for bit only on the same machine with the same PyTorch, so no record is committed: record the
@@ -94,6 +95,8 @@ def record(checkout: Path, output: Path, runs: dict[str, dict[str, Any]], cores:
     results = execute(checkout, jobs, cores)
     problems = {name: unexpected(runs[name], result) for name, result in results.items()}
     document = {"versions": versions(), "runs": runs, "results": results}
+    for result in results.values():
+        result.pop("terminal", None)
     output.write_text(json.dumps(document, indent=1) + "\n")
     return report(problems, results, "recorded")
 
@@ -131,6 +134,12 @@ def first_difference(recorded: dict[str, Any], now: dict[str, Any]) -> str | Non
             return f"metrics.jsonl, step {old.get('step')}: {found}"
     if len(recorded["metrics"]) != len(now["metrics"]):
         return f"metrics.jsonl has {len(recorded['metrics'])} -> {len(now['metrics'])} lines"
+    for old, new in zip(recorded["decisions"], now["decisions"], strict=False):
+        if found := in_mapping(old, new):
+            return f"events.jsonl, {old['event']}: {found}"
+    if len(recorded["decisions"]) != len(now["decisions"]):
+        kinds = [[event["event"] for event in result["decisions"]] for result in (recorded, now)]
+        return f"events.jsonl: {', '.join(kinds[0])} -> {', '.join(kinds[1])}"
     if recorded["checkpoint"] != now["checkpoint"]:
         return f"last checkpoint {recorded['checkpoint']} -> {now['checkpoint']}"
     if found := in_mapping(recorded["tensors"], now["tensors"]):

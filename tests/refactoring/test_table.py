@@ -13,6 +13,7 @@ from tests.refactoring.table import first_difference, main
 RESULT: dict[str, Any] = {
     "codes": [[0, 0]],
     "metrics": [{"step": 1, "loss": 4.2, "grad_norm": 1.5}, {"step": 2, "loss": 4.1, "grad_norm": math.nan}],
+    "decisions": [{"event": "spike", "step": 2, "limits": [4.0, 1.2]}],
     "checkpoint": "step-00000002",
     "state": {"progress": {"step": 2, "tokens": 512}},
     "tensors": {"model.embedding.weight": "torch.float32 [64x32] 00ff"},
@@ -43,6 +44,8 @@ def test_equal_results_are_equal_whatever_the_clock_and_the_terminal_show() -> N
         (("metrics", 1, "grad_norm"), 1.0, "step 2: grad_norm: NaN -> 1.0"),
         (("metrics", 0, "tokens"), 256, "step 1: tokens is new"),
         (("metrics",), RESULT["metrics"][:1], "2 -> 1 lines"),
+        (("decisions", 0, "limits", 1), 1.3, "spike: limits: [4.0, 1.2] -> [4.0, 1.3]"),
+        (("decisions",), [], "spike -> "),
         (("checkpoint",), "step-00000001", "last checkpoint step-00000002 -> step-00000001"),
         (
             ("tensors", "model.embedding.weight"),
