@@ -64,7 +64,7 @@ class Engine:
         self.name, self._config = name, config
         meshes = make_meshes(check_world(config, dist.get_world_size()), device.type)
         self._model = build_parallel_model(config, meshes, device)
-        self._optimizer = build_optimizer(self._model.shards, config)
+        self._optimizer = build_optimizer(self._model.shards, config.optimizer)
         self._batches = Loader(
             build_dataset(config),
             global_batch_size=config.train.global_batch_size,

@@ -8,6 +8,7 @@ from forge.config.help import help_text
 from forge.config.keys import difference
 from forge.config.load import load_config, parse_toml_text
 from forge.config.schema import Config
+from forge.config.section import Section
 from forge.config.toml import to_toml
 from forge.config.world import Degrees, check_world
 
@@ -15,6 +16,7 @@ __all__ = [
     "CommandLine",
     "Config",
     "Degrees",
+    "Section",
     "check_world",
     "difference",
     "help_text",

@@ -62,9 +62,9 @@ class Key:
 
 
 @cache
-def sections() -> dict[str, type[Section]]:
+def sections(schema: type[Config] = Config) -> dict[str, type[Section]]:
     """Dotted section name -> its class, in schema order, a parent before its children."""
-    return dict(_walk_sections(Config, ""))
+    return dict(_walk_sections(schema, ""))
 
 
 def _walk_sections(parent: type[Section], prefix: str) -> Iterator[tuple[str, type[Section]]]:
@@ -76,11 +76,11 @@ def _walk_sections(parent: type[Section], prefix: str) -> Iterator[tuple[str, ty
 
 
 @cache
-def keys() -> dict[str, Key]:
+def keys(schema: type[Config] = Config) -> dict[str, Key]:
     """Dotted key name -> key, in schema order, a section's own keys before those of its children."""
     return {
         f"{section}.{name}": Key(f"{section}.{name}", field)
-        for section, table in sections().items()
+        for section, table in sections(schema).items()
         for name, field in table.model_fields.items()
         if section_class(field) is None
     }
@@ -89,6 +89,16 @@ def keys() -> dict[str, Key]:
 def section_class(field: FieldInfo) -> type[Section] | None:
     """The section that a field is, if it is one (a list of tables is not)."""
     return next(filter(_is_section, _parts(field.annotation)), None)
+
+
+def section_fields(name: str, schema: type[Config]) -> Iterator[tuple[str, FieldInfo]]:
+    """The fields that lead to the section `name`, from the outermost, each with its own name."""
+    table: type[Section] | None = schema
+    for part in name.split("."):
+        assert table is not None
+        field = table.model_fields[part]
+        yield part, field
+        table = section_class(field)
 
 
 def item_class(field: FieldInfo) -> type[Section] | None:
@@ -123,12 +133,13 @@ def similar(name: str) -> list[str]:
 def difference(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
     """(key, old value, new value) of every key that differs, in schema order; None in an absent section."""
     trees = old.model_dump(), new.model_dump()
-    pairs = {name: [reduce(_within, name.split("."), tree) for tree in trees] for name in keys()}
+    names = keys(type(old)) | keys(type(new))
+    pairs = {name: [reduce(_within, name.split("."), tree) for tree in trees] for name in names}
     return [(name, before, after) for name, (before, after) in pairs.items() if before != after]
 
 
 def _within(table: dict[str, Any] | None, name: str) -> Any:
-    return None if table is None else table[name]
+    return None if table is None else table.get(name)
 
 
 def allowed(annotation: Any, metadata: Iterable[Any] = ()) -> str:

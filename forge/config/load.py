@@ -13,7 +13,8 @@ from pydantic import ValidationError
 
 from forge.config.checks import check
 from forge.config.command_line import CommandLine, parse_command_line
-from forge.config.keys import example, keys
+from forge.config.extensions import schema_for
+from forge.config.keys import example, keys, section_fields
 from forge.config.messages import Finding, Values, about, findings, raise_all
 from forge.config.schema import Config
 from forge.errors import UserError, nearest
@@ -45,27 +46,32 @@ def load_config(argv: list[str]) -> Config:
     return config
 
 
-def parse_toml_text(text: str, source: str = "the config text") -> Config:
+def parse_toml_text(text: str, source: str = "the config text", *, import_classes: bool = True) -> Config:
     """The configuration in `text`, complete by itself; `source` names it in messages.
 
+    Without `import_classes` no class that it names by import path is imported, and the keys of such a class are taken as
+    they are: to read the configuration of a checkpoint where its optimizer is not needed.
     Raises UserError (exit 2) that lists everything wrong with it.
     """
-    config, found = _examine(_read_text(text, source))
+    config, found = _examine(_read_text(text, source), import_classes)
     raise_all([finding.line for finding in found])
     assert config is not None
     return config
 
 
-def _examine(values: Values) -> tuple[Config | None, list[Finding]]:
+def _examine(values: Values, import_classes: bool = True) -> tuple[Config | None, list[Finding]]:
     """The config, if the schema admits it, and everything that the schema and the checks find wrong."""
+    values.schema, refused = schema_for(values.tree, import_classes)
+    name = ("optimizer", "name")
+    found = [Finding(about(name, values.at(name), values.origin(name), refused), name)] if refused else []
     try:
-        config = Config.model_validate(values.tree)
-        return config, _cross_check(config, values, [])
+        config = values.schema.model_validate(values.tree)
+        return config, found + _cross_check(config, values, [])
     except ValidationError as error:
-        found = findings(error, values)
+        found += findings(error, values)
     # The other keys may be wrong together, too: look at them with something valid for the refused ones.
     bad = [finding.key for finding in found]
-    return None, found + _cross_check(Config.model_validate(_mended(values.tree, bad)), values, bad)
+    return None, found + _cross_check(values.schema.model_validate(_mended(values, bad)), values, bad)
 
 
 def _cross_check(config: Config, values: Values, bad: list[tuple[str, ...]]) -> list[Finding]:
@@ -82,20 +88,22 @@ def _cross_check(config: Config, values: Values, bad: list[tuple[str, ...]]) -> 
     return found
 
 
-def _mended(tree: dict[str, Any], bad: list[tuple[str, ...]]) -> dict[str, Any]:
-    """`tree` without the keys at `bad`, and with an example for every required key that is not there."""
-    mended = copy.deepcopy(tree)
+def _mended(values: Values, bad: list[tuple[str, ...]]) -> dict[str, Any]:
+    """The tree of `values` without the keys at `bad`, and with an example for every required key that is not there."""
+    mended = copy.deepcopy(values.tree)
     for *parents, name in bad:
         table: Any = mended
         for parent in parents:
             table = table.get(parent, {})
         table.pop(name, None)
-    for key in keys().values():
+    for key in keys(values.schema).values():
         if key.field.is_required():
-            section, _, optional = key.section.partition(".")
-            home = mended.setdefault(section, {})
-            home = home.get(optional) if optional else home
-            if home is not None:
+            home: Any = mended
+            for name, field in section_fields(key.section, values.schema):
+                home = home.setdefault(name, {}) if field.is_required() else home.get(name)
+                if home is None:
+                    break
+            else:
                 home.setdefault(key.last, example(key.field))
     return mended
 

@@ -45,6 +45,7 @@ class Values:
     tree: dict[str, Any]
     origins: dict[tuple[str, ...], str] = field(default_factory=dict)
     source: str = ""
+    schema: type[Config] = Config
 
     def at(self, path: tuple[Any, ...]) -> Any:
         """The value at `path`, None where there is none."""
@@ -100,7 +101,7 @@ def findings(error: ValidationError, values: Values) -> list[Finding]:
     """One finding for each key or section that pydantic refused."""
     found: dict[tuple[Any, ...], Finding] = {}
     for item in error.errors(include_url=False):
-        path, table, field = _locate(item["loc"])
+        path, table, field = _locate(item["loc"], values.schema)
         reason = str(item["ctx"]["error"]) if item["type"] == "value_error" else ""
         if path in found and not reason:
             continue
@@ -116,9 +117,11 @@ def findings(error: ValidationError, values: Values) -> list[Finding]:
     return [f for path, f in found.items() if not any(o != path and o[: len(path)] == path for o in found)]
 
 
-def _locate(location: tuple[Any, ...]) -> tuple[tuple[Any, ...], type[Section], FieldInfo | None]:
+def _locate(
+    location: tuple[Any, ...], schema: type[Config]
+) -> tuple[tuple[Any, ...], type[Section], FieldInfo | None]:
     """Where in the schema an error is: the path down to a key, never into its value; the key's table; its field."""
-    table: type[Section] = Config
+    table: type[Section] = schema
     path: tuple[Any, ...] = ()
     rest = list(location)
     while True:

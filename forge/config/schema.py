@@ -10,11 +10,11 @@ from forge.config.training import (
     Data,
     Evaluate,
     Metrics,
-    Optimizer,
+    OptimizerConfig,
     Profile,
     Resilience,
     Run,
-    Schedule,
+    ScheduleConfig,
     Train,
 )
 
@@ -26,8 +26,8 @@ class Config(Section):
     model: ModelConfig
     data: Data
     train: Train
-    optimizer: Optimizer = Optimizer()
-    schedule: Schedule = Schedule()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
     parallel: Parallel = Parallel()
     pipeline: Pipeline = Pipeline()
     precision: Precision = Precision()

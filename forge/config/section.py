@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Literal, TypeVar
 
 from annotated_types import Ge, Gt, Le, MinLen
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Strict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Strict, StringConstraints
 
 T = TypeVar("T")
 
@@ -38,6 +38,11 @@ PositiveNumber = Annotated[float, Gt(0)]
 NonNegativeNumber = Annotated[float, Ge(0)]
 Share = Annotated[float, Ge(0), Le(1)]
 Text = Annotated[str, MinLen(1)]
+ImportPath = Annotated[
+    str,
+    StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"),
+    Phrase("an import path package.module:Class"),
+]
 Dtype = Annotated[Literal["float64", "float32", "bfloat16"], BeforeValidator(_no_float16)]
 # TOML knows lists only; inside a list everything is as strict as elsewhere.
 ListOf = Annotated[tuple[T, ...], Strict(False)]

@@ -27,8 +27,8 @@ def to_toml(config: Config) -> str:
 
 def _section(name: str, section: Section) -> list[str]:
     """The section itself and those within it, each a block of lines."""
-    title = (type(section).__doc__ or "").strip().splitlines()[0]
-    lines, children = [f"# {title}", f"[{name}]"], []
+    title = (type(section).__doc__ or "").strip().partition("\n")[0]
+    lines, children = [*([f"# {title}"] if title else []), f"[{name}]"], []
     for key in type(section).model_fields:
         value = getattr(section, key)
         if isinstance(value, Section):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from annotated_types import Ge, Gt, Lt, MinLen
 from pydantic import AfterValidator, Field, Strict, StringConstraints
 
 from forge.config.section import (
     Count,
+    ImportPath,
     ListOf,
     NonNegativeNumber,
     Phrase,
@@ -22,6 +23,7 @@ from forge.config.section import (
 FileName = Annotated[
     str, StringConstraints(pattern=r"^[^/\x00]*[^/.\x00][^/\x00]*$"), Phrase("a file name without /")
 ]
+S = TypeVar("S", bound=Section)
 Beta = Annotated[float, Ge(0), Lt(1)]
 
 
@@ -94,11 +96,11 @@ class Data(Section):
     """Steps whose batches are read ahead."""
 
 
-class Optimizer(Section):
+class OptimizerConfig(Section):
     """How gradients change parameters."""
 
-    name: Literal["adamw"] = "adamw"
-    """Rule of the update."""
+    name: Literal["adamw"] | ImportPath = "adamw"
+    """Rule of the update. A class of your own has its keys in a table of its own; see docs/extending/optimizer.md."""
     lr: PositiveNumber = 3e-4
     """Peak learning rate."""
     weight_decay: NonNegativeNumber = 0.1
@@ -112,8 +114,12 @@ class Optimizer(Section):
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
     """Format of both moments; float32 means precision.storage where that is wider."""
 
+    def table(self, keys: type[S]) -> S:
+        """Return the table within [optimizer] whose class is `keys`."""
+        return next(value for _, value in self if isinstance(value, keys))
 
-class Schedule(Section):
+
+class ScheduleConfig(Section):
     """The learning rate over the steps: warm-up, plateau, decay."""
 
     name: Literal["wsd", "cosine", "linear", "constant"] = "wsd"

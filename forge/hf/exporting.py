@@ -43,7 +43,7 @@ def export_weights(
     its tokenizer (exit 2); OSError where `output` cannot be written. After any error `output` does not exist.
     """
     _verify(checkpoint, progress)
-    config = parse_toml_text(read_config(checkpoint), str(checkpoint / "config.toml"))
+    config = parse_toml_text(read_config(checkpoint), str(checkpoint / "config.toml"), import_classes=False)
     architecture = choose_architecture(config.model)
     weights = [weight for weight in weights_of(config.model, architecture) if weight.theirs]
     reader = TensorReader(checkpoint)

@@ -57,7 +57,8 @@ def open_checkpoint(
         text = read_config(found)
     except OSError as error:
         raise UserError(f"checkpoint {found}: config.toml cannot be read: {error.strerror}") from None
-    config = _for_inference(parse_toml_text(text, str(found / "config.toml")), compute, context)
+    config = parse_toml_text(text, str(found / "config.toml"), import_classes=False)
+    config = _for_inference(config, compute, context)
     model = _build(config, device)
     with alone():
         state = model.state_dict()

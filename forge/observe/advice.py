@@ -64,7 +64,7 @@ def _on_state(config: Config, degrees: Degrees, on_card: bool) -> Iterator[Chang
     yield Change("parallel.dp_shard", 2 * degrees.dp_shard, more, times=2)
     if on_card and not config.parallel.cpu_offload:
         yield Change("parallel.cpu_offload", True, "state in host memory, slow" + SAME_CURVE)
-    if config.optimizer.moment_dtype == "float32":
+    if ":" not in config.optimizer.name and config.optimizer.moment_dtype == "float32":
         yield Change("optimizer.moment_dtype", "bfloat16", "half the optimizer state or less, less exact")
     if config.precision.storage == "float64":
         yield Change("precision.storage", "float32", "half the state")

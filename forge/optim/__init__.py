@@ -1,13 +1,7 @@
 """Optimizers over shards, and learning-rate schedules."""
 
-from forge.config import Config
-from forge.optim.adamw import AdamW
+import forge.optim.adamw  # noqa: F401 (registers itself)
+from forge.optim.optimizer import Optimizer, build_optimizer
 from forge.optim.schedule import learning_rate
-from forge.shard import Shard
 
-__all__ = ["AdamW", "build_optimizer", "learning_rate"]
-
-
-def build_optimizer(shards: list[Shard], config: Config) -> AdamW:
-    """The optimizer that `optimizer.name` names."""
-    return {"adamw": AdamW}[config.optimizer.name](shards, config)
+__all__ = ["Optimizer", "build_optimizer", "learning_rate"]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from forge.config.training import Schedule
+from forge.config.training import ScheduleConfig
 
 
-def learning_rate(schedule: Schedule, *, lr: float, step: int, steps: int) -> float:
+def learning_rate(schedule: ScheduleConfig, *, lr: float, step: int, steps: int) -> float:
     """Learning rate of update `step`, counted from 1, in a run of `steps` updates with peak `lr`.
 
     Every schedule is a warm-up, a plateau and a decay, some of them empty:
@@ -28,7 +28,7 @@ def learning_rate(schedule: Schedule, *, lr: float, step: int, steps: int) -> fl
     return lr * (low + (1.0 - low) * _remaining(_shape(schedule), done))
 
 
-def _decay_start(schedule: Schedule, steps: int) -> int:
+def _decay_start(schedule: ScheduleConfig, steps: int) -> int:
     """The last step before the decay.
 
     wsd (warm-up, stable, decay; Hu et al. 2024, MiniCPM, arXiv:2404.06395) keeps the plateau until the last
@@ -41,7 +41,7 @@ def _decay_start(schedule: Schedule, steps: int) -> int:
     return max(plateau_end, schedule.warmup_steps)
 
 
-def _shape(schedule: Schedule) -> str:
+def _shape(schedule: ScheduleConfig) -> str:
     return schedule.decay_shape if schedule.name == "wsd" else schedule.name
 
 

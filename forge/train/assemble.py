@@ -27,7 +27,7 @@ from forge.observe.metrics import MetricsLog
 from forge.observe.profile import StepProfiler
 from forge.observe.run_directory import RunDirectory
 from forge.observe.tensorboard import Board
-from forge.optim import AdamW, build_optimizer
+from forge.optim import Optimizer, build_optimizer
 from forge.parallel.build import build_parallel_model
 from forge.parallel.mesh import Meshes, make_meshes
 from forge.parallel.model import ParallelModel
@@ -81,7 +81,7 @@ class Built:
 
     meshes: Meshes
     model: ParallelModel
-    optimizer: AdamW
+    optimizer: Optimizer
 
 
 def open_inputs(config: Config) -> Inputs:
@@ -99,7 +99,7 @@ def build(job: Job) -> Built:
     compat.raise_timeouts(patience(config.resilience))
     model = build_parallel_model(config, meshes, job.world.device)
     compat.raise_timeouts(patience(config.resilience))  # of groups that engines have made
-    optimizer = build_optimizer(model.shards, config)
+    optimizer = build_optimizer(model.shards, config.optimizer, meshes.stage)
     job.memory.take_in(model.memory(), optimizer.tensors())
     _tell_of(job, model)
     return Built(meshes, model, optimizer)

@@ -17,7 +17,7 @@ from forge.data.tokenizer import Tokenizer
 from forge.distributed import RanksFailed, Team
 from forge.fault import fault_point
 from forge.observe.collector import Collector
-from forge.optim import AdamW, learning_rate
+from forge.optim import Optimizer, learning_rate
 from forge.parallel.gradients import GradientReport, clip_gradients, report_gradients
 from forge.parallel.mesh import Meshes
 from forge.parallel.model import ParallelModel, Sums
@@ -44,7 +44,7 @@ class Training:
     meshes: Meshes
     device: torch.device
     model: ParallelModel
-    optimizer: AdamW
+    optimizer: Optimizer
     progress: Progress
     batches: Loader
     read_on: Callable[[], Loader]

@@ -15,7 +15,7 @@ from forge.checkpoint import Checkpoints, find_checkpoint, load, read_config, re
 from forge.config import Config, difference, parse_toml_text
 from forge.distributed import RanksFailed
 from forge.errors import NO_CHECKPOINT, UserError
-from forge.optim import AdamW
+from forge.optim import Optimizer
 from forge.parallel.model import ParallelModel
 from forge.shard import Shard
 
@@ -62,7 +62,7 @@ def find_origin(config: Config, checkpoints: Checkpoints) -> Origin | None:
             f"checkpoint.resume = {wanted!r}: was imported, so it has weights only and no history to continue; begin a new "
             "one with checkpoint.init"
         )
-    _compare(parse_toml_text(read_config(path)), config, path)
+    _compare(parse_toml_text(read_config(path), import_classes=False), config, path)
     return origin
 
 
@@ -128,7 +128,7 @@ def check_inputs(origin: Origin, inputs: dict[str, Any], allow_changed_data: boo
     return changes
 
 
-def load_origin(origin: Origin, model: ParallelModel, optimizer: AdamW) -> None:
+def load_origin(origin: Origin, model: ParallelModel, optimizer: Optimizer) -> None:
     """Overwrite parameters and optimizer state with the checkpoint's. Collective."""
     load(origin.path, all_tensors(model, optimizer))
     model.after_update()
@@ -148,13 +148,13 @@ def model_tensors(model: ParallelModel) -> dict[str, tuple[Shard, Tensor]]:
     return {f"model.{shard.name}": (shard, shard.data) for shard in [*model.shards, *model.buffers]}
 
 
-def all_tensors(model: ParallelModel, optimizer: AdamW) -> dict[str, tuple[Shard, Tensor]]:
+def all_tensors(model: ParallelModel, optimizer: Optimizer) -> dict[str, tuple[Shard, Tensor]]:
     """Checkpoint names of everything that is saved as tensors."""
     slots = {f"optimizer.{shard.name}.{slot}": (shard, values) for slot, shard, values in optimizer.tensors()}
     return model_tensors(model) | slots
 
 
-def all_copies(model: ParallelModel, optimizer: AdamW) -> Iterator[tuple[str, Tensor, ProcessGroup]]:
+def all_copies(model: ParallelModel, optimizer: Optimizer) -> Iterator[tuple[str, Tensor, ProcessGroup]]:
     """What this rank holds and others as well: name, values, and the group of those who do."""
     for name, (shard, values) in all_tensors(model, optimizer).items():
         if shard.replicas is not None and shard.boxes:

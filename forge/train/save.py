@@ -12,7 +12,7 @@ from forge.config import Config, to_toml
 from forge.data.tokenizer import Tokenizer
 from forge.errors import FAILED, UserError
 from forge.observe.events import EventLog
-from forge.optim import AdamW
+from forge.optim import Optimizer
 from forge.parallel.mesh import Meshes
 from forge.parallel.model import ParallelModel
 from forge.train.resume import all_tensors
@@ -30,7 +30,7 @@ class Saver:
         config: Config,
         meshes: Meshes,
         model: ParallelModel,
-        optimizer: AdamW,
+        optimizer: Optimizer,
         progress: Progress,
         tokenizer: Tokenizer | None,
         inputs: dict[str, Any],

@@ -93,7 +93,7 @@ def train(
 ) -> dict[str, Any]:
     """Steps begin + 1 to end, with what `load` holds before them and what `save` will hold after them."""
     model, config, meshes = built(text, world)
-    optimizer = build_optimizer(model.shards, config)
+    optimizer = build_optimizer(model.shards, config.optimizer)
     if load:
         for shard in model.shards:
             shard.data.fill_(float("nan"))

@@ -88,7 +88,7 @@ def _loaded(rank: int, world: int, keys: str, folder: str) -> dict[str, torch.Te
     """Everything that the checkpoint in `folder` holds as tensors, as this layout sees it."""
     config = parse_toml_text(keys)
     model = build_parallel_model(config, make_meshes(check_world(config, world), "cpu"), torch.device("cpu"))
-    optimizer = build_optimizer(model.shards, config)
+    optimizer = build_optimizer(model.shards, config.optimizer)
     state = {"progress": {"step": SAVED_AFTER}, "optimizer": {"updates": SAVED_AFTER}}
     load_origin(Origin(Path(folder) / f"step-{SAVED_AFTER:08d}", state), model, optimizer)
     return {name: whole(shard, values) for name, (shard, values) in all_tensors(model, optimizer).items()}

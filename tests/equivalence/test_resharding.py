@@ -53,7 +53,7 @@ def _train(
     config = parse_toml_text(text)
     meshes = make_meshes(check_world(config, world), "cpu")
     model = build_parallel_model(config, meshes, torch.device("cpu"))
-    optimizer = build_optimizer(model.shards, config)
+    optimizer = build_optimizer(model.shards, config.optimizer)
     checkpoints = Checkpoints(Path(folder), mode="sync")
     if begin:
         for shard in model.shards:

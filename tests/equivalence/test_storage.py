@@ -18,7 +18,7 @@ def _norm_weights_after(rank: int, world: int, text: str) -> tuple[torch.dtype, 
     config = parse_toml_text(text)
     meshes = make_meshes(check_world(config, world), "cpu")
     model = build_parallel_model(config, meshes, torch.device("cpu"))
-    optimizer = build_optimizer(model.shards, config)
+    optimizer = build_optimizer(model.shards, config.optimizer)
     for batch in _batches(config, meshes.data_rank, meshes.data_ranks):
         model.forward_backward(batch, model.count_tokens(batch))
         model.finalize_gradients()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from forge.config import parse_toml_text
-from forge.optim import AdamW
+from forge.optim.adamw import AdamW
 from forge.shard import Box, Shard
 from tests.support.equivalence import tiny_config
 
@@ -24,7 +24,7 @@ def make(dtype=torch.float32, seed=0, **optimizer):
         parameter = torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
         parameter.grad = torch.randn(shape, generator=generator).to(dtype)
         shards.append(Shard(name, torch.Size(shape), (Box((0,) * len(shape), shape),), parameter))
-    return shards, AdamW(shards, config), config.optimizer
+    return shards, AdamW(shards, config.optimizer), config.optimizer
 
 
 GO, SKIP = torch.tensor(0.0), torch.tensor(1.0)

@@ -2,7 +2,7 @@ from itertools import pairwise
 
 import pytest
 
-from forge.config.training import Schedule
+from forge.config.training import ScheduleConfig
 from forge.optim.schedule import learning_rate
 
 LR = 3e-3
@@ -11,7 +11,7 @@ SHAPES = ["linear", "cosine", "sqrt"]
 
 def rates(steps=100, **fields):
     """The learning rates of steps 1 to `steps`, as shares of the peak."""
-    schedule = Schedule(**fields)
+    schedule = ScheduleConfig(**fields)
     return [learning_rate(schedule, lr=LR, step=step, steps=steps) / LR for step in range(1, steps + 1)]
 
 
@@ -86,11 +86,11 @@ def test_a_run_of_one_step_without_warmup_has_a_rate():
     ("name", "last"), [("wsd", 0.1), ("cosine", 0.1), ("linear", 0.1), ("constant", 1.0)]
 )
 def test_beyond_the_last_step_the_rate_stays(name, last):
-    assert learning_rate(Schedule(name=name), lr=LR, step=150, steps=100) == pytest.approx(last * LR)
+    assert learning_rate(ScheduleConfig(name=name), lr=LR, step=150, steps=100) == pytest.approx(last * LR)
 
 
 def test_extending_a_wsd_run_changes_no_rate_before_the_former_decay():
-    schedule = Schedule(warmup_steps=10)
+    schedule = ScheduleConfig(warmup_steps=10)
     for step in range(1, 81):
         short, long = (learning_rate(schedule, lr=LR, step=step, steps=steps) for steps in (100, 200))
         assert short == long

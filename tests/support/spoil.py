@@ -171,7 +171,7 @@ def _slow_down(phase: str) -> None:
     import forge.resilience.stragglers as stragglers
     import forge.train.loop as loop
     from forge.model.feed_forward import FeedForward
-    from forge.optim import AdamW
+    from forge.optim.adamw import AdamW
 
     clock = SimpleNamespace(now=0.0)
     for module in (loader, loop, stragglers):

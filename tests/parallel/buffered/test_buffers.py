@@ -18,7 +18,7 @@ BFLOAT16 = ("float32", "bfloat16", "float32")
 
 def _views(rank: int, world: int, text: str) -> None:
     model, engine, batches = build(text, world)
-    optimizer = build_optimizer(model.shards, parse_toml_text(text))
+    optimizer = build_optimizer(model.shards, parse_toml_text(text).optimizer)
 
     def assert_views() -> None:
         for buffer in engine.buffers:
@@ -56,7 +56,7 @@ def test_parameters_and_gradients_are_views_before_and_after_a_step(engine: str)
 def _held(rank: int, world: int, text: str) -> tuple[dict[str, int], int, int, int, int]:
     """(What the engine says, all it has allocated by storage, of the optimizer, most temporary buckets, elements)."""
     model, engine, batches = build(text, world)
-    optimizer = build_optimizer(model.shards, parse_toml_text(text))
+    optimizer = build_optimizer(model.shards, parse_toml_text(text).optimizer)
     backward(model, next(batches))
     tensors = [*model.parts[0].parameters()]
     tensors += [t.grad for t in tensors if t.grad is not None]

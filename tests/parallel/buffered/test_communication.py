@@ -122,7 +122,7 @@ class NoWaiting(TorchDispatchMode):
 
 def _no_waiting(rank: int, world: int, text: str) -> None:
     model, _, batches = build(text, world)
-    optimizer = build_optimizer(model.shards, parse_toml_text(text))
+    optimizer = build_optimizer(model.shards, parse_toml_text(text).optimizer)
     batch = next(batches)
 
     def wait(*_: object) -> None:

@@ -34,7 +34,7 @@ def _flip(model: Any, engine: Any) -> None:
 def _compared(rank: int, world: int, text: str, flipping: int | None) -> list[list[str]]:
     """What differs after three steps, and after three more; rank `flipping` has a bit flipped in the second."""
     model, engine, batches = build(text, world)
-    optimizer = build_optimizer(model.shards, parse_toml_text(text))
+    optimizer = build_optimizer(model.shards, parse_toml_text(text).optimizer)
     found = []
     for step in range(6):
         if step == 1 and rank == flipping:

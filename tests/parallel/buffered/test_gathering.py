@@ -173,7 +173,7 @@ def test_what_is_loaded_right_after_an_update_is_not_lost(engine: str, formats) 
 def _moved(rank: int, world: int, text: str) -> tuple[float, float]:
     """(Distance of a norm's master from 1 after small steps, of what is computed with): bfloat16 cannot show it."""
     model, engine, batches = build(text, world)
-    optimizer = build_optimizer(model.shards, parse_toml_text(text))
+    optimizer = build_optimizer(model.shards, parse_toml_text(text).optimizer)
     for _ in range(3):
         backward(model, next(batches))
         optimizer.step(1e-3, torch.zeros(()))

@@ -32,7 +32,7 @@ def _fill_gradient(shard: Shard, gradient: Tensor) -> None:
 def _stepped(rank: int, world: int, text: str, clip: float) -> dict[str, Tensor]:
     """Parameters and moments, whole, after one step from the start with given gradients."""
     model, _, _ = build(text, world)
-    optimizer = build_optimizer(model.shards, parse_toml_text(text))
+    optimizer = build_optimizer(model.shards, parse_toml_text(text).optimizer)
     for shard in model.shards:
         _fill_gradient(shard, _global(shard.name, shard.global_shape))
     report = report_gradients(model.shards, torch.tensor(1.0), stop=False)
@@ -108,7 +108,7 @@ def test_clipping_sees_every_element_once(keys: str) -> None:
 def _decayed(rank: int, world: int, text: str) -> dict[str, bool]:
     """Whether a step with gradient zero changes a parameter: only decay does."""
     model, _, _ = build(text, world)
-    optimizer = build_optimizer(model.shards, parse_toml_text(text))
+    optimizer = build_optimizer(model.shards, parse_toml_text(text).optimizer)
     before = {shard.name: whole(shard, shard.data) for shard in model.shards}
     optimizer.step(LR, torch.zeros(()))
     return {
@@ -127,7 +127,7 @@ def test_what_is_exempt_from_decay_is_exempt_inside_a_bucket(engine: str) -> Non
 
 def _skipped(rank: int, world: int, text: str) -> None:
     model, engine, batches = build(text, world)
-    optimizer = build_optimizer(model.shards, parse_toml_text(text))
+    optimizer = build_optimizer(model.shards, parse_toml_text(text).optimizer)
     engine.finish_parameter_sync()
     before = [buffer.compute.clone() for buffer in engine.buffers]
     for shard in model.shards:

@@ -1,0 +1,112 @@
+"""What an optimizer is, which ones there are, and the helpers that any of them needs.
+
+docs/extending/optimizer.md is the recipe for one of your own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from forge.config.extensions import load_class
+from forge.config.training import OptimizerConfig
+from forge.shard import Shard
+
+
+class Optimizer(Protocol):
+    """Updates this rank's shards. Made as `Class(shards, config, group)`: see `build_optimizer`."""
+
+    def step(self, lr: float, skip: Tensor) -> None:
+        """Make one update with the shards' gradients. Where the device scalar `skip` is 1.0, change nothing at all."""
+
+    def tensors(self) -> Iterator[tuple[str, Shard, Tensor]]:
+        """Yield (slot, shard, values) for all state with one value per parameter element.
+
+        Checkpoints save each as `optimizer.<parameter>.<slot>` and load into `values` in place, so they must exist from
+        the start, laid out like `shard.data`.
+        """
+
+    def state(self) -> dict[str, Any]:
+        """Return the rest of the state as JSON, equal on all ranks. May wait for the device."""
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Restore what `state` returned."""
+
+
+OptimizerClass: TypeAlias = Callable[[list[Shard], OptimizerConfig, ProcessGroup | None], Optimizer]
+_registered: dict[str, OptimizerClass] = {}
+C = TypeVar("C", bound=OptimizerClass)
+
+
+def register(name: str) -> Callable[[C], C]:
+    """Make a class available as `optimizer.name = name`, which the schema must list, too."""
+
+    def add(cls: C) -> C:
+        _registered[name] = cls
+        return cls
+
+    return add
+
+
+def registered() -> tuple[str, ...]:
+    """Return the names under which optimizers are registered."""
+    return tuple(_registered)
+
+
+def build_optimizer(
+    shards: list[Shard], config: OptimizerConfig, group: ProcessGroup | None = None
+) -> Optimizer:
+    """Make the optimizer that `config.name` names, a registered name or an import path.
+
+    group: the ranks that together hold every element of the parameters, each with the same list of shards; None in one
+    process. Optimizers that need whole matrices exchange them over it.
+    """
+    cls = load_class(config.name) if ":" in config.name else _registered[config.name]
+    return cls(shards, config, group)
+
+
+def gradient(shard: Shard) -> Tensor:
+    """Return the shard's local gradient; zeros where there was no backward, as for an expert that got no tokens."""
+    return torch.zeros_like(shard.data) if shard.grad is None else shard.grad
+
+
+def weight_decay(name: str, config: OptimizerConfig) -> float:
+    """Return the decoupled weight decay of the parameter `name`: 0 if a glob of `optimizer.no_decay` matches it."""
+    return 0.0 if any(fnmatchcase(name, glob) for glob in config.no_decay) else config.weight_decay
+
+
+def decay_groups(
+    shards: Sequence[Shard], config: OptimizerConfig, max_numel: int
+) -> list[tuple[float, list[Shard]]]:
+    """Group shards of equal weight decay into lists of (weight_decay, shards) for multi-tensor kernels.
+
+    A group ends where it reaches `max_numel` elements, which bounds temporaries. Shards without elements are left out.
+    """
+    groups: list[tuple[float, list[Shard]]] = []
+    decays = {shard.name: weight_decay(shard.name, config) for shard in shards if shard.boxes}
+    for decay in sorted(set(decays.values()), reverse=True):
+        numel = max_numel  # the next shard begins a group
+        for shard in shards:
+            if decays.get(shard.name) != decay:
+                continue
+            if numel >= max_numel:
+                groups.append((decay, []))
+                numel = 0
+            groups[-1][1].append(shard)
+            numel += shard.data.numel()
+    return groups
+
+
+def wide_dtype(shard: Shard) -> torch.dtype:
+    """Return the dtype of the update's arithmetic: float32, or the parameter's storage where that is wider."""
+    return torch.promote_types(torch.float32, shard.parameter.dtype)
+
+
+def write_unless(skip: Tensor, target: Tensor, values: Tensor) -> None:
+    """Copy `values` into `target`, cast to its dtype; where the device scalar `skip` is 1.0 leave every bit of it."""
+    target.copy_(torch.where(skip.to(target.device) > 0, target, values.to(target.dtype)))
