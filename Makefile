@@ -1,5 +1,7 @@
 # make train       set everything up, learn from real text, show what the model writes (a few minutes on two cores)
 # make test        set up and run the test suite (`make test-all`: the slow tests too)
+# make test ROOM=parallel    the tests of one room, and of what holds it as a whole
+# make quick       the tests that start no processes, in a minute
 # make faults      run every fault of the table in docs/recovery.md, and print it with a result per row
 # make refactoring REVISION=main    train with that commit and with this tree, and compare every number bit for bit
 # make checks      format, lint, types
@@ -15,7 +17,14 @@ CORPUS_BYTES := 48000000
 # The Python standard library and the installed packages: real text that every machine which can run forge has.
 SOURCES = $$($(BIN)/python -c "import sysconfig as s; print(s.get_path('stdlib'), s.get_path('purelib'))")
 
-.PHONY: train data test test-all faults refactoring checks format docs clean
+
+# What holds a room as a whole stands in folders of its own.
+TESTS_OF_parallel := tests/equivalence
+TESTS_OF_train := tests/end_to_end
+TESTS_OF_resilience := tests/faults
+TESTS := $(if $(ROOM),tests/$(ROOM) $(TESTS_OF_$(ROOM)))
+
+.PHONY: train data test quick test-all faults refactoring checks format docs clean
 
 train: data
 	@$(BIN)/python train.py --config debug.toml
@@ -41,10 +50,13 @@ data/python/train/dataset.json: data/tokenizer/tokenizer.model | $(READY)
 	    --tokenizer data/tokenizer --output data/python --holdout 0.02 --max-bytes $(CORPUS_BYTES) --workers 2
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" $(TESTS)
+
+quick: $(READY)
+	$(BIN)/python -m pytest -m "not slow and not processes and not gpu" --numprocesses 2 $(TESTS)
 
 test-all: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(TESTS)
 
 faults: $(READY)
 	$(BIN)/python -m tests.faults.table

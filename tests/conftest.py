@@ -1,4 +1,4 @@
-"""What makes a test's outcome its own: not the machine's load, nor the tests before it, nor the day."""
+"""What every test has: its own random numbers, no process left behind, the marker `processes`, and its room's seconds."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.support import processes, rooms
 from tests.support.harness import end_ranks
 
 # Examples are the same in every run, and none fails for having waited for a processor.
@@ -15,11 +16,36 @@ settings.register_profile(
     "forge", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("forge")
+# Threads that wait for each other on a busy processor make small operations a hundred times slower.
+torch.set_num_threads(1)
+processes.watch()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark tests that start processes. Only they are run once more when they fail, unless --reruns sets another number."""
+    for item in items:
+        if processes.starts_processes(item):
+            item.add_marker(pytest.mark.processes)
+        if item.get_closest_marker("processes") and config.getoption("reruns") is None:
+            item.add_marker(pytest.mark.flaky(reruns=1))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    rooms.add(report.nodeid, report.duration)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    terminalreporter.section("seconds per room")
+    for line in rooms.table():
+        terminalreporter.write_line(line)
 
 
 @pytest.fixture(autouse=True)
-def by_itself() -> Iterator[None]:
-    """Each test draws the same numbers, whichever were run before it, and leaves no process behind."""
+def by_itself(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Draw the same numbers whichever tests ran before, and leave no process behind."""
     torch.manual_seed(0)
+    processes.started.clear()
     yield
     end_ranks()
+    if processes.started and not request.node.get_closest_marker("processes"):
+        pytest.fail(f"starts a process: mark it with pytest.mark.processes ({processes.started})")

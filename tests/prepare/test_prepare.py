@@ -49,6 +49,7 @@ def test_documents_come_in_order_with_their_specials(text, tmp_path):
     assert index.max_token_id == 257 and not (tmp_path / "out" / ".parts").exists()
 
 
+@pytest.mark.processes
 def test_workers_do_not_change_the_result(text, tmp_path):
     run(text, tmp_path / "one", holdout=0.2)
     run(text, tmp_path / "two", holdout=0.2, workers=2)
@@ -115,6 +116,7 @@ def test_parts_of_other_input_are_not_used(text, tmp_path, monkeypatch, capsys):
     assert "starting over" in capsys.readouterr().err and documents(tmp_path / "out")[0] == "other"
 
 
+@pytest.mark.processes
 def test_a_finished_run_says_so_and_other_options_are_refused(text, tmp_path, monkeypatch, capsys):
     run(text, tmp_path / "out", workers=2)
     monkeypatch.setattr(module, "find_corpus", None)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -149,7 +150,7 @@ class Buffer:
                 )
         return shards
 
-    def _replicas(self, parameter: nn.Parameter, meshes: Meshes):
+    def _replicas(self, parameter: nn.Parameter, meshes: Meshes) -> dist.ProcessGroup | None:
         axes = self.plan.axes.copies
         if isinstance(parameter, DTensor):
             names = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
