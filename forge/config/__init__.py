@@ -1,15 +1,15 @@
-"""What the user said: a typed schema, its loading from TOML and command line, and the checks across keys.
+"""The configuration of a run: a typed schema, its loading from TOML and the command line, and explained errors.
 
-Needs no torch, so that help and errors come at once.
+Needs no torch, so that help and errors appear at once. Schema: section, schema, model, layout, training. Load: load,
+command_line, toml, extensions. Explain: keys, help, explain, and the checks across keys (checks, pipeline, world).
 """
 
 from forge.config.command_line import CommandLine, parse_command_line
 from forge.config.help import help_text
-from forge.config.keys import difference
+from forge.config.keys import difference, to_toml
 from forge.config.load import load_config, parse_toml_text
 from forge.config.schema import Config
 from forge.config.section import Section
-from forge.config.toml import to_toml
 from forge.config.world import Degrees, check_world
 
 __all__ = [

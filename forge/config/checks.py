@@ -1,6 +1,8 @@
-"""What one key alone cannot get wrong: combinations of keys.
+"""Invalid combinations of keys.
 
-A valid value of a key that the chosen options do not use is ignored: a check first asks if its keys count.
+Each check yields sentences. A sentence begins with the key at fault, names every other key that takes part with its value
+where it helps, and ends with a remedy: `model.n_kv_heads must divide model.n_heads = 8; use one of 1, 2, 4, 8`. A valid
+value of a key that the chosen options do not use is ignored, so a check first asks whether its keys are used.
 """
 
 from __future__ import annotations
@@ -8,217 +10,185 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from forge.config.messages import Problem, divisors, multiples
 from forge.config.pipeline import SPLIT_BACKWARD, check_stages
 from forge.config.schema import Config
 
 
-def check(config: Config) -> list[Problem]:
-    """Everything wrong with a config whose keys are valid by themselves."""
-    checks = (_heads, _tensor, _rope_scaling, _moe, _engine, _pipeline, _precision, _others)
+def check(config: Config) -> list[str]:
+    """Every problem of a config whose keys are valid one by one."""
+    checks = (
+        _heads,
+        _tensor,
+        _tensor_plan,
+        _rope_scaling,
+        _moe,
+        _engine,
+        check_stages,
+        _precision,
+        _float8,
+        _others,
+    )
     return [problem for one in checks for problem in one(config)]
 
 
-def _heads(config: Config) -> Iterator[Problem]:
+def divisors(number: int) -> str:
+    """All divisors of `number`, for a message."""
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
+def multiples(number: int, unit: int) -> str:
+    """The multiples of `unit` next to `number`, below (if positive) and above."""
+    lower = number // unit * unit
+    return " or ".join(str(n) for n in (lower, lower + unit) if n)
+
+
+def _heads(config: Config) -> Iterator[str]:
     model = config.model
     if model.head_dim == 0:
         near = multiples(model.dim, model.n_heads)
-        yield Problem(
-            ("model.dim", "model.n_heads", "model.head_dim"),
-            f"is not a multiple of model.n_heads = {model.n_heads}; use {near}, or set model.head_dim",
-        )
+        yield f"model.dim must be a multiple of model.n_heads = {model.n_heads}; use {near}, or set model.head_dim"
     elif model.head_dim % 2:
-        yield Problem(
-            ("model.head_dim", "model.dim", "model.n_heads"),
-            f"must be even, because RoPE rotates pairs; use {model.head_dim + 1}"
-            f" (without the key it is model.dim / model.n_heads = {model.dim} / {model.n_heads})",
+        yield (
+            f"model.head_dim must be even, because RoPE rotates pairs; use {model.head_dim + 1} (the default is "
+            f"model.dim / model.n_heads = {model.dim} / {model.n_heads})"
         )
     if model.n_heads % model.n_kv_heads:
-        yield Problem(
-            ("model.n_kv_heads", "model.n_heads"),
-            f"must divide model.n_heads = {model.n_heads}; use one of {divisors(model.n_heads)}",
-        )
+        yield f"model.n_kv_heads must divide model.n_heads = {model.n_heads}; use one of {divisors(model.n_heads)}"
 
 
-def _tensor(config: Config) -> Iterator[Problem]:
+def _tensor(config: Config) -> Iterator[str]:
     parallel, model, tp = config.parallel, config.model, config.parallel.tp
     if tp == 1:
         return
-    if parallel.tp_plan == "auto" and not parallel.tp_plan_styles:
-        shared = [("n_heads", "query heads"), ("n_kv_heads", "key/value heads")]
-        moe = model.moe
-        if moe is None or moe.n_dense_layers:
-            shared.append(("ffn_dim", "features"))
-        for key, what in shared:
-            size = getattr(model, key)
-            if size % tp:
-                yield Problem(
-                    ("parallel.tp", f"model.{key}"),
-                    f"must divide model.{key} = {size}, whose {what} the ranks share; use {divisors(size)}",
-                )
-        if moe is not None and moe.n_shared_experts * moe.expert_dim % tp:
-            yield Problem(
-                ("parallel.tp", "model.moe.n_shared_experts", "model.moe.expert_dim"),
-                f"must divide n_shared_experts * expert_dim = {moe.n_shared_experts} * {moe.expert_dim}, the features of "
-                f"the shared experts; use {divisors(moe.n_shared_experts * moe.expert_dim)}",
-            )
-    if parallel.tp_plan != "auto" and parallel.tp_plan_styles:
-        yield Problem(
-            ("parallel.tp_plan", "parallel.tp_plan_styles"),
-            "is a plan, and parallel.tp_plan_styles is another; leave one out",
-        )
     pieces, seq_len = parallel.cp * tp, config.train.seq_len
+    product = f"parallel.cp * parallel.tp = {parallel.cp} * {tp} = {pieces}"
     if model.moe is not None and seq_len % pieces:
-        yield Problem(
-            ("train.seq_len", "parallel.tp", "parallel.cp", "model.moe"),
-            f"must be a multiple of cp * tp = {parallel.cp} * {tp} = {pieces}, whose ranks each route a piece of the "
-            f"sequence; use {multiples(seq_len, pieces)}",
+        yield (
+            f"train.seq_len must be a multiple of {product}, because with model.moe each of these ranks routes a part of "
+            f"the sequence; use {multiples(seq_len, pieces)}"
         )
     elif parallel.sequence_parallel and seq_len % pieces:
-        yield Problem(
-            ("parallel.sequence_parallel", "parallel.tp", "parallel.cp", "train.seq_len"),
-            f"needs train.seq_len = {seq_len} to be a multiple of cp * tp = {parallel.cp} * {tp} = {pieces}; use "
-            f"{multiples(seq_len, pieces)}, or false",
+        near = multiples(seq_len, pieces)
+        yield (
+            f"parallel.sequence_parallel needs train.seq_len = {seq_len} to be a multiple of {product}; use {near}, or false"
         )
     if -(-model.vocab_size // tp) * (tp - 1) >= model.vocab_size:
-        yield Problem(
-            ("parallel.tp", "model.vocab_size"),
-            f"leaves a rank without a row of model.vocab_size = {model.vocab_size}; use a smaller degree",
-        )
+        yield f"parallel.tp leaves a rank without a row of model.vocab_size = {model.vocab_size}; use a smaller degree"
     if isinstance(parallel.reshard_after_forward, int) and parallel.data_parallel == "fsdp2":
-        yield Problem(
-            ("parallel.reshard_after_forward", "parallel.tp"),
-            f"cannot be a number with parallel.tp = {tp}; use auto, always or never",
+        yield (
+            f"parallel.reshard_after_forward cannot be a number with parallel.tp = {tp}; use auto, always or never"
         )
     if parallel.async_tp and not (config.compile.enabled and parallel.sequence_parallel):
-        yield Problem(
-            ("parallel.async_tp", "compile.enabled", "parallel.sequence_parallel"),
-            "is the compiler's work on all-gathers and reduce-scatters; set compile.enabled = true and "
-            "parallel.sequence_parallel = true, or leave it false",
+        yield (
+            "parallel.async_tp is done by the compiler, on all-gathers and reduce-scatters; set compile.enabled = true and "
+            "parallel.sequence_parallel = true, or leave it false"
         )
 
 
-def _rope_scaling(config: Config) -> Iterator[Problem]:
-    scaling, section = config.model.rope_scaling, "model.rope_scaling"
-    if scaling is None:
+def _tensor_plan(config: Config) -> Iterator[str]:
+    parallel, model, tp = config.parallel, config.model, config.parallel.tp
+    if tp > 1 and parallel.tp_plan != "auto" and parallel.tp_plan_styles:
+        yield "parallel.tp_plan cannot be combined with parallel.tp_plan_styles, which is a plan too; leave one out"
+    if tp == 1 or parallel.tp_plan != "auto" or parallel.tp_plan_styles:
         return
-    pairs = {"llama3": ("high_freq_factor", "low_freq_factor"), "yarn": ("beta_fast", "beta_slow")}
-    upper, lower = pairs[scaling.kind]
-    if getattr(scaling, upper) <= getattr(scaling, lower):
-        yield Problem(
-            (f"{section}.{upper}", f"{section}.{lower}"),
-            f"must be greater than {section}.{lower} = {getattr(scaling, lower)}",
+    shared = {"n_heads": "query heads", "n_kv_heads": "key/value heads", "ffn_dim": "features"}
+    if model.moe is not None and not model.moe.n_dense_layers:
+        del shared["ffn_dim"]
+    for key, what in shared.items():
+        size = getattr(model, key)
+        if size % tp:
+            yield f"parallel.tp must divide model.{key} = {size}, the {what} that its ranks share; use {divisors(size)}"
+    if model.moe is not None and model.moe.n_shared_experts * model.moe.expert_dim % tp:
+        number, dim = model.moe.n_shared_experts, model.moe.expert_dim
+        yield (
+            f"parallel.tp must divide model.moe.n_shared_experts * model.moe.expert_dim = {number} * {dim}, the features "
+            f"of the shared experts; use {divisors(number * dim)}"
         )
 
 
-def _moe(config: Config) -> Iterator[Problem]:
-    moe = config.model.moe
+def _rope_scaling(config: Config) -> Iterator[str]:
+    scaling, section = config.model.rope_scaling, "model.rope_scaling"
+    if scaling is not None:
+        pairs = {"llama3": ("high_freq_factor", "low_freq_factor"), "yarn": ("beta_fast", "beta_slow")}
+        upper, lower = pairs[scaling.kind]
+        if getattr(scaling, upper) <= getattr(scaling, lower):
+            yield f"{section}.{upper} must be greater than {section}.{lower} = {getattr(scaling, lower)}"
+
+
+def _moe(config: Config) -> Iterator[str]:
+    moe, section = config.model.moe, "model.moe"
     if moe is None:
         return
-    if moe.top_k > moe.n_experts:
-        yield Problem(
-            ("model.moe.top_k", "model.moe.n_experts"), f"is more than model.moe.n_experts = {moe.n_experts}"
-        )
-    if moe.n_experts % moe.n_expert_groups:
-        yield Problem(
-            ("model.moe.n_expert_groups", "model.moe.n_experts"),
-            f"must divide model.moe.n_experts = {moe.n_experts}; use one of {divisors(moe.n_experts)}",
-        )
-    elif moe.n_limited_groups > moe.n_expert_groups:
-        yield Problem(
-            ("model.moe.n_limited_groups", "model.moe.n_expert_groups"),
-            f"is more than model.moe.n_expert_groups = {moe.n_expert_groups}; use 0 for all of them",
-        )
-    elif moe.top_k <= moe.n_experts < moe.top_k * moe.n_expert_groups / moe.n_limited_groups:
-        size = moe.n_experts // moe.n_expert_groups
-        yield Problem(
-            ("model.moe.n_limited_groups", "model.moe.top_k", "model.moe.n_expert_groups"),
-            f"leaves {moe.n_limited_groups} groups of {size} experts, fewer than model.moe.top_k = {moe.top_k}; use at "
-            f"least {-(-moe.top_k // size)}",
+    experts, groups, limited = moe.n_experts, moe.n_expert_groups, moe.n_limited_groups
+    if moe.top_k > experts:
+        yield f"{section}.top_k must be at most {section}.n_experts = {experts}"
+    if experts % groups:
+        yield f"{section}.n_expert_groups must divide {section}.n_experts = {experts}; use one of {divisors(experts)}"
+    elif limited > groups:
+        yield f"{section}.n_limited_groups must be at most {section}.n_expert_groups = {groups}; use 0 for all of them"
+    elif moe.top_k <= experts < moe.top_k * groups / limited:
+        size = experts // groups
+        yield (
+            f"{section}.n_limited_groups leaves {limited} of {section}.n_expert_groups = {groups} groups with {size} experts "
+            f"each, fewer than {section}.top_k = {moe.top_k}; use at least {-(-moe.top_k // size)}"
         )
     if moe.n_dense_layers > config.model.n_layers:
-        yield Problem(
-            ("model.moe.n_dense_layers", "model.n_layers"),
-            f"is more than model.n_layers = {config.model.n_layers}",
-        )
+        yield f"{section}.n_dense_layers must be at most model.n_layers = {config.model.n_layers}"
 
 
-def _engine(config: Config) -> Iterator[Problem]:
+def _engine(config: Config) -> Iterator[str]:
     parallel, engine = config.parallel, config.parallel.data_parallel
+    fsdp2, schedule = f"parallel.data_parallel = fsdp2, but it is {engine}", config.pipeline.schedule
     if parallel.shard_optimizer_over == "dp" and engine not in ("zero1", "zero2"):
-        yield Problem(
-            ("parallel.shard_optimizer_over", "parallel.data_parallel"),
-            f"is for zero1 and zero2, but parallel.data_parallel = {engine}; use dp_shard, or one of them",
+        yield (
+            f"parallel.shard_optimizer_over can be dp only with zero1 and zero2, but parallel.data_parallel = {engine}; use "
+            "dp_shard, or one of these"
         )
-    if engine == "fsdp2":
-        return
-    if config.precision.float8 != "none":
-        yield Problem(
-            ("precision.float8", "parallel.data_parallel"),
-            f"needs parallel.data_parallel = fsdp2, but it is {engine}, whose buffers do not hold float8; use none, or fsdp2",
-        )
-    if parallel.cpu_offload:
-        yield Problem(
-            ("parallel.cpu_offload", "parallel.data_parallel"),
-            f"needs parallel.data_parallel = fsdp2, but it is {engine}; use false, or fsdp2",
+    if engine != "fsdp2" and config.precision.float8 != "none":
+        yield f"precision.float8 needs {fsdp2}, whose buffers cannot hold float8; use none, or fsdp2"
+    if engine != "fsdp2" and parallel.cpu_offload:
+        yield f"parallel.cpu_offload needs {fsdp2}; use false, or fsdp2"
+    frees = engine == "fsdp2" and parallel.reshard_after_forward not in ("auto", "never")
+    if parallel.pp > 1 and schedule in SPLIT_BACKWARD and frees:
+        yield (
+            f"parallel.reshard_after_forward would free parameters whose gradients pipeline.schedule = {schedule} computes "
+            "later; use auto or never"
         )
 
 
-def _pipeline(config: Config) -> Iterator[Problem]:
-    yield from check_stages(config)
-    parallel, schedule = config.parallel, config.pipeline.schedule
-    kept = parallel.reshard_after_forward in ("auto", "never") or parallel.data_parallel != "fsdp2"
-    if parallel.pp > 1 and schedule in SPLIT_BACKWARD and not kept:
-        yield Problem(
-            ("parallel.reshard_after_forward", "pipeline.schedule"),
-            f"would free parameters whose gradients pipeline.schedule = {schedule} computes later; use auto or never",
-        )
-
-
-def _precision(config: Config) -> Iterator[Problem]:
-    precision, train, parallel = config.precision, config.train, config.parallel
+def _precision(config: Config) -> Iterator[str]:
     for key in ("storage", "reduce"):
-        if precision.compute == "float64" and getattr(precision, key) == "bfloat16":
-            yield Problem(
-                (f"precision.{key}", "precision.compute"),
-                "throws away what precision.compute = float64 computes; use float64 or float32",
-            )
+        if config.precision.compute == "float64" and getattr(config.precision, key) == "bfloat16":
+            yield f"precision.{key} would round what precision.compute = float64 computes; use float64 or float32"
+
+
+def _float8(config: Config) -> Iterator[str]:
+    precision, train, parallel = config.precision, config.train, config.parallel
     if precision.float8 == "none":
         return
     if precision.float8_all_gather is True and parallel.tp > 1:
-        yield Problem(
-            ("precision.float8_all_gather", "parallel.tp", "precision.float8"),
-            f"does not go with parallel.tp = {parallel.tp}; use auto or false",
-        )
+        yield f"precision.float8_all_gather cannot be combined with parallel.tp = {parallel.tp}; use auto or false"
     if precision.float8_all_gather is True and precision.float8 == "rowwise":
-        yield Problem(
-            ("precision.float8_all_gather", "precision.float8"),
-            "does not go with precision.float8 = rowwise, which needs whole rows to scale; use auto or false",
+        yield (
+            "precision.float8_all_gather cannot be combined with precision.float8 = rowwise, which needs whole rows to "
+            "scale; use auto or false"
         )
-    tokens = train.micro_batch_size * train.seq_len
-    if tokens % (16 * parallel.cp):
-        yield Problem(
-            ("precision.float8", "train.micro_batch_size", "train.seq_len", "parallel.cp"),
-            "needs a multiple of 16 tokens in each microbatch of a rank, but micro_batch_size * seq_len / cp ="
-            f" {train.micro_batch_size} * {train.seq_len} / {parallel.cp}; use another train.seq_len",
+    if train.micro_batch_size * train.seq_len % (16 * parallel.cp):
+        yield (
+            "precision.float8 needs a multiple of 16 tokens in each microbatch of a rank, but train.micro_batch_size * "
+            f"train.seq_len / parallel.cp = {train.micro_batch_size} * {train.seq_len} / {parallel.cp}; use another "
+            "train.seq_len"
         )
 
 
-def _others(config: Config) -> Iterator[Problem]:
+def _others(config: Config) -> Iterator[str]:
     if config.activation_checkpoint.mode == "memory_budget" and not config.compile.enabled:
-        yield Problem(
-            ("activation_checkpoint.mode", "compile.enabled"),
-            "is the compiler's choice and needs compile.enabled = true; set it, or use selective",
-        )
-    if not sum(source.weight for source in config.data.sources) > 0:
-        yield Problem(("data.sources",), "all weights are 0; give at least one source a weight > 0")
+        yield "activation_checkpoint.mode needs compile.enabled = true, which does it; set it, or use selective"
+    if not any(source.weight for source in config.data.sources):
+        yield "data.sources has no source with a weight > 0; set at least one"
     names = Counter(source.name for source in config.data.validation)
-    twice = [name for name, number in names.items() if number > 1]
-    if twice:
-        yield Problem(("data.validation",), f"every name once, but there is more than one {', '.join(twice)}")
-    checkpoint = config.checkpoint
-    if checkpoint.init and checkpoint.resume not in ("auto", "none"):
-        yield Problem(
-            ("checkpoint.init", "checkpoint.resume"),
-            f"begins a new history, checkpoint.resume = {checkpoint.resume!r} continues one; leave one out",
-        )
+    if twice := [name for name, number in names.items() if number > 1]:
+        yield f"data.validation has more than one source named {', '.join(twice)}; give each name once"
+    resume = config.checkpoint.resume
+    if config.checkpoint.init and resume not in ("auto", "none"):
+        yield f'checkpoint.init begins a new history, but checkpoint.resume = "{resume}" continues one; leave one out'

@@ -1,4 +1,4 @@
-"""What --help prints, made from the schema."""
+"""Help from the schema: `--help`, and the reference (`python -m forge.config > docs/configuration.md`)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ WIDTH = 100
 USAGE = """\
 usage: train.py --config PATH_OR_NAME [--section.key=value ...]
 
-Pretrains a language model. The same command starts a run, resumes it after any stop, and with more
-train.steps extends it. Alone or under torchrun or srun:
+Pretrains a language model. The same command starts a run, resumes it after any stop, and extends it
+if train.steps is larger. Run it with plain python, torchrun or srun:
 
   python train.py --config debug.toml
   torchrun --nproc-per-node 8 train.py --config 7b.toml --data.sources='[{path="data/web"}]'
@@ -20,33 +20,67 @@ train.steps extends it. Alone or under torchrun or srun:
 
 options:
   --config PATH_OR_NAME    a TOML file: a path, or a name in configs/, with or without .toml
-  --section.key=value      overrides the file; also --section.key value. Values are TOML literals:
+  --section.key=value      override a key of the file; also --section.key value. Values are TOML:
                            5  3e-4  true  [0.9, 0.95]  '[{path="synthetic", weight=1.0}]'
-                           and bare words are text: --run.name=second
+                           A bare word is a string: --run.name=second
   --print-config           print the complete configuration as TOML and exit
   --plan [--world-size N] [--json]
-                           what the run needs on N processes (not built yet)
-  -h, --help               this text
+                           print what the run needs on N processes (not built yet)
+  -h, --help               print this text
 
 exit codes: 0 finished; 2 configuration or command line wrong; 75 stopped after saving, run it
 again; 76 ended by the watchdog; 77 no usable checkpoint; any other: failed."""
 
+DOCS_HEAD = """\
+# Configuration
+
+<!-- Made by `python -m forge.config > docs/configuration.md` from the schema in forge/config. -->
+
+A run is described by one TOML file and by overrides on the command line:
+
+```
+python train.py --config debug.toml --train.steps=800 --optimizer.lr 1e-3
+```
+
+`--config` takes a path or a name in `configs/`, with or without `.toml`. Override values are TOML literals;
+a bare word is a string. `--print-config` prints the complete configuration, which can be loaded again;
+`--help` prints the tables below as text. All errors are reported at once, with exit code 2. A valid value of a
+key that the chosen options do not use is ignored."""
+
 
 def help_text() -> str:
-    """What --help prints: usage, examples, exit codes, and every key with its type, default and meaning."""
+    """The output of --help: usage, examples, exit codes, and every key with its type, default and meaning."""
     blocks = [USAGE]
     for name, section in sections().items():
         heading = textwrap.fill(f"[{name}]  {title(section)}", WIDTH, subsequent_indent="  ")
-        blocks.append(
-            "\n".join([heading, *(_help_entry(key) for key in keys().values() if key.section == name)])
-        )
+        blocks.append("\n".join([heading, *map(_entry, _keys_of(name))]))
     return "\n\n".join(blocks)
 
 
-def _help_entry(key: Key) -> str:
+def docs_text() -> str:
+    """docs/configuration.md: one table for each section."""
+    blocks = [DOCS_HEAD]
+    for name, section in sections().items():
+        head = ["| key | type | default | meaning |", "|---|---|---|---|"]
+        blocks.append(
+            "\n".join([f"## `[{name}]`", "", title(section), "", *head, *map(_row, _keys_of(name))])
+        )
+    return "\n\n".join(blocks) + "\n"
+
+
+def _keys_of(section: str) -> list[Key]:
+    return [key for key in keys().values() if key.section == section]
+
+
+def _entry(key: Key) -> str:
     default = "required" if key.field.is_required() else f"default {key.default}"
-    head = textwrap.fill(
-        f"--{key.name}  {key.allowed}; {default}", WIDTH, initial_indent="  ", subsequent_indent="      "
-    )
-    body = textwrap.fill(key.meaning, WIDTH, initial_indent="      ", subsequent_indent="      ")
-    return f"{head}\n{body}"
+    head = textwrap.indent(textwrap.fill(f"--{key.name}  {key.allowed}; {default}", WIDTH - 6), " " * 6)
+    body = textwrap.indent(textwrap.fill(key.meaning, WIDTH - 6), " " * 6)
+    return f"{head.removeprefix(' ' * 4)}\n{body}"
+
+
+def _row(key: Key) -> str:
+    in_words = key.field.is_required() or key.field.json_schema_extra
+    default = key.default if in_words else f"`{key.default}`"
+    allowed, meaning = (text.replace("|", "\\|").replace("*", "\\*") for text in (key.allowed, key.meaning))
+    return f"| `{key.last}` | {allowed} | {default} | {meaning} |"

@@ -1,4 +1,4 @@
-"""Writing TOML: single values for messages, and whole configurations that load again to what they were."""
+"""TOML values, read and written."""
 
 from __future__ import annotations
 
@@ -7,42 +7,9 @@ import json
 import re
 from typing import Any
 
-from pydantic import BaseModel
-
-from forge.config.schema import Config
-from forge.config.section import Section
+import tomli
 
 BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
-# Lists of tables longer than this are written one table a line.
-LINE_WIDTH = 100
-
-
-def to_toml(config: Config) -> str:
-    """`config` as TOML with every key, in the schema's order, but for absent keys and sections (None)."""
-    blocks: list[str] = []
-    for name in type(config).model_fields:
-        blocks += _section(name, getattr(config, name))
-    return "\n\n".join(blocks) + "\n"
-
-
-def _section(name: str, section: Section) -> list[str]:
-    """The section itself and those within it, each a block of lines."""
-    title = (type(section).__doc__ or "").strip().partition("\n")[0]
-    lines, children = [*([f"# {title}"] if title else []), f"[{name}]"], []
-    for key in type(section).model_fields:
-        value = getattr(section, key)
-        if isinstance(value, Section):
-            children += _section(f"{name}.{key}", value)
-        elif value is not None:
-            lines.append(_assignment(key, value))
-    return ["\n".join(lines), *children]
-
-
-def _assignment(key: str, value: Any) -> str:
-    line = f"{key} = {to_literal(value)}"
-    if len(line) <= LINE_WIDTH or not isinstance(value, tuple):
-        return line
-    return "\n".join([f"{key} = [", *(f"    {to_literal(item)}," for item in value), "]"])
 
 
 def to_literal(value: Any) -> str:
@@ -55,14 +22,28 @@ def to_literal(value: Any) -> str:
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(to_literal(item) for item in value) + "]"
-    if isinstance(value, BaseModel):
-        value = value.model_dump()
+        return "[" + ", ".join(map(to_literal, value)) + "]"
     if isinstance(value, dict):
-        items = (f"{_key(key)} = {to_literal(item)}" for key, item in value.items() if item is not None)
+        names = {name: name if BARE_KEY.fullmatch(name) else to_literal(name) for name in value}
+        items = [f"{names[name]} = {to_literal(item)}" for name, item in value.items() if item is not None]
         return "{ " + ", ".join(items) + " }" if value else "{}"
     return value.isoformat() if isinstance(value, datetime.date | datetime.time) else str(value)
 
 
-def _key(name: str) -> str:
-    return name if BARE_KEY.fullmatch(name) else to_literal(name)
+def from_literal(text: str, is_text: bool) -> Any:
+    """`text` as a TOML literal, or as a string if it is a bare word or `is_text` (the key takes text).
+
+    Raises ValueError if `text` begins like a quoted string, list or table but is not one, or is not valid Unicode.
+    """
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError("not UTF-8 text")
+    try:
+        table = tomli.loads(f"value = {text}")
+    except tomli.TOMLDecodeError as error:
+        if is_text or text[:1] not in ("[", "{", '"', "'"):
+            return text
+        reason = re.sub(r" *[(]at .*", "", str(error))
+        raise ValueError(f"not a TOML literal: {reason}; quote strings inside it") from None
+    # Text with a line break may read as several keys.
+    value = table["value"] if len(table) == 1 else text
+    return text if is_text and not isinstance(value, str) else value

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from forge.checkpoint.commit import Contents, fill_folder
 from forge.checkpoint.tensors import ShardTensor
-from forge.config import Config, parse_toml_text
-from forge.config.toml import to_literal, to_toml
+from forge.config import Config, parse_toml_text, to_toml
+from forge.config.toml import to_literal
 from forge.distributed import RanksFailed, alone
 from forge.errors import FAILED, UserError
 from forge.hf.architectures import ENDS, architecture_of

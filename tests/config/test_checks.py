@@ -13,7 +13,7 @@ ROPE = "\n[model.rope_scaling]\nfactor = 8\noriginal_max_position = 16\n"
     [
         (
             ["--model.dim=68"],
-            "model.dim = 68 (command line): is not a multiple of model.n_heads = 8; use 64 or 72,",
+            "model.dim = 68 (command line): must be a multiple of model.n_heads = 8; use 64 or 72,",
         ),
         (
             ["--model.dim=72"],
@@ -21,8 +21,8 @@ ROPE = "\n[model.rope_scaling]\nfactor = 8\noriginal_max_position = 16\n"
         ),
         (["--model.head_dim=7"], "model.head_dim = 7 (command line): must be even"),
         (["--model.n_kv_heads=3"], "must divide model.n_heads = 8; use one of 1, 2, 4, 8"),
-        (['--data.sources=[{path="synthetic",weight=0}]'], "all weights are 0"),
-        (['--data.validation=[{name="a",path="x"},{name="a",path="y"}]'], "more than one a"),
+        (['--data.sources=[{path="synthetic",weight=0}]'], "has no source with a weight > 0"),
+        (['--data.validation=[{name="a",path="x"},{name="a",path="y"}]'], "more than one source named a"),
         (["--precision.compute=float64", "--precision.reduce=bfloat16"], "precision.reduce"),
         (["--precision.compute=float64", "--precision.storage=bfloat16"], "precision.storage"),
         (["--checkpoint.init=a", "--checkpoint.resume=b"], "leave one out"),
@@ -30,9 +30,12 @@ ROPE = "\n[model.rope_scaling]\nfactor = 8\noriginal_max_position = 16\n"
         (["--precision.float8=rowwise", "--train.seq_len=24"], "1 * 24 / 1; use another train.seq_len"),
         (
             ["--parallel.shard_optimizer_over=dp"],
-            "is for zero1 and zero2, but parallel.data_parallel = fsdp2; use dp_shard",
+            "can be dp only with zero1 and zero2, but parallel.data_parallel = fsdp2; use dp_shard",
         ),
-        (["--parallel.shard_optimizer_over=dp", "--parallel.data_parallel=ddp"], "is for zero1 and zero2"),
+        (
+            ["--parallel.shard_optimizer_over=dp", "--parallel.data_parallel=ddp"],
+            "can be dp only with zero1 and zero2",
+        ),
         (
             ["--precision.float8=rowwise", "--parallel.data_parallel=zero1"],
             "needs parallel.data_parallel = fsdp2, but it is zero1",
@@ -44,7 +47,7 @@ ROPE = "\n[model.rope_scaling]\nfactor = 8\noriginal_max_position = 16\n"
         (["--activation_checkpoint.mode=memory_budget"], "needs compile.enabled = true"),
         (
             ["--model.moe.n_experts=8", "--parallel.tp=4", "--train.seq_len=30", "--model.n_kv_heads=4"],
-            "train.seq_len = 30 (command line): must be a multiple of cp * tp = 1 * 4 = 4, whose ranks each route",
+            "train.seq_len = 30 (command line): must be a multiple of parallel.cp * parallel.tp",
         ),
         (
             [
@@ -52,7 +55,7 @@ ROPE = "\n[model.rope_scaling]\nfactor = 8\noriginal_max_position = 16\n"
                 "--parallel.tp=4",
                 "--model.n_kv_heads=4",
             ],
-            "must divide n_shared_experts * expert_dim = 1 * 6",
+            "must divide model.moe.n_shared_experts * model.moe.expert_dim = 1 * 6",
         ),
     ],
 )
@@ -99,13 +102,17 @@ def test_a_run_may_end_within_its_warm_up(tmp_path) -> None:
     ("moe", "key", "says"),
     [
         ("n_experts = 6, n_expert_groups = 4", "n_expert_groups", "use one of 1, 2, 3, 6"),
-        ("n_experts = 8, n_expert_groups = 4, n_limited_groups = 5", "n_limited_groups", "is more than"),
+        (
+            "n_experts = 8, n_expert_groups = 4, n_limited_groups = 5",
+            "n_limited_groups",
+            "must be at most model.moe.n_expert_groups = 4",
+        ),
         (
             "n_experts = 8, top_k = 5, n_expert_groups = 4, n_limited_groups = 2",
             "n_limited_groups",
             "at least 3",
         ),
-        ("n_experts = 8, n_dense_layers = 99", "n_dense_layers", "is more than model.n_layers"),
+        ("n_experts = 8, n_dense_layers = 99", "n_dense_layers", "must be at most model.n_layers"),
     ],
 )
 def test_experts_that_do_not_add_up_are_refused(tmp_path, moe: str, key: str, says: str) -> None:

@@ -1,7 +1,7 @@
 """Help and reference come from the schema and are complete."""
 
 from forge.config import help_text
-from forge.config.describe import docs_text
+from forge.config.help import docs_text
 from forge.config.keys import keys, sections
 from forge.config.load import CONFIGS
 
@@ -27,4 +27,4 @@ def test_help_tells_usage_and_exit_codes() -> None:
 
 def test_the_reference_is_what_the_schema_says() -> None:
     written = (CONFIGS.parent / "docs" / "configuration.md").read_text("utf-8")
-    assert written == docs_text(), "run: python -m forge.config.describe > docs/configuration.md"
+    assert written == docs_text(), "run: python -m forge.config > docs/configuration.md"

@@ -40,26 +40,28 @@ def test_dp_shard_takes_what_the_other_degrees_leave() -> None:
 
 def test_degrees_that_do_not_divide_the_world_are_told_with_numbers() -> None:
     text = refusal(8, parallel={"dp_replicate": 3})
-    assert "8 processes are not a multiple of pp * dp_replicate * cp * tp = 1 * 3 * 1 * 1 = 3" in text
+    assert (
+        "is a multiple of pp * dp_replicate * cp * tp = 1 * 3 * 1 * 1 = 3, but there are 8 processes" in text
+    )
     assert "start 6 or 9 processes" in text
-    assert "-1: 1 process is not a multiple of" in refusal(1, parallel={"tp": 2})
+    assert "but there is 1 process; start 2" in refusal(1, parallel={"tp": 2})
 
 
 def test_degrees_whose_product_is_not_the_world_are_told_with_numbers() -> None:
     text = refusal(8, parallel={"dp_replicate": 2, "dp_shard": 2})
     assert "pp * dp_replicate * cp * tp * dp_shard = 1 * 2 * 1 * 1 * 2 = 4, but there are 8 processes" in text
-    assert "start 4, or set parallel.dp_shard = 4 or -1" in text
+    assert "start 4 processes, or set parallel.dp_shard = 4 or -1" in text
 
 
 def test_experts_must_divide_the_ranks_that_share_a_copy() -> None:
-    assert "dp_shard * cp * tp = ep_shard * ep, which is 8 * 1 * 1 = 8" in refusal(8, parallel={"ep": 3})
+    assert "must divide dp_shard * cp * tp = 8 * 1 * 1 = 8" in refusal(8, parallel={"ep": 3})
     text = refusal(8, parallel={"ep": 4}, model={"moe": {"n_experts": 6}})
     assert "must divide model.moe.n_experts = 6" in text
 
 
 def test_resharding_must_divide_the_sharding_degree() -> None:
     assert check_world(with_keys(parallel={"reshard_after_forward": 4}), 8).dp_shard == 8
-    assert "does not divide dp_shard * cp = 8 * 1 = 8" in refusal(8, parallel={"reshard_after_forward": 3})
+    assert "must divide dp_shard * cp = 8 * 1 = 8" in refusal(8, parallel={"reshard_after_forward": 3})
 
 
 @pytest.mark.parametrize("engine", ["zero1", "zero2", "ddp"])
@@ -73,7 +75,8 @@ def test_resharding_is_not_asked_of_engines_that_gather_nothing_in_forward(engin
 def test_a_batch_that_does_not_divide_is_told_with_the_nearest_that_does() -> None:
     text = refusal(4, train={"global_batch_size": 10, "micro_batch_size": 2}, parallel={"dp_replicate": 2})
     assert (
-        "train.global_batch_size = 10: not a multiple of micro_batch_size * dp_replicate * dp_shard" in text
+        "train.global_batch_size = 10: must be a multiple of micro_batch_size * dp_replicate * dp_shard"
+        in text
     )
     assert "= 2 * 2 * 2 = 8; set train.global_batch_size = 8 or 16" in text
 
@@ -81,7 +84,7 @@ def test_a_batch_that_does_not_divide_is_told_with_the_nearest_that_does() -> No
 def test_a_sequence_that_does_not_split_is_told_with_the_nearest_that_does() -> None:
     text = refusal(4, parallel={"cp": 4}, train={"seq_len": 60})
     assert (
-        "train.seq_len = 60: not a multiple of 2 * cp = 2 * 4 = 8" in text
+        "train.seq_len = 60: must be a multiple of 2 * cp = 2 * 4 = 8" in text
         and "set train.seq_len = 56 or 64" in text
     )
     assert check_world(with_keys(parallel={"cp": 4}, train={"seq_len": 64}), 4).cp == 4
@@ -90,7 +93,7 @@ def test_a_sequence_that_does_not_split_is_told_with_the_nearest_that_does() -> 
 def test_ulysses_needs_whole_heads_on_every_rank() -> None:
     heads = {"n_heads": 8, "n_kv_heads": 2}
     text = refusal(16, parallel={"cp": 8, "tp": 2, "context": "ulysses"}, model=heads)
-    assert "cp must divide model.n_heads / tp = 8 / 2 = 4; use one of 1, 2, 4, or" in text
+    assert "parallel.cp = 8: must divide model.n_heads / tp = 8 / 2 = 4, because" in text
     for parallel in ({"cp": 4, "tp": 2, "context": "ulysses"}, {"cp": 8, "tp": 2, "context": "ring"}):
         assert (
             check_world(with_keys(parallel=parallel, model=heads, train={"seq_len": 64}), 16).cp

@@ -6,7 +6,7 @@ import torch
 from forge.checkpoint import read_config, read_state
 from forge.checkpoint.folders import step_name
 from forge.config import help_text, load_config, parse_toml_text, to_toml
-from forge.config.keys import keys
+from forge.config.keys import keys, literals
 from forge.config.section import Positive, Section, Share
 from forge.errors import BAD_CONFIG, UserError
 from forge.inference.open import open_checkpoint
@@ -122,7 +122,7 @@ def test_its_keys_load_again_from_what_was_printed_with_or_without_its_class(tmp
     [
         (
             ["--optimizer.name=adamv"],
-            "allowed: adamw, or an import path package.module:Class; did you mean 'adamw'",
+            'allowed: adamw, or an import path package.module:Class; did you mean "adamw"',
         ),
         (["--optimizer.name=no.such:Thing"], "no.such cannot be imported"),
         ([f"--optimizer.name={HERE}:Momentun"], 'has no class Momentun; did you mean "Momentum"?'),
@@ -153,4 +153,4 @@ def test_the_help_and_the_keys_of_other_runs_stay_as_they_are() -> None:
 
 
 def test_every_name_that_the_schema_lists_is_registered() -> None:
-    assert tuple(keys()["optimizer.name"].choices) == registered()
+    assert tuple(literals(keys()["optimizer.name"].field.annotation)) == registered()
