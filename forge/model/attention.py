@@ -1,6 +1,6 @@
-"""Grouped-query attention, and the function that computes it on this process's own sequence.
+"""Grouped-query attention, and the attention function for a sequence that is whole in this process.
 
-The attention function is a seam: context parallelism sets another `Attention.attend` and leaves the rest.
+The attention function is an extension point: context parallelism replaces `Attention.attend` and leaves the rest.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from forge.model.rope import rotate
 
 
 class Shared:
-    """What every block of one forward reads: RoPE's tables at its positions, and the mask of each window.
+    """Inputs that all blocks of one forward share: RoPE's tables at its positions, and the mask of each window.
 
     cos, sin: `[seq, 1, head_dim / 2]` or `[batch, seq, 1, head_dim / 2]`, promote(float32, compute).
     masks: window (0: none) -> AttentionMask.
-    labels: int64 `[batch, seq]`, which say what tokens count in balancing; None: all.
+    labels: int64 `[batch, seq]`; tokens labelled IGNORE do not count in load balancing; None: all count.
     Not a dataclass, so that FSDP does not cast the tables (see AttentionMask).
     """
 
@@ -43,7 +43,7 @@ class AttentionFunction(Protocol):
     """Causal attention of one forward; the parameterless inner part of `Attention`."""
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
-        """Called once per forward and distinct window; of x `[batch, seq, dim]` only shape, dtype and device count."""
+        """Return the mask with its table, once per forward and window; x `[batch, seq, dim]` gives dtype, device, sizes."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         """q `[batch, heads, seq, head_dim]`, k and v `[batch, kv_heads, seq, head_dim]` -> shaped like q."""
@@ -67,7 +67,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, shared: Shared) -> Tensor:
         """x `[batch, seq, dim]` -> `[batch, seq, dim]`."""
-        # Heads are counted from the projections: under tensor parallelism this rank has only some of them.
+        # The number of heads follows from the projections: under tensor parallelism this rank has only some of them.
         q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # [batch, seq, heads, head_dim]
         k = self.wk(x).unflatten(-1, (-1, self.head_dim))  # [batch, seq, kv_heads, head_dim]
         v = self.wv(x).unflatten(-1, (-1, self.head_dim))
@@ -79,10 +79,10 @@ class Attention(nn.Module):
 
 
 class SdpaAttention:
-    """PyTorch's kernels: causal SDPA if nothing else is asked; else flex_attention on CUDA, a dense table
-    and SDPA elsewhere.
+    """PyTorch's kernels: causal SDPA for a plain causal mask; otherwise flex_attention on CUDA, SDPA with a dense table
+    elsewhere.
 
-    float64 on CUDA takes the dense table too: flex's kernels stop at float32.
+    float64 on CUDA uses the dense table too, because flex_attention does not support it.
     """
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
@@ -111,7 +111,10 @@ sdpa_attention = SdpaAttention()
 
 
 def _plain_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, soft_cap: float) -> Tensor:
-    """Attention written out, for capped scores, which SDPA does not offer; in promote(float32, q.dtype)."""
+    """Attention from its formula, for capped scores, which SDPA does not support; in promote(float32, q.dtype).
+
+    q `[batch, heads, seq, head_dim]`, k, v `[batch, kv_heads, seq, head_dim]`, table bool `[batch, 1, seq, seq]`.
+    """
     exact, repeats = promoted(q.dtype), q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeats, dim=1).to(exact), v.repeat_interleave(repeats, dim=1).to(exact)
     scores = q.to(exact) @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
@@ -121,7 +124,7 @@ def _plain_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, soft_cap: f
 
 @functools.cache
 def _flex_for(device_type: str) -> Callable[..., Tensor]:
-    """flex_attention, compiled at first use on CUDA; eager (the formula, unfused) elsewhere."""
+    """flex_attention, compiled at first use on CUDA; eager (unfused) elsewhere."""
     attend: Callable[..., Tensor] = flex_attention
     return torch.compile(attend) if device_type == "cuda" else attend
 

@@ -1,4 +1,4 @@
-"""Tokens to their experts and back, within one process; nothing is padded and nothing waits for the device."""
+"""Move tokens to their experts and back within one process, without padding and without host syncs."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from forge.model.precision import promoted
 
 
 class Dispatcher(Protocol):
-    """Brings tokens to the experts; the parameterless inner part of `MoE`."""
+    """Sends tokens through their experts; the parameterless inner part of `MoE`, and an extension point."""
 
     def __call__(
         self, x: Tensor, experts: Tensor, weights: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
         """x `[tokens, dim]` -> for each token the sum of its experts' outputs times its weights, `[tokens, dim]`.
 
-        experts int64 and weights `[tokens, top_k]`; an expert that is not there (n_experts) adds nothing.
-        compute: (rows `[n, dim]` sorted by expert, counts int64 `[experts]`) -> `[n, dim]`; `counts` may end before
-        the rows do, what is computed past its end is undefined.
+        experts int64 and weights `[tokens, top_k]`; index n_experts means no expert and adds nothing.
+        compute: (rows `[n, dim]` sorted by expert, counts int64 `[experts]`) -> `[n, dim]`; there may be more rows than
+        `counts` covers, whose output is undefined.
         """
 
 
 class LocalDispatcher:
-    """All experts are here. `drops`: some choices may go to no expert."""
+    """All experts are in this process. `drops`: some choices may have no expert."""
 
     def __init__(self, n_experts: int, drops: bool):
         self.n_experts, self.drops = n_experts, drops
@@ -39,18 +39,18 @@ class LocalDispatcher:
         rows = spread(x, plan)
         if not self.drops:
             return combine(compute(rows, plan.counts), weights, plan)
-        # Choices that go nowhere are sorted last, past the end of what is computed: whatever memory holds there
-        # must enter neither the outputs nor, through the first fill, the gradients.
+        # Choices without an expert are sorted last, past the rows that are computed: the uninitialised memory there
+        # must enter neither the outputs nor, by the first fill, the gradients.
         past = (torch.arange(rows.shape[0], device=x.device) >= plan.counts.sum()).unsqueeze(-1)
         rows = compute(rows.masked_fill(past, 0.0), plan.counts)
         return combine(rows.masked_fill(past, 0.0), weights, plan)
 
 
 class Plan(NamedTuple):
-    """The order of choices by expert, stable; choice j of token t has number t * top_k + j.
+    """The stable order of choices by expert; choice j of token t has number t * top_k + j.
 
-    order: int64 `[tokens * top_k]`, the choice behind each row. places: int64 `[tokens, top_k]`, the row of each choice.
-    counts: int64 `[n_experts]`, rows of each expert; choices of no expert come after all of them.
+    order: int64 `[tokens * top_k]`, the choice of each row. places: int64 `[tokens, top_k]`, the row of each choice.
+    counts: int64 `[n_experts]`, rows of each expert; choices without an expert come last.
     """
 
     order: Tensor
@@ -59,25 +59,26 @@ class Plan(NamedTuple):
 
 
 def sort_by_expert(experts: Tensor, n_experts: int) -> Plan:
-    """The plan for experts int64 `[tokens, top_k]`, each in 0 ... n_experts, the last for none."""
+    """Return the plan for experts int64 `[tokens, top_k]`, each in 0 ... n_experts; n_experts means none."""
     by_expert, order = experts.flatten().sort(stable=True)
     places = torch.empty_like(order)
     places[order] = torch.arange(order.numel(), device=order.device)
-    # Counted by bisection: bincount's output has no static size, and on CUDA the host waits for it.
+    # Counts by bisection: bincount's output has no static size, which would make the host wait for CUDA.
     bounds = torch.arange(n_experts + 1, device=order.device)
     counts = torch.searchsorted(by_expert, bounds).diff()
     return Plan(order, places.view_as(experts), counts)
 
 
 def spread(x: Tensor, plan: Plan) -> Tensor:
-    """x `[tokens, dim]` -> rows `[tokens * top_k, dim]` by expert. With top_k = 1 a plain permutation."""
+    """x `[tokens, dim]` -> rows `[tokens * top_k, dim]` sorted by expert; with top_k = 1 a permutation."""
     return _Spread.apply(x, plan.order, plan.places)
 
 
 def combine(rows: Tensor, weights: Tensor, plan: Plan) -> Tensor:
-    """rows `[tokens * top_k, dim]` by expert, weights `[tokens, top_k]` -> weighted sums `[tokens, dim]` in rows' dtype.
+    """rows `[tokens * top_k, dim]` sorted by expert, weights `[tokens, top_k]` -> weighted sums `[tokens, dim]`.
 
-    Summed in promote(float32, rows), one choice at a time, so that no `[tokens, top_k, dim]` exists in that dtype.
+    The result has rows' dtype. Sums are in promote(float32, rows), one choice at a time, so that no
+    `[tokens, top_k, dim]` exists in that dtype.
     """
     return _Combine.apply(rows, weights, plan.places)
 
@@ -91,7 +92,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        # index_select's own backward adds atomically and in the compute dtype.
+        # index_select's own backward adds atomically, and in the compute dtype.
         (places,) = ctx.saved_tensors
         total = grad.index_select(0, places[:, 0]).to(promoted(grad.dtype))
         for column in places.unbind(1)[1:]:

@@ -1,4 +1,4 @@
-"""Both ends of the model: tokens to vectors, and vectors to the loss (or to scores of the next token)."""
+"""Both ends of the model: tokens to hidden states, and hidden states to the loss or to logits."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class Embedding(nn.Module):
         return F.embedding(tokens, self.weight)
 
     def output(self, hidden: Tensor, labels: Tensor | None, loss: nn.Module) -> Tensor:
-        """As `Head.forward`. No hooks run around it: under FSDP the weight has to be in the root's unit."""
-        # For the same reason nothing else would cast to the dtype that the weight computes in.
+        """Same as `Head.forward`. No module hooks run, so under FSDP the weight must belong to the root's unit."""
+        # Without hooks nothing else casts to the dtype that the weight computes in.
         return loss(hidden.to(self.weight.dtype), self.weight, labels)
 
 
 class Head(nn.Module):
-    """The output matrix. The loss is computed in here, where parallel engines have the weight at hand."""
+    """The output matrix. Computes the loss inside its forward, where parallel engines have gathered the weight."""
 
-    # Losses and logits are never rounded to the dtype around them.
+    # Losses and logits are never rounded to the compute dtype.
     exact_output = True
 
     def __init__(self, vocab_size: int, dim: int):

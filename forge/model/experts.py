@@ -1,4 +1,4 @@
-"""The experts of a layer: SwiGLU for groups of rows, each with weights of its own."""
+"""The experts of a layer: SwiGLU for groups of rows, each group with its own weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# (rows `[n, in]`, weights `[groups, in, out]`, offs=int32 `[groups]`, where each group's rows end) -> `[n, out]`.
+# (rows `[n, in]`, weights `[groups, in, out]`, offs=int32 `[groups]`, the end of each group's rows) -> `[n, out]`.
 # The public name is younger than the operator.
 _grouped_mm: Callable[..., Tensor] = getattr(F, "grouped_mm", None) or torch._grouped_mm
 
@@ -25,9 +25,9 @@ class Experts(nn.Module):
         self.w2 = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """rows `[n, dim]`, sorted by expert, counts int64 `[n_experts]` of each one's -> `[n, dim]`.
+        """rows `[n, dim]` sorted by expert, counts int64 `[n_experts]` of rows per expert -> `[n, dim]`.
 
-        What comes back for rows past the last counted one, and as their gradient, is undefined.
+        The output and the gradient of rows past the last counted one are undefined.
         """
         return grouped_swiglu(rows, self.w13, self.w2, counts)
 
@@ -42,8 +42,8 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """rows `[n, in]` in groups of `counts` int64 `[groups]`, weight `[groups, out, in]` -> `[n, out]`.
 
     One grouped product, without a host sync. Its gradient must not be an expanded tensor.
-    Where the kernels do not go (float64, rows whose size in bytes is no multiple of 16, no rows at all) a loop over the
-    groups, which waits for the device.
+    For inputs that the kernels do not support (float64, row sizes that are no multiple of 16 bytes, no rows) a loop over
+    the groups, with a host sync.
     """
     if _fits(rows, weight):
         return _grouped_mm(rows, weight.transpose(-2, -1), offs=counts.cumsum(0).to(torch.int32))

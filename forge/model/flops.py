@@ -1,4 +1,4 @@
-"""What a model costs: parameters and floating-point operations per token."""
+"""Count parameters and floating-point operations per token."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from forge.model.transformer import Transformer, window_of
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Number of parameters by where they are; a tied head has none of its own. Routers and experts: feed_forward."""
+    """Number of parameters by module. A tied head has none; routers and experts count as feed_forward."""
 
     embedding: int
     attention: int
     feed_forward: int
     norms: int
     head: int
-    # Elements of the matrices that one token is multiplied with: all but norms, biases, the embedding's look-up, and
-    # the experts that it does not visit.
+    # Elements of the matrices that one token is multiplied with: without norms, biases, the embedding look-up, and the
+    # experts that the token is not routed to.
     matmul: int
-    # In the experts that a token does not visit.
+    # Parameters of the experts that a token is not routed to.
     idle: int
 
     @property
@@ -32,12 +32,12 @@ class ParameterCounts:
 
     @property
     def active(self) -> int:
-        """What one token uses, the whole embedding included."""
+        """Number of parameters that one token uses, including the whole embedding."""
         return self.total - self.idle
 
 
 def parameter_counts(config: ModelConfig, **part: Any) -> ParameterCounts:
-    """Counted from the model itself, built on the meta device; QK-norm weights are among the norms.
+    """Count the parameters of the model, built on the meta device; QK-norm weights are among the norms.
 
     `part`: Transformer's arguments for a part of the model.
     """
@@ -62,12 +62,12 @@ def _place(name: str) -> str:
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> float:
-    """Floating-point operations of forward and backward per token, of the matrix products alone.
+    """Return the floating-point operations of forward and backward per token, for matrix products only.
 
     6 * (matrix elements, head included, embedding look-up not) + sum over layers of 12 * n_heads * head_dim *
     keys: a multiply and an add, forward and twice that backward; attention has two products, with `keys` the
-    mean number of keys that a token sees: (seq_len + 1) / 2 causally, fewer in a window. Document borders are
-    not subtracted, and recomputation is not added.
+    mean number of keys that a token sees: (seq_len + 1) / 2 causally, fewer in a window. Document masks are not
+    subtracted, and recomputation is not added.
     """
     attention = sum(
         12 * config.n_heads * config.head_dim * mean_keys(seq_len, window_of(config, layer))
@@ -77,6 +77,6 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> float:
 
 
 def mean_keys(seq_len: int, window: int) -> float:
-    """Mean over a sequence of min(i + 1, window), the keys that token i sees; window 0: no limit."""
+    """Return the mean over a sequence of min(i + 1, window), the keys that token i sees; window 0: no limit."""
     reach = min(window or seq_len, seq_len)
     return (reach * (reach + 1) / 2 + (seq_len - reach) * reach) / seq_len

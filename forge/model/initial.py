@@ -1,4 +1,4 @@
-"""How every parameter starts: a description only, for the layout decides who draws which elements."""
+"""The initial value of every parameter, as a description; `forge.parallel.initialize` draws the elements of each shard."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from forge.model.experts import Experts
 from forge.model.norm import RMSNorm
 from forge.model.router import Router
 
-# Projections back into the residual stream, a sum of 2 * n_layers of them (GPT-2, Radford et al. 2019, 2.3).
+# Projections into the residual stream, which sums 2 * n_layers of them (GPT-2, Radford et al. 2019, 2.3).
 INTO_STREAM = ("wo", "w2")
 
 
@@ -25,9 +25,9 @@ class Normal:
 
 
 def initial_values(model: nn.Module, config: ModelConfig) -> dict[str, float | Normal]:
-    """The start value of every parameter of `model`, a part or the whole of the model of `config`, by name.
+    """Return the initial value of every parameter of `model`, a part or all of the model of `config`, by name.
 
-    Raises TypeError for a parameter in a kind of module that is not known here, so none is ever forgotten.
+    Raises TypeError for a parameter of an unknown type of module, so none is left uninitialised.
     """
     return {
         f"{path}.{leaf}": _start(module, path, leaf, config)
@@ -47,7 +47,7 @@ def _start(module: nn.Module, path: str, leaf: str, config: ModelConfig) -> floa
         return _projection(leaf, config)
     if isinstance(module, Embedding | Head | Router):
         return Normal(config.init_std)
-    raise TypeError(f"no start value is defined for {path}.{leaf} in a {type(module).__name__}")
+    raise TypeError(f"no initial value is defined for {path}.{leaf} in a {type(module).__name__}")
 
 
 def _projection(name: str, config: ModelConfig) -> Normal:

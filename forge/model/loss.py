@@ -1,7 +1,7 @@
 """The output head and the loss, fused in chunks of tokens so that the logits of a whole batch never exist.
 
-The gradients of head and hidden states are made chunk by chunk during forward, while the chunk's logits are
-there; backward only scales them. All but the matrix products is in promote(float32, compute). No host sync.
+The gradients of head and hidden states are computed chunk by chunk during forward, while the chunk's logits exist;
+backward only scales them. All but the matrix products is in promote(float32, compute). No host sync.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch.nn import functional as F
 
 from forge.model.precision import promoted
 
-# Label of a position that has no part in the loss; PyTorch's own default.
+# Label of a position that is not part of the loss; PyTorch's default.
 IGNORE = -100
 
 
 class FusedLoss(nn.Module):
-    """Sums over the valid tokens (label != IGNORE) of `[objective, cross_entropy, z_loss]`.
+    """Sums of `[objective, cross_entropy, z_loss]` over the valid tokens (label != IGNORE).
 
     z_loss is logsumexp(logits)^2, unscaled; objective = cross_entropy + z_loss_coef * z_loss. Only the
     objective carries a gradient. `chunk_tokens` bounds the logits held at once; `soft_cap` > 0 turns logits
-    into soft_cap * tanh(logits / soft_cap) first. A seam: loss parallelism puts another module in its place.
+    into soft_cap * tanh(logits / soft_cap) first. An extension point: loss parallelism replaces this module.
     """
 
     def __init__(self, z_loss_coef: float = 0.0, chunk_tokens: int = 1024, soft_cap: float = 0.0):
@@ -33,7 +33,7 @@ class FusedLoss(nn.Module):
         self.z_loss_coef = z_loss_coef
         self.chunk_tokens = chunk_tokens
         self.soft_cap = soft_cap
-        # An attribute, so that it can be compiled.
+        # An attribute, so that it can be replaced by its compiled form.
         self.chunk = chunk_loss
 
     def forward(self, hidden: Tensor, head_weight: Tensor, labels: Tensor | None) -> Tensor:
@@ -50,14 +50,14 @@ class FusedLoss(nn.Module):
             self.z_loss_coef,
             self.chunk_tokens,
             self.soft_cap,
-            # needs_input_grad is true under no_grad as well; inside forward the mode can no longer be seen.
+            # needs_input_grad is true under no_grad too, and inside forward the grad mode is always off.
             torch.is_grad_enabled(),
             self.chunk,
         )
 
 
 def head_logits(hidden: Tensor, head_weight: Tensor, soft_cap: float) -> Tensor:
-    """Next-token scores `[..., vocab]` of hidden `[..., dim]`, in promote(float32, compute)."""
+    """hidden `[..., dim]`, head_weight `[vocab, dim]` -> logits `[..., vocab]` in promote(float32, compute)."""
     logits = F.linear(hidden, head_weight).to(promoted(hidden.dtype))
     return soft_cap * torch.tanh(logits / soft_cap) if soft_cap else logits
 
@@ -83,7 +83,7 @@ class _ChunkedLoss(torch.autograd.Function):
         for start in range(0, hidden.shape[0], chunk_tokens):
             rows = slice(start, start + chunk_tokens)
             valid = labels[rows, None] != IGNORE  # [chunk, 1]
-            # Filled, not multiplied by 0: an ignored position counts exactly nothing even if it is infinite.
+            # Filled, not multiplied by 0: an ignored position contributes exactly 0 even if it is infinite.
             x = hidden[rows].masked_fill(~valid, 0.0)
             target = labels[rows, None].masked_fill(~valid, 0)
             chunk_sums, grad = chunk(
@@ -105,8 +105,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         scale = grad[0]
-        # The scale (often 1 / tokens) is never rounded to the compute dtype: that would bend all gradients
-        # alike.
+        # The scale (often 1 / tokens) is not rounded to the compute dtype, which would bias all gradients.
         scaled = (
             None if saved is None else (saved.to(scale.dtype) * scale).to(dtype)
             for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
@@ -115,9 +114,9 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def whole_vocabulary(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | float]:
-    """How `chunk_loss` reads logits `[chunk, vocab]` at target `[chunk, 1]`. A seam: loss parallelism sets another.
+    """Read logits `[chunk, vocab]` at target int64 `[chunk, 1]`. An extension point: loss parallelism replaces it.
 
-    Returns, `[chunk, 1]` each: their logsumexp, the target's logit, its column, and 1 where the column is here, else 0.
+    Returns, `[chunk, 1]` each: logsumexp, the target's logit, its column, and 1 where this process has it, else 0.
     """
     return logits.logsumexp(-1, keepdim=True), logits.gather(-1, target), target, 1.0
 

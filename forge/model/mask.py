@@ -1,4 +1,4 @@
-"""Who sees whom: one rule, from which both the dense table (CPU) and the block table (CUDA) are made."""
+"""The attention mask: one rule, from which both the dense table (CPU) and the block table (CUDA) are built."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class AttentionMask:
 
     `documents`: int `[batch, seq]` or None.
     `soft_cap`: scores become soft_cap * tanh(scores / soft_cap); 0: off.
-    `table`: what an attention function's `prepare` made of the rule for this forward; shared by all layers.
+    `table`: built by the attention function's `prepare` for this forward, and shared by all layers; None: causal only.
 
     Not a dataclass: FSDP rebuilds dataclasses among a module's inputs and casts the tensors in them.
     """
@@ -37,7 +37,7 @@ class AttentionMask:
 
 
 def visible(window: int, documents: Tensor | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """The rule as a function of broadcastable index tensors (batch, head, query, key) to bool."""
+    """Return the rule as a function of broadcastable index tensors (batch, head, query, key) to bool."""
 
     def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         seen = i >= j
@@ -51,15 +51,15 @@ def visible(window: int, documents: Tensor | None) -> Callable[[Tensor, Tensor, 
 
 
 def dense_table(window: int, documents: Tensor | None, seq: int, device: torch.device) -> Tensor:
-    """The rule for every pair: bool `[batch, 1, seq, seq]`, batch 1 without documents. Takes seq^2 memory."""
+    """Return the rule for every pair: bool `[batch, 1, seq, seq]`, batch 1 without documents. Takes seq^2 memory."""
     index = torch.arange(seq, device=device)
     return dense_part(window, documents, index, index)
 
 
 def dense_part(window: int, documents: Tensor | None, queries: Tensor, keys: Tensor) -> Tensor:
-    """The rule for some queries and keys of a sequence: bool `[batch, 1, queries, keys]`.
+    """Return the rule for some queries and keys of a sequence: bool `[batch, 1, queries, keys]`.
 
-    queries, keys: int64 `[any]`, places in the sequence; documents `[batch, seq]` is of the whole sequence.
+    queries, keys: int64 `[n]`, positions in the sequence; documents `[batch, seq]` is of the whole sequence.
     """
     batch = 1 if documents is None else documents.shape[0]
     b = torch.arange(batch, device=queries.device).view(batch, 1, 1, 1)
@@ -69,17 +69,17 @@ def dense_part(window: int, documents: Tensor | None, queries: Tensor, keys: Ten
 
 
 def block_table(window: int, documents: Tensor | None, seq: int, device: torch.device) -> BlockMask:
-    """The rule as tiles of BLOCK x BLOCK: which are skipped, which all visible; in others flex asks the rule.
+    """Return the rule as tiles of BLOCK x BLOCK: empty, full, or partial, where flex_attention evaluates the rule.
 
-    Made from each tile's first and last index and document, so nothing of size seq x seq exists and no host
-    sync happens. A tile is skipped only if surely empty: document numbers may come in any order.
+    Built from the range of indices and documents of each tile, so nothing of size seq x seq exists, without a host
+    sync. A tile is skipped only if it is certainly empty: document numbers may be in any order.
     """
     index = torch.arange(seq, device=device)
     return _tiles(window, documents, index, index, visible(window, documents))
 
 
 def block_part(window: int, documents: Tensor | None, queries: Tensor, keys: Tensor) -> BlockMask:
-    """`block_table` for some queries and keys of a sequence, given as in `dense_part`, in any order."""
+    """Return `block_table` for some queries and keys of a sequence, given as in `dense_part`, in any order."""
     sees = visible(window, documents)
 
     def sees_there(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -121,21 +121,20 @@ def _tiles(
 
 
 def _whole(index: Tensor) -> Tensor:
-    """Which tiles do not reach over the end, bool `[tiles]`: one that does is never called full, so that the rule is
-    asked."""
+    """Which tiles lie within the sequence, bool `[tiles]`: one that exceeds it is never full, so its rule is evaluated."""
     return torch.arange(BLOCK, len(index) + BLOCK, BLOCK, device=index.device) <= len(index)
 
 
 def _ranges(values: Tensor) -> tuple[Tensor, Tensor]:
     """Lowest and highest value in each run of BLOCK tokens of `[batch, tokens]`: two `[batch, tiles]`."""
     batch, tokens = values.shape
-    # The tail is filled with the last token's own value, which changes neither end of the range.
+    # Padded with the last token's value, which changes neither end of the range.
     padded = torch.cat([values, values[:, -1:].expand(batch, -tokens % BLOCK)], dim=1).view(batch, -1, BLOCK)
     return padded.amin(-1), padded.amax(-1)
 
 
 def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """bool `[batch, rows, columns]` to flex's form: count per row, and columns, chosen ones first; int32."""
+    """bool `[batch, rows, columns]` -> flex_attention's form: count per row, and columns, chosen first; int32."""
     index = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     count = chosen.sum(dim=-1)
     return count[:, None].to(torch.int32), index[:, None].to(torch.int32).contiguous()

@@ -1,4 +1,4 @@
-"""A mixture of experts in the place of a block's feed-forward."""
+"""A mixture of experts in place of a block's feed-forward."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from forge.model.router import Router
 
 
 class MoE(nn.Module):
-    """Each token goes to the experts that the router chooses for it, and through the shared ones, if any.
+    """Each token goes through the experts that the router chooses for it, and through the shared experts, if any.
 
     Shared experts are one feed-forward as wide as all of them: the same function, in larger products.
-    `dispatch` is a seam: expert parallelism sets another and leaves the rest.
+    `dispatch` is an extension point: expert parallelism replaces it and leaves the rest.
     """
 
     def __init__(self, config: ModelConfig, layer: int):
@@ -29,18 +29,18 @@ class MoE(nn.Module):
         self.dispatch: Dispatcher = LocalDispatcher(moe.n_experts, drops=moe.capacity_factor > 0)
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        """x `[batch, seq, dim]`, labels int64 `[batch, seq]` for what counts in balancing -> `[batch, seq, dim]`."""
+        """x `[batch, seq, dim]`, labels int64 `[batch, seq]` (IGNORE: not balanced) -> `[batch, seq, dim]`."""
         routed = self.routed(x, labels)
         return routed if self.shared is None else routed + self.shared(x)
 
     def routed(self, x: Tensor, labels: Tensor | None) -> Tensor:
-        """The part of the chosen experts; shapes as in `forward`."""
+        """Return the output of the chosen experts; shapes as in `forward`."""
         experts, weights = self.router(x, labels)
         return self.dispatch(x.flatten(0, 1), experts, weights, self.experts).view_as(x)
 
 
 def feed_forward_for(config: ModelConfig, layer: int) -> FeedForward | MoE:
-    """The feed-forward of the block with this global index."""
+    """Build the feed-forward of the block with this global index."""
     if config.moe is None or layer < config.moe.n_dense_layers:
         return FeedForward(config.dim, config.ffn_dim)
     return MoE(config, layer)

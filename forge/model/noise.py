@@ -1,7 +1,7 @@
-"""Random numbers for routing without a generator: a pure function of which token it is.
+"""Random numbers for routing without a generator: a pure function of the token.
 
-So recomputation draws the same ones, and neither microbatches nor data-parallel layouts matter; splitting a sequence over
-processes does.
+So they do not depend on recomputation, microbatches or the data-parallel layout; a sequence must not be split over
+processes.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _LABEL, _POSITION, _LAYER, _EXPERT = (
 
 
 def token_noise(labels: Tensor, layer: int, like: Tensor) -> Tensor:
-    """Standard normal numbers `[batch, seq, n]` in the dtype of `like` `[batch, seq, n]`.
+    """Return standard normal numbers `[batch, seq, n]` in the dtype of `like` `[batch, seq, n]`.
 
-    Keyed by (labels int64 `[batch, seq]` of the whole row, position, layer, index): a sample has its own, wherever it
-    lies in the batch.
+    Keyed by (labels int64 `[batch, seq]` of the whole row, position, layer, index), so they do not depend on a sample's
+    row in the batch.
     """
     position = torch.arange(labels.shape[1], device=labels.device)
     index = torch.arange(like.shape[-1], device=labels.device)
@@ -45,5 +45,5 @@ def _mix(key: Tensor) -> Tensor:
 
 
 def _shifted(key: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right; PyTorch's own keeps the sign."""
+    """Logical shift to the right; PyTorch's is arithmetic."""
     return (key >> bits) & ((1 << (64 - bits)) - 1)

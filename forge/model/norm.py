@@ -8,9 +8,9 @@ from torch.nn import functional as F
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis, of size `dim`.
+    """x / sqrt(mean(x^2) + eps) * weight over the last dim, of size `dim`.
 
-    Keeps the dtype of x; PyTorch computes the kernel in promote(float32, dtype) inside.
+    Keeps the dtype of x; PyTorch's kernel computes in promote(float32, dtype).
     """
 
     def __init__(self, dim: int, eps: float):
@@ -19,4 +19,5 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
+        """x `[..., dim]` -> `[..., dim]`."""
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)

@@ -12,13 +12,12 @@ from forge.config.model import ModelConfig
 from forge.errors import UserError, did_you_mean
 from forge.model.transformer import Transformer
 
-# A builder takes (config, seq_len, **parts) and returns a module with the methods and attributes of
-# Transformer.
+# A builder takes (config, seq_len, **parts) and returns a module with the methods and attributes of Transformer.
 MODELS: dict[str, Callable[..., Any]] = {"transformer": Transformer}
 
 
 def build_model(config: ModelConfig, seq_len: int, **parts: Any) -> Any:
-    """The model that `config.kind` names, registered or as `package.module:Class`; `parts` as Transformer's.
+    """Build the model that `config.kind` names, registered or as `package.module:Class`; `parts` as for Transformer.
 
     Raises UserError if there is no such model.
     """
@@ -36,5 +35,5 @@ def build_model(config: ModelConfig, seq_len: int, **parts: Any) -> Any:
     except (ImportError, AttributeError, ValueError) as error:
         raise UserError(f'model.kind = "{kind}" cannot be imported: {error}') from error
     if not (isinstance(builder, type) and issubclass(builder, nn.Module)):
-        raise UserError(f'model.kind = "{kind}" is no class of modules; name a subclass of torch.nn.Module')
+        raise UserError(f'model.kind = "{kind}" is not a module class; name a subclass of torch.nn.Module')
     return builder(config, seq_len, **parts)

@@ -16,7 +16,7 @@ from forge.model.precision import promoted
 
 
 def rope_tables(config: ModelConfig, seq_len: int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every position's angles: two float64 CPU tensors `[seq_len, head_dim / 2]`.
+    """Return cosine and sine of every position's angles: two float64 CPU tensors `[seq_len, head_dim / 2]`.
 
     YaRN's attention factor is multiplied into both, so attention scores grow by its square.
     """
@@ -28,7 +28,7 @@ def rope_tables(config: ModelConfig, seq_len: int) -> tuple[Tensor, Tensor]:
 
 
 def rope_frequencies(config: ModelConfig) -> Tensor:
-    """Radians per position of each pair: float64 CPU `[head_dim / 2]`, after `config.rope_scaling`."""
+    """Return radians per position of each pair: float64 CPU `[head_dim / 2]`, after `config.rope_scaling`."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64, device="cpu") / config.head_dim
     frequencies = config.rope_theta**-exponents
     scaling = config.rope_scaling
@@ -40,7 +40,7 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
 
 
 def attention_factor(scaling: RopeScalingConfig | None) -> float:
-    """YaRN's factor on queries and keys, 0.1 ln(factor) + 1 (the paper's) unless given; 1 without YaRN."""
+    """Return YaRN's factor on queries and keys, 0.1 ln(factor) + 1 (the paper's) unless given; 1 without YaRN."""
     if scaling is None or scaling.kind != "yarn":
         return 1.0
     if scaling.attention_factor is not None:
@@ -65,7 +65,7 @@ def _yarn(frequencies: Tensor, scaling: RopeScalingConfig, theta: float) -> Tens
 
     The paper writes the blend between kept and divided frequencies as linear in the number of rotations; the
     authors' code, and transformers after it, make it linear in the pair's index between the (rounded) indices
-    that rotate beta_fast and beta_slow times. Trained models follow the code, and so does this.
+    that rotate beta_fast and beta_slow times. Trained models follow the code, and so does this function.
     """
     pairs = len(frequencies)
 
@@ -81,7 +81,7 @@ def _yarn(frequencies: Tensor, scaling: RopeScalingConfig, theta: float) -> Tens
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn every pair of every head by its position's angle, in promote(float32, x.dtype); x's dtype stays.
+    """Rotate every pair of every head by its position's angle, in promote(float32, x.dtype); keep x's dtype.
 
     x `[batch, seq, heads, head_dim]`; cos, sin `[seq or batch x seq, 1, head_dim / 2]`.
     """

@@ -1,8 +1,7 @@
-"""The router of a mixture-of-experts layer: which experts a token visits, with which weights, and what keeps them even.
+"""The router of a mixture-of-experts layer: the choice of experts, their weights, and load balancing.
 
-Everything here is local to the tokens it sees and linear in them, so that it does not depend on microbatches or layout:
-balancing losses enter backward where they are computed, and state moves once per optimizer step, in `update_routers`,
-never inside a forward.
+All sums are local and linear in the tokens, so they do not depend on microbatches or layout: balancing losses enter
+backward where they are computed, and state changes once per optimizer step, in `update_routers`, never inside a forward.
 """
 
 from __future__ import annotations
@@ -19,25 +18,24 @@ from forge.model.loss import IGNORE
 from forge.model.noise import token_noise
 from forge.model.precision import promoted
 
-# As in DeepSeek-V3's code: sigmoid scores may all be 0, and then so are the weights.
+# As in DeepSeek-V3's code: sigmoid scores may all be 0, and then the weights are 0.
 TINY = 1e-20
 
 
 class Router(nn.Module):
     """Scores, choice and weights of experts, in promote(float32, compute); ties go to the lower index.
 
-    State that moves once per optimizer step and belongs into checkpoints:
+    State that changes once per optimizer step and is saved in checkpoints:
         bias             float32 `[n_experts]`: added to the scores for the choice only (balance = bias)
         previous_counts  int64 `[n_experts]`: tokens per expert in the last step, over all ranks (balance = aux_loss)
-    Sums over valid tokens since the last step, of this process; forwards without a gradient and recomputation
-    add nothing:
+    Sums over this process's valid tokens since the last step; forwards without a gradient and recomputation add nothing:
         counts   int64 `[n_experts]`: choices of each expert
         losses   float64 `[2]`: balancing loss (1 per token if the load is even) and z-loss, without coefficients
         dropped  int64 `[]`: choices beyond an expert's capacity
     `loss_scale`, float64 `[]`, multiplies the gradient of the balancing losses: 1 / (valid tokens of the global batch).
     """
 
-    # Its outputs stay in its own dtype under any policy for the model.
+    # Outputs are never cast to the compute dtype of the model.
     exact_output = True
 
     bias: Tensor
@@ -52,7 +50,7 @@ class Router(nn.Module):
         self.config = config
         self.layer = layer
         self.weight = nn.Parameter(torch.empty(config.n_experts, dim))
-        # A seam: sums counts over the processes that share a sequence.
+        # An extension point: sums counts `[batch, n_experts]` over the processes that share a sequence.
         self.sum_over_sequence: Callable[[Tensor], Tensor] = lambda counts: counts
         for name, value in self._fresh_state().items():
             self.register_buffer(name, value, persistent=name in ("bias", "previous_counts"))
@@ -60,8 +58,8 @@ class Router(nn.Module):
     def forward(self, x: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x `[batch, seq, dim]`, labels int64 `[batch, seq]` -> experts int64 and weights, both `[batch * seq, top_k]`.
 
-        Tokens whose label is IGNORE are routed like others, but do not count; without labels all count. An expert of
-        n_experts stands for a choice that was dropped.
+        Tokens with label IGNORE are routed, but not counted; without labels all are counted. Expert index n_experts
+        means that the choice was dropped.
         """
         config = self.config
         logits = self.logits(x)  # [batch, seq, n_experts]
@@ -87,7 +85,7 @@ class Router(nn.Module):
         return F.linear(x.to(self.weight.dtype), self.weight)
 
     def choose(self, scores: Tensor) -> Tensor:
-        """scores `[batch, seq, n_experts]` -> the top_k experts of each token, best first."""
+        """scores `[batch, seq, n_experts]` -> experts int64 `[batch, seq, top_k]`, best first."""
         config = self.config
         if config.balance == "bias":
             scores = scores + self.bias
@@ -106,7 +104,10 @@ class Router(nn.Module):
     def _balance(
         self, weights: Tensor, logits: Tensor, scores: Tensor, experts: Tensor, valid: Tensor
     ) -> Tensor:
-        """Count, and hang the balancing losses onto `weights`, which are returned unchanged otherwise."""
+        """Count choices, and return `weights` `[batch, seq, top_k]` with the balancing losses attached to their backward.
+
+        logits, scores `[batch, seq, n_experts]`, experts int64 `[batch, seq, top_k]`, valid bool `[batch, seq]`.
+        """
         config = self.config
         chosen = valid.unsqueeze(-1).expand_as(experts).flatten(1).long()
         counts = chosen.new_zeros(experts.shape[0], config.n_experts)  # [batch, n_experts]
@@ -119,14 +120,14 @@ class Router(nn.Module):
             aux = (_relative(load, sums.dtype) * sums).sum()
         if config.z_loss_coef:
             z_loss = logits.logsumexp(-1).square().masked_fill(~valid, 0.0).sum()
-        if torch._C._current_graph_task_id() == -1:  # else backward is computing this forward again
+        if torch._C._current_graph_task_id() == -1:  # otherwise backward is recomputing this forward
             self.counts += counts.sum(0)
             self.losses += torch.stack([aux.detach(), z_loss.detach()])
         loss = config.aux_loss_coef * aux + config.z_loss_coef * z_loss
         return _Attach.apply(weights, loss, self.loss_scale) if loss.requires_grad else weights
 
     def _drop(self, experts: Tensor, weights: Tensor, valid: Tensor) -> Tensor:
-        """`experts` with n_experts in place of each choice beyond capacity; of one expert's the largest weights stay.
+        """Return `experts` `[tokens, top_k]` with n_experts for each choice beyond capacity; the largest weights are kept.
 
         Capacity is capacity_factor times an even share of this forward's choices, rounded up.
         """
@@ -144,9 +145,9 @@ class Router(nn.Module):
         return experts.masked_fill(over, n_experts)
 
     def reset_state(self) -> None:
-        """Write every buffer anew: no bias, nothing counted, a loss scale of 1."""
+        """Reset every buffer: no bias, zero counts, a loss scale of 1."""
         for name, value in self._fresh_state().items():
-            # Where they are: the weight may be offloaded, and they never are.
+            # On the buffers' device: the weight may be offloaded, buffers never are.
             setattr(self, name, value.to(getattr(self, name).device))
 
     def _fresh_state(self) -> dict[str, Tensor]:
@@ -163,11 +164,11 @@ class Router(nn.Module):
 
 @torch.no_grad()
 def update_routers(routers: Sequence[Router], counts: Tensor, skip: Tensor) -> None:
-    """Move the state of all routers by one optimizer step, and begin counting anew.
+    """Update the state of all routers by one optimizer step, and reset the counts.
 
-    counts: int64 `[routers, n_experts]`, this step's over all ranks. skip: scalar, 1 where the step changes nothing.
-    The bias of an expert goes up by bias_update_rate if it got less than an even share, down if more (Wang et al. 2024,
-    "Auxiliary-Loss-Free Load Balancing Strategy for MoE"). The sign is taken of integers, so it is the same everywhere.
+    counts: int64 `[routers, n_experts]`, this step's over all ranks. skip: scalar, 1 where the step is skipped.
+    The bias of an expert increases by bias_update_rate if it got less than an even share, and decreases if more (Wang et
+    al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy for MoE"). Integer arithmetic gives the same sign on all ranks.
     """
     if not routers:
         return
@@ -183,18 +184,18 @@ def update_routers(routers: Sequence[Router], counts: Tensor, skip: Tensor) -> N
 
 
 def _relative(counts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Each expert's load relative to an even one: n_experts * count / sum; ones where nothing was counted."""
+    """counts `[..., n_experts]` -> load relative to an even one: n_experts * count / sum; ones where the sum is 0."""
     total = counts.sum(-1, keepdim=True)
     return torch.where(total > 0, counts.shape[-1] * counts.to(dtype) / total.clamp(min=1), 1.0)
 
 
 def _first_indices(scores: Tensor, k: int) -> Tensor:
-    """Indices of the k highest along the last axis, best first; of equal ones the lower index. topk gives no such order."""
+    """Indices of the k highest along the last dim, best first, ties by lower index, which topk does not guarantee."""
     return scores.argsort(dim=-1, descending=True, stable=True)[..., :k]
 
 
 class _Attach(torch.autograd.Function):
-    """`x` as it is; in backward `loss` gets the gradient `scale`."""
+    """Return `x` unchanged; in backward `loss` gets the gradient `scale`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:

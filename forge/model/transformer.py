@@ -38,11 +38,11 @@ class Block(nn.Module):
         return self.feed(self.attend(x, shared), shared)
 
     def attend(self, x: Tensor, shared: Shared) -> Tensor:
-        """The first half."""
+        """Apply the attention half: x `[batch, seq, dim]` -> `[batch, seq, dim]`."""
         return x + self.attention(self.attention_norm(x), shared)
 
     def feed(self, x: Tensor, shared: Shared) -> Tensor:
-        """The second half."""
+        """Apply the feed-forward half: x `[batch, seq, dim]` -> `[batch, seq, dim]`."""
         normed = self.ffn_norm(x)
         if isinstance(self.feed_forward, MoE):
             return x + self.feed_forward(normed, shared.labels)
@@ -56,10 +56,10 @@ class Transformer(nn.Module):
     part. `embed`: it starts from tokens; `head`: it ends in the loss. A part with a tied head but without the
     embedding has a copy of the embedding's weight, under the same name.
 
-    Is built on the device in whose context it is made. Fresh parameters mean nothing: fill them as
-    `initial_values` says, then call `reset_buffers`.
+    Built on the current default device. Parameters are uninitialised: fill them according to `initial_values`, then
+    call `reset_buffers`. `loss` is FusedLoss without a z-loss until the owner of the model replaces it.
 
-    `loss` is the FusedLoss of plain cross-entropy until its owner sets another.
+    Extension points that parallel code replaces: `Attention.attend`, `MoE.dispatch`, `loss`.
     """
 
     rope_cos: Tensor
@@ -97,17 +97,17 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """One pass over `[batch, seq]`; every tensor argument has the batch first.
 
-        x: tokens int64 `[batch, seq]`, or hidden states `[batch, seq, dim]` where another part embeds.
-        labels: int64 `[batch, seq]`, IGNORE where there is nothing to predict. With a mixture of experts parts
-            without a head take them too: what is ignored does not count in balancing.
-        positions: int64 `[batch, seq]`, below `seq_len`, for RoPE alone; None: 0, 1, ...
-        documents: int `[batch, seq]`; a token sees only its own document; None: no borders.
+        x: tokens int64 `[batch, seq]`, or hidden states `[batch, seq, dim]` if another part embeds.
+        labels: int64 `[batch, seq]`, IGNORE for positions without a target. In a mixture of experts, parts without
+            a head need them too: ignored tokens do not count in load balancing.
+        positions: int64 `[batch, seq]`, below `seq_len`, used by RoPE only; None: 0, 1, ...
+        documents: int `[batch, seq]`; a token sees only its own document; None: one document.
 
         Returns hidden states `[batch, seq, dim]` if another part has the head; else with labels the three
         sums of `FusedLoss`, without labels logits `[batch, seq, vocab]` in promote(float32, compute).
         Raises ValueError if the sequence is longer than the model was built for.
         """
-        # The blocks' input may be this process's piece of the sequence only (sequence parallelism).
+        # The blocks' input may be only this process's part of the sequence (sequence parallelism).
         seq = x.shape[1] if positions is None else positions.shape[1]
         if self.embeds:
             assert self.embedding is not None
@@ -131,11 +131,11 @@ class Transformer(nn.Module):
         positions: Tensor | None,
         documents: Tensor | None,
     ) -> Shared:
-        """What the blocks have in common, made once: x is their input, of which attention sees `seq` tokens."""
+        """Make the blocks' shared inputs once; x is their input, and attention sees `seq` tokens."""
         if seq > self.seq_len:
             raise ValueError(f"a sequence of {seq} tokens; the model was built for {self.seq_len}")
         chosen = slice(seq) if positions is None else positions
-        # Shape, dtype and device: all that masks ask.
+        # Masks use only shape, dtype and device.
         like_x = x.new_empty(()).expand(x.shape[0], seq, x.shape[-1])
         masks: dict[int, AttentionMask] = {}
         for block in self.layers.values():
@@ -148,27 +148,27 @@ class Transformer(nn.Module):
 
     @property
     def is_whole(self) -> bool:
-        """Whether no other part has any of the model."""
+        """Whether this is the whole model."""
         return self.embeds and self.norm is not None and len(self.layers) == self.config.n_layers
 
     @property
     def routers(self) -> dict[int, Router]:
-        """The routers of this part by layer; none in a dense model."""
+        """The routers of this part by global layer index; none in a dense model."""
         feed_forwards = {int(layer): block.feed_forward for layer, block in self.layers.items()}
         return {layer: moe.router for layer, moe in feed_forwards.items() if isinstance(moe, MoE)}
 
     def set_loss_scale(self, scale: Tensor) -> None:
-        """Take `scale`, a scalar, for the balancing losses of the coming forwards: 1 / (valid tokens of the step)."""
+        """Set the scale of the balancing losses of the next forwards: a scalar, 1 / (valid tokens of the step)."""
         scales = [router.loss_scale for router in self.routers.values()]
         if scales:
             torch._foreach_copy_(scales, [scale.to(torch.float64)] * len(scales))
 
     def initial_values(self) -> dict[str, float | Normal]:
-        """How each parameter of this part starts, by name; the same for a name in whichever part it lies."""
+        """Return the initial value of each parameter of this part, by name; it does not depend on the part."""
         return initial_values(self, self.config)
 
     def reset_buffers(self, dtype: torch.dtype) -> None:
-        """Write every buffer anew for computing in `dtype`: RoPE tables in promote(float32, dtype), routers' state."""
+        """Reset every buffer for computing in `dtype`: RoPE tables in promote(float32, dtype), router state."""
         device = self.rope_cos.device
         cos, sin = rope_tables(self.config, self.seq_len)
         # Rounded once from float64: a float32 table turned into float64 would keep float32's errors.
@@ -179,9 +179,9 @@ class Transformer(nn.Module):
 
 
 def window_of(config: ModelConfig, layer: int) -> int:
-    """Sliding window of the layer with this global index, 0 for the whole context.
+    """Return the sliding window of the layer with this global index, 0 for the whole context.
 
-    With `sliding_window_pattern` n the layers n-1, 2n-1, ... see everything: n = 6 is five sliding, one full.
+    With `sliding_window_pattern` n the layers n-1, 2n-1, ... have no window: n = 6 is five sliding, one full.
     """
     pattern = config.sliding_window_pattern
     return 0 if pattern and (layer + 1) % pattern == 0 else config.sliding_window

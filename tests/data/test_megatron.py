@@ -73,7 +73,7 @@ def test_modes_of_multimodal_datasets_are_passed_over(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"magic": b"SOMETHING"}, "MMIDIDX"),
         ({"version": 2}, "version 2"),
@@ -88,8 +88,8 @@ def test_modes_of_multimodal_datasets_are_passed_over(tmp_path):
         ({"lengths": [], "firsts": [0]}, "holds no sequence"),
     ],
 )
-def test_an_index_that_does_not_fit_is_refused(tmp_path, changes, said):
-    with pytest.raises(UserError, match=said):
+def test_an_index_that_does_not_fit_is_refused(tmp_path, changes, message):
+    with pytest.raises(UserError, match=message):
         MegatronTokens(plain(**changes).to(tmp_path / "set"), 100)
 
 
@@ -110,11 +110,11 @@ def test_missing_files_are_told(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("written", "vocab_size", "said"), [(plain(), 9, "id 9 at byte 18"), (plain(), 4, "id 4")]
+    ("written", "vocab_size", "message"), [(plain(), 9, "id 9 at byte 18"), (plain(), 4, "id 4")]
 )
-def test_d1_an_id_beyond_the_vocabulary_is_told_by_file_and_byte(tmp_path, written, vocab_size, said):
+def test_d1_an_id_beyond_the_vocabulary_is_reported_by_file_and_byte(tmp_path, written, vocab_size, message):
     source = MegatronTokens(written.to(tmp_path / "set"), vocab_size)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         source.read(0, 10)
 
 

@@ -60,10 +60,10 @@ def test_the_wrong_dtype_meets_the_vocabulary(tmp_path):
         source.read(0, 50)
 
 
-@pytest.mark.parametrize(("content", "said"), [(b"", "is empty"), (b"abc", "no multiple of 2")])
-def test_d1_files_that_hold_no_ids_are_refused(tmp_path, content, said):
+@pytest.mark.parametrize(("content", "message"), [(b"", "is empty"), (b"abc", "no multiple of 2")])
+def test_d1_files_that_hold_no_ids_are_refused(tmp_path, content, message):
     (tmp_path / "a.bin").write_bytes(content)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         RawTokens(tmp_path / "a.bin", "uint16", 10)
 
 

@@ -139,7 +139,7 @@ def test_a_huggingface_folder_encodes_as_transformers_does(huggingface):
         assert [ours.bos_id, *ours.encode(text)] == theirs(text, split_special_tokens=True)["input_ids"]
 
 
-def test_long_documents_are_neither_cut_nor_padded_whatever_the_file_says(huggingface):
+def test_truncation_and_padding_in_the_file_are_ignored(huggingface):
     ours = load_tokenizer(huggingface)
     assert len(ours.encode("x " * 500)) >= 500 and len(ours.encode("x")) == 1
 

@@ -52,7 +52,7 @@ def assert_close(what: str, actual: torch.Tensor, expected: torch.Tensor, tolera
     )
 
 
-# The first class that says the same is taken.
+# Export takes the first class that computes the same.
 EXPORTED_AS = {"mistral_full": "LlamaForCausalLM", "glm4_moe_no_shared": "Dots1ForCausalLM"}
 # Not known of the tokens that begin and end a document here; forge has no more tokens to predict; these say the same in
 # another way.

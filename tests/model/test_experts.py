@@ -46,8 +46,8 @@ def assert_equals_one_by_one(dtype: torch.dtype, tolerance: float, counts: list[
         experts = make_experts(dtype if grouped else torch.float64).to(device)
         rows = torch.randn(sum(counts), DIM, generator=torch.Generator().manual_seed(1)).to(experts.w2)
         rows.requires_grad_()
-        told = torch.tensor(counts, device=device)
-        out = experts(rows, told) if grouped else one_by_one(experts, rows, counts)
+        on_device = torch.tensor(counts, device=device)
+        out = experts(rows, on_device) if grouped else one_by_one(experts, rows, counts)
         (out * torch.linspace(-1, 1, DIM).to(out)).sum().backward()
         results.append([tensor.double() for tensor in (out, rows.grad, experts.w13.grad, experts.w2.grad)])
     for ours, plain in zip(*results, strict=True):
@@ -58,7 +58,7 @@ def assert_equals_one_by_one(dtype: torch.dtype, tolerance: float, counts: list[
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.05)]
 )
-def test_grouped_products_equal_one_after_the_other(
+def test_a_grouped_product_equals_a_loop_over_groups(
     dtype: torch.dtype, tolerance: float, counts: list[int]
 ) -> None:
     assert_equals_one_by_one(dtype, tolerance, counts, "cpu")
@@ -100,7 +100,7 @@ def test_shapes_that_the_kernel_takes_are_one_product_of_exactly_the_rows(
     assert seen == ([((9, dim), [0, 1, 9, 9, 9]), ((9, HIDDEN), [0, 1, 9, 9, 9])] if grouped else [])
 
 
-def test_a_rank_without_rows_asks_no_kernel_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_rows_calls_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(module, "_grouped_mm")
     experts, rows = make_experts(torch.bfloat16), torch.zeros(0, DIM, dtype=torch.bfloat16)
     experts(rows.requires_grad_(), torch.zeros(EXPERTS, dtype=torch.int64)).sum().backward()
@@ -176,7 +176,7 @@ class Garbage(torch.autograd.Function):
         return grad, None
 
 
-def test_dropped_choices_are_neither_computed_nor_felt() -> None:
+def test_dropped_choices_are_not_computed_and_have_no_effect() -> None:
     experts, weights = random_choices(9, 3, none=True)
     assert (experts == EXPERTS).any()
     own = make_experts(torch.float64)

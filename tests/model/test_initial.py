@@ -22,7 +22,7 @@ PARTS = [{}, {"layers": range(1), "head": False}, {"layers": range(1, 2), "embed
 
 @pytest.mark.parametrize("parts", PARTS, ids=["whole", "first stage", "last stage"])
 @pytest.mark.parametrize("options", [{}, EVERYTHING, EVERYTHING | {"tie_embeddings": True}, MOE], ids=str)
-def test_no_nan_survives_initialisation_of_fresh_memory(
+def test_initialisation_overwrites_all_uninitialised_memory(
     options: dict[str, Any], parts: dict[str, Any]
 ) -> None:
     config = small_config(**options)

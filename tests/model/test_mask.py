@@ -58,7 +58,7 @@ def test_flex_attention_equals_sdpa(documents: Tensor | None, window: int) -> No
 
 
 @pytest.mark.parametrize("soft_cap", [0.0, 0.7])
-def test_the_attention_function_follows_the_table_it_is_given(soft_cap: float) -> None:
+def test_the_attention_function_follows_its_table(soft_cap: float) -> None:
     q, k, v = _heads(2, SEQ, CPU, torch.float32)
     rule = AttentionMask(130, SORTED, soft_cap)
     prepared = sdpa_attention.prepare(rule, torch.empty(2, SEQ, 8))

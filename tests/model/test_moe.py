@@ -96,7 +96,7 @@ def test_other_shapes_equal_the_plain_form(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("balance", BALANCES)
 def test_equal_scores_equal_the_plain_form(balance: str) -> None:
-    """All experts alike to the router, and an expert that nobody visits."""
+    """All experts score the same, and one expert is never chosen."""
     model = moe_model(moe_config(balance=balance))
     for router in model.routers.values():
         router.weight.data.zero_()

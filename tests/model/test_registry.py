@@ -35,5 +35,5 @@ def test_an_import_path_that_leads_nowhere_is_a_user_error(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["json:dumps", "forge.model:build_model", "pathlib:Path"])
 def test_an_import_path_of_something_else_is_a_user_error(kind: str) -> None:
-    with pytest.raises(UserError, match=f'"{kind}" is no class of modules'):
+    with pytest.raises(UserError, match=f'"{kind}" is not a module class'):
         build_model(small_config(kind=kind), 8)

@@ -166,7 +166,7 @@ def test_an_even_load_costs_one_per_token(balance: str) -> None:
     assert_close(one.losses[0].item(), 2.0)
 
 
-def test_a_sequence_loss_knows_no_other_sequence() -> None:
+def test_a_sequence_loss_does_not_depend_on_other_sequences() -> None:
     one, rows = router(balance="sequence_aux_loss"), torch.randn(3, 6, 4, dtype=torch.float64)
     one(rows)
     together = one.losses[0].clone()
@@ -176,7 +176,7 @@ def test_a_sequence_loss_knows_no_other_sequence() -> None:
     assert_close(one.losses[0], together)
 
 
-def test_counts_of_a_sequence_go_through_the_seam() -> None:
+def test_counts_of_a_sequence_go_through_the_extension_point() -> None:
     """With the counts of another process's half of the sequence the loss is linear in this half."""
     one, x = router(balance="sequence_aux_loss"), torch.randn(2, 6, 4, dtype=torch.float64)
     one(x)
@@ -216,7 +216,7 @@ def test_the_balancing_losses_enter_backward_scaled() -> None:
 # --- Steps ---
 
 
-def test_a_step_moves_each_bias_by_its_sign_and_begins_counting_anew() -> None:
+def test_a_step_moves_each_bias_by_its_sign_and_resets_the_counts() -> None:
     two = [router(bias_update_rate=0.5), router(bias_update_rate=0.5)]
     for one in two:
         one.bias.copy_(torch.tensor([1.0, 0.0, 0.0, 0.0]))
@@ -229,7 +229,7 @@ def test_a_step_moves_each_bias_by_its_sign_and_begins_counting_anew() -> None:
     assert not any(tensor.any() for one in two for tensor in (one.counts, one.losses, one.dropped))
 
 
-def test_a_skipped_step_only_begins_counting_anew() -> None:
+def test_a_skipped_step_only_resets_the_counts() -> None:
     one = router()
     one.previous_counts.copy_(torch.tensor([1, 2, 3, 4]))
     route(one, *TOKENS)
