@@ -1,4 +1,4 @@
-"""Which process this is among all: rank, world size, device and launcher, and the process group that joins them."""
+"""This process among all ranks: who it is, how it joins the others, and work and decisions that ranks share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class World:
-    """This process among all. `restarts_left` is how often the launcher would start the run again by itself."""
+    """This process among all. `restarts_left`: how many more times the launcher would restart the run by itself."""
 
     rank: int
     size: int
@@ -37,14 +37,14 @@ class World:
 
     @property
     def first_process(self) -> int:
-        """On this machine the process that outlives restarts: torchrun's agent, else this one."""
+        """The process id on this machine that outlives restarts: torchrun's agent, else this process."""
         return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
 
 
 def read_world(environment: Mapping[str, str] = os.environ) -> World:
-    """What the launcher says in the environment: torchrun's variables, else those of an srun step, else one process.
+    """Read the launcher's environment: torchrun's variables, else those of an srun step, else a single process.
 
-    Raises UserError for a variable that is missing or no number.
+    Raises UserError for a variable that is missing or not a number.
     """
 
     def number(name: str, default: str = "") -> int:
@@ -52,18 +52,18 @@ def read_world(environment: Mapping[str, str] = os.environ) -> World:
         try:
             return int(text)
         except ValueError:
-            said = f"= {text} is no whole number" if text else "is missing"
+            problem = f"= {text} is not a whole number" if text else "is missing"
             raise UserError(
-                f"{name} {said} in the environment, which others of a launcher are in: start under torchrun or srun, or "
-                f"unset RANK, WORLD_SIZE and SLURM_STEP_NUM_TASKS for one process"
+                f"{name} {problem} in the environment, although other variables of a launcher are set: start under "
+                f"torchrun or srun, or unset RANK, WORLD_SIZE and SLURM_STEP_NUM_TASKS for one process"
             ) from None
 
     if "RANK" in environment and "WORLD_SIZE" in environment:
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if name not in environment:
                 raise UserError(
-                    f"RANK and WORLD_SIZE are in the environment, but {name}, where the ranks meet, is not: start under "
-                    f"torchrun or srun, set it, or unset RANK and WORLD_SIZE for one process"
+                    f"RANK and WORLD_SIZE are set in the environment, but {name}, with which ranks connect, is not: start "
+                    f"under torchrun or srun, set it, or unset RANK and WORLD_SIZE for one process"
                 )
         return World(
             rank=number("RANK"),
@@ -84,10 +84,10 @@ def read_world(environment: Mapping[str, str] = os.environ) -> World:
 
 
 def join(world: World, timeout: timedelta = timedelta(minutes=10)) -> None:
-    """Make the default process group, of one process too, so that no later code asks whether there is one.
+    """Create the default process group, for a single process too, so that no later code asks whether there is one.
 
-    Raises UserError when there are more processes on this machine than CUDA cards, or under srun when the first
-    node cannot be told.
+    Raises UserError when there are more processes on this machine than CUDA cards, or when srun does not say which
+    node is the first.
     """
     if world.device.type == "cuda":
         cards = torch.cuda.device_count()
@@ -98,7 +98,7 @@ def join(world: World, timeout: timedelta = timedelta(minutes=10)) -> None:
             )
         torch.cuda.set_device(world.device)
     backend = compat.communication_backend(world.device)
-    # Naming the device binds each NCCL communicator to its card at once, instead of by guess at the first collective.
+    # With a device, each NCCL communicator is bound to its card now; without, PyTorch guesses at the first collective.
     bound: dict[str, Any] = {"device_id": world.device} if world.device.type == "cuda" else {}
     if world.launcher == "srun":
         os.environ.setdefault("MASTER_ADDR", _first_slurm_host(os.environ))
@@ -110,16 +110,16 @@ def join(world: World, timeout: timedelta = timedelta(minutes=10)) -> None:
     dist.init_process_group(
         backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout, **bound
     )
-    # Gloo fails on a rank whose peer leaves while it still connects, as after an error in the config; nobody leaves alone.
+    # Gloo fails on a rank whose peer exits while it still connects, as after a config error: wait until all are connected.
     dist.barrier()
 
 
 def _fresh(store: dist.Store, environment: Mapping[str, str]) -> dist.Store:
-    """`store` without what workers before a restart left in it.
+    """A view of `store` without the keys that workers wrote before a restart.
 
-    torchrun lends its workers one store over all its restarts, and PyTorch takes it for a new one each time: a group may
-    then be made with the address of a dead worker, and hang. On one node the number of restarts tells the starts apart;
-    on several the agents may count differently.
+    torchrun keeps one store over all restarts, but PyTorch assumes a new one each time: a group could then connect to
+    the address of a dead worker, and hang. On one node the number of restarts distinguishes the starts; on several
+    nodes the agents may count differently.
     """
     if environment.get("LOCAL_WORLD_SIZE") != environment.get("WORLD_SIZE"):
         return store
@@ -127,7 +127,7 @@ def _fresh(store: dist.Store, environment: Mapping[str, str]) -> dist.Store:
 
 
 def _first_slurm_host(environment: Mapping[str, str]) -> str:
-    """The first host of a Slurm node list such as `gpu[003-006,9],login1` (`scontrol show hostnames` without a process)."""
+    """The first host of a Slurm node list such as `gpu[003-006,9],login1`, without calling `scontrol show hostnames`."""
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST", "")
     match = re.match(r"(?P<stem>[^,\[]+)(\[(?P<first>\d+)[^\]]*\])?", nodes)
     if match is None:
@@ -137,95 +137,92 @@ def _first_slurm_host(environment: Mapping[str, str]) -> str:
     return match["stem"] + (match["first"] or "")
 
 
-def on_first_rank(action: Callable[[], Result]) -> Result:
-    """Run `action` on rank 0 and give every rank its result, or raise its UserError, or OSError as one, on every rank."""
-    outcome: list[Any] = [_attempt(action) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(outcome, src=0)
-    result, error = outcome[0]
-    if error is not None:
-        raise UserError(*error)
+class RanksFailed(UserError):
+    """Raised on every rank when work of the group failed on some rank. That rank's log has the traceback."""
+
+    def __init__(self, message: str):
+        super().__init__(message, FAILED)
+
+
+def on_first_rank(what: str, work: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
+    """Run `work` on the first rank of `group` (None: of all) and return its result on every rank. Collective.
+
+    If it raises, every rank raises: a UserError is raised as it is, any other exception as RanksFailed, which says that
+    `what` failed. The result must be picklable. Only one thread at a time may use a group.
+    """
+    outcome: list[Any] = [_attempt(what, work) if dist.get_rank(group) == 0 else None]
+    dist.broadcast_object_list(outcome, src=dist.get_process_group_ranks(group)[0], group=group)
+    result, failure = outcome[0]
+    _raise_first(what, [failure], group)
     return result
 
 
-def on_every_rank(action: Callable[[], Result]) -> Result:
-    """Run `action` on every rank; if any raises UserError or OSError, all raise the first such rank's, as UserError."""
-    result, own_error = _attempt(action)
-    errors: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, own_error)
-    for error in errors:
-        if error is not None:
-            raise UserError(*error)
-    return result
+def gather_from_ranks(
+    what: str, work: Callable[[], Result], group: dist.ProcessGroup | None = None
+) -> list[Result]:
+    """Run `work` on every rank of `group` and return all results, in rank order, on every rank. Collective.
+
+    If it raises on any rank, every rank raises, as in `on_first_rank`.
+    """
+    outcomes: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(outcomes, _attempt(what, work), group=group)
+    _raise_first(what, [failure for _, failure in outcomes], group)
+    return [result for result, _ in outcomes]
 
 
-def _attempt(action: Callable[[], Any]) -> tuple[Any, tuple[str, int] | None]:
-    """The result of `action`, and what its UserError says, if it raises one; a disk that refuses is told like one."""
-    try:
-        return action(), None
-    except UserError as error:
-        return None, (str(error), error.exit_code)
-    except OSError as error:
-        return None, (str(error), FAILED)
+def on_every_rank(what: str, work: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
+    """Run `work` on every rank of `group` and return this rank's own result, which is not sent. Collective.
 
-
-class RanksFailed(RuntimeError):
-    """Raised on every rank alike when some rank failed at a piece of common work."""
+    If it raises on any rank, every rank raises, as in `on_first_rank`.
+    """
+    own: list[Result] = []
+    gather_from_ranks(what, lambda: own.append(work()), group)
+    return own[0]
 
 
 @dataclass(frozen=True)
-class Team:
-    """The ranks of `group` (None: all, over the default group). One thread at a time may use a group."""
+class _Failure:
+    """What `work` raised, in a form that can be sent: exceptions themselves may not unpickle."""
 
-    group: dist.ProcessGroup | None = None
+    message: str
+    exit_code: int | None  # of a UserError; None for any other exception
 
-    @property
-    def rank(self) -> int:
-        return dist.get_rank(self.group)
 
-    @property
-    def size(self) -> int:
-        return dist.get_world_size(self.group)
+def _attempt(what: str, work: Callable[[], Result]) -> tuple[Result | None, _Failure | None]:
+    try:
+        return work(), None
+    except UserError as error:
+        return None, _Failure(str(error), error.exit_code)
+    except OSError as error:  # such as a full disk: where in the code it was met tells the reader nothing
+        return None, _Failure(describe(error), None)
+    except Exception as error:
+        log.warning("%s failed on this rank", what, exc_info=True)
+        return None, _Failure(describe(error), None)
 
-    def every(self, what: str, work: Callable[[], Result]) -> list[Result]:
-        """Results of `work()` of every rank, in rank order; `RanksFailed` on all when it raised on any."""
-        mine = _attempt_any(what, work)
-        outcomes: list[Any] = [None] * self.size
-        dist.all_gather_object(outcomes, mine, group=self.group)
-        failures = {rank: error for rank, (_, error) in enumerate(outcomes) if error is not None}
-        if failures:
-            rank, error = next(iter(failures.items()))
-            more = f" (and {len(failures) - 1} more ranks)" if len(failures) > 1 else ""
-            raise RanksFailed(f"{what} failed on rank {rank}: {error}{more}")
-        return [result for result, _ in outcomes]
 
-    def first(self, what: str, work: Callable[[], Result]) -> Result:
-        """Result of `work()` of rank 0, on every rank; `RanksFailed` on all ranks when it raised."""
-        outcome: list[Any] = [_attempt_any(what, work) if self.rank == 0 else None]
-        dist.broadcast_object_list(outcome, src=0, group=self.group)
-        result, error = outcome[0]
-        if error is not None:
-            raise RanksFailed(f"{what} failed on rank 0: {error}")
-        return result
+def _raise_first(what: str, failures: list[_Failure | None], group: dist.ProcessGroup | None) -> None:
+    """Raise what the first rank that failed has raised, if any."""
+    ranks = dist.get_process_group_ranks(group)
+    failed = [(rank, one) for rank, one in zip(ranks, failures, strict=False) if one is not None]
+    if not failed:
+        return
+    rank, first = failed[0]
+    if first.exit_code is not None:
+        raise UserError(first.message, first.exit_code)
+    more = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
+    raise RanksFailed(f"{what} failed on rank {rank}: {first.message}{more}")
 
 
 def describe(error: BaseException) -> str:
-    """One line about an exception, fit to be sent to other ranks (exceptions themselves may not unpickle)."""
+    """The class and message of an exception, on one line."""
     return f"{type(error).__name__}: {error}"
 
 
-def _attempt_any(what: str, work: Callable[[], Result]) -> tuple[Result | None, str | None]:
-    try:
-        return work(), None
-    except Exception as error:
-        log.debug("%s failed on this rank", what, exc_info=True)
-        return None, describe(error)
-
-
 @contextmanager
-def alone() -> Iterator[Team]:
-    """This process as a team of one, in a process group of its own."""
+def single_process_group() -> Iterator[None]:
+    """In the body this process is the only rank of the default process group."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        yield Team()
+        yield
     finally:
         dist.destroy_process_group()

@@ -1,11 +1,24 @@
-"""Which process this is among all, by what launchers put into the environment."""
+"""This process as launchers describe it in the environment, and work that all ranks do together."""
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
+from typing import Any
 
-from forge.distributed import World, _first_slurm_host, read_world
-from forge.errors import UserError
+import pytest
+import torch.distributed as dist
+
+from forge.distributed import (
+    RanksFailed,
+    World,
+    _first_slurm_host,
+    gather_from_ranks,
+    on_every_rank,
+    on_first_rank,
+    read_world,
+)
+from forge.errors import FAILED, NO_CHECKPOINT, UserError
+from tests.support.harness import run_ranks
 
 TORCHRUN = {
     "RANK": "3",
@@ -30,19 +43,19 @@ SRUN = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2", "SLURM_LOCALID": "0"}
         (TORCHRUN | SRUN, World(3, 8, 1, "torchrun", restarts_left=3)),
     ],
 )
-def test_the_launcher_says_who_this_is(environment: dict[str, str], world: World) -> None:
+def test_the_launcher_sets_rank_and_world_size(environment: dict[str, str], world: World) -> None:
     assert read_world(environment) == world
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_MAX_RESTARTS"])
-def test_what_is_no_number_is_named(name: str) -> None:
-    with pytest.raises(UserError, match=f"{name} = first is no whole number"):
+def test_a_variable_that_is_not_a_number_is_named(name: str) -> None:
+    with pytest.raises(UserError, match=f"{name} = first is not a whole number"):
         read_world(TORCHRUN | {name: "first"})
 
 
 @pytest.mark.parametrize("name", ["MASTER_ADDR", "MASTER_PORT"])
-def test_ranks_that_cannot_meet_are_told_so_at_once(name: str) -> None:
-    with pytest.raises(UserError, match=f"but {name}, where the ranks meet, is not"):
+def test_a_missing_address_is_an_error_before_ranks_connect(name: str) -> None:
+    with pytest.raises(UserError, match=f"but {name}, with which ranks connect, is not"):
         read_world({key: value for key, value in TORCHRUN.items() if key != name})
 
 
@@ -62,3 +75,59 @@ def test_a_step_that_does_not_say_which_task_this_is() -> None:
 )
 def test_the_first_host_of_a_node_list(nodes: str, first: str) -> None:
     assert _first_slurm_host({"SLURM_STEP_NODELIST": nodes}) == first
+
+
+def test_results_reach_every_rank_of_the_group() -> None:
+    assert run_ranks(_results, 3) == [("0", ["0"], "0"), ("1", ["1", "2"], "1"), ("1", ["1", "2"], "2")]
+
+
+def _results(rank: int, world: int) -> tuple[str, list[str], str]:
+    """By ranks 1 and 2 in a group of their own, and by rank 0 in another."""
+    groups = [dist.new_group([0]), dist.new_group([1, 2])]
+    group = groups[rank > 0]
+    first = on_first_rank("naming", lambda: str(rank), group)
+    return (
+        first,
+        gather_from_ranks("naming", lambda: str(rank), group),
+        on_every_rank("x", lambda: str(rank), group),
+    )
+
+
+@pytest.mark.parametrize("together", [on_first_rank, gather_from_ranks, on_every_rank])
+def test_what_one_rank_raises_every_rank_raises(together: Callable[..., Any]) -> None:
+    failing = 0 if together is on_first_rank else 1
+    division = f"reading failed on rank {failing}: ZeroDivisionError: division by zero"
+    expected = [("UserError", "no such file", NO_CHECKPOINT), ("RanksFailed", division, FAILED)]
+    assert run_ranks(_failures, 2, together, failing) == [expected, expected]
+
+
+def _failures(
+    rank: int, world: int, together: Callable[..., Any], failing: int
+) -> list[tuple[str, str, int]]:
+    def mistaken() -> None:
+        if rank == failing:
+            raise UserError("no such file", NO_CHECKPOINT)
+
+    def defective() -> None:
+        if rank == failing:
+            _ = 1 / 0
+
+    raised = []
+    for work in (mistaken, defective):
+        with pytest.raises(UserError) as error:
+            together("reading", work)
+        raised.append((type(error.value).__name__, str(error.value), error.value.exit_code))
+    return raised
+
+
+def test_the_first_of_several_failures_is_named_and_the_others_are_counted() -> None:
+    assert run_ranks(_all_fail, 3) == ["writing failed on rank 0: OSError: full (and 2 more ranks)"] * 3
+
+
+def _all_fail(rank: int, world: int) -> str:
+    def work() -> None:
+        raise OSError("full")
+
+    with pytest.raises(RanksFailed) as error:
+        on_every_rank("writing", work)
+    return str(error.value)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -23,7 +24,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from forge.checkpoint import folders
 from forge.checkpoint.manifest import MANIFEST, compose, entry
 from forge.checkpoint.tensors import ShardTensor
-from forge.distributed import RanksFailed, Team, describe
+from forge.distributed import RanksFailed, describe, gather_from_ranks, on_first_rank
 from forge.fault import fault_point
 from forge.files import replace_atomically, sync_folder
 
@@ -58,7 +59,12 @@ class Contents:
 
 
 def write_checkpoint(
-    team: Team, root: Path, contents: Callable[[], Contents], step: int, keep_last: int, keep_every: int
+    root: Path,
+    contents: Callable[[], Contents],
+    step: int,
+    keep_last: int,
+    keep_every: int,
+    group: dist.ProcessGroup | None = None,
 ) -> bool:
     """Writes one checkpoint; collective. False when the step has a complete one already: that is left alone.
 
@@ -67,28 +73,32 @@ def write_checkpoint(
     """
     partial, final = root / f".partial-{folders.step_name(step)}", root / folders.step_name(step)
 
+    rank = dist.get_rank(group)
     staged: list[Contents] = []
 
     def begin() -> int | None:
         """`Contents.room` of this rank; None when the step has a complete checkpoint."""
         staged.append(contents())
-        if team.rank == 0 and not _make_partial(root, partial, final):
+        if rank == 0 and not _make_partial(root, partial, final):
             return None
-        return staged[0].room(team.rank)
+        return staged[0].room(rank)
 
     try:
-        sizes = team.every("preparing the checkpoint", begin)
+        sizes = gather_from_ranks("preparing the checkpoint", begin, group)
         if sizes[0] is None:
-            if team.rank == 0:
+            if rank == 0:
                 logger.info("step %d has a complete checkpoint already: not saved again", step)
             return False
-        team.first("looking for room", lambda: _require_room(root, sum(size or 0 for size in sizes)))
-        fill_folder(team, partial, final, staged[0])
+        needed = sum(size or 0 for size in sizes)
+        on_first_rank("looking for room", lambda: _require_room(root, needed), group)
+        fill_folder(partial, final, staged[0], group)
     except RanksFailed:
         # Every rank comes here; none goes on before the partial folder is gone and its space free again.
-        team.first("removing the partial checkpoint", lambda: shutil.rmtree(partial, ignore_errors=True))
+        on_first_rank(
+            "removing the partial checkpoint", lambda: shutil.rmtree(partial, ignore_errors=True), group
+        )
         raise
-    if team.rank == 0:
+    if rank == 0:
         try:
             folders.prune(root, step, keep_last, keep_every)
         # Whatever it is, the checkpoint is saved, and so all other ranks believe.
@@ -97,14 +107,17 @@ def write_checkpoint(
     return True
 
 
-def fill_folder(team: Team, partial: Path, final: Path, contents: Contents) -> None:
+def fill_folder(
+    partial: Path, final: Path, contents: Contents, group: dist.ProcessGroup | None = None
+) -> None:
     """Fills the empty folder `partial` and, when it is complete, renames it to `final`; collective.
 
     On `RanksFailed` the caller removes what is left of `partial`.
     """
-    _save_tensors(team, partial, contents)
-    parts = team.every("reading back what was written", lambda: _own_files(team.rank, partial))
-    team.first("completing the checkpoint", lambda: _complete(partial, final, contents, parts))
+    _save_tensors(partial, contents, group)
+    rank = dist.get_rank(group)
+    parts = gather_from_ranks("reading back what was written", lambda: _own_files(rank, partial), group)
+    on_first_rank("completing the checkpoint", lambda: _complete(partial, final, contents, parts), group)
 
 
 def _make_partial(root: Path, partial: Path, final: Path) -> bool:
@@ -153,15 +166,15 @@ class _Writer(dcp.FileSystemWriter):
         return StorageMeta()
 
 
-def _save_tensors(team: Team, partial: Path, contents: Contents) -> None:
+def _save_tensors(partial: Path, contents: Contents, group: dist.ProcessGroup | None) -> None:
     try:
         dcp.save(
             dict(contents.tensors),
             storage_writer=_Writer(partial, contents.step, contents.file_per_tensor),
             planner=DefaultSavePlanner(flatten_sharded_tensors=False),
-            process_group=team.group,
+            process_group=group,
         )
-    except CheckpointException as error:  # DCP raises it on all ranks alike
+    except CheckpointException as error:  # DCP raises it on every rank
         rank, (cause, _) = next(iter(error.failures.items()))
         raise RanksFailed(f"writing tensors failed on rank {rank}: {describe(cause)}") from None
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from forge.checkpoint.commit import TRAINER
 from forge.checkpoint.manifest import check_content
 from forge.checkpoint.tensors import NamedTensors, ShardTensor
-from forge.distributed import RanksFailed, Team
+from forge.distributed import RanksFailed, gather_from_ranks, on_every_rank
 from forge.errors import NO_CHECKPOINT, UserError
 from forge.shard import Shard, local
 
@@ -48,12 +48,12 @@ def load(path: Path, tensors: NamedTensors, group: dist.ProcessGroup | None = No
     that it has and no rank asks for, in a section (`model`, `optimizer`: a name up to its first dot) of which
     something is asked for; loading only the weights of a training checkpoint is fine.
     """
-    team, reader = Team(group), _Reader(path)
+    reader = _Reader(path)
     wanted = {name: pair for name, pair in tensors.items() if pair[0].global_shape.numel()}
     try:
-        comparisons = team.every("reading the index", lambda: _compare(reader.index(), wanted))
+        comparisons = gather_from_ranks("reading the index", lambda: _compare(reader.index(), wanted), group)
         _refuse_misfits(path, reader.index(), comparisons)
-        team.every("reading tensors", lambda: _read(reader, wanted))
+        on_every_rank("reading tensors", lambda: _read(reader, wanted), group)
     except RanksFailed as error:
         raise UserError(f"checkpoint {path} cannot be loaded: {error}", NO_CHECKPOINT) from error
 

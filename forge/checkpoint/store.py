@@ -30,7 +30,7 @@ from forge.checkpoint.manifest import (
 )
 from forge.checkpoint.staging import Stager
 from forge.checkpoint.tensors import NamedTensors
-from forge.distributed import RanksFailed, Team
+from forge.distributed import RanksFailed, gather_from_ranks, on_first_rank
 from forge.errors import NO_CHECKPOINT, UserError
 from forge.fault import fault_point
 
@@ -76,9 +76,9 @@ class Checkpoints:
         self.failures_in_row = 0
         """Failed saves since the last good one, as of the last `save` or `wait`: the same on every rank."""
         self._keep_last, self._keep_every, self._mode = keep_last, keep_every, mode
-        self._team = Team(group or dist.new_group(backend="gloo", timeout=_PATIENCE))
+        self._group = group or dist.new_group(backend="gloo", timeout=_PATIENCE)
         # Saving has a group of its own: two threads may not use one.
-        self._saving_team = Team(dist.new_group(backend="gloo", timeout=_PATIENCE))
+        self._saving_group = dist.new_group(backend="gloo", timeout=_PATIENCE)
         self._stager = Stager()
         self._thread: threading.Thread | None = None
         self._last: SaveOutcome | None = None
@@ -130,7 +130,7 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Steps that have a complete checkpoint, the newest first."""
         self._join()
-        return self._team.first("listing checkpoints", lambda: folders.steps(self.folder)[::-1])
+        return on_first_rank("listing checkpoints", lambda: folders.steps(self.folder)[::-1], self._group)
 
     def latest(self, verify: bool = True, at_most: int | None = None) -> int | None:
         """The newest step, of those up to `at_most`, whose checkpoint is complete and as it was saved; None when there
@@ -144,7 +144,7 @@ class Checkpoints:
         self._join()
         self.fallbacks = []
         try:
-            candidates, remains = self._team.first("listing checkpoints", self._list)
+            candidates, remains = on_first_rank("listing checkpoints", self._list, self._group)
             for step in candidates:
                 if at_most is not None and step > at_most:
                     continue
@@ -167,15 +167,17 @@ class Checkpoints:
 
         Sizes first; then every rank hashes a share of the files, of those with tensors only if `contents`.
         """
-        manifest, problem = self._team.first("reading the manifest", lambda: _read_and_measure(path))
+        manifest, problem = on_first_rank(
+            "reading the manifest", lambda: _read_and_measure(path), self._group
+        )
         if problem is not None:
             return problem
         if manifest["format"] != FORMAT:
             message = f"checkpoint {path} has format {manifest['format']}; this forge reads {FORMAT}"
             raise UserError(message, NO_CHECKPOINT)
         files = {name: entry for name, entry in manifest["files"].items() if contents or not is_tensors(name)}
-        mine = share(files, self._team.rank, self._team.size)
-        found = self._team.every("hashing the checkpoint", lambda: find_changed(path, mine))
+        mine = share(files, dist.get_rank(self._group), dist.get_world_size(self._group))
+        found = gather_from_ranks("hashing the checkpoint", lambda: find_changed(path, mine), self._group)
         problems = [problem for part in found for problem in part]
         more = f" (and {len(problems) - 1} more files)" if len(problems) > 1 else ""
         return f"{problems[0]}{more}" if problems else None
@@ -183,12 +185,14 @@ class Checkpoints:
     def load(self, path: Path, tensors: NamedTensors) -> None:
         """Fills the values in place from the checkpoint at `path`: see `loading.load`."""
         self._join()
-        loading.load(path, tensors, self._team.group)
+        loading.load(path, tensors, self._group)
 
     def set_aside_after(self, step: int) -> list[str]:
         """Renames every checkpoint of a later step to `.aside-step-n`; returns the new names."""
         self._join()
-        return self._team.first("setting checkpoints aside", lambda: _set_aside_after(self.folder, step))
+        return on_first_rank(
+            "setting checkpoints aside", lambda: _set_aside_after(self.folder, step), self._group
+        )
 
     def _stage(
         self,
@@ -217,7 +221,7 @@ class Checkpoints:
         error = None
         try:
             write_checkpoint(
-                self._saving_team, self.folder, contents, step, self._keep_last, self._keep_every
+                self.folder, contents, step, self._keep_last, self._keep_every, self._saving_group
             )
         except RanksFailed as failure:
             error = str(failure)
@@ -243,12 +247,14 @@ class Checkpoints:
         return folders.steps(self.folder, complete=False)[::-1], folders.has_damaged(self.folder)
 
     def _pass_over(self, step: int, problem: str) -> None:
-        name = self._team.first(
-            "setting a damaged checkpoint aside", lambda: folders.set_aside(self.folder, step, "damaged")
+        name = on_first_rank(
+            "setting a damaged checkpoint aside",
+            lambda: folders.set_aside(self.folder, step, "damaged"),
+            self._group,
         )
         message = f"checkpoint {self.path(step)} is damaged: {problem}; renamed {name} and passed over"
         self.fallbacks.append(message)
-        if self._team.rank == 0:
+        if dist.get_rank(self._group) == 0:
             logger.error(message)
 
 

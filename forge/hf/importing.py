@@ -17,7 +17,7 @@ from forge.checkpoint.commit import Contents, fill_folder
 from forge.checkpoint.tensors import ShardTensor
 from forge.config import Config, parse_toml_text, to_toml
 from forge.config.toml import to_literal
-from forge.distributed import RanksFailed, alone
+from forge.distributed import RanksFailed, single_process_group
 from forge.errors import FAILED, UserError
 from forge.hf.architectures import ENDS, architecture_of
 from forge.hf.folder import Conversion, Progress, new_folder, no_progress
@@ -71,7 +71,7 @@ def import_weights(source: Path, output: Path, *, progress: Progress = no_progre
             tensors[f"model.{weight.ours}"] = _LazyTensor(
                 Shard.whole("", shape_only), partial(read, weight, dtype)
             )
-    with new_folder(output, total) as folder, alone() as team:
+    with new_folder(output, total) as folder, single_process_group():
         contents = Contents(
             step=0,
             layout={},
@@ -84,7 +84,7 @@ def import_weights(source: Path, output: Path, *, progress: Progress = no_progre
             file_per_tensor=True,
         )
         try:
-            fill_folder(team, folder, output.absolute(), contents)
+            fill_folder(folder, output.absolute(), contents)
         except RanksFailed as error:
             raise UserError(f"{output}: could not be written: {error}", FAILED) from None
     return Conversion(architecture.name, with_tokenizer=bool(files))

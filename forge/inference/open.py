@@ -14,7 +14,7 @@ from forge.checkpoint.folders import step_name, steps
 from forge.checkpoint.manifest import FORMAT, Damaged, check_sizes, find_changed, read_manifest
 from forge.config import Config, parse_toml_text
 from forge.data.tokenizer import Tokenizer, load_tokenizer
-from forge.distributed import alone
+from forge.distributed import single_process_group
 from forge.errors import NO_CHECKPOINT, UserError
 from forge.parallel.build import build_meta_model
 from forge.parallel.fsdp import plan_units
@@ -60,7 +60,7 @@ def open_checkpoint(
     config = parse_toml_text(text, str(found / "config.toml"), import_classes=False)
     config = _for_inference(config, compute, context)
     model = _build(config, device)
-    with alone():
+    with single_process_group():
         state = model.state_dict()
         load(found, {f"model.{name}": (Shard.whole(name, values), values) for name, values in state.items()})
     folder = found / "tokenizer"

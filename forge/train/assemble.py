@@ -19,7 +19,7 @@ from forge.data.dataset import PackedDataset
 from forge.data.loader import Loader
 from forge.data.sources import Source
 from forge.data.tokenizer import Tokenizer
-from forge.distributed import Team, World, on_every_rank
+from forge.distributed import World, on_every_rank
 from forge.model import flops_per_token, parameter_counts
 from forge.observe.collector import Collector
 from forge.observe.memory_report import MemoryReport
@@ -85,10 +85,10 @@ class Built:
 
 
 def open_inputs(config: Config) -> Inputs:
-    """Open and check all data. Collective; what any rank finds wrong is UserError on every rank."""
-    dataset = on_every_rank(lambda: build_dataset(config))
-    validation = on_every_rank(lambda: build_validation(config))
-    tokenizer = on_every_rank(lambda: build_tokenizer(config))
+    """Open and check all data. Collective: an error on any rank is raised on every rank."""
+    dataset = on_every_rank("opening the data", lambda: build_dataset(config))
+    validation = on_every_rank("opening the held-out data", lambda: build_validation(config))
+    tokenizer = on_every_rank("opening the tokenizer", lambda: build_tokenizer(config))
     return Inputs(dataset, validation, tokenizer, input_fingerprints(dataset, tokenizer))
 
 
@@ -180,7 +180,7 @@ def assemble(
         ),
         phases=job.phases,
         collector=stack.enter_context(Collector(config.train.gc_interval)),
-        samplers=Team(dist.new_group(backend="gloo") if config.evaluate.sample_interval else None),
+        sampling_group=dist.new_group(backend="gloo") if config.evaluate.sample_interval else None,
         watchers=[job.memory, stack.enter_context(profiler)],
     )
     # A roll-back puts another one in its place.

@@ -8,7 +8,8 @@ from forge.config import Config
 from forge.data.loader import evaluation_batches
 from forge.data.sources import Source
 from forge.data.tokenizer import Tokenizer
-from forge.distributed import Team
+from forge.distributed import on_every_rank
+from forge.errors import UserError
 from forge.inference import Sampling, generate, recomputed
 from forge.parallel.mesh import Meshes
 from forge.parallel.model import ParallelModel
@@ -20,7 +21,7 @@ def evaluate(
     """Mean cross-entropy over all valid tokens of each source's first `evaluate.sequences` windows. Collective.
 
     Losses and tokens are summed over batches and ranks before the one division, so every token weighs the same on any
-    layout. Raises RanksFailed on all ranks when any could not read its part.
+    layout. Raises UserError on every rank if any rank could not read its part.
     """
     losses = {}
     unreadable: list[Exception] = []
@@ -46,7 +47,7 @@ def evaluate(
         for error in unreadable:
             raise error
 
-    Team().every("reading", raise_first)
+    on_every_rank("reading", raise_first)
     return losses
 
 
@@ -58,7 +59,7 @@ def write_sample(
     if tokenizer.bos_id is not None:
         prompt = [tokenizer.bos_id, *prompt]
     if not prompt:
-        raise ValueError("the tokenizer has no token that begins a text; set evaluate.sample_prompt")
+        raise UserError("the tokenizer has no token that begins a text; set evaluate.sample_prompt")
     steps = generate(
         recomputed(lambda tokens: model.logits(tokens.to(device)), config.train.seq_len),
         [prompt],

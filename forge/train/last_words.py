@@ -25,7 +25,7 @@ class LastWords:
 
     def __init__(self, reporter: Reporter, world: World, logs: Path):
         self._reporter, self._world, self._logs = reporter, world, logs
-        start = on_first_rank(utc_now)
+        start = on_first_rank("reading the clock", utc_now)
 
         def roll_call() -> RollCall:
             return RollCall(compat.meeting_store(), world.rank, world.size, f"roll-call-{start}")

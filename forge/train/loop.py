@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from forge.config import Config
 from forge.data.loader import Batch, Loader
 from forge.data.sources import Source
 from forge.data.tokenizer import Tokenizer
-from forge.distributed import RanksFailed, Team
+from forge.distributed import on_every_rank
+from forge.errors import UserError
 from forge.fault import fault_point
 from forge.observe.collector import Collector
 from forge.optim import Optimizer, learning_rate
@@ -37,8 +38,8 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Training:
-    """Everything that the loop works with. `read_on` opens the data where `progress` stands. `samplers`: all ranks, in a
-    group that the model does not use."""
+    """Everything that the loop works with. `read_on` opens the data where `progress` stands. `sampling_group`: all ranks,
+    in a group that the model does not use."""
 
     config: Config
     meshes: Meshes
@@ -59,7 +60,7 @@ class Training:
     stragglers: Stragglers
     phases: Phases
     collector: Collector
-    samplers: Team
+    sampling_group: dist.ProcessGroup | None
     watchers: list[Watcher]
 
     def run(self) -> str | None:
@@ -175,27 +176,27 @@ class Training:
         fault_point("evaluation", step)
         try:
             losses = evaluate(self.model, self.validation, self.config, self.meshes, self.device)
-        except RanksFailed as error:
+        except UserError as error:
             log.warning("no evaluation at step %d: %s", step, error)
         else:
             self.recorder.evaluation(step, losses)
 
     def sample(self, step: int, tokenizer: Tokenizer) -> None:
-        """Show what the model writes; what goes wrong there on all ranks alike costs a warning, not the run.
+        """Log what the model writes. A failure on all ranks costs a warning, not the run.
 
         A rank that fails alone waits for the others until the watchdog ends them all: if it went on, its next collective
-        would meet one of theirs, and nobody would see what came of that.
+        would be matched with one of theirs.
         """
 
         def write() -> str:
-            try:
-                return write_sample(self.model, tokenizer, self.config, self.device, step)
-            except Exception as error:
-                log.warning("no sample at step %d: %s: %s", step, type(error).__name__, error)
-                raise
+            return write_sample(self.model, tokenizer, self.config, self.device, step)
 
-        with contextlib.suppress(RanksFailed):
-            self.recorder.sample(step, self.samplers.every("sampling", write)[0])
+        try:
+            text = on_every_rank("sampling", write, self.sampling_group)
+        except UserError as error:
+            log.warning("no sample at step %d: %s", step, error)
+        else:
+            self.recorder.sample(step, text)
 
 
 def _due(interval: int, step: int, last: bool) -> bool:

@@ -131,7 +131,9 @@ class Recorder:
         """
         self._delayed = DelayedRead(self._device)
         self._restart_mean()
-        on_first_rank(lambda: None if self._metrics is None else self._metrics.cut(step))
+        on_first_rank(
+            "cutting metrics.jsonl", lambda: None if self._metrics is None else self._metrics.cut(step)
+        )
         self._board.begin_after(step)
 
     def evaluation(self, step: int, losses: dict[str, float]) -> None:

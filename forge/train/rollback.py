@@ -38,7 +38,7 @@ def remember(directory: RunDirectory, origin: Origin | None, progress: Progress)
             _write(directory, both)
         return both
 
-    progress.pass_over(on_first_rank(agree))
+    progress.pass_over(on_first_rank("reading and writing rollbacks.json", agree))
 
 
 class Rollbacks:
@@ -65,7 +65,7 @@ class Rollbacks:
         # In this order: a kill in between leaves a run that finds the same trouble, or one that knows of it already.
         self._checkpoints.set_aside_after(origin.step)
         known = [*progress.rollbacks, rollback]
-        on_first_rank(lambda: _write(self._directory, known))
+        on_first_rank("writing rollbacks.json", lambda: _write(self._directory, known))
         training.begin_after(origin, known)
 
     def _origin(self, training: Training, setback: Setback) -> Origin:

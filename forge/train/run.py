@@ -42,9 +42,12 @@ def run(config: Config, degrees: Degrees, world: World) -> int:
     Raises UserError for what the user can mend; `status.json` has then been written where the run directory was ours.
     """
     directory = RunDirectory(Path(config.run.output_dir) / config.run.name)
-    holder = on_first_rank(directory.acquire)
+    holder = on_first_rank("locking the run directory", directory.acquire)
     try:
-        on_every_rank(lambda: directory.find(holder) if world.local_rank == 0 and world.rank > 0 else None)
+        on_every_rank(
+            "finding the run directory",
+            lambda: directory.find(holder) if world.local_rank == 0 and world.rank > 0 else None,
+        )
         return _run_in(directory, config, degrees, world)
     finally:
         directory.release()
@@ -149,4 +152,4 @@ def _begin(job: Job, origin: Origin | None, checkpoints: Checkpoints, built: Bui
         MetricsLog(directory.metrics).cut(step)
         replace_atomically(directory.config, to_toml(config).encode())
 
-    on_first_rank(begin_history)
+    on_first_rank("writing the run directory", begin_history)

@@ -320,4 +320,4 @@ def die_in_a_rollback() -> None:
     from tests.support import spoil
 
     spoil.samples_32_to_55()
-    rollback.Rollbacks.__call__.__globals__["on_first_rank"] = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+    rollback.Rollbacks.__call__.__globals__["on_first_rank"] = lambda *_: os.kill(os.getpid(), signal.SIGKILL)

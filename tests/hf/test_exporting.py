@@ -9,7 +9,7 @@ import torch
 
 from forge.checkpoint import Checkpoints, find_checkpoint
 from forge.config import check_world, parse_toml_text, to_toml
-from forge.distributed import alone
+from forge.distributed import single_process_group
 from forge.hf import export_weights
 from forge.model import Transformer
 from forge.shard import Box, Shard
@@ -136,7 +136,7 @@ def _save_alone(text: str, folder: Path) -> torch.Tensor:
     """A checkpoint with random weights, from this process, and what they compute."""
     model = _model(text)
     fill(model)
-    with alone():
+    with single_process_group():
         checkpoints = Checkpoints(folder / "checkpoints", mode="sync")
         (outcome,) = checkpoints.save(1, _named(model), {}, {"config.toml": text.encode()}, {})
     assert outcome.error is None, outcome.error
@@ -147,7 +147,7 @@ def _save_alone(text: str, folder: Path) -> torch.Tensor:
 def _alone(text: str, folder: Path) -> torch.Tensor:
     """What the model of a checkpoint computes in this process."""
     model = _model(text)
-    with alone():
+    with single_process_group():
         checkpoints = Checkpoints(folder / "checkpoints", mode="sync")
         checkpoints.load(checkpoints.path(1), _named(model))
     return model(tokens())
