@@ -1,0 +1,101 @@
+#!/usr/bin/env python
+"""Draw the way of one batch and the way of one parameter through the code, for docs/architecture.md.
+
+python scripts/draw_architecture.py --output docs
+
+Each box is a function of forge. Its file and its caption, the first sentence of its docstring, are read from the code, so
+a drawing cannot name what does not exist.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import pkgutil
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # works from a clone, installed or not
+
+from scripts import svg
+
+# (function, what a batch or a parameter is when it leaves it)
+BATCH = [
+    ("forge.data.mixture:Mixture.locate", "(source, epoch, window) of a global sample number"),
+    ("forge.data.dataset:read_window", "token ids [seq + 1]"),
+    ("forge.data.loader:Loader.__next__", "tokens, labels [rows, seq] of this data rank, on the device"),
+    ("forge.train.loop:Training.step", "one optimizer step"),
+    ("forge.parallel.model:ParallelModel.forward_backward", "microbatches; this rank's part of the sequence"),
+    ("forge.model.transformer:Transformer.forward", "hidden states [batch, seq, dim]"),
+    ("forge.model.loss:FusedLoss.forward", "sums of losses [3]"),
+    ("forge.parallel.model:ParallelModel.finalize_gradients", "gradients summed over every axis"),
+    ("forge.parallel.gradients:report_gradients", "one norm, skip and stop flags, equal on all ranks"),
+    ("forge.parallel.gradients:clip_gradients", "clipped gradients"),
+    ("forge.optim.adamw:AdamW.step", "updated shards, unless the step is skipped"),
+]
+PARAMETER = [
+    ("forge.parallel.build:build_meta_model", "a shape on the meta device"),
+    ("forge.parallel.tensor:apply_tensor", "a DTensor over tp"),
+    ("forge.parallel.expert:apply_expert", "experts: a DTensor over ep"),
+    ("forge.shard:Shard", "this rank's boxes of the global tensor"),
+    ("forge.parallel.initialize:initialize", "values: a function of seed, name and global index"),
+]
+COLORS = {
+    "config": "#e5e7eb",
+    "data": "#dbeafe",
+    "model": "#dcfce7",
+    "parallel": "#fef3c7",
+    "train": "#fee2e2",
+    "optim": "#ede9fe",
+    "checkpoint": "#cffafe",
+}
+WIDTH, BOX, ROW, TOP = 960, 560, 66, 34
+
+
+def main(argv: list[str]) -> int:
+    """Write batch.svg and parameter.svg; return the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, default=Path("docs"), help="the folder (default: docs)")
+    folder = parser.parse_args(argv).output
+    codes = [svg.write(folder / f"{name}.svg", lambda s=steps: draw(s)) for name, steps in DRAWINGS.items()]
+    return max(codes)
+
+
+DRAWINGS = {"batch": BATCH, "parameter": PARAMETER}
+
+
+def draw(steps: list[tuple[str, str]]) -> str:
+    """Boxes from top to bottom, one per step; beside each arrow what leaves the box above it."""
+    parts = []
+    for row, (name, product) in enumerate(steps):
+        path, symbol, caption = _describe(name)
+        y = TOP + row * ROW
+        color = COLORS.get(path.split("/")[1], "#f3f4f6")
+        parts.append(svg.element("rect", x=8, y=y, width=BOX, height=ROW - 22, rx=6, fill=color, stroke="#999"))
+        parts.append(svg.label(20, y + 18, symbol, font_weight="bold"))
+        parts.append(svg.label(BOX - 4, y + 18, path, "end", fill="#555", font_size=11))
+        parts.append(svg.label(20, y + 35, caption, font_size=11))
+        parts.append(svg.label(BOX + 24, y + 26, product, font_size=12))
+        if row + 1 < len(steps):
+            parts.append(
+                svg.element("path", d=f"M{BOX / 2} {y + ROW - 22}v18m-4 -6l4 6l4 -6", fill="none", stroke="#555")
+            )
+    header = [svg.label(20, 20, "what the code calls"), svg.label(BOX + 24, 20, "what leaves it")]
+    return svg.document(WIDTH, TOP + len(steps) * ROW, header + parts)
+
+
+def _describe(name: str) -> tuple[str, str, str]:
+    """File, name and the first sentence of the docstring of `module:attribute`."""
+    found = pkgutil.resolve_name(name)
+    text = " ".join((inspect.getdoc(found) or "").split("\n\n")[0].split())
+    sentence = text.split(". ")[0].rstrip(".").replace("`", "").replace("&", "&amp;").replace("<", "&lt;")
+    shown = sentence if len(sentence) <= 96 else sentence[:95].rsplit(" ", 1)[0] + " ..."
+    file = Path(inspect.getsourcefile(found) or "").resolve().relative_to(ROOT)
+    return str(file), name.partition(":")[2], shown
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
