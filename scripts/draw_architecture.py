@@ -15,10 +15,11 @@ import pkgutil
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # works from a clone, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
 from scripts import svg
+
+ROOT = Path(__file__).resolve().parent.parent
 
 # (function, what a batch or a parameter is when it leaves it)
 BATCH = [
@@ -60,11 +61,10 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--output", type=Path, default=Path("docs"), help="the folder (default: docs)")
     folder = parser.parse_args(argv).output
-    codes = [svg.write(folder / f"{name}.svg", lambda s=steps: draw(s)) for name, steps in DRAWINGS.items()]
-    return max(codes)
-
-
-DRAWINGS = {"batch": BATCH, "parameter": PARAMETER}
+    return max(
+        svg.write(folder / "batch.svg", lambda: draw(BATCH)),
+        svg.write(folder / "parameter.svg", lambda: draw(PARAMETER)),
+    )
 
 
 def draw(steps: list[tuple[str, str]]) -> str:
@@ -74,14 +74,18 @@ def draw(steps: list[tuple[str, str]]) -> str:
         path, symbol, caption = _describe(name)
         y = TOP + row * ROW
         color = COLORS.get(path.split("/")[1], "#f3f4f6")
-        parts.append(svg.element("rect", x=8, y=y, width=BOX, height=ROW - 22, rx=6, fill=color, stroke="#999"))
+        parts.append(
+            svg.element("rect", x=8, y=y, width=BOX, height=ROW - 22, rx=6, fill=color, stroke="#999")
+        )
         parts.append(svg.label(20, y + 18, symbol, font_weight="bold"))
         parts.append(svg.label(BOX - 4, y + 18, path, "end", fill="#555", font_size=11))
         parts.append(svg.label(20, y + 35, caption, font_size=11))
         parts.append(svg.label(BOX + 24, y + 26, product, font_size=12))
         if row + 1 < len(steps):
             parts.append(
-                svg.element("path", d=f"M{BOX / 2} {y + ROW - 22}v18m-4 -6l4 6l4 -6", fill="none", stroke="#555")
+                svg.element(
+                    "path", d=f"M{BOX / 2} {y + ROW - 22}v18m-4 -6l4 6l4 -6", fill="none", stroke="#555"
+                )
             )
     header = [svg.label(20, 20, "what the code calls"), svg.label(BOX + 24, 20, "what leaves it")]
     return svg.document(WIDTH, TOP + len(steps) * ROW, header + parts)
