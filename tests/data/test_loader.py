@@ -10,23 +10,7 @@ from forge.data.dataset import PackedDataset
 from forge.data.loader import IGNORE, Batch, Loader, evaluation_batches
 from forge.data.synthetic import SyntheticSource
 from forge.errors import UserError
-from tests.support.streams import Counting, write_documents
-
-S, GLOBAL = 16, 8
-
-
-def make_dataset(**options):
-    return PackedDataset([Counting(1000), SyntheticSource(0, 300)], [1, 3], S, seed=0, block=32, **options)
-
-
-def first_batches(count, dataset=None, **options):
-    loader = Loader(
-        dataset or make_dataset(), **{"global_batch_size": GLOBAL, "rank": 0, "ranks": 1} | options
-    )
-    try:
-        return [next(loader) for _ in range(count)]
-    finally:
-        loader.close()
+from tests.support.streams import GLOBAL, Counting, S, first_batches, make_dataset, write_documents
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.data.passed_over import merge, nth_sample
-from tests.data.test_loader import GLOBAL, first_batches, make_dataset
+from tests.support.streams import GLOBAL, first_batches, make_dataset
 
 ranges = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=4)
 

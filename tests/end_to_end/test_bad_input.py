@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from forge.prepare.prepare import Request, prepare
-from tests.support.runs import Run
+from tests.support.runs import Run, refused, sources
+from tests.support.trained import prepare_bytes
 
 
 @pytest.fixture(scope="module")
@@ -18,23 +18,6 @@ def shards(tmp_path_factory) -> Path:
     text.write_text("It was a bright cold day in April, and the clocks were striking thirteen. " * 200)
     prepare_bytes(text, folder / "shards")
     return folder / "shards"
-
-
-def prepare_bytes(text: Path, output: Path) -> None:
-    prepare(Request(inputs=(str(text),), tokenizer="bytes", output=output))
-
-
-def refused(run: Run, *options: str, world: int = 1, code: int = 2) -> str:
-    """What is said about a command that must be refused."""
-    assert run(*options, world=world) == code
-    said = run.said()
-    assert "Traceback" not in said
-    assert said.count("forge: ") == 1, said
-    return said
-
-
-def sources(path: Path | str) -> str:
-    return f'--data.sources=[{{path="{path}",weight=1.0}}]'
 
 
 def test_unknown_keys_wrong_types_and_impossible_combinations_are_all_told_at_once(tmp_path) -> None:

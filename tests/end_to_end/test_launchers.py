@@ -1,35 +1,15 @@
 """The commands that a user types: plain python, torchrun, an srun step. Fresh interpreters, real signals."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.runs import BASE, Run, reserve_port
+from tests.support.launchers import TORCHRUN, command, start
+from tests.support.runs import Run, reserve_port
 
 ROOT = Path(__file__).parents[2]
-TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--standalone"]
-
-
-def command(*options: str) -> list[str]:
-    return [str(ROOT / "train.py"), *BASE, *options]
-
-
-def start(arguments: list[str], folder: Path, **environment: str) -> subprocess.Popen:
-    clean = {
-        key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "RANK", "WORLD"))
-    }
-    return subprocess.Popen(
-        arguments,
-        cwd=folder,
-        env=clean | {"OMP_NUM_THREADS": "1"} | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 def test_torchrun_tells_the_history_that_forked_ranks_tell(tmp_path) -> None:

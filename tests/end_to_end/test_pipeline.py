@@ -2,8 +2,7 @@
 
 import pytest
 
-from tests.end_to_end.test_resume import EXPERTS, FLOAT64
-from tests.support.runs import Run, assert_same_history
+from tests.support.runs import EXPERTS, FLOAT64, Run, assert_same_history
 
 MODEL = ["--model.n_layers=4", "--model.tie_embeddings=true", *EXPERTS]
 PIPELINE = ["--parallel.pp=2", "--train.micro_batch_size=1"]

@@ -5,12 +5,10 @@ import pytest
 from forge.checkpoint import read_state
 from forge.checkpoint.folders import step_name
 from forge.checkpoint.loading import TensorReader
-from tests.support.runs import Run, assert_same_history
+from tests.support.runs import EXPERTS, FLOAT64, Run, assert_same_history
 
-FLOAT64 = ["--precision.storage=float64", "--precision.compute=float64", "--precision.reduce=float64"]
 # Learning rates that depend on the step, and a balancing bias that moves with every step.
 DECAYING = ["--schedule.name=cosine", "--schedule.warmup_steps=3"]
-EXPERTS = ["--model.moe.n_experts=4", "--model.moe.top_k=2", "--model.moe.expert_dim=32"]
 
 
 @pytest.mark.parametrize(

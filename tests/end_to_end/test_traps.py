@@ -24,7 +24,7 @@ def _with_local_token_counts(rank: int, world: int, text: str):
     from forge.parallel.model import SequentialModel
 
     SequentialModel.count_tokens = lambda self, batch: (batch.labels >= 0).sum().double()
-    return compare._layout_on_rank(rank, world, text)
+    return compare.layout_on_rank(rank, world, text)
 
 
 def test_evaluation_is_over_all_ranks_data(tmp_path) -> None:

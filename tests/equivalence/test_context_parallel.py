@@ -77,7 +77,7 @@ def short_documents(self: SyntheticSource, start: int, count: int) -> np.ndarray
 
 def on_rank_with_short_documents(rank: int, world: int, text: str) -> Trace:
     with mock.patch.object(SyntheticSource, "document_ids", short_documents):
-        return compare._layout_on_rank(rank, world, text)
+        return compare.layout_on_rank(rank, world, text)
 
 
 def on_rank_with_lse_0(rank: int, world: int, text: str) -> Trace:

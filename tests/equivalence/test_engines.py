@@ -20,10 +20,8 @@ from forge.config import parse_toml_text
 from forge.optim import build_optimizer
 from forge.parallel.gradients import clip_gradients, report_gradients
 from forge.train.resume import Origin, all_tensors, load_origin
-from tests.equivalence.test_expert_parallel import expected as experts_expected
-from tests.equivalence.test_expert_parallel import text as experts_text
-from tests.parallel.building import built
 from tests.support.buffers import SMALL, batches, engine_config
+from tests.support.building import built
 from tests.support.equivalence import (
     TOLERANCE,
     assert_equal,
@@ -34,6 +32,7 @@ from tests.support.equivalence import (
     wholes,
 )
 from tests.support.harness import run_ranks
+from tests.support.layouts import experts_expected, experts_text
 
 STEPS, LR, CLIP = 5, 1e-2, 0.3
 ENGINES = ("ddp", "zero1", "zero2", "fsdp2")

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from forge.config import parse_toml_text
 from forge.optim.matrices import WholeMatrices
-from tests.equivalence.test_expert_parallel import text as experts_text
-from tests.parallel.building import built
 from tests.support.buffers import SMALL, batches
+from tests.support.building import built
 from tests.support.equivalence import TOLERANCE, plain_model, tiny_config, wholes
 from tests.support.harness import run_ranks
+from tests.support.layouts import experts_text
 
 STEPS, LR, MOMENTUM = 3, 0.02, 0.9
 ENGINES = ("ddp", "zero1", "zero2", "fsdp2")

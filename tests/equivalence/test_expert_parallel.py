@@ -1,6 +1,5 @@
 """Mixtures of experts compute what one process computes: every layout of them, every way of balancing."""
 
-import functools
 import itertools
 
 import pytest
@@ -8,38 +7,17 @@ import torch
 
 from tests.support.covering import covering
 from tests.support.equivalence import (
-    PLAIN,
     Trace,
     Twist,
-    _layout_on_rank,
     assert_equal,
     layout,
+    layout_on_rank,
     reference,
-    tiny_config,
 )
 from tests.support.harness import run_ranks
-
-BALANCE = {
-    "bias": 'balance = "bias"\nbias_update_rate = 0.05',
-    "aux_loss": 'balance = "aux_loss"\naux_loss_coef = 0.3\nn_shared_experts = 2',
-    "sequence_aux_loss": 'balance = "sequence_aux_loss"\naux_loss_coef = 0.3\nz_loss_coef = 0.1\nn_dense_layers = 1\n'
-    "n_shared_experts = 1",
-    "groups": 'balance = "bias"\nscore_function = "sigmoid"\nz_loss_coef = 0.1\nn_expert_groups = 4\nn_limited_groups = 2\n'
-    "bias_update_rate = 0.05\nroute_scale = 1.5",
-    "none": 'balance = "none"\nnormalize_top_k = false',
-    "one each": "top_k = 1\nbias_update_rate = 0.05",
-}
-
-
-def text(variant: str, parallel: str = "", micro: int = 1, experts: int = 8) -> str:
-    moe = f"[model.moe]\nn_experts = {experts}\nexpert_dim = 24\n{BALANCE[variant]}"
-    keys = tiny_config(parallel=parallel, model=f"n_kv_heads = 4\n{moe}", micro=micro)
-    return keys.replace("n_kv_heads = 2\n", "")
-
-
-@functools.cache
-def expected(variant: str, experts: int = 8, twist: Twist = PLAIN) -> Trace:
-    return reference(text(variant, experts=experts), twist)
+from tests.support.layouts import BALANCE
+from tests.support.layouts import experts_expected as expected
+from tests.support.layouts import experts_text as text
 
 
 def check(world: int, parallel: str = "", variant: str = "bias", micro: int = 1, extra: str = "") -> None:
@@ -399,4 +377,4 @@ def test_known_defects_are_caught(defect, parallel: str, found: str) -> None:
 
 def _with_defect(rank: int, world: int, config: str, defect) -> Trace:
     defect()
-    return _layout_on_rank(rank, world, config)
+    return layout_on_rank(rank, world, config)

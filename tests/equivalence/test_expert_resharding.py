@@ -17,10 +17,10 @@ from forge.parallel.build import build_parallel_model
 from forge.parallel.mesh import make_meshes
 from forge.shard import Box
 from forge.train.resume import Origin, all_tensors, load_origin
-from tests.equivalence.test_expert_parallel import text
-from tests.equivalence.test_resharding import SAVED_AFTER, _train
 from tests.support.equivalence import STEPS, TOLERANCE, whole
 from tests.support.harness import run_ranks
+from tests.support.layouts import experts_text as text
+from tests.support.resharding import SAVED_AFTER, train_part
 
 # Name -> ranks, and what the layout says.
 LAYOUTS = {
@@ -48,7 +48,7 @@ def pairs() -> list[Any]:
 
 @functools.cache
 def uninterrupted(variant: str) -> dict:
-    return run_ranks(_train, 1, text(variant), "nowhere", 0, STEPS)[0]
+    return run_ranks(train_part, 1, text(variant), "nowhere", 0, STEPS)[0]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory):
     def save(name: str, variant: str) -> Path:
         folder = tmp_path_factory.mktemp("saved")
         world, parallel = LAYOUTS[name]
-        run_ranks(_train, world, text(variant, parallel), str(folder), 0, SAVED_AFTER)
+        run_ranks(train_part, world, text(variant, parallel), str(folder), 0, SAVED_AFTER)
         return folder
 
     return save
@@ -70,7 +70,7 @@ def test_training_goes_on(written: str, loaded: str, saved) -> None:
     variant = BALANCE[(len(written) + len(loaded)) % 2]
     world, parallel = LAYOUTS[loaded]
     folder = str(saved(written, variant))
-    results = run_ranks(_train, world, text(variant, parallel), folder, SAVED_AFTER, STEPS)
+    results = run_ranks(train_part, world, text(variant, parallel), folder, SAVED_AFTER, STEPS)
     for result in results:
         _continues(result, variant)
 
@@ -111,7 +111,7 @@ def test_every_layout_reads_the_same_numbers(loaded: str, variant: str, saved) -
 def _with_local_indices(rank: int, world: int, keys: str, folder: str, begin: int, end: int) -> dict:
     """Each rank saves its experts as if they were all there are, so that one rank's are kept."""
     from forge.train import resume
-    from tests.equivalence import test_resharding
+    from tests.support import resharding
 
     everything = resume.all_tensors
 
@@ -123,8 +123,8 @@ def _with_local_indices(rank: int, world: int, keys: str, folder: str, begin: in
                 tensors[name] = replace(shard, boxes=first, global_shape=shard.data.shape), values
         return tensors
 
-    resume.all_tensors = test_resharding.all_tensors = renumbered
-    return _train(rank, world, keys, folder, begin, end)
+    resume.all_tensors = resharding.all_tensors = renumbered
+    return train_part(rank, world, keys, folder, begin, end)
 
 
 def test_experts_saved_under_local_indices_would_be_seen(tmp_path: Path) -> None:

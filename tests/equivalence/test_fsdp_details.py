@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from tests.parallel.building import built
+from tests.support.building import built
 from tests.support.equivalence import Trace, assert_equal, layout, reference, tiny_config
 from tests.support.harness import run_ranks
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import random
 
@@ -20,68 +19,19 @@ from forge.parallel.pipeline.tied import Tied
 from tests.support import equivalence as compare
 from tests.support.covering import covering, pairs
 from tests.support.equivalence import (
-    PLAIN,
     Trace,
     Twist,
-    _batches,
-    _layout_on_rank,
     assert_equal,
+    config_batches,
     layout,
+    layout_on_rank,
     plain_model,
-    reference,
-    tiny_config,
 )
 from tests.support.harness import RankFailed, run_ranks
+from tests.support.layouts import MODELS, SCHEDULES, pipeline_text, plain_text, slow_unless
+from tests.support.layouts import pipeline_expected as expected
 
-ONE_STAGE = ["GPipe", "1F1B"]
-SCHEDULES = [
-    *ONE_STAGE,
-    "Interleaved1F1B",
-    "LoopedBFS",
-    "InterleavedZeroBubble",
-    "ZBVZeroBubble",
-    "DualPipeV",
-]
-EXPERTS = "[model.moe]\nn_experts = 8\ntop_k = 2\nexpert_dim = 24\nn_dense_layers = 1\n"
-MODELS = {
-    "plain": "",
-    "tied": "tie_embeddings = true\n",
-    "everything": "qk_norm = true\nattention_bias = true\nsliding_window = 24\nlogit_soft_cap = 5.0\n",
-    "experts": EXPERTS
-    + "n_shared_experts = 1\nbalance = 'sequence_aux_loss'\naux_loss_coef = 0.1\nz_loss_coef = 0.01\n",
-    "tied experts": "tie_embeddings = true\n" + EXPERTS + "balance = 'aux_loss'\naux_loss_coef = 0.1\n",
-    "biased experts": EXPERTS + "balance = 'bias'\nscore_function = 'sigmoid'\n",
-}
 NO_COMPILER = "aot_eager_decomp_partition"
-
-
-def plain_text(model: str, layers: int = 8) -> str:
-    return tiny_config(model=MODELS[model]).replace("n_layers = 3", f"n_layers = {layers}")
-
-
-def pipeline_text(
-    pp: int,
-    schedule: str,
-    model: str = "plain",
-    *,
-    layers: int = 8,
-    parallel: str = "",
-    pipeline: str = "",
-    more: str = "",
-    micro: int = 1,
-) -> str:
-    text = tiny_config(parallel=f"pp = {pp}\n{parallel}", model=MODELS[model], micro=micro)
-    text = text.replace("n_layers = 3", f"n_layers = {layers}")
-    return f"{text}\n[pipeline]\nschedule = '{schedule}'\n{pipeline}\n{more}"
-
-
-@functools.cache
-def expected(model: str, layers: int = 8, twist: Twist = PLAIN) -> Trace:
-    return reference(plain_text(model, layers), twist)
-
-
-def slow_unless(fast: bool):
-    return () if fast else (pytest.mark.slow,)
 
 
 ENDS = ["plain", "tied experts", "tied", "experts"]
@@ -336,7 +286,7 @@ DEFECTS = {
 
 def _with_defect(rank: int, world: int, text: str, defect: str) -> Trace:
     DEFECTS[defect][0]()
-    return _layout_on_rank(rank, world, text)
+    return layout_on_rank(rank, world, text)
 
 
 @pytest.mark.parametrize("defect", DEFECTS)
@@ -355,7 +305,7 @@ def _evaluated(rank: int, world: int, text: str) -> tuple[list[float], torch.Ten
     config = parse_toml_text(text)
     meshes = make_meshes(check_world(config, world), "cpu")
     model = build_parallel_model(config, meshes, torch.device("cpu"))
-    batch = next(_batches(config, meshes.data_rank, meshes.data_ranks))
+    batch = next(config_batches(config, meshes.data_rank, meshes.data_ranks))
     tokens = torch.arange(14).reshape(2, 7) % 67
     before = model.evaluate(batch).values.tolist()
     scores = model.logits(tokens)
@@ -381,7 +331,7 @@ def test_every_rank_knows_the_loss_and_the_scores(
 ) -> None:
     text = plain_text(model, 5)
     plain = plain_model(parse_toml_text(text))
-    batch = next(_batches(parse_toml_text(text), 0, 1))
+    batch = next(config_batches(parse_toml_text(text), 0, 1))
     with torch.no_grad():
         losses = plain(batch.tokens, batch.labels, batch.positions, batch.documents)
         scores = plain(torch.arange(14).reshape(2, 7) % 67)

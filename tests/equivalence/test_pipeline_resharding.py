@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.equivalence.test_pipeline import pipeline_text, slow_unless
-from tests.equivalence.test_resharding import SAVED_AFTER, _train
 from tests.support.equivalence import STEPS, TOLERANCE
 from tests.support.harness import run_ranks
+from tests.support.layouts import pipeline_text, slow_unless
+from tests.support.resharding import SAVED_AFTER, train_part
 
 MODEL = "tied experts"
 # Name -> ranks and configuration.
@@ -35,7 +35,7 @@ def _pairs() -> list:
 
 @functools.cache
 def uninterrupted() -> dict:
-    return run_ranks(_train, 1, LAYOUTS["one process"][1], "nowhere", 0, STEPS)[0]
+    return run_ranks(train_part, 1, LAYOUTS["one process"][1], "nowhere", 0, STEPS)[0]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory):
     @functools.cache
     def save(name: str) -> Path:
         folder = tmp_path_factory.mktemp("saved")
-        run_ranks(_train, LAYOUTS[name][0], LAYOUTS[name][1], str(folder), 0, SAVED_AFTER)
+        run_ranks(train_part, LAYOUTS[name][0], LAYOUTS[name][1], str(folder), 0, SAVED_AFTER)
         return folder
 
     return save
@@ -55,7 +55,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory):
 def test_what_one_pipeline_saved_another_continues(written: str, loaded: str, saved) -> None:
     world, text = LAYOUTS[loaded]
     expected = uninterrupted()
-    for result in run_ranks(_train, world, text, str(saved(written)), SAVED_AFTER, STEPS):
+    for result in run_ranks(train_part, world, text, str(saved(written)), SAVED_AFTER, STEPS):
         assert result["losses"] == pytest.approx(expected["losses"][SAVED_AFTER:], rel=0, abs=TOLERANCE)
         assert result["parameters"].keys() == expected["parameters"].keys()
         for name, parameter in result["parameters"].items():

@@ -9,7 +9,7 @@ from forge.config import check_world, parse_toml_text
 from forge.optim import build_optimizer
 from forge.parallel.build import build_parallel_model
 from forge.parallel.mesh import make_meshes
-from tests.support.equivalence import _batches, tiny_config
+from tests.support.equivalence import config_batches, tiny_config
 from tests.support.harness import run_ranks
 
 
@@ -19,7 +19,7 @@ def _norm_weights_after(rank: int, world: int, text: str) -> tuple[torch.dtype, 
     meshes = make_meshes(check_world(config, world), "cpu")
     model = build_parallel_model(config, meshes, torch.device("cpu"))
     optimizer = build_optimizer(model.shards, config.optimizer)
-    for batch in _batches(config, meshes.data_rank, meshes.data_ranks):
+    for batch in config_batches(config, meshes.data_rank, meshes.data_ranks):
         model.forward_backward(batch, model.count_tokens(batch))
         model.finalize_gradients()
         optimizer.step(1e-3, torch.zeros(()))

@@ -8,7 +8,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
 from tests.support.covering import covering, pairs
-from tests.support.equivalence import Trace, _layout_on_rank, assert_equal, layout, reference, tiny_config
+from tests.support.equivalence import Trace, assert_equal, layout, layout_on_rank, reference, tiny_config
 from tests.support.harness import run_ranks
 
 # The vocabulary has 67 tokens, which no degree divides.
@@ -185,4 +185,4 @@ def test_known_defects_are_caught(defect, found: str) -> None:
 
 def _with_defect(rank: int, world: int, config: str, defect) -> Trace:
     defect()
-    return _layout_on_rank(rank, world, config)
+    return layout_on_rank(rank, world, config)

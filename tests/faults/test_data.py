@@ -10,8 +10,8 @@ import pytest
 
 from forge.checkpoint import read_state
 from forge.checkpoint.folders import step_name
-from tests.end_to_end.test_bad_input import prepare_bytes, refused, sources
-from tests.support.runs import Run
+from tests.support.runs import Run, refused, sources
+from tests.support.trained import prepare_bytes
 
 BYTES = ["--data.tokenizer=bytes", "--model.vocab_size=258"]
 # As many windows as ten steps read.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.test_launchers import TORCHRUN, command, start
+from tests.support.launchers import TORCHRUN, command, start
 from tests.support.runs import Run, assert_same_history, wait_for
 
 SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"

@@ -14,7 +14,7 @@ from forge.model import Transformer
 from forge.parallel import activation
 from forge.parallel.activation import apply_activation
 from forge.parallel.build import build_meta_model
-from tests.parallel.building import layout_without_ranks
+from tests.support.building import layout_without_ranks
 from tests.support.equivalence import tiny_config
 
 LAYERS = 3

@@ -14,7 +14,7 @@ from forge.parallel import compile as compiling
 from forge.parallel.activation import apply_activation
 from forge.parallel.build import build_meta_model
 from forge.parallel.compile import apply_compile
-from tests.parallel.building import layout_without_ranks
+from tests.support.building import layout_without_ranks
 from tests.support.equivalence import tiny_config
 from tests.support.harness import run_ranks
 

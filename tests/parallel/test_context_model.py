@@ -8,7 +8,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from forge.data.loader import Batch
 from forge.model import IGNORE
-from tests.parallel.building import built
+from tests.support.building import built
 from tests.support.equivalence import tiny_config
 from tests.support.harness import run_ranks
 

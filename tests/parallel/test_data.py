@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.parallel.building import built
+from tests.support.building import built
 from tests.support.equivalence import tiny_config
 from tests.support.harness import run_ranks
 

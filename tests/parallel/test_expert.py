@@ -14,7 +14,7 @@ import torch.distributed as dist
 from forge.model.dispatch import LocalDispatcher
 from forge.parallel.expert_dispatch import AllToAllDispatcher
 from forge.parallel.model import SequentialModel
-from tests.parallel.building import built
+from tests.support.building import built
 from tests.support.collectives import collectives_of
 from tests.support.equivalence import tiny_config
 from tests.support.harness import run_ranks

@@ -14,7 +14,7 @@ from forge.parallel import float8
 from forge.parallel.build import build_meta_model
 from forge.parallel.float8 import apply_float8, choose_layers, count_hooks
 from forge.parallel.layout import make_layout
-from tests.parallel.building import built
+from tests.support.building import built
 from tests.support.equivalence import tiny_config
 from tests.support.harness import run_ranks
 

@@ -20,7 +20,7 @@ from forge.parallel.mesh import make_meshes
 from forge.parallel.model import SequentialModel
 from forge.shard import Box
 from tests.support.collectives import Collectives, collectives_of
-from tests.support.equivalence import _batches, gathered, tiny_config, wholes
+from tests.support.equivalence import config_batches, gathered, tiny_config, wholes
 from tests.support.harness import run_ranks
 
 LAYERS = 3  # of the tiny model
@@ -31,7 +31,7 @@ def build(text: str, world: int) -> tuple[SequentialModel, Any]:
     config = parse_toml_text(text)
     meshes = make_meshes(check_world(config, world), "cpu")
     model = build_parallel_model(config, meshes, torch.device("cpu"))
-    return model, next(iter(_batches(config, meshes.data_rank, meshes.data_ranks)))
+    return model, next(iter(config_batches(config, meshes.data_rank, meshes.data_ranks)))
 
 
 def step(model: SequentialModel, batch: Any) -> None:
@@ -336,7 +336,7 @@ def mixed_by_hand(rank: int, world: int, text: str, pinned: list[str], wide: boo
         module.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(), *inputs[1:]))
         module.register_forward_hook(lambda _, inputs, output: output.bfloat16())
     total: dict[str, torch.Tensor] = {}
-    for micro in next(iter(_batches(config, 0, 1))).microbatches(config.train.micro_batch_size):
+    for micro in next(iter(config_batches(config, 0, 1))).microbatches(config.train.micro_batch_size):
         losses = model(micro.tokens, micro.labels, micro.positions, micro.documents)
         (losses[0] / torch.tensor(100.0)).backward()
         for name, parameter in model.named_parameters():

@@ -1,19 +1,14 @@
 """Initial values are a pure function of (seed, name, global index), and nothing is left as memory came."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 
 from forge.model import Normal
 from forge.parallel import initialize as module
-from forge.parallel.buffered import Buffered
-from forge.parallel.data import FullySharded
 from forge.parallel.initialize import fill_normal, initialize
 from forge.shard import Box, Shard
-from tests.parallel.building import built
-from tests.support.equivalence import tiny_config, wholes
+from tests.support.building import built_on_nan
+from tests.support.equivalence import tiny_config
 from tests.support.harness import RankFailed, run_ranks
 
 SHAPE = torch.Size((300, 7, 101))
@@ -83,11 +78,11 @@ def test_memory_full_of_nan_is_written_over_completely_and_alike_on_every_layout
     text = tiny_config(model=MODELS[model], parallel=LAYOUTS[world]).replace(
         "global_batch_size = 8", "global_batch_size = 12"
     )
-    values = run_ranks(_built_on_nan, world, text)[0]
+    values = run_ranks(built_on_nan, world, text)[0]
     single = (
-        run_ranks(_built_on_nan, 1, text.replace(LAYOUTS[world], ""))[0]
+        run_ranks(built_on_nan, 1, text.replace(LAYOUTS[world], ""))[0]
         if LAYOUTS[world]
-        else run_ranks(_built_on_nan, 1, text)[0]
+        else run_ranks(built_on_nan, 1, text)[0]
     )
     for name, tensor in single.items():
         assert torch.equal(values[name], tensor), name
@@ -106,26 +101,4 @@ def _built_skipping_vectors(rank: int, world: int, text: str) -> None:
         initialize([shard for shard in shards if len(shard.global_shape) > 1], values, seed)
 
     build.initialize = skipping
-    _built_on_nan(rank, world, text)
-
-
-def _built_on_nan(rank: int, world: int, text: str) -> dict[str, torch.Tensor]:
-    """Every parameter and buffer of the model, made in memory that was full of NaN."""
-    for engine in (FullySharded, Buffered):
-        engine.allocate = _filling_with_nan(engine.allocate)
-    model = built(text, world).model
-    tensors = wholes(model.shards, [s.data for s in model.shards])
-    tensors |= {name: buffer.clone() for part in model.parts for name, buffer in part.named_buffers()}
-    assert any("rope" in name or "cos" in name for name in tensors), "expected RoPE tables among the buffers"
-    left = [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]
-    assert not left, f"not initialised: {left}"
-    return tensors
-
-
-def _filling_with_nan(allocate: Callable[..., None]) -> Callable[..., None]:
-    def allocate_and_fill(engine: Any, device: torch.device) -> None:
-        allocate(engine, device)
-        for tensor in [*(shard.data for shard in engine.shards), *engine._model.buffers()]:
-            tensor.fill_(torch.nan if tensor.is_floating_point() else 7777)
-
-    return allocate_and_fill
+    built_on_nan(rank, world, text)

@@ -9,7 +9,7 @@ from forge.errors import BAD_CONFIG, UserError
 from forge.parallel.build import build_meta_model
 from forge.parallel.tensor import sum_partial_gradients
 from forge.parallel.tensor_plan import matches, plan_for
-from tests.parallel.building import built, layout_without_ranks
+from tests.support.building import built, layout_without_ranks
 from tests.support.collectives import collectives_of
 from tests.support.configs import complaint
 from tests.support.equivalence import tiny_config

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from forge.checkpoint import Checkpoints, load
-from tests.parallel.building import built
-from tests.parallel.test_initialize import _built_on_nan
+from tests.support.building import built, built_on_nan
 from tests.support.equivalence import tiny_config, whole
 from tests.support.harness import run_ranks
 
@@ -23,8 +22,8 @@ MODELS = {
     [(2, "tp = 2"), (4, "tp = 2"), (4, "tp = 2\ndp_replicate = 2\nsequence_parallel = false")],
 )
 def test_memory_full_of_nan_is_written_over_alike(model: str, world: int, keys: str) -> None:
-    values = run_ranks(_built_on_nan, world, tiny_config(model=MODELS[model], parallel=keys))
-    single = run_ranks(_built_on_nan, 1, tiny_config(model=MODELS[model]))[0]
+    values = run_ranks(built_on_nan, world, tiny_config(model=MODELS[model], parallel=keys))
+    single = run_ranks(built_on_nan, 1, tiny_config(model=MODELS[model]))[0]
     for of_rank in values:
         for name, tensor in single.items():
             assert torch.equal(of_rank[name], tensor), name

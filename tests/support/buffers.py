@@ -13,7 +13,7 @@ from forge.data.loader import Loader
 from forge.parallel.buffered import Buffered
 from forge.parallel.model import SequentialModel
 from forge.train.resume import all_tensors
-from tests.parallel.building import built
+from tests.support.building import built
 from tests.support.equivalence import tiny_config
 
 ENGINES = ("ddp", "zero1", "zero2")

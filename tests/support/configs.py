@@ -59,3 +59,8 @@ def complaint(folder: Path, *overrides: str, text: str = TINY) -> str:
 
 def tiny(extra: str = "") -> Config:
     return parse_toml_text(TINY + extra)
+
+
+def pipeline_config(n_layers: int, pp: int, pipeline: str = "", model: str = "") -> Config:
+    text = TINY.replace("n_layers = 2", f"n_layers = {n_layers}\n{model}")
+    return parse_toml_text(f"{text}[parallel]\npp = {pp}\n[pipeline]\n{pipeline}\n")

@@ -101,7 +101,7 @@ def reference(text: str, twist: Twist = PLAIN) -> Trace:
     routers = model.routers.values()
     twist.begin([router.weight.data for router in routers], [router.bias for router in routers])
     trace = Trace()
-    for batch in _batches(config, 0, 1, twist):
+    for batch in config_batches(config, 0, 1, twist):
         valid = (batch.labels >= 0).sum().clamp(min=1)
         model.set_loss_scale(1 / valid.double())
         losses = model(batch.tokens, batch.labels, batch.positions, batch.documents)
@@ -156,7 +156,7 @@ def plain_model(config: Config) -> Transformer:
 
 def layout(text: str, world: int, twist: Twist = PLAIN) -> Trace:
     """The same three steps through `build_parallel_model` on `world` ranks; all ranks must agree on loss and norm."""
-    traces = run_ranks(_layout_on_rank, world, text, twist)
+    traces = run_ranks(layout_on_rank, world, text, twist)
     for trace in traces[1:]:
         assert trace.losses == traces[0].losses and trace.norms == traces[0].norms, "ranks disagree"
         for mine, first in zip(trace.routers, traces[0].routers, strict=True):
@@ -164,14 +164,14 @@ def layout(text: str, world: int, twist: Twist = PLAIN) -> Trace:
     return traces[0]
 
 
-def _layout_on_rank(rank: int, world: int, text: str, twist: Twist = PLAIN) -> Trace:
+def layout_on_rank(rank: int, world: int, text: str, twist: Twist = PLAIN) -> Trace:
     config = parse_toml_text(text)
     meshes = make_meshes(check_world(config, world), "cpu")
     model = build_parallel_model(config, meshes, torch.device("cpu"))
     weights = [shard.data for shard in model.shards if shard.name.endswith("router.weight")]
     twist.begin(weights, [shard.data for shard in model.buffers if shard.name.endswith("bias")])
     trace = Trace()
-    for batch in _batches(config, meshes.data_rank, meshes.data_ranks, twist):
+    for batch in config_batches(config, meshes.data_rank, meshes.data_ranks, twist):
         tokens = model.count_tokens(batch)
         sums = model.forward_backward(batch, tokens)
         model.finalize_gradients()
@@ -278,7 +278,7 @@ def _close(tolerance: float, what: str, actual: torch.Tensor, expected: torch.Te
     assert difference <= tolerance, f"{what}: differs by {difference:.3e}"
 
 
-def _batches(config: Config, rank: int, ranks: int, twist: Twist = PLAIN):
+def config_batches(config: Config, rank: int, ranks: int, twist: Twist = PLAIN):
     loader = Loader(
         build_dataset(config),
         global_batch_size=config.train.global_batch_size,

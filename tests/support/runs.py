@@ -43,6 +43,8 @@ BASE = [
     "--metrics.tensorboard=false",
     "--checkpoint.interval=2",
 ]
+FLOAT64 = ["--precision.storage=float64", "--precision.compute=float64", "--precision.reduce=float64"]
+EXPERTS = ["--model.moe.n_experts=4", "--model.moe.top_k=2", "--model.moe.expert_dim=32"]
 TIMES = ("tokens_per_second", "step_time_s", "data_time_s", "gc_time_s", "memory_gib", "mfu")
 
 
@@ -109,6 +111,19 @@ class Run:
 
     def log(self, rank: int = 0) -> str:
         return (self.path / "logs" / f"rank-{rank}.log").read_text()
+
+
+def refused(run: Run, *options: str, world: int = 1, code: int = 2) -> str:
+    """What is said about a command that must be refused."""
+    assert run(*options, world=world) == code
+    said = run.said()
+    assert "Traceback" not in said
+    assert said.count("forge: ") == 1, said
+    return said
+
+
+def sources(path: Path | str) -> str:
+    return f'--data.sources=[{{path="{path}",weight=1.0}}]'
 
 
 def tensor_files(run: Run, step: int) -> dict[str, str]:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from forge.data.dataset import PackedDataset
 from forge.data.format import TokenDataset
+from forge.data.loader import Batch, Loader
+from forge.data.synthetic import SyntheticSource
 from forge.prepare.writer import ShardWriter
+
+S, GLOBAL = 16, 8
 
 
 class Counting:
@@ -35,3 +41,17 @@ def write_documents(folder: Path, lengths: list[int], *, vocab_size: int = 1000,
         place += length
     writer.finish()
     return TokenDataset(folder)
+
+
+def make_dataset(**options: Any) -> PackedDataset:
+    return PackedDataset([Counting(1000), SyntheticSource(0, 300)], [1, 3], S, seed=0, block=32, **options)
+
+
+def first_batches(count: int, dataset: PackedDataset | None = None, **options: Any) -> list[Batch]:
+    loader = Loader(
+        dataset or make_dataset(), **{"global_batch_size": GLOBAL, "rank": 0, "ranks": 1} | options
+    )
+    try:
+        return [next(loader) for _ in range(count)]
+    finally:
+        loader.close()

@@ -74,6 +74,10 @@ def prepared(folder: Path, tokenizer: str = "bytes") -> Path:
     return folder / "data"
 
 
+def prepare_bytes(text: Path, output: Path) -> None:
+    prepare(Request(inputs=(str(text),), tokenizer="bytes", output=output))
+
+
 def trained(folder: Path, *options: str, world: int = 1, tokenizer: str = "bytes", steps: int = 6) -> Run:
     """A finished run in FOLDER/run on the data of `prepared(folder)`, evaluated at its end."""
     data = folder / "data"

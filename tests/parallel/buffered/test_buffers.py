@@ -9,8 +9,8 @@ from forge.config import parse_toml_text
 from forge.optim import build_optimizer
 from forge.parallel.buffered import Buffered
 from forge.parallel.buffered.layout import PART_ALIGNMENT, SLOT_ALIGNMENT
-from tests.parallel.test_initialize import _built_on_nan
 from tests.support.buffers import ALONE, ENGINES, SMALL, backward, build, engine_config
+from tests.support.building import built_on_nan
 from tests.support.harness import RankFailed, run_ranks
 
 BFLOAT16 = ("float32", "bfloat16", "float32")
@@ -181,13 +181,13 @@ def _on_nan(rank: int, world: int, text: str) -> dict[str, torch.Tensor]:
             tensor.fill_(torch.nan if tensor.is_floating_point() else 7777)
 
     Buffered.allocate = on_nan
-    return _built_on_nan(rank, world, text)
+    return built_on_nan(rank, world, text)
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_start_has_the_bits_of_fsdp2_in_one_process(engine: str, model: str) -> None:
-    expected = run_ranks(_built_on_nan, 1, engine_config("fsdp2", ALONE, model=MODELS[model], batch=12))[0]
+    expected = run_ranks(built_on_nan, 1, engine_config("fsdp2", ALONE, model=MODELS[model], batch=12))[0]
     for world, keys in LAYOUTS.items():
         text = engine_config(engine, keys + SMALL, model=MODELS[model], batch=12)
         for values in run_ranks(_on_nan, world, text):

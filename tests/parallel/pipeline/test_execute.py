@@ -12,11 +12,10 @@ from torch.distributed.fsdp import FSDPModule
 from forge import compat
 from forge.model import Attention
 from forge.parallel.pipeline.schedule import Action
-from tests.equivalence.test_pipeline import SCHEDULES, pipeline_text
-from tests.parallel.building import built
-from tests.parallel.test_initialize import _built_on_nan
+from tests.support.building import built, built_on_nan
 from tests.support.collectives import Collectives
 from tests.support.harness import run_ranks
+from tests.support.layouts import SCHEDULES, pipeline_text
 
 
 def _sent(rank: int, world: int, text: str) -> dict[str, Any]:
@@ -138,9 +137,9 @@ def test_only_what_the_schedule_has_under_way_is_held() -> None:
 @pytest.mark.parametrize("model", ["tied experts", "everything"])
 def test_memory_full_of_nan_is_written_over_alike(schedule: str, model: str) -> None:
     text = pipeline_text(2, schedule, model)
-    single = run_ranks(_built_on_nan, 1, text.replace("pp = 2", "pp = 1"))[0]
+    single = run_ranks(built_on_nan, 1, text.replace("pp = 2", "pp = 1"))[0]
     found: set[str] = set()
-    for of_rank in run_ranks(_built_on_nan, 2, text):
+    for of_rank in run_ranks(built_on_nan, 2, text):
         for name, tensor in of_rank.items():
             assert torch.equal(tensor, single[name]), name
         found |= of_rank.keys()

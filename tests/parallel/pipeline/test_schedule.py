@@ -20,7 +20,7 @@ from forge.parallel.pipeline.schedule import (
     place,
     read_schedule,
 )
-from tests.parallel.pipeline.test_stages import config
+from tests.support.configs import pipeline_config as config
 
 NAMES = [
     "GPipe",

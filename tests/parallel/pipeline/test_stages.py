@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge.config import Config, parse_toml_text
 from forge.config.pipeline import number_of_stages
 from forge.errors import UserError
 from forge.parallel.pipeline.stages import (
@@ -18,12 +17,7 @@ from forge.parallel.pipeline.stages import (
     split_evenly,
     table,
 )
-from tests.support.configs import TINY
-
-
-def config(n_layers: int, pp: int, pipeline: str = "", model: str = "") -> Config:
-    text = TINY.replace("n_layers = 2", f"n_layers = {n_layers}\n{model}")
-    return parse_toml_text(f"{text}[parallel]\npp = {pp}\n[pipeline]\n{pipeline}\n")
+from tests.support.configs import pipeline_config as config
 
 
 def refusal(*arguments, **keys) -> str:

@@ -1,0 +1,61 @@
+"""The model of a configuration's text on this rank, with what stands around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from forge.config import Config, check_world, parse_toml_text
+from forge.parallel.buffered import Buffered
+from forge.parallel.build import build_parallel_model
+from forge.parallel.data import FullySharded
+from forge.parallel.layout import Layout, make_layout
+from forge.parallel.mesh import Meshes, make_meshes
+from tests.support.equivalence import config_batches, wholes
+
+
+class Built(NamedTuple):
+    """`model` is whichever implementation of ParallelModel the layout has. Call `built` on every rank."""
+
+    model: Any
+    config: Config
+    meshes: Meshes
+
+    def batches(self) -> Iterator[Any]:
+        """What this rank reads, step after step."""
+        return config_batches(self.config, self.meshes.data_rank, self.meshes.data_ranks)
+
+
+def layout_without_ranks(config: Config) -> Layout:
+    """The Layout of `config` for code that needs no meshes."""
+    return make_layout(config, None)  # type: ignore[arg-type]
+
+
+def built(text: str, world: int) -> Built:
+    config = parse_toml_text(text)
+    meshes = make_meshes(check_world(config, world), "cpu")
+    return Built(build_parallel_model(config, meshes, torch.device("cpu")), config, meshes)
+
+
+def built_on_nan(rank: int, world: int, text: str) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer of the model, made in memory that was full of NaN."""
+    for engine in (FullySharded, Buffered):
+        engine.allocate = _filling_with_nan(engine.allocate)
+    model = built(text, world).model
+    tensors = wholes(model.shards, [s.data for s in model.shards])
+    tensors |= {name: buffer.clone() for part in model.parts for name, buffer in part.named_buffers()}
+    assert any("rope" in name or "cos" in name for name in tensors), "expected RoPE tables among the buffers"
+    left = [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]
+    assert not left, f"not initialised: {left}"
+    return tensors
+
+
+def _filling_with_nan(allocate: Callable[..., None]) -> Callable[..., None]:
+    def allocate_and_fill(engine: Any, device: torch.device) -> None:
+        allocate(engine, device)
+        for tensor in [*(shard.data for shard in engine.shards), *engine._model.buffers()]:
+            tensor.fill_(torch.nan if tensor.is_floating_point() else 7777)
+
+    return allocate_and_fill

@@ -1,0 +1,54 @@
+"""Train a part of a run under one layout, between checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from forge.checkpoint import Checkpoints
+from forge.config import check_world, parse_toml_text
+from forge.optim import build_optimizer
+from forge.parallel.build import build_parallel_model
+from forge.parallel.gradients import clip_gradients, report_gradients
+from forge.parallel.mesh import make_meshes
+from forge.train.resume import Origin, all_tensors, load_origin
+from tests.support.equivalence import STEPS, config_batches, wholes
+
+SAVED_AFTER, LR = 2, 1e-2
+
+
+def train_part(
+    rank: int, world: int, text: str, folder: str, begin: int, end: int
+) -> dict[str, list[float] | dict]:
+    """Steps begin + 1 to end: loaded before them unless they are the first, saved after them unless they are the last.
+
+    Returns their losses, and all parameters after them.
+    """
+    config = parse_toml_text(text)
+    meshes = make_meshes(check_world(config, world), "cpu")
+    model = build_parallel_model(config, meshes, torch.device("cpu"))
+    optimizer = build_optimizer(model.shards, config.optimizer)
+    checkpoints = Checkpoints(Path(folder), mode="sync")
+    if begin:
+        for shard in model.shards:
+            shard.data.fill_(float("nan"))
+        state = {"progress": {"step": begin}, "optimizer": {"updates": begin}}
+        load_origin(Origin(checkpoints.path(begin), state), model, optimizer)
+    losses = []
+    for step, batch in enumerate(config_batches(config, meshes.data_rank, meshes.data_ranks)):
+        if not begin <= step < end:
+            continue
+        sums = model.forward_backward(batch, model.count_tokens(batch))
+        model.finalize_gradients()
+        report = report_gradients(model.shards, sums.objective, stop=False)
+        clip_gradients(model.shards, report.norm, 1.0)
+        optimizer.step(LR, report.skip)
+        model.after_update()
+        model.update_router(report.skip)
+        model.zero_gradients()
+        losses.append((sums.cross_entropy / sums.tokens).item())
+    if end < STEPS:
+        (outcome,) = checkpoints.save(end, all_tensors(model, optimizer), optimizer.state(), {}, {})
+        assert outcome.error is None, outcome.error
+    return {"losses": losses, "parameters": wholes(model.shards, [s.data for s in model.shards])}
