@@ -1,13 +1,12 @@
 """The configuration of a run: a typed schema, its loading from TOML and the command line, and explained errors.
 
 Needs no torch, so that help and errors appear at once. Schema: section, schema, model, layout, training. Load: load,
-command_line, toml, extensions. Explain: keys, help, explain, and the checks across keys (checks, pipeline, world).
+toml, extensions. Explain: keys, help, explain, and the checks across keys (checks, pipeline, world).
 """
 
-from forge.config.command_line import CommandLine, parse_command_line
 from forge.config.help import help_text
 from forge.config.keys import difference, to_toml
-from forge.config.load import load_config, parse_toml_text
+from forge.config.load import CommandLine, load_config, parse_command_line, parse_toml_text
 from forge.config.schema import Config
 from forge.config.section import Section
 from forge.config.world import Degrees, check_world

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from forge.config.keys import Key, item_class, keys, literals, section_class, sections, value_at
+from forge.config.keys import describe, item_class, keys, literals, section_class, sections, value_at
 from forge.config.schema import Config
 from forge.config.section import Section
 from forge.config.toml import to_literal
@@ -124,14 +124,14 @@ def _missing(path: Path, field: FieldInfo, values: Values) -> str:
     if section := section_class(field):
         needed = ", ".join(name for name, inner in section.model_fields.items() if inner.is_required())
         return f"[{show(path)}]: missing from {source}; needed: {needed}"
-    key = Key(show(path), field)
+    key = describe(show(path), field)
     return f"{key.name}: missing from {source}; needed: {key.allowed} ({key.meaning.rstrip('.')})"
 
 
 def _wrong(path: Path, field: FieldInfo, value: Any, reason: str) -> str:
     if section := section_class(field):
         return f"must be a section, a table with the keys {', '.join(section.model_fields)}"
-    text = f"allowed: {Key(show(path), field).allowed}"
+    text = f"allowed: {describe(show(path), field).allowed}"
     names = [name for name in literals(field.annotation) if isinstance(name, str)]
     if isinstance(value, str) and (close := nearest(value, names)):
         text += f'; did you mean "{close}"?'

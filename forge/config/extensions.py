@@ -1,4 +1,4 @@
-"""Classes from outside forge that a configuration names by import path, and the tables of keys that they bring along."""
+"""Classes outside forge that a configuration names by import path, and the keys that they add."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 from functools import cache
 from typing import Any
 
-from pydantic import create_model
+from pydantic import ConfigDict, create_model
 
 from forge.config.schema import Config
 from forge.config.section import Section
@@ -17,13 +17,17 @@ from forge.errors import did_you_mean
 OPTIMIZER_METHODS = ("step", "tensors", "state", "load_state")
 
 
+class _Unchecked(Section):
+    model_config = ConfigDict(extra="allow")
+
+
 def load_class(path: str) -> type:
     """Import the class at `path`, which is `package.module:Class`. Raises ValueError with one sentence."""
     module_name, _, class_name = path.partition(":")
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
-        hint = "" if not isinstance(error, ModuleNotFoundError) else "; is its folder in PYTHONPATH?"
+        hint = "; is its folder in PYTHONPATH?" if isinstance(error, ModuleNotFoundError) else ""
         raise ValueError(f"{module_name} cannot be imported: {type(error).__name__}: {error}{hint}") from None
     found = getattr(module, class_name, None)
     if not isinstance(found, type):
@@ -33,28 +37,30 @@ def load_class(path: str) -> type:
 
 
 def schema_for(tree: dict[str, Any], import_classes: bool) -> tuple[type[Config], str | None]:
-    """Return the schema of the configuration `tree`, and what is wrong with the optimizer class that it names, if anything.
+    """Return the schema of the configuration `tree`, and the error in the optimizer class that it names, if any.
 
-    An own optimizer adds its table of keys to [optimizer]. Where its class is wrong or is not to be imported, that table
-    is taken as it is, without checks.
+    An optimizer named by import path adds its table of keys to [optimizer]. If its class is invalid, or `import_classes`
+    is false, the table is accepted unchecked.
     """
     table = tree.get("optimizer")
     name = table.get("name") if isinstance(table, dict) else None
-    if not isinstance(name, str) or ":" not in name:
+    if not isinstance(table, dict) or not isinstance(name, str) or ":" not in name:
         return Config, None
-    assert isinstance(table, dict)
-    unchecked = _extend({key: _as_is(keys) for key, keys in table.items() if isinstance(keys, dict)})
-    if not import_classes:
-        return unchecked, None
-    try:
-        return _schema_with_optimizer(name), None
-    except ValueError as error:
-        return unchecked, str(error)
+    error = None
+    if import_classes:
+        try:
+            return _schema_with_optimizer(name), None
+        except ValueError as found:
+            error = str(found)
+    unknown = table.keys() - OptimizerConfig.model_fields
+    return _extend(
+        {key: _Unchecked for key in table if key in unknown and isinstance(table[key], dict)}
+    ), error
 
 
 @cache
 def _schema_with_optimizer(path: str) -> type[Config]:
-    """Return `Config` with the table of the optimizer at `path`. Raises ValueError if the class is no optimizer."""
+    """Return `Config` with the table of the optimizer at `path`. Raises ValueError if the class is not an optimizer."""
     cls, help_page = load_class(path), "docs/extending/optimizer.md says what an optimizer needs"
     missing = [f"{name}()" for name in OPTIMIZER_METHODS if not callable(getattr(cls, name, None))]
     if missing:
@@ -63,41 +69,29 @@ def _schema_with_optimizer(path: str) -> type[Config]:
         inspect.signature(cls).bind("shards", "config", "group")
     except TypeError as error:
         raise ValueError(f"{cls.__name__}(shards, config, group) fails: {error}; {help_page}") from None
-    keys = getattr(cls, "Keys", None)
+    keys, section = getattr(cls, "Keys", None), getattr(cls, "section", cls.__name__.lower())
     if keys is None:
         return Config
     if not (isinstance(keys, type) and issubclass(keys, Section)):
-        raise ValueError(f"{cls.__name__}.Keys is no subclass of forge.config.Section; {help_page}")
-    section = getattr(cls, "section", cls.__name__.lower())
+        raise ValueError(f"{cls.__name__}.Keys is not a subclass of forge.config.Section; {help_page}")
     if section in OptimizerConfig.model_fields:
-        raise ValueError(
-            f"its table [optimizer.{section}] is named like a key of [optimizer]; set {cls.__name__}.section to another name"
-        )
+        remedy = f"set {cls.__name__}.section to another name"
+        raise ValueError(f"its table [optimizer.{section}] has the name of a key of [optimizer]; {remedy}")
     return _extend({section: keys})
 
 
 def _extend(tables: dict[str, type[Section]]) -> type[Config]:
-    """Return `Config` with `tables` within [optimizer]."""
-    optimizer = create_model(
-        "OptimizerConfig",
-        __base__=OptimizerConfig,
-        __doc__=OptimizerConfig.__doc__,
-        **{name: _field(table) for name, table in tables.items() if name not in OptimizerConfig.model_fields},
-    )
-    return create_model("Config", __base__=Config, __doc__=Config.__doc__, optimizer=_field(optimizer))
+    """Return `Config` with `tables` in [optimizer]."""
+    fields = {name: _field(table) for name, table in tables.items()}
+    optimizer = _derive("OptimizerConfig", OptimizerConfig, fields)
+    return _derive("Config", Config, {"optimizer": _field(optimizer)})
+
+
+def _derive(name: str, base: type[Any], fields: dict[str, Any]) -> Any:
+    return create_model(name, __base__=base, __doc__=base.__doc__, **fields)
 
 
 def _field(section: type[Section]) -> Any:
     """Return type and default of a field that is `section`, which is required if one of its keys is."""
     required = any(field.is_required() for field in section.model_fields.values())
     return section, ... if required else section()
-
-
-def _as_is(table: dict[str, Any]) -> type[Section]:
-    fields: dict[str, Any] = {key: (Any, _frozen(value)) for key, value in table.items()}
-    return create_model("Keys", __base__=Section, **fields)
-
-
-def _frozen(value: Any) -> Any:
-    """Return lists as the tuples that a typed section holds, so that both compare equal."""
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value

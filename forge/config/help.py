@@ -73,14 +73,13 @@ def _keys_of(section: str) -> list[Key]:
 
 
 def _entry(key: Key) -> str:
-    default = "required" if key.field.is_required() else f"default {key.default}"
+    default = key.default if key.required else f"default {key.default}"
     head = textwrap.indent(textwrap.fill(f"--{key.name}  {key.allowed}; {default}", WIDTH - 6), " " * 6)
     body = textwrap.indent(textwrap.fill(key.meaning, WIDTH - 6), " " * 6)
     return f"{head.removeprefix(' ' * 4)}\n{body}"
 
 
 def _row(key: Key) -> str:
-    in_words = key.field.is_required() or key.field.json_schema_extra
-    default = key.default if in_words else f"`{key.default}`"
+    default = key.default if key.in_words else f"`{key.default}`"
     allowed, meaning = (text.replace("|", "\\|").replace("*", "\\*") for text in (key.allowed, key.meaning))
     return f"| `{key.last}` | {allowed} | {default} | {meaning} |"

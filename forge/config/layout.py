@@ -1,4 +1,4 @@
-"""How one model is spread over many ranks, and in which number formats."""
+"""How one model is distributed over ranks, and in which number formats it computes."""
 
 from __future__ import annotations
 
@@ -17,62 +17,64 @@ CsvPath = Annotated[str, StringConstraints(pattern=r"\.csv$"), Phrase("a path en
 
 
 class Parallel(Section):
-    """Degrees of parallelism: pp * dp_replicate * dp_shard * cp * tp is the number of processes."""
+    """Degrees of parallelism. The number of processes is pp * dp_replicate * dp_shard * cp * tp."""
 
     data_parallel: Literal["fsdp2", "zero2", "zero1", "ddp"] = "fsdp2"
-    """fsdp2 shards parameters, gradients and optimizer; zero2 the last two; zero1 the last; ddp nothing."""
+    """What is sharded. fsdp2: parameters, gradients and optimizer state; zero2: the last two; zero1: optimizer state; ddp:
+    nothing."""
     dp_replicate: Positive = 1
-    """Copies of the sharded model; with fsdp2, more than one is HSDP."""
+    """Number of copies of the sharded model. With fsdp2, more than one is HSDP."""
     dp_shard: Literal[-1] | Positive = -1
-    """Ranks that share one copy of the model (ddp: shard nothing). -1: all that the other degrees leave."""
+    """Ranks that one copy of the model is sharded over (ddp: data-parallel ranks). -1: all remaining ranks."""
     tp: Positive = 1
-    """Tensor parallelism: ranks that share every matrix product."""
+    """Tensor parallelism: ranks that each matrix product is split over."""
     cp: Positive = 1
-    """Context parallelism: ranks that share every sequence."""
+    """Context parallelism: ranks that each sequence is split over."""
     pp: Positive = 1
-    """Pipeline parallelism: groups of ranks that hold different layers."""
+    """Pipeline parallelism: ranks that the layers are split over."""
     ep: Positive = 1
-    """Expert parallelism: ranks that share the experts of a layer; divides dp_shard * cp * tp."""
+    """Expert parallelism: ranks that the experts of a layer are split over. Must divide dp_shard * cp * tp."""
     sequence_parallel: bool = True
-    """With tp: norms and residual stream hold 1/tp of the sequence."""
+    """With tp: shard norms and residual stream along the sequence."""
     loss_parallel: bool = True
-    """With tp: the head's logits stay sharded over the vocabulary."""
+    """With tp: keep logits sharded along the vocabulary."""
     tp_plan: Literal["auto"] | ImportPath = "auto"
-    """With tp: how modules are split. auto: the model's own plan. A function of (model, config) returns a dict."""
+    """With tp: how modules are split. auto: the model's own plan. A function takes (model, config) and returns a dict."""
     tp_plan_styles: dict[Text, TensorStyle] = {}
-    """With tp: a plan by hand: names of modules, `*` for any one component, to styles; other modules stay whole."""
+    """With tp: a custom plan that maps module names to styles; `*` matches one component of a name. Other modules are not
+    split."""
     async_tp: bool = False
-    """With tp: compiled blocks overlap matrix products with their collectives. Needs CUDA, compile.enabled."""
+    """With tp: overlap matrix products with their collectives in compiled blocks. Needs CUDA and compile.enabled."""
     context: Literal["allgather", "ulysses", "ring"] = "allgather"
-    """With cp: how a query reaches keys on other ranks."""
+    """With cp: how attention reads the keys and values of other ranks."""
     reshard_after_forward: Literal["auto", "always", "never"] | Positive = "auto"
-    """Free gathered parameters after forward. A number: keep them sharded over that many ranks only;
-    experts are freed."""
+    """Free gathered parameters after forward. auto: yes, except in a pipeline. A number: keep them sharded over that many
+    ranks; experts are freed."""
     shard_optimizer_over: Literal["dp_shard", "dp"] = "dp_shard"
-    """Ranks that share the optimizer state: those of one copy, or of all copies."""
+    """zero1, zero2: shard the optimizer state over the ranks of one copy (dp_shard) or of all copies (dp)."""
     prefetch: Count = 1
-    """Units (not fsdp2: buckets) whose parameters are gathered while an earlier one computes. 0, with fsdp2: as PyTorch
-    does by itself."""
+    """Number of units (not fsdp2: buckets) whose parameters are gathered in advance, while an earlier one computes.
+    0, with fsdp2: PyTorch's default."""
     defer_gradient_reduction: bool = False
-    """Reduce gradients once per step, not once per microbatch: less traffic for a full-size gradient on each rank."""
+    """Reduce gradients once per step, not once per microbatch: less communication, but each rank holds full gradients."""
     bucket_size: Literal["auto"] | Count = "auto"
-    """Not fsdp2: parameters in a bucket, the unit of communication. auto: 40 million, with many ranks a million for each;
-    0: one bucket for all."""
+    """Not fsdp2: number of parameters in a bucket, the unit of communication. auto: 40 million, or 1 million times the ranks
+    if that is more. 0: one bucket."""
     overlap_gradients: bool = True
-    """Not fsdp2: reduce buckets while backward goes on."""
+    """Not fsdp2: overlap the reduction of buckets with backward."""
     overlap_parameters: bool = True
-    """Not fsdp2: gather buckets while the next forward goes on."""
+    """Not fsdp2: overlap the gathering of buckets with the next forward."""
     check_gradients: Literal["none", "finite", "plausible"] = "none"
-    """Not fsdp2: stop and name the parameter when a rank's gradient is not finite, or a thousand times what it has been.
-    Waits for the device at every bucket."""
+    """Not fsdp2: stop and name the parameter if a rank's gradient is not finite (finite), or also if it is a thousand times
+    larger than before (plausible). Waits for the device at every bucket."""
     symmetric_memory: bool = False
-    """Not fsdp2: keep the buffers in symmetric memory of NCCL. Needs CUDA."""
+    """Not fsdp2: allocate the buffers in NCCL's symmetric memory. Needs CUDA."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory."""
 
 
 class Pipeline(Section):
-    """With pp > 1: how layers become stages and in which order the stages work."""
+    """With pp > 1: how layers are split into stages, and the order in which the stages run."""
 
     schedule: (
         Literal[
@@ -86,56 +88,56 @@ class Pipeline(Section):
         ]
         | CsvPath
     ) = "1F1B"
-    """Order of forwards and backwards."""
+    """Order of forward and backward passes: a name, or a CSV file with one row of actions per rank."""
     layers_per_stage: Count = 0
-    """Layers in one stage. 0: as even as costs allow, those of embedding, head and experts counted."""
+    """Layers in one stage. 0: balance the cost of the stages, including embedding, head and experts."""
     module_names: ListOf[ListOf[Text]] = ()
-    """A split by hand: the module names of every stage. []: automatic."""
+    """A custom split: the module names of every stage. []: automatic."""
     round: Literal["up", "down", "error"] = "error"
-    """Where layers_per_stage gives stages that pp does not divide: more of them, fewer, or an error."""
+    """If layers_per_stage gives a number of stages that pp does not divide: use more stages, fewer, or report an error."""
 
 
 class Precision(Section):
-    """Number formats; softmax, norms, rotary tables and loss use at least float32 whatever is said here."""
+    """Number formats. Softmax, norms, rotary tables and loss always use at least float32."""
 
     storage: Dtype = "float32"
-    """Format of the parameters between steps. bfloat16 loses updates smaller than 1/256 of a weight."""
+    """Format of the stored parameters. bfloat16 loses updates smaller than 1/256 of a weight."""
     compute: Dtype = "bfloat16"
     """Format of parameters and activations in forward and backward."""
     reduce: Dtype = "float32"
     """Format in which gradients are summed over ranks."""
     fp32_modules: ListOf[Text] = ("*.router",)
-    """Globs over module names that compute in float32 (or compute, if wider)."""
+    """Glob patterns of module names that compute in float32, or in precision.compute if that is wider."""
     mixed_storage_rule: Literal["uniform_storage", "per_parameter"] = "uniform_storage"
-    """Where a unit holds parameters of several formats: uniform_storage computes with each in its own format;
-    per_parameter with those at least as wide as compute in compute, with narrower ones in their own."""
+    """If a unit holds parameters of several formats. uniform_storage: compute with each in its own format. per_parameter:
+    use precision.compute for parameters stored at least as wide, and for narrower ones their own format."""
     float8: Literal["none", "tensorwise", "rowwise"] = "none"
-    """Float8 matrix products, by scaling granularity."""
+    """Float8 matrix products, with one scale per tensor or per row."""
     float8_all_gather: Literal["auto"] | bool = "auto"
-    """Gather parameters in float8. auto: with fsdp2, tensorwise and tp = 1."""
+    """Gather parameters in float8. auto: only with fsdp2, tensorwise and tp = 1."""
     float8_exclude: ListOf[Text] = ("head", "*.router")
-    """Globs over linear layers that stay out of float8, as do those with a size that 16 does not divide."""
+    """Glob patterns of linear layers that do not use float8. Layers with a size that 16 does not divide never do."""
 
 
 class ActivationCheckpoint(Section):
-    """Trade computation for memory: recompute activations in backward."""
+    """Save memory by recomputing activations in backward."""
 
     mode: Literal["none", "full", "selective", "memory_budget"] = "none"
-    """What is recomputed: nothing, whole blocks, cheap operations, what a budget asks (needs compile)."""
+    """What is recomputed: nothing, whole blocks, cheap operations, or what memory_budget requires (needs compile.enabled)."""
     modules: ListOf[Text] = ()
-    """full, selective: only these parts of a block, such as `attention`. []: the block."""
+    """full, selective: recompute only these parts of a block, such as `attention`. []: the whole block."""
     every: Positive = 1
-    """full, selective: in every n-th block only."""
+    """full, selective: recompute only in every n-th block."""
     memory_budget: Share = 0.5
-    """memory_budget: share kept of the activations that a block has otherwise. 0: recompute all."""
+    """memory_budget: fraction of a block's activations to keep. 0: recompute all."""
 
 
 class Compile(Section):
-    """torch.compile."""
+    """Compilation with torch.compile."""
 
     enabled: bool = False
-    """Compile every block."""
+    """Compile each block."""
     loss: bool = False
-    """Compile head and loss."""
+    """Compile the head and the loss."""
     backend: Text = "inductor"
-    """Compiler: inductor makes kernels; aot_eager only traces, which finds the same errors in a second."""
+    """Compiler backend. inductor generates kernels; aot_eager only traces, which finds the same errors within a second."""

@@ -4,23 +4,98 @@ from __future__ import annotations
 
 import copy
 import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tomli
 from pydantic import ValidationError
 
 from forge.config.checks import check
-from forge.config.command_line import CommandLine, parse_command_line
 from forge.config.explain import Path as ValuePath
 from forge.config.explain import Values, about, about_problem, explain, key_path, raise_all
 from forge.config.extensions import schema_for
-from forge.config.keys import add_examples, keys, takes_text, value_at
+from forge.config.keys import item_class, keys, literals, members, section_class, value_at
 from forge.config.schema import Config
+from forge.config.section import Section
 from forge.config.toml import from_literal
 from forge.errors import UserError, nearest
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+Action = Literal["run", "help", "print_config", "plan"]
+# If several are given, the first in this order counts.
+ACTIONS: dict[str, Action] = {"--help": "help", "--plan": "plan", "--print-config": "print_config"}
+FLAGS = (*ACTIONS, "--json", "--config", "--world-size")
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """The contents of argv.
+
+    `raw`: the overrides in order, each a dotted key and its text as typed. `problems`: one line for each invalid
+    argument, which `load_config` reports together with the errors in the file.
+    """
+
+    action: Action = "run"
+    config: str | None = None
+    raw: tuple[tuple[str, str], ...] = ()
+    world_size: int | None = None
+    json: bool = False
+    problems: tuple[str, ...] = ()
+
+
+def parse_command_line(argv: list[str]) -> CommandLine:
+    """Parse `argv` (without the program's name). Raises nothing: see `CommandLine.problems`."""
+    rest, switches, raw, problems = list(argv), set(), [], []
+    config: str | None = None
+    world_size: int | None = None
+    while rest:
+        argument = rest.pop(0)
+        name, equals, value = ("--help" if argument == "-h" else argument).partition("=")
+        if not name.startswith("--") or name == "--":
+            hint = f", and give a config file as --config {argument}" if argument.endswith(".toml") else ""
+            problems.append(f"{argument}: not an option; write options as --section.key=value{hint}")
+            continue
+        if name in ACTIONS or name == "--json":
+            switches.add(name)
+            if equals:
+                problems.append(f"{argument}: {name} takes no value")
+            continue
+        known = name in FLAGS or "." in name
+        if not equals and rest and not rest[0].startswith("--" if known else "-"):
+            equals, value = "=", rest.pop(0)
+        if not known:
+            problems.append(f"{name}: no such option; {_suggestion(name)}")
+        elif not equals:
+            problems.append(f"{name}: needs a value, as in {name}=VALUE")
+        elif name == "--config" and config is not None:
+            problems.append(f"--config {value}: given twice, first as {config}; give one file")
+        elif name == "--config":
+            config = value
+        elif name != "--world-size":
+            raw.append((name.removeprefix("--"), value))
+        elif value.isdecimal() and int(value) > 0:
+            world_size = int(value)
+        else:
+            problems.append(f"--world-size {value}: must be an integer >= 1")
+    json = "--json" in switches
+    if "--plan" not in switches and (json or world_size is not None):
+        problems.append(f"{'--json' if json else '--world-size'}: can only be used with --plan")
+    action: Action = next((ACTIONS[name] for name in ACTIONS if name in switches), "run")
+    return CommandLine(action, config, tuple(raw), world_size, json, tuple(problems))
+
+
+def _suggestion(option: str) -> str:
+    """The likely meaning of an option without a dot: a section, a key without its section, or a flag."""
+    name = option.removeprefix("--").replace("-", "_")
+    for key in keys().values():
+        if name in (key.section, key.section.rpartition(".")[2]):
+            return f"[{key.section}] is a section; set its keys one by one, as in --{key.name}=VALUE"
+    flags = {flag.removeprefix("--").replace("-", "_"): flag for flag in FLAGS}
+    close = nearest(name, [*flags, *(key.last for key in keys().values())])
+    meant = [f"--{key.name}" for key in keys().values() if key.last == close]
+    meant += [flags[close]] if close in flags else []
+    return f"did you mean {' or '.join(meant)}?" if meant else "--help lists all options"
 
 
 def load_config(argv: list[str]) -> Config:
@@ -84,7 +159,19 @@ def _repaired(values: Values, refused: set[ValuePath]) -> dict[str, Any]:
     repaired = copy.deepcopy(values.tree)
     for *parents, name in refused:
         (value_at(repaired, parents) or {}).pop(name, None)
-    return add_examples(repaired, values.schema)
+    return _add_examples(repaired, values.schema)
+
+
+def _add_examples(table: dict[str, Any], schema: type[Section]) -> dict[str, Any]:
+    """Add a valid value for every required key that `table` lacks, also in its sections; return it."""
+    for name, field in schema.model_fields.items():
+        section, item = section_class(field), item_class(field)
+        if field.is_required() and name not in table:
+            value = [*literals(field.annotation), "x" if field.annotation is str else 1][0]
+            table[name] = {} if section else [_add_examples({}, item)] if item else value
+        if section and name in table:
+            _add_examples(table[name], section)
+    return table
 
 
 def _find_config(command: CommandLine, problems: list[str]) -> Path | None:
@@ -136,7 +223,7 @@ def _override(values: Values, key: str, text: str) -> str | None:
             return f"--{key}={text}: {'.'.join(path[:depth])} is not a section, so no key in it can be set"
     try:
         known = keys().get(key)
-        table[path[-1]] = from_literal(text, known is not None and takes_text(known.field.annotation))
+        table[path[-1]] = from_literal(text, known is not None and str in members(known.annotation))
     except ValueError as error:
         return f"--{key}={text}: {error}"
     values.overridden.add(path)

@@ -1,4 +1,4 @@
-"""The whole configuration: one typed section per concern, in the order in which people think about a run."""
+"""The whole configuration: one typed section per concern."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from forge.config.training import (
 
 
 class Config(Section):
-    """Everything that a user can say about a run."""
+    """The configuration of a run."""
 
     run: Run = Run()
     model: ModelConfig

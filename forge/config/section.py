@@ -1,7 +1,7 @@
-"""What all sections have in common, and the types that their keys are made of.
+"""The base class of all sections, and the types of their keys.
 
-Strict: an integer may stand for a number, nothing else stands for anything else (no booleans for integers, no strings
-for numbers). The docstring under a key is its only documentation: `--help` and docs/configuration.md are made from it.
+Types are strict: an integer is accepted as a number, but a boolean is not an integer and a string is not a number. The
+docstring under a key is its only documentation: `--help` and docs/configuration.md are generated from it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Section(BaseModel):
-    """A table of the configuration: typed, complete after loading, never changed."""
+    """A table of the configuration: typed, immutable, and complete after loading."""
 
     model_config = ConfigDict(
         strict=True, extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -23,12 +23,12 @@ class Section(BaseModel):
 
 
 class Phrase(str):
-    """Metadata of a text type: how messages and help name what is allowed."""
+    """Metadata of a type: how messages and help describe the allowed values."""
 
 
 def _no_float16(value: object) -> object:
     if value == "float16":
-        raise ValueError("float16 would need loss scaling, which forge does not do; bfloat16 does not")
+        raise ValueError("float16 needs loss scaling, which forge does not have; use bfloat16")
     return value
 
 
@@ -44,5 +44,5 @@ ImportPath = Annotated[
     Phrase("an import path package.module:Class"),
 ]
 Dtype = Annotated[Literal["float64", "float32", "bfloat16"], BeforeValidator(_no_float16)]
-# TOML knows lists only; inside a list everything is as strict as elsewhere.
+# TOML has lists, not tuples; the items are as strict as elsewhere.
 ListOf = Annotated[tuple[T, ...], Strict(False)]

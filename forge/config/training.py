@@ -1,4 +1,4 @@
-"""What a run reads, optimises, saves and reports."""
+"""The data, optimization, checkpoints, reports and failure handling of a run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Beta = Annotated[float, Ge(0), Lt(1)]
 
 def _first_and_last(steps: tuple[int, ...]) -> tuple[int, ...]:
     if steps and (len(steps) != 2 or steps[0] > steps[1]):
-        raise ValueError("needed: the first and the last step, as in [10, 12], or [] for none")
+        raise ValueError("give the first and the last step, such as [10, 12], or [] for none")
     return steps
 
 
@@ -37,82 +37,82 @@ StepRange = Annotated[ListOf[Positive], AfterValidator(_first_and_last)]
 
 
 class Run(Section):
-    """Which run this is and where its files go."""
+    """The name of the run and where its files are written."""
 
     name: FileName = Field(
         default="run", json_schema_extra={"default": "the config's file name without .toml"}
     )
-    """Name of the run; its files are in output_dir/name."""
+    """Name of the run. Its files are in output_dir/name."""
     output_dir: Text = "runs"
-    """Folder of all runs."""
+    """Folder that holds all runs."""
     seed: Count = 0
-    """Decides initial weights and the order of the data."""
+    """Random seed of the initial weights and of the order of the data."""
     deterministic: bool = False
-    """Only deterministic kernels: bit-equal repetitions on the same hardware, at some cost in speed."""
+    """Use only deterministic kernels, so that a repeated run on the same hardware is bit-identical. Slower."""
 
 
 class Stream(Section):
-    """Where tokens are."""
+    """A stream of tokens."""
 
     path: Text
-    """A folder made by scripts/prepare_data.py; a `.bin` of bare token ids; a Megatron dataset (its `.idx`, or the
-    prefix of both files); or `synthetic`: endless, learnable, needs no file."""
+    """A folder written by scripts/prepare_data.py; a `.bin` file of raw token ids; a Megatron dataset (its `.idx`, or the
+    common prefix of both files); or `synthetic`: generated, endless, learnable."""
     dtype: Literal["uint16", "uint32"] | None = None
-    """Of the ids in a `.bin`, which needs it."""
+    """Type of the ids in a `.bin` file, where it is required."""
     eos_id: Count | None = None
-    """The id that ends a document in a `.bin`. Without it the file is one document."""
+    """Token id that ends a document in a `.bin` file. Absent: the file is one document."""
 
 
 class SourceConfig(Stream):
     """A stream of training tokens."""
 
     weight: NonNegativeNumber = 1.0
-    """Share of the samples, relative to the other sources; 0: none."""
+    """Share of the samples, relative to the other sources. 0: none."""
 
 
 class ValidationConfig(Stream):
-    """A held-out stream."""
+    """A stream of held-out tokens."""
 
     name: Text
-    """Its name in logs and metrics."""
+    """Name of the stream in logs and metrics."""
 
 
 class Data(Section):
-    """What is read, in which proportions."""
+    """The training and held-out data."""
 
     sources: Annotated[ListOf[SourceConfig], MinLen(1)]
-    """Training data: folders made by scripts/prepare_data.py, raw `.bin` (these need dtype), Megatron `.idx`, or
-    `synthetic`. Weights need not sum to one."""
+    """Training data: folders written by scripts/prepare_data.py, raw `.bin` files (which need dtype), Megatron `.idx`
+    files, or `synthetic`. Weights need not sum to one."""
     tokenizer: Text = "bytes"
-    """A SentencePiece .model file, a Hugging Face tokenizer.json, a folder that holds one of them, `bytes` (one token
-    per byte, no file), or `none`: the ids of foreign data are all there is, no text is shown."""
+    """A SentencePiece .model file, a Hugging Face tokenizer.json, a folder with one of them, `bytes` (one token per byte,
+    no file), or `none`: train on token ids without a tokenizer, and show no text."""
     document_mask: bool = False
-    """Documents that share a sequence do not see each other."""
+    """Do not attend across the documents of a sequence."""
     validation: ListOf[ValidationConfig] = ()
-    """Held-out data, read every evaluate.interval steps. []: none."""
+    """Held-out data, evaluated every evaluate.interval steps. []: none."""
     mixture_block: Positive = 1024
-    """Samples in which the proportions of the sources hold exactly (rounded to samples)."""
+    """Every block of this many samples has the proportions of the sources exactly, rounded to samples."""
     prefetch: Positive = 2
-    """Steps whose batches are read ahead."""
+    """Number of steps whose batches are read in advance."""
 
 
 class OptimizerConfig(Section):
-    """How gradients change parameters."""
+    """The optimizer."""
 
     name: Literal["adamw"] | ImportPath = "adamw"
-    """Rule of the update. A class of your own has its keys in a table of its own; see docs/extending/optimizer.md."""
+    """Update rule, or your own class, which has its own table of keys; see docs/extending/optimizer.md."""
     lr: PositiveNumber = 3e-4
     """Peak learning rate."""
     weight_decay: NonNegativeNumber = 0.1
-    """Decoupled decay per step, in units of the learning rate."""
+    """Decoupled weight decay: each step multiplies weights by 1 - lr * weight_decay."""
     betas: Annotated[tuple[Beta, Beta], Strict(False)] = (0.9, 0.95)
-    """Memory of the first and second moment."""
+    """Decay rates of the first and second moment."""
     eps: PositiveNumber = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment."""
     no_decay: ListOf[Text] = ("*norm.weight", "*.bias", "embedding.weight")
-    """Globs over parameter names that are not decayed."""
+    """Glob patterns of parameter names without weight decay."""
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Format of both moments; float32 means precision.storage where that is wider."""
+    """Format of both moments. With float32, precision.storage if that is wider."""
 
     def table(self, keys: type[S]) -> S:
         """Return the table within [optimizer] whose class is `keys`."""
@@ -120,142 +120,143 @@ class OptimizerConfig(Section):
 
 
 class ScheduleConfig(Section):
-    """The learning rate over the steps: warm-up, plateau, decay."""
+    """The learning rate schedule: warmup, plateau, decay."""
 
     name: Literal["wsd", "cosine", "linear", "constant"] = "wsd"
-    """wsd decays at the end only, cosine and linear from the warm-up on, constant never."""
+    """wsd decays only at the end, cosine and linear decay after the warmup, constant does not decay."""
     warmup_steps: Count = 0
-    """Steps of linear warm-up to the peak. A run shorter than this ends within it."""
+    """Steps of linear warmup to the peak. A shorter run ends during the warmup."""
     decay_fraction: Share = 0.2
-    """wsd: share of train.steps in the final decay."""
+    """wsd: length of the final decay, as a fraction of train.steps."""
     decay_shape: Literal["linear", "cosine", "sqrt"] = "linear"
     """wsd: shape of the final decay."""
     min_lr_ratio: Share = 0.1
-    """Learning rate of the last step, relative to the peak."""
+    """Learning rate of the last step, as a fraction of the peak."""
 
 
 class Train(Section):
-    """The batch, its length, and for how long."""
+    """The batch size, the sequence length and the number of steps."""
 
     steps: Positive
-    """Optimizer steps, counted from the beginning of the history, not from a resume."""
+    """Total number of optimizer steps, including those before a resume."""
     seq_len: Positive
-    """Tokens in a sequence."""
+    """Tokens per sequence."""
     global_batch_size: Positive
-    """Sequences in an optimizer step: accumulation * micro_batch_size * data-parallel ranks."""
+    """Sequences per optimizer step: micro_batch_size * data-parallel ranks * gradient accumulation, which follows."""
     micro_batch_size: Positive = 1
-    """Sequences per rank and forward."""
+    """Sequences per rank and forward pass."""
     grad_clip_norm: NonNegativeNumber = 1.0
-    """Gradients are scaled down to this global norm. 0: off."""
+    """Maximum global gradient norm: larger gradients are scaled down to it. 0: off."""
     z_loss_coef: NonNegativeNumber = 0.0
-    """Weight of the mean squared logsumexp of the output logits, which keeps them from drifting."""
+    """Weight of the z-loss: the mean squared logsumexp of the output logits, which keeps them from drifting."""
     loss_chunk_tokens: Positive = 1024
-    """Tokens whose logits are held at once."""
+    """Number of tokens whose logits are computed at once. Fewer need less memory."""
     gc_interval: Count = 100
-    """Steps between Python garbage collections, made by all ranks together. 0: leave it to Python."""
+    """Steps between Python garbage collections, which all ranks run at the same time. 0: Python decides."""
 
 
 class Checkpoint(Section):
-    """What is saved, and where a run begins."""
+    """What a run saves and what it starts from."""
 
     interval: Count = 0
-    """Steps between checkpoints. 0: only the final one, and one when asked to stop."""
+    """Steps between checkpoints. 0: save only at the end, and when the run is asked to stop."""
     keep_last: Count = 3
-    """Newest checkpoints that are kept. 0: all."""
+    """Number of newest checkpoints to keep. 0: all."""
     keep_every: Count = 0
-    """Checkpoints at multiples of this step are never removed. 0: off."""
+    """Never remove checkpoints at multiples of this step. 0: off."""
     mode: Literal["async", "sync"] = "async"
-    """Write in the background while training goes on, or wait."""
+    """async: write in the background while training continues; sync: wait."""
     resume: Text = "auto"
-    """`auto`: from the newest good checkpoint of this run. `none`. Or a checkpoint, whose history goes on."""
+    """`auto`: resume from the newest valid checkpoint of this run, if any; `none`: start anew. Or a
+    checkpoint to resume from."""
     init: str = ""
-    """A checkpoint or imported folder whose weights a new history begins with. Empty: fresh weights."""
+    """A checkpoint or imported folder to take the initial weights from, in a new training history. Empty: random weights."""
     verify: bool = True
-    """Compare all checksums before loading. Else those of the tensors' files are left out."""
+    """Verify all checksums before loading. false: skip those of the tensor files."""
     max_failed_saves: Count = 5
-    """Failed saves in a row after which the run ends. 0: it trains on whatever fails."""
+    """End the run after this many failed saves in a row. 0: never."""
     allow_changed_data: bool = False
-    """Resume although the data are not those that the checkpoint was trained on."""
+    """Allow a resume on other data than the checkpoint was trained on."""
 
 
 class Evaluate(Section):
     """Held-out loss and text samples while training."""
 
     interval: Count = 0
-    """Steps between evaluations on data.validation; there is one after the last step, too. 0: never."""
+    """Steps between evaluations on data.validation, with another after the last step. 0: never."""
     sequences: Positive = 64
-    """Sequences per held-out source, always the same ones."""
+    """Sequences per held-out source, the same in every evaluation."""
     sample_interval: Count = 0
-    """Steps between samples of what the model writes; there is one after the last step, too. 0: never."""
+    """Steps between generated text samples, with another after the last step. 0: never."""
     sample_prompt: str = ""
-    """What a sample begins with."""
+    """Prompt of the samples."""
     sample_tokens: Positive = 64
-    """Tokens in a sample."""
+    """Tokens per sample."""
     sample_temperature: NonNegativeNumber = 0.8
-    """Below 1: likelier tokens are drawn more often. 0: always the likeliest."""
+    """Sampling temperature. Below 1 favours likely tokens; 0 always takes the likeliest."""
 
 
 class Metrics(Section):
-    """What is reported."""
+    """What a run reports."""
 
     log_interval: Positive = 10
-    """Steps between lines on the screen and in metrics.jsonl."""
+    """Steps between lines in the log and in metrics.jsonl."""
     tensorboard: bool = True
     """Write TensorBoard files."""
     expert_map_interval: Count = 1000
-    """Steps between pictures of the load by layer and expert in TensorBoard, and the counts behind them in metrics.jsonl,
-    of a mixture of experts. 0: never."""
+    """Mixture of experts: steps between images of the load per layer and expert in TensorBoard, with their counts in
+    metrics.jsonl. 0: never."""
     peak_tflops: NonNegativeNumber = 0.0
-    """Peak of one device in TFLOP/s, for MFU. 0: from the card's name; an unknown card reports no MFU."""
+    """Peak of one device in TFLOP/s, for MFU. 0: look it up by the GPU's name; without an entry, MFU is not reported."""
 
 
 class Profile(Section):
-    """Traces of chosen steps, for the question where the time and the memory go."""
+    """Traces of selected steps, to see where time and memory go."""
 
     span: StepRange = ()
-    """First and last step to profile, as in [10, 12]. []: none."""
+    """First and last step to profile, such as [10, 12]. []: none."""
     ranks: ListOf[Count] = (0,)
-    """Ranks that write a trace; a trace of many steps or ranks is large and slows the run."""
+    """Ranks that write a trace. Tracing many steps or ranks is slow and takes much space."""
     memory_snapshot: bool = False
-    """Also record every allocation on the CUDA cards in these steps."""
+    """Also record every CUDA memory allocation in these steps."""
 
 
 class Resilience(Section):
-    """What happens when something goes wrong."""
+    """Timeouts, skipped steps, rollbacks and checks for faults."""
 
     setup_timeout_s: NonNegativeNumber = 3600.0
-    """Seconds from the start to the first step, reading a checkpoint included, after which the watchdog writes the
-    stacks of every rank and ends the run with exit code 76. 0: off."""
+    """Limit in seconds from the start to the first step, including the loading of a checkpoint. After it, the watchdog
+    writes the stacks of every rank and ends the run with exit code 76. 0: off."""
     first_step_timeout_s: NonNegativeNumber = 3600.0
-    """The same for the first step, which compiles. 0: off."""
+    """The same limit for the first step, which compiles. 0: off."""
     step_timeout_s: NonNegativeNumber = 1800.0
-    """The same for every other step, and for the wait for its data. Some ten times a step are enough. 0: off."""
+    """The same limit for every other step, including the wait for data. Ten times the usual step time is enough. 0: off."""
     evaluate_timeout_s: NonNegativeNumber = 3600.0
-    """The same for an evaluation with its samples. 0: off."""
+    """The same limit for an evaluation and its samples. 0: off."""
     save_timeout_s: NonNegativeNumber = 3600.0
-    """The same for the part of a save that training waits for, the one before it included. 0: off."""
+    """The same limit for the part of a save that blocks training, including a wait for the save before it. 0: off."""
     time_limit_s: NonNegativeNumber = 0.0
-    """Seconds within which the run saves and stops with exit code 75, as upon a signal; it stops early enough for its
-    slowest save so far. 0: off."""
+    """Limit of the run in seconds: it saves and stops with exit code 75 before then, early enough for its slowest save so
+    far. 0: off."""
     max_skipped_steps: Positive = 10
-    """Skipped steps in a row after which the run rolls back."""
+    """Roll back after this many skipped steps in a row."""
     max_rollbacks: Count = 2
-    """Returns to the last good checkpoint, passing over the data of the steps since, without a later checkpoint in
-    between. After that the run ends with what it knows."""
+    """Maximum number of rollbacks without a new checkpoint in between; after these the run fails with a report. A rollback
+    returns to the last good checkpoint and skips the data of the steps since."""
     rerun_skipped_steps: bool = True
-    """Compute the gradient of a skipped step once more, to tell a transient fault from one that the data or the
-    parameters cause, and to name tensors and ranks. Costs nothing in good steps."""
+    """Recompute the gradient of a skipped step, to find out whether the fault is transient or caused by data or parameters,
+    and to name tensors and ranks. Other steps are not slowed."""
     spikes: Literal["report", "skip", "rollback"] = "report"
-    """What follows a loss or gradient norm far above its like: an event alone; the step changes nothing, as if it were
-    not finite; or a roll-back at once."""
+    """Reaction to a loss or gradient norm far above the usual. report: write an event; skip: also skip the step, as if it
+    were not finite; rollback: roll back at once."""
     spike_threshold: PositiveNumber = 10.0
-    """How far above the median a spike is, in standard deviations, robustly estimated from the window."""
+    """Distance of a spike above the median, in standard deviations, which are estimated robustly from the window."""
     spike_window: Positive = 128
-    """Steps whose loss and gradient norm say what is usual; there are no spikes until half of them are there."""
+    """Number of previous steps that define the usual loss and gradient norm. No spike is reported before half of them."""
     check_replicas: bool = True
-    """Compare digests of what several ranks hold copies of before each save. A difference rolls the run back, without
-    passing over data, and is never saved."""
+    """Before each save, compare digests of the tensors that several ranks hold copies of. If they differ, nothing is saved
+    and the run rolls back, without skipping data."""
     straggler_interval: Count = 100
-    """Steps between comparisons of all ranks' speeds. 0: never."""
+    """Steps between comparisons of the speed of all ranks. 0: never."""
     straggler_factor: Annotated[float, Gt(1)] = 1.3
-    """A rank that makes steps longer by this factor, and by 10 ms at least, is named."""
+    """Report a rank that makes steps longer by this factor and by at least 10 ms."""

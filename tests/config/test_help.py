@@ -9,7 +9,7 @@ from forge.config.load import CONFIGS
 def test_help_lists_every_key_with_type_default_and_meaning() -> None:
     text = " ".join(help_text().split())
     for key in keys().values():
-        default = "required" if key.field.is_required() else f"default {key.default}"
+        default = "required" if key.required else f"default {key.default}"
         # Long words are broken after hyphens.
         entry = f"--{key.name} {key.allowed}; {default} {key.meaning}"
         assert entry.replace(" ", "") in text.replace(" ", ""), key.name

@@ -172,7 +172,7 @@ def test_a_wrong_value_is_told_with_what_is_allowed_and_nearest(tmp_path, overri
 def test_missing_keys_are_named_with_their_meaning(tmp_path) -> None:
     lines = complaints(tmp_path, text="[model]\ndim = 8\n")
     path = tmp_path / "tiny.toml"
-    assert f"model.n_heads: missing from {path}; needed: integer >= 1 (Query heads)" in lines
+    assert f"model.n_heads: missing from {path}; needed: integer >= 1 (Number of query heads)" in lines
     assert f"[train]: missing from {path}; needed: steps, seq_len, global_batch_size" in lines
 
 

@@ -56,7 +56,7 @@ def test_a_literal_reads_back_exactly(value) -> None:
 def test_absent_keys_are_left_out_and_sections_say_what_they_are() -> None:
     text = to_toml(tiny())
     assert "moe" not in text and "rope_scaling" not in text and "None" not in text
-    assert "# The batch, its length, and for how long.\n[train]\nsteps = 10\n" in text
+    assert "# The batch size, the sequence length and the number of steps.\n[train]\nsteps = 10\n" in text
 
 
 def test_long_lists_get_a_line_for_each_item() -> None:

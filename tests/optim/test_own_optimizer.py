@@ -153,4 +153,4 @@ def test_the_help_and_the_keys_of_other_runs_stay_as_they_are() -> None:
 
 
 def test_every_name_that_the_schema_lists_is_registered() -> None:
-    assert tuple(literals(keys()["optimizer.name"].field.annotation)) == registered()
+    assert tuple(literals(keys()["optimizer.name"].annotation)) == registered()
