@@ -72,13 +72,14 @@ def test_a_run_recorded_twice_is_equal_and_a_change_in_the_record_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "record.json"
-    only = ["--only", "fsdp2, continued"]
+    only = ["--only", "zero1, continued"]
     assert main(["record", "--output", str(file), *only]) == 0
     assert main(["compare", str(file)]) == 0
     document = json.loads(file.read_text())
     [result] = document["results"].values()
-    result["metrics"][2]["loss"] = math.nextafter(result["metrics"][2]["loss"], 0.0)
+    line = result["metrics"][2]
+    line["loss"] = math.nextafter(line["loss"], 0.0)
     file.write_text(json.dumps(document))
     capsys.readouterr()
     assert main(["compare", str(file)]) == 1
-    assert "fsdp2, continued: metrics.jsonl, step 3: loss" in capsys.readouterr().out
+    assert "zero1, continued: metrics.jsonl, step 3: loss" in capsys.readouterr().out
