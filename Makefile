@@ -53,7 +53,7 @@ test: $(READY)
 	$(BIN)/python -m pytest -m "not slow" $(TESTS)
 
 quick: $(READY)
-	$(BIN)/python -m pytest -m "not slow and not processes and not gpu" --numprocesses 2 $(TESTS)
+	$(BIN)/python -m pytest -m "not (slow or processes or compiles or gpu)" --numprocesses 2 $(TESTS)
 
 test-all: $(READY)
 	$(BIN)/python -m pytest $(TESTS)

@@ -46,6 +46,7 @@ STILL_HIDDEN: set[str] = {
     "forge/parallel/fsdp.py",
 }
 STILL_CIRCULAR: set[str] = {"forge.hf.rope"}
+STILL_SHARED: set[str] = {"tests/gpu/test_streams.py", "tests/parallel/buffered/test_streams.py"}
 # Whether the words of tests/support/words.py are held.
 WORDS_ENFORCED = False
 
@@ -151,3 +152,17 @@ def test_plain_words_only() -> None:
     found = {str(path.relative_to(ROOT)): list(words.banned(path)) for path in words.files()}
     found = {path: where for path, where in found.items() if where}
     assert not found, f"{found}: python -m tests.support.words says what to write instead"
+
+
+def test_no_test_imports_from_another_test() -> None:
+    for path in (ROOT / "tests").rglob("*.py"):
+        if str(path.relative_to(ROOT)) in STILL_SHARED:
+            continue
+        homes = ("tests.support.", ".".join(path.relative_to(ROOT).parent.parts) + ".")
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests"):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+                others = [name for name in names if ".test_" in name or not name.startswith(homes)]
+                assert not others, (
+                    f"{path.relative_to(ROOT)} imports {others}: shared code stands in tests/support"
+                )

@@ -18,6 +18,8 @@ from tests.support.building import layout_without_ranks
 from tests.support.equivalence import tiny_config
 from tests.support.harness import run_ranks
 
+pytestmark = pytest.mark.compiles
+
 SECTION = '[compile]\nenabled = true\nloss = true\nbackend = "{backend}"\n'
 
 

@@ -18,9 +18,10 @@ def add(nodeid: str, duration: float) -> None:
 
 
 def table() -> list[str]:
-    """One line per room, the slowest first, and the sum."""
-    rows = sorted(seconds, key=lambda room: -seconds[room])
-    lines = [f"{'room':14} {'tests':>6} {'seconds':>8}"]
-    lines += [f"{room:14} {len(tests[room]):6} {seconds[room]:8.1f}" for room in rows]
-    lines.append(f"{'all':14} {sum(map(len, tests.values())):6} {sum(seconds.values()):8.1f}")
-    return lines
+    """A Markdown table: one line per room, the slowest first, and the sum."""
+    rows = [
+        (room, len(tests[room]), seconds[room]) for room in sorted(seconds, key=lambda room: -seconds[room])
+    ]
+    rows.append(("all", sum(map(len, tests.values())), sum(seconds.values())))
+    lines = [f"| {room:12} | {count:5} | {took:7.0f} |" for room, count, took in rows]
+    return ["| room         | tests | seconds |", "|---|---|---|", *lines]
