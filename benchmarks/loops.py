@@ -25,8 +25,8 @@ from forge.observe.hardware import peak_flops
 from forge.observe.memory_report import MemoryReport
 from forge.observe.run_directory import RunDirectory
 from forge.parallel.build import build_meta_model
-from forge.parallel.fsdp import DTYPES
 from forge.parallel.initialize import initialize
+from forge.parallel.precision import DTYPES
 from forge.resilience.signals import StopSignals
 from forge.shard import Box, Shard
 from forge.train.assemble import Job, assemble, build, open_inputs

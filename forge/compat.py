@@ -114,11 +114,6 @@ def fsdp_parameter_groups(model: FSDPModule) -> list[Any]:
     return [group for state in states for group in _groups_of(state)]
 
 
-def fsdp_unit_groups(unit: FSDPModule) -> list[Any]:
-    """Those of `unit` alone."""
-    return _groups_of(unit._get_fsdp_state())
-
-
 def _groups_of(state: Any) -> list[Any]:
     # 2.13 has several in a unit, 2.11 one at most.
     groups = getattr(state, "_fsdp_param_groups", None)

@@ -16,9 +16,10 @@ from forge.config import Config, parse_toml_text
 from forge.data.tokenizer import Tokenizer, load_tokenizer
 from forge.distributed import single_process_group
 from forge.errors import NO_CHECKPOINT, UserError
+from forge.parallel.blocks import cast_at_borders
 from forge.parallel.build import build_meta_model
-from forge.parallel.fsdp import plan_units
-from forge.parallel.precision import DTYPES, cast_at_borders
+from forge.parallel.precision import DTYPES
+from forge.parallel.units import plan_units
 from forge.shard import Shard
 
 log = logging.getLogger(__name__)

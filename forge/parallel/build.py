@@ -1,13 +1,27 @@
-"""`build_parallel_model`: the one place where a model meets its layout."""
+"""`build_parallel_model`: make the model of a configuration on the meta device and apply parallelism from the inside out.
+
+Memory exists only at the end, of each rank's own shards. The order of the steps is fixed:
+
+context      sets the attention function; sees raw attention modules
+tensor       splits raw linear layers; what later steps wrap must already be split
+expert       spreads the experts, which tensor parallelism leaves alone
+float8       swaps linear layers, carrying over the hooks that tensor parallelism put on them
+blocks       recomputes, compiles and casts blocks, with everything above inside
+data         shards what is left of every parameter; must know all blocks in their final form
+allocate     gives each rank uninitialised storage for its own shards
+initialise   fills it
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from forge.config import Config
 from forge.model import FusedLoss, Transformer, build_model
-from forge.parallel.activation import apply_activation, check_modules
-from forge.parallel.compile import apply_compile
+from forge.parallel.blocks import apply_blocks, check_modules
 from forge.parallel.context import apply_context
 from forge.parallel.data import DataParallel, apply_data_parallel
 from forge.parallel.expert import apply_expert
@@ -16,15 +30,24 @@ from forge.parallel.initialize import initialize
 from forge.parallel.layout import Layout, make_layout
 from forge.parallel.mesh import Meshes
 from forge.parallel.model import ParallelModel, SequentialModel
-from forge.parallel.order import take_step
 from forge.parallel.pipeline import Part, PipelinedModel, Stage, plan_pipeline
 from forge.parallel.precision import DTYPES, pinned_parameters
 from forge.parallel.tensor import apply_tensor
 from forge.parallel.tensor_plan import plan_for
 
+APPLY: dict[str, Callable[[Transformer, Layout], Any]] = {
+    "context": apply_context,
+    "tensor": apply_tensor,
+    "expert": apply_expert,
+    "float8": apply_float8,
+    "blocks": apply_blocks,
+    "data": apply_data_parallel,
+}
+STEPS = (*APPLY, "allocate", "initialise")
+
 
 def build_parallel_model(config: Config, meshes: Meshes, device: torch.device) -> ParallelModel:
-    """The model of `config` over all ranks, with its initial values. Collective."""
+    """Return the model of `config` over all ranks, with its initial values. Collective."""
     layout = make_layout(config, meshes)
     if meshes.degrees.pp == 1:
         model, engine = build_part(config, layout, device)
@@ -39,18 +62,42 @@ def build_parallel_model(config: Config, meshes: Meshes, device: torch.device) -
 def build_part(
     config: Config, layout: Layout, device: torch.device, stage: Stage | None = None
 ) -> tuple[Transformer, DataParallel]:
-    """The whole model, or one stage of it, on the ranks that share it. Collective over these.
-
-    It is made on the meta device and parallelism is applied from the inside out (the order and its reasons:
-    forge/parallel/order.py); only then does memory exist, of each rank's own shards.
-    """
-    model = build_meta_model(config, stage)
-    engine = apply_layout(model, layout)
+    """Return the whole model, or one stage of it, on the ranks that share it. Collective over these."""
+    builder = Builder(build_meta_model(config, stage), layout)
+    engine = builder.apply_all()
+    builder.begin("allocate")
     engine.allocate(device)
-    take_step(model, "initialise")
-    initialize(engine.shards, model.initial_values(), config.run.seed)
-    model.reset_buffers(layout.compute)
-    return model, engine
+    builder.begin("initialise")
+    initialize(engine.shards, builder.model.initial_values(), config.run.seed)
+    builder.model.reset_buffers(layout.compute)
+    return builder.model, engine
+
+
+class Builder:
+    """Applies a layout to `model`, on the meta device and in place, each step once and in the order of STEPS."""
+
+    def __init__(self, model: Transformer, layout: Layout):
+        self.model, self.layout = model, layout
+        self._done: list[str] = []
+
+    def begin(self, step: str) -> None:
+        """Note that `step` is applied. Raises RuntimeError if it has been before, or if a step that has to follow it has."""
+        if step in self._done:
+            raise RuntimeError(f"{step} has been applied to this model already; each step is applied once")
+        later = [other for other in self._done if STEPS.index(other) > STEPS.index(step)]
+        if later:
+            raise RuntimeError(f"{step} must be applied before {later[0]}; the order is {', '.join(STEPS)}")
+        self._done.append(step)
+
+    def apply(self, step: str) -> Any:
+        """Apply `step`, one of APPLY. Collective."""
+        self.begin(step)
+        return APPLY[step](self.model, self.layout)
+
+    def apply_all(self) -> DataParallel:
+        """Make the model this rank's part of it, without memory yet; return the engine that shares it. Collective."""
+        results = [self.apply(step) for step in APPLY]
+        return results[-1]
 
 
 def check_names(config: Config, layout: Layout) -> None:
@@ -60,26 +107,15 @@ def check_names(config: Config, layout: Layout) -> None:
     """
     model = build_meta_model(config)
     pinned_parameters(model, config.precision.fp32_modules)
-    check_modules(model, config.activation_checkpoint.modules)
+    check_modules(model, config.activation_checkpoint)
     if config.precision.float8 != "none":
         check_patterns(model, config.precision.float8_exclude)
     if config.parallel.tp > 1:
         plan_for(model, layout)
 
 
-def apply_layout(model: Transformer, layout: Layout) -> DataParallel:
-    """Change `model`, on the meta device, in place into this rank's part of it, without memory yet. Collective."""
-    apply_context(model, layout)
-    apply_tensor(model, layout)
-    apply_expert(model, layout)
-    apply_float8(model, layout)
-    apply_activation(model, layout)
-    apply_compile(model, layout)
-    return apply_data_parallel(model, layout)
-
-
 def build_meta_model(config: Config, stage: Stage | None = None) -> Transformer:
-    """The model of `config`, or one stage of it, on the meta device: shapes and the storage dtype, no memory."""
+    """Return the model of `config`, or one stage of it, on the meta device: shapes and the storage dtype, no memory."""
     part = {} if stage is None else {"layers": stage.layers, "embed": stage.embed, "head": stage.head}
     with torch.device("meta"):
         model = build_model(config.model, config.train.seq_len, **part)

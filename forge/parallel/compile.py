@@ -1,9 +1,8 @@
 """torch.compile, block by block: one graph that all blocks of a kind share, so depth costs no compile time.
 
-The forward of a block is compiled, not the block: parameters keep their names, and the hooks of data parallelism,
-which comes later, stay outside of the graph. A graph that would break is an error, never a silent loss of speed.
-Of a block with a mixture of experts the attention half is one graph and the shared experts are another: how many rows
-go to an expert is known only when they do, so routing and dispatch are not compiled.
+A graph that would break is an error, never a silent loss of speed. Of a block with a mixture of experts the attention
+half is one graph and the shared experts are another: how many rows go to an expert is known only when they do, so
+routing and dispatch are not compiled. Which forwards are compiled: forge/parallel/blocks.py.
 """
 
 from __future__ import annotations
@@ -16,11 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
+from forge.config.layout import Compile
 from forge.errors import UserError, did_you_mean
-from forge.model import MoE, Transformer
-from forge.parallel.activation import Recomputed
-from forge.parallel.layout import Layout
-from forge.parallel.order import take_step
 
 # Graphs of one function; PyTorch's own limit is 8. Kinds of layers (by window), times with and without a gradient, times
 # batches as in training, smaller ones and samples of any length, are more; past the limit a compiled block is an error,
@@ -28,47 +24,25 @@ from forge.parallel.order import take_step
 GRAPHS = 64
 
 
-def apply_compile(model: Transformer, layout: Layout) -> None:
-    """Compile the blocks and the loss of `model` as `compile` says, in place; at its first use, not here.
-
-    Raises UserError for a compiler that PyTorch does not know, or a loss that has nothing to compile.
-    """
-    take_step(model, "compile")
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
-    chosen = layout.compile
-    if not (chosen.enabled or chosen.loss):
-        return
+def compiler_for(chosen: Compile) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return what compiles a function, at its first call. Raises UserError for a compiler that PyTorch does not know."""
     known = torch.compiler.list_backends(exclude_tags=())
     if chosen.backend not in known:
         raise UserError(
             f'compile.backend = "{chosen.backend}" is not known to PyTorch; known: {", ".join(known)}'
             + did_you_mean(chosen.backend, known)
         )
-    compiled = functools.partial(torch.compile, backend=chosen.backend, fullgraph=True)
-    if chosen.enabled:
-        blocks: list[Any] = list(model.layers.values())
-        for block in blocks:
-            if isinstance(block.feed_forward, MoE):
-                block.attend = hiding_gradients(block, compiled(block.attend))
-                shared: Any = block.feed_forward.shared
-                if shared is not None:
-                    # The whole call, so that what tensor parallelism hooked onto it is inside.
-                    shared.compile(**compiled.keywords)
-                    shared._compiled_call_impl = hiding_gradients(shared, shared._compiled_call_impl)
-            elif isinstance(block.forward, Recomputed) and block.forward.whole:
-                # Nothing of it is kept, so the compiler gains nothing from seeing the checkpoint; and inside one PyTorch
-                # 2.13 fails to trace tensor parallelism with SDPA (it saves a DeviceMesh for backward).
-                block.forward.forward = hiding_gradients(block, compiled(block.forward.forward))
-            else:
-                block.forward = hiding_gradients(block, compiled(block.forward))
-        if blocks:
-            blocks[0].forward = waiting(blocks[0].forward)
-    if chosen.loss:
-        loss: Any = model.loss
-        # What it computes per chunk of tokens: the loop itself is outside, or it would be unrolled.
-        if not hasattr(loss, "chunk"):
-            raise UserError(f"compile.loss = true does not go with {type(loss).__name__}; use false")
-        loss.chunk = _detaching(compiled(loss.chunk))
+    return functools.partial(torch.compile, backend=chosen.backend, fullgraph=True)
+
+
+def compile_chunks(loss: Any, compiler: Callable[..., Any]) -> None:
+    """Compile what `loss` computes per chunk of tokens: the loop itself is outside, or it would be unrolled.
+
+    Raises UserError for a loss without chunks.
+    """
+    if not hasattr(loss, "chunk"):
+        raise UserError(f"compile.loss = true does not go with {type(loss).__name__}; use false")
+    loss.chunk = _detaching(compiler(loss.chunk))
 
 
 def hiding_gradients(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
-"""`DataParallel`: how ranks that read different data share one model, and the choice between the ways to do it.
+"""`DataParallel`: how ranks that read different data share one model, and the choice of the engine.
 
-The layer above asks every engine the same few things in the same order, whether a parameter is gathered unit by unit
-or lies in a contiguous buffer.
+The layer above calls every engine in the same way and order, whether a parameter is gathered unit by unit
+(forge/parallel/fsdp.py) or lies in a contiguous buffer (forge/parallel/buffered).
 """
 
 from __future__ import annotations
@@ -12,55 +12,54 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from forge.model import Transformer
 from forge.model.precision import promoted
-from forge.parallel import fsdp
 from forge.parallel.buffered import Buffered
-from forge.parallel.float8 import scale_refresher
+from forge.parallel.fsdp import FullySharded
 from forge.parallel.layout import Layout
 from forge.shard import Shard
 
 
 class DataParallel(Protocol):
-    """An engine that has been put on one model, or on one part of a model. Every method is collective."""
+    """An engine on one model, or on one stage of a model. Every method is collective unless it says otherwise."""
 
     shards: list[Shard]
-    """What training updates, in the order of `named_parameters`; there once there is memory."""
+    """What the optimizer updates, in the order of `named_parameters`; there after `allocate`."""
 
     def allocate(self, device: torch.device) -> None:
-        """Give this rank memory for its part of the model, in which nothing means anything yet."""
+        """Give this rank uninitialised storage for its part of the model."""
 
     def begin_microbatch(self, *, last: bool) -> None:
-        """Said before each forward that has a backward, in a pipeline just before the backward.
+        """Call before each forward that will be followed by a backward; in a pipeline just before the backward.
 
-        `last`: that backward is the optimizer step's last.
+        `last`: it is the last backward of the optimizer step.
         """
 
     def take_weight_gradients(self, *, last: bool) -> None:
-        """Said after weights' gradients that a pipeline computed by themselves; `last`: of the step."""
+        """Call after a pipeline has computed gradients of weights apart from those of inputs; `last`: of the step."""
 
     def start_gradient_sync(self) -> None:
-        """After the last backward: all sums over ranks that read data are on their way."""
+        """Call after the last backward: launch all reductions over data ranks that are not under way."""
 
     def finish_gradient_sync(self) -> None:
-        """The shards' gradients are those sums."""
+        """Complete these reductions: the gradients of `shards` are sums over data ranks."""
 
     def after_update(self) -> None:
-        """What the model computes with follows its shards; said when they have been written to."""
+        """Call after `shards` have been written to: the model computes with their values from now on."""
 
     def zero_gradients(self) -> None:
-        """Forget the gradients."""
+        """Discard the gradients."""
 
     def replicated_tensors(self) -> Iterable[tuple[str, Tensor, dist.ProcessGroup]]:
-        """What ranks compute with alike besides their shards: name, something to compare, the ranks."""
+        """Tensors besides `shards` that must be bit-identical across a group: name, what to compare, the group."""
 
     def memory(self) -> dict[str, int]:
-        """What this rank's device holds through a step, in bytes by kind. Not collective."""
+        """Return what this rank's device holds through a step, in bytes by kind. Not collective."""
 
     def accumulation_memory_summary(self) -> str:
-        """What lies in memory between the microbatches of a step, for the log. Not collective."""
+        """Return, for the log, what lies in memory between the microbatches of a step. Not collective."""
 
 
 def apply_data_parallel(model: Transformer, layout: Layout) -> DataParallel:
@@ -72,9 +71,9 @@ def apply_data_parallel(model: Transformer, layout: Layout) -> DataParallel:
     parallel = layout.parallel
     if parallel.data_parallel != "fsdp2":
         return Buffered(model, layout)
-    if not (_alone(layout) and _buffers_hold_as_much(layout)):
+    if not (_alone(layout) and _buffers_take_no_more_memory(layout)):
         return FullySharded(model, layout)
-    # What is said of buffers is not meant for fsdp2.
+    # The keys of the buffered engines do not apply to fsdp2.
     plain = {"data_parallel": "zero1", "check_gradients": "none", "symmetric_memory": False}
     return Buffered(model, replace(layout, parallel=parallel.model_copy(update=plain)))
 
@@ -85,8 +84,8 @@ def _alone(layout: Layout) -> bool:
     return meshes.fsdp.size() == 1 and (layout.model.moe is None or meshes.fsdp_experts.size() == 1)
 
 
-def _buffers_hold_as_much(layout: Layout) -> bool:
-    """Whether nothing is asked for that takes less memory under fsdp2 even in one process."""
+def _buffers_take_no_more_memory(layout: Layout) -> bool:
+    """Whether no key is set that makes fsdp2 hold less memory, even in one process."""
     gradient = torch.promote_types(promoted(layout.compute), layout.reduce)
     return (
         layout.storage.itemsize >= gradient.itemsize
@@ -94,51 +93,3 @@ def _buffers_hold_as_much(layout: Layout) -> bool:
         and not layout.parallel.cpu_offload
         and layout.parallel.reshard_after_forward != "always"
     )
-
-
-class FullySharded:
-    """PyTorch's FSDP2: see forge/parallel/fsdp.py."""
-
-    shards: list[Shard]
-
-    def __init__(self, model: Transformer, layout: Layout):
-        fsdp.apply_fsdp(model, layout)
-        self._model: nn.Module = model
-        self._layout = layout
-        # What is sharded is what is computed with, but for the scales of weights that are gathered in float8.
-        self._refresh_scales = scale_refresher(model)
-
-    def allocate(self, device: torch.device) -> None:
-        self._device = device
-        fsdp.allocate(self._model, self._layout, device)
-        self.shards = fsdp.fsdp_shards(self._model, self._layout.meshes)
-
-    def begin_microbatch(self, *, last: bool) -> None:
-        fsdp.begin_microbatch(self._model, last=last)
-
-    def take_weight_gradients(self, *, last: bool) -> None:
-        fsdp.take_weight_gradients(self._model, last=last)
-
-    def start_gradient_sync(self) -> None:
-        """FSDP2 has done it inside the last backward."""
-
-    def finish_gradient_sync(self) -> None:
-        """And has waited at its end."""
-
-    def after_update(self) -> None:
-        fsdp.forget_gathered(self._model)
-        self._refresh_scales()
-
-    def zero_gradients(self) -> None:
-        self._model.zero_grad(set_to_none=True)
-
-    def replicated_tensors(self) -> Iterable[tuple[str, Tensor, dist.ProcessGroup]]:
-        return ()
-
-    def memory(self) -> dict[str, int]:
-        # What is offloaded lies elsewhere.
-        here = [shard.data.nbytes for shard in self.shards if shard.data.device.type == self._device.type]
-        return {"parameters": sum(here), "gradients": sum(here)}
-
-    def accumulation_memory_summary(self) -> str:
-        return fsdp.accumulation_memory_summary(self._layout, self.shards)

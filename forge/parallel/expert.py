@@ -24,7 +24,6 @@ from forge.model.experts import grouped_swiglu
 from forge.parallel.collectives import gather_for_all, own_piece, sum_over
 from forge.parallel.expert_dispatch import AllToAllDispatcher
 from forge.parallel.layout import Layout
-from forge.parallel.order import take_step
 from forge.parallel.tensor import distribute
 from forge.shard import Kind
 
@@ -33,7 +32,6 @@ log = logging.getLogger(__name__)
 
 def apply_expert(model: Transformer, layout: Layout) -> None:
     """Spread the experts of `model` (on the meta device) over the ep ranks, in place; a dense model stays as it is."""
-    take_step(model, "expert")
     moe, meshes = layout.model.moe, layout.meshes
     if moe is None:
         return

@@ -27,8 +27,7 @@ from forge.config.layout import Precision
 from forge.errors import UserError, did_you_mean
 from forge.model import Experts
 from forge.parallel.layout import Layout
-from forge.parallel.order import take_step
-from forge.parallel.precision import judges_names
+from forge.parallel.names import has_all_names
 from forge.shard import local
 
 log = logging.getLogger(__name__)
@@ -52,7 +51,6 @@ def apply_float8(model: nn.Module, layout: Layout) -> None:
     Raises UserError if the device has no float8, no layer is left to convert, or a pattern in `float8_exclude`
     fits none.
     """
-    take_step(model, "float8")
     precision = layout.precision
     if precision.float8 == "none":
         return
@@ -65,7 +63,7 @@ def apply_float8(model: nn.Module, layout: Layout) -> None:
     _log_choice(precision.float8, gather, chosen, left_out)
     if any(isinstance(module, Experts) for module in model.modules()):
         log.info("not in float8: routed experts, which multiply groups of rows in precision.compute")
-    if not chosen and not judges_names(model):
+    if not chosen and not has_all_names(model):
         return
     if not chosen:
         raise UserError(
@@ -174,7 +172,7 @@ def check_patterns(model: nn.Module, patterns: tuple[str, ...]) -> None:
     defaults = Precision().float8_exclude
     for pattern in patterns:
         if (
-            judges_names(model)
+            has_all_names(model)
             and pattern not in defaults
             and not any(fnmatchcase(name, pattern) for name in names)
         ):

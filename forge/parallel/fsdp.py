@@ -1,8 +1,8 @@
-"""Fully sharded data parallelism, on PyTorch's FSDP2.
+"""`FullySharded`: the data-parallel engine on PyTorch's FSDP2.
 
 Units: the embedding, every block, and the final norm with the head; a tied embedding is shared by both ends of the
 model and so belongs to the root. The routed experts of a layer are a unit inside its block, over other ranks: those
-that share one expert. forge/parallel/precision.py divides a unit in which modules compute in different dtypes.
+that share one expert. forge/parallel/units.py divides a unit in which modules compute in different dtypes.
 Gradients are summed, never averaged: the loss is divided by the global number of tokens before backward, so a sum over
 ranks is the gradient (torch.distributed.fsdp.fully_shard: gradient divide factor).
 
@@ -16,12 +16,13 @@ added up as backward makes them, and parameters are cast once per step instead o
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from math import prod
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -31,25 +32,17 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
+
+# Not `Shard`, which in forge is this rank's part of a parameter; torch's says along which dimension a tensor is split.
 from torch.distributed.tensor.placement_types import Shard as Split
 
 from forge import compat
-from forge.config.layout import Precision
 from forge.errors import UserError
 from forge.model import Experts, Router, Transformer
 from forge.parallel.expert import parameter_kinds
+from forge.parallel.float8 import scale_refresher
 from forge.parallel.layout import Layout
-from forge.parallel.mesh import Meshes
-from forge.parallel.order import take_step
-from forge.parallel.precision import (
-    DTYPES,
-    Unit,
-    cast_at_borders,
-    compute_dtypes,
-    joined_by_parameters,
-    pinned_parameters,
-    uniform_units,
-)
+from forge.parallel.units import Unit, plan_units
 from forge.shard import Box, Kind, Shard, local
 
 
@@ -65,81 +58,103 @@ class _Accumulation:
     keep: bool
 
 
-def apply_fsdp(model: Transformer, layout: Layout) -> None:
-    """Shard `model` (on the meta device) in place over the mesh `fsdp`, its experts over `fsdp_experts`.
+class FullySharded:
+    """FSDP2 on `model` (on the meta device), sharded in place over `meshes.fsdp`, its experts over `meshes.fsdp_experts`.
 
-    Raises UserError if precision.fp32_modules cannot be followed.
+    A `DataParallel` (forge/parallel/data.py). Raises UserError if precision.fp32_modules cannot be followed.
     """
-    take_step(model, "data")
-    groups, dtypes = plan_units(model, layout.precision)
-    cast_at_borders(model, dtypes, layout.compute)
-    if layout.compile.enabled:
-        _refuse_units_in_blocks(model, groups)
-    # What ends the model is needed again at once in backward: the last block, and the group behind it.
-    ends = len(groups) - (3 if model.norm is not None else 2)
-    sharded = [
-        [_shard_unit(unit, layout, last=number >= ends) for unit in group]
-        for number, group in enumerate(groups)
-    ]
-    if isinstance(model.embedding, FSDPModule) and groups[0][-1].modules == (model.embedding,):
-        # Its backward adds to rows and never reads them.
-        model.embedding.set_unshard_in_backward(False)
-    _set_prefetch(model, sharded, layout.parallel.prefetch)
-    model.__dict__["_forge_accumulation"] = [
-        _accumulation(module, unit, layout)
-        for modules, units in zip(sharded, groups, strict=True)
-        for module, unit in zip(modules, units, strict=True)
-    ]
 
+    shards: list[Shard]
 
-def plan_units(
-    model: Transformer, precision: Precision
-) -> tuple[list[list[Unit]], dict[nn.Parameter, torch.dtype]]:
-    """The units of `model` in the order of forward, and the compute dtype of every parameter.
+    def __init__(self, model: Transformer, layout: Layout):
+        groups, _ = plan_units(model, layout.precision)
+        if layout.compile.enabled:
+            _refuse_units_in_blocks(model, groups)
+        # What ends the model is needed again at once in backward: the last block, and the group behind it.
+        ends = len(groups) - (3 if model.norm is not None else 2)
+        sharded = [
+            [_shard_unit(unit, layout, last=number >= ends) for unit in group]
+            for number, group in enumerate(groups)
+        ]
+        if isinstance(model.embedding, FSDPModule) and groups[0][-1].modules == (model.embedding,):
+            # Its backward adds to rows and never reads them.
+            model.embedding.set_unshard_in_backward(False)
+        _set_prefetch(model, sharded, layout.parallel.prefetch)
+        self._accumulation = [
+            _accumulation(module, unit, layout)
+            for modules, units in zip(sharded, groups, strict=True)
+            for module, unit in zip(modules, units, strict=True)
+        ]
+        assert isinstance(model, FSDPModule)
+        self._model, self._root, self._layout = model, model, layout
+        # What is sharded is what is computed with, but for the scales of weights that are gathered in float8.
+        self._refresh_scales = scale_refresher(model)
 
-    A group of units for each part that is gathered by itself, the root last; more than one in a group where dtypes
-    differ, and then a unit that lies in another comes first. Whether storage is uniform is judged part by part.
-    """
-    pinned = pinned_parameters(model, precision.fp32_modules)
-    groups: list[list[Unit]] = []
-    dtypes: dict[nn.Parameter, torch.dtype] = {}
-    parts: list[list[nn.Module]] = [*_parts(model), [model]]
-    for part in parts:
-        resolved = compute_dtypes(
-            part,
-            DTYPES[precision.compute],
-            pinned=pinned,
-            per_parameter=precision.mixed_storage_rule == "per_parameter",
-            ignored=dtypes.keys(),
+    def allocate(self, device: torch.device) -> None:
+        """Shards lie on the CPU under parallel.cpu_offload; buffers are always on `device`."""
+        self._device = device
+        self._model.to_empty(device="cpu" if self._layout.parallel.cpu_offload else device)
+        for module in self._model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(device))
+        kinds = parameter_kinds(self._model)
+        self.shards = [
+            _shard_of(name, parameter, kinds.get(parameter, "dense"), self._layout)
+            for name, parameter in self._model.named_parameters()
+        ]
+
+    def begin_microbatch(self, *, last: bool) -> None:
+        self._root.set_is_last_backward(last)
+        for one in self._accumulation:
+            # In this order: set_requires_gradient_sync switches the all-reduce as well.
+            one.unit.set_requires_gradient_sync(last or not one.defer, recurse=False)
+            one.unit.set_requires_all_reduce(last, recurse=False)
+            one.unit.set_reshard_after_backward(last or not one.keep, recurse=False)
+
+    def take_weight_gradients(self, *, last: bool) -> None:
+        """Do what backward's hooks would have done, had these gradients come from a backward."""
+        for group in compat.fsdp_parameter_groups(self._root):
+            group.post_backward()
+        compat.end_fsdp_backward(self._root)
+
+    def start_gradient_sync(self) -> None:
+        """FSDP2 has done it inside the last backward."""
+
+    def finish_gradient_sync(self) -> None:
+        """And has waited at its end."""
+
+    def after_update(self) -> None:
+        # Backward frees what was gathered, but what a forward without a backward gathered may still be there.
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        self._refresh_scales()
+
+    def zero_gradients(self) -> None:
+        self._model.zero_grad(set_to_none=True)
+
+    def replicated_tensors(self) -> Iterable[tuple[str, Tensor, dist.ProcessGroup]]:
+        return ()
+
+    def memory(self) -> dict[str, int]:
+        # What is offloaded lies elsewhere.
+        here = [shard.data.nbytes for shard in self.shards if shard.data.device.type == self._device.type]
+        return {"parameters": sum(here), "gradients": sum(here)}
+
+    def accumulation_memory_summary(self) -> str:
+        layout = self._layout
+        if not _defers(layout):
+            return "each microbatch's gradient is reduced at once and held sharded"
+        size = layout.reduce.itemsize * sum(_unsharded_numel(shard) for shard in self.shards)
+        why = "parallel.defer_gradient_reduction" if layout.parallel.pp == 1 else "a pipeline"
+        return (
+            f"gradients are reduced once per step ({why}): until then every rank holds "
+            f"{size / 2**20:.1f} MiB of unsharded {layout.precision.reduce} gradients"
         )
-        groups.append(_units(part, resolved))
-        dtypes |= resolved
-    if not any(unit.modules == (model,) for unit in groups[-1]):
-        # The root of FSDP is the whole model even if no parameter is left for it.
-        groups[-1].append(Unit((model,), DTYPES[precision.compute]))
-    return groups, dtypes
-
-
-def _units(part: list[nn.Module], dtypes: dict[nn.Parameter, torch.dtype]) -> list[Unit]:
-    """The units of `part`; those of experts come first and by themselves, for other ranks share them."""
-    experts = [module for root in part for module in root.modules() if isinstance(module, Experts)]
-    inner = [replace(unit, experts=True) for module in experts for unit in uniform_units([module], dtypes)]
-    return inner + uniform_units(part, dtypes, apart={p for module in experts for p in module.parameters()})
-
-
-def _parts(model: Transformer) -> list[list[nn.Module]]:
-    """What is gathered by itself: embedding, each block, norm with head; those that share a parameter together."""
-    parts: list[list[nn.Module | None]] = [[layer] for layer in model.layers.values()]
-    if model.config.tie_embeddings:
-        parts.append([model.norm])
-    else:
-        parts = [[model.embedding], *parts, [model.norm, model.head]]
-    there = [[module for module in part if module is not None] for part in parts]
-    return joined_by_parameters([part for part in there if part])
 
 
 def _shard_unit(unit: Unit, layout: Layout, *, last: bool) -> FSDPModule:
-    mesh, reduce = _mesh(unit, layout.meshes), layout.reduce
+    mesh, reduce = _mesh(unit, layout), layout.reduce
     if unit.compute != layout.compute:
         reduce = torch.promote_types(reduce, unit.compute)
     offload = OffloadPolicy()
@@ -163,8 +178,13 @@ def _shard_unit(unit: Unit, layout: Layout, *, last: bool) -> FSDPModule:
     return module
 
 
-def _mesh(unit: Unit, meshes: Meshes) -> DeviceMesh:
-    return meshes.fsdp_experts if unit.experts else meshes.fsdp
+def _mesh(unit: Unit, layout: Layout) -> DeviceMesh:
+    return layout.meshes.fsdp_experts if unit.experts else layout.meshes.fsdp
+
+
+def _degree(mesh: DeviceMesh) -> int:
+    """Over how many ranks `mesh` shards, replicas aside."""
+    return mesh.size(mesh.ndim - 1)
 
 
 def _expert_placement(parameter: nn.Parameter, ranks: int) -> Split:
@@ -174,7 +194,7 @@ def _expert_placement(parameter: nn.Parameter, ranks: int) -> Split:
 
 
 def _accumulation(module: FSDPModule, unit: Unit, layout: Layout) -> _Accumulation:
-    alone = _degree(_mesh(unit, layout.meshes)) == 1
+    alone = _degree(_mesh(unit, layout)) == 1
     # In a pipeline other microbatches are under way when one ends: what is gathered stays until the last is done.
     gathered = layout.parallel.pp > 1 and layout.parallel.reshard_after_forward in ("auto", "never")
     return _Accumulation(module, defer=_defers(layout) or alone, keep=alone or gathered)
@@ -186,11 +206,11 @@ def _defers(layout: Layout) -> bool:
 
 
 def _reshard_after_forward(layout: Layout, degree: int, *, experts: bool, last: bool) -> bool | int:
-    """Whether parameters gathered from `degree` ranks are freed after forward, or over how many they stay spread.
+    """Whether parameters gathered from `degree` ranks are freed after forward, or over how many they stay sharded.
 
     `auto` frees them where another rank holds part of them, but for what backward begins with (`last`), and never in a
-    pipeline, which would gather them anew for every microbatch. FSDP2 cannot
-    spread over fewer ranks what is split over ep: where a number is said, experts are freed.
+    pipeline, which would gather them anew for every microbatch. FSDP2 cannot keep sharded over fewer ranks what is
+    split over ep: where a number is given, experts are freed.
     """
     choice = layout.parallel.reshard_after_forward
     if isinstance(choice, int) and experts:
@@ -211,8 +231,9 @@ def _set_prefetch(model: Transformer, groups: list[list[FSDPModule]], number: in
     ends: list[object] = [model.embedding, *model.layers.values(), model.norm, model.head]
     # Each group in the order in which forward needs it: the last unit lies around the others.
     ordered = [group[::-1] for group in groups[:-1]]
-    model_as_unit = groups[-1][-1]
-    model_as_unit.set_modules_to_forward_prefetch([module for group in ordered[:number] for module in group])
+    # Before the first group computes, the root gathers for it.
+    root = groups[-1][-1]
+    root.set_modules_to_forward_prefetch([module for group in ordered[:number] for module in group])
     for place, group in enumerate(ordered):
         after = [module for later in ordered[place + 1 : place + 1 + number] for module in later]
         before = [module for earlier in ordered[max(0, place - number) : place][::-1] for module in earlier]
@@ -229,83 +250,18 @@ def _set_prefetch(model: Transformer, groups: list[list[FSDPModule]], number: in
 
 
 def _refuse_units_in_blocks(model: Transformer, groups: list[list[Unit]]) -> None:
-    # Routing and routed experts are outside of the graphs.
-    outside = (Router, Experts)
-    inner = {
-        name: module
-        for block in model.layers.values()
-        for name, module in block.named_modules()
-        if name and not isinstance(module, outside)
-    }
     units = [module for group in groups for unit in group for module in unit.modules]
-    for name, module in inner.items():
-        if module in units:
-            raise UserError(
-                f"precision.fp32_modules divides blocks at {name}, but compile.enabled = true makes each block one "
-                f"graph; set it to false, or pin whole blocks, embedding, norm or head."
-            )
+    for block in model.layers.values():
+        for name, module in block.named_modules():
+            # Routing and routed experts are outside of the graphs.
+            if name and module in units and not isinstance(module, Router | Experts):
+                raise UserError(
+                    f"precision.fp32_modules divides blocks at {name}, but compile.enabled = true makes each block one "
+                    f"graph; set it to false, or pin whole blocks, embedding, norm or head."
+                )
 
 
-def _degree(mesh: DeviceMesh) -> int:
-    """Over how many ranks `mesh` shards, replicas aside."""
-    return mesh.size(mesh.ndim - 1)
-
-
-def begin_microbatch(model: nn.Module, *, last: bool) -> None:
-    """Say before a forward whether its backward is the optimizer step's last, which alone all-reduces over replicas."""
-    assert isinstance(model, FSDPModule)
-    accumulations: list[_Accumulation] = model.__dict__["_forge_accumulation"]
-    model.set_is_last_backward(last)
-    for one in accumulations:
-        # In this order: set_requires_gradient_sync switches the all-reduce as well.
-        one.unit.set_requires_gradient_sync(last or not one.defer, recurse=False)
-        one.unit.set_requires_all_reduce(last, recurse=False)
-        one.unit.set_reshard_after_backward(last or not one.keep, recurse=False)
-
-
-def take_weight_gradients(model: nn.Module, *, last: bool) -> None:
-    """Do for gradients that were computed without backward's hooks what these would have done; `last`: of the step."""
-    assert isinstance(model, FSDPModule)
-    for group in compat.fsdp_parameter_groups(model):
-        group.post_backward()
-    compat.end_fsdp_backward(model)
-
-
-def forget_gathered(model: nn.Module) -> None:
-    """Let the next forward gather anew. Backward sees to it, but what a forward without one gathered may still be there."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-def accumulation_memory_summary(layout: Layout, shards: Sequence[Shard]) -> str:
-    """What lies in memory between the microbatches of a step, for the log. `shards`: all of the model's."""
-    if not _defers(layout):
-        return "each microbatch's gradient is reduced at once and held sharded"
-    size = layout.reduce.itemsize * sum(_unsharded_numel(shard) for shard in shards)
-    why = "parallel.defer_gradient_reduction" if layout.parallel.pp == 1 else "a pipeline"
-    return (
-        f"gradients are reduced once per step ({why}): until then every rank holds "
-        f"{size / 2**20:.1f} MiB of unsharded {layout.precision.reduce} gradients"
-    )
-
-
-def fsdp_shards(model: nn.Module, meshes: Meshes) -> list[Shard]:
-    """What this rank holds of every parameter of a fully sharded `model`, in the order of `named_parameters`."""
-    kinds = parameter_kinds(model)
-    return [_shard(name, p, meshes, kinds.get(p, "dense")) for name, p in model.named_parameters()]
-
-
-def allocate(model: nn.Module, layout: Layout, device: torch.device) -> None:
-    """Give this rank memory for its own shards, on the CPU under parallel.cpu_offload; buffers are always on `device`."""
-    take_step(model, "allocate")
-    model.to_empty(device="cpu" if layout.parallel.cpu_offload else device)
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(device))
-
-
-def _shard(name: str, parameter: nn.Parameter, meshes: Meshes, kind: Kind) -> Shard:
+def _shard_of(name: str, parameter: nn.Parameter, kind: Kind, layout: Layout) -> Shard:
     assert isinstance(parameter, DTensor), f"{name} is not sharded"
     mesh, placements = parameter.device_mesh, parameter.placements
     box = own_box(parameter)
@@ -316,13 +272,13 @@ def _shard(name: str, parameter: nn.Parameter, meshes: Meshes, kind: Kind) -> Sh
         global_shape=parameter.shape,
         boxes=(box,) if box.numel else (),
         parameter=parameter,
-        replicas=meshes.copies[copies] if copies else None,
+        replicas=layout.meshes.copies[copies] if copies else None,
         kind=kind,
     )
 
 
 def own_box(parameter: DTensor) -> Box:
-    """The one box of the global tensor that this rank holds.
+    """Return the one box of the global tensor that this rank holds.
 
     FSDP2 splits what tensor parallelism has split before, although its axis comes first in the mesh: where both split
     the same dimension (`_StridedShard`), outer mesh axes divide what inner ones leave. So each axis divides the box,

@@ -38,7 +38,6 @@ from forge.model import Embedding, FusedLoss, Head, RMSNorm, Router, Transformer
 from forge.parallel.collectives import SEQUENCE, own_piece, sum_to_all, sum_to_pieces
 from forge.parallel.layout import Layout
 from forge.parallel.loss_parallel import TensorLoss
-from forge.parallel.order import take_step
 from forge.parallel.tensor_plan import PARTS, Plan, plan_for
 from forge.shard import Shard
 
@@ -51,7 +50,6 @@ def apply_tensor(model: Transformer, layout: Layout) -> None:
 
     Raises UserError if the plan does not fit the model, or if asynchronous collectives are asked for without a card.
     """
-    take_step(model, "tensor")
     mesh, parallel = layout.meshes.tp, layout.parallel
     if mesh.size() == 1:
         return

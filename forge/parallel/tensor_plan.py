@@ -16,7 +16,6 @@ every rank.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -26,7 +25,7 @@ from forge.config.layout import TENSOR_STYLES
 from forge.errors import UserError, did_you_mean
 from forge.model import Attention, Embedding, FeedForward, Head, RMSNorm
 from forge.parallel.layout import Layout
-from forge.parallel.precision import judges_names
+from forge.parallel.names import for_all_layers, has_all_names, matches_exact_depth
 
 Plan: TypeAlias = dict[str, str | ParallelStyle]
 
@@ -68,8 +67,8 @@ def plan_for(model: nn.Module, layout: Layout) -> Plan:
     plan: Plan = {}
     modules = dict(model.named_modules())
     for pattern, style in patterns.items():
-        found = [name for name in modules if matches(pattern, name)]
-        if not found and key is not None and judges_names(model):
+        found = [name for name in modules if matches_exact_depth(pattern, name)]
+        if not found and key is not None and has_all_names(model):
             raise UserError(f'{key}: "{pattern}" matches no module{_hint(pattern, modules)}')
         for name in found:
             _check_style(key, name, modules[name], style, layout)
@@ -83,12 +82,6 @@ def plan_for(model: nn.Module, layout: Layout) -> Plan:
                 f"(parallel.tp_plan = package.module:function) with a ParallelStyle of PyTorch"
             )
     return plan
-
-
-def matches(pattern: str, name: str) -> bool:
-    """Component by component: `layers.*.wq` is not `layers.0.attention.wq`."""
-    patterns, names = pattern.split("."), name.split(".")
-    return len(patterns) == len(names) and all(map(fnmatchcase, names, patterns))
 
 
 def _patterns(model: nn.Module, layout: Layout) -> tuple[str | None, Mapping[str, Any]]:
@@ -109,7 +102,7 @@ def _patterns(model: nn.Module, layout: Layout) -> tuple[str | None, Mapping[str
 
 
 def _hint(pattern: str, names: Iterable[str]) -> str:
-    general = {".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names}
+    general = for_all_layers(names)
     return did_you_mean(pattern, {*names, *general} if any(c.isdigit() for c in pattern) else general)
 
 

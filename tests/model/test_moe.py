@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from forge.config.model import ModelConfig
 from forge.model import IGNORE, Router, Transformer, update_routers
-from forge.parallel.activation import recompute, selective_context
+from forge.parallel.activation import Recomputed
 from tests.support.reference_model import reference_loss
 from tests.support.reference_moe import Mixture
 from tests.support.small_models import batch, fill, gradients, small_config
@@ -203,10 +203,10 @@ def assert_microbatches_do_not_matter(config: ModelConfig) -> None:
     assert_same(train(moe_model(config), microbatches=4), train(moe_model(config)))
 
 
-def assert_recomputation_does_not_matter(config: ModelConfig, context: Any = None) -> None:
+def assert_recomputation_does_not_matter(config: ModelConfig, *, selective: bool = False) -> None:
     model = moe_model(config)
     for block in model.layers.values():
-        recompute(block, context)
+        block.forward = Recomputed(block.forward, selective=selective)
     assert_same(train(model), train(moe_model(config)))
 
 
@@ -241,9 +241,9 @@ def test_microbatches_change_nothing(balance: str) -> None:
 
 
 @pytest.mark.parametrize("balance", BALANCES)
-@pytest.mark.parametrize("context", [None, selective_context], ids=["full", "selective"])
-def test_recomputation_changes_nothing(balance: str, context: Any) -> None:
-    assert_recomputation_does_not_matter(moe_config(balance=balance), context)
+@pytest.mark.parametrize("selective", [False, True], ids=["full", "selective"])
+def test_recomputation_changes_nothing(balance: str, selective: bool) -> None:
+    assert_recomputation_does_not_matter(moe_config(balance=balance), selective=selective)
 
 
 @pytest.mark.parametrize("balance", BALANCES)

@@ -12,7 +12,7 @@ from forge.config import parse_toml_text
 from forge.errors import UserError
 from forge.model import Transformer
 from forge.parallel import activation
-from forge.parallel.activation import apply_activation
+from forge.parallel.blocks import apply_blocks
 from forge.parallel.build import build_meta_model
 from tests.support.building import layout_without_ranks
 from tests.support.equivalence import tiny_config
@@ -24,7 +24,7 @@ def build(section: str) -> Transformer:
     """A small model on the CPU with recomputation as in `section`."""
     config = parse_toml_text(tiny_config() + f"[activation_checkpoint]\n{section}\n")
     model = build_meta_model(config)
-    apply_activation(model, layout_without_ranks(config))
+    apply_blocks(model, layout_without_ranks(config))
     model.to_empty(device="cpu")
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.02)
@@ -144,4 +144,4 @@ def test_a_budget_that_this_pytorch_cannot_keep_is_refused_before_the_first_step
     )
     config = parse_toml_text(text)
     with pytest.raises(UserError, match=r"memory_budget.* does not work with parallel.tp = 2"):
-        apply_activation(build_meta_model(config), layout_without_ranks(config))
+        apply_blocks(build_meta_model(config), layout_without_ranks(config))

@@ -11,9 +11,8 @@ from forge.config import parse_toml_text
 from forge.errors import UserError
 from forge.model import FusedLoss, Transformer
 from forge.parallel import compile as compiling
-from forge.parallel.activation import apply_activation
+from forge.parallel.blocks import apply_blocks
 from forge.parallel.build import build_meta_model
-from forge.parallel.compile import apply_compile
 from tests.support.building import layout_without_ranks
 from tests.support.equivalence import tiny_config
 from tests.support.harness import run_ranks
@@ -34,8 +33,7 @@ def fresh_compiler():
 def build(extra: str, layers: int = 3, keys: str = "") -> Transformer:
     config = parse_toml_text(tiny_config(model=keys).replace("n_layers = 3", f"n_layers = {layers}") + extra)
     model = build_meta_model(config)
-    apply_activation(model, layout_without_ranks(config))
-    apply_compile(model, layout_without_ranks(config))
+    apply_blocks(model, layout_without_ranks(config))
     model.to_empty(device="cpu")
     for parameter in model.parameters():
         torch.manual_seed(parameter.numel())
@@ -126,7 +124,7 @@ def test_a_loss_without_chunks_cannot_be_compiled() -> None:
     model = build_meta_model(config)
     model.loss = nn.Identity()
     with pytest.raises(UserError, match=r"compile.loss = true does not go with Identity"):
-        apply_compile(model, layout_without_ranks(config))
+        apply_blocks(model, layout_without_ranks(config))
 
 
 def test_the_loss_alone_can_be_compiled() -> None:

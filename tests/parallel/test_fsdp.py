@@ -13,8 +13,8 @@ from forge import compat
 from forge.config import check_world, parse_toml_text
 from forge.errors import UserError
 from forge.model import Normal
-from forge.parallel import fsdp
 from forge.parallel.build import build_meta_model, build_parallel_model
+from forge.parallel.fsdp import FullySharded
 from forge.parallel.initialize import fill_normal
 from forge.parallel.mesh import make_meshes
 from forge.parallel.model import SequentialModel
@@ -393,8 +393,10 @@ def _unsharded_between_microbatches(rank: int, world: int, text: str) -> list[tu
     """After each backward: whether a block is gathered, and holds an unsharded gradient."""
     model, batch = build(text, world)
     found = []
-    (group,) = compat.fsdp_unit_groups(model.parts[0].layers["0"])
-    begin = fsdp.begin_microbatch
+    model.evaluate(batch)  # FSDP knows its units after the first forward
+    block = model.parts[0].layers["0"]
+    (group,) = (g for g in compat.fsdp_parameter_groups(model.parts[0]) if block in g.modules)
+    begin = FullySharded.begin_microbatch
 
     def watch() -> tuple[bool, bool]:
         waiting = [p.unsharded_accumulated_grad is not None for p in group.fsdp_params]
@@ -403,11 +405,11 @@ def _unsharded_between_microbatches(rank: int, world: int, text: str) -> list[tu
         ]
         return group.is_unsharded, any(waiting)
 
-    def begin_and_watch(model: Any, *, last: bool) -> None:
+    def begin_and_watch(engine: FullySharded, *, last: bool) -> None:
         found.append(watch())
-        begin(model, last=last)
+        begin(engine, last=last)
 
-    fsdp.begin_microbatch = begin_and_watch
+    FullySharded.begin_microbatch = begin_and_watch
     step(model, batch)
     return [*found[1:], watch()]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -10,17 +11,15 @@ from torch import nn
 
 from forge.config import parse_toml_text
 from forge.errors import UserError
+from forge.parallel.blocks import cast_at_borders
 from forge.parallel.build import build_meta_model
-from forge.parallel.fsdp import plan_units
-from forge.parallel.precision import (
+from forge.parallel.names import matches_any_depth
+from forge.parallel.precision import compute_dtypes, pinned_parameters
+from forge.parallel.units import (
     Unit,
-    cast_at_borders,
-    compute_dtypes,
     joined_by_parameters,
-    matches,
     maximal_subtrees,
-    pinned_parameters,
-    record_compute_dtype,
+    plan_units,
     uniform_units,
 )
 from tests.support.equivalence import tiny_config
@@ -44,9 +43,9 @@ def linear(size: int = 4, dtype: torch.dtype = F32) -> nn.Linear:
     return nn.Linear(size, size, bias=False, dtype=dtype, device="meta")
 
 
-def resolved(module: nn.Module, policy: torch.dtype | None, **options: Any) -> dict[str, torch.dtype]:
-    dtypes = compute_dtypes([module], policy, **options)
-    return {name: dtypes[p] for name, p in module.named_parameters() if p in dtypes}
+def resolved(module: nn.Module, policy: torch.dtype, **options: Any) -> dict[str, torch.dtype]:
+    dtypes = compute_dtypes(list(module.parameters()), policy, **options)
+    return {name: dtypes[p] for name, p in module.named_parameters()}
 
 
 @pytest.mark.parametrize(
@@ -68,7 +67,7 @@ def resolved(module: nn.Module, policy: torch.dtype | None, **options: Any) -> d
     ],
 )
 def test_patterns_are_whole_names_with_a_glob_for_each_component(pattern, name, expected) -> None:
-    assert matches(pattern, name) is expected
+    assert matches_any_depth(pattern, name) is expected
 
 
 def test_what_is_no_floating_point_number_keeps_its_dtype() -> None:
@@ -77,17 +76,14 @@ def test_what_is_no_floating_point_number_keeps_its_dtype() -> None:
     assert resolved(net, BF16) == {"table": torch.int64, "a.weight": BF16}
 
 
-def test_a_pin_beats_what_was_recorded_and_that_beats_the_policy() -> None:
-    net = Net(a=linear(), b=linear(), c=linear())
-    record_compute_dtype(net.a.weight, F64)
-    record_compute_dtype(net.b.weight, F64)
-    assert resolved(net, BF16, pinned={net.a.weight}) == {"a.weight": F32, "b.weight": F64, "c.weight": BF16}
+def test_a_pin_beats_the_policy() -> None:
+    net = Net(a=linear(), b=linear())
+    assert resolved(net, BF16, pinned={net.a.weight}) == {"a.weight": F32, "b.weight": BF16}
 
 
 def test_a_pin_never_narrows() -> None:
     net = Net(a=linear())
     assert resolved(net, F64, pinned={net.a.weight}) == {"a.weight": F64}
-    assert resolved(net, None, pinned={net.a.weight}) == {"a.weight": F32}
 
 
 @pytest.mark.parametrize(
@@ -99,7 +95,6 @@ def test_a_pin_never_narrows() -> None:
         ((F32, BF16), BF16, (F32, BF16), (BF16, BF16)),
         ((BF16, BF16), F32, (F32, F32), (BF16, BF16)),
         ((F32, BF16), F32, (F32, BF16), (F32, BF16)),
-        ((F32, BF16), None, (F32, BF16), (F32, BF16)),
         ((F64, F64), F64, (F64, F64), (F64, F64)),
         ((F32, F32), F64, (F64, F64), (F32, F32)),
     ],
@@ -112,11 +107,6 @@ def test_storage_decides_together_or_each_parameter_by_itself(
     assert tuple(resolved(net, policy, per_parameter=True).values()) == per_parameter
 
 
-def test_ignored_parameters_neither_have_a_dtype_nor_make_the_storage_mixed() -> None:
-    net = Net(a=linear(), b=linear(dtype=BF16))
-    assert resolved(net, BF16, ignored={net.b.weight}, pinned={net.b.weight}) == {"a.weight": BF16}
-
-
 def test_pins_are_the_parameters_under_the_matched_modules() -> None:
     net = Net(a=Net(router=linear()), b=linear())
     assert pinned_parameters(net, ["*.router"]) == {net.a.router.weight}
@@ -126,7 +116,7 @@ def test_pins_are_the_parameters_under_the_matched_modules() -> None:
 def test_the_default_pin_may_match_nothing_a_users_may_not() -> None:
     net = Net(attention=linear(), norm=linear())
     assert pinned_parameters(net, ["*.router"]) == set()
-    with pytest.raises(UserError, match=r"'atention' stands for no module .* nearest name is 'attention'"):
+    with pytest.raises(UserError, match=r"'atention' matches no module .* nearest name is 'attention'"):
         pinned_parameters(net, ["atention"])
 
 
@@ -183,9 +173,17 @@ def test_a_module_that_is_never_called_stands_for_its_children() -> None:
 # Units.
 
 
-def units(net: nn.Module, policy: torch.dtype = BF16, **options: Any) -> list[tuple[list[str], torch.dtype]]:
+def units(
+    net: nn.Module,
+    *,
+    ignored: Collection[nn.Parameter] = (),
+    changed: dict[nn.Parameter, torch.dtype] | None = None,
+    **options: Any,
+) -> list[tuple[list[str], torch.dtype]]:
+    """The units of `net`, by the names of their modules. `changed`: compute dtypes that no rule would give."""
     names = {module: name for name, module in net.named_modules()}
-    made = uniform_units([net], compute_dtypes([net], policy, **options))
+    dtypes = compute_dtypes([p for p in net.parameters() if p not in set(ignored)], BF16, **options)
+    made = uniform_units([net], dtypes | (changed or {}))
     return [([names[m] for m in unit.modules], unit.compute) for unit in made]
 
 
@@ -213,17 +211,15 @@ def test_storage_divides_as_compute_does() -> None:
 
 def test_three_dtypes_leave_nothing_over() -> None:
     net = Net(a=linear(), b=Net(c=linear(), d=linear()), e=linear())
-    record_compute_dtype(net.e.weight, F64)
-    assert units(net, pinned={net.a.weight}) == [(["a"], F32), (["b"], BF16), (["e"], F64)]
+    found = units(net, pinned={net.a.weight}, changed={net.e.weight: F64})
+    assert found == [(["a"], F32), (["b"], BF16), (["e"], F64)]
 
 
 def test_ignored_parameters_are_in_no_unit() -> None:
     net = Net(a=linear(), b=linear(), c=linear(), d=linear())
-    record_compute_dtype(net.b.weight, F64)
-    assert units(net, pinned={net.a.weight}, ignored={net.c.weight, net.d.weight}) == [
-        (["a"], F32),
-        ([""], F64),
-    ]
+    others = {net.c.weight, net.d.weight}
+    found = units(net, pinned={net.a.weight}, ignored=others, changed={net.b.weight: F64})
+    assert found == [(["a"], F32), ([""], F64)]
     assert units(net, ignored=set(net.parameters())) == []
 
 

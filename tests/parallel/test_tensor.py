@@ -7,8 +7,9 @@ from torch.distributed.tensor import DTensor
 from forge.config import parse_toml_text
 from forge.errors import BAD_CONFIG, UserError
 from forge.parallel.build import build_meta_model
+from forge.parallel.names import matches_exact_depth
 from forge.parallel.tensor import sum_partial_gradients
-from forge.parallel.tensor_plan import matches, plan_for
+from forge.parallel.tensor_plan import plan_for
 from tests.support.building import built, layout_without_ranks
 from tests.support.collectives import collectives_of
 from tests.support.configs import complaint
@@ -163,7 +164,8 @@ def planned(styles: dict[str, str], more: str = "") -> dict:
 def test_a_plan_by_hand_names_modules_by_globs() -> None:
     plan = planned({"layers.*.feed_forward.w[13]": "colwise", "layers.*.feed_forward.w2": "rowwise"})
     assert len(plan) == 3 * LAYERS and plan["layers.2.feed_forward.w3"] == "colwise"
-    assert matches("layers.*.wq", "layers.0.wq") and not matches("layers.*.wq", "layers.0.attention.wq")
+    assert matches_exact_depth("layers.*.wq", "layers.0.wq")
+    assert not matches_exact_depth("layers.*.wq", "layers.0.attention.wq")
 
 
 @pytest.mark.parametrize(

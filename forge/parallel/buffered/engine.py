@@ -34,7 +34,6 @@ from forge.parallel.buffered.pool import Pool
 from forge.parallel.buffered.reduction import Entry, InPlace, Reduction, Scattered
 from forge.parallel.expert import parameter_kinds
 from forge.parallel.layout import Layout
-from forge.parallel.order import take_step
 from forge.shard import Shard
 
 
@@ -44,14 +43,12 @@ class Buffered:
     shards: list[Shard]
 
     def __init__(self, model: Transformer, layout: Layout):
-        take_step(model, "data")
         self._model, self._layout = model, layout
         self._plans = plan_buffers(model, layout)
 
     def allocate(self, device: torch.device) -> None:
         """Memory for the buffers, into which the model's parameters now point; and the hooks."""
         model, parallel = self._model, self._layout.parallel
-        take_step(model, "allocate")
         names = {name: parameter for name, parameter in model.named_parameters()}
         kinds = {name: parameter_kinds(model).get(parameter, "dense") for name, parameter in names.items()}
         if parallel.symmetric_memory and device.type != "cuda":

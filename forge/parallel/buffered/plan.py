@@ -14,9 +14,8 @@ from forge.model import Transformer
 from forge.model.precision import promoted
 from forge.parallel.buffered.layout import BufferLayout, Item, default_bucket_numel, lay_out
 from forge.parallel.expert import parameter_kinds
-from forge.parallel.fsdp import plan_units
 from forge.parallel.layout import Layout
-from forge.parallel.precision import cast_at_borders
+from forge.parallel.units import plan_units
 
 
 @dataclass(frozen=True)
@@ -71,12 +70,11 @@ class BufferPlan:
 
 
 def plan_buffers(model: Transformer, layout: Layout) -> list[BufferPlan]:
-    """The buffers of `model` (on the meta device), which is changed to cast where dtypes meet.
+    """The buffers of `model` (on the meta device).
 
     Raises UserError if precision.fp32_modules cannot be followed.
     """
     _, dtypes = plan_units(model, layout.precision)
-    cast_at_borders(model, dtypes, layout.compute)
     kinds = parameter_kinds(model)
     members: dict[tuple[Formats, bool], list[Item]] = {}
     for name, parameter in reversed(list(model.named_parameters())):

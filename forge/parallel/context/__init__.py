@@ -16,7 +16,6 @@ from forge.parallel.context.ring import RingAttention
 from forge.parallel.context.sequence import Inputs, SequenceSplit
 from forge.parallel.context.ulysses import UlyssesAttention
 from forge.parallel.layout import Layout
-from forge.parallel.order import take_step
 
 __all__ = ["Inputs", "SequenceSplit", "apply_context"]
 
@@ -32,7 +31,6 @@ def apply_context(model: Transformer, layout: Layout) -> None:
 
     Raises UserError for the ring in compiled blocks on CUDA.
     """
-    take_step(model, "context")
     split = SequenceSplit(layout.meshes.cp)
     if split.ranks == 1:
         return

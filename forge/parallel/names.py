@@ -1,0 +1,44 @@
+"""Names of modules, and the patterns over them that keys of the configuration hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+
+def matches_exact_depth(pattern: str, name: str) -> bool:
+    """Return whether `pattern` matches `name` component by component: `layers.*.wq` is not `layers.0.attention.wq`.
+
+    For plans of tensor parallelism, which say how each module is split: a pattern must not match more than was meant.
+    """
+    patterns, names = pattern.split("."), name.split(".")
+    return len(patterns) == len(names) and all(map(fnmatchcase, names, patterns))
+
+
+def matches_any_depth(pattern: str, name: str) -> bool:
+    """Return whether `pattern` matches the whole `name`; a component that is `*` alone matches one or more components.
+
+    For precision.fp32_modules, which names a kind of module wherever it lies: `*.router` is a router at any depth. Other
+    components are globs of their own: `*norm` is `attention_norm`, never `attention.norm`.
+    """
+
+    def match(pattern: Sequence[str], name: Sequence[str]) -> bool:
+        if not pattern or not name:
+            return not pattern and not name
+        if pattern[0] == "*":
+            return any(match(pattern[1:], name[taken:]) for taken in range(1, len(name) + 1))
+        return fnmatchcase(name[0], pattern[0]) and match(pattern[1:], name[1:])
+
+    return match(pattern.split("."), name.split("."))
+
+
+def has_all_names(model: nn.Module) -> bool:
+    """Return whether a name that `model` does not have is a mistake: stages of a pipeline have only some of the names."""
+    return getattr(model, "is_whole", True)
+
+
+def for_all_layers(names: Iterable[str]) -> set[str]:
+    """Return `names` with `*` in the place of numbers, to suggest instead of the same name in every layer."""
+    return {".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names}
