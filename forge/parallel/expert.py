@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard as Split
 
 from forge.model import Experts, MoE, Router, Transformer
@@ -24,7 +23,7 @@ from forge.model.experts import grouped_swiglu
 from forge.parallel.collectives import gather_for_all, own_piece, sum_over
 from forge.parallel.expert_dispatch import AllToAllDispatcher
 from forge.parallel.layout import Layout
-from forge.parallel.tensor import distribute
+from forge.parallel.tensor_styles import distributed, local_tensor
 from forge.shard import Kind
 
 log = logging.getLogger(__name__)
@@ -35,38 +34,47 @@ def apply_expert(model: Transformer, layout: Layout) -> None:
     moe, meshes = layout.model.moe, layout.meshes
     if moe is None:
         return
-    for layer in [module for module in model.modules() if isinstance(module, MoE)]:
-        if meshes.ep.size() > 1:
-            distribute(layer.experts, meshes.ep, Split(0))
-            layer.experts.__class__ = _LocalExperts
-            layer.dispatch = AllToAllDispatcher(meshes.ep.get_group(), moe.n_experts)
-        if meshes.tp.size() > 1:
-            layer.__class__ = _PieceRouted
-            pieces = cast(_PieceRouted, layer)
-            pieces.mesh, pieces.whole_stream = meshes.tp, not layout.parallel.sequence_parallel
+    for name, layer in list(model.named_modules()):
+        if not isinstance(layer, MoE):
+            continue
         if meshes.sequence.size() > 1:
             layer.router.sum_over_sequence = functools.partial(sum_over, ranks=meshes.sequence)
+        if meshes.ep.size() > 1:
+            layer.experts = LocalExperts(layer.experts, meshes.ep)
+            layer.dispatch = AllToAllDispatcher(meshes.ep.get_group(), moe.n_experts)
+        if meshes.tp.size() > 1:
+            model.set_submodule(name, PieceRoutedMoE(layer, layout))
     outside = [key for key in ("capacity_factor", "router_noise") if getattr(moe, key)]
     if outside and dist.get_world_size() > 1:
         keys = " and ".join(f"model.moe.{key}" for key in outside)
         log.info("results depend on the layout: %s", keys)
 
 
-class _LocalExperts(Experts):
+class LocalExperts(Experts):
     """The experts that this rank has, of weights that are split over ep."""
 
+    def __init__(self, plain: Experts, mesh: DeviceMesh):
+        n_experts, _, dim = plain.w13.shape
+        with torch.device("meta"):
+            super().__init__(n_experts, dim, plain.w2.shape[-1])
+        self.w13, self.w2 = (distributed(weight, mesh, Split(0)) for weight in (plain.w13, plain.w2))
+
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        w13, w2 = (cast(DTensor, weight).to_local() for weight in (self.w13, self.w2))
-        return grouped_swiglu(rows, w13, w2, counts)
+        """rows `[n, dim]`, sorted by expert, counts int64 `[n_experts / ep]` of each one's -> `[n, dim]`."""
+        return grouped_swiglu(rows, local_tensor(self.w13), local_tensor(self.w2), counts)
 
 
-class _PieceRouted(MoE):
-    """Routes only this rank's piece of the sequence. `whole_stream`: x is the whole sequence on every rank of `mesh`."""
+class PieceRoutedMoE(MoE):
+    """A mixture in which each tensor rank routes its own piece of the sequence."""
 
-    mesh: DeviceMesh
-    whole_stream: bool
+    def __init__(self, plain: MoE, layout: Layout):
+        nn.Module.__init__(self)
+        self.router, self.experts, self.shared = plain.router, plain.experts, plain.shared
+        self.dispatch = plain.dispatch
+        self.mesh, self.whole_stream = layout.meshes.tp, not layout.parallel.sequence_parallel
 
     def routed(self, x: Tensor, labels: Tensor | None) -> Tensor:
+        """x `[batch, seq / tp, dim]`, or the whole sequence on every rank, labels `[batch, seq]` -> shaped like x."""
         if labels is not None:
             labels = own_piece(labels, self.mesh)
         if not self.whole_stream:

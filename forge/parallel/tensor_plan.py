@@ -23,9 +23,10 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from forge.config.layout import TENSOR_STYLES
 from forge.errors import UserError, did_you_mean
-from forge.model import Attention, Embedding, FeedForward, Head, RMSNorm
+from forge.model import Attention, FeedForward
 from forge.parallel.layout import Layout
 from forge.parallel.names import for_all_layers, has_all_names, matches_exact_depth
+from forge.parallel.tensor_styles import styles_of
 
 Plan: TypeAlias = dict[str, str | ParallelStyle]
 
@@ -43,12 +44,6 @@ OWN: Mapping[str, str] = {
     "layers.*.feed_forward.shared.w3": "colwise",
     "layers.*.feed_forward.shared.w2": "rowwise",
     "head": "colwise",
-}
-FITTING = {
-    nn.Linear: ("colwise", "rowwise", "colwise_rep", "rowwise_rep"),
-    Embedding: ("rowwise", "rowwise_rep"),
-    Head: ("colwise", "colwise_rep"),
-    RMSNorm: ("sequence_parallel",),
 }
 # Projections into a part of a block, and back into the residual stream.
 PARTS: dict[type[nn.Module], tuple[tuple[str, ...], str]] = {
@@ -112,7 +107,7 @@ def _check_style(key: str | None, name: str, module: nn.Module, style: Any, layo
     where = f'{key or "plan of the model"}: "{name}"'
     if style not in TENSOR_STYLES:
         raise UserError(f"{where} = {style!r} is not a style; known: {', '.join(TENSOR_STYLES)}")
-    fitting = next((styles for kind, styles in FITTING.items() if isinstance(module, kind)), ())
+    fitting = [known for known in styles_of(module) if known is not None]
     if style not in fitting:
         allowed = f"use {' or '.join(fitting)}" if fitting else "it is not a module that can be split"
         raise UserError(f"{where} is a {type(module).__name__}, which cannot be {style}; {allowed}")
