@@ -1,4 +1,4 @@
-"""`ParallelModel`: what the training loop sees of a model on any layout, and the implementation without a pipeline."""
+"""`ParallelModel`: a model on any layout, as the training loop sees it, and the implementation without a pipeline."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from forge.parallel.routers import RouterReport, Routers
 from forge.parallel.tensor import partial_shards, sum_partial_gradients
 
 
-class Batch(Sequences, Protocol):
-    """What this data rank reads for one optimizer step."""
+class StepBatch(Sequences, Protocol):
+    """What this data rank reads for one optimizer step (forge.data makes it)."""
 
     def microbatches(self, size: int) -> Any: ...
 
@@ -48,113 +48,109 @@ class Sums:
 
 
 class ParallelModel:
-    """A model spread over ranks. Every method is collective; the loop calls them in the order given here.
+    """A model spread over ranks. Methods are collective unless they say otherwise; the loop calls them in this order.
 
-    parts: what this rank has of the model, each with the engine that shares it among ranks which read other data.
-    shards: the parameters. buffers: what else belongs into checkpoints, the balancing state of routers.
+    parts: this rank's stages of the model (without a pipeline one, all of it). shards: the parameters.
+    buffers: what else belongs into checkpoints, the balancing state of routers.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[Transformer],
-        engines: Sequence[DataParallel],
-        layout: Layout,
-    ):
+    def __init__(self, parts: Sequence[Transformer], engines: Sequence[DataParallel], layout: Layout):
         self.parts = list(parts)
         self.shards = [shard for engine in engines for shard in engine.shards]
         self._engines = engines
         self._routers = Routers(parts, layout)
         self.buffers = self._routers.shards()
-        self._open = [
-            s for part, e in zip(parts, engines, strict=True) for s in partial_shards(part, e.shards)
-        ]
+        self._partial = [s for p, e in zip(parts, engines, strict=True) for s in partial_shards(p, e.shards)]
         self._meshes = layout.meshes
         self._split = SequenceSplit(layout.meshes.cp, layout.sequence_pieces)
         self._micro_batch_size = layout.micro_batch_size
 
-    def count_tokens(self, batch: Batch) -> Tensor:
-        """Number of valid labels in the global batch: a float64 device scalar, equal on all ranks."""
-        return _sum_over(_valid_tokens(self._split.local_part(batch)), self._meshes.loss)
+    def count_tokens(self, batch: StepBatch) -> Tensor:
+        """Return the number of valid labels in the global batch: a float64 device scalar, equal on all ranks.
 
-    def forward_backward(self, batch: Batch, tokens: Tensor) -> Sums:
-        """Add the gradient of (sum of losses / tokens) of every microbatch to the shards; their sums over all ranks."""
+        The loss is divided by it before the first backward, so it is counted before the first forward.
+        """
+        return _sum_over(_valid_tokens(self._split.part(batch.labels)), self._meshes.loss)
+
+    def forward_backward(self, batch: StepBatch, tokens: Tensor) -> Sums:
+        """Add the gradient of (sum of losses / tokens) of every microbatch to the shards; return the sums of losses."""
         microbatches = [self._split.local_part(micro) for micro in batch.microbatches(self._micro_batch_size)]
         # A batch without any valid token has loss 0 and gradient 0, not 0/0.
         divisor = tokens.clamp(min=1)
         for part in self.parts:
             part.set_loss_scale(1 / divisor)
         losses = self._forward_backward(microbatches, divisor)
-        # Before any other collective: a rank may have had nothing to say of some parameters until now.
+        # Before any other collective: on some ranks no hook has fired for some parameters, whose reductions start here.
         for engine in self._engines:
             engine.start_gradient_sync()
         return Sums(torch.cat([_sum_over(losses, self._meshes.pipeline), tokens.reshape(1)]))
 
     def finalize_gradients(self) -> None:
-        """Complete the sums of gradients across every axis that backward left open."""
+        """Complete the sums of gradients over every axis: after this, gradients of shards are those of the global batch."""
         for engine in self._engines:
             engine.finish_gradient_sync()
-        # Tensor parallelism leaves some sums open.
-        sum_partial_gradients(self._open, self._meshes.tp)
+        sum_partial_gradients(self._partial, self._meshes.tp)
 
     def update_router(self, skip: Tensor) -> RouterReport | None:
-        """Move the balancing state of all routers, unless the step is skipped (device scalar 1.0); None if there is none."""
+        """Update the balancing state of all routers, unless `skip` (device scalar) is 1.0; None for a dense model."""
         return self._routers.update(skip)
 
     def after_update(self) -> None:
-        """Make anew what derives from the parameters: after each optimizer step or load into a used model."""
+        """Recompute what derives from the parameters. Call after each optimizer step, and after a load into a used model."""
         for engine in self._engines:
             engine.after_update()
 
     def zero_gradients(self) -> None:
-        """Forget the gradients."""
+        """Discard the gradients."""
         for engine in self._engines:
             engine.zero_gradients()
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch) -> Sums:
-        """The sums of one batch without a gradient."""
+    def evaluate(self, batch: StepBatch) -> Sums:
+        """Return the sums of one batch, without computing gradients."""
         inputs = self._split.local_part(batch)
         values = torch.zeros(4, dtype=torch.float64, device=inputs.tokens.device)
         losses = self._forward(inputs)
         if losses is not None:
             values[:3] = losses
-            values[3] = _valid_tokens(inputs)
+            assert inputs.labels is not None
+            values[3] = _valid_tokens(inputs.labels)
         return Sums(_sum_over(values, self._meshes.pipeline))
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
-        """Next-token scores `[batch, seq, vocab]` of `tokens` `[batch, seq]`, the same tokens on all ranks."""
+        """Return next-token scores `[batch, seq, vocab]` of `tokens` `[batch, seq]`, the same tokens on all ranks."""
         return self._split.logits(self._logits, tokens)
 
     def replicated_tensors(self) -> Iterator[tuple[str, Tensor, dist.ProcessGroup]]:
-        """What ranks compute with alike besides their shards: name, something to compare, the ranks."""
+        """Yield tensors besides `shards` that must be bit-identical across a group: name, what to compare, the group."""
         for engine in self._engines:
             yield from engine.replicated_tensors()
 
     def memory(self) -> dict[str, int]:
-        """What this rank's device holds through a step, in bytes by kind. Not collective."""
+        """Return what this rank's device holds through a step, in bytes by kind. Not collective."""
         of_engines = [engine.memory() for engine in self._engines]
         return {kind: sum(memory[kind] for memory in of_engines) for kind in of_engines[0]}
 
     def accumulation_memory_summary(self) -> str:
-        """What lies in memory between the microbatches of a step, for the log. Not collective."""
+        """Return, for the log, what lies in memory between the microbatches of a step. Not collective."""
         return "; ".join(engine.accumulation_memory_summary() for engine in self._engines)
 
     def _forward_backward(self, microbatches: list[Inputs], divisor: Tensor) -> Tensor:
-        """The gradients of all losses / divisor; the sums of losses that are computed here, float64 `[3]`."""
+        """Compute the gradients of all losses / divisor; return the sums of losses computed here, float64 `[3]`."""
         raise NotImplementedError
 
     def _forward(self, inputs: Inputs) -> Tensor | None:
-        """What the whole model's forward returns; None where another rank has its end."""
+        """Return what the whole model's forward returns; None where another rank has its end."""
         raise NotImplementedError
 
     def _logits(self, inputs: Inputs) -> Tensor:
-        """What the whole model's forward returns for inputs without labels."""
+        """Return, on every rank, what the whole model's forward returns for inputs without labels."""
         raise NotImplementedError
 
 
 class SequentialModel(ParallelModel):
-    """The whole model in every rank's hands, layer after layer."""
+    """The model without a pipeline: every rank has its shards of all layers."""
 
     def _forward_backward(self, microbatches: list[Inputs], divisor: Tensor) -> Tensor:
         (engine,), total = self._engines, torch.zeros(3, dtype=torch.float64, device=divisor.device)
@@ -171,9 +167,8 @@ class SequentialModel(ParallelModel):
     _logits = _forward
 
 
-def _valid_tokens(inputs: Inputs) -> Tensor:
-    assert inputs.labels is not None
-    return (inputs.labels != IGNORE).sum(dtype=torch.float64)
+def _valid_tokens(labels: Tensor) -> Tensor:
+    return (labels != IGNORE).sum(dtype=torch.float64)
 
 
 def _sum_over(values: Tensor, group: dist.ProcessGroup) -> Tensor:

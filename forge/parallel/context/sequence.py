@@ -64,7 +64,9 @@ class SequenceSplit:
         return rank, 2 * self.ranks - 1 - rank
 
     def part(self, whole: Tensor, dim: int = -1) -> Tensor:
-        """This rank's part of a tensor that has the sequence, of a multiple of 2 * cp tokens, along `dim`."""
+        """Return this rank's part of a tensor that has the sequence, a multiple of 2 * cp tokens, along `dim`."""
+        if self.ranks == 1:
+            return whole
         assert whole.shape[dim] % (2 * self.ranks) == 0, (
             f"{whole.shape[dim]} tokens in {2 * self.ranks} chunks"
         )
