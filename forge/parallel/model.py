@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forge.model import IGNORE, Transformer
-from forge.parallel.context import Inputs, SequenceSplit
+from forge.parallel.context import ModelInputs, SequenceSplit
 from forge.parallel.context.sequence import Sequences
 from forge.parallel.data import DataParallel
 from forge.parallel.layout import Layout
@@ -136,15 +136,15 @@ class ParallelModel:
         """Return, for the log, what lies in memory between the microbatches of a step. Not collective."""
         return "; ".join(engine.accumulation_memory_summary() for engine in self._engines)
 
-    def _forward_backward(self, microbatches: list[Inputs], divisor: Tensor) -> Tensor:
+    def _forward_backward(self, microbatches: list[ModelInputs], divisor: Tensor) -> Tensor:
         """Compute the gradients of all losses / divisor; return the sums of losses computed here, float64 `[3]`."""
         raise NotImplementedError
 
-    def _forward(self, inputs: Inputs) -> Tensor | None:
+    def _forward(self, inputs: ModelInputs) -> Tensor | None:
         """Return what the whole model's forward returns; None where another rank has its end."""
         raise NotImplementedError
 
-    def _logits(self, inputs: Inputs) -> Tensor:
+    def _logits(self, inputs: ModelInputs) -> Tensor:
         """Return, on every rank, what the whole model's forward returns for inputs without labels."""
         raise NotImplementedError
 
@@ -152,7 +152,7 @@ class ParallelModel:
 class SequentialModel(ParallelModel):
     """The model without a pipeline: every rank has its shards of all layers."""
 
-    def _forward_backward(self, microbatches: list[Inputs], divisor: Tensor) -> Tensor:
+    def _forward_backward(self, microbatches: list[ModelInputs], divisor: Tensor) -> Tensor:
         (engine,), total = self._engines, torch.zeros(3, dtype=torch.float64, device=divisor.device)
         for index, inputs in enumerate(microbatches):
             engine.begin_microbatch(last=index == len(microbatches) - 1)
@@ -161,7 +161,7 @@ class SequentialModel(ParallelModel):
             total += losses.detach()
         return total
 
-    def _forward(self, inputs: Inputs) -> Tensor:
+    def _forward(self, inputs: ModelInputs) -> Tensor:
         return self.parts[0](*inputs)
 
     _logits = _forward

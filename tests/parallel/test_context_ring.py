@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from forge.model.mask import block_part, dense_part
-from forge.parallel.context import blocks
-from forge.parallel.context.blocks import Block, FlexKernel, PlainKernel
+from forge.parallel.context import kernels
+from forge.parallel.context.kernels import AttentionBlock, FlexKernel, PlainKernel
 from forge.parallel.context.ring import merge
 
 CHUNK = 8
@@ -41,7 +41,7 @@ def whole(q: Tensor, k: Tensor, v: Tensor, table: Tensor, soft_cap: float) -> Te
 
 def differentiable(q: Tensor, k: Tensor, v: Tensor, table: Tensor, soft_cap: float) -> tuple[Tensor, Tensor]:
     """What flex_attention returns, which has no backward on a CPU: autograd gets through this."""
-    return PlainKernel().forward(Block(q, k, v, table, soft_cap))
+    return PlainKernel().forward(AttentionBlock(q, k, v, table, soft_cap))
 
 
 MASKS = {
@@ -57,7 +57,7 @@ MASKS = {
 @pytest.mark.parametrize("kernel", [PlainKernel(), FlexKernel()], ids=["plain", "flex"])
 def test_blocks_merged_are_the_whole(kernel, mask: str, soft_cap: float, monkeypatch) -> None:
     """Forward and backward over all pairs of chunks; most of them have rows that see no key."""
-    monkeypatch.setattr(blocks, "_flex_with_lse", differentiable)
+    monkeypatch.setattr(kernels, "_flex_with_lse", differentiable)
     q, k, v, grad = tensors()
     window, docs = MASKS[mask]
     pairs = [(i, j, dense_part(window, docs, chunk(i), chunk(j))) for i in range(4) for j in range(4)]
@@ -65,7 +65,7 @@ def test_blocks_merged_are_the_whole(kernel, mask: str, soft_cap: float, monkeyp
     for i, j, table in pairs:
         rows, keys = chunk(i), chunk(j)
         part_out, part_lse = out[:, :, i * CHUNK : (i + 1) * CHUNK], lse[:, :, i * CHUNK : (i + 1) * CHUNK]
-        block = Block(q[:, :, rows], k[:, :, keys], v[:, :, keys], table, soft_cap)
+        block = AttentionBlock(q[:, :, rows], k[:, :, keys], v[:, :, keys], table, soft_cap)
         merge(part_out, part_lse, *kernel.forward(block))
 
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -80,7 +80,7 @@ def test_blocks_merged_are_the_whole(kernel, mask: str, soft_cap: float, monkeyp
         rows, keys = chunk(i), chunk(j)
         if not table.any():
             continue
-        block = Block(q[:, :, rows], k[:, :, keys], v[:, :, keys], table, soft_cap)
+        block = AttentionBlock(q[:, :, rows], k[:, :, keys], v[:, :, keys], table, soft_cap)
         found = kernel.backward(block, grad[:, :, rows], delta[:, :, rows], lse[:, :, rows])
         for total, where, share in zip(grads, (rows, keys, keys), found, strict=True):
             total[:, :, where] += share
@@ -93,7 +93,7 @@ def test_rows_that_see_no_key_have_no_weight() -> None:
     q, k, v, _ = tensors(CHUNK)
     table = torch.ones(1, 1, CHUNK, CHUNK, dtype=torch.bool)
     table[:, :, 2:5] = False
-    out, lse = PlainKernel().forward(Block(q, k, v, table, 0.0))
+    out, lse = PlainKernel().forward(AttentionBlock(q, k, v, table, 0.0))
     assert (out[:, :, 2:5] == 0).all() and (lse[:, :, 2:5] == -torch.inf).all()
     before = torch.full_like(lse, -torch.inf)
     total = torch.zeros_like(out)
@@ -112,9 +112,9 @@ def test_flex_attention_with_tiles_of_a_part_says_the_same(soft_cap: float) -> N
     queries, keys = torch.cat([torch.arange(100), torch.arange(300, 400)]), torch.arange(170, 330)
     inputs = q[:, :, queries], k[:, :, keys], v[:, :, keys]
     with torch.no_grad():
-        out, lse = blocks._flex_with_lse(*inputs, block_part(70, owners, queries, keys), soft_cap)
+        out, lse = kernels._flex_with_lse(*inputs, block_part(70, owners, queries, keys), soft_cap)
     dense = dense_part(70, owners, queries, keys)
-    expected_out, expected_lse = PlainKernel().forward(Block(*inputs, dense, soft_cap))
+    expected_out, expected_lse = PlainKernel().forward(AttentionBlock(*inputs, dense, soft_cap))
     assert (expected_lse == -torch.inf).any() and (expected_lse > -torch.inf).any()
     assert_close(out, expected_out)
     assert_close(lse, expected_lse)
@@ -128,7 +128,7 @@ def test_flex_kernel_on_cuda() -> None:
     owners = documents(256, 90).cuda()
     results = []
     for kernel, make_table in ((FlexKernel(), block_part), (PlainKernel(), dense_part)):
-        block = Block(q, k, v, make_table(70, owners, index, index), 0.0)
+        block = AttentionBlock(q, k, v, make_table(70, owners, index, index), 0.0)
         out, lse = kernel.forward(block)
         grads = kernel.backward(block, grad, (grad * out).sum(-1), lse)
         results.append((out, lse, *grads))

@@ -1,7 +1,7 @@
-"""Context parallelism: the ranks of the cp axis share every sequence, each holding an early and a late part of it.
+"""Context parallelism: the ranks of the cp axis share every sequence; each holds an early and a late part of it.
 
-Only attention looks across tokens, so only the attention function is replaced (`Attention.attend`); parameters are
-not touched: fsdp shards them over dp_shard x cp and sums their gradients there.
+Only attention looks across tokens, so only the attention function is replaced (`Attention.attend`). Parameters are not
+touched: data parallelism shards them over dp_shard x cp and sums their gradients there.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from forge.errors import UserError
 from forge.model import AttentionFunction, Transformer
 from forge.parallel.context.gathered import AllGatherAttention
 from forge.parallel.context.ring import RingAttention
-from forge.parallel.context.sequence import Inputs, SequenceSplit
+from forge.parallel.context.sequence import ModelInputs, SequenceSplit
 from forge.parallel.context.ulysses import UlyssesAttention
 from forge.parallel.layout import Layout
 
-__all__ = ["Inputs", "SequenceSplit", "apply_context"]
+__all__ = ["ModelInputs", "SequenceSplit", "apply_context"]
 
 FUNCTIONS: dict[str, Callable[[SequenceSplit], AttentionFunction]] = {
     "allgather": AllGatherAttention,
@@ -27,7 +27,7 @@ FUNCTIONS: dict[str, Callable[[SequenceSplit], AttentionFunction]] = {
 
 
 def apply_context(model: Transformer, layout: Layout) -> None:
-    """Let every attention of `model` reach the whole sequence over the cp ranks; one rank alone keeps its own function.
+    """Replace the attention function of `model` by one that reaches the whole sequence over the cp ranks, if several.
 
     Raises UserError for the ring in compiled blocks on CUDA.
     """

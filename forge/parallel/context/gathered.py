@@ -36,6 +36,7 @@ class AllGatherAttention:
         return AttentionMask(window, mask.documents, mask.soft_cap, table)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+        # One collective for both: [2, batch, kv_heads, seq / cp, head_dim] of each rank.
         gathered = compat.all_gather(torch.stack([k, v]).unsqueeze(0), self.split.group)
         k, v = self.split.in_order(gathered).unbind(0)
         if isinstance(mask.table, tuple):
@@ -44,7 +45,7 @@ class AllGatherAttention:
 
 
 def lower_right(split: SequenceSplit, tokens: int) -> tuple[CausalBias, ...]:
-    """The masks of this rank's two chunks of queries, `tokens` together, each against the keys up to its end."""
+    """Return the masks of this rank's two chunks of queries, `tokens` together, each against the keys up to its end."""
     size = tokens // 2
     return tuple(causal_lower_right(size, (chunk + 1) * size) for chunk in split.chunks(split.rank))
 
@@ -52,7 +53,8 @@ def lower_right(split: SequenceSplit, tokens: int) -> tuple[CausalBias, ...]:
 def causal_chunks(q: Tensor, k: Tensor, v: Tensor, masks: tuple[CausalBias, ...]) -> Tensor:
     """Plain causal attention of this rank's two chunks of queries; `masks`: of `lower_right`.
 
-    For CUDA, where a kernel knows this mask by itself; elsewhere PyTorch would write it out in every call.
+    q `[batch, heads, seq / cp, head_dim]`, k and v `[batch, kv_heads, seq, head_dim]` -> shaped like q. For CUDA, where a
+    kernel implements this mask; elsewhere PyTorch would build it as a tensor in every call.
     """
     outs = [
         F.scaled_dot_product_attention(

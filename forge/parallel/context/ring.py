@@ -1,7 +1,7 @@
-"""Context parallelism on a ring: keys and values travel from rank to rank, and each rank merges what it sees of them.
+"""Context parallelism on a ring: keys and values travel from rank to rank; each rank merges its attention over each part.
 
 cp - 1 exchanges per layer and forward; in backward keys and values go around again, and their gradients with them until
-they are home (Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context"). Never more than
+they are back (Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context"). Never more than
 two ranks' keys and values are held. An exchange runs while the block before it is computed.
 """
 
@@ -18,14 +18,14 @@ from forge import compat
 from forge.model import AttentionMask
 from forge.model.mask import block_part, dense_part
 from forge.model.precision import promoted
-from forge.parallel.context.blocks import Block, kernel_for
+from forge.parallel.context.kernels import AttentionBlock, kernel_for
 from forge.parallel.context.sequence import SequenceSplit
 
 
 class Pair(NamedTuple):
-    """A chunk of this rank's queries (0: its early one, 1: its late one) that sees keys of a chunk of another rank.
+    """A chunk of this rank's queries and a chunk of the keys in hand (0: the early one, 1: the late one) that it sees.
 
-    table: which keys; None: all of them.
+    table: which of the keys each query sees; None: all.
     """
 
     queries: int
@@ -52,10 +52,10 @@ class RingAttention:
         pairs = []
         for i, q_chunk in enumerate(self.split.chunks(self.split.rank)):
             for j, k_chunk in enumerate(keys):
-                # The least and the greatest distance from a key back from a query, before documents are asked.
+                # The smallest and the largest distance from a query back to a key, documents aside.
                 near, far = (q_chunk - k_chunk) * size - size + 1, (q_chunk - k_chunk) * size + size - 1
                 if far < 0 or (mask.window and near >= mask.window):
-                    continue
+                    continue  # every key lies in the future or behind the window
                 if near > 0 and (not mask.window or far < mask.window) and mask.documents is None:
                     pairs.append(Pair(i, j, None))
                     continue
@@ -63,7 +63,7 @@ class RingAttention:
                 table = make_table(
                     mask.window, mask.documents, tokens + q_chunk * size, tokens + k_chunk * size
                 )
-                # On CUDA the answer would have to be waited for, and an empty block mask costs next to nothing.
+                # On CUDA `any` would wait for the device, and an empty block mask costs next to nothing.
                 if flex or table.any():
                     pairs.append(Pair(i, j, table))
         return pairs
@@ -73,6 +73,8 @@ class RingAttention:
 
 
 class _Ring(torch.autograd.Function):
+    """q `[batch, heads, seq / cp, head_dim]`, k and v `[batch, kv_heads, seq / cp, head_dim]` -> shaped like q."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -88,11 +90,12 @@ class _Ring(torch.autograd.Function):
         lse = torch.full(q.shape[:-1], -torch.inf, dtype=exact, device=q.device)
         kv = torch.stack([k, v])
         for step, pairs in enumerate(steps):
+            # Start the next exchange before the computation that hides it.
             arriving = compat.pass_on(kv, split.group) if step < len(steps) - 1 else kv
             for pair in pairs:
                 rows, columns = _half(q, pair.queries), _half(k, pair.keys)
                 keys, values = kv[:, :, :, columns].unbind(0)
-                block = Block(q[:, :, rows], keys, values, pair.table, soft_cap)
+                block = AttentionBlock(q[:, :, rows], keys, values, pair.table, soft_cap)
                 merge(out[:, :, rows], lse[:, :, rows], *kernel.forward(block))
             kv = arriving
         out = out.to(q.dtype)
@@ -109,21 +112,22 @@ class _Ring(torch.autograd.Function):
         delta = (grad.to(exact) * out.to(exact)).sum(-1)
         grad_q = torch.zeros_like(q, dtype=exact)
         kv = torch.stack([k, v])
-        travelling = None  # gradients of the keys and values in hand, from the ranks that had them before
+        travelling = None
         for step, pairs in enumerate(steps):
             arriving = compat.pass_on(kv, split.group) if step < len(steps) - 1 else kv
             grad_kv = torch.zeros_like(kv, dtype=exact)
             for pair in pairs:
                 rows, columns = _half(q, pair.queries), _half(k, pair.keys)
                 keys, values = kv[:, :, :, columns].unbind(0)
-                block = Block(q[:, :, rows], keys, values, pair.table, soft_cap)
+                block = AttentionBlock(q[:, :, rows], keys, values, pair.table, soft_cap)
                 found = kernel.backward(block, grad[:, :, rows], delta[:, :, rows], lse[:, :, rows])
                 grad_q[:, :, rows] += found[0]
                 grad_kv[0, :, :, columns] += found[1]
                 grad_kv[1, :, :, columns] += found[2]
+            # The gradients arrive from the rank that had these keys and values before, and go on with this rank's share.
+            # The last exchange brings each back to the rank that it belongs to.
             if travelling is not None:
                 grad_kv += travelling
-            # The last exchange brings every gradient home.
             travelling = compat.pass_on(grad_kv, split.group)
             kv = arriving
         assert travelling is not None

@@ -1,11 +1,11 @@
-"""How a sequence is split over the ranks of the cp axis, and how its parts come together again.
+"""How a sequence is split over the ranks of the cp axis, and how its parts are put together again.
 
 The sequence is cut into 2 * cp chunks, of which rank r holds chunk r and chunk 2 * cp - 1 - r:
 
     cp = 2      chunk      0  1  2  3
                 rank       0  1  1  0
 
-Under a causal mask a chunk costs the more the later it is; one early and one late chunk cost every rank the same.
+Under a causal mask later chunks cost more; one early and one late chunk cost every rank the same.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch.nn import functional as F
 from forge import compat
 
 
-class Inputs(NamedTuple):
+class ModelInputs(NamedTuple):
     """The arguments of `Transformer.forward`, for this rank's part of every sequence.
 
-    tokens, labels, positions: `[sequences, seq / cp]`. documents: `[sequences, seq]`, of the whole sequence: every
-    rank has read it, and who sees whom depends on both sides.
+    tokens, labels, positions: `[batch, seq / cp]`. documents: `[batch, seq]`, of the whole sequence: every rank has
+    read it, and which token sees which depends on the documents of both.
     """
 
     tokens: Tensor
@@ -36,7 +36,7 @@ class Inputs(NamedTuple):
 
 
 class Sequences(Protocol):
-    """What a model reads of some whole sequences; tensors are `[sequences, seq]` on the device."""
+    """Whole sequences as data ranks read them; tensors are `[batch, seq]` on the device."""
 
     @property
     def tokens(self) -> Tensor: ...
@@ -60,7 +60,7 @@ class SequenceSplit:
         self.rank, self.ranks = group.rank(), group.size()
 
     def chunks(self, rank: int) -> tuple[int, int]:
-        """The two chunks that `rank` holds, in this order."""
+        """Return the two chunks that `rank` holds, in this order."""
         return rank, 2 * self.ranks - 1 - rank
 
     def part(self, whole: Tensor, dim: int = -1) -> Tensor:
@@ -75,41 +75,42 @@ class SequenceSplit:
         return torch.cat([chunks[head], chunks[tail]], dim)
 
     def indices(self, seq: int, device: torch.device) -> Tensor:
-        """Places in the whole sequence of this rank's tokens: int64 `[seq / cp]`."""
+        """Return the positions in the whole sequence of this rank's tokens: int64 `[seq / cp]`."""
         return self.part(torch.arange(seq, device=device))
 
     def in_order(self, parts: Tensor) -> Tensor:
-        """All ranks' parts `[cp, ..., seq / cp, width]` -> the whole `[..., seq, width]`."""
+        """Put together all ranks' parts: `[cp, ..., seq / cp, width]` -> the whole `[..., seq, width]`."""
         heads, tails = parts.chunk(2, dim=-2)
         return torch.cat([*heads.unbind(0), *reversed(tails.unbind(0))], dim=-2)
 
     def by_rank(self, whole: Tensor) -> Tensor:
-        """The inverse of `in_order`: `[..., seq, width]` -> `[cp, ..., seq / cp, width]`."""
+        """Undo `in_order`: `[..., seq, width]` -> `[cp, ..., seq / cp, width]`."""
         chunks = whole.chunk(2 * self.ranks, dim=-2)
         heads, tails = chunks[: self.ranks], chunks[self.ranks :]
         return torch.cat([torch.stack(heads), torch.stack(tails[::-1])], dim=-2)
 
-    def local_part(self, batch: Sequences) -> Inputs:
-        """What this rank computes of `batch`, whose tensors are `[sequences, seq]` and the same on all cp ranks."""
+    def local_part(self, batch: Sequences) -> ModelInputs:
+        """Return this rank's part of `batch`, whose tensors are `[batch, seq]` and the same on all cp ranks."""
         if self.ranks == 1:
-            return Inputs(batch.tokens, batch.labels, batch.positions, batch.documents)
+            return ModelInputs(batch.tokens, batch.labels, batch.positions, batch.documents)
         positions = batch.positions
         if positions is None:
             positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(
                 batch.tokens
             )
-        return Inputs(self.part(batch.tokens), self.part(batch.labels), self.part(positions), batch.documents)
+        return ModelInputs(
+            self.part(batch.tokens), self.part(batch.labels), self.part(positions), batch.documents
+        )
 
-    def logits(self, model: Callable[[Inputs], Tensor], tokens: Tensor) -> Tensor:
-        """Next-token scores `[batch, seq, vocab]` of `tokens` `[batch, seq]`, all positions on all ranks.
+    def logits(self, model: Callable[[ModelInputs], Tensor], tokens: Tensor) -> Tensor:
+        """Return next-token scores `[batch, seq, vocab]` of `tokens` `[batch, seq]`, all positions on all ranks.
 
-        `seq` may be any number: what is missing to a multiple of 2 * cp and of all pieces is filled at the end,
-        where no token sees it.
+        `seq` may be any number: it is padded to a multiple of 2 * cp and of all pieces at its end, where no token sees it.
         """
         seq = tokens.shape[1]
         if self.ranks == 1:
-            return model(Inputs(F.pad(tokens, (0, -seq % self.pieces)), None, None, None))[:, :seq]
+            return model(ModelInputs(F.pad(tokens, (0, -seq % self.pieces)), None, None, None))[:, :seq]
         tokens = F.pad(tokens, (0, -seq % lcm(2 * self.ranks, self.ranks * self.pieces)))
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        logits = model(Inputs(self.part(tokens), None, self.part(positions), None))
+        logits = model(ModelInputs(self.part(tokens), None, self.part(positions), None))
         return self.in_order(compat.all_gather(logits.unsqueeze(0), self.group))[:, :seq]

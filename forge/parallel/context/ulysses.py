@@ -17,17 +17,17 @@ from forge.parallel.context.sequence import SequenceSplit
 
 
 class UlyssesAttention:
-    """The whole sequence of heads / cp heads. Heads must divide by cp; key/value heads need not.
+    """Each rank computes heads / cp heads over the whole sequence. cp must divide the heads, not the key/value heads.
 
-    Where cp does not divide the key/value heads, each is sent several times, so that every rank gets those of its
-    query heads.
+    Where it does not divide the key/value heads, each is sent several times, so that every rank gets those of its query
+    heads.
     """
 
     def __init__(self, split: SequenceSplit):
         self.split = split
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
-        # Of x only shape, dtype and device are asked: a view serves, and nothing is gathered.
+        # Only shape, dtype and device of x are used: a view is enough, and nothing is gathered.
         return sdpa_attention.prepare(mask, x[:, :1].expand(-1, x.shape[1] * self.split.ranks, -1))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:

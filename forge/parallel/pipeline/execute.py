@@ -18,7 +18,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 from forge.model import Transformer
 from forge.model.precision import promoted
-from forge.parallel.context import Inputs
+from forge.parallel.context import ModelInputs
 from forge.parallel.data import DataParallel
 from forge.parallel.layout import Layout
 from forge.parallel.model import ParallelModel
@@ -84,14 +84,14 @@ class PipelinedModel(ParallelModel):
             for index, part in self.stages.items()
         )
 
-    def _forward_backward(self, microbatches: list[Inputs], divisor: Tensor) -> Tensor:
+    def _forward_backward(self, microbatches: list[ModelInputs], divisor: Tensor) -> Tensor:
         return self._run(self._program, microbatches, divisor).losses
 
-    def _forward(self, inputs: Inputs) -> Tensor | None:
+    def _forward(self, inputs: ModelInputs) -> Tensor | None:
         done = self._run(self._forward_program, [inputs], torch.ones((), device=inputs.tokens.device))
         return done.outputs.get((self.plan.stages[-1].index, 0))
 
-    def _logits(self, inputs: Inputs) -> Tensor:
+    def _logits(self, inputs: ModelInputs) -> Tensor:
         scores = self._forward(inputs)
         if scores is None:
             shape = (*inputs.tokens.shape, self._vocab)
@@ -100,19 +100,19 @@ class PipelinedModel(ParallelModel):
         dist.broadcast(scores, group=self.pp, group_src=self.plan.ends[1])
         return scores
 
-    def _run(self, program: Sequence[Action], microbatches: list[Inputs], divisor: Tensor) -> _Run:
+    def _run(self, program: Sequence[Action], microbatches: list[ModelInputs], divisor: Tensor) -> _Run:
         run = _Run(self, microbatches, divisor)
         for action in program:
             run.do(action)
         run.wire.close()
         return run
 
-    def handed_on(self, inputs: Inputs) -> tuple[int, int, int]:
+    def handed_on(self, inputs: ModelInputs) -> tuple[int, int, int]:
         """Shape of what stages hand on for `inputs`: `[batch, this rank's piece of the sequence, dim]`."""
         rows, seq = inputs.tokens.shape
         return rows, seq // self._pieces, self._dim
 
-    def run_forward(self, part: Part, x: Tensor, inputs: Inputs) -> Tensor:
+    def run_forward(self, part: Part, x: Tensor, inputs: ModelInputs) -> Tensor:
         positions = inputs.positions
         if positions is None and x.shape[1] != inputs.tokens.shape[1]:
             # From a piece of the sequence a stage cannot see how long the whole is.
@@ -127,7 +127,7 @@ class _Run:
     losses: sums of the losses that were computed here, float64 `[3]`. outputs: what no backward has taken yet.
     """
 
-    def __init__(self, model: PipelinedModel, microbatches: list[Inputs], divisor: Tensor):
+    def __init__(self, model: PipelinedModel, microbatches: list[ModelInputs], divisor: Tensor):
         self._model, self._microbatches, self._divisor = model, microbatches, divisor
         self.wire = Wire(model.pp, model.plan.schedule.rank_of, divisor.device)
         self.losses = torch.zeros(3, dtype=torch.float64, device=divisor.device)

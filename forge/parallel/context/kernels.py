@@ -1,7 +1,7 @@
-"""Attention of some queries over some keys, with what merging it with others takes: the ring's inner part.
+"""Attention of some queries over some keys, with the logsumexp by which it is merged with others: the ring's inner part.
 
 q `[batch, heads, rows, head_dim]`, k and v `[batch, kv_heads, columns, head_dim]`; results in promote(float32, q.dtype).
-A row that sees no key has out = 0 and lse = -inf. (The CPU's fused kernel says lse = 0, and such rows would then weigh
+A row that sees no key has out = 0 and lse = -inf. (The CPU's fused kernel returns lse = 0, and such rows would then weigh
 as much as a key of score 0; so it is not used.)
 """
 
@@ -17,9 +17,11 @@ from forge.model.attention import _capped, _flex_for
 from forge.model.precision import promoted
 
 
-class Block(NamedTuple):
-    """Queries, keys and values, and who sees whom: a BlockMask for flex_attention, else bool `[batch or 1, 1, rows,
-    columns]`; None: every query sees every key."""
+class AttentionBlock(NamedTuple):
+    """Queries, keys and values, and which query sees which key.
+
+    table: a BlockMask for flex_attention, else bool `[batch or 1, 1, rows, columns]`; None: every query sees every key.
+    """
 
     q: Tensor
     k: Tensor
@@ -29,11 +31,11 @@ class Block(NamedTuple):
 
 
 class PlainKernel:
-    """The formula; holds rows x columns scores of each head."""
+    """The formula, with rows x columns scores in memory for each head."""
 
     flex = False
 
-    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
+    def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
         """out, shaped like q, and lse `[batch, heads, rows]`, the logarithm of each row's sum of exp(score)."""
         q, k, v, table, soft_cap = block
         exact = promoted(q.dtype)
@@ -45,9 +47,9 @@ class PlainKernel:
         return out.view(q.shape), lse.view(q.shape[:-1])
 
     def backward(
-        self, block: Block, grad: Tensor, delta: Tensor, lse: Tensor
+        self, block: AttentionBlock, grad: Tensor, delta: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """This block's share of the gradients of q, k and v.
+        """Return this block's share of the gradients of q, k and v.
 
         grad, lse: of the attention over all keys. delta `[batch, heads, rows]`: sum of grad * out, likewise.
         """
@@ -71,7 +73,7 @@ def _grouped(q: Tensor, k: Tensor) -> Tensor:
 
 
 def _scores(rows: Tensor, k: Tensor, table: Tensor | None, soft_cap: float) -> tuple[Tensor, Tensor | None]:
-    """Scores, -inf where the table forbids, and the soft cap's derivative (None without one)."""
+    """Scores `[batch, kv_heads, group * rows, columns]`, -inf where the table forbids; the soft cap's derivative, if any."""
     scores, slope = rows @ k.mT * rows.shape[-1] ** -0.5, None
     if soft_cap:
         capped = torch.tanh(scores / soft_cap)
@@ -83,18 +85,21 @@ def _scores(rows: Tensor, k: Tensor, table: Tensor | None, soft_cap: float) -> t
 
 
 class FlexKernel:
-    """PyTorch's flex_attention, as `PlainKernel`. Its backward cannot be told the sums over all keys, so the block is
-    computed again and its own backward runs, with a gradient of lse that stands for the other blocks."""
+    """PyTorch's flex_attention; methods as in `PlainKernel`.
+
+    Its backward takes no sums over all keys, so the block is computed again and its own backward runs, with a gradient
+    of lse that accounts for the other blocks.
+    """
 
     flex = True
 
-    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
+    def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
         out, lse = _flex_with_lse(*block)
         exact = promoted(block.q.dtype)
         return out.to(exact), lse.to(exact)
 
     def backward(
-        self, block: Block, grad: Tensor, delta: Tensor, lse: Tensor
+        self, block: AttentionBlock, grad: Tensor, delta: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = (x.detach().requires_grad_() for x in block[:3])
         with torch.enable_grad():
