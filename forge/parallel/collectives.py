@@ -2,7 +2,8 @@
 
 Tensor parallelism splits activations `[batch, seq, ...]` along the sequence (axis 1) or keeps them whole on every rank.
 Whole tensors come in two kinds, which differ only in the gradient: where ranks go on with different parts of the work,
-each has part of the gradient and the parts must be summed; where all ranks do the same, each has all of it.
+each has part of the gradient and the parts must be summed; where all ranks do the same, each has all of it. Below,
+pieces are `[batch, seq / tp, ...]`.
 
 The functional collectives are traced by torch.compile and seen by CommDebugMode.
 """
@@ -24,22 +25,22 @@ SEQUENCE = 1
 
 
 def gather_for_parts(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Pieces of the sequence -> the whole, for work of which each rank does a part."""
+    """Gather pieces of the sequence into the whole, for work of which each rank does a part."""
     return _Paired.apply(x, mesh, _all_gather, _reduce_scatter)
 
 
 def gather_for_all(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Pieces of the sequence -> the whole, for work that every rank does alike."""
+    """Gather pieces of the sequence into the whole, for work that every rank does in full."""
     return _Paired.apply(x, mesh, _all_gather, _own_piece)
 
 
 def share(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """A tensor that is equal on all ranks, for work of which each rank does a part."""
+    """Return `x`, which is equal on all ranks, for work of which each rank does a part."""
     return _Paired.apply(x, mesh, _unchanged, sum_over)
 
 
 def sum_to_pieces(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Sum over the ranks; each keeps its piece of the sequence."""
+    """Sum `[batch, seq, ...]` over the ranks; each keeps its piece of the sequence."""
     return _Paired.apply(x, mesh, _reduce_scatter, _all_gather)
 
 
@@ -49,7 +50,7 @@ def sum_to_all(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def own_piece(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This rank's piece of a sequence that is equal on all ranks."""
+    """Return this rank's piece of a sequence that is equal on all ranks."""
     return _Paired.apply(x, mesh, _own_piece, _all_gather)
 
 
@@ -59,6 +60,8 @@ def sum_over(x: Tensor, ranks: DeviceMesh | dist.ProcessGroup) -> Tensor:
 
 
 class _Paired(torch.autograd.Function):
+    """A collective `there` in forward and `back` in backward."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, mesh: DeviceMesh, there: Callable[..., Tensor], back: Callable[..., Tensor]

@@ -1,10 +1,10 @@
 """Expert parallelism: the ranks of the ep axis share the experts of a layer, and each routes tokens of its own.
 
 Only what is inside a mixture of experts changes: its weights are split over ep by expert, and the dispatcher brings
-tokens to where their experts are. The ep axis may span data, context and tensor ranks alike; tensor parallelism never
-splits an expert. With sequence parallelism a tensor rank routes the piece of the sequence that it has anyway; without,
-its share of the whole sequence, and the outputs are gathered. So no token is computed twice, and a router's weight, whole
-on every rank, sees part of the tokens only: its gradient is open over tp (forge/parallel/tensor.py).
+tokens to where their experts are. The ep axis may span data, context and tensor ranks; tensor parallelism never splits an
+expert. With sequence parallelism a tensor rank routes the piece of the sequence that it has anyway; without, its share of
+the whole sequence, and the outputs are gathered. So no token is computed twice, and a router's weight, whole on every
+rank, has partial gradients over tp (forge/parallel/tensor.py).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class PieceRoutedMoE(MoE):
 
 
 def parameter_kinds(model: nn.Module) -> dict[nn.Parameter, Kind]:
-    """The parameters of experts and of routers in `model`; all others are dense."""
+    """Return the kind of the parameters of experts and routers in `model`; all others are dense."""
     kinds: dict[nn.Parameter, Kind] = {}
     for module in model.modules():
         if isinstance(module, Experts | Router):

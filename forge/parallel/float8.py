@@ -3,9 +3,8 @@
     tensorwise  one scale per operand; with FSDP the weights can be gathered in float8, half the bytes of bfloat16
     rowwise     one scale per row, a power of two: closer to the exact product, somewhat slower
 
-Parameters stay what they are, in `precision.storage` and under their names, so a checkpoint does not know of it.
-On a CPU the products are emulated: operands are rounded to float8 and multiplied in float32.
-torchao is imported only where float8 is on.
+Parameters stay in `precision.storage` and keep their names, so checkpoints do not depend on it. On a CPU the products are
+emulated: operands are rounded to float8 and multiplied in float32. torchao is imported only where float8 is on.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ HOOKS = (
 
 
 def apply_float8(model: nn.Module, layout: Layout) -> None:
-    """Swap the linear layers of `model`, in place; those in `float8_exclude` or of an unfit size stay.
+    """Swap the linear layers of `model`, in place; those in `float8_exclude` or of a size that does not fit stay.
 
-    Raises UserError if the device has no float8, no layer is left to convert, or a pattern in `float8_exclude`
-    fits none.
+    Raises UserError if the device has no float8, no layer is left to convert, or a pattern in `float8_exclude` matches no
+    module.
     """
     precision = layout.precision
     if precision.float8 == "none":
@@ -86,10 +85,10 @@ def apply_float8(model: nn.Module, layout: Layout) -> None:
 
 
 def scale_refresher(model: nn.Module) -> Callable[[], None]:
-    """What has to be called after each change of the parameters of a sharded `model`. Collective when called.
+    """Return a function to call after each change of the parameters of a sharded `model`. Collective when called.
 
-    Where FSDP gathers weights in float8 it makes their scales anew, in one all-reduce for all of them; before the
-    first call FSDP makes one per weight and forward, with the same result. Elsewhere it does nothing.
+    Where FSDP gathers weights in float8 it computes their scales, in one all-reduce for all of them; before the first
+    call FSDP computes one per weight and forward, with the same result. Elsewhere it does nothing.
     """
     gathers = "enable_fsdp_float8_all_gather"
     if not any(getattr(getattr(module, "config", None), gathers, False) for module in model.modules()):
@@ -100,13 +99,13 @@ def scale_refresher(model: nn.Module) -> Callable[[], None]:
 
 
 def choose_layers(model: nn.Module, exclude: tuple[str, ...]) -> tuple[dict[str, nn.Linear], dict[str, str]]:
-    """The linear layers of `model` to convert, by name, and for all others why not."""
+    """Return the linear layers of `model` to convert, by name, and for all others the reason why not."""
     chosen: dict[str, nn.Linear] = {}
     left_out: dict[str, str] = {}
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear):
             continue
-        # What this rank multiplies with: under tensor parallelism a part of the matrix.
+        # The matrix of this rank: under tensor parallelism a part of the weight.
         sides = tuple(local(module.weight).shape)
         pattern = next((pattern for pattern in exclude if fnmatchcase(name, pattern)), None)
         if pattern is not None:
@@ -126,7 +125,7 @@ def carry_hooks(old: nn.Module, new: nn.Module) -> None:
 
 
 def count_hooks(model: nn.Module) -> Counter[str]:
-    """Number of hooks of each kind on all modules of `model` together."""
+    """Return the number of hooks of each kind on all modules of `model`."""
     return Counter({name: sum(len(getattr(module, name)) for module in model.modules()) for name in HOOKS})
 
 
@@ -167,14 +166,13 @@ def _check_device(precision: Precision) -> None:
 
 
 def check_patterns(model: nn.Module, patterns: tuple[str, ...]) -> None:
-    """A pattern that the user wrote and that fits nothing is a slip; the defaults may well fit nothing."""
+    """Raise UserError for a pattern that matches no module; the key's defaults may match none."""
+    if not has_all_names(model):
+        return
     names = [name for name, _ in model.named_modules() if name]
-    defaults = Precision().float8_exclude
     for pattern in patterns:
-        if (
-            has_all_names(model)
-            and pattern not in defaults
-            and not any(fnmatchcase(name, pattern) for name in names)
+        if pattern not in Precision().float8_exclude and not any(
+            fnmatchcase(name, pattern) for name in names
         ):
             raise UserError(
                 f'precision.float8_exclude: "{pattern}" fits no module of this model{did_you_mean(pattern, names)}'
@@ -197,7 +195,7 @@ def _log_choice(kind: str, gather: bool, chosen: dict[str, nn.Linear], left_out:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what torchao says while it is imported: that extensions are missing which forge does not use."""
+    """Silence torchao while it is imported: it warns of missing extensions that forge does not use."""
     os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
     loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     levels = [logger.level for logger in loggers]

@@ -29,8 +29,9 @@ class GradientReport:
 
 
 def report_gradients(shards: list[Shard], loss: Tensor, *, stop: bool) -> GradientReport:
-    """Collective over all ranks, one small all-reduce. `loss` is any device scalar that is finite in a good step; where it is
-    not on any rank, all skip.
+    """Return the norm of the gradient and the verdict on the step. Collective over all ranks: one small all-reduce.
+
+    loss: any device scalar that is finite in a good step; if it is not on one rank, all ranks skip.
 
     Each element of the global gradient is counted on one rank only, so the norm is the same for every layout.
     """
@@ -44,7 +45,7 @@ def report_gradients(shards: list[Shard], loss: Tensor, *, stop: bool) -> Gradie
             if counted:
                 entries[0] += square
             else:
-                # A copy enters no sum, but must not take in alone what is not finite in its memory alone.
+                # A replica is in no sum, but where only its memory holds something not finite, all ranks must skip.
                 entries[2] += (~torch.isfinite(square)).double()
     if dist.get_world_size() > 1:
         dist.all_reduce(entries)
@@ -67,13 +68,13 @@ def clip_gradients(shards: list[Shard], norm: Tensor, max_norm: float) -> None:
             torch._foreach_mul_(grads, factor)
             continue
         for grad in grads:
-            # Never by a factor in bfloat16, which would scale all gradients wrongly alike. CUDA rounds a factor without
-            # axes to the gradient's dtype; one that has as many is multiplied with in its own.
+            # Never by a factor in bfloat16, whose rounding would scale all gradients wrongly. CUDA rounds a factor without
+            # dimensions to the gradient's dtype; one with as many dimensions as the gradient keeps its own.
             grad.mul_(factor.view((1,) * grad.ndim))
 
 
 def _present(shards: list[Shard]) -> dict[torch.dtype, list[Tensor]]:
-    """The gradients that are here, by dtype: the kernels over lists take one each. On the CPU if parameters are."""
+    """The gradients on this rank by dtype, because kernels over lists take one dtype. On the CPU if parameters are."""
     grads: dict[torch.dtype, list[Tensor]] = {}
     for shard in shards:
         if shard.boxes and shard.grad is not None:

@@ -1,4 +1,4 @@
-"""`Layout`: what parallelism needs to know, and no more of the configuration than that."""
+"""`Layout`: what parallelism needs to know of the configuration, and the meshes."""
 
 from __future__ import annotations
 

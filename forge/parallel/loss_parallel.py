@@ -1,9 +1,9 @@
-"""The loss where ranks share the head: each makes the logits of its own rows of the vocabulary, and nobody gathers them.
+"""The loss where ranks share the head: each computes the logits of its own rows of the vocabulary, which are not gathered.
 
-Per chunk of tokens the ranks exchange two numbers a token: the logsumexp over a rank's own rows, and the target's
+Per chunk of tokens the ranks exchange two numbers per token: the logsumexp over a rank's own rows, and the target's
 logit, which is 0 on all ranks but the one that holds the target's row. The logsumexp of the logsumexps is the one over
-the whole vocabulary (Shoeybi et al. 2019, "Megatron-LM", section 3, where maximum and sum travel apart). All else is
-local: the gradients of a rank's own logits and rows. The gradients of hidden states are summed over the ranks.
+the whole vocabulary (Shoeybi et al. 2019, "Megatron-LM", section 3, where maximum and sum are sent separately). Gradients
+of a rank's own logits and rows are local; those of hidden states are summed over the ranks.
 """
 
 from __future__ import annotations
@@ -49,14 +49,17 @@ class TensorLoss(FusedLoss):
 
 
 class SplitHead:
-    """How a rank of `mesh` reads the logits of its own rows of the vocabulary, from `first_row` on."""
+    """Reads the logits of this rank's rows of the vocabulary, from `first_row` on."""
 
     def __init__(self, mesh: DeviceMesh, first_row: int):
         self.mesh = mesh
         self.first_row = first_row
 
     def read(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """As forge.model.loss.whole_vocabulary, of logits `[chunk, rows]`; the first two are equal on all ranks."""
+        """As forge.model.loss.whole_vocabulary, for logits `[chunk, rows]`, target int64 `[chunk, 1]`.
+
+        The first two results are equal on all ranks.
+        """
         column = target - self.first_row
         here = (column >= 0) & (column < logits.shape[-1])
         column = column.masked_fill(~here, 0)
@@ -66,7 +69,7 @@ class SplitHead:
         return lse, target_logit, column, here.to(logits.dtype)
 
     def combine(self, lse: Tensor, target_logit: Tensor) -> tuple[Tensor, Tensor]:
-        """From each rank's rows to the whole vocabulary; both `[chunk, 1]`, in and out."""
+        """Combine values over each rank's rows into values over the whole vocabulary; both `[chunk, 1]`, in and out."""
         mine = torch.stack([lse, target_logit])[None]
         ranks = functional.wait_tensor(compat.all_gather_single(mine, 0, self.mesh))  # [tp, 2, chunk, 1]
         return ranks[:, 0].logsumexp(0), ranks[:, 1].sum(0)

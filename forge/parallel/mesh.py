@@ -27,7 +27,7 @@ class Meshes:
     fsdp_experts: the same for experts, (ep_shard) or (dp_replicate, ep_shard). tp, ep: the 1-D meshes of tensor and
     expert parallelism. cp: the ranks that share a sequence; sequence: those and the ranks that tensor parallelism adds
     (cp x tp). loss: the ranks whose losses and token counts add up to those of the global batch (dp x cp). stage: all
-    ranks that hold parts of the same layers (dp x cp x tp). pp: the ranks that one microbatch goes through, of a pipeline.
+    ranks that hold parts of the same layers (dp x cp x tp). pp: the ranks of one pipeline, which a microbatch passes.
     pipeline: those and the ranks whose losses add up (pp x dp x cp). copies: for the mesh axes over which a parameter is
     replicated, the ranks that hold the same elements.
     """
@@ -52,7 +52,7 @@ class Meshes:
 
 
 def make_meshes(degrees: Degrees, device_type: str) -> Meshes:
-    """Collective over all ranks; `degrees` have been checked against the world size before."""
+    """Make all meshes and groups. Collective over all ranks; `degrees` have been checked against the world size before."""
 
     def view(**axes: int) -> DeviceMesh:
         return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))

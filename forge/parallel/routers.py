@@ -1,6 +1,6 @@
-"""The state of all routers between optimizer steps: counted by each rank, moved by all alike.
+"""The balancing state of all routers: each rank counts its own tokens, and all ranks update from the sums.
 
-Independent of the engine: state lies in buffers, whole on every rank, and moves by the same integers everywhere.
+Independent of the engine: the state lies in buffers, whole on every rank, and changes by the same integers everywhere.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RouterReport:
 
 
 class Routers:
-    """Those of this rank's `parts` of a model; of a dense one none, and then nothing is done or sent."""
+    """The routers of this rank's `parts` of a model. For a dense model nothing is computed or sent."""
 
     def __init__(self, parts: Sequence[Transformer], layout: Layout):
         self._own = {layer: router for part in parts for layer, router in part.routers.items()}
@@ -41,23 +41,23 @@ class Routers:
             self._columns = moe.n_experts + 5
 
     def update(self, skip: Tensor) -> RouterReport | None:
-        """Move balancing state by one step, unless `skip` (device scalar) is 1, and begin counting anew.
+        """Update the balancing state by one step, unless `skip` (device scalar) is 1, and restart counting.
 
         Collective: one all-reduce over all ranks that carry tokens, for all layers together; one more between stages.
         """
         if not self._layers:
             return None
         if self._pp.size() == 1:
-            return RouterReport(self._move(skip), self._layers)
+            return RouterReport(self._update_own(skip), self._layers)
         values = torch.zeros(len(self._layers), self._columns, dtype=torch.float64, device=skip.device)
         if self._own:
-            for layer, found in zip(self._own, self._move(skip), strict=True):
+            for layer, found in zip(self._own, self._update_own(skip), strict=True):
                 values[self._layers.index(layer)] = found
         dist.all_reduce(values, group=self._pp)
         return RouterReport(values, self._layers)
 
-    def _move(self, skip: Tensor) -> Tensor:
-        """The rows of this rank's own layers in the report."""
+    def _update_own(self, skip: Tensor) -> Tensor:
+        """Update this rank's own layers; return their rows of the report."""
         routers = list(self._own.values())
         counted = torch.stack([router.counts for router in routers])
         losses = torch.stack([router.losses for router in routers])
@@ -74,7 +74,7 @@ class Routers:
         return torch.cat([counts, losses / tokens, dropped, *ends], dim=1)
 
     def shards(self) -> list[Shard]:
-        """What checkpoints keep of the routers, by name; whole on every rank."""
+        """Return the state that checkpoints keep; whole on every rank."""
         copies = self._stage if self._stage.size() > 1 else None
         return [
             Shard(

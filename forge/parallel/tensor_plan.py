@@ -128,7 +128,7 @@ def _check_part(name: str, part: nn.Module, plan: Plan, tp: int) -> None:
     into = {leaf: plan.get(f"{name}.{leaf}") for leaf in names[0]}
     back = plan.get(f"{name}.{names[1]}")
     if any(isinstance(style, ParallelStyle) for style in (*into.values(), back)):
-        return  # a user's own styles are the user's own care
+        return  # users check their own styles
     split = {style == "colwise" for style in into.values()}
     if len(split) > 1 or split != {back == "rowwise"}:
         shown = ", ".join(f"{leaf}: {style or 'whole'}" for leaf, style in (*into.items(), (names[1], back)))

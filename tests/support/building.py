@@ -10,7 +10,7 @@ import torch
 from forge.config import Config, check_world, parse_toml_text
 from forge.parallel.buffered import Buffered
 from forge.parallel.build import build_parallel_model
-from forge.parallel.data import FullySharded
+from forge.parallel.fsdp import FullySharded
 from forge.parallel.layout import Layout, make_layout
 from forge.parallel.mesh import Meshes, make_meshes
 from tests.support.equivalence import config_batches, wholes
