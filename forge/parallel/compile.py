@@ -77,24 +77,13 @@ def _detaching(chunk: Callable[..., Any]) -> Callable[..., Any]:
 def waiting(forward: Callable[..., Any]) -> Callable[..., Any]:
     """`forward` with a first argument that has arrived.
 
-    Under tensor parallelism the embedding returns an AsyncCollectiveTensor, a promise of a collective's result;
-    compiled code takes it for a plain tensor and fails in backward.
+    Under a user's plan of tensor parallelism the embedding may return an AsyncCollectiveTensor, a promise of a
+    collective's result; compiled code takes it for a plain tensor and fails in backward.
     """
 
     @functools.wraps(forward)
     def waited(x: Tensor, *args: Any) -> Any:
-        return forward(_Arrived.apply(x) if isinstance(x, AsyncCollectiveTensor) else x, *args)
+        # `AsyncCollectiveTensor.wait` would lose the gradient; a clone waits and keeps it.
+        return forward(x.clone() if isinstance(x, AsyncCollectiveTensor) else x, *args)
 
     return waited
-
-
-class _Arrived(torch.autograd.Function):
-    """The promised tensor. `AsyncCollectiveTensor.wait` by itself would leave the gradient behind."""
-
-    @staticmethod
-    def forward(ctx: Any, x: AsyncCollectiveTensor) -> Tensor:
-        return x.wait()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad

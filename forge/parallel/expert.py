@@ -4,24 +4,34 @@ Only what is inside a mixture of experts changes: its weights are split over ep 
 tokens to where their experts are. The ep axis may span data, context and tensor ranks; tensor parallelism never splits an
 expert. With sequence parallelism a tensor rank routes the piece of the sequence that it has anyway; without, its share of
 the whole sequence, and the outputs are gathered. So no token is computed twice, and a router's weight, whole on every
-rank, has partial gradients over tp (forge/parallel/tensor.py).
+rank, has partial gradients over tp (forge/parallel/tensor.py). Dispatch is all-to-all:
+
+    sort by expert | counts to their ranks | rows to their experts | compute | rows back | weigh and add up
+
+Each rank sends one row for each expert that each of its tokens chose, without padding: the counts are sent in one small
+exchange, then the rows, there and back (Lepikhin et al. 2020, "GShard"; dropless as in Gale et al. 2022, "MegaBlocks").
+The host waits for the device once, for the numbers of rows.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Shard as Split
+from torch.nn import functional as F
 
+from forge import compat
 from forge.model import Experts, MoE, Router, Transformer
+from forge.model.dispatch import Plan, combine, sort_by_expert, spread
 from forge.model.experts import grouped_swiglu
 from forge.parallel.collectives import gather_for_all, own_piece, sum_over
-from forge.parallel.expert_dispatch import AllToAllDispatcher
 from forge.parallel.layout import Layout
 from forge.parallel.tensor_styles import distributed, local_tensor
 from forge.shard import Kind
@@ -80,6 +90,47 @@ class PieceRoutedMoE(MoE):
         if not self.whole_stream:
             return super().routed(x, labels)
         return gather_for_all(super().routed(own_piece(x, self.mesh), labels), self.mesh)
+
+
+class AllToAllDispatcher:
+    """A Dispatcher (forge/model/dispatch.py) for experts spread over `group`: equally many on each rank, in order."""
+
+    def __init__(self, group: dist.ProcessGroup, n_experts: int):
+        self.group, self.n_experts = group, n_experts
+
+    def __call__(
+        self, x: Tensor, experts: Tensor, weights: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """x `[tokens, dim]`, experts int64 and weights `[tokens, top_k]` -> `[tokens, dim]`."""
+        plan = sort_by_expert(experts, self.n_experts)
+        # How many rows go to each expert of each rank, and how many come from each rank for the experts here.
+        leaving = plan.counts.view(self.group.size(), -1)  # [ranks, experts of each]
+        arriving = functional.wait_tensor(functional.all_to_all_single(leaving, None, None, self.group))
+        sends, receives = torch.stack([leaving.sum(1), arriving.sum(1)]).tolist()
+
+        # There: rows are sorted by expert, so by rank. Dropped choices come last; they stay here and count as zeros.
+        rows, sent = spread(x, plan), sum(sends)
+        rows = compat.all_to_all(rows[:sent], self.group, receives, sends)
+        # Here: rows came sorted by rank; the experts take them sorted by expert.
+        here = _by_local_expert(arriving, sum(receives))
+        rows = spread(compute(spread(rows, here), here.counts), _inverse(here))
+        # Back, to where each row came from.
+        rows = compat.all_to_all(rows, self.group, sends, receives)
+        return combine(F.pad(rows, (0, 0, 0, experts.numel() - sent)), weights, plan)
+
+
+def _by_local_expert(arriving: Tensor, total: int) -> Plan:
+    """Return the plan for `total` rows that are sorted by rank, then expert; arriving int64 `[ranks, local experts]`."""
+    ranks, n_local = arriving.shape
+    experts = torch.arange(n_local, device=arriving.device).repeat(ranks)
+    # With the total known the host does not wait for the counts.
+    experts = experts.repeat_interleave(arriving.flatten(), output_size=total)
+    return sort_by_expert(experts.unsqueeze(1), n_local)
+
+
+def _inverse(plan: Plan) -> Plan:
+    """Return the plan that undoes a permutation."""
+    return Plan(plan.places.squeeze(1), plan.order.unsqueeze(1), plan.counts)
 
 
 def parameter_kinds(model: nn.Module) -> dict[nn.Parameter, Kind]:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import prod
 
 import torch
 import torch.distributed as dist
@@ -67,6 +66,8 @@ class FullySharded:
     shards: list[Shard]
 
     def __init__(self, model: Transformer, layout: Layout):
+        # What this rank holds of the model once all units are gathered.
+        self._unsharded_numel = sum(local(parameter).numel() for parameter in model.parameters())
         groups, _ = plan_units(model, layout.precision)
         if layout.compile.enabled:
             _refuse_units_in_blocks(model, groups)
@@ -145,7 +146,7 @@ class FullySharded:
         layout = self._layout
         if not _defers(layout):
             return "each microbatch's gradient is reduced at once and held sharded"
-        size = layout.reduce.itemsize * sum(_unsharded_numel(shard) for shard in self.shards)
+        size = layout.reduce.itemsize * self._unsharded_numel
         why = "parallel.defer_gradient_reduction" if layout.parallel.pp == 1 else "a pipeline"
         return (
             f"gradients are reduced once per step ({why}): until then every rank holds "
@@ -297,15 +298,3 @@ def own_box(parameter: DTensor) -> Box:
         sizes[dim] = min(piece, sizes[dim] - start)
     assert tuple(sizes) == tuple(parameter.to_local().shape) or not parameter.to_local().numel()
     return Box(tuple(offsets), tuple(sizes))
-
-
-def _unsharded_numel(shard: Shard) -> int:
-    """Elements of the parameter on this rank once its unit has been gathered."""
-    assert isinstance(shard.parameter, DTensor)
-    mesh, placements = shard.parameter.device_mesh, shard.parameter.placements
-    axes = zip(mesh.mesh_dim_names or (), placements, mesh.shape, strict=True)
-    gathered = ("dp_replicate", "dp_shard_cp", "ep_shard")
-    parts = prod(
-        size for axis, placement, size in axes if not placement.is_replicate() and axis not in gathered
-    )
-    return shard.global_shape.numel() // parts

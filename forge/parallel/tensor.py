@@ -18,11 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.distributed.tensor.placement_types import Shard as Split
 
 from forge.errors import UserError
 from forge.model import FusedLoss, Transformer
+from forge.parallel.collectives import SEQUENCE
 from forge.parallel.layout import Layout
 from forge.parallel.loss_parallel import TensorLoss
 from forge.parallel.tensor_plan import PARTS, Plan, plan_for
@@ -46,14 +48,15 @@ def apply_tensor(model: Transformer, layout: Layout) -> None:
     if parallel.async_tp:
         _overlap_collectives(mesh)
     plan = plan_for(model, layout)
+    stream = Split(SEQUENCE) if parallel.sequence_parallel else Replicate()
     for name, module in list(model.named_modules()):
         style = plan.get(name)
         if isinstance(style, ParallelStyle):
             parallelize_module(module, mesh, style, src_data_rank=None)
         elif styles := styles_of(module):
             partial = _sees_a_part(name, plan, parallel.sequence_parallel)
-            place = Place(mesh, parallel.sequence_parallel, name.endswith(INTO_STREAM), partial)
-            split = styles[style](module, place)
+            output = stream if name.endswith(INTO_STREAM) else Replicate()
+            split = styles[style](module, Place(mesh, stream, output, partial))
             if split is not module:
                 model.set_submodule(name, split)
     model.loss = _loss(model, plan, layout)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -28,33 +29,21 @@ from torch.distributed.tensor.placement_types import Shard as Split
 from torch.nn import functional as F
 
 from forge.model import Attention, Embedding, FeedForward, Head, RMSNorm, Router
-from forge.parallel.collectives import SEQUENCE, own_piece, sum_to_all, sum_to_pieces
+from forge.parallel.collectives import own_piece, sum_to_all, sum_to_pieces
 
 
 @dataclass(frozen=True)
 class Place:
     """Where in the model a module lies.
 
-    pieces: the residual stream is in pieces of the sequence, else whole on every rank. into_stream: the module's output
-    goes there. partial: the module works on only some of the tokens or heads.
+    stream: the layout of the residual stream, in pieces of the sequence or whole on every rank. output: the layout of a
+    linear layer's output that has all features. partial: the module works on only some of the tokens or heads.
     """
 
     mesh: DeviceMesh
-    pieces: bool
-    into_stream: bool
+    stream: Placement
+    output: Placement
     partial: bool
-
-    @property
-    def stream(self) -> Placement:
-        return Split(SEQUENCE) if self.pieces else Replicate()
-
-    @property
-    def output(self) -> Placement:
-        """The layout of an output that has all features."""
-        return self.stream if self.into_stream else Replicate()
-
-
-Apply: TypeAlias = Callable[[Any, Place], nn.Module]
 
 
 class LocalNorm(RMSNorm):
@@ -100,7 +89,7 @@ class LocalEmbedding(Embedding):
             super().__init__(*plain.weight.shape)
         self.first_row = first_row(plain.weight.shape[0], place.mesh) if split else None
         self.weight = distributed(plain.weight, place.mesh, Split(0) if split else Replicate())
-        self.mesh, self.pieces = place.mesh, place.pieces
+        self.mesh, self.pieces = place.mesh, not place.stream.is_replicate()
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens int64 `[batch, seq]` -> the stream: `[batch, seq / tp, dim]` in pieces, else `[batch, seq, dim]`."""
@@ -126,51 +115,50 @@ def _take_whole_input(part: nn.Module, place: Place) -> nn.Module:
     return parallelize_module(part, place.mesh, style)
 
 
-def _linear(style: Callable[[Place], ParallelStyle], *, whole: bool = False) -> Apply:
-    def apply(linear: nn.Linear, place: Place) -> nn.Module:
-        if whole:
-            distribute(linear, place.mesh, Replicate())
-        return parallelize_module(linear, place.mesh, style(place), src_data_rank=None)
-
-    return apply
+def _split_head(head: Head, place: Place, *, split: bool) -> nn.Module:
+    return distribute(head, place.mesh, Split(0) if split else Replicate())
 
 
-def _computed_on_every_rank(place: Place) -> ParallelStyle:
-    return PrepareModuleInputOutput(
+def _split_linear(linear: nn.Linear, place: Place, *, style: Callable[[Place], ParallelStyle]) -> nn.Module:
+    return parallelize_module(linear, place.mesh, style(place), src_data_rank=None)
+
+
+def _compute_on_every_rank(linear: nn.Linear, place: Place) -> nn.Module:
+    style = PrepareModuleInputOutput(
         input_layouts=Replicate(),
         desired_input_layouts=Replicate(),
         output_layouts=Replicate(),
         desired_output_layouts=place.output,
     )
+    return parallelize_module(distribute(linear, place.mesh, Replicate()), place.mesh, style)
 
 
-def _embedding(*, split: bool) -> Apply:
-    return lambda embedding, place: LocalEmbedding(embedding, place, split=split)
-
-
-def _head(*, split: bool) -> Apply:
-    return lambda head, place: distribute(head, place.mesh, Split(0) if split else Replicate())
-
+Apply: TypeAlias = Callable[[Any, Place], nn.Module]
 
 # For each kind of module its styles, and what makes of a module one that is split so. None: no pattern names the module.
 STYLES: dict[type[nn.Module], dict[str | None, Apply]] = {
     Attention: {None: _take_whole_input},
     FeedForward: {None: _take_whole_input},
     nn.Linear: {
-        "colwise": _linear(lambda place: ColwiseParallel()),
-        "rowwise": _linear(lambda place: RowwiseParallel(output_layouts=place.output)),
-        "colwise_rep": _linear(lambda place: ColwiseParallel(output_layouts=place.output)),
-        "rowwise_rep": _linear(
-            lambda place: RowwiseParallel(input_layouts=Replicate(), output_layouts=place.output)
+        "colwise": partial(_split_linear, style=lambda _: ColwiseParallel()),
+        "rowwise": partial(_split_linear, style=lambda at: RowwiseParallel(output_layouts=at.output)),
+        "colwise_rep": partial(_split_linear, style=lambda at: ColwiseParallel(output_layouts=at.output)),
+        "rowwise_rep": partial(
+            _split_linear,
+            style=lambda at: RowwiseParallel(input_layouts=Replicate(), output_layouts=at.output),
         ),
-        None: _linear(_computed_on_every_rank, whole=True),
+        None: _compute_on_every_rank,
     },
     Embedding: {
-        "rowwise": _embedding(split=True),
-        "rowwise_rep": _embedding(split=True),
-        None: _embedding(split=False),
+        "rowwise": partial(LocalEmbedding, split=True),
+        "rowwise_rep": partial(LocalEmbedding, split=True),
+        None: partial(LocalEmbedding, split=False),
     },
-    Head: {"colwise": _head(split=True), "colwise_rep": _head(split=True), None: _head(split=False)},
+    Head: {
+        "colwise": partial(_split_head, split=True),
+        "colwise_rep": partial(_split_head, split=True),
+        None: partial(_split_head, split=False),
+    },
     RMSNorm: {"sequence_parallel": LocalNorm, None: LocalNorm},
     Router: {None: LocalRouter},
 }

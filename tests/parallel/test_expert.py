@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from forge.model.dispatch import LocalDispatcher
-from forge.parallel.expert_dispatch import AllToAllDispatcher
+from forge.parallel.expert import AllToAllDispatcher
 from forge.parallel.model import SequentialModel
 from tests.support.building import built
 from tests.support.collectives import collectives_of
