@@ -1,7 +1,8 @@
 """`Shard`: what this rank holds of one parameter, whichever engine and layout put it there.
 
 Initialisation, gradient norm, optimizers, checkpoints, digests and the memory report walk `list[Shard]`,
-so none of them asks how the model is distributed.
+so none of them asks how the model is distributed. PyTorch's placement of the same name, which says along which dimension
+a DTensor is split, is imported as `Split` throughout.
 """
 
 from __future__ import annotations

@@ -31,8 +31,6 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
-
-# Not `Shard`, which in forge is this rank's part of a parameter; torch's says along which dimension a tensor is split.
 from torch.distributed.tensor.placement_types import Shard as Split
 
 from forge import compat

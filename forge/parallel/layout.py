@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from forge.config import Config, Degrees
+from forge.config import Config
 from forge.config.layout import ActivationCheckpoint, Compile, Parallel, Precision
 from forge.config.model import ModelConfig
 from forge.parallel.mesh import Meshes
@@ -33,10 +33,6 @@ class Layout:
     micro_batch_size: int
     check_replicas: bool
     tensor_plan: Callable[[nn.Module], object]
-
-    @property
-    def degrees(self) -> Degrees:
-        return self.meshes.degrees
 
     @property
     def storage(self) -> torch.dtype:
