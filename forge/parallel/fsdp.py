@@ -208,7 +208,7 @@ def _reshard_after_forward(layout: Layout, degree: int, *, experts: bool, last: 
     """Whether parameters gathered from `degree` ranks are freed after forward, or over how many they stay sharded.
 
     `auto` frees them where another rank holds part of them, but for what backward begins with (`last`), and never in a
-    pipeline, which would gather them anew for every microbatch. FSDP2 cannot keep sharded over fewer ranks what is
+    pipeline, which would gather them again for every microbatch. FSDP2 cannot keep sharded over fewer ranks what is
     split over ep: where a number is given, experts are freed.
     """
     choice = layout.parallel.reshard_after_forward

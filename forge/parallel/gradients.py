@@ -1,6 +1,6 @@
-"""What happens to gradients between backward and the optimizer: one global norm, a verdict, clipping.
+"""What happens to gradients between backward and the optimizer: one global norm, a decision, clipping.
 
-Nothing here waits for the device: norm, verdict and clip coefficient stay on it.
+Nothing here waits for the device: norm, decision and clip coefficient stay on it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class GradientReport:
 
 
 def report_gradients(shards: list[Shard], loss: Tensor, *, stop: bool) -> GradientReport:
-    """Return the norm of the gradient and the verdict on the step. Collective over all ranks: one small all-reduce.
+    """Return the norm of the gradient and the decision on the step. Collective over all ranks: one small all-reduce.
 
     loss: any device scalar that is finite in a good step; if it is not on one rank, all ranks skip.
 
