@@ -1,7 +1,7 @@
 """Token shards -> ordered samples -> batches. (forge/prepare makes token shards from text.)
 
     format.py      opens a dataset folder (docs/data_format.md)
-    raw.py, megatron.py, synthetic.py    token files of other programs, and a stream that needs no file
+    raw.py, synthetic.py    token files of other programs, and a stream that needs no file
     sources.py     opens any of them by its path
     tokenizer.py   text <-> ids
     permutation.py, mixture.py    global sample number -> (source, epoch, window), a pure function

@@ -66,23 +66,13 @@ def input_fingerprints(dataset: PackedDataset, tokenizer: Tokenizer | None) -> d
 def _open(config: Config, streams: Sequence[Stream], purpose: str) -> list[Source]:
     """Open the sources; each synthetic one draws its own stream from the same chain."""
     vocab_size = config.model.vocab_size
-    sources = [
-        open_source(
-            stream.path,
-            key_of(config.run.seed, purpose, number),
-            vocab_size,
-            dtype=stream.dtype,
-            eos_id=stream.eos_id,
-        )
-        for number, stream in enumerate(streams)
-    ]
+    sources = []
+    for number, stream in enumerate(streams):
+        seed = key_of(config.run.seed, purpose, number)
+        sources.append(open_source(stream.path, seed, vocab_size, dtype=stream.dtype, eos_id=stream.eos_id))
     datasets = [source for source in sources if isinstance(source, TokenDataset)]
-    if datasets:
-        _check_tokenizer(config, datasets)
-    return sources
-
-
-def _check_tokenizer(config: Config, datasets: list[TokenDataset]) -> None:
+    if not datasets:
+        return sources
     if config.data.tokenizer == NO_TOKENIZER:
         raise UserError(
             f"data.tokenizer: is none, and {datasets[0].path} was prepared with a tokenizer; set that tokenizer"
@@ -95,3 +85,4 @@ def _check_tokenizer(config: Config, datasets: list[TokenDataset]) -> None:
                 f"{dataset.index.tokenizer[:12]}) than data.tokenizer {config.data.tokenizer} (fingerprint "
                 f"{tokenizer.fingerprint[:12]}); name that one, or prepare the data again"
             )
+    return sources

@@ -56,7 +56,9 @@ class Mixture:
         self._cumulative = [sum(numerators[:s]) for s in range(len(shares) + 1)]
         # In use are the current block, and one or two epochs of each source.
         self._turns = lru_cache(maxsize=2)(self._make_turns)
-        self._epoch_order = lru_cache(maxsize=2 * len(sizes) + 2)(self._make_epoch_order)
+        self._epoch_order = lru_cache(maxsize=2 * len(sizes) + 2)(
+            lambda source, epoch: Permutation(sizes[source], key_of(seed, "epoch", source, epoch))
+        )
 
     def locate(self, global_sample: int) -> tuple[int, int, int]:
         """Return (source, epoch, window within the source) of sample `global_sample`, counted from 0."""
@@ -83,6 +85,3 @@ class Mixture:
         ranks = np.empty(self.block, np.int64)
         ranks[np.argsort(sources, kind="stable")] = np.arange(self.block) - np.repeat(firsts[:-1], counts)
         return sources, ranks
-
-    def _make_epoch_order(self, source: int, epoch: int) -> Permutation:
-        return Permutation(self.sizes[source], key_of(self.seed, "epoch", source, epoch))

@@ -8,8 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from forge.data.format import TokenDataset
-from forge.data.megatron import MegatronTokens
-from forge.data.raw import DTYPES, RawTokens
+from forge.data.raw import DTYPES, MegatronTokens, RawTokens
 from forge.data.synthetic import SyntheticSource
 from forge.errors import UserError
 

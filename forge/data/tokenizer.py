@@ -180,7 +180,12 @@ class HuggingFaceTokenizer:
     def _ends(self) -> tuple[int | None, int | None]:
         settings: dict[str, Any] = {}
         for file in reversed(SETTINGS_FILES):
-            settings |= self._settings(file)
+            try:
+                settings = {**settings, **json.loads(self._files.get(file, b"{}"))}
+            except (ValueError, TypeError) as error:
+                raise UserError(
+                    f"tokenizer {self._name}: {file} beside it is not a JSON object: {error}"
+                ) from None
         plain = self._tokenizer.encode("a", add_special_tokens=False).ids
         whole = self._tokenizer.encode("a", add_special_tokens=True).ids
         before = next(
@@ -204,15 +209,6 @@ class HuggingFaceTokenizer:
             }
             eos = next((special[end] for end in USUAL_ENDS if end in special), None)
         return bos, eos
-
-    def _settings(self, file: str) -> dict[str, Any]:
-        try:
-            read = json.loads(self._files.get(file, b"{}"))
-        except ValueError as error:
-            raise UserError(f"tokenizer {self._name}: {file} beside it is not JSON: {error}") from None
-        if not isinstance(read, dict):
-            raise UserError(f"tokenizer {self._name}: {file} beside it is not a JSON object")
-        return read
 
     def _id_of(self, settings: dict[str, Any], key: str) -> int | None:
         """The id of the token that the settings name, as text or as an object with its `content`."""

@@ -47,7 +47,20 @@ def export_weights(
     architecture = choose_architecture(config.model)
     weights = [weight for weight in weights_of(config.model, architecture) if weight.theirs]
     reader = TensorReader(checkpoint)
-    planned = list(_plan(checkpoint, weights, reader.tensors(), dtype))
+    saved = reader.tensors()
+    planned: list[Planned] = []
+    for weight in weights:
+        own = weight.dtype
+        if weight.ours is not None:
+            name = f"model.{weight.ours}"
+            if name not in saved:
+                raise UserError(f"{checkpoint}: lacks {name}, which its config.toml requires")
+            shape, own = saved[name]
+            if tuple(shape) != weight.shape or own not in DTYPES.values():
+                needed = f"its config.toml requires {weight.shape}"
+                raise UserError(f"{checkpoint}: {name} is {tuple(shape)} of {own}; {needed}")
+        target = own if weight.is_state or dtype is None else dtype
+        planned += [Planned(theirs, target, weight.their_shape) for theirs in weight.theirs]
     folder = checkpoint / "tokenizer"
     files: dict[str, bytes] = {}
     ends: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None}
@@ -91,27 +104,6 @@ def _verify(checkpoint: Path, progress: Progress) -> None:
             progress("verifying", done, total)
     except Damaged as error:
         raise UserError(f"{checkpoint}: is damaged: {error}", NO_CHECKPOINT) from None
-
-
-def _plan(
-    checkpoint: Path,
-    weights: list[Weight],
-    saved: dict[str, tuple[torch.Size, torch.dtype]],
-    dtype: torch.dtype | None,
-) -> Iterator[Planned]:
-    """Every tensor that will be written, in order. UserError if the checkpoint lacks one or has another shape."""
-    for weight in weights:
-        own = weight.dtype
-        if weight.ours is not None:
-            name = f"model.{weight.ours}"
-            if name not in saved:
-                raise UserError(f"{checkpoint}: lacks {name}, which its config.toml requires")
-            shape, own = saved[name]
-            if tuple(shape) != weight.shape or own not in DTYPES.values():
-                needed = f"its config.toml requires {weight.shape}"
-                raise UserError(f"{checkpoint}: {name} is {tuple(shape)} of {own}; {needed}")
-        for theirs in weight.theirs:
-            yield Planned(theirs, own if weight.is_state or dtype is None else dtype, weight.their_shape)
 
 
 def _tensors(weights: list[Weight], reader: TensorReader, planned: list[Planned]) -> Iterator[Tensor]:

@@ -140,7 +140,14 @@ def _match(
     problems: list[str] = []
     dtypes: dict[str, torch.dtype] = {}
     for weight in weights:
-        problems += [misfit for name in weight.theirs if (misfit := _misfit(name, weight, stored.get(name)))]
+        for name in weight.theirs:
+            tensor, shape = stored.get(name), list(weight.their_shape)
+            if tensor is None:
+                problems.append(f"{name} is missing")
+            elif list(tensor.shape) != shape:
+                problems.append(f"{name} has shape {list(tensor.shape)}; config.json requires {shape}")
+            elif tensor.dtype not in DTYPES:
+                problems.append(f"{name} is of {tensor.dtype}; forge reads {', '.join(DTYPES)}")
         found = {stored[name].dtype for name in weight.theirs if name in stored}
         if len(found) > 1:
             problems.append(
@@ -149,10 +156,14 @@ def _match(
         if weight.ours is not None:
             dtypes[weight.ours] = DTYPES.get(next(iter(found), ""), weight.dtype)
     known = {name for weight in weights for name in weight.theirs}
+    if config.model.tie_embeddings:
+        known.add(
+            "lm_head.weight"
+        )  # as transformers does, ignore it and the next one, which old versions wrote
     problems += [
         f"{name} is no part of the model that config.json describes"
         for name in stored
-        if name not in known and not _ignored(name, config)
+        if name not in known and not name.endswith("rotary_emb.inv_freq")
     ]
     if problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
@@ -161,21 +172,6 @@ def _match(
         if weight.ours is None and _read([stored[name] for name in weight.theirs], weight.shape).any():
             raise UserError(f"{source}: {weight.theirs[0]} is not all zeros; forge has no such tensor")
     return dtypes
-
-
-def _misfit(name: str, weight: Weight, found: Stored | None) -> str | None:
-    if found is None:
-        return f"{name} is missing"
-    if found.shape != weight.their_shape:
-        return f"{name} has shape {list(found.shape)}; config.json requires {list(weight.their_shape)}"
-    if found.dtype not in DTYPES:
-        return f"{name} is of {found.dtype}; forge reads {', '.join(DTYPES)}"
-    return None
-
-
-def _ignored(name: str, config: Config) -> bool:
-    """Whether transformers ignores this tensor too: old versions wrote it needlessly."""
-    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.model.tie_embeddings)
 
 
 def _read(stored: list[Stored], shape: tuple[int, ...]) -> Tensor:

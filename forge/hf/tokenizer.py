@@ -63,7 +63,8 @@ def import_files(folder: Path) -> dict[str, bytes]:
     if model.is_file():
         content = model.read_bytes()
         if not described.is_file():
-            return {MODEL_FILE: _checked(content, str(model))}
+            SentencePieceTokenizer(content, str(model))  # raises if it is not a model
+            return {MODEL_FILE: content}
         try:
             pieces = SentencePieceTokenizer(content, str(model)).vocab_size
         except UserError:
@@ -76,11 +77,6 @@ def import_files(folder: Path) -> dict[str, bytes]:
 def _described(folder: Path) -> dict[str, bytes]:
     paths = [folder / name for name in (JSON_FILE, *SETTINGS_FILES, *_ALSO_COPIED)]
     return {path.name: path.read_bytes() for path in paths if path.is_file()}
-
-
-def _checked(content: bytes, name: str) -> bytes:
-    SentencePieceTokenizer(content, name)  # raises if it is not a model
-    return content
 
 
 def _vocab_size(described: Path) -> int:
@@ -108,7 +104,8 @@ def _sentencepiece(content: bytes, name: str) -> tuple[dict[str, Any], Ends]:
     """
     from sentencepiece import sentencepiece_model_pb2 as protocol
 
-    model = protocol.ModelProto.FromString(_checked(content, name))  # type: ignore[attr-defined]
+    SentencePieceTokenizer(content, name)  # raises if it is not a model
+    model = protocol.ModelProto.FromString(content)  # type: ignore[attr-defined]
     text, trainer, kinds = model.normalizer_spec, model.trainer_spec, model.SentencePiece
     # User-defined symbols; one with an unescaped space never matches.
     whole = {
@@ -170,8 +167,11 @@ def _tokenizer_json(
     is added before a text.
     """
     prepend: list[Json] = [{"type": "Prepend", "prepend": _SPACE}] if prefixed else []
-    escape: list[Json] = [_replace(" ", _SPACE)] if escaped else []
-    unescape: list[Json] = [_replace(_SPACE, " ")] if escaped else []
+    replace = [
+        {"type": "Replace", "pattern": {"String": old}, "content": new}
+        for old, new in ((" ", _SPACE), (_SPACE, " "))
+    ]
+    escape, unescape = (replace[:1], replace[1:]) if escaped else ([], [])
     strip: list[Json] = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefixed else []
     return {
         "version": "1.0",
@@ -200,10 +200,6 @@ def _tokenizer_json(
             "merges": merges,
         },
     }
-
-
-def _replace(old: str, new: str) -> Json:
-    return {"type": "Replace", "pattern": {"String": old}, "content": new}
 
 
 def _begin_with(token: str, number: int) -> Json:

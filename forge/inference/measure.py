@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import exp, inf, isfinite, log
 
@@ -11,7 +11,7 @@ import torch
 
 from forge.data.dataset import read_window
 from forge.data.format import TokenDataset
-from forge.data.loader import Batch, stack_windows
+from forge.data.loader import stack_windows
 from forge.data.sources import Source
 from forge.data.tokenizer import Tokenizer
 from forge.errors import FAILED, UserError
@@ -66,7 +66,11 @@ def measure(
     if windows < 1:
         raise UserError(f"{source.name}: has {source.tokens} tokens; there is nothing to predict")
     total, labels = 0.0, 0
-    for batch in _windows(source, windows, seq_len, batch_size, opened.config.data.document_mask):
+    mask = opened.config.data.document_mask
+    for first in range(0, windows, batch_size):
+        rows = range(first, min(first + batch_size, windows))
+        read_rows = (read_window(source, row, seq_len, mask) for row in rows)
+        batch = stack_windows(read_rows, len(rows), seq_len, mask, first)
         with torch.no_grad():
             on_device = batch.to(opened.device)
             sums = opened.model(on_device.tokens, on_device.labels, None, on_device.documents)
@@ -78,15 +82,6 @@ def measure(
         raise UserError(f"{opened.path}: its loss on {source.name} is {loss}", FAILED)
     read = min(windows * seq_len + 1, source.tokens)
     return Measured(loss, labels, windows, *_text_bytes(opened, source, read))
-
-
-def _windows(
-    source: Source, windows: int, seq_len: int, batch_size: int, document_mask: bool
-) -> Iterator[Batch]:
-    for first in range(0, windows, batch_size):
-        numbers = range(first, min(first + batch_size, windows))
-        rows = (read_window(source, number, seq_len, document_mask) for number in numbers)
-        yield stack_windows(rows, len(numbers), seq_len, document_mask, first)
 
 
 def _text_bytes(opened: TrainedModel, source: Source, read: int) -> tuple[int | None, str | None]:

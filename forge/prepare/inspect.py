@@ -9,7 +9,6 @@ import numpy as np
 
 from forge.data.dataset import PackedDataset, read_window
 from forge.data.passed_over import Ranges, nth_sample
-from forge.data.sources import Source
 from forge.data.tokenizer import Tokenizer
 
 
@@ -62,20 +61,18 @@ def samples_of_step(
             tokens, owners = read_window(source, window, seq_len, documents=True)
             assert owners is not None
             within = [int(start) for start in np.flatnonzero(np.diff(owners)) + 1]
-            starts = [0, *within] if _begins_document(source, window * seq_len) else within
+            first = window * seq_len
+            begins_document = first == 0 or bool(source.document_ids(first - 1, 2)[1])
+            starts = [0, *within] if begins_document else within
             yield Sample(
                 sample=sample,
                 rank=reader,
                 source=source.name,
                 epoch=epoch,
                 window=window,
-                first_token=window * seq_len,
+                first_token=first,
                 tokens=tokens[:head].tolist(),
                 text=tokenizer.decode(tokens[:excerpt].tolist()) if tokenizer else None,
                 documents=[start for start in starts if start < seq_len],
                 masked=len(within) if dataset.document_mask else 0,
             )
-
-
-def _begins_document(source: Source, token: int) -> bool:
-    return token == 0 or bool(source.document_ids(token - 1, 2)[1])

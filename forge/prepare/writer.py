@@ -40,10 +40,6 @@ class ShardWriter:
         self._filled = 0
         self._max_token_id = -1
 
-    def add_document(self, tokens: np.ndarray | list[int]) -> None:
-        """Append one whole document: its tokens with the special tokens that enclose it."""
-        self.append(np.asarray(tokens), np.zeros(1, np.int64))
-
     def append(self, tokens: np.ndarray, starts: np.ndarray) -> None:
         """Append documents: integer tokens `[n]`, and the ascending offsets at which documents start, `[documents]`."""
         if not len(tokens):

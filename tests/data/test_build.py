@@ -32,7 +32,7 @@ def configure(tmp_path, data, *overrides):
 def write_bytes_dataset(folder, tokenizer=ByteTokenizer.fingerprint):
     writer = ShardWriter(folder, vocab_size=258, tokenizer=tokenizer)
     for i in range(20):
-        writer.add_document([256, *range(i, i + 20), 257])
+        writer.append(np.array([256, *range(i, i + 20), 257]), np.zeros(1, np.int64))
     writer.finish()
     return folder
 

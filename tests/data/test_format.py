@@ -51,7 +51,7 @@ def test_many_documents_at_once_are_as_one_by_one(tmp_path):
 
 def test_an_interrupted_writer_leaves_no_dataset_and_nothing_in_the_way(tmp_path):
     writer = ShardWriter(tmp_path / "a", vocab_size=1000, tokenizer="test", shard_bytes=8)
-    writer.add_document(np.arange(9))
+    writer.append(np.arange(9), np.zeros(1, np.int64))
     with pytest.raises(UserError, match=r"holds no dataset\.json"):
         TokenDataset(tmp_path / "a")
     assert write_documents(tmp_path / "a", [4]).tokens == 4

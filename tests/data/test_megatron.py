@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from forge.data.megatron import MegatronTokens
+from forge.data.raw import MegatronTokens
 from forge.data.sources import open_source
 from forge.errors import UserError
 

@@ -176,7 +176,7 @@ def test_settings_say_what_begins_and_ends_a_document(tmp_path, huggingface, set
     [
         ("tokenizer.json", b"{}", "tokenizer.json: is not a tokenizer.json"),
         ("tokenizer.json", b"\xff", "tokenizer.json: is not a tokenizer.json"),
-        ("tokenizer_config.json", b"{", "tokenizer_config.json beside it is not JSON"),
+        ("tokenizer_config.json", b"{", "tokenizer_config.json beside it is not a JSON object"),
         ("tokenizer_config.json", b"[]", "tokenizer_config.json beside it is not a JSON object"),
         ("special_tokens_map.json", b'{"eos_token": "<none>"}', "eos_token = '<none>'"),
     ],

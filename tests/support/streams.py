@@ -37,7 +37,7 @@ def write_documents(folder: Path, lengths: list[int], *, vocab_size: int = 1000,
     writer = ShardWriter(folder, vocab_size=vocab_size, tokenizer="test", **options)
     place = 0
     for length in lengths:
-        writer.add_document(np.arange(place, place + length) % vocab_size)
+        writer.append(np.arange(place, place + length) % vocab_size, np.zeros(1, np.int64))
         place += length
     writer.finish()
     return TokenDataset(folder)
