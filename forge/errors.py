@@ -1,4 +1,4 @@
-"""What a user did wrong or has to know, as opposed to a defect of forge: one sentence and an exit code, never a traceback."""
+"""Errors of the user, as opposed to defects of forge: one sentence and an exit code, without a traceback."""
 
 import difflib
 from collections.abc import Iterable
@@ -23,13 +23,13 @@ class UserError(Exception):
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
-    """The candidate that `name` was probably meant to be, whatever its case."""
+    """The candidate most similar to `name`, ignoring case; None if none is similar."""
     by_lower = {candidate.lower(): candidate for candidate in candidates}
     found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
     return by_lower[found[0]] if found else None
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """The end of a message about `name`: the nearest candidate, if one is near."""
+    """The end of a message about `name`: the most similar candidate, if any."""
     close = nearest(name, candidates)
     return f'; did you mean "{close}"?' if close else ""

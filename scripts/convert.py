@@ -1,8 +1,8 @@
-"""Weights in and out: checkpoints of forge as folders that transformers loads, and such folders as checkpoints.
+"""Convert weights: a checkpoint of forge to a folder that transformers can load, or such a folder to a checkpoint.
 
-to-hf takes a checkpoint, or the newest complete one of a run; AutoModelForCausalLM and AutoTokenizer load what it writes.
-from-hf takes a folder with config.json and safetensors; what it writes is for checkpoint.init, generate.py and evaluate.py.
-Tensors pass through memory one at a time. A folder that could not be written whole is not there.
+to-hf reads a checkpoint, or the newest complete one of a run; AutoModelForCausalLM and AutoTokenizer load its output.
+from-hf reads a folder with config.json and safetensors; checkpoint.init, generate.py and evaluate.py take its output.
+Only one tensor is in memory at a time. If the conversion fails, no output folder is left.
 """
 
 from __future__ import annotations
@@ -73,23 +73,25 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     directions = parser.add_subparsers(dest="direction", required=True, metavar="to-hf|from-hf")
-    to_hf = directions.add_parser("to-hf", help="a checkpoint or run -> a folder of transformers")
-    from_hf = directions.add_parser("from-hf", help="a folder of transformers -> a checkpoint")
+    to_hf = directions.add_parser("to-hf", help="convert a checkpoint or run for transformers")
+    from_hf = directions.add_parser("from-hf", help="convert a folder of transformers to a checkpoint")
     for direction, source in (
-        (to_hf, "a checkpoint, or a run's folder: its newest"),
-        (from_hf, "config.json, safetensors"),
+        (to_hf, "a checkpoint, or the folder of a run"),
+        (from_hf, "a folder with config.json and safetensors"),
     ):
         direction.add_argument("--input", required=True, metavar="DIR", help=source)
-        direction.add_argument("--output", required=True, metavar="DIR", help="must not exist yet")
+        direction.add_argument(
+            "--output", required=True, metavar="DIR", help="folder to write; must not exist"
+        )
     to_hf.add_argument(
-        "--dtype", choices=[*DTYPES, "stored"], default="stored", help="of the weights (as they are stored)"
+        "--dtype", choices=[*DTYPES, "stored"], default="stored", help="type of the weights (as stored)"
     )
     size, limit = (
         number(float, lambda value: value > 0, "more than 0"),
-        "limit of one file, in GB (%(default)s)",
+        "maximum size of a file in GB (%(default)s)",
     )
     to_hf.add_argument("--shard-size", type=size, default=5.0, metavar="GB", help=limit)
-    to_hf.add_argument("--no-tokenizer", action="store_true", help="leave the tokenizer out")
+    to_hf.add_argument("--no-tokenizer", action="store_true", help="do not write the tokenizer")
     return parser
 
 

@@ -3,10 +3,10 @@
     python scripts/evaluate.py --checkpoint runs/debug --data data/python/validation
     python scripts/evaluate.py --checkpoint runs/debug --tasks lambada_openai,arc_easy
 
-With --data: loss (nats per token), perplexity, and bits per byte of the text itself, which compares models with different
-tokenizers. Every token but the first is predicted once, from those before it in its window of --context tokens.
+--data reports loss (nats per token), perplexity, and bits per byte of the text, which is comparable across tokenizers.
+Every token but the first is predicted once, from the tokens before it in its window of --context tokens.
 
-With --tasks: needs the extra forge[eval]. --include-path names a folder with tasks of your own.
+--tasks needs the extra forge[eval]. --include-path names a folder with your own tasks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _run(given: argparse.Namespace) -> None:
         raise UserError("nothing to measure: give --data DIR, or --tasks NAME,NAME")
     tasks = _tasks() if given.tasks else None  # before the model is loaded
     opened = open_model(given)
-    # All before the first is measured, so that a mistake in the last costs nothing.
+    # Open all before measuring the first, so that a mistake in the last one is reported at once.
     sources = [_open_source(path, given, opened) for path in given.data]
     for path, source in zip(given.data, sources, strict=True):
         sequences = given.sequences
@@ -78,7 +78,7 @@ def _open_source(path: str, given: argparse.Namespace, opened: TrainedModel) -> 
             )
     elif tokenizer is None and path != SYNTHETIC:
         print(
-            f"warning: {opened.path} holds no tokenizer, so nothing tells whether it is that of {path}",
+            f"warning: {opened.path} holds no tokenizer, so it cannot be compared with that of {path}",
             file=sys.stderr,
         )
     return source
@@ -115,12 +115,12 @@ def report_tasks(results: dict[str, dict[str, Any]], as_json: bool, opened: Trai
 
 
 def _print_object(fields: dict[str, Any]) -> None:
-    """As in metrics.jsonl: what is not finite, such as the perplexity of a hopeless model, is null."""
+    """As in metrics.jsonl, a non-finite number, such as the perplexity of an untrained model, is null."""
     print(encode(fields).decode(), end="", flush=True)
 
 
 def _tasks() -> Any:
-    """The module that runs them."""
+    """The module that runs tasks, which needs lm-eval."""
     try:
         from forge.inference import tasks
     except ModuleNotFoundError as error:
@@ -141,17 +141,19 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="DIR",
-        help="a folder made by prepare_data.py, a raw .bin, a Megatron .idx, or synthetic; may be repeated",
+        help="a folder written by prepare_data.py, a raw .bin, a Megatron .idx, or synthetic; may be repeated",
     )
-    add("--sequences", type=positive, metavar="N", help="only the first N windows of --data (all)")
-    add("--data-dtype", choices=sorted(DTYPES), help="of the ids in a .bin, which needs it")
-    add("--eos-id", type=count, metavar="ID", help="the id that ends a document in a .bin")
-    add("--batch-size", type=positive, default=8, metavar="N", help="sequences in one forward (%(default)s)")
-    add("--tasks", metavar="A,B", help="tasks of lm-eval")
-    add("--include-path", metavar="DIR", help="a folder with tasks of lm-eval besides its own")
-    add("--num-fewshot", type=count, metavar="N", help="examples before each question (as the task says)")
-    add("--limit", type=positive, metavar="N", help="only the first N questions of each task (all)")
-    add("--json", action="store_true", help="one JSON object for each --data, and one for --tasks")
+    add("--sequences", type=positive, metavar="N", help="evaluate only the first N windows of --data (all)")
+    add("--data-dtype", choices=sorted(DTYPES), help="type of the ids in a .bin file, where it is required")
+    add("--eos-id", type=count, metavar="ID", help="token id that ends a document in a .bin file")
+    add(
+        "--batch-size", type=positive, default=8, metavar="N", help="sequences per forward pass (%(default)s)"
+    )
+    add("--tasks", metavar="A,B", help="names of lm-eval tasks")
+    add("--include-path", metavar="DIR", help="a folder with more tasks for lm-eval")
+    add("--num-fewshot", type=count, metavar="N", help="examples before each question (the task's default)")
+    add("--limit", type=positive, metavar="N", help="ask only the first N questions of each task (all)")
+    add("--json", action="store_true", help="print one JSON object for each --data and one for --tasks")
     return parser
 
 

@@ -110,7 +110,7 @@ def _run(given: argparse.Namespace) -> None:
 
 
 def _begin(prompt: str | list[int], tokenizer: Tokenizer | None, opened: TrainedModel) -> Writing:
-    """The prompt as tokens: text begins like a document, ids are taken as they are."""
+    """Tokenize a prompt: text gets the token that begins a document, ids are used as given."""
     text: str | None = None
     if isinstance(prompt, list):
         tokens = prompt
@@ -125,12 +125,14 @@ def _begin(prompt: str | list[int], tokenizer: Tokenizer | None, opened: Trained
         tokens = ids if tokenizer.bos_id is None else [tokenizer.bos_id, *ids]
         if not tokens:
             raise UserError(
-                "--prompt: is empty, and the tokenizer has no token that begins a text; give it some text"
+                "--prompt: is empty, and the tokenizer has no token that begins a document; give some text"
             )
     vocab_size = opened.config.model.vocab_size
     beyond = next((token for token in tokens if not 0 <= token < vocab_size), None)
     if beyond is not None:
-        raise UserError(f"token {beyond} of the prompt: the model has tokens 0 to {vocab_size - 1}")
+        raise UserError(
+            f"token {beyond} of the prompt: must be from 0 to {vocab_size - 1}, the tokens of the model"
+        )
     if tokenizer is None:
         return Writing(None, tokens, None, shown=" ".join(map(str, tokens)))
     shown = tokenizer.decode(tokens) if text is None else text
@@ -146,30 +148,40 @@ def _parser() -> argparse.ArgumentParser:
     share = number(float, lambda value: 0 < value <= 1, "more than 0 and at most 1")
     add_model_options(add)
     add("--prompt", action="append", dest="prompts", metavar="TEXT", help="text to continue")
-    as_ids = "the same as token ids"
+    as_ids = "token ids to continue"
     add("--prompt-ids", action="append", dest="prompts", type=_ids, metavar="1,2,3", help=as_ids)
-    add("--tokenizer", metavar="PATH", help="in place of the checkpoint's own")
-    add("--max-tokens", type=positive, default=64, metavar="N", help="new tokens at most (%(default)s)")
-    likeliest = "0: always the likeliest (%(default)s)"
+    add("--tokenizer", metavar="PATH", help="use this instead of the checkpoint's tokenizer")
+    add(
+        "--max-tokens",
+        type=positive,
+        default=64,
+        metavar="N",
+        help="maximum number of new tokens (%(default)s)",
+    )
+    likeliest = "sampling temperature; 0: always the likeliest token (%(default)s)"
     add("--temperature", type=temperature, default=0.8, metavar="T", help=likeliest)
-    add("--top-k", type=count, default=0, metavar="N", help="draw from the N likeliest (0: from all)")
-    held = "draw from the likeliest that hold P (%(default)s)"
+    add("--top-k", type=count, default=0, metavar="N", help="sample from the N likeliest tokens (0: all)")
+    held = "sample from the likeliest tokens with total probability P (%(default)s)"
     add("--top-p", type=share, default=1.0, metavar="P", help=held)
-    add("--seed", type=int, default=0, metavar="N", help="another seed gives another text (%(default)s)")
+    add("--seed", type=int, default=0, metavar="N", help="random seed (%(default)s)")
     add("--ignore-end", action="store_true", help="continue after the token that ends a document")
     add(
         "--no-cache",
         action="store_true",
-        help="recompute the whole text for each token: slow, the same result",
+        help="recompute the whole text for each token: slower, with the same result",
     )
-    add("--json", action="store_true", help="one JSON object for each prompt, with the new ids as `tokens`")
+    add(
+        "--json",
+        action="store_true",
+        help="print one JSON object for each prompt, with the new ids as `tokens`",
+    )
     return parser
 
 
 def _ids(text: str) -> list[int]:
     parts = text.split(",")
     if not all(part.strip().isdecimal() for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids, as in 1,2,3")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids such as 1,2,3")
     return [int(part) for part in parts]
 
 

@@ -1,8 +1,10 @@
-"""Show what a step will read, decoded: which sequences of which source, in which epoch, and where documents begin.
+"""Show the data of a training step: the sequences with their source and epoch, where documents begin, and the text.
 
-It opens the data just as training does and reads nothing else. Overrides are those of train.py, as in
+The data are opened as in training. Keys are overridden as for train.py:
+
     python scripts/inspect_data.py --config debug.toml --step 100 --train.global_batch_size=8
-What the run of that name passes over since a roll-back is left out; all its steps are taken to have one batch size.
+
+Samples that the run of that name skips since a rollback are left out, assuming the same batch size in all its steps.
 """
 
 from __future__ import annotations
@@ -48,14 +50,14 @@ def _run(given: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def _passed_over(config: Config) -> Ranges:
-    """The samples that the config's run, if there is one, has given up."""
+    """The samples that the run of this config, if it exists, skips since a rollback."""
     path = RunDirectory(Path(config.run.output_dir) / config.run.name).rollbacks
     if not path.exists():
         return ()
     rollbacks = json.loads(path.read_text())
     ranges = merge((rollback["first_sample"], rollback["end_sample"]) for rollback in rollbacks)
     for first, end in ranges:
-        print(f"{path}: samples {first} to {end - 1} are passed over", file=sys.stderr)
+        print(f"{path}: samples {first} to {end - 1} are skipped", file=sys.stderr)
     return ranges
 
 
@@ -67,9 +69,11 @@ def _check(given: argparse.Namespace, config: Config) -> None:
             "ranks, dp_replicate * dp_shard"
         )
     if given.rank is not None and not 0 <= given.rank < given.ranks:
-        raise UserError(f"--rank {given.rank}: there are ranks 0 to {given.ranks - 1}; --ranks says how many")
+        raise UserError(
+            f"--rank {given.rank}: must be from 0 to {given.ranks - 1}; set the number of ranks with --ranks"
+        )
     if given.step < 1:
-        raise UserError(f"--step {given.step}: steps are counted from 1")
+        raise UserError(f"--step {given.step}: must be at least 1")
     for option in ("tokens", "text"):
         if getattr(given, option) < 0:
             raise UserError(f"--{option} {getattr(given, option)}: must be at least 0")
@@ -95,16 +99,22 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
-        epilog="Any other --section.key=value overrides a key of the config.",
+        epilog="Any other option, --section.key=value, overrides a key of the config.",
     )
     add = parser.add_argument
-    add("--config", required=True, metavar="PATH_OR_NAME", help="as for train.py")
-    add("--step", type=int, required=True, metavar="N", help="the optimizer step, from 1")
-    add("--rank", type=int, metavar="R", help="only what this data-parallel rank reads (all ranks)")
+    add("--config", required=True, metavar="PATH_OR_NAME", help="a TOML file, or a name in configs/")
+    add("--step", type=int, required=True, metavar="N", help="optimizer step, from 1")
+    add("--rank", type=int, metavar="R", help="show only the data of this data-parallel rank (all)")
     add("--ranks", type=int, default=1, metavar="K", help="number of data-parallel ranks (%(default)s)")
-    add("--tokens", type=int, default=16, metavar="N", help="ids shown of each sequence (%(default)s)")
-    add("--text", type=int, default=64, metavar="N", help="ids whose text is shown (%(default)s)")
-    add("--json", action="store_true", help="one JSON object a sequence")
+    add(
+        "--tokens",
+        type=int,
+        default=16,
+        metavar="N",
+        help="number of ids to show of each sequence (%(default)s)",
+    )
+    add("--text", type=int, default=64, metavar="N", help="number of ids to show as text (%(default)s)")
+    add("--json", action="store_true", help="print one JSON object per sequence")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""What scripts on a trained model have in common: which one, and on what it computes."""
+"""Options for the trained model: the checkpoint, the device and the precision."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from scripts.options import positive
 
 
 def add_model_options(add: Callable[..., object]) -> None:
-    """The options that `open_model` reads."""
+    """Add the options that `open_model` reads."""
     add(
         "--checkpoint",
         required=True,
         metavar="DIR",
-        help="a run's folder or its checkpoints folder (the newest whole one counts), one checkpoint, or what "
-        "convert.py from-hf made",
+        help="the folder of a run or of its checkpoints (the newest complete one is used), a checkpoint, or a folder "
+        "written by convert.py from-hf",
     )
     add(
         "--device",
         default="auto",
         metavar="NAME",
-        help="cpu, cuda, cuda:1 (%(default)s: a CUDA card if there is one)",
+        help="cpu, cuda or cuda:1 (%(default)s: a GPU if there is one)",
     )
-    add("--dtype", choices=list(DTYPES), help="compute in this (the run's precision.compute)")
+    add("--dtype", choices=list(DTYPES), help="format of the computation (the run's precision.compute)")
     add(
         "--context",
         type=positive,
         metavar="N",
-        help="tokens that the model sees at once (the run's train.seq_len)",
+        help="maximum context in tokens (the run's train.seq_len)",
     )
-    add("--no-verify", action="store_true", help="trust the files: compare sizes, not checksums")
+    add("--no-verify", action="store_true", help="compare only the sizes of files, not their checksums")
 
 
 def open_model(given: argparse.Namespace) -> TrainedModel:
-    """The model that the options name; UserError where they, or the checkpoint, are wrong."""
+    """Open the model that the options name. Raises UserError if they or the checkpoint are invalid."""
     return open_checkpoint(
         given.checkpoint,
         _device(given.device),
@@ -58,5 +58,7 @@ def _device(name: str) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"--device {name}: cannot be used: {reason}; use cpu, or leave it out") from None
+        raise UserError(
+            f"--device {name}: cannot be used: {reason}; use cpu, or leave the option out"
+        ) from None
     return device

@@ -1,4 +1,4 @@
-"""What all scripts share: how they end, and the kinds of number and input that their options take. Needs no torch."""
+"""Shared by all scripts: exit codes, and types of numbers and inputs that options take. Needs no torch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Number = TypeVar("Number", int, float)
 
 
 def exit_code_of(work: Callable[[], object], interrupted: str = "") -> int:
-    """Do `work`; what goes wrong becomes one sentence on stderr and the exit code, which is returned.
+    """Call `work` and return the exit code. An error becomes one sentence on stderr.
 
-    `interrupted` is the sentence for Ctrl-C.
+    `interrupted` is the sentence printed after Ctrl-C.
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
     try:
@@ -27,7 +27,7 @@ def exit_code_of(work: Callable[[], object], interrupted: str = "") -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:  # `| head` has seen enough
+    except BrokenPipeError:  # such as `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:  # a full disk
         print(f"error: {error}", file=sys.stderr)
@@ -45,7 +45,7 @@ def exit_code_of(work: Callable[[], object], interrupted: str = "") -> int:
 
 
 def number(kind: type[Number], holds: Callable[[Number], bool], allowed: str) -> Callable[[str], Number]:
-    """The `type` of an option that takes such numbers; `allowed` says which, after "must be"."""
+    """The `type` of an option that takes numbers for which `holds`; `allowed` describes them, after "must be"."""
 
     def read(text: str) -> Number:
         value = kind(text)
@@ -53,7 +53,7 @@ def number(kind: type[Number], holds: Callable[[Number], bool], allowed: str) ->
             raise argparse.ArgumentTypeError(f"must be {allowed}")
         return value
 
-    read.__name__ = kind.__name__  # argparse's word for what a text is not
+    read.__name__ = kind.__name__  # argparse's "invalid int value"
     return read
 
 
@@ -62,8 +62,16 @@ count = number(int, lambda value: value >= 0, "at least 0")
 
 
 def add_input_options(add: Callable[..., object]) -> None:
-    """Which text to read: the parameters of `find_corpus` and `read_documents`."""
-    add("--input", nargs="+", required=True, metavar="PATH", help="files, or directories to walk")
-    add("--text-key", default="text", metavar="KEY", help="where JSONL and Parquet keep text (%(default)s)")
+    """Add the options for the input text: the parameters of `find_corpus` and `read_documents`."""
+    add("--input", nargs="+", required=True, metavar="PATH", help="files, or directories to search")
+    add(
+        "--text-key", default="text", metavar="KEY", help="key of the text in JSONL and Parquet (%(default)s)"
+    )
     names = " ".join(EXTENSIONS)
-    add("--extensions", nargs="+", default=EXTENSIONS, metavar="EXT", help=f"in directories ({names})")
+    add(
+        "--extensions",
+        nargs="+",
+        default=EXTENSIONS,
+        metavar="EXT",
+        help=f"file name extensions to read in directories ({names})",
+    )

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Draw how the load of experts evens out in a run, as an SVG picture: `python scripts/plot_experts.py RUN_DIRECTORY`."""
+"""Draw the load of the experts during a run as an SVG image: `python scripts/plot_experts.py RUN_DIRECTORY`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("run", type=Path, help="the run's directory, which holds metrics.jsonl")
-    add("--output", type=Path, default=Path("experts.svg"), help="the picture (default: experts.svg)")
-    add("--mark", type=float, default=1.5, help="a horizontal line (default: 1.5)")
+    add("--output", type=Path, default=Path("experts.svg"), help="image to write (default: experts.svg)")
+    add("--mark", type=float, default=1.5, help="load to mark by a horizontal line (default: 1.5)")
     given = parser.parse_args(argv)
     return svg.write(given.output, lambda: draw(read_routers(given.run / "metrics.jsonl"), given.mark))
 
@@ -32,12 +32,12 @@ def read_routers(path: Path) -> list[dict[str, Any]]:
     """The metrics lines that have `routers`."""
     lines = [line for line in svg.read_lines(path) if "routers" in line]
     if not lines:
-        raise UserError(f"{path} tells of no experts")
+        raise UserError(f"{path} has no lines about experts")
     return lines
 
 
 def draw(lines: list[dict[str, Any]], mark: float) -> str:
-    """Metrics lines with `routers` -> one SVG text: the largest load of each layer by step, below it maps of all loads."""
+    """Metrics lines with `routers` -> SVG text: the largest load of each layer by step, below it maps of all loads."""
     highest = max(1.1, mark, *(layer["load_max"] for line in lines for layer in line["routers"].values()))
     title = "most visited expert of each layer, in even shares"
     chart = svg.Chart(title, lines[-1]["step"], 1, highest, CHART)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Draw the loss curves of a run as an SVG picture: `python scripts/plot_loss.py RUN_DIRECTORY --output loss.svg`."""
+"""Draw the loss curves of a run as an SVG image: `python scripts/plot_loss.py RUN_DIRECTORY --output loss.svg`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,15 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("run", type=Path, help="the run's directory, which holds metrics.jsonl")
-    add("--output", type=Path, default=Path("loss.svg"), help="the picture (default: loss.svg)")
-    add("--mark", type=_mark, action="append", default=[], metavar="NAME=LOSS", help="a horizontal line")
+    add("--output", type=Path, default=Path("loss.svg"), help="image to write (default: loss.svg)")
+    add(
+        "--mark",
+        type=_mark,
+        action="append",
+        default=[],
+        metavar="NAME=LOSS",
+        help="loss to mark by a horizontal line",
+    )
     given = parser.parse_args(argv)
     return svg.write(given.output, lambda: draw(read_curves(given.run / "metrics.jsonl"), given.mark))
 
@@ -37,7 +44,7 @@ def read_curves(path: Path) -> dict[str, list[tuple[int, float]]]:
             if loss is not None:
                 curves.setdefault(name, []).append((fields["step"], loss))
     if not curves:
-        raise UserError(f"{path} holds no loss yet")
+        raise UserError(f"{path} has no loss yet")
     return curves
 
 
@@ -46,7 +53,9 @@ def _mark(text: str) -> tuple[str, float]:
     try:
         return name, float(loss)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not like NAME=LOSS, as in unigrams=7.2") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must have the form NAME=LOSS, such as unigrams=7.2"
+        ) from None
 
 
 def draw(curves: dict[str, list[tuple[int, float]]], marks: list[tuple[str, float]]) -> str:

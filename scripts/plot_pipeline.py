@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Draw what each rank of a pipeline does when, as an SVG picture, from the schedule that a run would follow.
+"""Draw the timeline of a pipeline schedule, with the work of each rank, as an SVG image.
 
 python scripts/plot_pipeline.py --schedule ZBVZeroBubble --ranks 4 --microbatches 8 --output timeline.svg
 """
@@ -28,12 +28,16 @@ def main(argv: list[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--schedule", required=True, help="a value of pipeline.schedule: a name or a CSV file")
+    add("--schedule", required=True, help="a value of pipeline.schedule: a name, or a CSV file")
     add("--ranks", type=positive, default=4, help="parallel.pp (default: 4)")
-    add("--microbatches", type=positive, default=8, help="per optimizer step (default: 8)")
-    add("--stages-per-rank", type=positive, default=2, help="of the looped schedules (default: 2)")
-    add("--whole-backward", action="store_true", help="as with recomputation or compilation")
-    add("--output", type=Path, default=Path("pipeline.svg"), help="(default: pipeline.svg)")
+    add("--microbatches", type=positive, default=8, help="microbatches per optimizer step (default: 8)")
+    add("--stages-per-rank", type=positive, default=2, help="for looped schedules (default: 2)")
+    add(
+        "--whole-backward",
+        action="store_true",
+        help="do not split backward passes, as with recomputation or compilation",
+    )
+    add("--output", type=Path, default=Path("pipeline.svg"), help="image to write (default: pipeline.svg)")
     given = parser.parse_args(argv)
     return svg.write(given.output, lambda: _picture(given))
 
@@ -53,7 +57,7 @@ def _schedule(chosen: argparse.Namespace) -> Schedule:
 
 
 def draw(schedule: Schedule, title: str) -> str:
-    """Stages down, those of a rank together; time across, in units of a forward."""
+    """Draw one row per stage, grouped by rank, with time from left to right in units of a forward pass."""
     unit = (WIDTH - LEFT) / max(slot.stop for slots in schedule.timeline for slot in slots)
     ranks, stages = len(schedule.order), len(schedule.rank_of)
     facts = (

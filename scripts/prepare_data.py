@@ -1,7 +1,7 @@
-"""Turn text, JSONL and Parquet files into token shards. The same command continues an interrupted run.
+"""Tokenize text, JSONL and Parquet files into shards. After an interruption, the same command continues.
 
-A text file is one document, a JSONL line or a Parquet row is one. The folder that is written is what
-data.sources and data.validation name. Parquet needs the extra `forge[parquet]`.
+A document is a text file, a line of JSONL or a row of Parquet. Set data.sources and data.validation to the folder
+that is written. Parquet needs the extra `forge[parquet]`.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ def _parser() -> argparse.ArgumentParser:
     add_input_options(add)
     tokenizers = "'bytes', a SentencePiece .model, a tokenizer.json, or a folder with one"
     add("--tokenizer", required=True, metavar="PATH", help=tokenizers)
-    targets = "the dataset, or with --holdout DIR/train and DIR/validation"
+    targets = "folder to write; with --holdout, its subfolders train and validation"
     add("--output", required=True, metavar="DIR", help=targets)
     add(
         "--workers",
         type=positive,
         default=cores,
         metavar="N",
-        help="processes (%(default)s, this machine's cores)",
+        help="number of processes (%(default)s, the cores of this machine)",
     )
-    held_out = "share of the documents kept for validation (0: none)"
+    held_out = "fraction of the documents kept for validation (0: none)"
     add("--holdout", type=share, default=0.0, metavar="F", help=held_out)
-    add("--max-bytes", type=positive, metavar="N", help="take a sample of so many bytes of the files (all)")
-    bad = "more bad documents: exit 2 (%(default)s)"
+    add("--max-bytes", type=positive, metavar="N", help="use a sample of this many bytes of the files (all)")
+    bad = "maximum fraction of unreadable documents; above it, fail with exit code 2 (%(default)s)"
     add("--max-bad-fraction", type=share, default=0.01, metavar="F", help=bad)
     return parser
 

@@ -1,4 +1,4 @@
-"""What the plots share: elements of an SVG picture, a chart of curves over optimizer steps, and how a script ends."""
+"""Shared by the plots: SVG elements, a chart of curves over optimizer steps, and exit codes."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ class Chart:
         return TOP + self.height * (self.high - value) / (self.high - self.low)
 
     def mark(self, value: float, name: str) -> None:
-        """A dashed line across."""
+        """Add a dashed horizontal line."""
         self._line(value, stroke="#888", stroke_dasharray="6 4")
         self.parts.append(label(WIDTH - RIGHT, self.y(value) - 5, name, "end", fill="#666"))
 
     def curve(self, name: str, points: Sequence[tuple[int, float]]) -> None:
-        """(step, value) of each; few points are shown as dots, too."""
+        """Add a curve through (step, value) points; if there are few, also a dot at each."""
         color = COLORS[self._curves % len(COLORS)]
         self._curves += 1
         places = [(self.x(step), self.y(value)) for step, value in points]
@@ -77,7 +77,7 @@ class Chart:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file. Of a run that trains, or was killed, the last one may be torn: it is passed over."""
+    """The lines of a metrics file, without an incomplete last line of a running or killed run."""
     lines = []
     for line in path.read_text("utf-8").splitlines():
         with suppress(ValueError):
@@ -86,7 +86,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def write(path: Path, draw: Callable[[], str]) -> int:
-    """What `draw` makes goes to `path`; returns the exit code."""
+    """Write the result of `draw` to `path` and return the exit code."""
     try:
         path.write_text(draw())
     except (UserError, OSError, ValueError, KeyError) as error:

@@ -16,9 +16,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add_input_options(add)
-    add("--output", required=True, metavar="DIR", help="the folder that gets tokenizer.model")
-    add("--vocab-size", required=True, type=int, metavar="N", help="ids, specials and 256 bytes included")
-    sample = "train on a sample of so much (%(default)s)"
+    add("--output", required=True, metavar="DIR", help="folder to write tokenizer.model to")
+    add(
+        "--vocab-size",
+        required=True,
+        type=int,
+        metavar="N",
+        help="number of ids, including special tokens and 256 bytes",
+    )
+    sample = "train on a sample of this many bytes (%(default)s)"
     add("--max-bytes", type=positive, default=MAX_BYTES, metavar="N", help=sample)
     given = parser.parse_args(arguments)
     return exit_code_of(

@@ -90,15 +90,15 @@ def test_the_script_knows_of_the_runs_roll_backs(tmp_path):
     (tmp_path / "debug" / "rollbacks.json").write_text(json.dumps([rollback]))
     shown = inspect(*SYNTHETIC, "--step", 2, "--json", f"--run.output_dir={tmp_path}")
     assert [json.loads(line)["sample"] for line in shown.stdout.splitlines()] == list(range(48, 64))
-    assert "samples 16 to 47 are passed over" in shown.stderr
+    assert "samples 16 to 47 are skipped" in shown.stderr
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--step", 0], "counted from 1"),
+        (["--step", 0], "must be at least 1"),
         (["--step", 1, "--ranks", 3], "must divide train.global_batch_size = 16"),
-        (["--step", 1, "--rank", 1], "there are ranks 0 to 0"),
+        (["--step", 1, "--rank", 1], "must be from 0 to 0"),
         (["--step", 1, "--model.dimm=3"], "did you mean model.dim"),
         (["--step", 1, '--data.sources=[{path="/absent"}]'], "/absent: is not a folder"),
         (["--step", 1, '--data.sources=[{path="/absent.bin"}]'], 'dtype = "uint16"'),

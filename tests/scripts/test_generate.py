@@ -156,7 +156,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_left_alone(run, tmp_path) -> No
         ([], "no prompt: give --prompt TEXT or --prompt-ids"),
         (["--prompt-ids", "1,x"], "'1,x' is not a list of token ids"),
         (["--prompt-ids", ""], "is not a list of token ids"),
-        (["--prompt-ids", "3,258"], "token 258 of the prompt: the model has tokens 0 to 257"),
+        (["--prompt-ids", "3,258"], "token 258 of the prompt: must be from 0 to 257"),
         (["--prompt", "a", "--temperature", "-1"], "at least 0"),
         (["--prompt", "a", "--temperature", "nan"], "at least 0"),
         (["--prompt", "a", "--top-p", "0"], "more than 0"),

@@ -31,4 +31,4 @@ def test_a_curve_for_each_layer_and_a_map_for_some_steps(tmp_path) -> None:
 
 def test_a_dense_run_has_nothing_to_draw(tmp_path, capsys) -> None:
     assert plot(tmp_path, [{"step": 1, "loss": 2.0}]) == (2, "")
-    assert "tells of no experts" in capsys.readouterr().err
+    assert "has no lines about experts" in capsys.readouterr().err

@@ -33,7 +33,7 @@ def test_losses_that_are_all_the_same_can_be_drawn(tmp_path) -> None:
 
 def test_a_run_without_a_loss_has_nothing_to_draw(tmp_path, capsys) -> None:
     assert plot(tmp_path, [{"step": 1, "loss": None}]) == (2, [])
-    assert "holds no loss yet" in capsys.readouterr().err
+    assert "has no loss yet" in capsys.readouterr().err
 
 
 def test_a_line_torn_by_a_kill_is_passed_over(tmp_path) -> None:
@@ -47,4 +47,4 @@ def test_what_is_wrong_is_one_sentence_and_exit_2(tmp_path, capsys) -> None:
     assert capsys.readouterr().err == f"forge: {tmp_path}/metrics.jsonl: No such file or directory\n"
     with pytest.raises(SystemExit):
         main([str(tmp_path), "--mark", "x"])
-    assert "'x' is not like NAME=LOSS" in capsys.readouterr().err
+    assert "'x' must have the form NAME=LOSS" in capsys.readouterr().err
