@@ -1,0 +1,37 @@
+"""Every recipe of docs/extending applies, trains by its own command, and computes the same under several layouts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.extension import apply_page, copy_repository
+from tests.support.pages import REPOSITORY
+
+PAGES = sorted(path for path in (REPOSITORY / "docs" / "extending").glob("*.md") if path.name != "index.md")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_recipe_works(page: Path, tmp_path: Path) -> None:
+    clone = tmp_path / "clone"
+    copy_repository(clone)
+    assert apply_page(page, clone), "the page changes nothing"
+    command = [sys.executable, "-m", "tests.support.extension", str(page)]
+    environment = {**os.environ, "PYTHONPATH": str(clone), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, cwd=clone, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "layouts agree" in done.stdout
+
+
+def test_a_recipe_that_does_not_fit_the_code_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```diff\n--- a/forge/errors.py\n+++ b/forge/errors.py\n@@\n-no such line\n+another\n```\n"
+    )
+    copy_repository(tmp_path / "clone")
+    with pytest.raises(AssertionError, match="0 places"):
+        apply_page(page, tmp_path / "clone")
