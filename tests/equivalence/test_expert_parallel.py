@@ -15,7 +15,7 @@ from tests.support.equivalence import (
     reference,
 )
 from tests.support.harness import run_ranks
-from tests.support.layouts import BALANCE
+from tests.support.layouts import BALANCE, slow_unless
 from tests.support.layouts import experts_expected as expected
 from tests.support.layouts import experts_text as text
 
@@ -123,22 +123,36 @@ RECOMPUTE = '[activation_checkpoint]\nmode = "{}"\n'
 COMPILE = '[compile]\nenabled = true\nloss = true\nbackend = "aot_eager"\n'
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
+# Layout -> the mode that is part of every run, if any.
+RECOMPUTED = {
+    (2, "ep = 1"): "",
+    (4, "ep = 2"): "full",
+    (4, "tp = 2\nep = 4\nsequence_parallel = false"): "",
+    (4, "cp = 2\ntp = 2\nep = 2"): "selective",
+}
+
+
 @pytest.mark.parametrize(
-    ("world", "parallel"),
+    ("world", "parallel", "mode"),
     [
-        pytest.param(2, "ep = 1", marks=pytest.mark.slow),
-        (4, "ep = 2"),
-        pytest.param(4, "tp = 2\nep = 4\nsequence_parallel = false", marks=pytest.mark.slow),
-        (4, "cp = 2\ntp = 2\nep = 2"),
+        pytest.param(*case, mode, marks=slow_unless(mode == fast))
+        for case, fast in RECOMPUTED.items()
+        for mode in ("full", "selective")
     ],
 )
 def test_recomputation(world: int, parallel: str, mode: str) -> None:
     check(world, parallel, "sequence_aux_loss", 2, RECOMPUTE.format(mode))
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
-@pytest.mark.parametrize("part", ["feed_forward", "attention"])
+@pytest.mark.parametrize(
+    ("part", "mode"),
+    [
+        pytest.param("feed_forward", "full", marks=pytest.mark.slow),
+        ("feed_forward", "selective"),
+        ("attention", "full"),
+        pytest.param("attention", "selective", marks=pytest.mark.slow),
+    ],
+)
 def test_recomputation_of_one_part(part: str, mode: str) -> None:
     check(2, "ep = 2", "bias", 2, RECOMPUTE.format(mode) + f'modules = ["{part}"]\n')
 
@@ -157,7 +171,7 @@ def test_compile(world: int, parallel: str, mode: str) -> None:
 @pytest.mark.parametrize(
     ("world", "parallel"),
     [
-        (4, "ep = 2\nprefetch = 0"),
+        pytest.param(4, "ep = 2\nprefetch = 0", marks=pytest.mark.slow),
         (4, "ep = 2\nprefetch = 2"),
         pytest.param(4, "ep = 2\nprefetch = 9", marks=pytest.mark.slow),
         pytest.param(4, "ep = 2\ndefer_gradient_reduction = true", marks=pytest.mark.slow),

@@ -1,6 +1,8 @@
 """Every option of sharded data parallelism computes what one process computes."""
 
 import functools
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch
 from tests.support.building import built
 from tests.support.equivalence import Trace, assert_equal, layout, reference, tiny_config
 from tests.support.harness import run_ranks
+from tests.support.layouts import slow_unless
 
 VARIANTS = {"plain": "", "tied": "tie_embeddings = true"}
 HSDP = "dp_replicate = 2\ndp_shard = 2"
@@ -16,6 +19,11 @@ HSDP = "dp_replicate = 2\ndp_shard = 2"
 @functools.cache
 def expected(variant: str) -> Trace:
     return reference(tiny_config(model=VARIANTS[variant]))
+
+
+def only(fast: str, values: Iterable[str]) -> list[Any]:
+    """`values`, of which `fast` alone is part of every run."""
+    return [pytest.param(value, marks=slow_unless(value == fast)) for value in values]
 
 
 def check(world: int, *parallel: str, variant: str = "plain", micro: int = 1, extra: str = "") -> None:
@@ -30,18 +38,22 @@ def test_deferred_reduction(world: int, parallel: str) -> None:
     check(world, parallel, "defer_gradient_reduction = true")
 
 
-@pytest.mark.parametrize("policy", ['"always"', '"never"', "2"])
+# test_data_parallel.py runs every policy without these options.
+POLICIES = ['"always"', '"never"', "2"]
+
+
+@pytest.mark.parametrize("policy", only('"always"', POLICIES))
 def test_deferred_reduction_with_every_reshard_policy(policy: str) -> None:
     check(4, "defer_gradient_reduction = true", f"reshard_after_forward = {policy}")
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", only("plain", VARIANTS))
 @pytest.mark.parametrize("prefetch", [0, 2, 9])
 def test_prefetch(prefetch: int, variant: str) -> None:
     check(2, f"prefetch = {prefetch}", variant=variant, micro=2)
 
 
-@pytest.mark.parametrize("policy", ['"always"', '"never"', "2"])
+@pytest.mark.parametrize("policy", only("2", POLICIES))
 def test_prefetch_of_a_tied_model_with_every_reshard_policy(policy: str) -> None:
     check(4, "prefetch = 2", f"reshard_after_forward = {policy}", variant="tied")
 

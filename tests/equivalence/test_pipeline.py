@@ -162,7 +162,7 @@ def test_float8_scales_as_without_a_pipeline(schedule: str) -> None:
 
 # --- drawn at random ---
 
-LAYOUTS, FAST = 30, 4
+LAYOUTS, FAST = 30, 3
 
 
 def draw(generator: random.Random) -> tuple[int, str, str]:

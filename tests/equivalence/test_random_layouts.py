@@ -15,7 +15,7 @@ from forge.errors import UserError
 from tests.support.equivalence import Trace, assert_equal, layout, reference, tiny_config
 
 # How many in all, and of them in the fast suite; of dense models and of mixtures of experts.
-DENSE, FAST_DENSE, MIXED, FAST_MIXED = 40, 5, 30, 3
+DENSE, FAST_DENSE, MIXED, FAST_MIXED = 40, 3, 30, 2
 
 MOE = "[model.moe]\nn_experts = 8\nexpert_dim = 24\n"
 MIXTURES = {

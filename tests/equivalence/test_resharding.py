@@ -28,9 +28,9 @@ LAYOUTS = {
 
 
 def _pairs() -> list[Any]:
-    """All of them; each layout with two others is part of every run, the rest of the slow one."""
+    """All of them; every run saves and loads under each layout once, the rest is slow."""
     names = list(LAYOUTS)
-    near = {(a, b) for i, a in enumerate(names) for b in (names[(i + 1) % len(names)], names[i - 2])}
+    near = set(zip(names, names[1:] + names[:1], strict=True))
     pairs = [(a, b) for a in names for b in names]
     return [pytest.param(*pair, marks=[] if pair in near else pytest.mark.slow) for pair in pairs]
 

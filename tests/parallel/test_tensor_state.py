@@ -16,7 +16,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [pytest.param("plain", marks=pytest.mark.slow), "everything"])
 @pytest.mark.parametrize(
     ("world", "keys"),
     [(2, "tp = 2"), (4, "tp = 2"), (4, "tp = 2\ndp_replicate = 2\nsequence_parallel = false")],
@@ -54,8 +54,8 @@ def load_in(rank: int, world: int, folder: str, keys: str) -> dict[str, torch.Te
     [
         ((4, "tp = 2\ndp_shard = 2"), (1, "")),
         ((1, ""), (4, "tp = 2\ndp_shard = 2")),
-        ((2, "tp = 2"), (4, "tp = 2\ndp_replicate = 2")),
-        ((2, "dp_shard = 2"), (2, "tp = 2\nsequence_parallel = false")),
+        pytest.param((2, "tp = 2"), (4, "tp = 2\ndp_replicate = 2"), marks=pytest.mark.slow),
+        pytest.param((2, "dp_shard = 2"), (2, "tp = 2\nsequence_parallel = false"), marks=pytest.mark.slow),
     ],
 )
 def test_a_checkpoint_moves_between_layouts(tmp_path, saved, loaded) -> None:
