@@ -46,22 +46,19 @@ def open_source(
     if path == SYNTHETIC:
         return SyntheticSource(seed, vocab_size)
     if file.suffix == ".bin" and not file.is_dir():
-        return RawTokens(path, _required_dtype(file, dtype), vocab_size, eos_id)
+        if dtype is None:  # never guessed: a file of uint16 is also a valid file of uint32
+            index = file.with_suffix(".idx")
+            megatron = (
+                f"; beside it is {index.name}: for a Megatron dataset name that file"
+                if index.is_file()
+                else ""
+            )
+            entries = " or ".join(f'{{path = "{file}", dtype = "{name}"}}' for name in DTYPES)
+            raise UserError(f"{file}: a .bin does not record the dtype of its ids; write {entries}{megatron}")
+        return RawTokens(path, dtype, vocab_size, eos_id)
     if file.suffix == ".idx" or (not file.is_dir() and Path(f"{path}.idx").is_file()):
         return MegatronTokens(path, vocab_size)
     return TokenDataset(path, vocab_size)
-
-
-def _required_dtype(file: Path, dtype: str | None) -> str:
-    """The dtype of a .bin, which is never guessed: a file of uint16 is also a valid file of uint32."""
-    if dtype is not None:
-        return dtype
-    index = file.with_suffix(".idx")
-    megatron = (
-        f"; beside it is {index.name}: for a Megatron dataset name that file" if index.is_file() else ""
-    )
-    written = " or ".join(f'{{path = "{file}", dtype = "{name}"}}' for name in DTYPES)
-    raise UserError(f"{file}: a .bin does not record the dtype of its ids; write {written}{megatron}")
 
 
 def count_windows(source: Source, seq_len: int) -> int:

@@ -41,7 +41,14 @@ def import_weights(source: Path, output: Path, *, progress: Progress = no_progre
     """
     files = import_files(source)
     described = source / "config.json"
-    values = _read_json(described)
+    try:
+        values = json.loads(described.read_text("utf-8"))
+        if not isinstance(values, dict):
+            raise ValueError("not an object")
+    except OSError as error:
+        raise UserError(f"{described}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"{described}: is not a JSON object: {error}") from None
     architecture = architecture_of(values, described)
     model = read_model(values, architecture, described)
     stored = find_tensors(source)
@@ -88,18 +95,6 @@ def import_weights(source: Path, output: Path, *, progress: Progress = no_progre
         except RanksFailed as error:
             raise UserError(f"{output}: could not be written: {error}", FAILED) from None
     return Conversion(architecture.name, with_tokenizer=bool(files))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text("utf-8"))
-        if not isinstance(values, dict):
-            raise ValueError("not an object")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(f"{path}: is not a JSON object: {error}") from None
-    return values
 
 
 def _config(

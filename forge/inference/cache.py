@@ -47,7 +47,11 @@ class CachedScores:
         before, self._texts = self._texts, []  # the cache is invalid if this call fails
         device = self._model.rope_cos.device
         last = torch.tensor([len(text) - 1 for text in seen], device=device)
-        if _continue(before, seen):
+        # Whether every text equals its last one, or is one token longer.
+        continues = len(before) == len(seen) and all(
+            text == old or text[:-1] == old for old, text in zip(before, seen, strict=True)
+        )
+        if continues:
             tokens = torch.tensor([[text[-1]] for text in seen], device=device)
             places = _Places(last, max(map(len, seen)))
             logits = self._read(tokens, places, torch.zeros_like(last))
@@ -62,13 +66,6 @@ class CachedScores:
             layer.places = places
         with replaced(self._model, _LastScores(last, self._model.config.logit_soft_cap), self._layers):
             return self._model(tokens, None, None if places is None else places.of_text[:, None])
-
-
-def _continue(before: list[list[int]], now: list[list[int]]) -> bool:
-    return len(before) == len(now) and all(
-        new == old or (len(new) == len(old) + 1 and new[:-1] == old)
-        for old, new in zip(before, now, strict=True)
-    )
 
 
 class _Places(NamedTuple):

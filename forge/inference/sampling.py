@@ -101,16 +101,12 @@ def choose_token(scores: Tensor, sampling: Sampling, position: int) -> int:
     if sampling.top_p < 1.0:
         # The first place where the sum reaches top_p is still in; the likeliest token always is.
         cumulative = cumulative[: int((cumulative < sampling.top_p).sum()) + 1]
-    draw = _uniform(sampling.seed, position) * float(cumulative[-1])
+    # A uniform number in [0, 1) from a hash: it does not depend on the version of a random generator.
+    key = hashlib.blake2b(f"{sampling.seed}:sample:{position}".encode(), digest_size=8).digest()
+    draw = int.from_bytes(key, "little") / 2**64 * float(cumulative[-1])
     place = int(torch.searchsorted(cumulative, draw, right=True))
     place = min(place, len(cumulative) - 1)
     return place if order is None else int(order[place])
-
-
-def _uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends only on the arguments, not on the version of a random generator."""
-    key = hashlib.blake2b(f"{seed}:sample:{position}".encode(), digest_size=8).digest()
-    return int.from_bytes(key, "little") / 2**64
 
 
 class TextStream:

@@ -45,15 +45,10 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     For inputs that the kernels do not support (float64, row sizes that are no multiple of 16 bytes, no rows) a loop over
     the groups, with a host sync.
     """
-    if _fits(rows, weight):
+    aligned = all(side * rows.element_size() % 16 == 0 for side in weight.shape[1:])
+    if aligned and rows.dtype != torch.float64 and rows.shape[0] > 0:
         return _grouped_mm(rows, weight.transpose(-2, -1), offs=counts.cumsum(0).to(torch.int32))
     sizes = counts.tolist()
     parts = rows.split([*sizes, rows.shape[0] - sum(sizes)])
     products = [F.linear(part, own) for part, own in zip(parts[:-1], weight.unbind(), strict=True)]
     return torch.cat([*products, rows.new_zeros(parts[-1].shape[0], weight.shape[1])])
-
-
-def _fits(rows: Tensor, weight: Tensor) -> bool:
-    size = rows.element_size()
-    aligned = all(side * size % 16 == 0 for side in weight.shape[1:])
-    return aligned and rows.dtype != torch.float64 and rows.shape[0] > 0

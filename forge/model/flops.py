@@ -46,19 +46,14 @@ def parameter_counts(config: ModelConfig, **part: Any) -> ParameterCounts:
     counts = dict.fromkeys(("embedding", "attention", "feed_forward", "norms", "head"), 0)
     matmul = idle = 0
     for name, parameter in model.named_parameters():
-        counts[_place(name)] += parameter.numel()
+        path = name.split(".")
+        place = path[2] if path[0] == "layers" else path[0]
+        counts["norms" if path[-2].endswith("norm") else place] += parameter.numel()
         if parameter.ndim >= 2 and (name != "embedding.weight" or config.tie_embeddings):
             matmul += parameter.numel()
         if config.moe is not None and ".experts." in name:
             idle += parameter.numel() // config.moe.n_experts * (config.moe.n_experts - config.moe.top_k)
     return ParameterCounts(**counts, matmul=matmul - idle, idle=idle)
-
-
-def _place(name: str) -> str:
-    """The field of ParameterCounts that the parameter `name` belongs to."""
-    if name.split(".")[-2].endswith("norm"):
-        return "norms"
-    return name.split(".")[2] if name.startswith("layers.") else name.split(".")[0]
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> float:
