@@ -69,6 +69,8 @@ def import_checkout(checkout: Path) -> None:
 
     assert Path(forge.__path__[0]).parent.samefile(checkout), f"forge was imported from {forge.__path__[0]}"
     for module in pkgutil.walk_packages(forge.__path__, "forge."):
+        if module.name.endswith("__main__"):  # is a command, not to be executed
+            continue
         with contextlib.suppress(ImportError):  # of optional packages
             importlib.import_module(module.name)
 

@@ -7,5 +7,7 @@ import pkgutil
 import forge
 
 for _module in pkgutil.walk_packages(forge.__path__, "forge."):
+    if _module.name.endswith("__main__"):  # is a command, not to be executed
+        continue
     with contextlib.suppress(ImportError):
         importlib.import_module(_module.name)
