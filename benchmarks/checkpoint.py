@@ -38,7 +38,7 @@ from benchmarks.measure import (
     timed,
 )
 from forge.errors import FAILED, UserError
-from forge.train.resume import all_tensors
+from forge.train.state import all_tensors
 from scripts.options import exit_code_of, positive
 
 
@@ -102,8 +102,8 @@ def _mean_step(loop: ForgeLoop, steps: int, device: torch.device) -> float:
 
 def _with_save(loop: ForgeLoop, device: torch.device) -> Save:
     """A save, and steps until it has ended: at least one."""
-    checkpoints, step = loop.checkpoints, loop.training.progress.step
-    _, blocked = timed(loop.training.saver.save)
+    checkpoints, step = loop.trainer.checkpoints, loop.trainer.progress.step
+    _, blocked = timed(loop.saves.save)
     steps, outcomes = 0, []
     began = time.perf_counter()
     while steps == 0 or not (outcomes or checkpoints.path(step).exists()):
@@ -121,13 +121,13 @@ def _with_save(loop: ForgeLoop, device: torch.device) -> Save:
 
 def _resume(loop: ForgeLoop, rounds: int) -> dict[str, Any]:
     """Verifying and loading the newest checkpoint, and a bare read of its files, in turns; all from cold files."""
-    checkpoints = loop.checkpoints
+    checkpoints = loop.trainer.checkpoints
     step = checkpoints.latest(verify=False)
     assert step is not None
     path = checkpoints.path(step)
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     folders = [path, *(folder for folder in path.rglob("*") if folder.is_dir())]
-    tensors = all_tensors(loop.training.model, loop.training.optimizer)
+    tensors = all_tensors(loop.trainer.model, loop.trainer.optimizer)
     seconds: dict[str, list[float]] = {"verify": [], "load": [], "plain read": []}
     for _ in range(rounds):
         _forget_all(folders)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,22 +16,22 @@ from torch.nn import functional as F
 
 from forge.checkpoint import Checkpoints
 from forge.config import Config, check_world, load_config
-from forge.data.build import build_dataset
+from forge.data.build import build_dataset, open_data
 from forge.data.loader import Batch, Loader
 from forge.distributed import World, join
+from forge.hook import Hooks
 from forge.model import IGNORE
 from forge.observe.hardware import peak_flops
-from forge.observe.memory_report import MemoryReport
 from forge.observe.run_directory import RunDirectory
 from forge.parallel.build import build_meta_model
 from forge.parallel.initialize import initialize
 from forge.parallel.precision import DTYPES
 from forge.resilience.signals import StopSignals
 from forge.shard import Box, Shard
-from forge.train.assemble import Job, assemble, build, open_inputs
+from forge.train.hooks import make_hooks
 from forge.train.report import Reporter
-from forge.train.state import Progress
-from forge.train.watch import Phases
+from forge.train.save import Saves
+from forge.train.trainer import Trainer
 
 # Learnable data without a file; no schedule, so that a loss falls within a few steps; no pauses of any kind.
 LEARNABLE = (
@@ -100,9 +99,9 @@ def alone() -> World:
 
 
 class ForgeLoop:
-    """forge's training loop as `train.py` puts it together, without taking the run directory, `folder`, for itself.
+    """forge's training loop with the hooks of train.py, without locking the run directory, `folder`.
 
-    `training` is the loop itself, `checkpoints` where its saver writes.
+    `saves` writes to `trainer.checkpoints` when it is called.
     """
 
     def __init__(self, name: str, config: Config, folder: Path, mode: str = "async"):
@@ -111,28 +110,30 @@ class ForgeLoop:
         degrees = check_world(config, world.size)
         directory = RunDirectory(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        reporter = Reporter(directory, world)
-        memory = MemoryReport(world.device, reporter.event)
-        signals = StopSignals(speak=False)
-        job = Job(config, degrees, world, directory, reporter, signals, memory, Phases())
         self._metrics = directory.metrics
-        self._stack = ExitStack()
-        self.checkpoints = Checkpoints(directory.checkpoints, keep_last=1, mode=mode)  # type: ignore[arg-type]
-        self.training = assemble(
-            job, self.checkpoints, open_inputs(config), build(job), Progress(), self._stack
+        checkpoints = Checkpoints(directory.checkpoints, keep_last=1, mode=mode)  # type: ignore[arg-type]
+        signals = StopSignals(speak=False)
+        self.trainer = Trainer(
+            config, degrees, open_data(config), checkpoints, None, Reporter(directory, world), signals
         )
+        hooks = make_hooks(self.trainer, [])
+        (self.saves,) = (hook for hook in hooks if isinstance(hook, Saves))
+        self.trainer.hooks = Hooks(hooks)
+        self._run = self.trainer.hooks.around_run(step=0)
+        self._run.__enter__()
 
     def step(self) -> None:
-        self.training.step()
-        self.training.collector.collect(self.training.progress.step)
+        with self.trainer.hooks.around("step", self.trainer.progress.step + 1):
+            self.trainer.step()
 
     def losses(self) -> list[float]:
-        self.training.recorder.flush()
+        self.trainer.process_last_result()
         lines = map(json.loads, self._metrics.read_text().splitlines())
         return [float("nan") if line["loss"] is None else line["loss"] for line in lines]
 
     def close(self) -> None:
-        self._stack.close()
+        self._run.__exit__(None, None, None)
+        self.trainer.batches.close()
 
 
 class BareLoop:

@@ -72,7 +72,7 @@ class ExpertsLoop(ForgeLoop):
 
     def __init__(self, name: str, config: Config, folder: Path, pad: bool, skew: float):
         super().__init__(name, config, folder)
-        (self.model,) = self.training.model.parts
+        (self.model,) = self.trainer.model.parts
         for router in self.model.routers.values():
             router.choose = functools.partial(draw, skew, router.config.top_k)
         for module in self.model.modules():

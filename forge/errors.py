@@ -22,6 +22,18 @@ class UserError(Exception):
         self.exit_code = exit_code
 
 
+class RollbackRequired(Exception):
+    """Raised on all ranks in a step: the run has to return to a checkpoint from before step `first_bad`.
+
+    pass_over: leave out the data from there to the end of `last_step`. remedy: what to do if returning does not help.
+    """
+
+    def __init__(self, reason: str, *, first_bad: int, last_step: int, pass_over: bool, remedy: str):
+        super().__init__(reason)
+        self.first_bad, self.last_step, self.pass_over = first_bad, last_step, pass_over
+        self.remedy = remedy
+
+
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
     """The candidate most similar to `name`, ignoring case; None if none is similar."""
     by_lower = {candidate.lower(): candidate for candidate in candidates}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from forge.config import Config
@@ -12,9 +13,28 @@ from forge.data.format import TokenDataset
 from forge.data.permutation import key_of
 from forge.data.sources import SYNTHETIC, Source, count_windows, open_source
 from forge.data.tokenizer import Tokenizer, load_tokenizer
+from forge.distributed import on_every_rank
 from forge.errors import UserError
 
 NO_TOKENIZER = "none"
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a run reads, and the fingerprints by which a resumed run recognises it."""
+
+    dataset: PackedDataset
+    validation: dict[str, Source]
+    tokenizer: Tokenizer | None
+    fingerprints: dict[str, Any]
+
+
+def open_data(config: Config) -> Data:
+    """Open and check all data. Collective: an error on any rank is raised on every rank."""
+    dataset = on_every_rank("opening the data", lambda: build_dataset(config))
+    validation = on_every_rank("opening the held-out data", lambda: build_validation(config))
+    tokenizer = on_every_rank("opening the tokenizer", lambda: build_tokenizer(config))
+    return Data(dataset, validation, tokenizer, input_fingerprints(dataset, tokenizer))
 
 
 def build_dataset(config: Config) -> PackedDataset:

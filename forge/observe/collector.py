@@ -6,14 +6,16 @@ import gc
 import time
 from typing import Any
 
+from forge.hook import Hook
 
-class Collector:
-    """Context manager around the loop: no automatic collection within; `collect` does it at times.
 
-    What exists on entry (modules, model, optimizer) is collected once and then frozen: no later collection
+class Collector(Hook):
+    """Replaces automatic collections during a run by one every `interval` steps.
+
+    What exists before the run (modules, model, optimizer) is collected once and then frozen: no later collection
     walks it. Every rank collects at the same steps, so that they pause together. Only young objects
-    (generation 1) are collected, in milliseconds. `interval` is in steps; 0 leaves everything to Python. Either way
-    the time that collections take is counted.
+    (generation 1) are collected, in milliseconds. Interval 0 leaves everything to Python. Either way the time that
+    collections take is counted.
     """
 
     def __init__(self, interval: int):
@@ -22,22 +24,20 @@ class Collector:
         self._seconds = 0.0
         self._began = 0.0
 
-    def __enter__(self) -> Collector:
+    def before_run(self, step: int) -> None:
         if self._interval:
             self._was_enabled = gc.isenabled()
             gc.collect()
             gc.freeze()
             gc.disable()
         gc.callbacks.append(self._time)
-        return self
 
-    def collect(self, step: int) -> None:
-        """Collect if `step` is a multiple of the interval."""
+    def after_step(self, step: int) -> None:
         if self._interval and step % self._interval == 0:
             gc.collect(1)
 
     def take_seconds(self) -> float:
-        """Seconds that collections took since last asked."""
+        """Return the seconds that collections took since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
@@ -47,7 +47,7 @@ class Collector:
         else:
             self._seconds += time.perf_counter() - self._began
 
-    def __exit__(self, *_: object) -> None:
+    def after_run(self) -> None:
         gc.callbacks.remove(self._time)
         if self._interval:
             gc.unfreeze()

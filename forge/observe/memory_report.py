@@ -1,4 +1,4 @@
-"""Where the memory of this rank goes, told after the first step, and what to change when it runs out.
+"""Where the memory of this rank goes, reported after the first step, and what to change when it runs out.
 
 Walks shards and optimizer state, so it is the same for every engine and layout.
 """
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from forge.config import Config, Degrees
 from forge.errors import FAILED, UserError
+from forge.hook import Hook
 from forge.observe.advice import advice
 from forge.observe.hardware import GIB, most_resident
 from forge.shard import Shard
@@ -26,16 +27,17 @@ log = logging.getLogger(__name__)
 _CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
 
 
-class MemoryReport:
-    """Watcher of steps that tells after the first one what memory holds; `tell` gets its bytes as an event.
+class MemoryReport(Hook):
+    """Reports after the first step what memory holds, in the log and as an event: `report_event(kind, **fields)`.
 
     Activations are what the first step took at its peak beyond parameters, gradients and optimizer state: on CUDA by
     the allocator's count, on the CPU by the growth of the process, which is rougher. So they include the logits
     and whatever a layout gathers or buffers.
     """
 
-    def __init__(self, device: torch.device, tell: Callable[..., None] = lambda *_, **__: None):
-        self._device, self._on_card, self._tell = device, device.type == "cuda", tell
+    def __init__(self, device: torch.device, report_event: Callable[..., None] = lambda *_, **__: None):
+        self._device, self._on_card = device, device.type == "cuda"
+        self._report_event = report_event
         self.bytes: dict[str, int] = {}
         self._step = 0
         self._resident_before = 0
@@ -58,12 +60,12 @@ class MemoryReport:
         self._step = step
 
     def after_step(self, step: int) -> None:
-        """After the first step that this process makes: measure, log the table, and tell."""
+        """Measure after the first step that this process makes."""
         if "activations" in self.bytes:
             return
         self.bytes["activations"] = max(0, self._beyond_state())
         log.info("%s", self.table())
-        self._tell("memory", **{f"{name}_bytes": size for name, size in self.bytes.items()})
+        self._report_event("memory", **{f"{name}_bytes": size for name, size in self.bytes.items()})
 
     def table(self) -> str:
         """What is known so far, a line for each kind, in GiB."""

@@ -11,6 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from forge.config.training import Profile
+from forge.hook import Hook
 
 log = logging.getLogger(__name__)
 
@@ -18,8 +19,8 @@ log = logging.getLogger(__name__)
 SNAPSHOT_ENTRIES = 200_000
 
 
-class StepProfiler:
-    """Context manager and watcher of steps; writes to `folder` when the last chosen step, or the run, ends.
+class StepProfiler(Hook):
+    """Writes to `folder` when the last chosen step, or the run, ends.
 
     `rank-R-steps-A-B.json.gz` opens in https://ui.perfetto.dev and chrome://tracing; with `memory_snapshot`
     `rank-R-steps-A-B.pickle` opens in https://pytorch.org/memory_viz. A profile that fails costs a warning.
@@ -36,9 +37,6 @@ class StepProfiler:
         self._begun_at = 0
         self._span = ExitStack()
 
-    def __enter__(self) -> StepProfiler:
-        return self
-
     def before_step(self, step: int) -> None:
         """Begin the profile, if `step` is the first chosen one, and a span named after the step."""
         if not self._chosen or not self._first <= step <= self._last:
@@ -53,7 +51,7 @@ class StepProfiler:
         if self._profile is not None and step >= self._last:
             self._end(step)
 
-    def __exit__(self, *_: object) -> None:
+    def after_run(self) -> None:
         self._span.close()
         if self._profile is not None:
             self._end(None)

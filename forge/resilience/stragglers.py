@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from statistics import fmean, median, median_low
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+
+from forge.config.training import Resilience
+from forge.hook import Hook
+from forge.model import Transformer
 
 log = logging.getLogger(__name__)
 
@@ -25,60 +27,54 @@ PHASES = ("data", "forward", "optimizer")
 LEAST_S = 0.01
 
 
-class Stragglers:
-    """Compares all ranks every `interval` steps (0: never), and names those that make a step longer by `factor`.
+class Stragglers(Hook):
+    """Compares all ranks every `straggler_interval` steps, and names those that make a step longer by `straggler_factor`.
 
-    `block`: a module whose forward shows how fast this rank computes; its ranks of tensor and context parallelism wait for
-    each other in it, so they are slow together. `tell(kind, **fields)` writes an event.
+    The forward of the last block of `parts` shows how fast this rank computes; its ranks of tensor and context parallelism
+    wait for each other in it, so they are slow together. `report_event(kind, **fields)` writes an event.
     """
 
     def __init__(
         self,
-        interval: int,
-        factor: float,
-        block: nn.Module | None,
+        config: Resilience,
+        parts: Sequence[Transformer],
         device: torch.device,
-        tell: Callable[..., None],
+        report_event: Callable[..., None],
     ):
-        self._interval = interval if dist.get_world_size() > 1 else 0
-        self._factor, self._tell = factor, tell
+        self._interval, self._factor = config.straggler_interval, config.straggler_factor
+        self._report_event = report_event
         self._clock: _Clock = _CudaClock() if device.type == "cuda" else _Clock()
         self._spans: dict[str, list[Any]] = {"forward": [], "optimizer": []}
         self._data_s: list[float] = []
         self._step_s: list[float] = []
         self._armed = False
         self._gathering: tuple[int, torch.Tensor, dist.Work | None] | None = None
-        if self._interval and block is not None:
-            block.register_forward_pre_hook(self._begin_forward)
-            block.register_forward_hook(self._end_forward)
+        blocks = [block for part in parts for block in part.layers.values()]
+        if blocks:  # a stage of a pipeline may own none
+            blocks[-1].register_forward_pre_hook(self._begin_forward)
+            blocks[-1].register_forward_hook(self._end_forward)
 
-    def begin_step(self) -> None:
-        """A step begins; its first forward is timed."""
-        self._armed = bool(self._interval)
+    def before_data(self, step: int) -> None:
+        """The step begins; its first forward is timed."""
+        self._armed = True
+        self._step_began = time.perf_counter()
 
-    @contextmanager
-    def optimizer(self) -> Iterator[None]:
-        """The body is the optimizer's update."""
-        if not self._interval:
-            yield
-            return
-        began = self._clock.now()
-        yield
-        self._spans["optimizer"].append((began, self._clock.now()))
+    def after_data(self, step: int) -> None:
+        self._data_s.append(time.perf_counter() - self._step_began)
 
-    def end_step(self, step: int, step_s: float, data_s: float) -> None:
-        """A step has been launched within `step_s` seconds, `data_s` of them spent waiting for data.
+    def before_optimizer(self, step: int) -> None:
+        self._optimizer_began = self._clock.now()
 
-        Collective every `interval` steps, but nothing waits for the others: what they tell is read a step later.
-        """
-        if not self._interval:
-            return
+    def after_optimizer(self, step: int) -> None:
+        self._spans["optimizer"].append((self._optimizer_began, self._clock.now()))
+
+    def after_step(self, step: int) -> None:
+        """Collective every `straggler_interval` steps, but nothing waits: the times of the others are read a step later."""
         self._armed = False
         if self._gathering is not None:
             self._compare(*self._gathering)
             self._gathering = None
-        self._data_s.append(data_s)
-        self._step_s.append(step_s)
+        self._step_s.append(time.perf_counter() - self._step_began)
         if step % self._interval == 0:
             self._gather(step)
 
@@ -112,7 +108,9 @@ class Stragglers:
                 seconds,
                 usual,
             )
-            self._tell("straggler", step=step, rank=rank, phase=phase, seconds=seconds, median_s=usual)
+            self._report_event(
+                "straggler", step=step, rank=rank, phase=phase, seconds=seconds, median_s=usual
+            )
 
     def _begin_forward(self, *_: object) -> None:
         if self._armed:

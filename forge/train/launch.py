@@ -1,4 +1,4 @@
-"""From the command line to an exit code: the one place where errors become messages."""
+"""From the command line to an exit code: loads the config, joins the ranks, trains, and reports how it ended."""
 
 from __future__ import annotations
 
@@ -6,13 +6,30 @@ import logging
 import os
 import sys
 import time
+from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
-from forge.config import check_world, help_text, load_config, parse_command_line, to_toml
-from forge.distributed import join, read_world
-from forge.errors import FAILED, FINISHED, UserError
-from forge.train.run import run
+from forge import compat
+from forge.checkpoint import Checkpoints
+from forge.config import Config, Degrees, check_world, help_text, load_config, parse_command_line, to_toml
+from forge.data.build import open_data
+from forge.distributed import World, join, on_every_rank, on_first_rank, read_world
+from forge.errors import FAILED, FINISHED, STOPPED, UserError
+from forge.fault import fault_point
+from forge.files import replace_atomically
+from forge.hook import Hook
+from forge.observe.hardware import process_age_s
+from forge.observe.log import setup_logging
+from forge.observe.run_directory import RunDirectory
+from forge.resilience.signals import StopSignals
+from forge.resilience.watchdog import Watchdog, bounds, patience
+from forge.train.crash import CrashReporter
+from forge.train.hooks import load_hooks, make_hooks
+from forge.train.report import Reporter
+from forge.train.resume import check_data, find_resume_point
+from forge.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
@@ -27,11 +44,11 @@ def main(argv: list[str]) -> int:
     try:
         command = parse_command_line(argv)
         if command.action == "help":
-            _say(world.rank, help_text())
+            _print(world.rank, help_text())
             return FINISHED
         config = load_config(argv)
         if command.action == "print_config":
-            _say(world.rank, to_toml(config))
+            _print(world.rank, to_toml(config))
             return FINISHED
         degrees = check_world(config, world.size)
         join(world)
@@ -42,8 +59,8 @@ def main(argv: list[str]) -> int:
         if world.rank == 0:
             print(f"forge: {error}", file=sys.stderr, flush=True)
         else:
-            # torchrun kills the other workers when the first one ends; rank 0 must have spoken by then. On a busy machine
-            # ranks that have not met yet are seconds apart.
+            # torchrun kills the other workers when the first one ends, and rank 0 must have printed by then. On a busy
+            # machine ranks that have not met yet are seconds apart.
             time.sleep(2 if dist.is_initialized() else 5)
         return error.exit_code
     except Exception:
@@ -51,7 +68,112 @@ def main(argv: list[str]) -> int:
         return FAILED
 
 
-def _say(rank: int, text: str) -> None:
+def run(config: Config, degrees: Degrees, world: World) -> int:
+    """Train as `config` says on the joined ranks and return this worker's exit code. Collective.
+
+    Raises UserError for what the user can mend; `status.json` has then been written where the run directory was ours.
+    """
+    hooks = on_every_rank("loading hooks", lambda: load_hooks(config))
+    directory = RunDirectory(Path(config.run.output_dir) / config.run.name)
+    holder = on_first_rank("locking the run directory", directory.acquire)
+    try:
+        on_every_rank(
+            "finding the run directory",
+            lambda: directory.find(holder) if world.local_rank == 0 and world.rank > 0 else None,
+        )
+        return _run_in(directory, config, degrees, world, hooks)
+    finally:
+        directory.release()
+
+
+def _run_in(
+    directory: RunDirectory,
+    config: Config,
+    degrees: Degrees,
+    world: World,
+    hooks: list[tuple[str, type[Hook]]],
+) -> int:
+    """Train in the locked run directory, watched over; report every kind of end."""
+    setup_logging(world.rank, directory.logs)
+    compat.raise_timeouts(patience(config.resilience))
+    reporter = Reporter(directory, world, time.monotonic() - process_age_s())
+    crash = CrashReporter(reporter)
+    watchdog = Watchdog(
+        bounds(config.resilience),
+        directory.logs,
+        world.rank,
+        crash.watchdog_expired,
+        alarm=crash.alarm,
+        alarm_s=1.0 if world.size <= 64 else 5.0,
+    )
+    # Signals are handled until all is reported: torchrun sends one to rank 0 as soon as another rank has left or died.
+    with StopSignals(speak=world.rank == 0) as signals:
+        try:
+            with watchdog, reporter.memory.explaining(config, degrees):
+                reporter.phases.listen(watchdog.enter)
+                stopped = _train(config, degrees, reporter, signals, hooks)
+                return _report_end(reporter, stopped)
+        except BaseException as error:
+            crash.failed(error)
+            raise
+
+
+def _report_end(reporter: Reporter, stopped: str | None) -> int:
+    if stopped is None:
+        reporter.ended("finished", "all steps done", FINISHED)
+        return FINISHED
+    # A launcher with restarts left would start a planned stop again at once; job scripts go by status.json.
+    code = FINISHED if reporter.world.restarts_left > 0 else STOPPED
+    reporter.ended("stopped", stopped, code)
+    return code
+
+
+def _train(
+    config: Config,
+    degrees: Degrees,
+    reporter: Reporter,
+    signals: StopSignals,
+    hooks: list[tuple[str, type[Hook]]],
+) -> str | None:
+    """Find where to start, build, train. None when all steps are done, else why the run stopped before."""
+    world, directory = reporter.world, reporter.directory
+    if config.run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    reporter.running(0)
+    reporter.event("started", world_size=world.size, launcher=world.launcher, layout=vars(degrees))
+    fault_point("set-up", 0)
+
+    kept, folder = config.checkpoint, directory.checkpoints
+    checkpoints = Checkpoints(folder, keep_last=kept.keep_last, keep_every=kept.keep_every, mode=kept.mode)
+    start = find_resume_point(config, checkpoints)
+    for fallback in checkpoints.fallbacks:
+        reporter.event("fallback", problem=fallback)
+    data = open_data(config)
+    if start is not None:
+        for change in check_data(start, data.fingerprints, config.checkpoint.allow_changed_data):
+            reporter.event("changed_data", change=change)
+        reporter.running(start.step)
+        if start.step >= config.train.steps:
+            done = f"step {start.step} of {config.train.steps}"
+            log.info("%s is finished: %s. Raise train.steps to go on.", config.run.name, done)
+            return None
+
+    trainer = Trainer(config, degrees, data, checkpoints, start, reporter, signals)
+    on_first_rank(
+        "writing config.toml", lambda: replace_atomically(directory.config, to_toml(config).encode())
+    )
+    if start is None:
+        reporter.event("fresh", step=0, path=None)
+    else:
+        log.info("resumed from %s at step %d", start.path, start.step)
+        reporter.event("resumed", step=start.step, path=str(start.path))
+    stopped = trainer.train(make_hooks(trainer, hooks))
+    reporter.step = trainer.progress.step
+    return stopped
+
+
+def _print(rank: int, text: str) -> None:
     if rank == 0:
         try:
             print(text, flush=True)

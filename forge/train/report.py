@@ -1,4 +1,4 @@
-"""What a run tells of itself as a whole: status.json and events.jsonl."""
+"""What a run reports about itself as a whole: its phase, status.json, events.jsonl, goodput and memory."""
 
 from __future__ import annotations
 
@@ -6,60 +6,102 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from forge.distributed import World
 from forge.errors import BAD_CONFIG
 from forge.files import replace_atomically
+from forge.hook import Hook
 from forge.observe.events import EventLog, utc_now
 from forge.observe.goodput import Ledger, read_past
 from forge.observe.json_lines import encode
+from forge.observe.memory_report import MemoryReport
 from forge.observe.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
 
-# Job scripts start the run again exactly when it says stopped.
+# Job scripts start the run again exactly when it is "stopped".
 State = Literal["running", "stopped", "finished", "failed"]
+Phase = Literal["set-up", "first step", "data", "step", "evaluation", "save", "end"]
+
+
+class Phases(Hook):
+    """What the run is doing now, for those that bound or count the time of each phase."""
+
+    def __init__(self) -> None:
+        self._listeners: list[Callable[[Phase, int], None]] = []
+        self._first_step = 0
+        self.now: tuple[Phase, int] = ("set-up", 0)
+
+    def before_data(self, step: int) -> None:
+        self.enter("data", step)
+
+    def after_data(self, step: int) -> None:
+        self.enter("step", step)
+
+    def listen(self, listener: Callable[[Phase, int], None]) -> None:
+        """Call `listener(phase, step)` now and at each change."""
+        self._listeners.append(listener)
+        listener(*self.now)
+
+    def enter(self, phase: Phase, step: int = 0) -> None:
+        """End the phase before. The first step of a process, its wait for data included, is a phase of its own."""
+        if phase in ("data", "step"):
+            self._first_step = self._first_step or step
+            phase = "first step" if step == self._first_step else phase
+        if (phase, step) != self.now:
+            self.now = phase, step
+            for listener in self._listeners:
+                listener(phase, step)
+
+    @contextmanager
+    def during(self, phase: Phase, step: int) -> Iterator[None]:
+        """`phase` in the body, then again what was before."""
+        before = self.now
+        self.enter(phase, step)
+        yield
+        self.enter(*before)
 
 
 class Reporter:
-    """status.json, events.jsonl and the ledger of goodput; silent on all ranks but the first.
-
-    began: when this process began, on the monotonic clock (None: now).
-    """
+    """Only the first rank's writes files. `began`: when this process began, on the monotonic clock (None: now)."""
 
     def __init__(self, directory: RunDirectory, world: World, began: float | None = None):
-        self.step = 0
-        self._status = directory.status
-        self.events: EventLog | None = None
-        self.ledger: Ledger | None = None
+        self.directory, self.world, self.step = directory, world, 0
+        self.phases = Phases()
+        self.memory = MemoryReport(world.device, self.event)
+        self._events: EventLog | None = None
+        self._ledger: Ledger | None = None
         if world.rank == 0:
-            self.events = EventLog(directory.events)
+            self._events = EventLog(directory.events)
             past = read_past(directory.events, directory.status)
-            self.ledger = Ledger(past, time.monotonic() if began is None else began, self.event)
+            self._ledger = Ledger(past, time.monotonic() if began is None else began, self.event)
+            self.phases.listen(self._ledger.enter)
 
     def event(self, kind: str, **fields: Any) -> None:
         """Append a line to events.jsonl."""
-        if self.events is not None:
-            self.events.write(kind, **fields)
+        if self._events is not None:
+            self._events.write(kind, **fields)
 
     def running(self, step: int) -> None:
-        """The run is alive, and has made `step` updates."""
+        """Report that the run has made `step` updates."""
         self.step = step
         self._write_status("running", "", None)
 
     def ended(self, state: State, reason: str, exit_code: int) -> None:
-        """The run ends, for `reason`."""
-        if self.ledger is not None:
-            self.ledger.write()
+        """Report the end of the run."""
+        if self._ledger is not None:
+            self._ledger.write()
             if exit_code != BAD_CONFIG:
-                log.info("%s", self.ledger.table())
+                log.info("%s", self._ledger.table())
         self.event(state, step=self.step, reason=reason, exit_code=exit_code)
         self._write_status(state, reason, exit_code)
 
     def _write_status(self, state: State, reason: str, exit_code: int | None) -> None:
-        """A disk that does not take it costs a warning and leaves the old file: no run ends for want of its status."""
-        if self.events is None:
+        """A full disk costs a warning and leaves the old file."""
+        if self._events is None:
             return
         status = {
             "state": state,
@@ -71,6 +113,6 @@ class Reporter:
             "time": utc_now(),
         }
         try:
-            replace_atomically(self._status, encode(status))
+            replace_atomically(self.directory.status, encode(status))
         except OSError as error:
-            log.warning("%s could not be replaced and is out of date: %s", self._status, error)
+            log.warning("%s could not be replaced and is out of date: %s", self.directory.status, error)

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from forge.checkpoint import Checkpoints, find_checkpoint, load, read_config, read_state
 from forge.config import Config, difference, parse_toml_text
@@ -17,7 +13,7 @@ from forge.distributed import RanksFailed
 from forge.errors import NO_CHECKPOINT, UserError
 from forge.optim import Optimizer
 from forge.parallel.model import ParallelModel
-from forge.shard import Shard
+from forge.train.state import all_tensors, model_tensors
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +24,7 @@ FREE = ("model.init_std",)
 
 
 @dataclass(frozen=True)
-class Origin:
+class ResumePoint:
     """The checkpoint that a run continues, and its JSON state."""
 
     path: Path
@@ -39,7 +35,7 @@ class Origin:
         return int(self.state["progress"]["step"])
 
 
-def find_origin(config: Config, checkpoints: Checkpoints) -> Origin | None:
+def find_resume_point(config: Config, checkpoints: Checkpoints) -> ResumePoint | None:
     """The verified checkpoint that `checkpoint.resume` asks for, or None to start a new history. Collective.
 
     Raises UserError: exit 77 if checkpoints exist but none is usable, or the named one is not; exit 2 if the config
@@ -56,14 +52,14 @@ def find_origin(config: Config, checkpoints: Checkpoints) -> Origin | None:
     else:
         path = Path(wanted)
         _require_sound(path, checkpoints, "checkpoint.resume", config.checkpoint.verify)
-    origin = Origin(path, read_state(path))
-    if "progress" not in origin.state:
+    point = ResumePoint(path, read_state(path))
+    if "progress" not in point.state:
         raise UserError(
             f"checkpoint.resume = {wanted!r}: was imported, so it has weights only and no history to continue; begin a new "
             "one with checkpoint.init"
         )
     _compare(parse_toml_text(read_config(path), import_classes=False), config, path)
-    return origin
+    return point
 
 
 def _require_sound(path: Path, checkpoints: Checkpoints, key: str, verify: bool) -> None:
@@ -101,38 +97,36 @@ def _compare(old: Config, new: Config, path: Path) -> None:
         log.info("changed since %s: %s = %s (was %s)", path.name, key, after, before)
 
 
-def check_inputs(origin: Origin, inputs: dict[str, Any], allow_changed_data: bool = False) -> list[str]:
+def check_data(point: ResumePoint, inputs: dict[str, Any], allow_changed_data: bool = False) -> list[str]:
     """Refuse to continue on other data or with another tokenizer than the checkpoint's (UserError, exit 2).
 
     With `allow_changed_data` other data are taken; returns what of them has changed, one sentence each.
     """
-    before = origin.state["inputs"]
+    before = point.state["inputs"]
     changes = []
     for key in sorted(set(before) | set(inputs)):
         there, now = before.get(key), inputs.get(key)
         if there == now:
             continue
-        changes.append(
-            f"{key} is not what {origin.path} was trained on: fingerprint {there} there, {now} now"
-        )
+        changes.append(f"{key} is not what {point.path} was trained on: fingerprint {there} there, {now} now")
         # With another tokenizer the same ids mean something else.
         free = key.startswith("data.sources")
         if not (allow_changed_data and free):
             remedy = ", set checkpoint.allow_changed_data = true to read these from here on" if free else ""
             raise UserError(
                 f"{changes[-1]}. Restore the files and data.sources{remedy}, or start a new run (another run.name) with "
-                f"checkpoint.init = {str(origin.path)!r} to keep the weights."
+                f"checkpoint.init = {str(point.path)!r} to keep the weights."
             )
     for change in changes:
         log.warning("%s", change)
     return changes
 
 
-def load_origin(origin: Origin, model: ParallelModel, optimizer: Optimizer) -> None:
+def load_training_state(point: ResumePoint, model: ParallelModel, optimizer: Optimizer) -> None:
     """Overwrite parameters and optimizer state with the checkpoint's. Collective."""
-    load(origin.path, all_tensors(model, optimizer))
+    load(point.path, all_tensors(model, optimizer))
     model.after_update()
-    optimizer.load_state(origin.state["optimizer"])
+    optimizer.load_state(point.state["optimizer"])
 
 
 def load_weights(config: Config, model: ParallelModel, checkpoints: Checkpoints) -> None:
@@ -141,22 +135,3 @@ def load_weights(config: Config, model: ParallelModel, checkpoints: Checkpoints)
     _require_sound(path, checkpoints, "checkpoint.init", config.checkpoint.verify)
     load(path, model_tensors(model))
     model.after_update()
-
-
-def model_tensors(model: ParallelModel) -> dict[str, tuple[Shard, Tensor]]:
-    """Checkpoint names of the parameters and of routers' state, each with its shard and values."""
-    return {f"model.{shard.name}": (shard, shard.data) for shard in [*model.shards, *model.buffers]}
-
-
-def all_tensors(model: ParallelModel, optimizer: Optimizer) -> dict[str, tuple[Shard, Tensor]]:
-    """Checkpoint names of everything that is saved as tensors."""
-    slots = {f"optimizer.{shard.name}.{slot}": (shard, values) for slot, shard, values in optimizer.tensors()}
-    return model_tensors(model) | slots
-
-
-def all_copies(model: ParallelModel, optimizer: Optimizer) -> Iterator[tuple[str, Tensor, ProcessGroup]]:
-    """What this rank holds and others as well: name, values, and the group of those who do."""
-    for name, (shard, values) in all_tensors(model, optimizer).items():
-        if shard.replicas is not None and shard.boxes:
-            yield name, values, shard.replicas
-    yield from model.replicated_tensors()

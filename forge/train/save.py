@@ -1,87 +1,86 @@
-"""What of a run goes into a checkpoint, and what is told of each save."""
+"""When checkpoints are made, what goes into them, and what is reported of each save."""
 
 from __future__ import annotations
 
 import logging
 import tempfile
 from pathlib import Path
-from typing import Any
 
-from forge.checkpoint import Checkpoints, SaveOutcome
+from forge.checkpoint import SaveOutcome
 from forge.config import Config, to_toml
 from forge.data.tokenizer import Tokenizer
 from forge.errors import FAILED, UserError
-from forge.observe.events import EventLog
-from forge.optim import Optimizer
-from forge.parallel.mesh import Meshes
-from forge.parallel.model import ParallelModel
-from forge.train.resume import all_tensors
-from forge.train.state import Progress
+from forge.hook import Hook
+from forge.train.state import all_tensors, replicated_tensors
+from forge.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
 
-class Saver:
-    """Saves the whole training state under the current step. All methods but `poll` are collective."""
+class Saves(Hook):
+    """Saves every `checkpoint.interval` steps and at the end. All methods are collective."""
 
-    def __init__(
-        self,
-        checkpoints: Checkpoints,
-        config: Config,
-        meshes: Meshes,
-        model: ParallelModel,
-        optimizer: Optimizer,
-        progress: Progress,
-        tokenizer: Tokenizer | None,
-        inputs: dict[str, Any],
-        events: EventLog | None,
-    ):
-        self._checkpoints, self._config, self._meshes = checkpoints, config, meshes
-        self._model, self._optimizer, self._progress = model, optimizer, progress
-        self._inputs, self._events = inputs, events
-        self._files = _files(config, tokenizer)
-        self.saved_step = -1
-        """The step that needs no more saving."""
-        self.slowest_s = 0.0
-        """What the slowest save so far took until it was on disk, as this rank saw it."""
+    def __init__(self, trainer: Trainer):
+        self._trainer, self._config = trainer, trainer.config.checkpoint
+        self._files = _files(trainer.config, trainer.data.tokenizer)
+        self._saved_step = -1  # the step that needs no more saving
         self._error: str | None = None
+        self.slowest_s = 0.0
+        """Seconds that the slowest save so far took until it was on disk, as this rank saw it."""
+
+    def after_step(self, step: int) -> None:
+        """Save if it is due. The last step of the run is saved in any case, and waited for."""
+        if step < self._trainer.config.train.steps and self._trainer.is_due(self._config.interval):
+            self._save(step, last=False)
+        self._report(self._trainer.checkpoints.poll())
+        if self._trainer.finished:
+            self._save(step, last=True)
+
+    def after_rollback(self, step: int) -> None:
+        self._saved_step = step
+
+    def _save(self, step: int, last: bool) -> None:
+        """A checkpoint follows everything that is written about its step, and holds nothing known to be bad."""
+        trainer = self._trainer
+        with trainer.reporter.phases.during("save", step):
+            trainer.process_last_result()
+            trainer.hooks.call("before_save", step)
+            trainer.anomalies.check_replicas(step, replicated_tensors(trainer.model, trainer.optimizer))
+            if last:
+                self.save_and_wait()
+            else:
+                self.save()
 
     def save(self) -> None:
         """Start a checkpoint of the current step; returns when the state has been copied.
 
         Raises UserError (exit 1) on every rank when too many saves in a row, the last of them included, have failed.
         """
-        self.wait()
-        self.saved_step = self._progress.step
-        self._tell(
-            self._checkpoints.save(
-                self._progress.step,
-                all_tensors(self._model, self._optimizer),
-                state={
-                    "progress": self._progress.state(),
-                    "optimizer": self._optimizer.state(),
-                    "inputs": self._inputs,
-                },
-                files=self._files,
-                layout=vars(self._meshes.degrees),
-            )
-        )
+        self._wait()
+        trainer = self._trainer
+        self._saved_step = trainer.progress.step
+        state = {
+            "progress": trainer.progress.state(),
+            "optimizer": trainer.optimizer.state(),
+            "inputs": trainer.data.fingerprints,
+        }
+        tensors, layout = all_tensors(trainer.model, trainer.optimizer), vars(trainer.meshes.degrees)
+        self._report(trainer.checkpoints.save(self._saved_step, tensors, state, self._files, layout))
 
     def save_and_wait(self) -> None:
         """Save the current step unless that is done, and see it on disk. Raises UserError (exit 1) if it fails."""
-        self.wait()
-        if self.saved_step != self._progress.step or self._error is not None:
+        self._wait()
+        step = self._trainer.progress.step
+        if self._saved_step != step or self._error is not None:
             self.save()
-            self.wait()
+            self._wait()
         if self._error is not None:
-            raise UserError(
-                f"the last checkpoint, of step {self._progress.step}, failed: {self._error}", exit_code=FAILED
-            )
+            raise UserError(f"the last checkpoint, of step {step}, failed: {self._error}", exit_code=FAILED)
 
-    def wait(self) -> None:
-        """See the end of the save under way, if any. Raises UserError (exit 1) as `save` does."""
-        self._tell(self._checkpoints.wait())
-        failed, limit = self._checkpoints.failures_in_row, self._config.checkpoint.max_failed_saves
+    def _wait(self) -> None:
+        """Wait for the save under way, if any. Raises UserError (exit 1) as `save` does."""
+        self._report(self._trainer.checkpoints.wait())
+        failed, limit = self._trainer.checkpoints.failures_in_row, self._config.max_failed_saves
         if limit and failed >= limit:
             raise UserError(
                 f"{failed} saves in a row have failed (checkpoint.max_failed_saves = {limit}), the last: {self._error}. "
@@ -89,23 +88,19 @@ class Saver:
                 exit_code=FAILED,
             )
 
-    def poll(self) -> None:
-        """Tell of saves that ended in the background."""
-        self._tell(self._checkpoints.poll())
-
-    def _tell(self, outcomes: list[SaveOutcome]) -> None:
+    def _report(self, outcomes: list[SaveOutcome]) -> None:
+        reporter = self._trainer.reporter
         for outcome in outcomes:
             self._error = outcome.error
             self.slowest_s = max(self.slowest_s, outcome.seconds)
             if outcome.error is None:
                 log.info("saved step %d (%.1f s)", outcome.step, outcome.seconds)
             else:
-                # All ranks have the same to say: in their files.
-                level = logging.INFO if self._events is None else logging.ERROR
+                # All ranks know the same: only the first one's goes to the terminal, the others' to their files.
+                level = logging.ERROR if reporter.world.rank == 0 else logging.INFO
                 log.log(level, "saving step %d failed: %s", outcome.step, outcome.error)
-            if self._events is not None:
-                kind = "saved" if outcome.error is None else "save_failed"
-                self._events.write(kind, step=outcome.step, seconds=outcome.seconds, error=outcome.error)
+            kind = "saved" if outcome.error is None else "save_failed"
+            reporter.event(kind, step=outcome.step, seconds=outcome.seconds, error=outcome.error)
 
 
 def _files(config: Config, tokenizer: Tokenizer | None) -> dict[str, bytes]:

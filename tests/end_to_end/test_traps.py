@@ -78,15 +78,15 @@ def test_a_stop_flag_that_one_rank_keeps_to_itself_is_caught(tmp_path) -> None:
 
 
 def act_on_ones_own_flag() -> None:
-    import forge.train.loop as loop
+    from forge.train.trainer import Trainer
 
-    step = loop.Training.step
+    step = Trainer.step
 
     def acting_alone(self) -> None:
         step(self)
-        self.recorder.stop_asked = self.signals.reason is not None
+        self.results.stop_requested = self.signals.reason is not None
 
-    loop.Training.step = acting_alone
+    Trainer.step = acting_alone
 
 
 def test_a_resume_that_begins_its_data_anew_is_caught(tmp_path) -> None:
@@ -100,10 +100,10 @@ def test_a_resume_that_begins_its_data_anew_is_caught(tmp_path) -> None:
 
 
 def forget_the_data() -> None:
-    import forge.train.assemble as assemble
+    import forge.train.trainer as trainer
 
-    loader = assemble.Loader
-    assemble.Loader = lambda dataset, **arguments: loader(dataset, **(arguments | {"start_sample": 0}))
+    loader = trainer.Loader
+    trainer.Loader = lambda dataset, **arguments: loader(dataset, **(arguments | {"start_sample": 0}))
 
 
 def test_a_half_written_folder_is_not_resumed_from(tmp_path) -> None:

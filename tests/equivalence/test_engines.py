@@ -19,7 +19,8 @@ from forge.checkpoint import Checkpoints
 from forge.config import parse_toml_text
 from forge.optim import build_optimizer
 from forge.parallel.gradients import clip_gradients, report_gradients
-from forge.train.resume import Origin, all_tensors, load_origin
+from forge.train.resume import ResumePoint, load_training_state
+from forge.train.state import all_tensors
 from tests.support.buffers import SMALL, batches, engine_config
 from tests.support.building import built
 from tests.support.equivalence import (
@@ -97,7 +98,7 @@ def train(
         for shard in model.shards:
             shard.data.fill_(float("nan"))
         state = {"progress": {"step": begin}, "optimizer": {"updates": begin}}
-        load_origin(Origin(Checkpoints(Path(load)).path(begin), state), model, optimizer)
+        load_training_state(ResumePoint(Checkpoints(Path(load)).path(begin), state), model, optimizer)
         model.after_update()
     found: dict[str, Any] = {"losses": [], "norms": []}
     for step, batch in zip(range(end), batches(config, meshes.data_rank, meshes.data_ranks), strict=False):

@@ -16,7 +16,8 @@ from forge.optim import build_optimizer
 from forge.parallel.build import build_parallel_model
 from forge.parallel.mesh import make_meshes
 from forge.shard import Box
-from forge.train.resume import Origin, all_tensors, load_origin
+from forge.train.resume import ResumePoint, load_training_state
+from forge.train.state import all_tensors
 from tests.support.equivalence import STEPS, TOLERANCE, whole
 from tests.support.harness import run_ranks
 from tests.support.layouts import experts_text as text
@@ -91,7 +92,7 @@ def _loaded(rank: int, world: int, keys: str, folder: str) -> dict[str, torch.Te
     model = build_parallel_model(config, make_meshes(check_world(config, world), "cpu"), torch.device("cpu"))
     optimizer = build_optimizer(model.shards, config.optimizer)
     state = {"progress": {"step": SAVED_AFTER}, "optimizer": {"updates": SAVED_AFTER}}
-    load_origin(Origin(Path(folder) / f"step-{SAVED_AFTER:08d}", state), model, optimizer)
+    load_training_state(ResumePoint(Path(folder) / f"step-{SAVED_AFTER:08d}", state), model, optimizer)
     return {name: whole(shard, values) for name, (shard, values) in all_tensors(model, optimizer).items()}
 
 

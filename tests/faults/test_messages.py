@@ -17,11 +17,21 @@ FILES = [
     *sorted((REPOSITORY / "forge" / "checkpoint").glob("*.py")),
     *(
         REPOSITORY / "forge" / "train" / f"{name}.py"
-        for name in ["judge", "rollback", "save", "last_words", "loop", "resume", "report"]
+        for name in [
+            "anomalies",
+            "crash",
+            "evaluate",
+            "hooks",
+            "report",
+            "resume",
+            "rollback",
+            "save",
+            "trainer",
+        ]
     ),
     *(REPOSITORY / "forge" / "observe" / f"{name}.py" for name in ["run_directory", "json_lines"]),
 ]
-ERRORS = {"UserError", "Setback", "Damaged", "RanksFailed", "OSError"}
+ERRORS = {"UserError", "RollbackRequired", "Damaged", "RanksFailed", "OSError"}
 TELLING = {"warning", "error", "exception", "_say", "_to_stderr", "_end"} | ERRORS
 # Stands for what varies.
 GAP = "\0"

@@ -298,7 +298,7 @@ def test_n3_only_what_has_copies_is_compared_and_only_if_asked(tmp_path) -> None
 def die_when_step_5_comes_again() -> None:
     import os
 
-    import forge.train.loop as loop
+    import forge.train.hooks as hooks
     from tests.support import spoil
 
     spoil.samples_32_to_55()
@@ -309,7 +309,7 @@ def die_when_step_5_comes_again() -> None:
         if seen.count(5) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    loop.fault_point = die
+    hooks.fault_point = die
 
 
 def die_in_a_rollback() -> None:
@@ -320,4 +320,11 @@ def die_in_a_rollback() -> None:
     from tests.support import spoil
 
     spoil.samples_32_to_55()
-    rollback.Rollbacks.__call__.__globals__["on_first_rank"] = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    write = rollback._write
+
+    def die(directory, rollbacks) -> None:
+        if rollbacks:
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(directory, rollbacks)
+
+    rollback._write = die

@@ -174,15 +174,15 @@ def hold_the_save_of_step_6() -> None:
     import forge.train.save as save
 
     path = Path(os.environ["RUN_UNDER_TEST"])
-    wait = save.Saver.wait
+    wait = save.Saves._wait
 
     def hold(name: str, step: int) -> None:
         if (name, step) == ("save.before_rename", 6):
             wait_for((path / "go").exists)
 
-    def tell_and_wait(self) -> None:
-        if self._progress.step > 6:
+    def mark_and_wait(self) -> None:
+        if self._trainer.progress.step > 6:
             (path / f"waits-{os.environ['RANK']}").touch()
         wait(self)
 
-    commit.fault_point, save.Saver.wait = hold, tell_and_wait
+    commit.fault_point, save.Saves._wait = hold, mark_and_wait

@@ -110,14 +110,14 @@ def full_until_step_6() -> None:
     mounts.small(folder, 4 * ONE)
     filler = folder / "filler"
     filler.write_bytes(bytes(4 * ONE - ONE // 2))
-    begin = save.Saver.save
+    begin = save.Saves.save
 
     def save_with_room_from_6(self):
-        if self._progress.step == 6:
+        if self._trainer.progress.step == 6:
             filler.unlink()
         begin(self)
 
-    save.Saver.save = save_with_room_from_6
+    save.Saves.save = save_with_room_from_6
 
 
 @pytest.mark.parametrize("what", ["rollbacks.json", pytest.param("metrics.jsonl", marks=pytest.mark.slow)])

@@ -159,7 +159,7 @@ def _save_on_rank(rank: int, world: int, text: str, folder: str) -> None:
     from forge.data.loader import Loader
     from forge.parallel.build import build_parallel_model
     from forge.parallel.mesh import make_meshes
-    from forge.train.resume import model_tensors
+    from forge.train.state import model_tensors
 
     config = parse_toml_text(text)
     meshes = make_meshes(check_world(config, world), "cpu")

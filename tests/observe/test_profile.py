@@ -11,11 +11,12 @@ CPU = torch.device("cpu")
 
 
 def train(folder, config: Profile, steps: range, rank: int = 0) -> list[str]:
-    with StepProfiler(config, rank, folder, CPU) as profiler:
-        for step in steps:
-            profiler.before_step(step)
-            torch.ones(8, 8) @ torch.ones(8, 8)
-            profiler.after_step(step)
+    profiler = StepProfiler(config, rank, folder, CPU)
+    for step in steps:
+        profiler.before_step(step)
+        torch.ones(8, 8) @ torch.ones(8, 8)
+        profiler.after_step(step)
+    profiler.after_run()
     return sorted(path.name for path in folder.glob("*"))
 
 
@@ -40,9 +41,9 @@ def test_a_run_that_begins_or_ends_within_the_steps_leaves_what_it_has(tmp_path)
 
 def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path, caplog) -> None:
     (tmp_path / "profile").write_text("a file where the folder should be")
-    with StepProfiler(Profile(span=(1, 1)), 0, tmp_path / "profile", CPU) as profiler:
-        profiler.before_step(1)
-        profiler.after_step(1)
+    profiler = StepProfiler(Profile(span=(1, 1)), 0, tmp_path / "profile", CPU)
+    profiler.before_step(1)
+    profiler.after_step(1)
     assert "was not written" in caplog.text
 
 

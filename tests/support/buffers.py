@@ -12,7 +12,7 @@ from forge.data.build import build_dataset
 from forge.data.loader import Loader
 from forge.parallel.buffered import Buffered
 from forge.parallel.model import SequentialModel
-from forge.train.resume import all_tensors
+from forge.train.state import all_tensors
 from tests.support.building import built
 from tests.support.equivalence import tiny_config
 

@@ -12,7 +12,8 @@ from forge.optim import build_optimizer
 from forge.parallel.build import build_parallel_model
 from forge.parallel.gradients import clip_gradients, report_gradients
 from forge.parallel.mesh import make_meshes
-from forge.train.resume import Origin, all_tensors, load_origin
+from forge.train.resume import ResumePoint, load_training_state
+from forge.train.state import all_tensors
 from tests.support.equivalence import STEPS, config_batches, wholes
 
 SAVED_AFTER, LR = 2, 1e-2
@@ -34,7 +35,7 @@ def train_part(
         for shard in model.shards:
             shard.data.fill_(float("nan"))
         state = {"progress": {"step": begin}, "optimizer": {"updates": begin}}
-        load_origin(Origin(checkpoints.path(begin), state), model, optimizer)
+        load_training_state(ResumePoint(checkpoints.path(begin), state), model, optimizer)
     losses = []
     for step, batch in enumerate(config_batches(config, meshes.data_rank, meshes.data_ranks)):
         if not begin <= step < end:

@@ -116,35 +116,35 @@ def _last_ranks(ending: str) -> Callable[[Any], Any]:
 
 def _flip_a_bit(find: Callable[[Any], Any], when: Callable[[int, bool], bool]) -> None:
     """In what `find(model)` returns; None: not on this rank."""
-    import forge.train.loop as loop
+    from forge.train.trainer import Trainer
 
-    after_step, seen = loop.Training.after_step, set()
+    make_step, seen = Trainer.step, set()
 
     def flipping(self) -> None:
+        make_step(self)
         step, shard = self.progress.step, find(self.model)
         if shard is not None and when(step, step in seen):
             shard.data.view(torch.int32).view(-1)[0] ^= 1 << 20
         seen.add(step)
-        after_step(self)
 
-    loop.Training.after_step = flipping
+    Trainer.step = flipping
 
 
 def half_a_second_for_each_step() -> None:
     """On the clock of the time limit, on which nothing else takes any time: a busy machine changes nothing."""
     import forge.resilience.time_limit as time_limit
-    import forge.train.loop as loop
+    from forge.train.trainer import Trainer
 
     clock = SimpleNamespace(now=0.0)
     time_limit.time = SimpleNamespace(monotonic=lambda: clock.now)
-    begin, step = time_limit.TimeLimit.__init__, loop.Training.step
+    begin, step = time_limit.TimeLimit.__init__, Trainer.step
 
     def timed(self) -> None:
         step(self)
         clock.now += 0.5
 
     time_limit.TimeLimit.__init__ = lambda self, limit_s, began: begin(self, limit_s, clock.now)
-    loop.Training.step = timed
+    Trainer.step = timed
 
 
 def slow_data_on_rank_1() -> None:
@@ -169,12 +169,11 @@ def _slow_down(phase: str) -> None:
 
     import forge.data.loader as loader
     import forge.resilience.stragglers as stragglers
-    import forge.train.loop as loop
     from forge.model.feed_forward import FeedForward
     from forge.optim.adamw import AdamW
 
     clock = SimpleNamespace(now=0.0)
-    for module in (loader, loop, stragglers):
+    for module in (loader, stragglers):
         module.time = SimpleNamespace(perf_counter=lambda: clock.now)
 
     def takes(seconds: float, owner: type, method: str) -> None:

@@ -1,20 +1,16 @@
-"""MFU is relative to the peak of the format that the products are made in, or not told."""
-
-from pathlib import Path
+"""MFU is relative to the peak of the format that the products are made in, or not reported."""
 
 import pytest
 import torch
 
 from forge.config import Config
-from forge.observe.tensorboard import Board
-from forge.train.recorder import Recorder
+from forge.train.metrics import mfu_of_rate
 from tests.support.configs import tiny
 
 
 def rate(config: Config) -> float | None:
     """MFU at one token per second of a model with 1e12 FLOPs a token."""
-    board = Board(Path("nowhere"), enabled=False)
-    return Recorder(config, torch.device("cuda", 0), 2, 1e12, None, board, print)._mfu_per_token_rate
+    return mfu_of_rate(config, torch.device("cuda", 0), world_size=2, flops_per_token=1e12)
 
 
 def with_float8(config: Config) -> Config:
@@ -29,7 +25,7 @@ def with_float8(config: Config) -> Config:
         ("Unheard of", None, None),
     ],
 )
-def test_float8_is_not_told_as_bfloat16(monkeypatch, card: str, bfloat16, float8) -> None:
+def test_float8_is_not_reported_as_bfloat16(monkeypatch, card: str, bfloat16, float8) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: card)
     for config, tflops in ((tiny(), bfloat16), (with_float8(tiny()), float8)):
         expected = None if tflops is None else pytest.approx(1 / (2 * tflops))

@@ -46,23 +46,23 @@ def spoil_every_step_from_5() -> None:
 
 
 def break_sampling() -> None:
-    import forge.train.assemble as assemble
-    import forge.train.loop as loop
+    import forge.data.build as build
+    import forge.inference.text_samples as text_samples
     from forge.data.tokenizer import ByteTokenizer
 
     def fail(*_):
         raise RuntimeError("no words")
 
-    loop.write_sample = fail
-    assemble.build_tokenizer = lambda config: ByteTokenizer()
+    text_samples.write_sample = fail
+    build.build_tokenizer = lambda config: ByteTokenizer()
 
 
 def _spoil(when, ranks) -> None:
     import torch.distributed as dist
 
-    import forge.train.loop as loop
+    import forge.train.trainer as trainer
 
-    report, step = loop.report_gradients, [0]
+    report, step = trainer.report_gradients, [0]
 
     def spoiled(shards, loss, *, stop):
         step[0] += 1
@@ -70,4 +70,4 @@ def _spoil(when, ranks) -> None:
             next(shard for shard in shards if shard.boxes).grad.view(-1)[0] = torch.nan
         return report(shards, loss, stop=stop)
 
-    loop.report_gradients = spoiled
+    trainer.report_gradients = spoiled

@@ -12,7 +12,7 @@ from forge.optim import build_optimizer
 from forge.parallel.buffered.buffer import local_box
 from forge.resilience.digests import differing_copies
 from forge.shard import local
-from forge.train.resume import all_copies
+from forge.train.state import replicated_tensors
 from tests.support.buffers import ENGINES, SMALL, backward, build, engine_config
 from tests.support.harness import run_ranks
 
@@ -46,7 +46,7 @@ def _compared(rank: int, world: int, text: str, flipping: int | None) -> list[li
         model.after_update()
         model.zero_gradients()
         if step % 3 == 2:
-            found.append(differing_copies(all_copies(model, optimizer), torch.device("cpu")))
+            found.append(differing_copies(replicated_tensors(model, optimizer), torch.device("cpu")))
     return found
 
 

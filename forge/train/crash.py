@@ -1,18 +1,16 @@
-"""What a rank says when the run ends against its will: which rank and step, and who did not live to tell."""
+"""Reports on why a run fails: which rank and step, and which ranks did not live to report."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from pathlib import Path
 
 from forge import compat
-from forge.distributed import World, on_first_rank
+from forge.distributed import on_first_rank
 from forge.errors import FAILED, WATCHDOG, UserError
 from forge.observe.events import utc_now
 from forge.resilience.roll_call import RollCall
 from forge.train.report import Reporter
-from forge.train.watch import Phases
 
 log = logging.getLogger(__name__)
 
@@ -20,45 +18,45 @@ log = logging.getLogger(__name__)
 PATIENCE_S = 8.0
 
 
-class LastWords:
-    """For all ranks of one start of a run; to be made by all of them together."""
+class CrashReporter:
+    """For one start of a run on all ranks. Constructing it is collective, its methods are not."""
 
-    def __init__(self, reporter: Reporter, world: World, logs: Path):
-        self._reporter, self._world, self._logs = reporter, world, logs
+    def __init__(self, reporter: Reporter):
+        self._reporter, self._world = reporter, reporter.world
         start = on_first_rank("reading the clock", utc_now)
 
         def roll_call() -> RollCall:
-            return RollCall(compat.meeting_store(), world.rank, world.size, f"roll-call-{start}")
+            return RollCall(compat.meeting_store(), self._world.rank, self._world.size, f"roll-call-{start}")
 
         self._roll_call = roll_call()
-        # Asked in a thread of its own.
-        self.alarm = roll_call().alarm if world.size > 1 else None
+        # The watchdog asks it in a thread of its own, so it has a store of its own.
+        self.alarm = roll_call().alarm if self._world.size > 1 else None
 
-    def of_watchdog(self, reason: str, step: int) -> None:
-        """The watchdog ends this process."""
+    def watchdog_expired(self, reason: str, step: int) -> None:
+        """Report that the watchdog ends this process."""
         if self._world.rank == 0:
-            self._reporter.ended("failed", f"{reason}; stacks of every rank are in {self._logs}", WATCHDOG)
+            stacks = f"stacks of every rank are in {self._reporter.directory.logs}"
+            self._reporter.ended("failed", f"{reason}; {stacks}", WATCHDOG)
         if self._world.size > 1:
             self._roll_call.raise_alarm(f"rank {self._world.rank}: {reason}")
         # All ranks wait, so that none is torn down by another's end before it has written its stacks.
-        cause = self._call(reason, quiet_s=PATIENCE_S)
+        cause = self._find_cause(reason, quiet_s=PATIENCE_S)
         if self._world.rank == 0:
             self._reporter.event("watchdog", step=step, reason=reason, cause=cause)
 
-    def of_user_error(self, error: UserError, phases: Phases) -> None:
-        """What the user can mend ends the run: on all ranks alike, or on this one, and then the others name it."""
-        self._reporter.ended("failed", str(error), error.exit_code)
-        with contextlib.suppress(Exception):
-            self._roll_call.answer(_describe(error, phases))
-
-    def of_error(self, error: BaseException, phases: Phases) -> None:
-        """`error` ends the run on this rank."""
-        trouble = _describe(error, phases)
+    def failed(self, error: BaseException) -> None:
+        """Report that `error` ends the run on this rank; a UserError most often does on all ranks."""
+        trouble = self._describe(error)
+        if isinstance(error, UserError):
+            self._reporter.ended("failed", str(error), error.exit_code)
+            with contextlib.suppress(Exception):
+                self._roll_call.answer(trouble)
+            return
         log.error("rank %d fails in %s", self._world.rank, trouble)
-        cause = self._call(trouble, quiet_s=1.0)
+        cause = self._find_cause(trouble, quiet_s=1.0)
         self._reporter.ended("failed", cause or trouble, FAILED)
 
-    def _call(self, trouble: str, quiet_s: float) -> str:
+    def _find_cause(self, trouble: str, quiet_s: float) -> str:
         """Who did not answer or failed first, as a sentence; empty in a world of one."""
         if self._world.size == 1:
             return ""
@@ -70,7 +68,7 @@ class LastWords:
         else:
             cause = f"the first to fail was {first}"
             if len(missing) == self._world.size - 1:
-                # Nobody can tell a rank that is gone from one that has not noticed yet that this one has failed.
+                # A rank that is gone looks the same as one that has not noticed yet that this one has failed.
                 cause += f"; no answer from {_ranks(missing)}: killed, hung or waiting for this one"
             elif missing:
                 cause = f"no answer from {_ranks(missing)}, killed or hung; {cause}"
@@ -78,11 +76,10 @@ class LastWords:
             log.error("%s", cause)
         return cause
 
-
-def _describe(error: BaseException, phases: Phases) -> str:
-    phase, step = phases.now
-    name = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-    return f"{phase} of step {step}: {name}{error}" if step else f"{phase}: {name}{error}"
+    def _describe(self, error: BaseException) -> str:
+        phase, step = self._reporter.phases.now
+        name = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        return f"{phase} of step {step}: {name}{error}" if step else f"{phase}: {name}{error}"
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -1,0 +1,156 @@
+"""`Hook`: the extension point of the training loop, for forge's own parts (forge/train/hooks.py lists them) and for yours.
+
+`train.hooks = ["package.module:Class"]` adds hooks to a run. Each class is a subclass of `Hook` and is constructed on every
+rank with one argument, the `Trainer` (forge/train/trainer.py), when data, model, optimizer and state are ready. Each method
+below is called at one point of the run. In one step the order is:
+
+    before_step  before_data  after_data  before_gradients  after_gradients  before_optimizer  after_optimizer  after_step
+
+The device computes step n while the host launches step n + 1, so the numbers of step n (`after_result`) are known after the
+gradients of step n + 1 have been launched, and before its update; earlier where an evaluation or a save waits for them.
+
+What a hook may do:
+
+- Read everything of the trainer. What it changes there (gradients, parameters) is its own responsibility.
+- Use collectives on all ranks or on none, in the same order. So decide by values that are equal on all ranks: the step, the
+  config, a `StepResult`.
+- Write on the first rank only (`trainer.reporter.world.rank == 0`); `trainer.metrics.scalars` does so by itself.
+- Ask for the end of the run, on any rank: `trainer.request_stop(reason)`. All ranks stop after one more step, having saved.
+- Raise: the run fails, and the message names the hook.
+
+It should not wait for the device in a step (`tensor.item()`, `print(tensor)`): that stops the launch of further work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from forge.errors import RollbackRequired, UserError
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """What the host knows of a step when it has launched it. tokens: positions trained on so far, with this step."""
+
+    step: int
+    tokens: int
+    lr: float
+
+
+@dataclass(frozen=True)
+class StepResult(StepInfo):
+    """What the device reports of a step, equal on all ranks.
+
+    loss, z_loss: means over the `valid_tokens` of the global batch. grad_norm: before clipping. A step that was `skipped`
+    has changed nothing; its loss and norm may be anything. waited_s: how long the host waited for the result. routers: in
+    steps that report them, the rows of a RouterReport (forge/parallel/routers.py), one for each of `router_layers`.
+    """
+
+    loss: float
+    z_loss: float
+    grad_norm: float
+    valid_tokens: float
+    skipped: bool
+    waited_s: float
+    router_layers: tuple[int, ...]
+    routers: list[float]
+
+
+class Hook:
+    """Does nothing. Override what you need; what is not overridden costs nothing."""
+
+    name = ""
+    """The import path of a hook from the config; empty for forge's own."""
+
+    def before_run(self, step: int) -> None:
+        """The run starts: everything is built, `step` steps have been made before (0: a new history)."""
+
+    def after_rollback(self, step: int) -> None:
+        """The run has returned to the state after `step`: drop what you recorded of later steps, they are made again."""
+
+    def after_run(self) -> None:
+        """The run ends, be it by an error. Called for every hook whose `before_run` has returned, the last one first."""
+
+    def before_step(self, step: int) -> None:
+        """`step`, counted from 1, is about to be made."""
+
+    def before_data(self, step: int) -> None:
+        """The batch is about to be read."""
+
+    def after_data(self, step: int) -> None:
+        """The batch is on the device, or on its way."""
+
+    def before_gradients(self, step: int) -> None:
+        """The gradients are about to be computed."""
+
+    def after_gradients(self, step: int) -> None:
+        """The gradients of the global batch are in `trainer.model.shards`, not yet clipped."""
+
+    def before_optimizer(self, step: int) -> None:
+        """The gradients are clipped, the parameters are about to be updated."""
+
+    def after_optimizer(self, step: int) -> None:
+        """The optimizer has updated its shards of the parameters."""
+
+    def after_step(self, step: int) -> None:
+        """The step has been launched; on a CUDA card it may still be running."""
+
+    def after_result(self, result: StepResult) -> None:
+        """The device has finished `result.step`; here are its numbers."""
+
+    def after_evaluation(self, step: int, losses: Mapping[str, float]) -> None:
+        """Held-out losses after `step`, by name; equal on all ranks."""
+
+    def before_save(self, step: int) -> None:
+        """A checkpoint of the state after `step` is about to be made: flush what you wrote, a killed run resumes there."""
+
+
+EVENTS = tuple(name for name in vars(Hook) if name.startswith(("before_", "after_")))
+
+
+class Hooks:
+    """Calls hooks in order."""
+
+    def __init__(self, hooks: Sequence[Hook] = ()):
+        self._hooks = list(hooks)
+        self._overriding = {
+            event: [hook for hook in hooks if getattr(type(hook), event) is not getattr(Hook, event)]
+            for event in EVENTS
+        }
+
+    def call(self, event: str, *arguments: Any) -> None:
+        """Call the method `event` of every hook that has one of its own."""
+        for hook in self._overriding[event]:
+            _call(hook, event, *arguments)
+
+    @contextmanager
+    def around(self, phase: str, step: int) -> Iterator[None]:
+        """Call `before_PHASE` before the body and `after_PHASE` after it."""
+        self.call(f"before_{phase}", step)
+        yield
+        self.call(f"after_{phase}", step)
+
+    @contextmanager
+    def around_run(self, step: int) -> Iterator[None]:
+        """Call `before_run`, and at the end, whatever happens, `after_run`."""
+        with ExitStack() as stack:
+            for hook in self._hooks:
+                _call(hook, "before_run", step)
+                stack.callback(_call, hook, "after_run")
+            yield
+
+
+def _call(hook: Hook, event: str, *arguments: Any) -> None:
+    try:
+        getattr(hook, event)(*arguments)
+    except RollbackRequired:
+        raise
+    except Exception as error:
+        if not hook.name:
+            raise
+        if isinstance(error, UserError):
+            raise UserError(f"{hook.name}.{event}: {error}", error.exit_code) from error
+        raise RuntimeError(f"hook {hook.name} failed in {event}: {type(error).__name__}: {error}") from error

@@ -1,0 +1,182 @@
+"""Steps whose loss or gradient is not as it should be: skipped, diagnosed, and rolled back where too many follow.
+
+A step that is not finite is skipped on the device, at once. Its numbers reach the host while the device works on the next
+step, before that one's update. So the model is still in the state in which the step went wrong: the step can be computed
+again and examined, and every decision is made on numbers that are equal on all ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from forge.config.training import Resilience
+from forge.data.loader import Batch
+from forge.errors import RollbackRequired
+from forge.hook import StepResult
+from forge.parallel.gradients import GradientReport
+from forge.parallel.model import ParallelModel, Sums
+from forge.resilience.anomalies import Limits
+from forge.resilience.digests import Copy, differing_copies
+from forge.train.state import Progress
+
+log = logging.getLogger(__name__)
+
+# Tensors that one rank, or one message, names.
+SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What computing a skipped step again has shown. where: ranks and tensors that are not finite."""
+
+    cause: str
+    loss: float
+    grad_norm: float
+    where: list[str]
+
+
+class AnomalyPolicy:
+    """Decides what follows from the result of each step. All ranks hold one and decide the same.
+
+    `compute_gradients(batch)` is the trainer's; `report_event(kind, **fields)` writes an event.
+    """
+
+    def __init__(
+        self,
+        config: Resilience,
+        model: ParallelModel,
+        progress: Progress,
+        device: torch.device,
+        compute_gradients: Callable[[Batch], tuple[Sums, GradientReport]],
+        report_event: Callable[..., None],
+    ):
+        self._config, self._model, self._progress = config, model, progress
+        self._device = device
+        self._compute_gradients, self._report_event = compute_gradients, report_event
+        self._batch: Batch | None = None
+        self._limits = Limits()
+
+    def examine(self, step: int, batch: Batch, sums: Sums, report: GradientReport) -> GradientReport:
+        """Note the step that is about to be updated, whose result comes next.
+
+        Returns the report, in which a spike is to be skipped if `resilience.spikes` says so; decided on the device.
+        """
+        self._batch, self._limits = batch, self._progress.spikes.limits(step)
+        if self._config.spikes == "skip" and self._limits != Limits():
+            loss = sums.cross_entropy / sums.tokens.clamp(min=1)
+            spike = (loss > self._limits.loss) | (report.norm > self._limits.grad_norm)
+            report = replace(report, skip=torch.maximum(report.skip, spike.to(report.skip.dtype)))
+        return report
+
+    def process_result(self, result: StepResult) -> bool:
+        """Act on the result of the step examined last. Collective if it was skipped.
+
+        True if gradients computed since were discarded for a diagnosis. Raises RollbackRequired.
+        """
+        progress, skipped = self._progress, result.skipped
+        diagnose = skipped and self._config.rerun_skipped_steps
+        spike = not skipped and self._limits.exceeded(result.loss, result.grad_norm)
+        progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if skipped else 0
+        if skipped:
+            self._report_skipped(result, self._diagnose() if diagnose else None)
+        if spike:
+            self._report_spike(result)
+        progress.spikes.add(result.step, result.loss, result.grad_norm)
+        self._require_rollback(result, spike)
+        return diagnose
+
+    def discard_gradients(self) -> None:
+        """Forget gradients and what routers have counted, as if the step under way had not begun. Collective."""
+        self._model.zero_gradients()
+        self._model.update_router(torch.ones((), device=self._device))
+
+    def check_replicas(self, step: int, replicas: Iterable[Copy]) -> None:
+        """Compare what several ranks hold copies of, before the state after `step` is saved. Collective.
+
+        Raises RollbackRequired: nobody knows which of two copies is right, but both were when they were saved last.
+        """
+        if not self._config.check_replicas:
+            return
+        differences = differing_copies(replicas, self._device)
+        if differences:
+            self._report_event("copies_differ", step=step, differences=differences)
+            more = f" (and {len(differences) - SHOWN} more)" if len(differences) > SHOWN else ""
+            raise RollbackRequired(
+                f"copies differ after step {step}: {'; '.join(differences[:SHOWN])}{more}",
+                first_bad=step,
+                last_step=step,
+                pass_over=False,
+                remedy="take the machines of these ranks out of use; their memory or their arithmetic is at fault",
+            )
+
+    def _require_rollback(self, result: StepResult, spike: bool) -> None:
+        limit, step = self._config.max_skipped_steps, result.step
+        if self._progress.skipped_in_a_row >= limit:
+            reason = f"{limit} steps in a row up to step {step} were skipped (resilience.max_skipped_steps)"
+            first_bad = step - limit + 1
+        elif spike and self._config.spikes == "rollback":
+            reason, first_bad = f"step {step} was a spike: {self._numbers(result)} (resilience.spikes)", step
+        else:
+            return
+        remedy = "lower optimizer.lr or look at the data of these steps; events.jsonl says more of each"
+        raise RollbackRequired(reason, first_bad=first_bad, last_step=step, pass_over=True, remedy=remedy)
+
+    def _diagnose(self) -> Diagnosis:
+        """Compute the gradients of the skipped step again."""
+        assert self._batch is not None
+        self.discard_gradients()
+        sums, report = self._compute_gradients(self._batch)
+        values = torch.stack([sums.cross_entropy, sums.tokens, report.norm, report.skip.double()])
+        cross_entropy, tokens, norm, skip = values.tolist()
+        loss = cross_entropy / max(tokens, 1.0)
+        bad = skip > 0 or self._limits.exceeded(loss, norm)
+        where = self._not_finite() if skip > 0 else []
+        self.discard_gradients()
+        return Diagnosis("deterministic" if bad else "transient", loss, norm, where)
+
+    def _not_finite(self) -> list[str]:
+        """Ranks and tensors whose part of the gradient is not finite, a few of each rank."""
+        own = []
+        for shard in self._model.shards:
+            if shard.grad is not None and not torch.isfinite(shard.grad).all():
+                own.append(f"rank {dist.get_rank()}: {shard.name}")
+            if len(own) == SHOWN:
+                break
+        gathered: list[list[str]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(gathered, own)
+        return [name for names in gathered for name in names]
+
+    def _report_skipped(self, result: StepResult, diagnosis: Diagnosis | None) -> None:
+        assert self._batch is not None
+        fields: dict[str, Any] = {"first_sample": self._batch.first_sample}
+        text = f"step {result.step} was skipped: {self._numbers(result)}"
+        if diagnosis is not None:
+            fields |= {"cause": diagnosis.cause, "where": diagnosis.where}
+            text += f"; computed again: {diagnosis.cause}, loss {diagnosis.loss:g}, gradient norm {diagnosis.grad_norm:g}"
+            if diagnosis.where:
+                text += f", not finite in {'; '.join(diagnosis.where[:SHOWN])}"
+        log.warning("%s", text)
+        self._report_event(
+            "skipped", step=result.step, loss=result.loss, grad_norm=result.grad_norm, **fields
+        )
+
+    def _report_spike(self, result: StepResult) -> None:
+        log.warning("step %d is a spike: %s", result.step, self._numbers(result))
+        self._report_event(
+            "spike",
+            step=result.step,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            loss_limit=self._limits.loss,
+            grad_norm_limit=self._limits.grad_norm,
+        )
+
+    def _numbers(self, result: StepResult) -> str:
+        text, limits = f"loss {result.loss:g}, gradient norm {result.grad_norm:g}", self._limits
+        return text if limits == Limits() else f"{text} (limits {limits.loss:g}, {limits.grad_norm:g})"

@@ -1,0 +1,91 @@
+"""The hooks of every run, in the order in which they are called, and those that the config adds."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from forge.config import Config
+from forge.config.extensions import load_class
+from forge.errors import UserError
+from forge.fault import fault_point
+from forge.hook import Hook
+from forge.observe.hardware import process_age_s
+from forge.observe.profile import StepProfiler
+from forge.resilience.stragglers import Stragglers
+from forge.resilience.time_limit import TimeLimit
+from forge.train.evaluate import Evaluation
+from forge.train.save import Saves
+from forge.train.trainer import Trainer
+
+# Loaded by its path, as users' hooks are: the core does not import what uses a trained model.
+TEXT_SAMPLES = "forge.inference.text_samples:TextSamples"
+
+
+def load_hooks(config: Config) -> list[tuple[str, type[Hook]]]:
+    """Path and class of each hook that the config asks for. Raises UserError."""
+    samples = [TEXT_SAMPLES] if config.evaluate.sample_interval else []
+    return [(path, _load(path)) for path in [*samples, *config.train.hooks]]
+
+
+def make_hooks(trainer: Trainer, loaded: list[tuple[str, type[Hook]]]) -> list[Hook]:
+    """All hooks of a run, without those that are off. Collective.
+
+    A checkpoint follows everything that is written about its step, so saves come last.
+    """
+    config, world, directory = trainer.config, trainer.reporter.world, trainer.reporter.directory
+    saves = Saves(trainer)
+    hooks: list[Hook] = [trainer.reporter.phases, FaultPoints()]
+    if config.resilience.time_limit_s:
+        hooks.append(StopBeforeTimeLimit(trainer, saves))
+    if config.resilience.straggler_interval and world.size > 1:
+        hooks.append(
+            Stragglers(config.resilience, trainer.model.parts, trainer.device, trainer.reporter.event)
+        )
+    hooks += [trainer.metrics, trainer.reporter.memory]
+    if config.profile.span and world.rank in config.profile.ranks:
+        hooks.append(StepProfiler(config.profile, world.rank, directory.profile, trainer.device))
+    hooks.append(trainer.collector)
+    if trainer.data.validation:
+        hooks.append(Evaluation(trainer))
+    for path, kind in loaded:
+        # A user's class need not accept more than it uses, so the constructor's type is not known here.
+        constructor: Any = kind
+        hook: Hook = constructor(trainer)
+        hook.name = path
+        hooks.append(hook)
+    return [*hooks, saves]
+
+
+class FaultPoints(Hook):
+    """Tests make a step fail here."""
+
+    def after_data(self, step: int) -> None:
+        fault_point("step", step)
+
+
+class StopBeforeTimeLimit(Hook):
+    """Asks for the end of the run early enough to save before `resilience.time_limit_s` is over."""
+
+    def __init__(self, trainer: Trainer, saves: Saves):
+        self._trainer, self._saves = trainer, saves
+        self._limit_s = trainer.config.resilience.time_limit_s
+        # The limit counts from the launch; the launcher may have restarted this process since.
+        launched = time.monotonic() - process_age_s(trainer.reporter.world.first_process)
+        self._limit = TimeLimit(self._limit_s, launched)
+        trainer.reporter.phases.listen(self._limit.enter)
+
+    def after_data(self, step: int) -> None:
+        if self._limit.near(self._saves.slowest_s):
+            self._trainer.request_stop(f"resilience.time_limit_s = {self._limit_s:g} is near")
+
+
+def _load(path: str) -> type[Hook]:
+    needed = "needed: a subclass of forge.hook.Hook, see docs/extending/hook.md"
+    try:
+        found = load_class(path)
+    except ValueError as error:
+        raise UserError(f'train.hooks: "{path}": {error}; {needed}') from error
+    if not issubclass(found, Hook):
+        raise UserError(f'train.hooks: "{path}" is not a hook; {needed}')
+    return found

@@ -1,0 +1,213 @@
+"""Training on any layout: `Trainer.step` is the algorithm, `Trainer.train` the loop around it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from forge import compat
+from forge.checkpoint import Checkpoints
+from forge.config import Config, Degrees
+from forge.data.build import Data
+from forge.data.loader import Batch, Loader
+from forge.errors import RollbackRequired
+from forge.hook import Hook, Hooks, StepInfo
+from forge.model import flops_per_token, parameter_counts
+from forge.observe.collector import Collector
+from forge.optim import build_optimizer, learning_rate
+from forge.parallel.build import build_parallel_model
+from forge.parallel.gradients import GradientReport, clip_gradients, report_gradients
+from forge.parallel.mesh import make_meshes
+from forge.parallel.model import Sums
+from forge.resilience.anomalies import SpikeWindow
+from forge.resilience.signals import StopSignals
+from forge.resilience.watchdog import patience
+from forge.train.anomalies import AnomalyPolicy
+from forge.train.metrics import MetricsWriter
+from forge.train.report import Reporter
+from forge.train.results import StepResults
+from forge.train.resume import ResumePoint, load_training_state, load_weights
+from forge.train.rollback import find_rollback_point, sync_rollback_history
+from forge.train.state import Progress, Rollback
+
+log = logging.getLogger(__name__)
+
+
+class Trainer:
+    """A model in training on the joined ranks. All methods but `request_stop` and `is_due` are collective.
+
+    Constructing it builds everything and loads what the run starts from: the checkpoint `start`; without one fresh weights,
+    or those of `checkpoint.init`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        degrees: Degrees,
+        data: Data,
+        checkpoints: Checkpoints,
+        start: ResumePoint | None,
+        reporter: Reporter,
+        signals: StopSignals,
+    ):
+        self.config, self.data, self.checkpoints = config, data, checkpoints
+        self.reporter, self.signals, self.device = reporter, signals, reporter.world.device
+
+        self.meshes = make_meshes(degrees, self.device.type)
+        compat.raise_timeouts(patience(config.resilience))
+        self.model = build_parallel_model(config, self.meshes, self.device)
+        compat.raise_timeouts(patience(config.resilience))  # of groups that engines have made
+
+        self.optimizer = build_optimizer(self.model.shards, config.optimizer, self.meshes.stage)
+        reporter.memory.take_in(self.model.memory(), self.optimizer.tensors())
+        self._log_model_summary()
+
+        spikes = SpikeWindow(config.resilience.spike_window, config.resilience.spike_threshold)
+        self.progress = Progress(spikes=spikes)
+        self.anomalies = AnomalyPolicy(
+            config.resilience, self.model, self.progress, self.device, self.compute_gradients, reporter.event
+        )
+        self.collector = Collector(config.train.gc_interval)
+        flops = flops_per_token(config.model, config.train.seq_len)
+        self.metrics = MetricsWriter(
+            config, reporter.world, reporter.directory, flops, self.collector, reporter.running
+        )
+        self.results = StepResults(self.device, with_routers=self.metrics.wants_routers)
+        self.hooks = Hooks()
+
+        if start is None and config.checkpoint.init:
+            load_weights(config, self.model, checkpoints)
+            log.info("weights from %s, a new history", config.checkpoint.init)
+        self.batches = self.restart_from(start)
+
+    def train(self, hooks: Sequence[Hook]) -> str | None:
+        """Train until `train.steps`, with these hooks; None if it got there, else why it stopped before.
+
+        Raises UserError (exit 1) when too much goes wrong, with what is known of it.
+        """
+        self.hooks = Hooks(hooks)
+        with self.hooks.around_run(self.progress.step):
+            try:
+                while not self.finished:
+                    try:
+                        with self.hooks.around("step", self.progress.step + 1):
+                            self.step()
+                    except RollbackRequired as required:
+                        self.roll_back(required)
+                self.reporter.phases.enter("end")
+            finally:
+                self.batches.close()
+        if self.progress.step >= self.config.train.steps:
+            return None
+        return self.signals.reason or "another rank was asked to stop"
+
+    def step(self) -> None:
+        """One optimizer step. The host waits for the device to finish the step before, never for the one it launches."""
+        config, step = self.config, self.progress.step + 1
+        lr = learning_rate(config.schedule, lr=config.optimizer.lr, step=step, steps=config.train.steps)
+        with self.hooks.around("data", step):
+            batch = next(self.batches)
+        with self.hooks.around("gradients", step):
+            sums, report = self.compute_gradients(batch)
+            # The result of the step before is known by now, and is acted on before the next update.
+            if self.process_last_result():
+                sums, report = self.compute_gradients(batch)
+        report = self.anomalies.examine(step, batch, sums, report)
+        clip_gradients(self.model.shards, report.norm, config.train.grad_clip_norm)
+        with self.hooks.around("optimizer", step):
+            self.optimizer.step(lr, report.skip)
+        self.model.after_update()
+        routers = self.model.update_router(report.skip)
+        self.model.zero_gradients()
+        self.progress.advance(config)
+        self.results.push(StepInfo(step, self.progress.tokens, lr), sums, report, routers)
+
+    def compute_gradients(self, batch: Batch) -> tuple[Sums, GradientReport]:
+        """Leave the gradient of the whole global batch in the shards; return the loss and the gradient's norm."""
+        tokens = self.model.count_tokens(batch)
+        sums = self.model.forward_backward(batch, tokens)
+        self.model.finalize_gradients()
+        stop = self.signals.reason is not None
+        return sums, report_gradients(self.model.shards, sums.objective, stop=stop)
+
+    def process_last_result(self) -> bool:
+        """Wait for the result of the last step and act on it, unless that is done. Call before evaluating or saving a state.
+
+        True if gradients computed since were discarded and have to be computed again. Raises RollbackRequired.
+        """
+        result = self.results.pop()
+        if result is None:
+            return False
+        self.hooks.call("after_result", result)
+        return self.anomalies.process_result(result)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last step has been made, or a rank has asked to stop."""
+        return self.progress.step >= self.config.train.steps or self.results.stop_requested
+
+    def is_due(self, interval: int) -> bool:
+        """Whether what is done every `interval` steps (0: never), and after the last one, is due after this step."""
+        step = self.progress.step
+        return interval > 0 and (step % interval == 0 or step == self.config.train.steps)
+
+    def request_stop(self, reason: str) -> None:
+        """Ask all ranks to end the run; they learn of it with the norm of the next gradient."""
+        self.signals.reason = self.signals.reason or reason
+
+    def roll_back(self, required: RollbackRequired) -> None:
+        """Return to the newest good checkpoint from before the trouble. Raises UserError (exit 1) if that is not possible."""
+        progress, report_event = self.progress, self.reporter.event
+        assert required.last_step == progress.step
+        self.reporter.phases.enter("set-up", progress.step)
+        point = find_rollback_point(required, progress, self.checkpoints, self.config, report_event)
+        first = int(point.state["progress"]["next_sample"])
+        end = progress.next_sample if required.pass_over else first
+        over = f", passing over samples {first} to {end - 1}" if required.pass_over else ""
+        log.warning("%s. Back to step %d%s", required, point.step, over)
+        rollback = Rollback(required.last_step, point.step, first, end)
+        report_event("rolled_back", reason=str(required), **vars(rollback))
+        self.anomalies.discard_gradients()
+        self.results.clear()
+        self.batches.close()
+        self.batches = self.restart_from(point, [rollback])
+        self.hooks.call("after_rollback", point.step)
+
+    def restart_from(self, point: ResumePoint | None, rollbacks: Sequence[Rollback] = ()) -> Loader:
+        """Restore the state at `point` (None: a new history begins) and open the data there.
+
+        Used by a resume and by a roll-back, which adds itself to `rollbacks`. What lies behind `point` is removed.
+        """
+        if point is not None:
+            load_training_state(point, self.model, self.optimizer)
+            self.progress.load(point.state["progress"])
+        # In this order: a run that is killed in between meets the same trouble again, or knows that it has rolled back.
+        self.checkpoints.set_aside_after(self.progress.step)
+        sync_rollback_history(self.reporter.directory, point, self.progress, rollbacks)
+        self.metrics.restart_from(self.progress.step)
+        return self.make_loader()
+
+    def make_loader(self) -> Loader:
+        """The batches of this data rank from `progress` on."""
+        return Loader(
+            self.data.dataset,
+            global_batch_size=self.config.train.global_batch_size,
+            rank=self.meshes.data_rank,
+            ranks=self.meshes.data_ranks,
+            start_sample=self.progress.next_sample,
+            passed_over=self.progress.passed_over,
+            device=self.device,
+            prefetch=self.config.data.prefetch,
+        )
+
+    def _log_model_summary(self) -> None:
+        """Log the size of the model, its memory and its layout."""
+        config, counts, degrees = self.config, parameter_counts(self.config.model), self.meshes.degrees
+        log.info("%s: %s", config.parallel.data_parallel, self.reporter.memory.per_parameter(counts.total))
+        size = f"{counts.total:,} parameters" + (f" ({counts.active:,} active)" if counts.idle else "")
+        axes = vars(degrees) | {"accumulation": 1}
+        layout = " ".join(f"{name}={degree}" for name, degree in axes.items() if degree > 1) or "one process"
+        steps = f"{degrees.accumulation} microbatches per step"
+        if degrees.accumulation > 1:
+            steps += f"; {self.model.accumulation_memory_summary()}"
+        log.info("%s: %s, %s, %s", config.run.name, size, layout, steps)
