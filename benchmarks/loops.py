@@ -22,6 +22,7 @@ from forge.distributed import World, join
 from forge.hook import Hooks
 from forge.model import IGNORE
 from forge.observe.hardware import peak_flops
+from forge.observe.report import Reporter
 from forge.observe.run_directory import RunDirectory
 from forge.parallel.build import build_meta_model
 from forge.parallel.initialize import initialize
@@ -29,7 +30,6 @@ from forge.parallel.precision import DTYPES
 from forge.resilience.signals import StopSignals
 from forge.shard import Box, Shard
 from forge.train.hooks import make_hooks
-from forge.train.report import Reporter
 from forge.train.save import Saves
 from forge.train.trainer import Trainer
 

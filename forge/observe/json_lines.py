@@ -1,4 +1,4 @@
-"""An append-only file of one JSON object a line, at peace with torn lines and a disk that fills up."""
+"""metrics.jsonl and events.jsonl: append-only files of one JSON object a line, which survive torn lines and full disks."""
 
 from __future__ import annotations
 
@@ -6,14 +6,22 @@ import json
 import logging
 import math
 import os
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from forge.files import replace_atomically
 
 log = logging.getLogger(__name__)
 
 
+def utc_now() -> str:
+    """Return the time in ISO 8601, UTC, to the millisecond: 2025-06-01T12:00:00.123+00:00."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
 def encode(fields: dict[str, Any]) -> bytes:
-    """One JSON object on one line. Floats read back exactly (they are Python's repr); NaN, Inf are null."""
+    """Return one JSON object on one line. Floats read back exactly (they are Python's repr); NaN and Inf are null."""
     return json.dumps(_finite(fields), allow_nan=False).encode() + b"\n"
 
 
@@ -28,27 +36,26 @@ def _finite(value: Any) -> Any:
 
 
 class JsonLines:
-    """Appends objects to `path`, opened at the first one; only the first rank has one. When `append` returns, SIGKILL
-    loses nothing."""
+    """Appends objects to `path`, which is opened at the first one. When `append` returns, SIGKILL loses nothing."""
 
     def __init__(self, path: Path):
         self.path = path
         self._descriptor: int | None = None
         self._unwritten = b""
-        self._told = False
+        self._warned = False
 
     def append(self, **fields: Any) -> None:
-        """Write one line. What a full disk refuses is kept, with a warning, and tried again with the next."""
+        """Write one line. Lines that a full disk refuses are kept, with a warning, and written with the next."""
         self._unwritten += encode(fields)
         try:
             descriptor = self._open()
             while self._unwritten:
                 self._unwritten = self._unwritten[os.write(descriptor, self._unwritten) :]
-            self._told = False
+            self._warned = False
         except OSError as error:
-            if not self._told:
+            if not self._warned:
                 log.warning("cannot write to %s, its lines are kept in memory for now: %s", self.path, error)
-            self._told = True
+            self._warned = True
 
     def close(self) -> None:
         """The next `append` opens the file again."""
@@ -64,3 +71,29 @@ class JsonLines:
                 # A killed writer left half a line: ours must not be glued to it.
                 self._unwritten = b"\n" + self._unwritten
         return self._descriptor
+
+    def cut(self, after_step: int) -> None:
+        """Drop all lines whose `step` is greater than `after_step`, so that a resumed run writes no step twice.
+
+        A line torn by a kill, or unreadable, is dropped too. The file is replaced atomically, if at all; lines that wait
+        for room on the disk are cut with it.
+        """
+        self.close()
+        written = self.path.read_bytes() if self.path.exists() else b""
+        lines = (written + self._unwritten).splitlines(keepends=True)
+        content = b"".join(
+            line for number, line in enumerate(lines, 1) if self._keeps(line, number, after_step)
+        )
+        if content != written:
+            replace_atomically(self.path, content)
+        self._unwritten = b""
+
+    def _keeps(self, line: bytes, number: int, after_step: int) -> bool:
+        try:
+            keep = json.loads(line)["step"] <= after_step
+        except (ValueError, KeyError, TypeError):
+            if line.endswith(b"\n"):
+                log.warning("%s: line %d is not a metrics line and is dropped", self.path, number)
+            return False
+        # A line without its end was torn, even if the rest of it happens to be JSON.
+        return keep and line.endswith(b"\n")

@@ -1,41 +1,183 @@
-"""metrics.jsonl: the history of a run, told once: one JSON object a line for a step or an evaluation."""
+"""Writes what is measured of a run: metrics.jsonl, TensorBoard and the progress line. It decides nothing."""
 
 from __future__ import annotations
 
-import json
 import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-from forge.files import replace_atomically
+import torch
+
+from forge.config import Config
+from forge.distributed import World, on_first_rank
+from forge.hook import Hook, StepResult
+from forge.observe.collector import Collector
+from forge.observe.hardware import memory_gib, peak_flops
 from forge.observe.json_lines import JsonLines
+from forge.observe.progress import StepTimes, format_line
+from forge.observe.router_load import expert_map, load_fields
+from forge.observe.run_directory import RunDirectory
+from forge.observe.tensorboard import Board
 
 log = logging.getLogger(__name__)
 
 
-class MetricsLog(JsonLines):
-    """Lines with a `step`; a number that is not finite is null."""
+class MetricsWriter(Hook):
+    """Writes at most one line for each step, on the first rank only. `report_step(step)` is called with each line."""
 
-    def cut(self, after_step: int) -> None:
-        """Drop all lines whose step is greater than `after_step`, so that a resumed run tells no step twice.
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        directory: RunDirectory,
+        flops_per_token: float,
+        collector: Collector,
+        report_step: Callable[[int], None],
+    ):
+        self._config, self._device, self._collector = config, world.device, collector
+        self._report_step = report_step
+        self._log = JsonLines(directory.metrics) if world.rank == 0 else None
+        self._board = Board(directory.tensorboard, world.rank == 0 and config.metrics.tensorboard)
+        self._mfu_of_rate = mfu_of_rate(config, world.device, world.size, flops_per_token)
+        self._tokens_per_step = config.train.global_batch_size * config.train.seq_len
+        self._times = StepTimes()
+        self._step_began: float | None = None
+        self._restart_means()
 
-        A line torn by a kill, or unreadable, goes too. The file is replaced atomically, if at all; lines that still wait for
-        room on the disk are cut with it.
+    def wants_routers(self, step: int) -> bool:
+        """Whether routers' values of this step are written."""
+        return self._is_due(step)
+
+    def before_data(self, step: int) -> None:
+        self._step_began = time.perf_counter()
+
+    def after_data(self, step: int) -> None:
+        assert self._step_began is not None
+        self._step_data_s = time.perf_counter() - self._step_began
+
+    def after_step(self, step: int) -> None:
+        """Count the wall time of this step; what evaluations and saves take is not part of it.
+
+        On a GPU the host waits for a step's work in the next one, so a mean over some steps is exact but for a shift by
+        one step.
         """
-        self.close()
-        written = self.path.read_bytes() if self.path.exists() else b""
-        lines = (written + self._unwritten).splitlines(keepends=True)
-        content = b"".join(
-            line for number, line in enumerate(lines, 1) if self._keeps(line, number, after_step)
-        )
-        if content != written:
-            replace_atomically(self.path, content)
-        self._unwritten = b""
+        assert self._step_began is not None
+        seconds = time.perf_counter() - self._step_began
+        self._step_began = None
+        self._times.add(seconds)
+        self._seconds += seconds
+        self._data_s += self._step_data_s
+        self._gc_s += self._collector.take_seconds()
 
-    def _keeps(self, line: bytes, number: int, after_step: int) -> bool:
-        try:
-            keep = json.loads(line)["step"] <= after_step
-        except (ValueError, KeyError, TypeError):
-            if line.endswith(b"\n"):
-                log.warning("%s: line %d is not a metrics line and is dropped", self.path, number)
-            return False
-        # Without its end a line was torn, even where what is left of it happens to be JSON.
-        return keep and line.endswith(b"\n")
+    def after_result(self, result: StepResult) -> None:
+        if self._step_began is None:  # between steps: the wait belongs to the step that it is for
+            self._seconds += result.waited_s
+        self._steps += 1
+        if self._is_due(result.step) or result.skipped:
+            if self._log is not None:
+                self._write(self._log, result)
+            self._restart_means()
+
+    def before_save(self, step: int) -> None:
+        """Put the curves so far into the file: a run that resumes at this step continues them."""
+        self._board.flush()
+
+    def after_run(self) -> None:
+        self._board.close()
+
+    def restart_from(self, step: int) -> None:
+        """Remove what has been written about later steps than `step`: they are made again.
+
+        Collective. Raises UserError (exit 1) on all ranks if metrics.jsonl cannot be cut.
+        """
+        self._restart_means()
+        on_first_rank("cutting metrics.jsonl", lambda: None if self._log is None else self._log.cut(step))
+        self._board.begin_after(step)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Add numbers to curves of TensorBoard, by name such as `my/number`."""
+        self._board.scalars(step, values)
+
+    def evaluation(self, step: int, losses: Mapping[str, float]) -> None:
+        """Write an evaluation line."""
+        if self._log is None:
+            return
+        self._log.append(step=step, eval=dict(losses))
+        self._board.scalars(step, {f"eval/{name}": loss for name, loss in losses.items()})
+        log.info("step %d  %s", step, "  ".join(f"eval {name} {loss:.4f}" for name, loss in losses.items()))
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Log a text and show it in TensorBoard."""
+        if self._log is not None:
+            self._board.text(step, name, text)
+            log.info("step %d  %s:\n%s", step, name, text)
+
+    def _is_due(self, step: int) -> bool:
+        return self._is_multiple(step, self._config.metrics.log_interval) or self._map_is_due(step)
+
+    def _map_is_due(self, step: int) -> bool:
+        """Whether the load of every single expert is written."""
+        interval = self._config.metrics.expert_map_interval
+        return self._config.model.moe is not None and interval > 0 and self._is_multiple(step, interval)
+
+    def _is_multiple(self, step: int, interval: int) -> bool:
+        return step in (1, self._config.train.steps) or step % interval == 0
+
+    def _write(self, lines: JsonLines, result: StepResult) -> None:
+        step, steps, step_time = result.step, self._config.train.steps, self._seconds / self._steps
+        fields: dict[str, Any] = {
+            "step": step,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": result.lr,
+            "tokens": result.tokens,
+            "tokens_per_second": self._tokens_per_step / step_time,
+            "step_time_s": step_time,
+            "data_time_s": self._data_s / self._steps,
+            "memory_gib": memory_gib(self._device),
+        }
+        if self._gc_s:
+            fields["gc_time_s"] = self._gc_s / self._steps
+        if self._mfu_of_rate is not None:
+            fields["mfu"] = fields["tokens_per_second"] * self._mfu_of_rate
+        if self._config.train.z_loss_coef:
+            fields["z_loss"] = result.z_loss
+        if result.router_layers:
+            moe, layers = self._config.model.moe, result.router_layers
+            assert moe is not None
+            fields |= load_fields(result.routers, layers, moe, counts=self._map_is_due(step))
+        if result.skipped:
+            fields["skipped"] = True
+        lines.append(**fields)
+        self._board.scalars(step, dict(_curves(fields)))
+        if result.router_layers and self._map_is_due(step):
+            counts = [of_layer["counts"] for of_layer in fields["routers"].values()]
+            self._board.image(step, "routers/load", expert_map(counts))
+        self._report_step(step)
+        log.info(format_line(fields, total_steps=steps, eta_s=self._times.eta(steps - step)))
+
+    def _restart_means(self) -> None:
+        """Times since the last line."""
+        self._steps, self._seconds, self._data_s, self._gc_s = 0, 0.0, 0.0, 0.0
+
+
+def mfu_of_rate(
+    config: Config, device: torch.device, world_size: int, flops_per_token: float
+) -> float | None:
+    """The model FLOPs utilisation at one token per second of the whole run; None where the peak is not known."""
+    # Float8 products count against the card's float8 peak: against bfloat16's, MFU could exceed one.
+    products = config.precision.compute if config.precision.float8 == "none" else "float8"
+    peak = config.metrics.peak_tflops * 1e12 or peak_flops(device, products)
+    return flops_per_token / (peak * world_size) if peak else None
+
+
+def _curves(fields: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Names and values for TensorBoard."""
+    for name, value in fields.items():
+        if name == "routers":
+            for layer, of_layer in value.items():
+                numbers = ((key, number) for key, number in of_layer.items() if key != "counts")
+                yield from ((f"routers/{layer}/{key}", number) for key, number in numbers)
+        elif name not in ("step", "skipped"):
+            yield f"train/{name}", value

@@ -14,7 +14,7 @@ import weakref
 from pathlib import Path
 
 from forge.errors import UserError
-from forge.observe.events import utc_now
+from forge.observe.json_lines import utc_now
 
 log = logging.getLogger(__name__)
 

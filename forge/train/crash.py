@@ -8,9 +8,9 @@ import logging
 from forge import compat
 from forge.distributed import on_first_rank
 from forge.errors import FAILED, WATCHDOG, UserError
-from forge.observe.events import utc_now
+from forge.observe.json_lines import utc_now
+from forge.observe.report import Reporter
 from forge.resilience.roll_call import RollCall
-from forge.train.report import Reporter
 
 log = logging.getLogger(__name__)
 

@@ -22,12 +22,12 @@ from forge.files import replace_atomically
 from forge.hook import Hook
 from forge.observe.hardware import process_age_s
 from forge.observe.log import setup_logging
+from forge.observe.report import Reporter
 from forge.observe.run_directory import RunDirectory
 from forge.resilience.signals import StopSignals
 from forge.resilience.watchdog import Watchdog, bounds, patience
 from forge.train.crash import CrashReporter
 from forge.train.hooks import load_hooks, make_hooks
-from forge.train.report import Reporter
 from forge.train.resume import check_data, find_resume_point
 from forge.train.trainer import Trainer
 

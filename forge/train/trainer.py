@@ -14,6 +14,8 @@ from forge.errors import RollbackRequired
 from forge.hook import Hook, Hooks, StepInfo
 from forge.model import flops_per_token, parameter_counts
 from forge.observe.collector import Collector
+from forge.observe.metrics import MetricsWriter
+from forge.observe.report import Reporter
 from forge.optim import build_optimizer, learning_rate
 from forge.parallel.build import build_parallel_model
 from forge.parallel.gradients import GradientReport, clip_gradients, report_gradients
@@ -23,8 +25,6 @@ from forge.resilience.anomalies import SpikeWindow
 from forge.resilience.signals import StopSignals
 from forge.resilience.watchdog import patience
 from forge.train.anomalies import AnomalyPolicy
-from forge.train.metrics import MetricsWriter
-from forge.train.report import Reporter
 from forge.train.results import StepResults
 from forge.train.resume import ResumePoint, load_training_state, load_weights
 from forge.train.rollback import find_rollback_point, sync_rollback_history

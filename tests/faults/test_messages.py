@@ -21,15 +21,13 @@ FILES = [
             "anomalies",
             "crash",
             "evaluate",
-            "hooks",
-            "report",
             "resume",
             "rollback",
             "save",
             "trainer",
         ]
     ),
-    *(REPOSITORY / "forge" / "observe" / f"{name}.py" for name in ["run_directory", "json_lines"]),
+    *(REPOSITORY / "forge" / "observe" / f"{name}.py" for name in ["run_directory", "json_lines", "report"]),
 ]
 ERRORS = {"UserError", "RollbackRequired", "Damaged", "RanksFailed", "OSError"}
 TELLING = {"warning", "error", "exception", "_say", "_to_stderr", "_end"} | ERRORS

@@ -81,7 +81,7 @@ def test_k1_a_signal_in_the_last_words_does_not_cut_them_short(tmp_path) -> None
 
 
 def signal_before_the_last_status() -> None:
-    from forge.train.report import Reporter
+    from forge.observe.report import Reporter
 
     ended = Reporter.ended
 

@@ -141,9 +141,9 @@ def no_room_for_rollbacks_in_a_rollback() -> None:
 
 
 def no_room_for_metrics_in_a_rollback() -> None:
-    import forge.observe.metrics as metrics
+    import forge.observe.json_lines as json_lines
 
-    _no_room_in_a_rollback(metrics)
+    _no_room_in_a_rollback(json_lines)
 
 
 def _no_room_in_a_rollback(module: Any) -> None:

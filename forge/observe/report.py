@@ -14,9 +14,8 @@ from forge.distributed import World
 from forge.errors import BAD_CONFIG
 from forge.files import replace_atomically
 from forge.hook import Hook
-from forge.observe.events import EventLog, utc_now
 from forge.observe.goodput import Ledger, read_past
-from forge.observe.json_lines import encode
+from forge.observe.json_lines import JsonLines, encode, utc_now
 from forge.observe.memory_report import MemoryReport
 from forge.observe.run_directory import RunDirectory
 
@@ -72,10 +71,10 @@ class Reporter:
         self.directory, self.world, self.step = directory, world, 0
         self.phases = Phases()
         self.memory = MemoryReport(world.device, self.event)
-        self._events: EventLog | None = None
+        self._events: JsonLines | None = None
         self._ledger: Ledger | None = None
         if world.rank == 0:
-            self._events = EventLog(directory.events)
+            self._events = JsonLines(directory.events)
             past = read_past(directory.events, directory.status)
             self._ledger = Ledger(past, time.monotonic() if began is None else began, self.event)
             self.phases.listen(self._ledger.enter)
@@ -83,7 +82,7 @@ class Reporter:
     def event(self, kind: str, **fields: Any) -> None:
         """Append a line to events.jsonl."""
         if self._events is not None:
-            self._events.write(kind, **fields)
+            self._events.append(time=utc_now(), event=kind, **fields)
 
     def running(self, step: int) -> None:
         """Report that the run has made `step` updates."""

@@ -1,3 +1,4 @@
+import errno
 import json
 import math
 import os
@@ -6,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.observe.metrics import MetricsLog
+from forge.observe.json_lines import JsonLines
 
 
 def read(path):
@@ -19,7 +20,7 @@ def path(tmp_path):
 
 
 def test_every_line_is_on_its_way_to_the_disk_when_append_returns(path):
-    metrics = MetricsLog(path)
+    metrics = JsonLines(path)
     for step in (1, 2):
         metrics.append(step=step, loss=0.5)
         assert read(path)[-1] == {"step": step, "loss": 0.5}
@@ -28,7 +29,7 @@ def test_every_line_is_on_its_way_to_the_disk_when_append_returns(path):
 @given(value=st.floats(allow_nan=False, allow_infinity=False))
 def test_floats_read_back_exactly(tmp_path_factory, value):
     path = tmp_path_factory.mktemp("metrics") / "metrics.jsonl"
-    metrics = MetricsLog(path)
+    metrics = JsonLines(path)
     metrics.append(step=1, loss=value)
     metrics.close()
     read_back = read(path)[0]["loss"]
@@ -36,12 +37,12 @@ def test_floats_read_back_exactly(tmp_path_factory, value):
 
 
 def test_numbers_that_are_not_finite_are_null_wherever_they_stand(path):
-    MetricsLog(path).append(step=1, loss=math.nan, eval={"a": math.inf, "b": [1.0, -math.inf]})
+    JsonLines(path).append(step=1, loss=math.nan, eval={"a": math.inf, "b": [1.0, -math.inf]})
     assert read(path) == [{"step": 1, "loss": None, "eval": {"a": None, "b": [1.0, None]}}]
 
 
 def test_cut_drops_what_follows_the_step_evaluations_too(path):
-    metrics = MetricsLog(path)
+    metrics = JsonLines(path)
     for step in range(1, 5):
         metrics.append(step=step, loss=1.0)
         metrics.append(step=step, eval={"held_out": 2.0})
@@ -53,7 +54,7 @@ def test_cut_drops_what_follows_the_step_evaluations_too(path):
 
 
 def test_cut_to_the_beginning_leaves_an_empty_file(path):
-    metrics = MetricsLog(path)
+    metrics = JsonLines(path)
     metrics.append(step=1, loss=1.0)
     metrics.cut(0)
     assert path.read_bytes() == b""
@@ -62,19 +63,19 @@ def test_cut_to_the_beginning_leaves_an_empty_file(path):
 @pytest.mark.parametrize("torn", [b'{"step": 2, "lo', b'{"step": 1}'])
 def test_cut_drops_a_torn_last_line(path, torn):
     path.write_bytes(b'{"step": 1}\n' + torn)
-    MetricsLog(path).cut(5)
+    JsonLines(path).cut(5)
     assert path.read_bytes() == b'{"step": 1}\n'
 
 
 def test_cut_drops_unreadable_lines_and_says_so(path, caplog):
     path.write_bytes(b'\0\0\0\n[]\n{"step": 1}\n{"step": "x"}\n')
-    MetricsLog(path).cut(5)
+    JsonLines(path).cut(5)
     assert path.read_bytes() == b'{"step": 1}\n'
     assert "line 1 " in caplog.text and "line 2 " in caplog.text and "line 4 " in caplog.text
 
 
 def test_lines_that_wait_for_room_on_a_full_disk_are_cut_too(path, monkeypatch):
-    metrics, write = MetricsLog(path), os.write
+    metrics, write = JsonLines(path), os.write
     metrics.append(step=1, loss=1.0)
     room = [5, 0]
 
@@ -93,14 +94,14 @@ def test_lines_that_wait_for_room_on_a_full_disk_are_cut_too(path, monkeypatch):
 
 
 def test_cut_of_no_file_makes_none(path):
-    MetricsLog(path).cut(3)
+    JsonLines(path).cut(3)
     assert not path.exists()
 
 
 def test_cut_with_nothing_to_drop_does_not_touch_the_file(path):
-    MetricsLog(path).append(step=1, loss=1.0)
+    JsonLines(path).append(step=1, loss=1.0)
     before = path.stat()
-    MetricsLog(path).cut(1)
+    JsonLines(path).cut(1)
     after = path.stat()  # but for the time of the last reading, which may have changed
     assert (after.st_ino, after.st_mtime_ns, after.st_size) == (
         before.st_ino,
@@ -110,7 +111,7 @@ def test_cut_with_nothing_to_drop_does_not_touch_the_file(path):
 
 
 def test_a_crash_in_the_middle_of_a_cut_loses_nothing(path, monkeypatch):
-    MetricsLog(path).append(step=1, loss=1.0)
+    JsonLines(path).append(step=1, loss=1.0)
     before = path.read_bytes()
 
     def crash(*_):
@@ -118,6 +119,33 @@ def test_a_crash_in_the_middle_of_a_cut_loses_nothing(path, monkeypatch):
 
     with monkeypatch.context() as patched, pytest.raises(OSError, match="crash"):
         patched.setattr(os, "replace", crash)
-        MetricsLog(path).cut(0)
+        JsonLines(path).cut(0)
     assert path.read_bytes() == before
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_line_after_a_torn_one_stands_by_itself(path):
+    path.write_bytes(b'{"event": "sta')
+    JsonLines(path).append(event="resumed")
+    torn, line = path.read_text().splitlines()
+    assert torn == '{"event": "sta' and json.loads(line)["event"] == "resumed"
+
+
+def test_lines_that_a_full_disk_refuses_cost_one_warning_and_are_written_later(path, monkeypatch, caplog):
+    lines = JsonLines(path)
+    lines.append(event="a")
+    write, calls = os.write, []
+
+    def half_then_full(descriptor, content):
+        calls.append(content)
+        if len(calls) == 1:
+            return write(descriptor, content[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", half_then_full)
+        lines.append(event="b")
+        lines.append(event="c")
+    assert len(caplog.records) == 1
+    lines.append(event="d")
+    assert [line["event"] for line in read(path)] == ["a", "b", "c", "d"]

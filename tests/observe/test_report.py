@@ -1,13 +1,14 @@
 import json
 import os
 import socket
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from forge.distributed import World
+from forge.observe.report import Reporter
 from forge.observe.run_directory import RunDirectory
-from forge.train.report import Reporter
 
 
 @pytest.fixture
@@ -29,6 +30,15 @@ def test_the_status_says_how_the_run_stands_and_who_runs_it(tmp_path, reporter):
         "pid": os.getpid(),
     }
     assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "status.json"]
+
+
+def test_an_event_has_its_time_in_utc_its_kind_and_its_fields(tmp_path, reporter):
+    reporter.event("saved", step=3, seconds=0.5)
+    again = Reporter(RunDirectory(tmp_path), World(rank=0, size=2, local_rank=0, launcher="python"))
+    again.event("resumed")
+    saved, resumed = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+    assert datetime.fromisoformat(saved.pop("time")).utcoffset().total_seconds() == 0
+    assert saved == {"event": "saved", "step": 3, "seconds": 0.5} and resumed["event"] == "resumed"
 
 
 def test_only_the_first_rank_speaks(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from forge.config import Config
-from forge.train.metrics import mfu_of_rate
+from forge.observe.metrics import mfu_of_rate
 from tests.support.configs import tiny
 
 
