@@ -2,8 +2,8 @@
 
 `FORGE_FAULT=point:step:rank[:action]` in the environment; `*` as step or rank means every one. Without the
 variable nothing here has any effect. Actions: `kill` (the default) sends SIGKILL to this process, `raise`
-raises OSError(ENOSPC) as a full disk would, `sleep` or `sleep=SECONDS` stalls (an hour unless told), `signal` or
-`signal=NAME` sends this process a signal (SIGTERM unless told). When torchrun has restarted the workers nothing fails
+raises OSError(ENOSPC) as a full disk would, `sleep` or `sleep=SECONDS` stalls (an hour by default), `signal` or
+`signal=NAME` sends this process a signal (SIGTERM by default). When torchrun has restarted the workers nothing fails
 again, or no restart could ever get past the point.
 
 Points:
@@ -38,7 +38,7 @@ def _fault() -> tuple[str, str, str, str] | None:
 
 
 def fault_point(name: str, step: int) -> None:
-    """Fails here if `FORGE_FAULT` says so for this point, step and rank (`RANK` in the environment or 0)."""
+    """Fail here if `FORGE_FAULT` names this point, step and rank (`RANK` in the environment or 0)."""
     fault = _fault()
     if fault is None or fault[0] != name:
         return

@@ -19,7 +19,7 @@ KINDS = ("steps", "set-up", "first step", "data", "evaluation", "save", "repeate
 
 @dataclass
 class Past:
-    """What earlier starts of a run have left behind: seconds by kind up to `until`, and the last step that they made."""
+    """Earlier starts of a run: seconds by kind up to `until`, and the last step that they made."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     step: int = 0
@@ -27,10 +27,10 @@ class Past:
 
 
 def read_past(events: Path, status: Path) -> Past:
-    """From events.jsonl and status.json as they are before this start writes to them.
+    """Read events.jsonl and status.json as they are before this start writes to them.
 
-    A ledger is written now and then; what came after the last one of a killed process is booked by the signs of life it
-    left. Torn lines are passed over.
+    A ledger is written now and then; the time after the last one of a killed process is counted up to its latest event or
+    status. Torn lines are skipped.
     """
     past, kind = Past(), "set-up"
     for event in _events(events):
@@ -52,17 +52,17 @@ def read_past(events: Path, status: Path) -> Past:
 
 
 class Ledger:
-    """Books the time of this process, as a listener to phases, on top of the `past`.
+    """Counts the time of this process by phase, on top of the `past`.
 
-    began: the time of the monotonic clock when the process began. `tell("goodput", ...)` is called where a process that is
-    killed later would otherwise leave little: after the first step and each save.
+    began: the time of the monotonic clock when the process began. `report_event("goodput", ...)` is called after the first
+    step and each save, so that a process that is killed leaves most of its time.
     """
 
-    def __init__(self, past: Past, began: float, tell: Callable[..., None]):
+    def __init__(self, past: Past, began: float, report_event: Callable[..., None]):
         self._seconds = {kind: past.seconds.get(kind, 0.0) for kind in KINDS}
         # The step under way, the last one that has been made, and the last one before the way came back to this step.
         self._step, self._made, self._made_before = 0, past.step, past.step
-        self._phase, self._since, self._tell = "set-up", began, tell
+        self._phase, self._since, self._report_event = "set-up", began, report_event
         if past.until is not None:
             start = time.time() - (time.monotonic() - began)
             self._seconds["down"] += max(0.0, start - past.until.timestamp())
@@ -95,7 +95,7 @@ class Ledger:
         seconds = self.seconds()
         share = seconds["steps"] / (sum(seconds.values()) or 1.0)
         rounded = {kind: round(value, 3) for kind, value in seconds.items()}
-        self._tell("goodput", step=self._made, goodput=share, seconds=rounded)
+        self._report_event("goodput", step=self._made, goodput=share, seconds=rounded)
 
     def table(self) -> str:
         """For the end of a run."""

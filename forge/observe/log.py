@@ -15,7 +15,7 @@ def setup_logging(rank: int, folder: Path) -> None:
     """Send log messages to stderr and to `folder`/rank-R.log. A repeated call replaces the former.
 
     forge's own messages count from INFO up, all others', Python warnings among them, from WARNING up. On
-    stderr rank 0 says everything, the others only errors, with their rank named. A folder that cannot be
+    stderr rank 0 prints everything, the others only errors, with their rank. A folder that cannot be
     written to costs a warning.
     """
     reset_logging()
@@ -59,12 +59,12 @@ class _RankFile(logging.FileHandler):
 
     def __init__(self, path: Path):
         super().__init__(path, encoding="utf-8")
-        self._told = False
+        self._warned = False
 
     def handleError(self, record: logging.LogRecord) -> None:
-        if not self._told:
+        if not self._warned:
             print(f"{self.baseFilename} cannot be written to: {sys.exc_info()[1]}", file=sys.stderr)
-        self._told = True
+        self._warned = True
 
 
 class _Short(logging.Formatter):

@@ -23,7 +23,7 @@ from forge.shard import Shard
 
 log = logging.getLogger(__name__)
 
-# What PyTorch says when the host has no more; there is no type for it.
+# PyTorch's message when the host's memory is full; there is no exception type for it.
 _CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
 
 
@@ -42,7 +42,7 @@ class MemoryReport(Hook):
         self._step = 0
         self._resident_before = 0
 
-    def take_in(self, held: Mapping[str, int], optimizer: Iterable[tuple[str, Shard, Tensor]]) -> None:
+    def count_state(self, held: Mapping[str, int], optimizer: Iterable[tuple[str, Shard, Tensor]]) -> None:
         """Count the state of this rank: `held` by the model in bytes by kind, and `optimizer` as (slot, shard, values)."""
         self.bytes |= {kind: size for kind, size in held.items() if size}
         # Offloaded state is elsewhere.

@@ -13,7 +13,7 @@ class DelayedRead:
     """A queue of small device vectors on their way to the host.
 
     Step n's `push` starts a copy into pinned memory and returns at once; `pop` then gives step n - 1, whose
-    copy is done by the time the device has begun step n. All ranks push and pop alike, so decisions taken on
+    copy is done by the time the device has begun step n. All ranks push and pop in the same order, so decisions on
     values that are equal on all ranks are taken by all at the same step.
     """
 

@@ -1,7 +1,7 @@
 """Do ranks that hold copies of the same numbers still hold the same? A digest of each tensor, compared.
 
-Copies are updated alike and never sent again, so a bit that flips on one of them stays, and each goes its own way from
-there while the loss may look well. One pass over the tensors and one small all-gather, where a save waits anyway.
+Copies are updated identically and never sent again. So a bit that flips in one of them stays, and the copies drift apart
+while the loss may look well. One pass over the tensors and one small all-gather, where a save waits anyway.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class StopSignals:
 
 
 def _to_stderr(text: str) -> None:
-    # Whoever read our stderr may be gone, and an exception here would come up anywhere in the training.
+    # The reader of our stderr may be gone, and an exception here would come up anywhere in the training.
     with contextlib.suppress(OSError):
         os.write(2, text.encode())
 

@@ -1,7 +1,7 @@
 """Which rank is slow, and at what.
 
-Ranks wait for each other in every step, so all steps take the same time on all of them. What tells them apart is what
-each does by itself: waiting for its data, the forward of one block (once its parameters are gathered), the optimizer.
+Ranks wait for each other in every step, so all steps take the same time on all of them. They differ in what each does by
+itself: waiting for its data, the forward of one block (once its parameters are gathered), the optimizer.
 Of the first microbatch of each step this is timed; on a CUDA card by events, which nobody waits for.
 """
 

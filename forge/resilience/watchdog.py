@@ -55,7 +55,7 @@ class Watchdog:
 
     bounds: phase -> (seconds, the key that says so); a phase without one, or with 0 seconds, may take for ever. At the
     end of a bound `stacks-rank-R.txt` (Python stacks of all threads) and `collectives-rank-R` (PyTorch's flight recorder,
-    for `torchfrtrace FOLDER --prefix collectives-rank-`) go to `folder`, then `last_words(reason, step)` is called, in a
+    for `torchfrtrace FOLDER --prefix collectives-rank-`) go to `folder`, then `report(reason, step)` is called, in a
     thread of its own: it may write, or wait for other ranks, for at most `grace_s` seconds. The same happens when
     `alarm()`, asked every `alarm_s` seconds, returns the reason that another rank ends for: ranks that wait for one that
     hangs may be in another phase, with a longer bound.
@@ -66,13 +66,13 @@ class Watchdog:
         bounds: Mapping[str, tuple[float, str]],
         folder: Path,
         rank: int,
-        last_words: Callable[[str, int], None],
+        report: Callable[[str, int], None],
         grace_s: float = 10.0,
         alarm: Callable[[], str | None] | None = None,
         alarm_s: float = 1.0,
     ):
         self._bounds, self._folder, self._rank = bounds, folder, rank
-        self._last_words, self._grace_s = last_words, grace_s
+        self._report, self._grace_s = report, grace_s
         self._alarm, self._alarm_s = alarm, alarm_s
         # One tuple, replaced at once: phase, step, when it began, when it must have ended.
         self._phase = ("", 0, 0.0, math.inf)
@@ -152,12 +152,14 @@ class Watchdog:
         self._expired.set()
         faulthandler.cancel_dump_traceback_later()
         # Whatever hangs may hang the writing too (a file system, a lock of the logging).
-        speaker = threading.Thread(target=self._speak, args=(reason, step), name="last-words", daemon=True)
-        speaker.start()
-        speaker.join(self._grace_s)
+        reporter = threading.Thread(
+            target=self._write_report, args=(reason, step), name="crash-report", daemon=True
+        )
+        reporter.start()
+        reporter.join(self._grace_s)
         os._exit(WATCHDOG)
 
-    def _speak(self, reason: str, step: int) -> None:
+    def _write_report(self, reason: str, step: int) -> None:
         try:
             log.error("%s; the watchdog ends this process. Stacks of every rank: %s", reason, self._folder)
             with open(self._folder / f"stacks-rank-{self._rank}.txt", "w") as file:
@@ -167,7 +169,7 @@ class Watchdog:
             if record is not None:
                 (self._folder / f"collectives-rank-{self._rank}").write_bytes(record)
         finally:
-            self._last_words(reason, step)
+            self._report(reason, step)
 
 
 def _throw_net(seconds: float) -> None:

@@ -21,8 +21,8 @@ from forge.errors import RollbackRequired
 from forge.hook import StepResult
 from forge.parallel.gradients import GradientReport
 from forge.parallel.model import ParallelModel, Sums
-from forge.resilience.anomalies import Limits
 from forge.resilience.digests import Copy, differing_copies
+from forge.resilience.spikes import Limits
 from forge.train.state import Progress
 
 log = logging.getLogger(__name__)

@@ -1,16 +1,22 @@
-"""Reports on why a run fails: which rank and step, and which ranks did not live to report."""
+"""Reports why a run fails: which rank and step, and which ranks did not live to report.
+
+A rank that dies takes all others with it: their collectives fail or hang, and each sees a lost connection but not the cause.
+So every rank that still can answers a roll call in the store through which the ranks met.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import time
+
+from torch.distributed import Store
 
 from forge import compat
 from forge.distributed import on_first_rank
 from forge.errors import FAILED, WATCHDOG, UserError
 from forge.observe.json_lines import utc_now
 from forge.observe.report import Reporter
-from forge.resilience.roll_call import RollCall
 
 log = logging.getLogger(__name__)
 
@@ -85,3 +91,37 @@ class CrashReporter:
 def _ranks(ranks: list[int]) -> str:
     shown = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+class RollCall:
+    """One per rank, over a `store` that no other thread uses. `name` is new at every start of the run."""
+
+    def __init__(self, store: Store, rank: int, world: int, name: str):
+        self._store, self._rank, self._world, self._name = store, rank, world, name
+
+    def answer(self, trouble: str) -> str:
+        """Report that this rank lives and what its trouble is. Returns the trouble of the rank that answered first."""
+        first = self._store.compare_set(f"{self._name}/first", "", f"rank {self._rank}: {trouble}")
+        self._store.set(f"{self._name}/{self._rank}", "here")
+        return first.decode()
+
+    def raise_alarm(self, reason: str) -> None:
+        """Make every rank end for this reason."""
+        self._store.compare_set(f"{self._name}/alarm", "", reason)
+
+    def alarm(self) -> str | None:
+        """The reason of the first rank that has raised an alarm."""
+        key = f"{self._name}/alarm"
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def missing(self, patience_s: float, quiet_s: float = 1.0) -> list[int]:
+        """Ranks that have not answered after `patience_s` seconds, or once nobody new has answered for `quiet_s`."""
+        missing = [rank for rank in range(self._world) if rank != self._rank]
+        now = time.monotonic()
+        end, quiet_until = now + patience_s, now + quiet_s
+        while missing and time.monotonic() < min(end, quiet_until):
+            time.sleep(0.05)
+            still = [rank for rank in missing if not self._store.check([f"{self._name}/{rank}"])]
+            if len(still) < len(missing):
+                missing, quiet_until = still, time.monotonic() + quiet_s
+        return missing

@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
 def run(config: Config, degrees: Degrees, world: World) -> int:
     """Train as `config` says on the joined ranks and return this worker's exit code. Collective.
 
-    Raises UserError for what the user can mend; `status.json` has then been written where the run directory was ours.
+    Raises UserError for what the user can fix. By then `status.json` is written, unless another run has the directory.
     """
     hooks = on_every_rank("loading hooks", lambda: load_hooks(config))
     directory = RunDirectory(Path(config.run.output_dir) / config.run.name)

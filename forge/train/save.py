@@ -84,7 +84,7 @@ class Saves(Hook):
         if limit and failed >= limit:
             raise UserError(
                 f"{failed} saves in a row have failed (checkpoint.max_failed_saves = {limit}), the last: {self._error}. "
-                f"Make room or mend what it names, then start the run again: it resumes from its last checkpoint.",
+                f"Make room or fix what it names, then start the run again: it resumes from its last checkpoint.",
                 exit_code=FAILED,
             )
 

@@ -13,7 +13,7 @@ from forge.config import Config
 from forge.data.passed_over import Ranges, merge, nth_sample
 from forge.optim import Optimizer
 from forge.parallel.model import ParallelModel
-from forge.resilience.anomalies import SpikeWindow
+from forge.resilience.spikes import SpikeWindow
 from forge.shard import Shard
 
 

@@ -21,8 +21,8 @@ from forge.parallel.build import build_parallel_model
 from forge.parallel.gradients import GradientReport, clip_gradients, report_gradients
 from forge.parallel.mesh import make_meshes
 from forge.parallel.model import Sums
-from forge.resilience.anomalies import SpikeWindow
 from forge.resilience.signals import StopSignals
+from forge.resilience.spikes import SpikeWindow
 from forge.resilience.watchdog import patience
 from forge.train.anomalies import AnomalyPolicy
 from forge.train.results import StepResults
@@ -59,7 +59,7 @@ class Trainer:
         compat.raise_timeouts(patience(config.resilience))  # of groups that engines have made
 
         self.optimizer = build_optimizer(self.model.shards, config.optimizer, self.meshes.stage)
-        reporter.memory.take_in(self.model.memory(), self.optimizer.tensors())
+        reporter.memory.count_state(self.model.memory(), self.optimizer.tensors())
         self._log_model_summary()
 
         spikes = SpikeWindow(config.resilience.spike_window, config.resilience.spike_threshold)

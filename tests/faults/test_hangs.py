@@ -57,7 +57,7 @@ def test_k1_survivors_of_a_killed_rank_end_soon_and_the_log_names_rank_and_step(
 
 def wait_for_all_but_one() -> None:
     """However late a busy machine lets the other survivor answer."""
-    from forge.resilience.roll_call import RollCall
+    from forge.train.crash import RollCall
 
     missing = RollCall.missing
 

@@ -27,7 +27,7 @@ def state(elements: int):
 
 def test_state_is_counted_in_bytes_of_this_rank() -> None:
     report = MemoryReport(CPU)
-    report.take_in(*state(1000))
+    report.count_state(*state(1000))
     assert report.bytes == {"parameters": 4000, "gradients": 4000, "optimizer": 8000}
     assert report.per_parameter(500) == (
         "32.00 bytes per parameter on this rank: parameters 8.00, gradients 8.00, optimizer 16.00"
@@ -38,7 +38,7 @@ def _first_steps(rank: int, world: int) -> tuple[int, list, str]:
     """Bytes of activations, what was told, and the table, after steps of which the first takes 768 MiB."""
     told: list = []
     report = MemoryReport(CPU, lambda kind, **fields: told.append((kind, fields)))
-    report.take_in(*state(1000))
+    report.count_state(*state(1000))
     idle = torch.ones(2 * 2**30 // 8, dtype=torch.uint8)
     report.before_step(5)
     step = torch.ones(3 * 2**30 // 4, dtype=torch.uint8)

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from forge.resilience.anomalies import Limits, SpikeWindow
+from forge.resilience.spikes import Limits, SpikeWindow
 
 
 def filled(values, size: int = 32, threshold: float = 10.0) -> SpikeWindow:

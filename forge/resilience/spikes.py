@@ -38,7 +38,7 @@ class SpikeWindow:
     entries: list[tuple[int, float, float]] = field(default_factory=list)
 
     def add(self, step: int, loss: float, grad_norm: float) -> None:
-        """Take in a step, unless its numbers are not finite."""
+        """Add a step, unless its numbers are not finite."""
         if math.isfinite(loss) and math.isfinite(grad_norm):
             self.entries.append((step, loss, grad_norm))
             # One more than counts, because the latest may be too late to count.
