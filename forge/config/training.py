@@ -24,9 +24,6 @@ FileName = Annotated[
     str, StringConstraints(pattern=r"^[^/\x00]*[^/.\x00][^/\x00]*$"), Phrase("a file name without /")
 ]
 S = TypeVar("S", bound=Section)
-ClassPath = Annotated[
-    str, StringConstraints(pattern=r"^[\w.]+:\w+$"), Phrase("an import path package.module:Class")
-]
 Beta = Annotated[float, Ge(0), Lt(1)]
 
 
@@ -156,7 +153,7 @@ class Train(Section):
     """Number of tokens whose logits are computed at once. Fewer need less memory."""
     gc_interval: Count = 100
     """Steps between Python garbage collections, which all ranks run at the same time. 0: Python decides."""
-    hooks: ListOf[ClassPath] = ()
+    hooks: ListOf[ImportPath] = ()
     """Import paths of your own hooks: subclasses of forge.hook.Hook, called before and after each phase of a step. See
     docs/extending/hook.md."""
 
