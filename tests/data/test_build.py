@@ -91,7 +91,7 @@ def test_document_mask_reaches_the_samples(tmp_path):
     assert documents is not None and documents[-1] >= 1
 
 
-def test_inputs_are_told_apart_by_content_not_by_place(tmp_path):
+def test_input_fingerprints_depend_on_content_not_on_the_path(tmp_path):
     def inputs(folder, *overrides):
         config = configure(tmp_path, f'sources = [{{path = "{folder}"}}]', *overrides)
         return input_fingerprints(build_dataset(config), build_tokenizer(config))

@@ -63,7 +63,7 @@ def test_a_dataset_is_not_overwritten(tmp_path):
         ShardWriter(tmp_path / "a", vocab_size=10, tokenizer="test")
 
 
-def test_a_folder_of_datasets_is_told_with_those_in_it(tmp_path):
+def test_a_folder_of_datasets_is_refused_with_their_names(tmp_path):
     for split in ("train", "validation"):
         write_documents(tmp_path / "a" / split, [4])
     with pytest.raises(

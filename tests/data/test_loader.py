@@ -58,7 +58,7 @@ def test_an_epoch_labels_every_token_but_the_first_once():
     assert sorted(labels) == list(range(1, 10 * S + 1))
 
 
-def test_d4_a_dataset_smaller_than_the_batch_goes_on_into_its_next_epochs():
+def test_d4_a_dataset_smaller_than_the_batch_continues_with_its_next_epochs():
     dataset = PackedDataset([Counting(3 * S + 1)], [1], S, seed=0)
     firsts = torch.cat([batch.tokens[:, 0] for batch in first_batches(3, dataset)]).tolist()
     for epoch in range(8):
@@ -81,14 +81,14 @@ class Failing(Counting):
         raise UserError("file x: token id 9 at byte 3")
 
 
-def test_what_the_thread_raises_comes_out_of_next_and_ends_the_loader():
+def test_next_raises_the_exceptions_of_the_thread_and_ends_the_loader():
     loader = Loader(PackedDataset([Failing(1000)], [1], S, seed=0), global_batch_size=8, rank=0, ranks=1)
     with pytest.raises(UserError, match="byte 3"):
         next(loader)
     assert list(loader) == [] and not loader._thread.is_alive()
 
 
-def test_d1_damage_in_a_shard_comes_out_of_next(tmp_path):
+def test_d1_next_raises_for_damage_in_a_shard(tmp_path):
     write_documents(tmp_path / "set", [200], vocab_size=200)
     from forge.data.format import TokenDataset
 

@@ -62,7 +62,7 @@ def test_documents_within_a_window(tmp_path):
     assert source.document_ids(9, 1).tolist() == [0]
 
 
-def test_empty_documents_count_for_nothing(tmp_path):
+def test_empty_documents_have_no_effect(tmp_path):
     written = Written(lengths=[2, 2], firsts=[0, 0, 1, 1, 2, 2])
     source = MegatronTokens(written.to(tmp_path / "set"), 100)
     assert source.document_ids(0, 4).tolist() == [0, 0, 1, 1]
@@ -100,7 +100,7 @@ def test_d1_a_truncated_bin_is_refused(tmp_path):
         MegatronTokens(tmp_path / "set", 100)
 
 
-def test_missing_files_are_told(tmp_path):
+def test_missing_files_are_reported(tmp_path):
     with pytest.raises(UserError, match=r"a.idx: cannot be read"):
         open_source(str(tmp_path / "a.idx"), 0, 100)
     plain().to(tmp_path / "b")
@@ -125,7 +125,7 @@ def test_a_negative_id_is_refused(tmp_path):
         MegatronTokens(tmp_path / "set", 100).read(0, 10)
 
 
-def test_d2_the_fingerprint_goes_by_content(tmp_path):
+def test_d2_the_fingerprint_depends_on_content(tmp_path):
     first = MegatronTokens(plain().to(tmp_path / "a"), 100).fingerprint
     assert MegatronTokens(plain().to(tmp_path / "b"), 100).fingerprint == first
     assert MegatronTokens(plain(firsts=[0, 4]).to(tmp_path / "c"), 100).fingerprint != first

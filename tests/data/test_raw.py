@@ -25,7 +25,7 @@ def test_a_dtype_is_never_guessed(tmp_path):
             open_source(str(write(tmp_path / "a.bin", ids)), 0, 1000)
 
 
-def test_a_megatron_file_named_by_its_bin_is_told_what_to_name(tmp_path):
+def test_a_megatron_dataset_named_by_its_bin_is_refused_with_its_index(tmp_path):
     write(tmp_path / "a.bin", range(10))
     (tmp_path / "a.idx").touch()
     with pytest.raises(UserError, match=r"a.idx: for a Megatron dataset name that file"):
@@ -47,7 +47,7 @@ def test_an_end_of_documents_that_the_model_does_not_have_is_refused(tmp_path):
     assert RawTokens(path, "uint16", 100, eos_id=99).tokens == 3
 
 
-def test_d1_an_id_beyond_the_vocabulary_is_told_by_file_and_byte(tmp_path):
+def test_d1_an_id_beyond_the_vocabulary_is_reported_by_file_and_byte(tmp_path):
     source = RawTokens(write(tmp_path / "a.bin", [1, 2, 300, 4]), "uint16", 300)
     assert source.read(0, 2).tolist() == [1, 2]
     with pytest.raises(UserError, match=r"a.bin: token id 300 at byte 4 .* model.vocab_size 300"):
@@ -67,12 +67,12 @@ def test_d1_files_that_hold_no_ids_are_refused(tmp_path, content, message):
         RawTokens(tmp_path / "a.bin", "uint16", 10)
 
 
-def test_a_missing_file_is_told(tmp_path):
+def test_a_missing_file_is_reported(tmp_path):
     with pytest.raises(UserError, match=r"b.bin: cannot be read: No such file"):
         RawTokens(tmp_path / "b.bin", "uint16", 10)
 
 
-def test_d2_the_fingerprint_goes_by_content_not_by_place(tmp_path):
+def test_d2_the_fingerprint_depends_on_content_not_on_the_path(tmp_path):
     def fingerprint(name, ids, **options):
         return RawTokens(write(tmp_path / name, ids), "uint16", 2**16, **options).fingerprint
 

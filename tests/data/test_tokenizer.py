@@ -63,7 +63,7 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"])) | st.text("ab \t\r\n\u
 @example("def f(x):\n    if x:\n\t\treturn  1\r\n\n\n    \n")
 @example(" \u2581 \u2581\u2581")
 @example("<s></s><unk><0x0A> \u2047 \U0001f600 e\u0301 \ufb01 \u3000 \u200b")
-def test_every_text_comes_back_exactly(every_kind, text):
+def test_every_text_is_decoded_exactly(every_kind, text):
     for each in every_kind:
         ids = each.encode(text)
         assert each.decode(ids) == text
@@ -123,7 +123,7 @@ def test_an_impossible_vocabulary_is_one_sentence(tmp_path, vocab_size):
         train_tokenizer([PYTHON], tmp_path, vocab_size)
 
 
-def test_a_folder_that_cannot_be_written_is_told_before_training(monkeypatch):
+def test_a_folder_that_cannot_be_written_is_reported_before_training(monkeypatch):
     monkeypatch.setattr("forge.prepare.train_tokenizer._train", None)
     with pytest.raises(UserError, match="--output /proc/self: cannot be written: "):
         train_tokenizer([PYTHON], "/proc/self", 600)
@@ -161,7 +161,7 @@ def test_of_two_in_a_folder_the_json_counts(tmp_path, tokenizer, huggingface):
         ({}, (0, 1)),
     ],
 )
-def test_settings_say_what_begins_and_ends_a_document(tmp_path, huggingface, settings, ends):
+def test_settings_name_the_tokens_that_begin_and_end_a_document(tmp_path, huggingface, settings, ends):
     (tmp_path / "tokenizer.json").write_bytes((huggingface / "tokenizer.json").read_bytes())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     for path in (tmp_path, tmp_path / "tokenizer.json"):

@@ -292,7 +292,7 @@ def test_a_model_that_transformers_lacks_is_refused_by_its_key(what: str) -> Non
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-def test_what_counts_in_training_only_prevents_nothing() -> None:
+def test_keys_for_training_only_prevent_no_export() -> None:
     free = {"router_noise": 0.1, "capacity_factor": 1.5, "z_loss_coef": 1e-3, "bias_update_rate": 0.1}
     model: ModelConfig = small_config(moe=MOE | free)
     assert choose_architecture(model).name == "Ernie4_5_MoeForCausalLM"

@@ -61,7 +61,7 @@ FREE |= {"max_window_layers", "head_dim", "rope_parameters", "_name_or_path"}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_was_imported_is_exported_as_it_was(case: str, tmp_path: Path) -> None:
+def test_imported_weights_are_exported_unchanged(case: str, tmp_path: Path) -> None:
     theirs = their_model(case)
     theirs.save_pretrained(tmp_path / "theirs")
     import_weights(tmp_path / "theirs", tmp_path / "ours")

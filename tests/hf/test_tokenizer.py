@@ -88,13 +88,13 @@ def test_autotokenizer_gives_the_same_ids_and_the_same_text(kind: str, tmp_path:
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "bytes"])
-def test_what_was_exported_comes_back_as_the_same_tokenizer(kind: str, tmp_path: Path) -> None:
+def test_an_exported_tokenizer_is_imported_unchanged(kind: str, tmp_path: Path) -> None:
     ours = tokenizer_of(kind)
     back = import_files(exported(ours, tmp_path))
     assert load_tokenizer(written(back, tmp_path / "back")).fingerprint == ours.fingerprint
 
 
-def test_a_tokenizer_json_goes_through_as_it_is(tmp_path: Path) -> None:
+def test_a_tokenizer_json_is_copied_unchanged(tmp_path: Path) -> None:
     files = export_files_of_bytes(tmp_path)
     files["tokenizer_config.json"] = (
         b'{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "mine": 1}'

@@ -84,7 +84,7 @@ def test_the_script_shows_a_step_in_words_and_as_json():
     assert [json.loads(line)["sample"] for line in lines] == [28, 29, 30, 31]
 
 
-def test_the_script_knows_of_the_runs_roll_backs(tmp_path):
+def test_the_script_skips_what_the_runs_roll_backs_skip(tmp_path):
     (tmp_path / "debug").mkdir()
     rollback = {"from_step": 3, "to_step": 1, "first_sample": 16, "end_sample": 48}
     (tmp_path / "debug" / "rollbacks.json").write_text(json.dumps([rollback]))
