@@ -193,7 +193,7 @@ def _attempt(what: str, work: Callable[[], Result]) -> tuple[Result | None, _Fai
         return work(), None
     except UserError as error:
         return None, _Failure(str(error), error.exit_code)
-    except OSError as error:  # such as a full disk: where in the code it was met tells the reader nothing
+    except OSError as error:  # such as a full disk: a traceback would not help
         return None, _Failure(describe(error), None)
     except Exception as error:
         log.warning("%s failed on this rank", what, exc_info=True)

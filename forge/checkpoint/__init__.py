@@ -2,6 +2,7 @@
 
 from forge.checkpoint.folders import find_checkpoint
 from forge.checkpoint.loading import load, read_config, read_state
+from forge.checkpoint.manifest import find_damage
 from forge.checkpoint.store import Checkpoints, SaveOutcome
 from forge.checkpoint.tensors import NamedTensors, ShardTensor
 
@@ -11,6 +12,7 @@ __all__ = [
     "SaveOutcome",
     "ShardTensor",
     "find_checkpoint",
+    "find_damage",
     "load",
     "read_config",
     "read_state",

@@ -1,8 +1,12 @@
-"""The protocol that makes a checkpoint appear whole or not at all.
+"""The protocol by which a checkpoint appears complete or not at all. A process may die at any point of it.
 
-partial folder, room for all of it -> every rank writes and syncs its tensors (DCP) and hashes them -> rank 0
-adds the other files and, last, the manifest -> sync -> rename to the final name -> sync -> prune. Before each
-arrow all ranks agree that it went well.
+    partial folder, and room for everything on the disk
+    -> every rank writes and syncs its tensors (DCP), then hashes its files
+    -> rank 0 writes the other files and, last, the manifest, and syncs the folder
+    -> rename to the final name, sync the parent folder
+    -> prune old checkpoints
+
+Before each arrow all ranks agree that the stage before it succeeded on every rank.
 """
 
 from __future__ import annotations
@@ -10,8 +14,7 @@ from __future__ import annotations
 import errno
 import logging
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,71 +32,60 @@ from forge.fault import fault_point
 from forge.files import replace_atomically, sync_folder
 
 logger = logging.getLogger(__name__)
-TRAINER = "trainer.json"
-# What the manifest takes for a rank, at most.
+# An upper bound of what a rank adds to the manifest.
 RANK_BYTES = 1024
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What goes into the checkpoint of `step`; `tensors` are this rank's own, the rest counts on rank 0."""
+    """The checkpoint of `step`: this rank's tensors by name; files by relative path and `layout`, which rank 0 writes."""
 
     step: int
     layout: dict[str, Any]
-    trainer: str = ""
-    files: dict[str, bytes | Path] = field(default_factory=dict)
-    tensors: dict[str, ShardTensor] = field(default_factory=dict)
-    # A file for each tensor: DCP holds on to all that it has written until the file is done, and tensors that
-    # are made only when they are written must not pile up.
+    files: dict[str, bytes]
+    tensors: dict[str, ShardTensor]
+    # DCP keeps everything that it writes to a file in memory until the file is complete. Tensors that are made only when
+    # they are written need a file each.
     file_per_tensor: bool = False
-
-    def room(self, rank: int) -> int:
-        """Bytes that this rank will write, or a little more."""
-        size = sum(tensor.written_bytes for tensor in self.tensors.values())
-        if rank == 0:
-            others = _expand(self.files).values()
-            size += len(self.trainer) + sum(
-                len(other) if isinstance(other, bytes) else other.stat().st_size for other in others
-            )
-        return size + RANK_BYTES
 
 
 def write_checkpoint(
     root: Path,
-    contents: Callable[[], Contents],
     step: int,
+    contents: Contents | Exception,
     keep_last: int,
     keep_every: int,
     group: dist.ProcessGroup | None = None,
 ) -> bool:
-    """Writes one checkpoint; collective. False when the step has a complete one already: that is left alone.
+    """Write one checkpoint. Return False if the step has a complete one already, which stays. Collective over `group`.
 
-    `contents` may raise, like everything else here: any rank's failure is `RanksFailed` on all, and leaves
-    nothing.
+    Raises RanksFailed on every rank when anything failed on any rank, also when a rank passes an exception in place of
+    `contents`; nothing is left on the disk then.
     """
     partial, final = root / f".partial-{folders.step_name(step)}", root / folders.step_name(step)
-
     rank = dist.get_rank(group)
-    staged: list[Contents] = []
 
     def begin() -> int | None:
-        """`Contents.room` of this rank; None when the step has a complete checkpoint."""
-        staged.append(contents())
+        """Return an upper bound of the bytes that this rank will write; None: the step has a complete checkpoint."""
+        if isinstance(contents, Exception):
+            raise contents
         if rank == 0 and not _make_partial(root, partial, final):
             return None
-        return staged[0].room(rank)
+        size = RANK_BYTES + sum(tensor.written_bytes for tensor in contents.tensors.values())
+        return size + sum(map(len, contents.files.values())) if rank == 0 else size
 
     try:
         sizes = gather_from_ranks("preparing the checkpoint", begin, group)
+        assert isinstance(contents, Contents)
         if sizes[0] is None:
             if rank == 0:
                 logger.info("step %d has a complete checkpoint already: not saved again", step)
             return False
         needed = sum(size or 0 for size in sizes)
         on_first_rank("looking for room", lambda: _require_room(root, needed), group)
-        fill_folder(partial, final, staged[0], group)
+        fill_folder(partial, final, contents, group)
     except RanksFailed:
-        # Every rank comes here; none goes on before the partial folder is gone and its space free again.
+        # Collective, so that no rank goes on before the partial folder is gone and its space is free again.
         on_first_rank(
             "removing the partial checkpoint", lambda: shutil.rmtree(partial, ignore_errors=True), group
         )
@@ -101,7 +93,7 @@ def write_checkpoint(
     if rank == 0:
         try:
             folders.prune(root, step, keep_last, keep_every)
-        # Whatever it is, the checkpoint is saved, and so all other ranks believe.
+        # Of any kind: the checkpoint is complete, and the other ranks have gone on already.
         except Exception as error:
             logger.error("could not remove old checkpoints in %s: %s", root, describe(error))
     return True
@@ -110,33 +102,34 @@ def write_checkpoint(
 def fill_folder(
     partial: Path, final: Path, contents: Contents, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Fills the empty folder `partial` and, when it is complete, renames it to `final`; collective.
+    """Fill the empty folder `partial` and rename it to `final` once it is complete. Collective over `group`.
 
-    On `RanksFailed` the caller removes what is left of `partial`.
+    On RanksFailed the caller removes `partial`.
     """
     _save_tensors(partial, contents, group)
     rank = dist.get_rank(group)
+    # Every rank hashes what it wrote as it reads it back from the file system.
     parts = gather_from_ranks("reading back what was written", lambda: _own_files(rank, partial), group)
     on_first_rank("completing the checkpoint", lambda: _complete(partial, final, contents, parts), group)
 
 
 def _make_partial(root: Path, partial: Path, final: Path) -> bool:
-    """Rank 0 makes an empty partial folder; False when the step has a complete checkpoint."""
+    """On rank 0: make an empty partial folder. Return False if the step has a complete checkpoint."""
     if (final / MANIFEST).exists():
         return False
     root.mkdir(parents=True, exist_ok=True)
     folders.sweep(root)
     if final.exists():
-        logger.error("%s has no %s, so it is no checkpoint: moved out of the way", final, MANIFEST)
+        logger.error("%s has no %s, so it is not a checkpoint: moved out of the way", final, MANIFEST)
         folders.set_aside(root, int(final.name.removeprefix("step-")), "damaged")
     partial.mkdir()
     return True
 
 
 def _require_room(root: Path, needed: int) -> None:
-    """A save that cannot fit must not first fill the disk, which metrics and other runs need.
+    """Raise OSError if the checkpoint cannot fit: it would first fill the disk, which metrics and other runs need.
 
-    Quotas do not show here; they are met while writing.
+    Quotas are not seen here, only while writing.
     """
     free = shutil.disk_usage(root).free
     if free < needed:
@@ -147,11 +140,10 @@ def _require_room(root: Path, needed: int) -> None:
 
 
 class _Writer(dcp.FileSystemWriter):
-    """DCP's writer with a fault point, and without the absolute path that it puts into the checkpoint."""
+    """DCP's writer with a fault point, and without the absolute path that it would put into the checkpoint."""
 
     def __init__(self, folder: Path, step: int, file_per_tensor: bool):
-        # per_thread_copy_ahead: a non-zero value makes it open CUDA streams in this thread although all is on
-        # the CPU.
+        # With a copy-ahead other than 0 it opens CUDA streams in this thread, although all tensors are on the CPU.
         super().__init__(
             folder, thread_count=1, per_thread_copy_ahead=0, single_file_per_rank=not file_per_tensor
         )
@@ -180,7 +172,7 @@ def _save_tensors(partial: Path, contents: Contents, group: dist.ProcessGroup | 
 
 
 def _own_files(rank: int, partial: Path) -> dict[str, dict[str, Any]]:
-    """Entries for the manifest of the files that DCP has written on this rank, and of its index on rank 0."""
+    """Return the manifest's entries of the files that DCP wrote on this rank, on rank 0 also of DCP's index."""
     names = sorted(path.name for path in partial.glob(f"__{rank}_*.distcp"))
     if rank == 0:
         names.append(".metadata")
@@ -188,32 +180,20 @@ def _own_files(rank: int, partial: Path) -> dict[str, dict[str, Any]]:
 
 
 def _complete(partial: Path, final: Path, contents: Contents, parts: list[dict[str, dict[str, Any]]]) -> None:
-    """Rank 0 adds its files and the manifest, and gives the folder its final name."""
+    """On rank 0: add the other files and the manifest, and give the folder its final name."""
     files = {name: described for part in parts for name, described in part.items()}
-    others: dict[str, bytes | Path] = {TRAINER: contents.trainer.encode(), **contents.files}
-    for name, source in _expand(others).items():
+    for name, content in contents.files.items():
         path = partial / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_atomically(path, source if isinstance(source, bytes) else source.read_bytes())
+        replace_atomically(path, content)
         files[name] = entry(path)
+    # DCP syncs files, not the folder that names them.
     for folder in {(partial / name).parent for name in files}:
         sync_folder(folder)
+    # With the manifest the folder is complete, so it comes after everything that it names is on the disk.
     fault_point("save.before_manifest", contents.step)
-    replace_atomically(
-        partial / MANIFEST, compose(contents.step, len(parts), contents.layout, files).encode()
-    )
+    manifest = compose(contents.step, len(parts), contents.layout, files)
+    replace_atomically(partial / MANIFEST, manifest.encode())
     fault_point("save.before_rename", contents.step)
     partial.rename(final)
     sync_folder(final.parent)
-
-
-def _expand(files: dict[str, bytes | Path]) -> dict[str, bytes | Path]:
-    """Replaces each folder by the files below it."""
-    flat: dict[str, bytes | Path] = {}
-    for name, source in files.items():
-        if isinstance(source, Path) and source.is_dir():
-            inside = sorted(path for path in source.rglob("*") if path.is_file())
-            flat |= {f"{name}/{path.relative_to(source).as_posix()}": path for path in inside}
-        else:
-            flat[name] = source
-    return flat

@@ -1,10 +1,10 @@
-"""The names in a run's checkpoint folder, and what becomes of each: found, passed over, set aside, pruned.
+"""The folders below `checkpoints/` of a run, by name, and the functions that find, rename and remove them.
 
 step-00000100            complete, if it holds manifest.json
 .partial-step-00000100   being written, or left by a process that died while writing: worthless
-.pruned-step-00000100    being removed
-.damaged-step-00000100   found damaged and passed over; kept for the user
-.aside-step-00000100     from a history that was rolled back or begun anew; kept for the user
+.pruned-step-00000100    being removed: worthless
+.damaged-step-00000100   found damaged, no longer used; kept for the user
+.aside-step-00000100     of a later step than the one a run went back to; kept for the user
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _STEP = re.compile(r"step-(\d{8,})")
 
 
 def step_name(step: int) -> str:
-    """Name of the folder of a complete checkpoint: step-00000100."""
+    """Return the name of a complete checkpoint's folder: step-00000100."""
     return f"step-{step:08d}"
 
 
 def steps(root: Path, *, complete: bool = True) -> list[int]:
-    """Steps with a (complete) checkpoint folder, ascending; none when `root` does not exist."""
+    """Return the steps that have a (complete) checkpoint folder, ascending; none if `root` does not exist."""
     if not root.is_dir():
         return []
     found = [match for path in root.iterdir() if (match := _STEP.fullmatch(path.name))]
@@ -36,7 +36,7 @@ def steps(root: Path, *, complete: bool = True) -> list[int]:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint at `path`: that folder itself, or the newest complete one of the run at `path`. Not verified.
+    """Return the checkpoint at `path`: that folder itself, or the newest complete one of the run there. Not verified.
 
     Raises UserError (exit 2) if there is none.
     """
@@ -46,18 +46,18 @@ def find_checkpoint(path: Path) -> Path:
         if found := steps(root):
             return root / step_name(found[-1])
     raise UserError(
-        f"{path}: {'is not there' if not path.exists() else 'holds no complete checkpoint'}; name a checkpoint (a folder "
+        f"{path}: {'does not exist' if not path.exists() else 'holds no complete checkpoint'}; name a checkpoint (a folder "
         f"with {MANIFEST}) or the folder of a run that has saved one"
     )
 
 
 def has_damaged(root: Path) -> bool:
-    """True when a checkpoint of this run was found damaged earlier."""
+    """Return whether a checkpoint of this run was found damaged earlier."""
     return root.is_dir() and any(root.glob(".damaged-step-*"))
 
 
 def set_aside(root: Path, step: int, why: str) -> str:
-    """Renames `step-n` to `.{why}-step-n`, or `.{why}-step-n.k` when that is taken; returns the new name."""
+    """Rename `step-n` to `.{why}-step-n`, or `.{why}-step-n.k` if that exists; return the new name."""
     name = f".{why}-{step_name(step)}"
     taken = 0
     while (root / name).exists():
@@ -68,7 +68,7 @@ def set_aside(root: Path, step: int, why: str) -> str:
 
 
 def sweep(root: Path) -> None:
-    """Removes what saves and prunings that died have left; only one process group may use the folder."""
+    """Remove what killed saves and removals have left. Only one run may use the folder."""
     for pattern in (".partial-step-*", ".pruned-step-*"):
         for path in root.glob(pattern):
             logger.warning("removing %s, left by a process that ended while saving", path)
@@ -76,10 +76,9 @@ def sweep(root: Path) -> None:
 
 
 def prune(root: Path, step: int, keep_last: int, keep_every: int) -> None:
-    """Removes all but the newest `keep_last` (0: keeps all) and those of which `keep_every` divides the step.
+    """Remove all but the newest `keep_last` (0: keep all) and those whose step is a multiple of `keep_every`.
 
-    The manifest goes first, so a process that dies here leaves a folder that nobody takes for a checkpoint.
-    `step` is the one just saved, for fault injection.
+    `step`, the one just saved, is for fault injection.
     """
     if keep_last == 0:
         return
@@ -89,6 +88,7 @@ def prune(root: Path, step: int, keep_last: int, keep_every: int) -> None:
         if old >= kept[0] or (keep_every and old % keep_every == 0):
             continue
         path, removed = root / step_name(old), root / f".pruned-{step_name(old)}"
+        # The manifest first: a process that dies below leaves a folder that is no longer taken for a checkpoint.
         (path / MANIFEST).unlink(missing_ok=True)
         fault_point("save.during_prune", step)
         path.rename(removed)

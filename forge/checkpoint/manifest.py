@@ -1,7 +1,7 @@
-"""manifest.json: what a complete checkpoint holds, with every file's size and SHA-256: damage is found.
+"""manifest.json: every file of a complete checkpoint with its size and SHA-256, and the one check for damage.
 
-A folder is a complete checkpoint exactly when it has a manifest, which is written last. The manifest carries
-a digest of itself and has one spelling only, so a flipped bit in any byte of it is found as well.
+A folder is a complete checkpoint exactly when it has a manifest, which is written last. The manifest carries a digest of
+itself and has only one valid spelling, so a flipped bit in any byte of it is found as well.
 """
 
 from __future__ import annotations
@@ -11,46 +11,115 @@ import hashlib
 import json
 import os
 import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+from forge.distributed import gather_from_ranks, on_first_rank
+from forge.errors import NO_CHECKPOINT, UserError
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-_BLOCK, _AHEAD = 1 << 20, 1 << 25
-
-
-# Of a file that is gone or broken. Any other error is its file system's, or of who may read it, and says nothing of the file.
-_OF_FILES = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO}
+_BLOCK, _READ_AHEAD = 1 << 20, 1 << 25
+# These errors say that a file is gone or broken. Any other comes from its file system or from permissions.
+_DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO}
 
 
 class Damaged(Exception):
-    """A checkpoint is not what was saved; the message names the file and what is wrong with it."""
+    """A checkpoint is not as it was saved; the message names the file and what is wrong with it."""
 
 
-class Unreachable(Damaged):
-    """Nobody can say whether a checkpoint is what was saved: its files cannot be read now, as on a mount that is away."""
+def find_damage(
+    folder: Path,
+    *,
+    contents: bool = True,
+    group: dist.ProcessGroup | None = None,
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> str | None:
+    """Return what is wrong with the checkpoint in `folder`, or None if it is as it was saved. Collective over `group`.
+
+    Sizes are compared first. Then each rank hashes its share of the files: with `contents` all files, else all but those
+    with tensors. `report` gets the number of bytes that this rank has hashed, and will hash.
+
+    Raises UserError (exit 77) for another format, and RanksFailed when files cannot be read for a reason that says nothing
+    about them, such as a file system that is not mounted.
+    """
+
+    files, problem = on_first_rank("reading the manifest", lambda: _read_files(folder), group)
+    if problem is not None:
+        return problem
+    # Dealt out in the order of their sizes, so that no rank gets all the large files.
+    names = [name for name in files if contents or not name.endswith(".distcp")]
+    names.sort(key=lambda name: (-files[name]["size"], name))
+    share = {name: files[name] for name in names[dist.get_rank(group) :: dist.get_world_size(group)]}
+    found = gather_from_ranks("hashing the checkpoint", lambda: _find_changed(folder, share, report), group)
+    problems = [problem for of_rank in found for problem in of_rank]
+    more = f" (and {len(problems) - 1} more files)" if len(problems) > 1 else ""
+    return f"{problems[0]}{more}" if problems else None
 
 
-def _unreadable(name: str, error: OSError) -> Damaged:
-    kind = Damaged if error.errno in _OF_FILES else Unreachable
-    return kind(f"{name} cannot be read: {error.strerror}")
+def _read_files(folder: Path) -> tuple[dict[str, Any], str | None]:
+    """Return the manifest's entries after a look at every file's size, and what is damaged."""
+    try:
+        manifest = read_manifest(folder)
+        if manifest["format"] != FORMAT:
+            message = f"checkpoint {folder} has format {manifest['format']}; this forge reads {FORMAT}"
+            raise UserError(message, NO_CHECKPOINT)
+        for name, expected in manifest["files"].items():
+            with _reading(name):
+                size = (folder / name).stat().st_size
+            if size != expected["size"]:
+                raise Damaged(f"{name} has {size} bytes instead of {expected['size']}")
+    except Damaged as error:
+        return {}, str(error)
+    return manifest["files"], None
+
+
+def _find_changed(
+    folder: Path, files: dict[str, dict[str, Any]], report: Callable[[int, int], None]
+) -> list[str]:
+    """Hash these files; return one sentence for each whose content is not what was saved."""
+    problems, done, total = [], 0, sum(expected["size"] for expected in files.values())
+    for name, expected in files.items():
+        try:
+            with _reading(name):
+                actual = entry(folder / name)
+            if actual != expected:
+                raise Damaged(f"{name} has a wrong checksum")
+        except Damaged as error:
+            problems.append(str(error))
+        done += expected["size"]
+        report(done, total)
+    return problems
+
+
+@contextmanager
+def _reading(name: str) -> Iterator[None]:
+    """Raise an OSError of the body as Damaged where it shows damage of the file `name`, else as an OSError that names it."""
+    try:
+        yield
+    except OSError as error:
+        message = f"{name} cannot be read: {error.strerror}"
+        raise Damaged(message) if error.errno in _DAMAGE else OSError(error.errno, message) from error
 
 
 def entry(path: Path) -> dict[str, Any]:
-    """What the manifest says of one file: size in bytes and SHA-256.
+    """Return the manifest's entry for one file: its size in bytes and its SHA-256.
 
-    The system is asked to read ahead while we hash, so the slower of the two counts and not their sum.
+    The system reads ahead while we hash, so the time is that of the slower of the two and not their sum.
     """
     digest, size, asked = hashlib.sha256(), 0, 0
     buffer = memoryview(bytearray(_BLOCK))
     with path.open("rb", buffering=0) as stream:
         while True:
-            if asked <= size + _AHEAD // 2 and hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(stream.fileno(), asked, _AHEAD, os.POSIX_FADV_WILLNEED)
-                asked += _AHEAD
+            if asked <= size + _READ_AHEAD // 2 and hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(stream.fileno(), asked, _READ_AHEAD, os.POSIX_FADV_WILLNEED)
+                asked += _READ_AHEAD
             count = stream.readinto(buffer)
             if not count:
                 return {"size": size, "sha256": digest.hexdigest()}
@@ -58,28 +127,33 @@ def entry(path: Path) -> dict[str, Any]:
             size += count
 
 
-def compose(step: int, world_size: int, layout: dict, files: dict[str, dict[str, Any]]) -> str:
-    """The manifest's text; `files` maps relative paths to `entry`s."""
+def compose(step: int, world_size: int, layout: dict[str, Any], files: dict[str, dict[str, Any]]) -> str:
+    """Return the manifest's text; `files` maps relative paths to `entry`s."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in ("forge", "numpy"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:  # run from a source tree
+            continue
     return _spell(
         {
             "format": FORMAT,
             "step": step,
             "world_size": world_size,
             "layout": layout,
-            "versions": _versions(),
+            "versions": versions,
             "files": files,
         }
     )
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, as written; raises `Damaged`."""
+    """Return the manifest of a checkpoint. Raises `Damaged` if it is not as it was written. Not collective."""
     try:
-        text = (folder / MANIFEST).read_text("utf-8")
+        with _reading(MANIFEST):
+            text = (folder / MANIFEST).read_text("utf-8")
         manifest = json.loads(text)
         body = {key: value for key, value in manifest.items() if key != "digest"}
-    except OSError as error:
-        raise _unreadable(MANIFEST, error) from error
     except (ValueError, AttributeError) as error:
         raise Damaged(f"{MANIFEST} cannot be read: {error}") from error
     if text != _spell(body):
@@ -90,63 +164,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def check_content(folder: Path, name: str, content: bytes) -> None:
-    """Raises `Damaged` unless `content` is what was saved as the file `name` of the checkpoint."""
-    expected = read_manifest(folder)["files"].get(name, {})
-    if hashlib.sha256(content).hexdigest() != expected.get("sha256"):
-        raise Damaged(f"{name} has a wrong checksum")
-
-
-def is_tensors(name: str) -> bool:
-    """True for the files that make up nearly all of a checkpoint."""
-    return name.endswith(".distcp")
-
-
-def check_sizes(folder: Path, manifest: dict[str, Any]) -> None:
-    """Raises `Damaged` for the first file that is missing or has another size: cheap, finds most damage."""
-    for name, expected in manifest["files"].items():
-        try:
-            size = (folder / name).stat().st_size
-        except OSError as error:
-            raise _unreadable(name, error) from error
-        if size != expected["size"]:
-            raise Damaged(f"{name} has {size} bytes instead of {expected['size']}")
-
-
-def find_changed(folder: Path, files: dict[str, dict[str, Any]]) -> list[str]:
-    """One sentence for each of these files whose content is not what was saved; reads them whole. Raises `Unreachable`."""
-    problems = []
-    for name, expected in files.items():
-        try:
-            actual = entry(folder / name)
-        except OSError as error:
-            problem = _unreadable(name, error)
-            if isinstance(problem, Unreachable):
-                raise problem from error
-            problems.append(str(problem))
-            continue
-        if actual != expected:
-            problems.append(f"{name} has a wrong checksum")
-    return problems
-
-
-def share(files: dict[str, dict[str, Any]], rank: int, ranks: int) -> dict[str, dict[str, Any]]:
-    """The part of `files` that one rank hashes, dealt out by size: no rank gets all the large ones."""
-    by_size = sorted(files, key=lambda name: (-files[name]["size"], name))
-    return {name: files[name] for name in by_size[rank::ranks]}
-
-
 def _spell(body: dict[str, Any]) -> str:
     canonical = json.dumps(body, sort_keys=True)
     digest = hashlib.sha256(canonical.encode()).hexdigest()
     return json.dumps(body | {"digest": digest}, sort_keys=True, indent=1) + "\n"
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "torch": torch.__version__}
-    for package in ("forge", "numpy"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:  # run from a source tree
-            continue
-    return found

@@ -1,22 +1,23 @@
-"""`ShardTensor`: shows DCP a global tensor of which this rank holds some boxes, to save and to reshard.
+"""This rank's part of a checkpoint's tensors: copied to CPU memory, and shown to DCP as boxes of global tensors.
 
-DCP asks an object in a state dict three things, under the names of its `_Checkpointable` protocol: what to
-write, which chunks it wants, and the memory of one chunk. Answering them for boxes is all that is needed for
-a checkpoint to move between a DTensor's rows, a contiguous buffer's flat slices and whole tensors.
+DCP asks an object in a state dict for three things, by the methods of its `_Checkpointable` protocol: what to write, which
+chunks it wants, and the memory of one chunk. `ShardTensor` answers them for boxes. That is all that is needed for a
+checkpoint to move between a DTensor's rows, a contiguous buffer's flat slices and whole tensors.
 """
 
 from __future__ import annotations
 
 from typing import Any, TypeAlias
+from zlib import crc32
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from forge.shard import Shard
+from forge.shard import Shard, local
 
-# What DCP's format and its index add to a piece of a tensor, at most.
+# An upper bound of what DCP's format and its index add to a piece of a tensor.
 PIECE_BYTES = 2048
 
 NamedTensors: TypeAlias = dict[str, tuple[Shard, Tensor]]
@@ -24,10 +25,10 @@ NamedTensors: TypeAlias = dict[str, tuple[Shard, Tensor]]
 
 
 class ShardTensor(torch.Tensor):
-    """A tensor of the shard's global shape without storage of its own; only DCP may use it.
+    """A tensor of the shard's global shape without storage of its own, for DCP only.
 
-    `values` (contiguous, laid out like `shard.data`) is what is written and loaded into, box by box. A rank
-    may hold no box at all: it then writes and reads nothing.
+    `values` (contiguous, laid out like `shard.data`) are written, or loaded into, box by box. A rank may hold no box at
+    all: it then writes and reads nothing.
     """
 
     _pieces: dict[tuple[int, ...], Tensor]
@@ -39,21 +40,21 @@ class ShardTensor(torch.Tensor):
 
     def __init__(self, shard: Shard, values: Tensor):
         assert values.is_contiguous(), f"{shard.name}: pieces of non-contiguous values would be copies"
-        # Boxes of one rank never overlap, so their offsets tell them apart once the empty ones are gone.
+        # Boxes of one rank never overlap, so without the empty ones their offsets are unique.
         self._pieces = {box.offsets: piece for box, piece in shard.pieces(values) if box.numel}
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise NotImplementedError(f"ShardTensor is a description for checkpoints and cannot compute {func}")
+        raise NotImplementedError(f"a ShardTensor has no values to compute {func} with")
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"ShardTensor(shape={tuple(self.shape)}, dtype={self.dtype}, boxes={len(self._pieces)})"
 
     @property
     def written_bytes(self) -> int:
-        """What this rank's pieces take in DCP's files, at most."""
+        """An upper bound of the size of this rank's pieces in DCP's files, in bytes."""
         return sum(piece.numel() * piece.element_size() + PIECE_BYTES for piece in self._pieces.values())
 
     def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:
@@ -76,3 +77,32 @@ class ShardTensor(torch.Tensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         assert index.offset is not None, index
         return self._pieces[tuple(index.offset)]
+
+
+class Stager:
+    """Copies tensors into CPU buffers that it keeps from one save to the next: only the latest copy is valid."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def stage(self, tensors: NamedTensors) -> dict[str, ShardTensor]:
+        """Copy what this rank will write. The originals may change as soon as it returns."""
+        staged, on_cuda = {}, False
+        for name, (shard, values) in tensors.items():
+            # One of the ranks that hold the same elements writes them; names are spread over these ranks.
+            copies = shard.replicas
+            if copies is not None and crc32(name.encode()) % copies.size() != copies.rank():
+                continue
+            values = local(values).detach()
+            buffer = self._buffers.get(name)
+            if buffer is None or buffer.shape != values.shape or buffer.dtype != values.dtype:
+                buffer = torch.empty(
+                    values.shape, dtype=values.dtype, device="cpu", pin_memory=values.is_cuda
+                )
+                self._buffers[name] = buffer
+            buffer.copy_(values, non_blocking=True)
+            on_cuda |= values.is_cuda
+            staged[name] = ShardTensor(shard, buffer)
+        if on_cuda:
+            torch.cuda.current_stream().synchronize()
+        return staged

@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from forge.checkpoint.loading import TensorReader, read_config
-from forge.checkpoint.manifest import FORMAT, Damaged, check_sizes, find_changed, read_manifest
+from forge.checkpoint import find_damage, read_config
+from forge.checkpoint.loading import TensorReader
 from forge.config import parse_toml_text
 from forge.data.tokenizer import load_tokenizer
+from forge.distributed import RanksFailed, single_process_group
 from forge.errors import NO_CHECKPOINT, UserError
 from forge.files import replace_atomically, sync_folder
 from forge.hf.folder import Conversion, Progress, new_folder, no_progress
@@ -91,19 +92,12 @@ def export_weights(
 def _verify(checkpoint: Path, progress: Progress) -> None:
     """Hash the whole checkpoint, so that what is exported is what was saved."""
     try:
-        manifest = read_manifest(checkpoint)
-        if manifest["format"] != FORMAT:
-            text = f"{checkpoint}: has format {manifest['format']}; this forge reads {FORMAT}"
-            raise UserError(text, NO_CHECKPOINT)
-        check_sizes(checkpoint, manifest)
-        done, total = 0, sum(entry["size"] for entry in manifest["files"].values())
-        for name, entry in manifest["files"].items():
-            if problems := find_changed(checkpoint, {name: entry}):
-                raise Damaged(problems[0])
-            done += entry["size"]
-            progress("verifying", done, total)
-    except Damaged as error:
-        raise UserError(f"{checkpoint}: is damaged: {error}", NO_CHECKPOINT) from None
+        with single_process_group():
+            damage = find_damage(checkpoint, report=lambda done, total: progress("verifying", done, total))
+    except RanksFailed as error:
+        raise UserError(f"{checkpoint}: {error}", NO_CHECKPOINT) from None
+    if damage is not None:
+        raise UserError(f"{checkpoint}: is damaged: {damage}", NO_CHECKPOINT)
 
 
 def _tensors(weights: list[Weight], reader: TensorReader, planned: list[Planned]) -> Iterator[Tensor]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from forge.checkpoint.commit import Contents, fill_folder
+from forge.checkpoint.loading import TRAINER
 from forge.checkpoint.tensors import ShardTensor
 from forge.config import Config, parse_toml_text, to_toml
 from forge.config.toml import to_literal
@@ -82,8 +83,8 @@ def import_weights(source: Path, output: Path, *, progress: Progress = no_progre
         contents = Contents(
             step=0,
             layout={},
-            trainer=json.dumps({"imported": {"architecture": architecture.name}}),
             files={
+                TRAINER: json.dumps({"imported": {"architecture": architecture.name}}).encode(),
                 "config.toml": to_toml(config).encode(),
                 **{f"tokenizer/{name}": content for name, content in files.items()},
             },

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from forge.checkpoint import find_checkpoint, load, read_config
+from forge.checkpoint import find_checkpoint, find_damage, load, read_config
 from forge.checkpoint.folders import step_name, steps
-from forge.checkpoint.manifest import FORMAT, Damaged, check_sizes, find_changed, read_manifest
+from forge.checkpoint.manifest import read_manifest
 from forge.config import Config, parse_toml_text
 from forge.data.tokenizer import Tokenizer, load_tokenizer
-from forge.distributed import single_process_group
+from forge.distributed import RanksFailed, single_process_group
 from forge.errors import NO_CHECKPOINT, UserError
 from forge.parallel.blocks import cast_at_borders
 from forge.parallel.build import build_meta_model
@@ -48,12 +48,12 @@ def open_checkpoint(
     """Open the model at `path`: a run's folder, its checkpoints folder, one checkpoint, or an imported folder.
 
     Of several checkpoints the newest intact one is opened; a damaged one is skipped with a warning and left unchanged.
-    Without `verify` only names and sizes are compared. `compute` (float32, ...) and `context` (tokens) override
-    precision.compute and train.seq_len. Routing has no noise and no capacity limit.
+    Without `verify` the files with tensors are compared by name and size only. `compute` (float32, ...) and `context`
+    (tokens) override precision.compute and train.seq_len. Routing has no noise and no capacity limit.
 
     Raises UserError: exit 2 if there is no checkpoint or its config is invalid, 77 if none is intact.
     """
-    found, manifest = _find_whole(Path(path), verify)
+    found = _find_undamaged(Path(path), verify)
     try:
         text = read_config(found)
     except OSError as error:
@@ -66,10 +66,10 @@ def open_checkpoint(
         load(found, {f"model.{name}": (Shard.whole(name, values), values) for name, values in state.items()})
     folder = found / "tokenizer"
     tokenizer = load_tokenizer(folder) if folder.is_dir() else None
-    return TrainedModel(found, manifest["step"], config, model, tokenizer, device)
+    return TrainedModel(found, read_manifest(found)["step"], config, model, tokenizer, device)
 
 
-def _find_whole(path: Path, verify: bool) -> tuple[Path, dict[str, Any]]:
+def _find_undamaged(path: Path, verify: bool) -> Path:
     newest = find_checkpoint(path)
     candidates = [newest]
     if newest != path:
@@ -77,21 +77,15 @@ def _find_whole(path: Path, verify: bool) -> tuple[Path, dict[str, Any]]:
     problems = []
     for candidate in candidates:
         try:
-            manifest = read_manifest(candidate)
-            if manifest["format"] != FORMAT:
-                raise UserError(
-                    f"checkpoint {candidate} has format {manifest['format']}; this forge reads {FORMAT}",
-                    NO_CHECKPOINT,
-                )
-            check_sizes(candidate, manifest)
-            changed = find_changed(candidate, manifest["files"]) if verify else []
-            if not changed:
-                return candidate, manifest
-            problems.append(f"checkpoint {candidate} is damaged: {changed[0]}")
-        except Damaged as error:
-            problems.append(f"checkpoint {candidate} is damaged: {error}")
+            with single_process_group():
+                damage = find_damage(candidate, contents=verify)
+            if damage is None:
+                return candidate
+            problems.append(f"checkpoint {candidate} is damaged: {damage}")
+        except RanksFailed as error:
+            problems.append(f"checkpoint {candidate}: {error}")
         if len(candidates) > len(problems):
-            log.warning("%s; passed over for an older one", problems[-1])
+            log.warning("%s; an older one is used", problems[-1])
     raise UserError("; ".join(problems), NO_CHECKPOINT)
 
 

@@ -99,19 +99,18 @@ def test_k4_remains_of_dead_saves_are_cleared_and_an_incomplete_folder_is_moved(
     assert names(tmp_path) == [".damaged-step-00000004", "step-00000004"]
 
 
-def save_files(rank: int, world: int, folder: str, tokenizer: str) -> None:
+def save_files(rank: int, world: int, folder: str) -> None:
     checkpoints = Checkpoints(Path(folder), mode="sync")
-    files = {"config.toml": b"[run]\nname = 'x'\n", "tokenizer": Path(tokenizer)} if rank == 0 else {}
+    files = (
+        {"config.toml": b"[run]\nname = 'x'\n", "tokenizer/deeper/vocabulary": b"abc"} if rank == 0 else {}
+    )
     state = {"progress": {"step": 3}, "rate": 0.1}
     (outcome,) = checkpoints.save(3, named(value_shards(rank, world, 3.0)), state, files, {"tp": 2})
     assert outcome.error is None
 
 
 def test_a_checkpoint_can_be_used_alone(tmp_path):
-    source = tmp_path / "source" / "deeper"
-    source.mkdir(parents=True)
-    (source / "vocabulary").write_text("abc")
-    run_ranks(save_files, 2, str(tmp_path / "run"), str(tmp_path / "source"))
+    run_ranks(save_files, 2, str(tmp_path / "run"))
     path = tmp_path / "run" / "step-00000003"
     assert read_state(path) == {"progress": {"step": 3}, "rate": 0.1}
     assert read_config(path) == "[run]\nname = 'x'\n"

@@ -78,7 +78,7 @@ def test_s3_an_output_folder_that_cannot_be_made_is_told_at_the_start(tmp_path) 
 
 def test_a_checkpoint_to_resume_that_is_none_is_told(tmp_path) -> None:
     absent = tmp_path / "absent"
-    for folder, why in ((tmp_path, "holds no complete checkpoint"), (absent, "is not there")):
+    for folder, why in ((tmp_path, "holds no complete checkpoint"), (absent, "does not exist")):
         said = refused(Run(tmp_path), f"--checkpoint.resume={folder}", code=77)
         assert f"checkpoint.resume = {folder}: {why}; name a checkpoint" in said
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from forge import compat
-from forge.checkpoint.staging import Stager
+from forge.checkpoint.tensors import Stager
 from forge.distributed import World, join
 from forge.parallel.buffered.communication import Running, gather_parts, sum_to_parts
 from forge.shard import Shard

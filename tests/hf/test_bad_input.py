@@ -236,7 +236,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(file: str, folders: Path, tmp_p
 
 
 def test_what_is_no_checkpoint_and_no_run_is_refused(tmp_path: Path, capsys) -> None:
-    assert "is not there" in refusal("to-hf", tmp_path / "nowhere", tmp_path, capsys)
+    assert "does not exist" in refusal("to-hf", tmp_path / "nowhere", tmp_path, capsys)
     (tmp_path / "empty").mkdir()
     assert "holds no complete checkpoint" in refusal("to-hf", tmp_path / "empty", tmp_path, capsys)
 

@@ -139,7 +139,7 @@ def test_json_is_json_where_a_number_is_not_finite(capsys) -> None:
         (["--data", "data/validation", "--sequences", "0"], "at least 1"),
         (["--data", "data/validation", "--eos-id", "-1"], "at least 0"),
         (["--data", "data/validation", "--dtype", "int4"], "invalid choice: 'int4'"),
-        (["--data", "data/validation", "--checkpoint", "absent"], "absent: is not there"),
+        (["--data", "data/validation", "--checkpoint", "absent"], "absent: does not exist"),
     ],
 )
 def test_what_is_wrong_is_one_sentence_and_exit_2(run, arguments, sentence) -> None:

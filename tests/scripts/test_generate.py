@@ -163,7 +163,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_left_alone(run, tmp_path) -> No
         (["--prompt", "a", "--max-tokens", "0"], "at least 1"),
         (["--prompt", "a", "--device", "gpu7"], "--device gpu7: cannot be used"),
         (["--prompt", "a", "--tokenizer", "absent.model"], "tokenizer absent.model: cannot be read"),
-        (["--prompt", "a", "--checkpoint", "absent"], "absent: is not there"),
+        (["--prompt", "a", "--checkpoint", "absent"], "absent: does not exist"),
         (["--prompt", "a", "--checkpoint", "data"], "data: holds no complete checkpoint"),
     ],
 )
