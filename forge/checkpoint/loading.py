@@ -169,13 +169,16 @@ class TensorReader(dcp.FileSystemReader):
 
 
 _ADMITTED = {
-    "torch.distributed.checkpoint.metadata": ["Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata", "ChunkStorageMetadata", "BytesStorageMetadata", "_MEM_FORMAT_ENCODING"],
-    "torch.distributed.checkpoint.filesystem": ["_StorageInfo"],
-    "torch": ["Size"],
-    "torch.serialization": ["_get_layout"],
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+        *("TensorStorageMetadata", "ChunkStorageMetadata", "BytesStorageMetadata"),
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
     # DCP's own writer adds the folder's path.
-    "pathlib": ["PosixPath"],
-    "pathlib._local": ["PosixPath"],
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},
 }
 
 
