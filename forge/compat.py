@@ -1,4 +1,4 @@
-"""What differs between devices, back-ends and PyTorch versions; nothing else in forge asks."""
+"""Everything that depends on the device, the communication backend or the version of PyTorch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.fsdp import FSDPModule
 
-# 2.13 renamed these two; 2.11 has the old names only. (x, axis, group) and (x, "sum", axis, group), both without waiting.
+# 2.13 renamed these two; 2.11 has the old names only. Called as (x, axis, group) and
+# (x, "sum", axis, group); neither waits.
 all_gather_single: Callable[..., Tensor] = (
     getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
 )
@@ -24,19 +25,19 @@ reduce_scatter_single: Callable[..., Tensor] = (
 
 
 def reduce_scatter_into(part: Tensor, whole: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Sum `whole` `[ranks * n]` over the ranks of `group` into `part` `[n]`, which may be a view of it; does not wait."""
+    """Sum `whole` `[ranks * n]` over the ranks of `group` into `part` `[n]`, which may be a view of it, without waiting."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return scatter(part, whole, group=group, async_op=True)
 
 
 def all_gather_into(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Every rank's `part` `[n]` into `whole` `[ranks * n]`, of which `part` may be a view; does not wait."""
+    """Gather every rank's `part` `[n]` into `whole` `[ranks * n]`, of which `part` may be a view, without waiting."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(whole, part, group=group, async_op=True)
 
 
 def side_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """A CUDA stream for what goes on beside the computation; None on the CPU, which has threads for that."""
+    """Return a CUDA stream for work that overlaps the computation; None on the CPU, where threads do it."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
@@ -44,9 +45,9 @@ def side_stream(device: torch.device) -> torch.cuda.Stream | None:
 def communication_memory(
     device: torch.device, groups: Sequence[dist.ProcessGroup], *, symmetric: bool
 ) -> Iterator[None]:
-    """What is allocated inside is known to NCCL as symmetric memory, at the same place on every rank of `groups`.
+    """Register what the body allocates with NCCL as symmetric memory, at the same address on every rank of `groups`.
 
-    Its kernels then need fewer multiprocessors. Needs CUDA, and is collective, if `symmetric`; else nothing happens.
+    NCCL's kernels then need fewer multiprocessors. With `symmetric` it needs CUDA and is collective, else it does nothing.
     """
     if not (symmetric and groups):
         yield
@@ -60,24 +61,24 @@ def communication_memory(
         backend.register_mem_pool(pool, symm=True)
 
 
-# Pools of symmetric memory; they end with the process.
+# Pools of symmetric memory, which live as long as the process.
 _POOLS: list[Any] = []
 
 
 def training_device(local_rank: int) -> torch.device:
-    """The device that this process trains on: its own CUDA card if the machine has any, else the CPU."""
+    """Return the device that this process trains on: its own CUDA card if the machine has any, else the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", local_rank)
     return torch.device("cpu")
 
 
 def communication_backend(device: torch.device) -> str:
-    """Process-group back-end for tensors on `device`; control messages always travel over gloo."""
+    """Return the process-group backend for tensors on `device`; objects on the CPU are always sent over gloo."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Every rank's `x` `[n, ...]`, in rank order: `[ranks * n, ...]`. In backward the gradients are reduce-scattered."""
+    """Gather every rank's `x` `[n, ...]` in rank order: `[ranks * n, ...]`. Backward reduce-scatters the gradients."""
     # 2.13 renamed the function; 2.11 has the old name only.
     name = "all_gather_single_autograd"
     gather = getattr(collectives, name, None) or collectives.all_gather_tensor_autograd
@@ -90,17 +91,18 @@ def all_to_all(
     receives: list[int] | None = None,
     sends: list[int] | None = None,
 ) -> Tensor:
-    """x `[ranks, ...]`: `x[r]` goes to rank r, and the result's `[r]` came from there. Its own inverse, in backward too.
+    """Send `x[r]` of x `[ranks, ...]` to rank r; the result's `[r]` comes from rank r. Its backward is another all-to-all.
 
-    With `sends` and `receives` of x `[sum(sends), ...]` the first sends[0] go to rank 0, ...; `[sum(receives), ...]` by rank.
+    With `sends` and `receives`, the first sends[0] rows of x `[sum(sends), ...]` go to rank 0, and so on; the result is
+    `[sum(receives), ...]`, in the order of ranks.
     """
     return collectives.all_to_all_single_autograd(x.contiguous(), receives, sends, group)
 
 
 def pass_on(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`x` of the rank before this one, while this one's goes to the next, in a circle; has no gradient.
+    """Send `x` to the next rank of the ring and return that of the previous rank. It has no gradient.
 
-    Does not wait: the first use of the result does.
+    Does not wait: the first use of the result waits.
     """
     rank, ranks = group.rank(), group.size()
     sends, receives = [0] * ranks, [0] * ranks
@@ -109,25 +111,23 @@ def pass_on(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def fsdp_parameter_groups(model: FSDPModule) -> list[Any]:
-    """FSDP2's groups of parameters that are gathered together, of all units of `model`, a root that has been called."""
-    states = model._get_fsdp_state()._state_ctx.all_states
-    return [group for state in states for group in _groups_of(state)]
-
-
-def _groups_of(state: Any) -> list[Any]:
-    # 2.13 has several in a unit, 2.11 one at most.
-    groups = getattr(state, "_fsdp_param_groups", None)
-    return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
+    """Return the parameter groups of all FSDP2 units of `model`, a root that has been called; each is gathered as one."""
+    found: list[Any] = []
+    for state in model._get_fsdp_state()._state_ctx.all_states:
+        # In 2.13 a unit may have several, in 2.11 at most one.
+        groups = getattr(state, "_fsdp_param_groups", None)
+        found += [state._fsdp_param_group] if groups is None else groups
+    return [group for group in found if group is not None]
 
 
 def end_fsdp_backward(model: FSDPModule) -> None:
-    """Do what FSDP2 does at the end of a backward of `model`, a root, by the flags that have been set for it."""
+    """Run what FSDP2 runs at the end of a backward of the root `model`, with the flags that are set on it."""
     model._get_fsdp_state()._root_post_backward_final_callback()
 
 
 @torch.enable_grad()
 def backward_starts_at_functions() -> bool:
-    """Whether a backward can start inside of a graph, at a torch.autograd.Function; PyTorch 2.11 cannot."""
+    """Return whether a backward can start at a torch.autograd.Function inside a graph; in PyTorch 2.11 it cannot."""
     x = torch.ones((), requires_grad=True)
     node: Any = _Same.apply(x).grad_fn
     try:
@@ -148,9 +148,9 @@ class _Same(torch.autograd.Function):
 
 
 def weigh_meshes_as_nothing() -> bool:
-    """Let the compiler weigh what a backward may keep where meshes of tensor parallelism are among it, as from 2.12 on.
+    """Let the compiler's memory budget count the device meshes of tensor parallelism as zero bytes.
 
-    2.13 has to be told so. False under 2.12, which always refuses.
+    From 2.12 on they are among the values that a backward may save. 2.13 has a setting; returns False under 2.12.
     """
     key = "unsafe_treat_script_objects_as_zero_size"
     if hasattr(torch._functorch.config, key):
@@ -160,9 +160,9 @@ def weigh_meshes_as_nothing() -> bool:
 
 
 def raise_timeouts(seconds: float) -> None:
-    """Let no process group that exists fail a collective which has waited for less than `seconds`.
+    """Raise the collective timeout of every existing process group to at least `seconds`.
 
-    New groups take PyTorch's default, 10 minutes on NCCL, whatever the first one was made with.
+    New groups get PyTorch's default (10 minutes on NCCL), not the timeout of the first group.
     """
     wanted = timedelta(seconds=seconds)
     for group in list(dist.distributed_c10d._world.pg_map):
@@ -173,16 +173,16 @@ def raise_timeouts(seconds: float) -> None:
 
 
 def flight_record() -> bytes | None:
-    """PyTorch's record of the latest collectives of this process, a pickle for `torchfrtrace`; None where it keeps none."""
+    """Return PyTorch's record of the latest collectives of this process, a pickle for `torchfrtrace`, or None."""
     import torch._C._distributed_c10d as c10d
 
-    # NCCL and gloo keep records of their own; where there is a card, what hangs is NCCL's.
+    # NCCL and gloo keep separate records; on a CUDA machine NCCL's collectives are the ones that hang.
     name = "_dump_nccl_trace" if torch.cuda.is_initialized() else "_dump_fr_trace"
     dump = getattr(c10d, name, None)
     return None if dump is None else dump()
 
 
 def meeting_store() -> dist.Store:
-    """A connection of its own to the store through which the ranks met, for use by another thread."""
+    """Return a new connection to the store with which the ranks connected, for use by another thread."""
     store: Any = dist.distributed_c10d._get_default_store()
     return store.clone()

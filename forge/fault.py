@@ -1,20 +1,19 @@
 """Fault injection: make one rank fail at a named point of one step, to prove that the run survives it.
 
-`FORGE_FAULT=point:step:rank[:action]` in the environment; `*` as step or rank means every one. Without the
-variable nothing here has any effect. Actions: `kill` (the default) sends SIGKILL to this process, `raise`
-raises OSError(ENOSPC) as a full disk would, `sleep` or `sleep=SECONDS` stalls (an hour by default), `signal` or
-`signal=NAME` sends this process a signal (SIGTERM by default). When torchrun has restarted the workers nothing fails
-again, or no restart could ever get past the point.
+`FORGE_FAULT=point:step:rank[:action]` in the environment; `*` as step or rank means every one. Without the variable
+nothing here has any effect. Actions: `kill` (the default) sends SIGKILL to this process, `raise` raises OSError(ENOSPC) as
+a full disk would, `sleep` or `sleep=SECONDS` (default: an hour) sleeps, `signal` or `signal=NAME` (default: SIGTERM) sends
+this process a signal. After a restart by torchrun nothing fails, or the run could never get past the point.
 
 Points:
 
-    set-up               on every rank, when the run directory is locked and nothing is read or built; step 0
+    set-up               on every rank, when the run directory is locked and nothing is read or built yet; step 0
     step                 on every rank, when it has the batch of that step and has computed nothing
     evaluation           on every rank, before the first batch of an evaluation after that step
     save.begin           on every rank, before anything is copied or written
     save.between_shards  on every rank, when its own shard file is on disk and the shards' index is not
     save.before_manifest on rank 0, when every file but the manifest is on disk
-    save.before_rename   on rank 0, when the partial folder is whole but has not got its final name
+    save.before_rename   on rank 0, when the partial folder is complete but does not have its final name
     save.before_prune    on rank 0, when the new checkpoint is complete and the old ones are still there
     save.during_prune    on rank 0, when an old checkpoint has lost its manifest and nothing else
 """
@@ -38,7 +37,7 @@ def _fault() -> tuple[str, str, str, str] | None:
 
 
 def fault_point(name: str, step: int) -> None:
-    """Fail here if `FORGE_FAULT` names this point, step and rank (`RANK` in the environment or 0)."""
+    """Fail here if `FORGE_FAULT` names this point, step and rank (`RANK` in the environment, or 0)."""
     fault = _fault()
     if fault is None or fault[0] != name:
         return

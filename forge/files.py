@@ -1,4 +1,4 @@
-"""Replacing a file so that whoever reads it, even after a crash, finds the old content or the new."""
+"""Replacing a file so that a reader, even after a crash, finds the old content or the new."""
 
 from __future__ import annotations
 

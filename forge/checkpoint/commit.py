@@ -66,11 +66,18 @@ def write_checkpoint(
     rank = dist.get_rank(group)
 
     def begin() -> int | None:
-        """Return an upper bound of the bytes that this rank will write; None: the step has a complete checkpoint."""
+        """On rank 0 make the partial folder; None: the step has a complete checkpoint. Return the bytes to write, at most."""
         if isinstance(contents, Exception):
             raise contents
-        if rank == 0 and not _make_partial(root, partial, final):
-            return None
+        if rank == 0:
+            if (final / MANIFEST).exists():
+                return None
+            root.mkdir(parents=True, exist_ok=True)
+            folders.sweep(root)
+            if final.exists():
+                logger.error("%s has no %s, so it is not a checkpoint: moved out of the way", final, MANIFEST)
+                folders.set_aside(root, step, "damaged")
+            partial.mkdir()
         size = RANK_BYTES + sum(tensor.written_bytes for tensor in contents.tensors.values())
         return size + sum(map(len, contents.files.values())) if rank == 0 else size
 
@@ -108,22 +115,14 @@ def fill_folder(
     """
     _save_tensors(partial, contents, group)
     rank = dist.get_rank(group)
-    # Every rank hashes what it wrote as it reads it back from the file system.
-    parts = gather_from_ranks("reading back what was written", lambda: _own_files(rank, partial), group)
+
+    def own_files() -> dict[str, dict[str, Any]]:
+        """Read back and hash the files that DCP wrote on this rank, on rank 0 also DCP's index."""
+        names = [path.name for path in partial.glob(f"__{rank}_*.distcp")] + [".metadata"] * (rank == 0)
+        return {name: entry(partial / name) for name in names}
+
+    parts = gather_from_ranks("reading back what was written", own_files, group)
     on_first_rank("completing the checkpoint", lambda: _complete(partial, final, contents, parts), group)
-
-
-def _make_partial(root: Path, partial: Path, final: Path) -> bool:
-    """On rank 0: make an empty partial folder. Return False if the step has a complete checkpoint."""
-    if (final / MANIFEST).exists():
-        return False
-    root.mkdir(parents=True, exist_ok=True)
-    folders.sweep(root)
-    if final.exists():
-        logger.error("%s has no %s, so it is not a checkpoint: moved out of the way", final, MANIFEST)
-        folders.set_aside(root, int(final.name.removeprefix("step-")), "damaged")
-    partial.mkdir()
-    return True
 
 
 def _require_room(root: Path, needed: int) -> None:
@@ -169,14 +168,6 @@ def _save_tensors(partial: Path, contents: Contents, group: dist.ProcessGroup | 
     except CheckpointException as error:  # DCP raises it on every rank
         rank, (cause, _) = next(iter(error.failures.items()))
         raise RanksFailed(f"writing tensors failed on rank {rank}: {describe(cause)}") from None
-
-
-def _own_files(rank: int, partial: Path) -> dict[str, dict[str, Any]]:
-    """Return the manifest's entries of the files that DCP wrote on this rank, on rank 0 also of DCP's index."""
-    names = sorted(path.name for path in partial.glob(f"__{rank}_*.distcp"))
-    if rank == 0:
-        names.append(".metadata")
-    return {name: entry(partial / name) for name in names}
 
 
 def _complete(partial: Path, final: Path, contents: Contents, parts: list[dict[str, dict[str, Any]]]) -> None:

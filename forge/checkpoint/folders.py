@@ -51,11 +51,6 @@ def find_checkpoint(path: Path) -> Path:
     )
 
 
-def has_damaged(root: Path) -> bool:
-    """Return whether a checkpoint of this run was found damaged earlier."""
-    return root.is_dir() and any(root.glob(".damaged-step-*"))
-
-
 def set_aside(root: Path, step: int, why: str) -> str:
     """Rename `step-n` to `.{why}-step-n`, or `.{why}-step-n.k` if that exists; return the new name."""
     name = f".{why}-{step_name(step)}"

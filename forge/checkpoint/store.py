@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import threading
@@ -144,7 +145,10 @@ class Checkpoints:
             # one file would be worse than to report damage.
             candidates, damaged = on_first_rank(
                 "listing checkpoints",
-                lambda: (folders.steps(self.folder, complete=False)[::-1], folders.has_damaged(self.folder)),
+                lambda: (
+                    folders.steps(self.folder, complete=False)[::-1],
+                    any(self.folder.glob(".damaged-step-*")),
+                ),
                 self._group,
             )
             for step in candidates:
@@ -153,7 +157,11 @@ class Checkpoints:
                 problem = self.verify(self.path(step), contents=verify)
                 if problem is None:
                     return step
-                self._set_aside_damaged(step, problem)
+                rename = functools.partial(folders.set_aside, self.folder, step, "damaged")
+                name = on_first_rank("setting a damaged checkpoint aside", rename, self._group)
+                self.fallbacks.append(f"checkpoint {self.path(step)} is damaged: {problem}; renamed {name}")
+                if dist.get_rank(self._group) == 0:
+                    logger.error("%s", self.fallbacks[-1])
         except RanksFailed as error:
             raise UserError(f"no checkpoint in {self.folder} can be used: {error}", NO_CHECKPOINT) from error
         if at_most is None and (candidates or damaged):
@@ -214,11 +222,3 @@ class Checkpoints:
         if self._last is not None:
             self.failures_in_row = 0 if self._last.error is None else self.failures_in_row + 1
             self._last = None
-
-    def _set_aside_damaged(self, step: int, problem: str) -> None:
-        what = "setting a damaged checkpoint aside"
-        name = on_first_rank(what, lambda: folders.set_aside(self.folder, step, "damaged"), self._group)
-        message = f"checkpoint {self.path(step)} is damaged: {problem}; renamed {name}"
-        self.fallbacks.append(message)
-        if dist.get_rank(self._group) == 0:
-            logger.error(message)
