@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -16,7 +17,8 @@ settings.register_profile(
     "forge", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("forge")
-# Threads that wait for each other on a busy processor make small operations a hundred times slower.
+# Threads that wait for each other on a busy processor make small operations a hundred times slower. Children inherit this.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
 processes.watch()
 

@@ -33,11 +33,17 @@ _context.set_forkserver_preload(
 )
 
 
+# Far more than any test needs on a quiet machine, and less than pytest's own limit: a busy machine fails no test.
+TIMEOUT_S = 400.0
+
+
 class RankFailed(AssertionError):
     """A rank raised or died; the message holds the tracebacks of all that did."""
 
 
-def run_ranks(function: Callable[..., Any], world: int, *arguments: Any, timeout: float = 240.0) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], world: int, *arguments: Any, timeout: float = TIMEOUT_S
+) -> list[Any]:
     """Results of `function(rank, world, *arguments)` for every rank, or `RankFailed` with what went wrong."""
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
@@ -103,7 +109,7 @@ def _worker(
         outcome = (True, function(rank, world, *arguments))
     except BaseException:
         outcome = (False, traceback.format_exc())
-    # Plain pickle: the pipe's own would lend tensors through shared memory, which ends with this process.
+    # Plain pickle: the pipe's own passes tensors through shared memory, which ends with this process.
     pipe.send_bytes(pickle.dumps(outcome))
     pipe.close()
     if outcome[0]:
@@ -117,7 +123,7 @@ def _worker(
 
 
 class Started:
-    """Ranks that run on while the test does something to them. `port` is what they need kept."""
+    """Ranks that run while the test does something to them. `port` is a socket to keep until they end."""
 
     def __init__(self, processes: list[Any]):
         self.processes = processes
@@ -127,7 +133,7 @@ class Started:
     def pids(self) -> list[int]:
         return [process.pid for process in self.processes]
 
-    def join(self, timeout: float = 240.0) -> list[int]:
+    def join(self, timeout: float = TIMEOUT_S) -> list[int]:
         """Exit codes in rank order (minus the signal's number for a killed one); RankFailed if any still runs."""
         deadline = time.monotonic() + timeout
         for process in self.processes:
@@ -157,8 +163,10 @@ _running: list[Started] = []
 
 
 def end_ranks() -> None:
-    """End what a test that failed has left running, or it would be in the way of all tests after it."""
-    for process in (process for started in _running for process in started.processes):
-        if process.is_alive():
-            process.kill()
+    """Kill the ranks that a failed test left running, and wait until they are gone: they hold ports, locks and cores."""
+    left = [process for started in _running for process in started.processes if process.is_alive()]
+    for process in left:
+        process.kill()
+    for process in left:
+        process.join()
     _running.clear()

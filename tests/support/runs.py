@@ -17,7 +17,7 @@ from typing import Any
 
 from forge.checkpoint import read_state
 from forge.checkpoint.folders import step_name
-from tests.support.harness import start_ranks
+from tests.support.harness import TIMEOUT_S, start_ranks
 
 # A model that steps in a few milliseconds, on the same data as every other test: no file, no tokenizer.
 BASE = [
@@ -154,11 +154,11 @@ def flip_a_bit(run: Run, step: int) -> None:
     file.write_bytes(content)
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 240.0) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = TIMEOUT_S) -> None:
     """Return when `condition` holds; AssertionError if it does not within so many seconds."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, f"not within {seconds:.0f} s"
         time.sleep(0.02)
 
 
