@@ -30,7 +30,7 @@ from forge.parallel.initialize import initialize
 from forge.parallel.layout import Layout, make_layout
 from forge.parallel.mesh import Meshes
 from forge.parallel.model import ParallelModel, SequentialModel
-from forge.parallel.pipeline import Part, PipelinedModel, Stage, plan_pipeline
+from forge.parallel.pipeline import PipelinedModel, Stage, StageModel, plan_pipeline
 from forge.parallel.precision import DTYPES, pinned_parameters
 from forge.parallel.tensor import apply_tensor
 from forge.parallel.tensor_plan import plan_for
@@ -55,7 +55,7 @@ def build_parallel_model(config: Config, meshes: Meshes, device: torch.device) -
     check_names(config, layout)
     plan = plan_pipeline(config, meshes.degrees)
     own = plan.of_rank(meshes.pp.rank())
-    parts = [Part(stage, *build_part(config, layout, device, stage)) for stage in own]
+    parts = [StageModel(stage, *build_part(config, layout, device, stage)) for stage in own]
     return PipelinedModel(parts, plan, layout)
 
 

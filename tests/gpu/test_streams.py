@@ -12,7 +12,7 @@ import torch.distributed as dist
 from forge import compat
 from forge.checkpoint.tensors import Stager
 from forge.distributed import World, join
-from forge.parallel.buffered.communication import Running, gather_parts, sum_to_parts
+from forge.parallel.buffered.communication import AsyncCollectives, gather_parts, sum_to_parts
 from forge.shard import Shard
 from tests.parallel.buffered.test_streams import plain_steps, with_collectives
 from tests.support.buffers import SMALL, engine_config
@@ -65,8 +65,8 @@ def test_collectives_on_a_side_stream_read_what_was_computed_and_are_waited_for(
         whole = torch.zeros(1 << 20, device=CUDA)
     torch.cuda._sleep(LONG)
     whole.fill_(3.0)  # comes after the wait, and the collective after it
-    summed = Running(sum_to_parts(whole, [group], [group]), stream)
-    gathered = Running(gather_parts(whole, [group]), stream)
+    summed = AsyncCollectives(sum_to_parts(whole, [group], [group]), stream)
+    gathered = AsyncCollectives(gather_parts(whole, [group]), stream)
     assert not torch.cuda.current_stream().query(), "launching must not wait"
     summed.finish()
     gathered.finish()

@@ -1,16 +1,14 @@
-"""The memory of one buffer: what the model computes with, its gradients, and this rank's part of what is optimised.
+"""The memory of one buffer: the weights that the model computes with, their gradients, and this rank's master copies.
 
 compute    [numel]               parameters in precision.compute; the model's parameters are views of it
-masters    [part of numel]       parameters in precision.storage, updated by the optimizer; where that is the format
+masters    [part of numel]       parameters in precision.storage, updated by the optimizer; where storage is the dtype
                                  of `compute`, they are this rank's part of it
-gradients  [numel], zero2: part  added up in float32 at least; where whole, every `.grad` is a view of it and autograd
-                                 adds in place (torch.Tensor.grad_dtype)
+gradients  [numel], zero2: part  accumulated in float32 at least; where whole, every `.grad` is a view of it, and
+                                 autograd accumulates in place (torch.Tensor.grad_dtype)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import prod
 
@@ -19,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from forge.parallel.buffered.communication import Groups, own_part
+from forge import compat
+from forge.parallel.buffered.communication import ProcessGroups, own_part
 from forge.parallel.buffered.layout import Bucket, Slot, slice_boxes
 from forge.parallel.buffered.plan import BufferPlan
 from forge.parallel.fsdp import own_box
@@ -27,8 +26,8 @@ from forge.parallel.mesh import Meshes
 from forge.shard import Box, Kind, Shard
 
 
-class Held:
-    """A parameter of the model in its slot; `gradient` is its `.grad` for good, where gradients are whole."""
+class PlacedParameter:
+    """A parameter of the model that lies in its slot of a buffer; so does `gradient`, where gradients are whole."""
 
     def __init__(self, parameter: nn.Parameter, slot: Slot):
         self.name, self.parameter, self.slot = slot.name, parameter, slot
@@ -37,7 +36,7 @@ class Held:
         self._address = _local(parameter).data_ptr()
 
     def check(self) -> None:
-        """Raises RuntimeError if other memory has been put in the place of the buffer's."""
+        """Raise RuntimeError if the parameter or its gradient has left the buffer."""
         if self.gradient is not None and self.parameter.grad is not self.gradient:
             raise RuntimeError(
                 f"the gradient of {self.name} does not lie in its contiguous buffer any more: something called zero_grad() "
@@ -52,21 +51,27 @@ class Held:
 
 @dataclass(frozen=True)
 class BucketMemory:
-    """Views of one bucket: all of `compute`, of this rank's part `own` and `master`, and `gradient`, all or part."""
+    """Views of one bucket of a buffer.
 
+    compute: the whole bucket; `own` is this rank's part of it. master: this rank's part of the masters. gradient: whole,
+    or what is left of it after the sum over `microbatch_groups`, which in zero2 follows each microbatch.
+    """
+
+    plan: BufferPlan
     bucket: Bucket
     compute: Tensor
     own: Tensor
     master: Tensor
     gradient: Tensor
-    held: tuple[Held, ...]
+    microbatch_groups: ProcessGroups
+    parameters: tuple[PlacedParameter, ...]
 
 
 class Buffer:
-    """Memory for `plan` on `device`, all zeros, and parameters of the model in the place of `originals`.
+    """Memory for `plan` on `device`, all zeros, and new parameters in it for the model's `originals`.
 
-    `sharded_gradients`: there are gradients only of the part that is left of a bucket after the first of the groups
-    that share it. `allocating` is entered around what collectives will read and write.
+    microbatch_groups: groups over which gradients are summed before they are accumulated; only this rank's part is kept.
+    symmetric_memory: allocate what collectives read and write in NCCL's symmetric memory.
     """
 
     def __init__(
@@ -75,47 +80,48 @@ class Buffer:
         originals: dict[str, nn.Parameter],
         device: torch.device,
         *,
-        sharded_gradients: bool,
-        allocating: Callable[[Groups], AbstractContextManager[None]],
+        microbatch_groups: ProcessGroups,
+        symmetric_memory: bool,
     ):
         self.plan = plan
-        self.sharded_gradients = sharded_gradients
-        formats, layout, groups = plan.formats, plan.layout, plan.axes.scatter
-        self.microbatch_groups: Groups = groups[:1] if sharded_gradients else ()
-        """What gradients are summed over before they are added up."""
-        ranks = prod(group.size() for group in self.microbatch_groups)
-        numel = sum(b.numel // ranks for b in layout.buckets) if sharded_gradients else layout.numel
-        with allocating([*groups, *plan.axes.add]):
-            self.compute = torch.zeros(layout.numel, dtype=formats.compute, device=device)
+        self.sharded_gradients = bool(microbatch_groups)
+        formats, groups, buckets = plan.formats, plan.groups, plan.layout.buckets
+        kept = [bucket.numel // prod(group.size() for group in microbatch_groups) for bucket in buckets]
+        numel = sum(kept) if self.sharded_gradients else plan.layout.numel
+        all_groups = [*groups.shard, *groups.replicate]
+        with compat.communication_memory(device, all_groups, symmetric=symmetric_memory):
+            self.compute = torch.zeros(plan.layout.numel, dtype=formats.compute, device=device)
             self.gradients = torch.zeros(numel, dtype=formats.gradient, device=device)
+        compute = [self.compute[bucket.start : bucket.stop] for bucket in buckets]
+        own = masters = [own_part(bucket, groups.shard) for bucket in compute]
+        gradients = [self.gradients[bucket.start : bucket.stop] for bucket in buckets]
+        if self.sharded_gradients:
+            gradients = list(self.gradients.split(kept))
         self.masters = None
         if formats.storage != formats.compute:
-            self.masters = torch.zeros(layout.part_numel, dtype=formats.storage, device=device)
-        self.buckets: list[BucketMemory] = []
-        in_masters = in_gradients = 0
-        for bucket in layout.buckets:
-            kept = bucket.numel // ranks
-            compute = self.compute[bucket.start : bucket.stop]
-            own = own_part(compute, groups)
-            self.buckets.append(
-                BucketMemory(
-                    bucket,
-                    compute,
-                    own,
-                    own if self.masters is None else self.masters[in_masters:][: bucket.part_numel],
-                    self.gradients[in_gradients:][:kept]
-                    if sharded_gradients
-                    else self.gradients[bucket.start : bucket.stop],
-                    tuple(Held(self._place(slot, originals[slot.name]), slot) for slot in bucket.slots),
-                )
+            self.masters = torch.zeros(plan.layout.part_numel, dtype=formats.storage, device=device)
+            masters = list(self.masters.split([bucket.part_numel for bucket in buckets]))
+        views = zip(buckets, compute, own, masters, gradients, strict=True)
+        self.buckets = [
+            BucketMemory(
+                plan=plan,
+                bucket=bucket,
+                compute=whole,
+                own=part,
+                master=master,
+                gradient=gradient,
+                microbatch_groups=microbatch_groups,
+                parameters=tuple(
+                    PlacedParameter(self._place(slot, originals[slot.name]), slot) for slot in bucket.slots
+                ),
             )
-            in_masters += bucket.part_numel
-            in_gradients += kept
+            for bucket, whole, part, master, gradient in views
+        ]
 
     def _place(self, slot: Slot, original: nn.Parameter) -> nn.Parameter:
         shape = local_box(original).sizes
-        # `.data`: else all parameters would share one version counter, and gathering one would spoil autograd's
-        # record of the others.
+        # `.data`: otherwise all parameters would share one version counter, and gathering one bucket would look to
+        # autograd like a change of weights that it has saved for backward.
         data = self.compute[slot.start :][: prod(shape)].view(shape).data
         parameter = nn.Parameter(_like(original, data), requires_grad=original.requires_grad)
         if not self.sharded_gradients:
@@ -124,34 +130,32 @@ class Buffer:
         return parameter
 
     def shards(self, kinds: dict[str, Kind], meshes: Meshes) -> list[Shard]:
-        """What this rank optimises of each parameter: flat slices of masters, with gradients that stay where they are."""
-        pieces = {piece.name: piece for piece in self.plan.layout.pieces(self.plan.axes.part)}
+        """Return this rank's part of each parameter: flat slices of masters, whose gradients are views of the buffer."""
         shards = []
         for memory in self.buckets:
-            gradients = own_part(memory.gradient, self.plan.axes.scatter[len(self.microbatch_groups) :])
-            for held in memory.held:
-                at = start = stop = 0
-                if held.name in pieces:
-                    piece = pieces[held.name]
-                    # A rank of tensor parallelism may have fewer rows than there is place for.
-                    at, start, stop = piece.at, min(piece.start, held.numel), min(piece.stop, held.numel)
+            gradients = own_part(memory.gradient, self.plan.groups.shard[len(memory.microbatch_groups) :])
+            for placed in memory.parameters:
+                start, stop, at = memory.bucket.kept(placed.slot, self.plan.groups.part)
+                # A slot has room for the largest part that tensor parallelism makes; this rank's may be smaller.
+                start, stop = min(start, placed.numel), min(stop, placed.numel)
                 leaf = memory.master[at:][: stop - start].detach()
                 leaf.grad_dtype = None  # any
                 leaf.grad = gradients[at:][: stop - start]
                 shards.append(
                     Shard(
-                        name=held.name,
-                        global_shape=held.parameter.shape,
-                        boxes=_boxes(held.parameter, start, stop),
+                        name=placed.name,
+                        global_shape=placed.parameter.shape,
+                        boxes=_boxes(placed.parameter, start, stop),
                         parameter=leaf,
-                        replicas=self._replicas(held.parameter, meshes),
-                        kind=kinds[held.name],
+                        replicas=self._replicas(placed.parameter, meshes),
+                        kind=kinds[placed.name],
                     )
                 )
         return shards
 
     def _replicas(self, parameter: nn.Parameter, meshes: Meshes) -> dist.ProcessGroup | None:
-        axes = self.plan.axes.copies
+        groups = self.plan.groups
+        axes = groups.replicate_axes if groups.replicate else ()
         if isinstance(parameter, DTensor):
             names = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
             axes += tuple(name for name, placement in names if placement.is_replicate())
@@ -159,14 +163,14 @@ class Buffer:
 
 
 def local_box(parameter: nn.Parameter) -> Box:
-    """What of the parameter the ranks of tensor or expert parallelism leave to this one."""
+    """Return the box of the parameter that tensor or expert parallelism gives to this rank."""
     if isinstance(parameter, DTensor):
         return own_box(parameter)
     return Box((0,) * parameter.ndim, tuple(parameter.shape))
 
 
 def _boxes(parameter: nn.Parameter, start: int, stop: int) -> tuple[Box, ...]:
-    """Elements [start, stop) of this rank's part of the parameter, as boxes of the whole."""
+    """Return elements [start, stop) of this rank's flattened part of the parameter as boxes of the global tensor."""
     local = local_box(parameter)
     return tuple(
         Box(tuple(a + b for a, b in zip(local.offsets, box.offsets, strict=True)), box.sizes)
@@ -179,7 +183,7 @@ def _local(parameter: nn.Parameter) -> Tensor:
 
 
 def _like(original: nn.Parameter, local: Tensor) -> Tensor:
-    """`local` as this rank's part of a tensor that is distributed as `original` is."""
+    """Return `local` as this rank's part of a tensor that is distributed like `original`."""
     if not isinstance(original, DTensor):
         return local
     return DTensor.from_local(

@@ -1,12 +1,13 @@
-"""Collectives on a bucket, one after another, beside the computation.
+"""Collectives on a bucket, in the background of the computation, and the temporary buckets that they send from.
 
 A bucket is cut into parts over one or two groups of ranks, one after the other: the ranks of one copy of the model
-and then, with parallel.shard_optimizer_over = "dp", the copies. `own_part` is the only place that knows the order.
+and then, with parallel.shard_optimizer_over = "dp", the copies. Only `own_part` knows that order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -14,62 +15,98 @@ from torch import Tensor
 
 from forge import compat
 
-Groups = Sequence[dist.ProcessGroup]
+ProcessGroups: TypeAlias = Sequence[dist.ProcessGroup]
 
 
-def own_part(whole: Tensor, groups: Groups) -> Tensor:
-    """The part of `whole` `[n]` that this rank keeps when it is cut over `groups`; a view."""
+def own_part(whole: Tensor, groups: ProcessGroups) -> Tensor:
+    """Return the part of `whole` `[n]` that this rank keeps when it is cut over `groups`; a view."""
     for group in groups:
         whole = whole.view(group.size(), -1)[group.rank()]
     return whole
 
 
-def sum_to_parts(whole: Tensor, scatter: Groups, add: Groups) -> Iterator[dist.Work]:
-    """Sum `whole` over the ranks of all groups into `own_part(whole, scatter)`; what else was in `whole` is lost."""
-    for group in scatter:
+def sum_to_parts(whole: Tensor, shard: ProcessGroups, replicate: ProcessGroups) -> Iterator[dist.Work]:
+    """Sum `whole` over the ranks of all groups into `own_part(whole, shard)`; the rest of `whole` is overwritten."""
+    for group in shard:
         part = own_part(whole, [group])
         yield compat.reduce_scatter_into(part, whole, group)
         whole = part
-    for group in add:
+    for group in replicate:
         yield dist.all_reduce(whole, group=group, async_op=True)
 
 
-def gather_parts(whole: Tensor, groups: Groups) -> Iterator[dist.Work]:
-    """Fill `whole` from every rank's `own_part`."""
-    for number in reversed(range(len(groups))):
-        outer = own_part(whole, groups[:number])
-        yield compat.all_gather_into(outer, own_part(outer, [groups[number]]), groups[number])
+def gather_parts(whole: Tensor, shard: ProcessGroups) -> Iterator[dist.Work]:
+    """Fill `whole` from the `own_part` of every rank."""
+    for number in reversed(range(len(shard))):
+        outer = own_part(whole, shard[:number])
+        yield compat.all_gather_into(outer, own_part(outer, [shard[number]]), shard[number])
 
 
-class Running:
-    """`operations`, of which each begins when the one before it has ended. Collective.
+class AsyncCollectives:
+    """Collectives of which each starts when the one before it has ended.
 
-    On CUDA (`stream` given) all are put on that stream at once, after what the current one has been given so far. On
-    the CPU the first is started; the others have to wait until somebody asks.
+    On CUDA all are enqueued at once on `stream`, behind what the current stream has been given so far. On the CPU (no
+    stream) the first is started; the others wait for `advance` or `finish`.
     """
 
-    def __init__(self, operations: Iterator[dist.Work], stream: torch.cuda.Stream | None):
-        self._operations = operations
+    def __init__(self, collectives: Iterator[dist.Work], stream: torch.cuda.Stream | None):
+        self._collectives = collectives
         self._work: dist.Work | None = None
         self._event: torch.cuda.Event | None = None
         if stream is None:
-            self._work = next(operations, None)
+            self._work = next(collectives, None)
             return
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for work in operations:
+            for work in collectives:
                 work.wait()
             self._event = stream.record_event()
 
     def advance(self) -> None:
-        """Wait for the operation that runs and start the next, on the CPU."""
+        """On the CPU wait for the running collective and start the next."""
         if self._work is not None:
             self._work.wait()
-            self._work = next(self._operations, None)
+            self._work = next(self._collectives, None)
 
     def finish(self) -> None:
-        """What is computed from now on comes after all operations."""
+        """Let all later computation on this device see the results."""
         while self._work is not None:
             self.advance()
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
+
+
+class TemporaryBuckets:
+    """At most two buckets of memory that all buckets of an engine share; `sizes`: the bytes that each of them needs.
+
+    The memory is allocated at the first use, and kept until `free`.
+    """
+
+    def __init__(self, sizes: Collection[int], device: torch.device):
+        self._limit, self._nbytes, self._device = min(2, len(sizes)), max(sizes, default=0), device
+        self._free: list[Tensor] = []
+        self._used: dict[int, Tensor] = {}
+        self.nbytes = self._limit * self._nbytes
+        self.peak = 0
+        """Largest number of buckets that were allocated at once."""
+
+    @property
+    def exhausted(self) -> bool:
+        return len(self._used) == self._limit
+
+    def acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return an uninitialised `[numel]`, to be passed to `release` later."""
+        assert not self.exhausted and numel * dtype.itemsize <= self._nbytes
+        if not self._free:
+            self._free.append(torch.empty(self._nbytes, dtype=torch.uint8, device=self._device))
+        memory = self._free.pop()
+        self._used[memory.data_ptr()] = memory
+        self.peak = max(self.peak, len(self._used) + len(self._free))
+        return memory[: numel * dtype.itemsize].view(dtype)
+
+    def release(self, bucket: Tensor) -> None:
+        self._free.append(self._used.pop(bucket.data_ptr()))
+
+    def free(self) -> None:
+        """Free the memory of released buckets."""
+        self._free.clear()

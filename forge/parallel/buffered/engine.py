@@ -4,17 +4,17 @@
     zero1   each rank optimises its part             one reduce-scatter and one all-gather per bucket and step
     zero2   and keeps gradients of its part only     one reduce-scatter per bucket and microbatch, one all-gather per step
 
-zero2 is zero1 for parameters that a rank shares with no other: all of them, or experts that no two ranks have.
+All three are one code: the groups over which parameters are sharded and replicated (plan.py), and whether gradients are
+summed before or after they are accumulated (reduction.py). With dp_replicate > 1 gradients are summed over the copies of
+the model as well, or sharded over them, too (parallel.shard_optimizer_over = "dp").
 
 The counterpart of Megatron-Core's DistributedDataParallel with its distributed optimizer (Rajbhandari et al., "ZeRO:
-Memory Optimizations Toward Training Trillion Parameter Models", 2020, stages 1 and 2). With dp_replicate > 1 gradients
-are summed over the copies as well, or shared over them too (parallel.shard_optimizer_over = "dp").
+Memory Optimizations Toward Training Trillion Parameter Models", 2020, stages 1 and 2).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -25,13 +25,9 @@ from forge import compat
 from forge.errors import UserError
 from forge.model import Transformer
 from forge.parallel.buffered.buffer import Buffer
-from forge.parallel.buffered.check import GradientCheck
-from forge.parallel.buffered.communication import Groups
-from forge.parallel.buffered.fingerprints import Fingerprints
-from forge.parallel.buffered.gathering import Gathering
+from forge.parallel.buffered.gathering import Fingerprints, Gathering
 from forge.parallel.buffered.plan import plan_buffers
-from forge.parallel.buffered.pool import Pool
-from forge.parallel.buffered.reduction import Entry, InPlace, Reduction, Scattered
+from forge.parallel.buffered.reduction import GradientCheck, Reduction
 from forge.parallel.expert import parameter_kinds
 from forge.parallel.layout import Layout
 from forge.shard import Shard
@@ -47,79 +43,61 @@ class Buffered:
         self._plans = plan_buffers(model, layout)
 
     def allocate(self, device: torch.device) -> None:
-        """Memory for the buffers, into which the model's parameters now point; and the hooks."""
+        """Allocate the buffers, let the model's parameters be views of them, and register the hooks."""
         model, parallel = self._model, self._layout.parallel
-        names = {name: parameter for name, parameter in model.named_parameters()}
-        kinds = {name: parameter_kinds(model).get(parameter, "dense") for name, parameter in names.items()}
         if parallel.symmetric_memory and device.type != "cuda":
             raise UserError("parallel.symmetric_memory = true needs CUDA cards; use false")
 
-        def allocating(groups: Groups) -> Any:
-            return compat.communication_memory(device, groups, symmetric=parallel.symmetric_memory)
-
+        # Parameters that are views of buffers take the place of those on the meta device.
+        originals = dict(model.named_parameters())
+        kinds = {name: parameter_kinds(model).get(p, "dense") for name, p in originals.items()}
+        # zero2 sums each microbatch over the ranks of one copy. Parameters that no other rank shares, all of them or the
+        # experts, have no such group; their gradients stay whole, as in zero1, and are not copied for nothing.
+        first = 1 if parallel.data_parallel == "zero2" else 0
         self.buffers = [
             Buffer(
                 plan,
-                names,
+                originals,
                 device,
-                # With nobody to share with they would be copied for nothing.
-                sharded_gradients=parallel.data_parallel == "zero2" and bool(plan.axes.scatter),
-                allocating=allocating,
+                microbatch_groups=plan.groups.shard[:first],
+                symmetric_memory=parallel.symmetric_memory,
             )
             for plan in self._plans
         ]
-        placed = {held.name: held.parameter for b in self.buffers for m in b.buckets for held in m.held}
-        _replace_parameters(model, {names[name]: parameter for name, parameter in placed.items()})
+        buckets = [memory for buffer in self.buffers for memory in buffer.buckets]
+        placed = {placed.name: placed.parameter for memory in buckets for placed in memory.parameters}
+        _replace_parameters(model, {originals[name]: parameter for name, parameter in placed.items()})
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, torch.empty_like(buffer, device=device))
         _forbid_moving(model)
+        shards = {s.name: s for buffer in self.buffers for s in buffer.shards(kinds, self._layout.meshes)}
+        self.shards = [shards[name] for name in originals]
 
-        self._fingerprints = Fingerprints(self.buffers)
-        order = {name: place for place, name in enumerate(names)}
-        shards = {s.name: s for b in self.buffers for s in b.shards(kinds, self._layout.meshes)}
-        self.shards = [shards[name] for name in names]
-        # Backward is done with a bucket when it is done with the parameter that forward needs first.
-        entries: list[Entry] = [
-            Scattered(buffer, memory) if buffer.sharded_gradients else InPlace(buffer, memory)
-            for buffer in self.buffers
-            for memory in buffer.buckets
-        ]
-        entries.sort(key=lambda entry: -min(order[held.name] for held in entry.memory.held))
+        # Backward is done with a bucket when it is done with the parameter in it that forward needs first. So that is the
+        # order in which buckets of all buffers are reduced, and in reverse the order in which they are gathered.
+        order = {name: place for place, name in enumerate(originals)}
+        buckets.sort(key=lambda memory: -min(order[placed.name] for placed in memory.parameters))
         stream = compat.side_stream(device)
-        self._reduction = self._make_reduction(entries, device, stream)
+        check = None if parallel.check_gradients == "none" else GradientCheck(parallel.check_gradients)
+        self._reduction = Reduction(
+            buckets, device, overlap=parallel.overlap_gradients, stream=stream, check=check
+        )
         self._gathering = Gathering(
-            [(entry.memory, entry.buffer.plan.axes) for entry in reversed(entries)],
+            buckets[::-1],
             _needs(model, {parameter: name for name, parameter in placed.items()}),
             prefetch=parallel.prefetch,
             overlap=parallel.overlap_parameters,
             stream=stream,
         )
-
-    def _make_reduction(
-        self, entries: list[Entry], device: torch.device, stream: torch.cuda.Stream | None
-    ) -> Reduction:
-        parallel = self._layout.parallel
-        self.pool = Pool([entry.borrowed_nbytes for entry in entries if entry.borrowed_nbytes], device)
-        check = None if parallel.check_gradients == "none" else GradientCheck(parallel.check_gradients)
-        return Reduction(entries, self.pool, overlap=parallel.overlap_gradients, stream=stream, check=check)
+        self._fingerprints = Fingerprints(self.buffers)
 
     def begin_microbatch(self, *, last: bool) -> None:
-        """Raises RuntimeError if gradients of an earlier step have not been zeroed."""
+        """Raise RuntimeError if gradients of an earlier step have not been zeroed."""
         self._reduction.begin(last=last)
 
     def take_weight_gradients(self, *, last: bool) -> None:
-        """They are where backward would have put them, and are sent with what no hook reports."""
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Forward and backward passes inside add up gradients (zero2 reduces each); the one after is the step's last."""
-        hook = self._model.register_forward_pre_hook(lambda *_: self.begin_microbatch(last=False))
-        try:
-            yield
-        finally:
-            hook.remove()
-        self.begin_microbatch(last=True)
+        """Nothing to do: they lie where backward puts them, and are sent with what no hook reports."""
 
     def start_gradient_sync(self) -> None:
         """Launch the reduction of every bucket that backward has not launched."""
@@ -130,69 +108,50 @@ class Buffered:
         if self._layout.check_replicas:
             self._fingerprints.add()
 
-    def scale_gradients(self, factor: float | Tensor) -> None:
-        """Multiply what has been added up so far, on this rank."""
-        for buffer in self.buffers:
-            buffer.gradients.mul_(factor)
-
     def zero_gradients(self) -> None:
         for buffer in self.buffers:
             buffer.gradients.zero_()
         self._reduction.forget()
 
     def after_update(self) -> None:
-        self._gathering.follow()
-
-    def start_parameter_sync(self) -> None:
-        """Launch the gathering of every bucket that does not follow its masters yet."""
-        self._gathering.start()
+        self._gathering.after_update()
 
     def finish_parameter_sync(self) -> None:
-        """The model computes with what its shards hold, in every parameter."""
+        """Let every parameter of the model be what the shards hold."""
         self._gathering.finish()
 
-    def disable_forward_pre_hooks(self) -> None:
-        """Gather now, and from now on in `after_update`: for whoever calls parts of the model without their hooks."""
-        self._gathering.disable_hooks()
-
-    def enable_forward_pre_hooks(self) -> None:
-        """Gather beside forward again, as from the start."""
-        self._gathering.enable_hooks()
-
     def replicated_tensors(self) -> Iterator[tuple[str, Tensor, dist.ProcessGroup]]:
-        """Fingerprints of what several ranks have computed with alike since this was last asked, and will next.
+        """Yield fingerprints of the weights used since the last call and of those to be used next.
 
-        Name, an integer, and the ranks on which it should be the same.
+        (name, an integer, ranks on which it must be the same).
         """
         self.finish_parameter_sync()
         self._fingerprints.add()
         return self._fingerprints.take()
 
     def memory(self) -> dict[str, int]:
-        """Bytes on this rank. `buckets`: the temporary ones, which are there during backward only."""
+        """Return bytes on this rank. `buckets`: temporary ones, which are allocated during backward only."""
         return {
             "parameters": sum(buffer.compute.nbytes for buffer in self.buffers),
             "masters": sum(buffer.masters.nbytes for buffer in self.buffers if buffer.masters is not None),
             "gradients": sum(buffer.gradients.nbytes for buffer in self.buffers),
-            "buckets": self.pool.nbytes,
+            "buckets": self._reduction.temporary.nbytes,
         }
 
     def accumulation_memory_summary(self) -> str:
         whole = sum(buffer.gradients.nbytes for buffer in self.buffers if not buffer.sharded_gradients)
-        sharded = any(buffer.sharded_gradients for buffer in self.buffers)
-        if not sharded:
+        if not any(buffer.sharded_gradients for buffer in self.buffers):
             return f"gradients are reduced once per step: every rank holds {whole / 2**20:.1f} MiB of them"
         but = f", but for {whole / 2**20:.1f} MiB of parameters that no other rank shares" if whole else ""
         return f"each microbatch's gradient is reduced at once and held sharded{but}"
 
 
 def _needs(model: Transformer, names: dict[nn.Parameter, str]) -> Iterator[tuple[nn.Module, list[str]]]:
-    """Modules of the model in the order of forward, and the parameters that each needs."""
+    """Yield the model's modules in the order of forward, each with the parameters that must be there before it runs."""
     parts = [model.embedding, *model.layers.values(), model.norm, model.head]
     needs = [(part, [names[p] for p in part.parameters()]) for part in parts if part is not None]
     of_parts = {name for _, own in needs for name in own}
-    # A tied embedding is the head, too, and that is not called as a module; where another stage embeds it is not called
-    # at all.
+    # A tied embedding is also the head, which is not called as a module, so a hook on the model itself waits for it.
     tied = {"embedding.weight"} if model.config.tie_embeddings else set()
     yield model, [name for name in names.values() if name not in of_parts or name in tied]
     yield from needs
@@ -205,7 +164,7 @@ def _replace_parameters(model: nn.Module, new: dict[nn.Parameter, nn.Parameter])
 
 
 def _forbid_moving(model: nn.Module) -> None:
-    """Whatever would put other memory in the place of the buffers, or write past the masters, is an error."""
+    """Make it an error to move parameters out of the buffers, or to load values past the masters."""
 
     def move(*_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(

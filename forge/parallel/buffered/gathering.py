@@ -1,34 +1,34 @@
-"""What the model computes with follows the masters, bucket by bucket, while the next forward begins.
+"""The weights that the model computes with follow the masters, bucket by bucket, while the next forward runs.
 
-A hook in front of every part of the model waits for the buckets that the part needs, and launches the ones behind them,
-in the order of forward. So a forward of any kind, of training, evaluation or generation, sees new parameters.
+A hook before each part of the model waits for the buckets that the part needs and launches the next ones, in the
+order of forward. So any forward, of training, evaluation or generation, computes with the parameters of the last update.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor, nn
 
-from forge.parallel.buffered.buffer import BucketMemory
-from forge.parallel.buffered.communication import Running, gather_parts
-from forge.parallel.buffered.plan import Axes
+from forge.parallel.buffered.buffer import BucketMemory, Buffer
+from forge.parallel.buffered.communication import AsyncCollectives, gather_parts
+from forge.parallel.buffered.layout import PART_ALIGNMENT, round_up
 
 
 class Gathering:
-    """Of `buckets`, in the order of forward. `needs`: the modules of the model, in front of each of which a hook waits for
-    the buckets of these parameters. `prefetch`: how many buckets are on their way behind the one that is waited for.
+    """Gathers `buckets`, which are in the order of forward.
 
-    `overlap`: else all is gathered as soon as masters have changed, and waited for.
+    needs: modules of the model, each with the names of the parameters that must be there before its forward.
+    prefetch: how many buckets to launch ahead of the one that is waited for. overlap: gather during forward; otherwise
+    gather everything as soon as the masters have changed, and wait for it.
     """
 
     def __init__(
         self,
-        buckets: Sequence[tuple[BucketMemory, Axes]],
+        buckets: Sequence[BucketMemory],
         needs: Iterable[tuple[nn.Module, Iterable[str]]],
         *,
         prefetch: int,
@@ -37,84 +37,102 @@ class Gathering:
     ):
         self._buckets, self._stream = buckets, stream
         self._prefetch, self._overlap = prefetch, overlap
-        number = {held.name: n for n, (memory, _) in enumerate(buckets) for held in memory.held}
-        self._last = [(module, max((number[name] for name in names), default=-1)) for module, names in needs]
-        # Between steps others may write into masters, as when a checkpoint is loaded: buckets that are masters themselves
-        # must not be on their way then. Gloo puts back what it has read.
-        written = (
-            n for n, (memory, axes) in enumerate(buckets) if axes.scatter and memory.master is memory.own
-        )
-        self._ahead = min(prefetch, next(written, len(buckets)) - 1)
-        self._hooks: list[RemovableHandle] = []
-        self._running: list[Running] = []
+        # Of these numbers of buckets: launched, len(self._launched); arrived, self._arrived.
+        self._launched: list[AsyncCollectives] = []
         self._arrived = 0
         self._changed, self._begun = True, False
-        self.enable_hooks()
+        # Between steps a checkpoint may be loaded into masters. Where a bucket's master is its part of `compute`, a gather
+        # in flight would overwrite that (gloo writes back what it has read), so it must wait for the next forward.
+        in_place = [bool(m.plan.groups.shard) and m.master is m.own for m in buckets]
+        self._ahead = min(prefetch, in_place.index(True) - 1 if True in in_place else len(buckets) - 1)
 
-    def enable_hooks(self) -> None:
-        """Gather while forward goes on, from the next change of the masters."""
-        if not self._hooks:
-            self._hooks = [
-                module.register_forward_pre_hook(functools.partial(self._before, last))
-                for module, last in self._last
-                if last >= 0
-            ]
+        number = {placed.name: n for n, memory in enumerate(buckets) for placed in memory.parameters}
+        for module, names in needs:
+            last = max((number[name] for name in names), default=-1)
+            if last >= 0:
+                module.register_forward_pre_hook(functools.partial(self._before_forward, last))
 
-    def disable_hooks(self) -> None:
-        """Gather all that is outstanding, now, and from now on whenever masters have changed."""
-        self.finish()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
-    def follow(self) -> None:
-        """Masters have changed."""
-        self._wait_for(len(self._running) - 1)  # what is on its way still reads from them
+    def after_update(self) -> None:
+        """Note that the masters have changed, and launch the first gathers."""
+        self._wait_for(len(self._launched) - 1)  # gathers in flight still read the old values
         self._changed = True
         if not self._begun:
             return  # other values may be loaded before the first forward
-        if self._overlap and self._hooks:
-            self._start()
+        if self._overlap:
+            self._restart()
             self._launch_up_to(self._ahead)
         else:
             self.finish()
 
-    def start(self) -> None:
-        """Launch the gathering of all buckets that is outstanding, without waiting."""
-        if self._changed:
-            self._start()
-        self._launch_up_to(len(self._buckets) - 1)
-
     def finish(self) -> None:
-        """Every parameter is what the masters are."""
-        self.start()
-        self._wait_for(len(self._buckets) - 1)
+        """Gather all buckets and wait: every parameter of the model then equals its masters."""
+        self._gather(len(self._buckets) - 1, len(self._buckets) - 1)
 
-    def _before(self, last: int, _module: nn.Module, _inputs: object) -> None:
-        if self._arrived > last and not self._changed:
-            return
+    def _before_forward(self, last: int, _module: nn.Module, _inputs: object) -> None:
+        """Wait for all buckets up to number `last`, having launched those that come next."""
+        self._gather(last, last + self._prefetch if self._overlap else len(self._buckets) - 1)
+
+    def _gather(self, wait_for: int, launch: int) -> None:
         if self._changed:
-            self._start()
-        self._launch_up_to(last + self._prefetch if self._overlap else len(self._buckets) - 1)
-        self._wait_for(last)
+            self._restart()
+        elif self._arrived > wait_for:
+            return
+        self._launch_up_to(launch)
+        self._wait_for(wait_for)
 
-    def _start(self) -> None:
-        """Masters into this rank's part of every bucket; at first also from the first copy to all, to be sure."""
+    def _restart(self) -> None:
+        """Copy masters into this rank's part of every bucket; all gathers are to be launched again."""
         if not self._begun:
-            for memory, axes in self._buckets:
-                for group in axes.add:
+            # Ranks that hold copies of a part begin with those of the first.
+            for memory in self._buckets:
+                for group in memory.plan.groups.replicate:
                     dist.broadcast(memory.master, group=group, group_src=0)
         self._begun = True
-        apart = [memory for memory, _ in self._buckets if memory.master is not memory.own]
-        for memory in apart:
-            memory.own.copy_(memory.master)
-        self._running, self._arrived, self._changed = [], 0, False
+        for memory in self._buckets:
+            if memory.master is not memory.own:
+                memory.own.copy_(memory.master)
+        self._launched, self._arrived, self._changed = [], 0, False
 
     def _launch_up_to(self, last: int) -> None:
-        for memory, axes in self._buckets[len(self._running) : last + 1]:
-            self._running.append(Running(gather_parts(memory.compute, axes.scatter), self._stream))
+        for memory in self._buckets[len(self._launched) : last + 1]:
+            gather = gather_parts(memory.compute, memory.plan.groups.shard)
+            self._launched.append(AsyncCollectives(gather, self._stream))
 
     def _wait_for(self, last: int) -> None:
-        for running in self._running[self._arrived : last + 1]:
-            running.finish()
+        for collectives in self._launched[self._arrived : last + 1]:
+            collectives.finish()
         self._arrived = max(self._arrived, last + 1)
+
+
+class Fingerprints:
+    """Check that ranks have computed with the same weights: a sum of the bits of each, taken in every step.
+
+    Gathering heals: a bit that flips in one rank's weights spoils the gradients of one step, and is gone when copies are
+    compared before a save. So each step adds the bits of the weights that it used, in one pass over them.
+    """
+
+    # Odd, so that multiplying by it modulo 2^64 loses nothing (the multiplier of Knuth's MMIX generator).
+    MULTIPLIER = 6364136223846793005
+
+    def __init__(self, buffers: Sequence[Buffer]):
+        self._weights: list[tuple[str, Tensor, dist.ProcessGroup]] = []
+        for buffer in buffers:
+            group = buffer.plan.groups.same_weights
+            for slot in buffer.plan.layout.slots.values() if group.size() > 1 else ():
+                # Including the zeros behind it, which fill its last word of 64 bits.
+                values = buffer.compute[slot.start :][: round_up(slot.stop - slot.start, PART_ALIGNMENT)]
+                self._weights.append((slot.name, values.view(torch.int64), group))
+        self._sums: Tensor | int = 0
+
+    def add(self) -> None:
+        """Add the weights as they are now. Does not wait for the device."""
+        if self._weights:
+            sums = torch.stack([words.sum() for _, words, _ in self._weights])
+            self._sums = self._sums * self.MULTIPLIER + sums
+
+    def take(self) -> Iterator[tuple[str, Tensor, dist.ProcessGroup]]:
+        """Yield (name, fingerprint since the last `take`, ranks that should have the same one)."""
+        sums, self._sums = self._sums, 0
+        for number, (name, _, group) in enumerate(self._weights):
+            assert isinstance(sums, Tensor), "nothing was added"
+            yield f"weights.{name}", sums[number], group

@@ -4,8 +4,8 @@
              | slot a        | slot b   | slot c  |..| slot d     | slot e  |..|       .. padding
     ranks    | rank 0      | rank 1      | rank 2    | rank 0 | rank 1 | rank 2 |
 
-A slot is where one parameter lies. A bucket is sent in one collective and cut into equal parts, one for each rank, at
-whatever element of whatever parameter that is. So padding is a few elements per bucket; nothing is padded to rows.
+A slot holds one parameter. A bucket is sent in one collective and cut into equal parts, one per rank, at any element of
+any parameter. So padding is a few elements per bucket; nothing is padded to rows.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from math import prod
 
 from forge.shard import Box
 
-# Elements. Parameters begin at multiples of 64, so that every kernel may load them in its widest words; parts of ranks
-# at multiples of 8, 16 bytes of bfloat16, the widest words of NCCL.
+# In elements. Parameters begin at multiples of 64, so that kernels may use their widest loads; parts of ranks at
+# multiples of 8, which are 16 bytes of bfloat16, the widest loads of NCCL.
 SLOT_ALIGNMENT = 64
 PART_ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
 class Item:
-    """A parameter to be laid out; one that is `alone` shares its bucket with no other."""
+    """A parameter to lay out; one that is `alone` gets a bucket of its own."""
 
     name: str
     numel: int
@@ -58,15 +58,13 @@ class Bucket:
     def stop(self) -> int:
         return self.start + self.numel
 
-
-@dataclass(frozen=True)
-class Piece:
-    """What one rank keeps of one parameter: elements [start, stop) of it, flattened, from element `at` of its part on."""
-
-    name: str
-    start: int
-    stop: int
-    at: int
+    def kept(self, slot: Slot, part: int) -> tuple[int, int, int]:
+        """Return (start, stop, at): the rank with number `part` keeps elements [start, stop) of the flattened parameter in
+        `slot`, from element `at` of its part of the bucket on; (0, 0, 0) if it keeps none of them.
+        """
+        begin = self.start + part * self.part_numel
+        start, stop = max(slot.start, begin), min(slot.stop, begin + self.part_numel)
+        return (start - slot.start, stop - slot.start, start - begin) if start < stop else (0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -82,25 +80,16 @@ class BufferLayout:
 
     @property
     def part_numel(self) -> int:
-        """Elements that one rank keeps of all buckets together."""
+        """Number of elements that one rank keeps of all buckets together."""
         return sum(bucket.part_numel for bucket in self.buckets)
 
     @cached_property
     def slots(self) -> dict[str, Slot]:
         return {slot.name: slot for bucket in self.buckets for slot in bucket.slots}
 
-    def pieces(self, part: int) -> Iterator[Piece]:
-        """What the rank that keeps part number `part` holds, in the order of the buffer; nothing of some parameters."""
-        for bucket in self.buckets:
-            begin = bucket.start + part * bucket.part_numel
-            for slot in bucket.slots:
-                start, stop = max(slot.start, begin), min(slot.stop, begin + bucket.part_numel)
-                if start < stop:
-                    yield Piece(slot.name, start - slot.start, stop - slot.start, start - begin)
-
 
 def lay_out(items: Sequence[Item], *, parts: int, bucket_numel: int) -> BufferLayout:
-    """The layout of `items` in their order. A bucket is closed once it holds `bucket_numel` elements; 0: one for all."""
+    """Lay out `items` in their order. A bucket is closed once it holds `bucket_numel` elements; 0: one bucket for all."""
     buckets: list[Bucket] = []
     start = 0
     for group in _divide(items, bucket_numel):
@@ -116,7 +105,7 @@ def lay_out(items: Sequence[Item], *, parts: int, bucket_numel: int) -> BufferLa
 
 
 def default_bucket_numel(ranks: int) -> int:
-    """Elements of a bucket that keeps a network of `ranks` busy: a ring has to be long enough for its latency.
+    """Return the size of a bucket in elements that hides the latency of a ring of `ranks`.
 
     Megatron-Core's rule (DistributedDataParallelConfig.bucket_size).
     """
@@ -124,9 +113,9 @@ def default_bucket_numel(ranks: int) -> int:
 
 
 def slice_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """The boxes of elements [start, stop) of a row-major tensor of `shape`, in that order: at most 2 * ndim - 1.
+    """Yield the boxes of elements [start, stop) of a row-major tensor of `shape`, in that order: at most 2 * ndim - 1.
 
-    Whole rows are one box; what is left before and after them is a slice of one row each, whose boxes are found alike.
+    Whole rows are one box; what is left before and after them is a slice of one row each, cut the same way.
     """
     if start >= stop:
         return
@@ -165,5 +154,5 @@ def _divide(items: Sequence[Item], bucket_numel: int) -> Iterator[list[Item]]:
 
 
 def round_up(number: int, unit: int) -> int:
-    """The next multiple of `unit`."""
+    """Return the next multiple of `unit`."""
     return -(-number // unit) * unit

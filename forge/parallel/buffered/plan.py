@@ -19,35 +19,36 @@ from forge.parallel.units import plan_units
 
 
 @dataclass(frozen=True)
-class Axes:
-    """Groups of more than one rank, for parameters of one kind.
+class Groups:
+    """Groups of more than one rank that train the same parameters, dense ones or experts.
 
-    scatter: share gradients and optimizer state, one group after the other. add: hold copies of them.
-    copies: the mesh axes of `add`. alike: all ranks that compute with the same values, perhaps only this one.
+    shard: each rank keeps a part of gradients and optimizer state, cut over one group after the other. replicate: ranks
+    hold copies of these parts; replicate_axes: the mesh axes of these groups. same_weights: all ranks that compute with
+    the same values, perhaps only this one.
     """
 
-    scatter: tuple[dist.ProcessGroup, ...]
-    add: tuple[dist.ProcessGroup, ...]
-    copies: tuple[str, ...]
-    alike: dist.ProcessGroup
+    shard: tuple[dist.ProcessGroup, ...]
+    replicate: tuple[dist.ProcessGroup, ...]
+    replicate_axes: tuple[str, ...]
+    same_weights: dist.ProcessGroup
 
     @property
     def parts(self) -> int:
-        return prod(group.size() for group in self.scatter)
+        return prod(group.size() for group in self.shard)
 
     @property
     def part(self) -> int:
-        """Which of the parts is this rank's."""
+        """Number of this rank's part."""
         part = 0
-        for group in self.scatter:
+        for group in self.shard:
             part = part * group.size() + group.rank()
         return part
 
 
 @dataclass(frozen=True)
 class Formats:
-    """compute: what the model computes with. storage: what the optimizer updates. gradient: in which gradients add up
-    over microbatches. reduce: in which they travel."""
+    """Dtypes. compute: of the model's weights. storage: of the masters. gradient: of gradients accumulated over
+    microbatches. reduce: of gradients in collectives."""
 
     compute: torch.dtype
     storage: torch.dtype
@@ -57,20 +58,21 @@ class Formats:
 
 @dataclass(frozen=True)
 class BufferPlan:
-    """One buffer; in its layout the parameter that forward needs last comes first, as backward is done with it first."""
+    """One buffer. Its layout begins with the parameter that forward needs last, as backward finishes that one first."""
 
     formats: Formats
-    axes: Axes
+    groups: Groups
     layout: BufferLayout
 
     @property
-    def narrowed(self) -> bool:
-        """Whether gradients travel in another format than they are added up in."""
-        return self.formats.reduce != self.formats.gradient and bool(self.axes.scatter or self.axes.add)
+    def casts_gradients(self) -> bool:
+        """Whether gradients are reduced in another dtype than they are accumulated in."""
+        sent = bool(self.groups.shard or self.groups.replicate)
+        return sent and self.formats.reduce != self.formats.gradient
 
 
 def plan_buffers(model: Transformer, layout: Layout) -> list[BufferPlan]:
-    """The buffers of `model` (on the meta device).
+    """Plan the buffers of `model` (on the meta device).
 
     Raises UserError if precision.fp32_modules cannot be followed.
     """
@@ -80,36 +82,33 @@ def plan_buffers(model: Transformer, layout: Layout) -> list[BufferPlan]:
     for name, parameter in reversed(list(model.named_parameters())):
         expert = kinds.get(parameter) == "expert"
         key = _formats_of(parameter, dtypes[parameter], layout), expert
-        # Both ends of the model use it. On its own it is cut alike wherever else it lies.
+        # Both ends of a pipeline may hold it. In a bucket of its own it is cut the same way on both.
         alone = model.config.tie_embeddings and name == "embedding.weight"
         members.setdefault(key, []).append(Item(name, _slot_numel(parameter), alone))
     plans = []
     for (formats, expert), items in members.items():
-        axes = _axes_of(layout, expert=expert)
+        groups = _groups_of(layout, expert=expert)
         chosen = layout.parallel.bucket_size
         numel = default_bucket_numel(layout.meshes.loss.size()) if chosen == "auto" else chosen
-        plans.append(BufferPlan(formats, axes, lay_out(items, parts=axes.parts, bucket_numel=numel)))
+        plans.append(BufferPlan(formats, groups, lay_out(items, parts=groups.parts, bucket_numel=numel)))
     return plans
 
 
-def _axes_of(layout: Layout, *, expert: bool) -> Axes:
-    """ddp: all data ranks hold copies. zero1, zero2: the ranks of one copy share, or those of all copies."""
+def _groups_of(layout: Layout, *, expert: bool) -> Groups:
+    """ddp: all data ranks hold copies. zero1, zero2: the ranks of one copy of the model shard, or those of all copies."""
     parallel, meshes = layout.parallel, layout.meshes
-    shard = "ep_shard" if expert else "dp_shard_cp"
-    mesh = meshes.fsdp_experts if expert else meshes.fsdp
-    share, replicate = mesh.get_group(shard), meshes.copies[("dp_replicate",)]
-    alike = meshes.copies[("dp_replicate", shard)]
+    axis = "ep_shard" if expert else "dp_shard_cp"
+    one_copy = (meshes.fsdp_experts if expert else meshes.fsdp).get_group(axis)
+    copies, everyone = meshes.copies[("dp_replicate",)], meshes.copies[("dp_replicate", axis)]
     if parallel.data_parallel == "ddp":
-        add = _several(alike)
-        return Axes((), add, ("dp_replicate", shard) if add else (), alike)
+        return Groups((), _several(everyone), ("dp_replicate", axis), everyone)
     if parallel.shard_optimizer_over == "dp":
-        return Axes(_several(share, replicate), (), (), alike)
-    add = _several(replicate)
-    return Axes(_several(share), add, ("dp_replicate",) if add else (), alike)
+        return Groups(_several(one_copy, copies), (), (), everyone)
+    return Groups(_several(one_copy), _several(copies), ("dp_replicate",), everyone)
 
 
 def _formats_of(parameter: nn.Parameter, compute: torch.dtype, layout: Layout) -> Formats:
-    """Gradients add up in promote(float32, compute) at least, and travel in `precision.reduce`."""
+    """Gradients are accumulated in promote(float32, compute) at least, and reduced in `precision.reduce`."""
     reduce = layout.reduce
     if compute != layout.compute:  # pinned
         reduce = torch.promote_types(reduce, compute)
@@ -117,9 +116,9 @@ def _formats_of(parameter: nn.Parameter, compute: torch.dtype, layout: Layout) -
 
 
 def _slot_numel(parameter: nn.Parameter) -> int:
-    """Elements of the parameter on the rank that has most of it, so that layouts are the same on all.
+    """Return the elements of the parameter on the rank that has most of it, so that all ranks have the same layout.
 
-    Only so do ranks of tensor parallelism keep the same elements of a parameter that is whole on each of them.
+    Otherwise ranks of tensor parallelism would keep different elements of a parameter that each of them holds whole.
     """
     sizes = list(parameter.shape)
     if isinstance(parameter, DTensor):

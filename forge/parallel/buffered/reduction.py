@@ -1,13 +1,16 @@
-"""Gradients become sums over ranks, bucket by bucket, while backward goes on.
+"""Gradients are summed over ranks, bucket by bucket, while backward runs.
 
-A hook on every parameter tells when its gradient is there. A bucket is launched when all of its gradients are, and when
-every bucket before it has been launched: so the order of collectives is the same on all ranks, whatever backward
-does. What no hook reported (an unused parameter, weight gradients that a pipeline schedule computes by themselves) is
-launched at the end.
+A hook on every parameter reports its gradient. A bucket is launched once all of its gradients have arrived and all buckets
+before it have been launched: so collectives have the same order on all ranks, in whatever order backward makes
+gradients. Gradients that no hook reports (an unused parameter, weight gradients that a pipeline schedule computes by
+themselves) are picked up when the remaining buckets are launched, after backward.
 
-ddp and zero1 add up gradients of all microbatches in the buffer and reduce it in the last backward. zero2 copies each
-gradient into one of two temporary buckets, reduces that in every microbatch, and adds up what this rank keeps; what no
-other rank shares lies as in zero1.
+There are two ways for a bucket:
+
+    in place   (ddp, zero1)  autograd accumulates all microbatches in the buffer, which is reduced in the last backward; by
+                             way of a temporary bucket where precision.reduce is another dtype
+    collected  (zero2)       each microbatch's gradients are copied into a temporary bucket and reduced; this rank's part
+                             of the sum is added to what it keeps
 """
 
 from __future__ import annotations
@@ -15,160 +18,126 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Iterator, Sequence
+from math import isfinite
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from forge.parallel.buffered.buffer import BucketMemory, Buffer, Held
-from forge.parallel.buffered.check import GradientCheck
-from forge.parallel.buffered.communication import Running, own_part, sum_to_parts
-from forge.parallel.buffered.pool import Pool
+from forge.errors import FAILED, UserError
+from forge.parallel.buffered.buffer import BucketMemory, PlacedParameter
+from forge.parallel.buffered.communication import (
+    AsyncCollectives,
+    TemporaryBuckets,
+    own_part,
+    sum_to_parts,
+)
 
 
-class Entry:
-    """A bucket on its way through one backward. Whether it is summed in every microbatch is the subclass's."""
+class BucketGradients:
+    """The gradients of one bucket during one backward."""
 
-    each_microbatch: bool
-
-    def __init__(self, buffer: Buffer, memory: BucketMemory):
-        self.buffer, self.memory = buffer, memory
-        self.expected = sum(held.parameter.requires_grad for held in memory.held)
-        self.arrived: set[str] = set()
-        self.launched = False
+    def __init__(self, memory: BucketMemory):
+        self.memory = memory
+        self.collected = bool(memory.microbatch_groups)
+        self.expected = sum(placed.parameter.requires_grad for placed in memory.parameters)
+        self.temporary_numel = memory.bucket.numel if self.collected or memory.plan.casts_gradients else 0
         self.temporary: Tensor | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        self.arrived: set[str] = set()
+        self._copied: set[str] = set()
+        self.launched = False
 
     @property
     def complete(self) -> bool:
         return len(self.arrived) == self.expected
 
-    @property
-    def borrowed_numel(self) -> int:
-        """Elements of the temporary bucket that it needs, in the format in which gradients travel."""
-        raise NotImplementedError
+    def arrive(self, placed: PlacedParameter) -> None:
+        """Note that backward has made the gradient, and collect it if there is a place for it already."""
+        self.arrived.add(placed.name)
+        if self.collected and self.temporary is not None:
+            self._collect(placed)
 
-    @property
-    def borrowed_nbytes(self) -> int:
-        return self.borrowed_numel * self.buffer.plan.formats.reduce.itemsize
+    def collect_rest(self) -> None:
+        """Before the launch: collect gradients that had no place before or that no hook reported; zeros for missing ones."""
+        if self.collected:
+            for placed in self.memory.parameters:
+                if placed.parameter.grad is not None:
+                    self._collect(placed)
+                elif placed.name not in self._copied:
+                    self.sent(placed).zero_()
 
-    def begin(self) -> None:
-        self.arrived.clear()
-        self.launched = False
+    def sent(self, placed: PlacedParameter) -> Tensor:
+        """Return the place of the parameter's gradient in the bucket that ranks sum, flat."""
+        bucket = self.temporary if self.collected else self.memory.gradient
+        assert bucket is not None
+        return bucket[placed.slot.start - self.memory.bucket.start :][: placed.numel]
 
-    def take(self, held: Held) -> None:
-        """Backward has put the microbatch's gradient into the parameter's `.grad`, or added it to what was there."""
+    def collectives(self, *, last: bool) -> Iterator[dist.Work]:
+        """Sum the bucket over ranks; `last`: in the step's last backward."""
+        groups, kept, temporary = self.memory.plan.groups, self.memory.gradient, self.temporary
+        if temporary is None:
+            yield from sum_to_parts(kept, groups.shard, groups.replicate)
+        elif self.collected:
+            first = self.memory.microbatch_groups
+            yield from sum_to_parts(temporary, first, ())
+            kept.add_(own_part(temporary, first))
+            if last:  # over the copies of the model once per step
+                yield from sum_to_parts(kept, groups.shard[len(first) :], groups.replicate)
+        else:
+            temporary.copy_(kept)
+            yield from sum_to_parts(temporary, groups.shard, groups.replicate)
+            own_part(kept, groups.shard).copy_(own_part(temporary, groups.shard))
 
-    def sent(self, held: Held) -> Tensor:
-        """The gradient of one parameter as it will be sent, flat."""
-        raise NotImplementedError
-
-    def operations(self, *, last: bool) -> Iterator[dist.Work]:
-        """What sums the bucket, whatever of it has arrived; `last`: for good."""
-        raise NotImplementedError
-
-    def _part(self, bucket: Tensor, held: Held) -> Tensor:
-        """Where the parameter lies in `bucket`, flat."""
-        return bucket[held.slot.start - self.memory.bucket.start :][: held.numel]
-
-
-class InPlace(Entry):
-    """Gradients of all microbatches add up in the buffer, which is reduced in the last backward."""
-
-    each_microbatch = False
-
-    @property
-    def borrowed_numel(self) -> int:
-        return self.memory.bucket.numel if self.buffer.plan.narrowed else 0
-
-    def sent(self, held: Held) -> Tensor:
-        return self._part(self.memory.gradient, held)
-
-    def operations(self, *, last: bool) -> Iterator[dist.Work]:
-        axes = self.buffer.plan.axes
-        if self.temporary is None:
-            return sum_to_parts(self.memory.gradient, axes.scatter, axes.add)
-        return self._cast(self.temporary)
-
-    def _cast(self, sent: Tensor) -> Iterator[dist.Work]:
-        axes = self.buffer.plan.axes
-        sent.copy_(self.memory.gradient)
-        yield from sum_to_parts(sent, axes.scatter, axes.add)
-        own_part(self.memory.gradient, axes.scatter).copy_(own_part(sent, axes.scatter))
-
-
-class Scattered(Entry):
-    """Each microbatch's gradients are copied into a temporary bucket, reduced, and added to what is kept."""
-
-    each_microbatch = True
-
-    def __init__(self, buffer: Buffer, memory: BucketMemory):
-        super().__init__(buffer, memory)
-        self.moved: set[str] = set()
-
-    def begin(self) -> None:
-        super().begin()
-        self.moved.clear()
-
-    @property
-    def borrowed_numel(self) -> int:
-        return self.memory.bucket.numel
-
-    def take(self, held: Held) -> None:
-        if self.temporary is not None:  # else it stays where autograd has put it
-            _move(held, self.sent(held), add=held.name in self.moved)
-            self.moved.add(held.name)
-
-    def sent(self, held: Held) -> Tensor:
-        assert self.temporary is not None
-        return self._part(self.temporary, held)
-
-    def operations(self, *, last: bool) -> Iterator[dist.Work]:
-        assert self.temporary is not None
-        for held in self.memory.held:
-            if held.parameter.grad is not None:
-                _move(held, self.sent(held), add=held.name in self.moved)
-            elif held.name not in self.moved:
-                self.sent(held).zero_()
-        return self._added(self.temporary, last)
-
-    def _added(self, sent: Tensor, last: bool) -> Iterator[dist.Work]:
-        kept, axes, groups = self.memory.gradient, self.buffer.plan.axes, self.buffer.microbatch_groups
-        yield from sum_to_parts(sent, groups, ())
-        kept.add_(own_part(sent, groups))
-        if last:
-            yield from sum_to_parts(kept, axes.scatter[len(groups) :], axes.add)
+    def _collect(self, placed: PlacedParameter) -> None:
+        """Move the parameter's `.grad` into the temporary bucket, adding to what a hook has put there."""
+        gradient = placed.parameter.grad
+        if isinstance(gradient, DTensor):
+            assert isinstance(placed.parameter, DTensor)
+            # Tensor parallelism may leave a partial sum; complete it, as autograd does where it accumulates.
+            gradient = gradient.redistribute(placements=placed.parameter.placements).to_local()
+        assert gradient is not None
+        flat, target = gradient.detach().reshape(-1), self.sent(placed)
+        target.add_(flat) if placed.name in self._copied else target.copy_(flat)
+        self._copied.add(placed.name)
+        placed.parameter.grad = None
 
 
 class Reduction:
-    """Of `entries`, in the order in which backward is done with them.
+    """Sums the gradients of `buckets`, which are in the order in which backward finishes them.
 
-    `overlap`: collectives go on beside backward; else each is waited for. `check` sees what is sent.
+    overlap: collectives run during backward; otherwise each is waited for. check: called with what each bucket will send.
     """
 
     def __init__(
         self,
-        entries: Sequence[Entry],
-        pool: Pool,
+        buckets: Sequence[BucketMemory],
+        device: torch.device,
         *,
         overlap: bool,
         stream: torch.cuda.Stream | None,
         check: GradientCheck | None,
     ):
-        self.entries = entries
-        self._pool, self._overlap, self._stream, self._check = pool, overlap, stream, check
-        self._due: list[Entry] = []
+        self.buckets = [BucketGradients(memory) for memory in buckets]
+        self.temporary = TemporaryBuckets([self._nbytes(b) for b in self.buckets if self._nbytes(b)], device)
+        self._overlap, self._stream, self._check = overlap, stream, check
+        # The buckets to reduce in this backward, and the number of those that have been launched.
+        self._due: list[BucketGradients] = []
         self._next = 0
-        self._running: deque[tuple[Entry, Running]] = deque()
+        self._running: deque[tuple[BucketGradients, AsyncCollectives]] = deque()
         self._last = self._complete = False
-        for entry in entries:
-            for held in entry.memory.held:
-                if held.parameter.requires_grad:
-                    take = functools.partial(self._take, entry, held)
-                    held.parameter.register_post_accumulate_grad_hook(take)
+        for bucket in self.buckets:
+            for placed in bucket.memory.parameters:
+                if placed.parameter.requires_grad:
+                    hook = functools.partial(self._arrive, bucket, placed)
+                    placed.parameter.register_post_accumulate_grad_hook(hook)
 
     def begin(self, *, last: bool) -> None:
-        """A backward is to come; `last`: of the optimizer step."""
+        """Prepare for a backward; `last`: the last of the optimizer step."""
         self.finish()
         if self._complete:
             raise RuntimeError(
@@ -176,83 +145,108 @@ class Reduction:
                 "next step's backward"
             )
         self._last = last
-        self._due = [entry for entry in self.entries if last or entry.each_microbatch]
+        self._due = [bucket for bucket in self.buckets if last or bucket.collected]
         self._next = 0
-        for entry in self._due:
-            entry.begin()
+        for bucket in self._due:
+            bucket.begin()
 
     def launch_rest(self) -> None:
-        """Launch every bucket that is not on its way yet, complete or not."""
+        """Launch every bucket that backward has not launched, complete or not."""
         while self._next < len(self._due):
             self._launch(self._due[self._next])
 
     def finish(self) -> None:
-        """Launch what is left, and wait: after the last backward, gradients are sums over all ranks."""
+        """Launch the rest and wait. After the last backward gradients are sums over all ranks."""
         if not self._due:
             return
         self.launch_rest()
-        for _, running in self._running:
-            running.advance()  # on the CPU: so that the second operations of all run at once
+        for _, collectives in self._running:
+            collectives.advance()  # on the CPU: so that the second collectives of all buckets run at once
         while self._running:
             self._finish_oldest()
-        self._pool.clear()
+        self.temporary.free()
         self._due, self._next, self._complete = [], 0, self._last
 
     def forget(self) -> None:
-        """Gradients have been zeroed."""
+        """Note that gradients have been zeroed."""
         self._complete = False
 
-    def _take(self, entry: Entry, held: Held, _parameter: nn.Parameter) -> None:
-        held.check()
-        if not (self._last or entry.each_microbatch):
+    def _arrive(self, bucket: BucketGradients, placed: PlacedParameter, _parameter: nn.Parameter) -> None:
+        placed.check()
+        if not (self._last or bucket.collected):
             return
-        if entry.launched:
-            raise RuntimeError(f"a gradient of {held.name} came after its bucket had been sent")
-        # Only the next two to be launched have a place: others could hold both places while these have none.
-        if (
-            entry.each_microbatch
-            and entry.temporary is None
-            and entry in self._due[self._next : self._next + 2]
-        ):
-            self._borrow(entry)
-        entry.take(held)
-        entry.arrived.add(held.name)
+        if bucket.launched:
+            raise RuntimeError(f"a gradient of {placed.name} came after its bucket had been sent")
+        # Only the next two buckets get a temporary one. If later ones could take both, these would wait for ever.
+        if bucket.collected and bucket.temporary is None and bucket in self._due[self._next : self._next + 2]:
+            self._acquire_temporary(bucket)
+        bucket.arrive(placed)
+        # Launch in order: a complete bucket waits for the ones before it.
         while self._next < len(self._due) and self._due[self._next].complete:
             self._launch(self._due[self._next])
 
-    def _launch(self, entry: Entry) -> None:
-        if entry.borrowed_numel and entry.temporary is None:
-            self._borrow(entry)
-        operations = entry.operations(last=self._last)
+    def _launch(self, bucket: BucketGradients) -> None:
+        if bucket.temporary_numel and bucket.temporary is None:
+            self._acquire_temporary(bucket)
+        bucket.collect_rest()
         if self._check is not None:
-            self._check([(held.name, entry.sent(held)) for held in entry.memory.held])
-        entry.launched = True
+            self._check([(placed.name, bucket.sent(placed)) for placed in bucket.memory.parameters])
+        bucket.launched = True
         self._next += 1
-        self._running.append((entry, Running(operations, self._stream)))
+        collectives = AsyncCollectives(bucket.collectives(last=self._last), self._stream)
+        self._running.append((bucket, collectives))
         if not self._overlap:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
-        entry, running = self._running.popleft()
-        running.finish()
-        if entry.temporary is not None:
-            self._pool.give(entry.temporary)
-            entry.temporary = None
+        bucket, collectives = self._running.popleft()
+        collectives.finish()
+        if bucket.temporary is not None:
+            self.temporary.release(bucket.temporary)
+            bucket.temporary = None
 
-    def _borrow(self, entry: Entry) -> None:
-        while self._pool.full:
+    def _acquire_temporary(self, bucket: BucketGradients) -> None:
+        while self.temporary.exhausted:
             self._finish_oldest()
-        entry.temporary = self._pool.take(entry.borrowed_numel, entry.buffer.plan.formats.reduce)
+        bucket.temporary = self.temporary.acquire(bucket.temporary_numel, bucket.memory.plan.formats.reduce)
+
+    @staticmethod
+    def _nbytes(bucket: BucketGradients) -> int:
+        return bucket.temporary_numel * bucket.memory.plan.formats.reduce.itemsize
 
 
-def _move(held: Held, target: Tensor, *, add: bool) -> None:
-    """The gradient of the parameter into `target`, flat; `add`: to what is there."""
-    gradient = held.parameter.grad
-    if isinstance(gradient, DTensor):
-        assert isinstance(held.parameter, DTensor)
-        # A sum that tensor parallelism has left open is completed; as autograd does where it adds to what is there.
-        gradient = gradient.redistribute(placements=held.parameter.placements).to_local()
-    assert gradient is not None
-    flat = gradient.detach().reshape(-1)
-    target.add_(flat) if add else target.copy_(flat)
-    held.parameter.grad = None
+class GradientCheck:
+    """`parallel.check_gradients`: look at each bucket's gradients before they are mixed with those of other ranks.
+
+    finite: raise UserError (exit 1), which names parameter and rank, where a gradient is NaN or infinite. plausible: also
+    where a bucket's norm is IMPLAUSIBLE times the largest that it has had. Waits for the device at every bucket.
+    """
+
+    # A bucket's norm differs by a factor of a few from step to step, ten at a bad batch.
+    IMPLAUSIBLE = 1000.0
+
+    def __init__(self, level: Literal["finite", "plausible"]):
+        self._level = level
+        self._largest: dict[str, float] = {}
+
+    def __call__(self, gradients: Sequence[tuple[str, Tensor]]) -> None:
+        """gradients: those of one bucket, with the names of their parameters."""
+        norms = torch.stack(torch._foreach_norm([gradient for _, gradient in gradients])).tolist()
+        for (name, _), norm in zip(gradients, norms, strict=True):
+            if not isfinite(norm):
+                raise self._error(name, "is not finite")
+        first, norm = gradients[0][0], sum(norm**2 for norm in norms) ** 0.5
+        largest = self._largest.get(first, 0.0)
+        if self._level == "plausible" and largest and norm > self.IMPLAUSIBLE * largest:
+            worst = max(zip(norms, gradients, strict=True), key=lambda pair: pair[0])[1][0]
+            what = f"is implausible: its bucket's norm is {norm:.3g}, and was {largest:.3g} at most before"
+            raise self._error(worst, what)
+        self._largest[first] = max(norm, largest)
+
+    @staticmethod
+    def _error(name: str, what: str) -> UserError:
+        return UserError(
+            f"the gradient of {name} {what}, on rank {dist.get_rank()}, before it was summed over ranks. Look at that rank's "
+            f"data and card, lower optimizer.lr, or set parallel.check_gradients = none",
+            exit_code=FAILED,
+        )

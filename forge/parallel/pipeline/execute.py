@@ -1,19 +1,26 @@
 """`PipelinedModel`: the `ParallelModel` of which each rank holds some layers.
 
-One optimizer step is one run of the schedule. The loss is divided by the step's valid tokens before backward, as without
-a pipeline, and nothing scales gradients afterwards. Sizes of what stages hand on are known beforehand, so no message and
-no forward is spent on finding them out.
+One optimizer step executes this rank's program (`Schedule.programs`), action by action:
+
+    RECV_F  F  SEND_F           an activation goes to the next stage
+    RECV_B  B  SEND_B           the gradient of an activation goes to the stage before
+    RECV_B  I  SEND_B  ...  W   the same, with the gradients of the weights computed later
+
+The loss is divided by the step's valid tokens before backward, as without a pipeline, and nothing scales gradients
+afterwards. Shapes of activations are known beforehand, so no message and no forward is spent on finding them out.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from forge.model import Transformer
@@ -22,17 +29,15 @@ from forge.parallel.context import ModelInputs
 from forge.parallel.data import DataParallel
 from forge.parallel.layout import Layout
 from forge.parallel.model import ParallelModel
-from forge.parallel.pipeline.plan import PipelinePlan
+from forge.parallel.pipeline.plan import PipelinePlan, Stage
 from forge.parallel.pipeline.schedule import Action
-from forge.parallel.pipeline.stages import Stage
 from forge.parallel.pipeline.tied import NAME, Tied
-from forge.parallel.pipeline.wire import Key, Wire
 from forge.shard import Shard
 
 
 @dataclass(frozen=True)
-class Part:
-    """A stage of this rank: its module, with the engine that shares it among the ranks which read other data."""
+class StageModel:
+    """A stage of this rank: its module, and the engine that spreads it over ranks which read other data."""
 
     stage: Stage
     model: Transformer
@@ -40,9 +45,9 @@ class Part:
 
 
 class PipelinedModel(ParallelModel):
-    """The stages of this rank, and what it takes for them to be one model with those of the others."""
+    """The stages of this rank, which compute together with those of the other ranks of the pp axis."""
 
-    def __init__(self, parts: Sequence[Part], plan: PipelinePlan, layout: Layout):
+    def __init__(self, parts: Sequence[StageModel], plan: PipelinePlan, layout: Layout):
         super().__init__([part.model for part in parts], [part.engine for part in parts], layout)
         pp = layout.meshes.pp
         rank = pp.rank()
@@ -58,8 +63,8 @@ class PipelinedModel(ParallelModel):
         if layout.model.tie_embeddings:
             first = _tied_shard([part for part in parts if part.stage.embed])
             last = _tied_shard([part for part in parts if part.stage.head])
-            watched = layout.check_replicas
-            self._tied = Tied(first, last, plan.ends, pp, watched=watched)
+            self._tied = Tied(first, last, plan.ends, pp, watched=layout.check_replicas)
+            # Norm, optimizer and checkpoints see the first stage's copy only.
             self.shards = [shard for shard in self.shards if shard is not last]
 
     def finalize_gradients(self) -> None:
@@ -75,7 +80,7 @@ class PipelinedModel(ParallelModel):
     def replicated_tensors(self) -> Iterator[tuple[str, Tensor, dist.ProcessGroup]]:
         yield from super().replicated_tensors()
         if self._tied is not None:
-            # Not the copy itself, which a change leaves with the next update: all ranks should have seen as many, none.
+            # Not the copy itself: the next update overwrites a change of it. The count must be 0, as on all other ranks.
             yield f"weights.{NAME} of the last stage", self._tied.take_changes(), self.pp
 
     def accumulation_memory_summary(self) -> str:
@@ -85,13 +90,14 @@ class PipelinedModel(ParallelModel):
         )
 
     def _forward_backward(self, microbatches: list[ModelInputs], divisor: Tensor) -> Tensor:
-        return self._run(self._program, microbatches, divisor).losses
+        return self._execute(self._program, microbatches, divisor).losses
 
     def _forward(self, inputs: ModelInputs) -> Tensor | None:
-        done = self._run(self._forward_program, [inputs], torch.ones((), device=inputs.tokens.device))
+        done = self._execute(self._forward_program, [inputs], torch.ones((), device=inputs.tokens.device))
         return done.outputs.get((self.plan.stages[-1].index, 0))
 
     def _logits(self, inputs: ModelInputs) -> Tensor:
+        """Return scores `[batch, seq, vocab]` on all ranks: the rank of the last stage broadcasts them."""
         scores = self._forward(inputs)
         if scores is None:
             shape = (*inputs.tokens.shape, self._vocab)
@@ -100,53 +106,56 @@ class PipelinedModel(ParallelModel):
         dist.broadcast(scores, group=self.pp, group_src=self.plan.ends[1])
         return scores
 
-    def _run(self, program: Sequence[Action], microbatches: list[ModelInputs], divisor: Tensor) -> _Run:
+    def _execute(self, program: Sequence[Action], microbatches: list[ModelInputs], divisor: Tensor) -> _Run:
         run = _Run(self, microbatches, divisor)
         for action in program:
             run.do(action)
-        run.wire.close()
+        run.messages.close()
         return run
 
-    def handed_on(self, inputs: ModelInputs) -> tuple[int, int, int]:
-        """Shape of what stages hand on for `inputs`: `[batch, this rank's piece of the sequence, dim]`."""
+    def activation_shape(self, inputs: ModelInputs) -> tuple[int, int, int]:
+        """Return the shape that stages send for `inputs`: `[batch, this rank's piece of the sequence, dim]`."""
         rows, seq = inputs.tokens.shape
         return rows, seq // self._pieces, self._dim
 
-    def run_forward(self, part: Part, x: Tensor, inputs: ModelInputs) -> Tensor:
+    def run_forward(self, part: StageModel, x: Tensor, inputs: ModelInputs) -> Tensor:
+        """Return what the stage computes from `x`: tokens `[batch, seq]`, or the activation of the stage before."""
         positions = inputs.positions
         if positions is None and x.shape[1] != inputs.tokens.shape[1]:
-            # From a piece of the sequence a stage cannot see how long the whole is.
+            # A stage that gets a piece of the sequence cannot see how long the whole is.
             rows, seq = inputs.tokens.shape
             positions = torch.arange(seq, device=x.device).expand(rows, seq)
         return part.model(x, inputs.labels, positions, inputs.documents)
 
 
 class _Run:
-    """One run of a program on this rank, action by action; state is kept by (stage, microbatch).
+    """One execution of a program on this rank; its state is kept by (stage, microbatch).
 
-    losses: sums of the losses that were computed here, float64 `[3]`. outputs: what no backward has taken yet.
+    losses: sums of the losses that were computed here, float64 `[3]`. outputs: forwards that no backward has used yet.
     """
 
     def __init__(self, model: PipelinedModel, microbatches: list[ModelInputs], divisor: Tensor):
         self._model, self._microbatches, self._divisor = model, microbatches, divisor
-        self.wire = Wire(model.pp, model.plan.schedule.rank_of, divisor.device)
+        self.messages = Messages(model.pp, model.plan.schedule.rank_of, divisor.device)
         self.losses = torch.zeros(3, dtype=torch.float64, device=divisor.device)
         self.outputs: dict[tuple[int, int], Tensor] = {}
         self._inputs: dict[tuple[int, int], Tensor] = {}
-        # Of backwards in halves, what is left: the graph from each weight up to where the input's gradient came by.
-        self._halves: dict[tuple[int, int], list[dict[str, Any]]] = {}
+        # What an I leaves to its W: the graph from each weight up to where the gradient of the input passed.
+        self._weight_graphs: dict[tuple[int, int], list[dict[str, Any]]] = {}
 
     def do(self, action: Action) -> None:
         stage, kind, microbatch = action
-        if kind.startswith("SEND"):
-            self.wire.send(Key(kind[-1], stage + 1 if kind[-1] == "F" else stage - 1, microbatch))
-        elif kind.startswith("RECV"):
-            shape = self._model.handed_on(self._microbatches[microbatch])
-            self.wire.receive(Key(kind[-1], stage, microbatch), shape, self._model.compute)
+        if kind == "SEND_F":
+            self.messages.send(MessageKey("F", stage + 1, microbatch))
+        elif kind == "SEND_B":
+            self.messages.send(MessageKey("B", stage - 1, microbatch))
+        elif kind in ("RECV_F", "RECV_B"):
+            shape = self._model.activation_shape(self._microbatches[microbatch])
+            self.messages.receive(MessageKey(kind[-1], stage, microbatch), shape, self._model.compute)
         elif kind == "F":
             self._forward(stage, microbatch)
         elif kind == "W":
-            self._weights(action)
+            self._backward_weights(action)
         else:
             self._backward(action)
 
@@ -154,24 +163,28 @@ class _Run:
         inputs, part = self._microbatches[microbatch], self._model.stages[stage]
         x = inputs.tokens
         if stage > 0:
-            x = self.wire.take(Key("F", stage, microbatch)).requires_grad_(torch.is_grad_enabled())
-            self._inputs[stage, microbatch] = x
+            # A leaf: backward stops here, and its gradient is what the stage before waits for.
+            x = self.messages.take(MessageKey("F", stage, microbatch))
+            self._inputs[stage, microbatch] = x.requires_grad_(torch.is_grad_enabled())
         output = self.outputs[stage, microbatch] = self._model.run_forward(part, x, inputs)
         if not part.stage.head:
-            self.wire.put(Key("F", stage + 1, microbatch), output.detach())
+            self.messages.put(MessageKey("F", stage + 1, microbatch), output.detach())
 
     def _backward(self, action: Action) -> None:
-        """Of weights and input at once, or (I) of the input alone."""
+        """Compute the gradients of weights and input (B), or (I) of the input alone."""
         stage, kind, microbatch = action
         if stage == 0 and kind == "I":
-            return  # nobody waits for it: all is done with the weights
+            return  # no stage waits for the gradient of tokens: W does the whole backward
         part = self._model.stages[stage]
+
+        # The last stage starts from its loss, another one from the gradient of its output.
         output = self.outputs.pop((stage, microbatch))
         if part.stage.head:
             self.losses += output.detach()
             output, gradient = output[0] / self._divisor.to(output.dtype), None
         else:
-            gradient = self.wire.take(Key("B", stage, microbatch))
+            gradient = self.messages.take(MessageKey("B", stage, microbatch))
+
         part.engine.begin_microbatch(last=action in self._model.last_backward)
         if stage == 0:
             output.backward(gradient)
@@ -180,26 +193,85 @@ class _Run:
         if kind == "I":
             given = None if gradient is None else [gradient]
             parameters = part.model.parameters()
-            (found,), self._halves[stage, microbatch] = stage_backward_input([output], given, [x], parameters)
+            (found,), graphs = stage_backward_input([output], given, [x], parameters)
+            self._weight_graphs[stage, microbatch] = graphs
             x.grad = None
         else:
             output.backward(gradient)
             found = x.grad
         assert found is not None
-        self.wire.put(Key("B", stage - 1, microbatch), found)
+        self.messages.put(MessageKey("B", stage - 1, microbatch), found)
 
-    def _weights(self, action: Action) -> None:
+    def _backward_weights(self, action: Action) -> None:
         stage, _, microbatch = action
         if stage == 0:
             self._backward(action)
             return
         part, last = self._model.stages[stage], action in self._model.last_backward
-        stage_backward_weight(part.model.parameters(), self._halves.pop((stage, microbatch)))
+        stage_backward_weight(part.model.parameters(), self._weight_graphs.pop((stage, microbatch)))
         if last:
-            # Not before: FSDP takes the gradients of the first weights for the end of a backward.
+            # Not earlier: FSDP would take the gradients of the first weights for the end of a backward.
             part.engine.begin_microbatch(last=True)
         part.engine.take_weight_gradients(last=last)
 
 
-def _tied_shard(parts: Sequence[Part]) -> Shard | None:
+class MessageKey(NamedTuple):
+    """`kind` F: the input of `stage`. B: the gradient of its output."""
+
+    kind: str
+    stage: int
+    microbatch: int
+
+
+class Messages:
+    """Activations and their gradients on the way between stages; sent only if the neighbour is on another rank.
+
+    rank_of: the rank of `group` that holds each stage. Nothing waits but `take`, for the one tensor that it returns.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, rank_of: tuple[int, ...], device: torch.device):
+        self._group, self._rank_of, self._device = group, rank_of, device
+        self._here: dict[MessageKey, Tensor] = {}
+        self._receiving: dict[MessageKey, tuple[dist.Work, Tensor]] = {}
+        self._sending: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def put(self, key: MessageKey, tensor: Tensor) -> None:
+        """Keep `tensor` for the stage of `key`, on this rank or until it is sent."""
+        self._here[key] = tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+    def take(self, key: MessageKey) -> Tensor:
+        """Return what was put or received for `key`, once."""
+        if key in self._here:
+            return self._here.pop(key)
+        work, tensor = self._receiving.pop(key)
+        work.wait()
+        return tensor
+
+    def send(self, key: MessageKey) -> None:
+        """Start to send what was put for the stage of `key` to its rank."""
+        tensor = self._here.pop(key).contiguous()
+        work = dist.isend(tensor, group=self._group, group_dst=self._rank_of[key.stage])
+        assert work is not None
+        self._sending.append((work, tensor))
+        # A tensor must live until it is sent; free those that are. Only `close` waits for the others.
+        while self._sending and self._sending[0][0].is_completed():
+            self._sending.popleft()
+
+    def receive(self, key: MessageKey, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Start to receive what another rank sends for the stage of `key`."""
+        source = self._rank_of[key.stage - 1 if key.kind == "F" else key.stage + 1]
+        tensor = torch.empty(shape, dtype=dtype, device=self._device)
+        work = dist.irecv(tensor, group=self._group, group_src=source)
+        assert work is not None
+        self._receiving[key] = work, tensor
+
+    def close(self) -> None:
+        """Wait until everything is sent."""
+        for work, _ in self._sending:
+            work.wait()
+        self._sending.clear()
+        assert not (self._here or self._receiving), "messages that no stage took"
+
+
+def _tied_shard(parts: Sequence[StageModel]) -> Shard | None:
     return next((shard for part in parts for shard in part.engine.shards if shard.name == NAME), None)

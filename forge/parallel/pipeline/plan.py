@@ -1,40 +1,66 @@
-"""Stages and schedule of a configuration, decided on every rank alike before anything is built."""
+"""Which layers each stage of a pipeline holds, and its schedule; decided on every rank before anything is built."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, pairwise
+from math import inf
+from operator import add
 from pathlib import Path
 
 from forge import compat
 from forge.config import Config, Degrees
 from forge.config.pipeline import SPLIT_BACKWARD, number_of_stages
 from forge.errors import UserError
+from forge.model.flops import mean_keys, parameter_counts
+from forge.model.transformer import window_of
 from forge.parallel.pipeline.schedule import Schedule, make_schedule, read_schedule
-from forge.parallel.pipeline.stages import Stage, layer_costs, make_stages, table
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class Stage:
+    """Consecutive layers (global indices); embed: with the embedding before them; head: with norm and head behind them."""
+
+    index: int
+    layers: range
+    embed: bool
+    head: bool
+
+    def __str__(self) -> str:
+        layers = f"layers {self.layers[0]}-{self.layers[-1]}" if len(self.layers) > 1 else ""
+        layers = f"layer {self.layers[0]}" if len(self.layers) == 1 else layers
+        return ", ".join(
+            part for part in ("embedding" * self.embed, layers, "norm and head" * self.head) if part
+        )
+
+
+@dataclass(frozen=True)
 class PipelinePlan:
-    """The stages of the whole pipeline and what every rank of the pp axis does with its own."""
+    """All stages of the pipeline, and what each rank of the pp axis does with its own."""
 
     stages: list[Stage]
     schedule: Schedule
 
     def of_rank(self, rank: int) -> list[Stage]:
-        """The stages of a rank of the pp axis, in the order of forward."""
+        """Return the stages of a rank of the pp axis, in the order of forward."""
         return [stage for stage in self.stages if self.schedule.rank_of[stage.index] == rank]
 
     @property
     def ends(self) -> tuple[int, int]:
-        """The pp ranks of the first and the last stage."""
+        """Return the pp ranks of the first and the last stage."""
         return self.schedule.rank_of[0], self.schedule.rank_of[-1]
 
 
 def plan_pipeline(config: Config, degrees: Degrees) -> PipelinePlan:
-    """Raises UserError where only a schedule's CSV file shows what is wrong."""
+    """Make stages and schedule, and log them.
+
+    Raises UserError for what is wrong with a schedule's CSV file; everything else was checked with the configuration.
+    """
     name, pp = config.pipeline.schedule, degrees.pp
     if name.endswith(".csv"):
         schedule = read_schedule(Path(name), pp, degrees.accumulation)
@@ -55,7 +81,7 @@ def plan_pipeline(config: Config, degrees: Degrees) -> PipelinePlan:
     )
     if name in SPLIT_BACKWARD and whole is not None:
         log.warning(
-            "pipeline.schedule = %s: each backward stays in one piece (%s); idle time is as said above, and "
+            "pipeline.schedule = %s: each backward stays in one piece (%s); the idle time above takes that into account, and "
             "Interleaved1F1B may be no worse",
             name,
             whole,
@@ -64,10 +90,10 @@ def plan_pipeline(config: Config, degrees: Degrees) -> PipelinePlan:
 
 
 def whole_backward_because(config: Config) -> str | None:
-    """Why the two halves of a backward cannot be computed apart; None if they can.
+    """Return why the gradients of weights cannot be computed apart from those of the input; None if they can.
 
-    A checkpoint would compute its block again for the input and for every weight by itself, a selective one refuses
-    the second time; and a compiled block is one piece in backward, which would run as a whole for each.
+    Activation checkpointing would recompute its block for the input and once more for every weight (selective
+    checkpointing refuses to); and the backward of a compiled block is one piece, which would run as a whole for each.
     """
     if config.compile.enabled:
         return "compile.enabled: blocks would be computed again for every weight"
@@ -87,3 +113,106 @@ def _check_csv(config: Config, stages: int) -> None:
         raise UserError(
             f"{key}: has {stages} stages, but there are only model.n_layers = {config.model.n_layers} layers"
         )
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Multiply-adds of a forward per token: of each layer, of the embedding, of norm and head."""
+
+    layers: tuple[int, ...]
+    embedding: int
+    head: int
+
+    def of(self, stage: Stage) -> int:
+        ends = self.embedding * stage.embed + self.head * stage.head
+        return sum(self.layers[layer] for layer in stage.layers) + ends
+
+
+def make_stages(config: Config, stages: int = 0) -> list[Stage]:
+    """Divide the layers among stages; `stages`: how many, where the configuration leaves it open."""
+    chosen, n_layers = config.pipeline, config.model.n_layers
+    if chosen.module_names:
+        counts = [sum(name.startswith("layers.") for name in names) for names in chosen.module_names]
+    elif chosen.layers_per_stage:
+        counts = split_evenly(n_layers, number_of_stages(config))
+    else:
+        counts = split_by_cost(layer_costs(config), number_of_stages(config) or stages)
+    return [
+        Stage(index, range(end - count, end), embed=index == 0, head=index == len(counts) - 1)
+        for index, (count, end) in enumerate(zip(counts, accumulate(counts), strict=True))
+    ]
+
+
+def split_evenly(layers: int, stages: int) -> list[int]:
+    """Return numbers of layers that differ by at most one, the larger ones first."""
+    return [layers // stages + (index < layers % stages) for index in range(stages)]
+
+
+def split_by_cost(costs: Costs, stages: int) -> list[int]:
+    """Return numbers of layers, at least one per stage, that make the most expensive stage as cheap as possible.
+
+    Of several such splits the most even one (by the sum of squares), and of these the one with more layers in front.
+    """
+    n_layers = len(costs.layers)
+    assert 1 <= stages <= n_layers
+    before = [0, *accumulate(costs.layers)]
+
+    def cost_of(index: int, begin: int, end: int) -> int:
+        ends = costs.embedding * (index == 0) + costs.head * (index == stages - 1)
+        return before[end] - before[begin] + ends
+
+    def best(
+        price: Callable[[int], float], total_of: Callable[[float, float], float]
+    ) -> tuple[float, list[int]]:
+        """Return the least total of the stages' prices, and where the stages end: dynamic programming from the last one."""
+
+        @cache
+        def rest(index: int, begin: int) -> tuple[float, list[int]]:
+            """Solve the stages from `index` on, which hold the layers from `begin` on."""
+            if index == stages - 1:
+                return price(cost_of(index, begin, n_layers)), [n_layers]
+            totals = {
+                end: total_of(price(cost_of(index, begin, end)), rest(index + 1, end)[0])
+                for end in range(n_layers - (stages - index - 1), begin, -1)
+            }
+            # Of equal ones min takes the first, which has more layers in front.
+            end = min(totals, key=totals.__getitem__)
+            return totals[end], [end, *rest(index + 1, end)[1]]
+
+        return rest(0, 0)
+
+    # First the least possible maximum, then the most even split within it.
+    limit, _ = best(lambda cost: cost, max)
+    _, ends = best(lambda cost: cost * cost if cost <= limit else inf, add)
+    return [end - begin for begin, end in pairwise([0, *ends])]
+
+
+def layer_costs(config: Config) -> Costs:
+    """Count what each layer of the model computes, from the model's own modules on the meta device.
+
+    The embedding counts as an eighth of the head's product: it multiplies nothing, but it moves as much memory, and its
+    gradient is as large.
+    """
+    model, seq_len = config.model, config.train.seq_len
+    known: dict[tuple[bool, int], int] = {}
+    layers = []
+    for layer in range(model.n_layers):
+        window = window_of(model, layer)
+        kind = (model.moe is not None and layer >= model.moe.n_dense_layers, window)
+        if kind not in known:
+            attention = 2 * model.n_heads * model.head_dim * mean_keys(seq_len, window)
+            alone = parameter_counts(model, layers=range(layer, layer + 1), embed=False, head=False)
+            known[kind] = alone.matmul + round(attention)
+        layers.append(known[kind])
+    head = model.vocab_size * model.dim
+    return Costs(tuple(layers), embedding=head // 8, head=head)
+
+
+def table(stages: Sequence[Stage], costs: Costs, rank_of: Sequence[int]) -> str:
+    """Return one line per stage: its rank, its share of the work, its layers."""
+    work = [costs.of(stage) for stage in stages]
+    rows = [
+        f"  stage {stage.index:>2}  pp rank {rank_of[stage.index]:>2}  {share / sum(work):>6.1%} of the work  {stage}"
+        for stage, share in zip(stages, work, strict=True)
+    ]
+    return "\n".join(rows)

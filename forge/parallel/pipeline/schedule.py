@@ -1,10 +1,10 @@
 """What each rank of a pipeline does, and when: the order of computations, the messages between them, the idle time.
 
-The orders are PyTorch's own, made by its schedule classes as tables of actions; running them is forge's (execute.py).
-An action is written as PyTorch writes it, `2F0`: stage, kind, microbatch.
+PyTorch's schedule classes make the orders, as tables of actions; execute.py runs them. An action is written as PyTorch
+writes it, `2F0`: stage, kind, microbatch.
 
     F  forward              B  backward
-    I  the backward's gradients of the stage's input alone      W  those of its weights, later
+    I  gradients of the stage's input alone      W  those of its weights, later
 
 References: GPipe (Huang et al. 2019), 1F1B and its interleaved form (Narayanan et al. 2021), breadth-first (Lamy-Poirier
 2023), zero bubble and its V shape (Qi et al. 2023), DualPipeV (DeepSeek-AI 2024).
@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +27,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from forge.config.pipeline import V_SHAPED
 from forge.errors import UserError
 
-# What computations take in units of a forward; the two halves of a backward cost about a forward each.
+# In units of a forward; the two halves of a backward cost about a forward each.
 DURATION = {"F": 1, "B": 2, "I": 1, "W": 1}
 _CELL = re.compile(r"(\d+)([FBIW])(\d+)$")
 
@@ -45,7 +46,7 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
-class Slot(NamedTuple):
+class TimedAction(NamedTuple):
     """`action` runs from `start` to `stop`, in units of a forward."""
 
     action: Action
@@ -55,84 +56,77 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """`order`: by rank of the pp axis, what it computes in one optimizer step. `rank_of`: where each stage lies."""
+    """`order`: for each rank of the pp axis, its computations in one optimizer step. `rank_of`: the rank of each stage."""
 
     order: tuple[tuple[Action, ...], ...]
     rank_of: tuple[int, ...]
     microbatches: int
 
     @cached_property
-    def timeline(self) -> list[list[Slot]]:
-        """When each rank computes what, if messages take no time and a rank waits for nothing but its inputs."""
+    def timeline(self) -> list[list[TimedAction]]:
+        """When each rank computes what, if messages take no time and all stages cost the same."""
         done: dict[Action, int] = {}
-        slots: list[list[Slot]] = [[] for _ in self.order]
-
-        def run(rank: int, action: Action) -> None:
-            free = slots[rank][-1].stop if slots[rank] else 0
-            start = max([free, *(done[needed] for needed in self._needs(action))])
-            done[action] = start + DURATION[action.kind]
-            slots[rank].append(Slot(action, start, done[action]))
-
-        self._walk(run)
-        return slots
+        free = [0] * len(self.order)
+        timed: list[list[TimedAction]] = [[] for _ in self.order]
+        for rank, action in self._sequence:
+            start = max([free[rank], *(done[needed] for needed in self._needs(action))])
+            free[rank] = done[action] = start + DURATION[action.kind]
+            timed[rank].append(TimedAction(action, start, free[rank]))
+        return timed
 
     @property
     def bubble(self) -> float:
-        """Share of all ranks' time in which they wait for each other; the stages taken to be equally expensive."""
-        ends = [slot.stop for slots in self.timeline for slot in slots]
-        busy = sum(slot.stop - slot.start for slots in self.timeline for slot in slots)
-        return 1 - busy / (max(ends) * len(self.order))
+        """Share of all ranks' time that they spend idle, according to `timeline`."""
+        actions = [timed for of_rank in self.timeline for timed in of_rank]
+        busy = sum(timed.stop - timed.start for timed in actions)
+        return 1 - busy / (max(timed.stop for timed in actions) * len(self.order))
 
     @cached_property
     def programs(self) -> list[list[Action]]:
         """The order of each rank with its messages.
 
-        Any two ranks exchange their messages in the same order on both sides, each as early as it can be: a receive
-        stands where its sender has just sent. So no two wait for each other, whatever the back-end does about order.
+        Both sides of a pair of ranks have their messages in the same order, each as early as possible: a receive is placed
+        at the point in time when its sender has just sent. So no two ranks deadlock, even if a back-end matches messages by
+        order alone.
         """
         programs: list[list[Action]] = [[] for _ in self.order]
-
-        def run(rank: int, action: Action) -> None:
+        for rank, action in self._sequence:
             programs[rank].append(action)
             stage, kind, microbatch = action
+            # F feeds the next stage, B and I the one before, W nobody.
             to, which = (stage + 1, "F") if kind == "F" else (stage - 1, "B")
-            if kind == "W" or not 0 <= to < len(self.rank_of) or self.rank_of[to] == rank:
-                return
-            programs[rank].append(Action(stage, f"SEND_{which}", microbatch))
-            programs[self.rank_of[to]].append(Action(to, f"RECV_{which}", microbatch))
-
-        self._walk(run)
+            if kind != "W" and 0 <= to < len(self.rank_of) and self.rank_of[to] != rank:
+                programs[rank].append(Action(stage, f"SEND_{which}", microbatch))
+                programs[self.rank_of[to]].append(Action(to, f"RECV_{which}", microbatch))
         return programs
 
     def last_backward(self, rank: int) -> set[Action]:
-        """The actions after which the gradients of one of the rank's stages are complete."""
+        """Return the actions that complete the gradients of one of the rank's stages."""
         last = {action.stage: action for action in self.order[rank] if action.kind in "BW"}
         return set(last.values())
 
-    def _walk(self, run: Callable[[int, Action], None]) -> None:
-        """All actions, each after what it needs; among ranks that could go on, one action each in turns."""
+    @cached_property
+    def _sequence(self) -> list[tuple[int, Action]]:
+        """All actions with their ranks, each after those it needs: ranks take turns, one action each if they can.
+
+        Raises UserError if ranks would wait for each other.
+        """
+        sequence: list[tuple[int, Action]] = []
         done: set[Action] = set()
-        places = [0] * len(self.order)
-        while any(place < len(order) for place, order in zip(places, self.order, strict=True)):
+        left = [deque(actions) for actions in self.order]
+        while any(left):
             before = len(done)
-            for rank, order in enumerate(self.order):
-                if places[rank] < len(order) and self._needs(order[places[rank]]) <= done:
-                    action = order[places[rank]]
-                    run(rank, action)
-                    done.add(action)
-                    places[rank] += 1
+            for rank, actions in enumerate(left):
+                if actions and self._needs(actions[0]) <= done:
+                    done.add(actions[0])
+                    sequence.append((rank, actions.popleft()))
             if len(done) == before:
-                waiting = [
-                    str(order[place])
-                    for place, order in zip(places, self.order, strict=True)
-                    if place < len(order)
-                ]
-                raise UserError(
-                    f"pipeline.schedule: ranks would wait for each other for ever, at {', '.join(waiting)}"
-                )
+                waiting = ", ".join(str(actions[0]) for actions in left if actions)
+                raise UserError(f"pipeline.schedule: ranks would wait for each other for ever, at {waiting}")
+        return sequence
 
     def _needs(self, action: Action) -> set[Action]:
-        """What has to have been computed before, on whichever rank."""
+        """Return the actions, of any rank, whose results `action` needs."""
         stage, kind, microbatch = action
         if kind == "F":
             return {Action(stage - 1, "F", microbatch)} if stage else set()
@@ -149,7 +143,7 @@ class Schedule:
         return frozenset(action for order in self.order for action in order)
 
     def forward_only(self) -> Schedule:
-        """One microbatch through all stages, without a backward."""
+        """Return a schedule of one microbatch through all stages, without a backward."""
         order = tuple(
             tuple(Action(stage, "F", 0) for stage, place in enumerate(self.rank_of) if place == rank)
             for rank in range(len(self.order))
@@ -157,7 +151,7 @@ class Schedule:
         return Schedule(order, self.rank_of, 1)
 
     def unsplit(self) -> Schedule:
-        """The same with whole backwards where they were in halves."""
+        """Return the same schedule with a whole backward in the place of each I, and without W."""
         order = tuple(
             tuple(a._replace(kind="B") if a.kind == "I" else a for a in rank if a.kind != "W")
             for rank in self.order
@@ -166,13 +160,13 @@ class Schedule:
 
 
 def make_schedule(name: str, ranks: int, stages: int, microbatches: int) -> Schedule:
-    """The schedule `name` for so many ranks, stages and microbatches, which config.pipeline has found to fit."""
+    """Make the schedule `name`; forge.config.pipeline has checked that the numbers fit it."""
     makers = {"GPipe": _gpipe, "1F1B": _one_forward_one_backward}
     if name in makers:
         order = tuple(tuple(makers[name](rank, ranks, microbatches)) for rank in range(ranks))
         return Schedule(order, tuple(range(ranks)), microbatches)
     rank_of = tuple(place(stage, ranks, v_shaped=name in V_SHAPED) for stage in range(stages))
-    # PyTorch's classes make their tables for all ranks from a rank's stages, of which only these numbers count.
+    # PyTorch's classes make the tables of all ranks from one rank's stages, of which they read only these numbers.
     stub = SimpleNamespace(num_stages=stages, group_size=ranks, group_rank=0, group=None, submod=None)
     made = get_schedule_class(name)([stub] * (stages // ranks), microbatches)
     order = tuple(_actions(made.pipeline_order[rank]) for rank in range(ranks))
@@ -180,16 +174,16 @@ def make_schedule(name: str, ranks: int, stages: int, microbatches: int) -> Sche
 
 
 def place(stage: int, ranks: int, *, v_shaped: bool) -> int:
-    """The rank of a stage: in turns, or down and up again."""
+    """Return the rank of a stage: dealt out in turns, or down and up again."""
     turn, rank = divmod(stage, ranks)
     return ranks - 1 - rank if v_shaped and turn % 2 else rank
 
 
 def read_schedule(path: Path, ranks: int, microbatches: int) -> Schedule:
-    """The schedule of a CSV file as PyTorch writes it: a line per rank, a computation like 2F0 per cell, empty ones idle.
+    """Read a schedule from a CSV file as PyTorch writes it: a line per rank, a computation like 2F0 per cell, empty if idle.
 
-    Messages and what concerns sharding are passed over: they are made anew. Raises UserError if the file is not there, or
-    is no schedule for so many ranks and microbatches.
+    Messages and actions on shards are ignored; forge adds its own. Raises UserError if the file does not exist, or is no
+    schedule for so many ranks and microbatches.
     """
     key = f"pipeline.schedule = {path}"
     try:
@@ -211,7 +205,10 @@ def read_schedule(path: Path, ranks: int, microbatches: int) -> Schedule:
 
 
 def find_fault(schedule: Schedule) -> str | None:
-    """Why the order is not one optimizer step of every stage and microbatch, or None. UserError where ranks would hang."""
+    """Return why the order is not one optimizer step of every stage and microbatch, or None.
+
+    Raises UserError if ranks would wait for each other for ever.
+    """
     seen: dict[Action, int] = {}
     for rank, actions in enumerate(schedule.order):
         for action in actions:
@@ -231,7 +228,7 @@ def find_fault(schedule: Schedule) -> str | None:
     beyond = [str(action) for action in seen if action.microbatch >= schedule.microbatches]
     if beyond:
         return f"has {beyond[0]}, but a step has {schedule.microbatches} microbatches, counted from 0"
-    assert len(schedule.timeline) == len(schedule.order)
+    _ = schedule.programs  # raises if ranks would wait for each other
     return None
 
 
@@ -250,7 +247,7 @@ def _parse(cell: str, key: str) -> list[Action]:
 
 
 def _actions(table: Sequence) -> tuple[Action, ...]:
-    """PyTorch's actions of one rank; a forward and a backward that overlap follow each other."""
+    """Convert PyTorch's actions of one rank; of a forward and a backward that overlap, one follows the other."""
     leaves = [leaf for action in table if action is not None for leaf in action.sub_actions or (action,)]
     return tuple(Action(leaf[0], leaf[1].value, leaf[2]) for leaf in leaves)
 

@@ -1,8 +1,8 @@
 """The weight that the first and the last stage share, where embedding and head are tied.
 
-The first stage's copy is the parameter: norm, optimizers and checkpoints know it alone. The last stage's gets the same
-initial values, gives its gradient to the first, and takes over the values after each update. Both are cut alike, so rank
-speaks to rank; on a V-shaped schedule both copies lie on one rank.
+The first stage's copy is the parameter: norm, optimizers and checkpoints see only that one. The last stage's copy has the
+same initial values; its gradient is added to the first stage's, and each update is copied to it. Both are cut in the same
+way, so one rank sends to one rank; with a V-shaped schedule both copies are on one rank.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Tied:
-    """`first`, `last`: this rank's shards of the two copies, or None where it has no such stage. `ends`: their pp ranks.
+    """`first`, `last`: this rank's shards of the two copies, None where it has no such stage. `ends`: their pp ranks.
 
-    watched: notice when the last stage's copy changes between two updates, as by a bit that flips in its memory.
+    watched: count changes of the last stage's copy between two updates, such as a bit that flips in its memory.
     """
 
     def __init__(
@@ -45,43 +45,43 @@ class Tied:
         """Add the last stage's gradient to the first's."""
         first, last = self._ends
         total = _gradient(self._first)
-        found = self._bring(_gradient(self._last), total, sender=last, receiver=first)
+        found = self._move(_gradient(self._last), total, sender=last, receiver=first)
         if total is not None and found is not None:
             total.add_(found)
 
     def copy_values(self) -> None:
-        """Let the last stage compute with what the first stage's copy holds."""
+        """Copy the first stage's values to the last stage."""
         first, last = self._ends
         values = None if self._first is None else self._first.data
         copy = None if self._last is None else self._last.data
-        found = self._bring(values, copy, sender=first, receiver=last)
-        self._look()
+        found = self._move(values, copy, sender=first, receiver=last)
+        self._count_changes()
         if copy is not None and found is not None:
             copy.copy_(found)
             self._copied = self._bits() if self._watched else None
 
     def take_changes(self) -> Tensor:
-        """How often the copy on this rank has changed by itself since this was last asked; 0 where there is none."""
-        self._look()
+        """Return how often the last stage's copy has changed by itself since the last call; 0 on other ranks."""
+        self._count_changes()
         if self._copied is not None:
-            self._copied = self._bits()  # what has been told is not told again
+            self._copied = self._bits()  # report each change once
         changes, self._changes = self._changes, 0
         return torch.as_tensor(changes)
 
-    def _look(self) -> None:
+    def _count_changes(self) -> None:
         if self._copied is not None:
             self._changes = self._changes + (self._bits() != self._copied)
 
     def _bits(self) -> Tensor:
-        """Their sum, as integers: another if any one of them is. Does not wait for the device."""
+        """Return the sum of the copy's bits as integers, which any single flip changes. Does not wait for the device."""
         assert self._last is not None
         values = self._last.data.reshape(-1)
         return values.view(_INTEGERS[values.element_size()]).sum(dtype=torch.int64)
 
-    def _bring(
+    def _move(
         self, source: Tensor | None, target: Tensor | None, *, sender: int, receiver: int
     ) -> Tensor | None:
-        """What `source` holds, on the rank that has `target`."""
+        """Return `source` on the rank that has `target`, sent from one to the other if they are two."""
         if source is not None and target is None:
             dist.send(source.contiguous(), group=self._group, group_dst=receiver)
         elif source is None and target is not None:

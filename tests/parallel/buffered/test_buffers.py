@@ -23,7 +23,7 @@ def _views(rank: int, world: int, text: str) -> None:
     def assert_views() -> None:
         for buffer in engine.buffers:
             storage = buffer.compute.untyped_storage().data_ptr()
-            for held in (held for memory in buffer.buckets for held in memory.held):
+            for held in (held for memory in buffer.buckets for held in memory.parameters):
                 local = getattr(held.parameter, "_local_tensor", held.parameter)
                 place = buffer.compute[held.slot.start :][: held.numel].view(local.shape)
                 assert local.untyped_storage().data_ptr() == storage
@@ -65,7 +65,7 @@ def _held(rank: int, world: int, text: str) -> tuple[dict[str, int], int, int, i
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local if t.numel()}
     moments = sum(values.nbytes for _, _, values in optimizer.tensors())
     numel = sum(slot.stop - slot.start for b in engine.buffers for slot in b.plan.layout.slots.values())
-    return engine.memory(), sum(storages.values()), moments, engine.pool.peak, numel
+    return engine.memory(), sum(storages.values()), moments, engine._reduction.temporary.peak, numel
 
 
 # Bytes per parameter: parameters, masters, gradients, moments; on `d` ranks.
@@ -120,9 +120,9 @@ def _gradients_kept(rank: int, world: int, text: str) -> tuple[dict[str, bool], 
         "expert" if kinds[held.name] == "expert" else "dense": buffer.sharded_gradients
         for buffer in engine.buffers
         for memory in buffer.buckets
-        for held in memory.held
+        for held in memory.parameters
     }
-    return kept, engine.accumulation_memory_summary(), engine.pool.peak
+    return kept, engine.accumulation_memory_summary(), engine._reduction.temporary.peak
 
 
 @pytest.mark.parametrize(
@@ -151,8 +151,10 @@ def _buckets_borrowed(rank: int, world: int, text: str) -> tuple[int, int]:
     for _ in range(2):
         backward(model, next(batches))
         model.zero_gradients()
-    assert not engine.pool._free and not engine.pool._taken, "temporary buckets outlive backward"
-    return engine.pool.peak, engine.pool._nbytes
+    assert not engine._reduction.temporary._free and not engine._reduction.temporary._used, (
+        "temporary buckets outlive backward"
+    )
+    return engine._reduction.temporary.peak, engine._reduction.temporary._nbytes
 
 
 def test_reduction_in_another_format_borrows_two_buckets_at_most() -> None:
@@ -228,7 +230,7 @@ def _aligned(rank: int, world: int, text: str) -> None:
         for memory in buffer.buckets:
             # Within the allocation, whose own start the allocator aligns: to 64 bytes on a CPU, to 512 on CUDA.
             assert memory.own.storage_offset() % PART_ALIGNMENT == 0
-            for held in memory.held:
+            for held in memory.parameters:
                 assert held.parameter.storage_offset() % SLOT_ALIGNMENT == 0
 
 

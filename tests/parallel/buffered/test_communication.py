@@ -154,7 +154,7 @@ def _order(rank: int, world: int, text: str) -> list[str]:
     launch = engine._reduction._launch
 
     def note(entry) -> None:
-        during.append(entry.memory.held[0].name)
+        during.append(entry.memory.parameters[0].name)
         launch(entry)
 
     engine._reduction._launch = note

@@ -60,48 +60,42 @@ def test_forward_may_need_parameters_in_another_order_than_they_lie_in() -> None
         assert found == pytest.approx(expected, rel=1e-12)
 
 
-def _hooks(rank: int, world: int, text: str) -> list[dict[str, int]]:
+def _gathers(rank: int, world: int, text: str) -> tuple[list[int], int]:
+    """All-gathers of an update, of the wait for it, of another wait, of a forward; and number of buckets."""
     model, engine, batches = build(text, world)
     _update(model, engine, next(batches))
     engine.finish_parameter_sync()
-    buckets = sum(len(b.buckets) for b in engine.buffers)
-
-    def after_update() -> dict[str, int]:
-        return collectives_of(model.after_update).number()
-
-    found = [after_update()]
-    found.append(collectives_of(engine.start_parameter_sync).number())
-    found.append(collectives_of(engine.finish_parameter_sync).number())
-    model.after_update()
-    engine.disable_forward_pre_hooks()
-    found.append(after_update())
-    found.append(collectives_of(lambda: model.evaluate(next(batches))).number())
-    engine.enable_forward_pre_hooks()
-    found.append(after_update())
-    assert buckets > 5
-    return [{name: number - buckets for name, number in counted.items()} for counted in found]
+    batch = next(batches)
+    calls = (
+        model.after_update,
+        engine.finish_parameter_sync,
+        engine.finish_parameter_sync,
+        lambda: model.evaluate(batch),
+    )
+    counted = [collectives_of(call).number().get("all_gather", 0) for call in calls]
+    return counted, sum(len(buffer.buckets) for buffer in engine.buffers)
 
 
-def test_hooks_can_be_switched_off_and_on() -> None:
-    for found in run_ranks(_hooks, 2, engine_config("zero1", SMALL, formats=BFLOAT16)):
-        update, start, finish, off, forward, on = found
-        # The first two buckets at once, the rest when asked; without hooks all at once, and nothing in forward.
-        assert update["all_gather"] < 0 and update["all_gather"] + start["all_gather"] < 0
-        assert finish == {}
-        assert off == {"all_gather": 0} and "all_gather" not in forward
-        assert on == update
+@pytest.mark.parametrize("overlap", [True, False])
+def test_an_update_launches_the_first_buckets_and_nothing_is_gathered_twice(overlap: bool) -> None:
+    keys = "" if overlap else "\noverlap_parameters = false"
+    for counted, buckets in run_ranks(_gathers, 2, engine_config("zero1", SMALL + keys, formats=BFLOAT16)):
+        ahead = 2 if overlap else buckets
+        assert buckets > 5 and counted == [ahead, buckets - ahead, 0, 0]
 
 
 def _launched_ahead(rank: int, world: int, text: str, prefetch: int) -> list[int]:
-    """How many buckets are on their way when each part of the model begins, beyond those that it needs."""
+    """How many buckets have been launched beyond those that each part of the model waits for."""
     model, engine, batches = build(text, world)
     _update(model, engine, next(batches))
-    net, gathering, ahead = model.parts[0], engine._gathering, []
-    for part, last in gathering._last:
-        if part is not net:
-            part.register_forward_pre_hook(
-                lambda _, __, last=last: ahead.append(len(gathering._running) - 1 - last)
-            )
+    gathering, ahead = engine._gathering, []
+    wait_for = gathering._wait_for
+
+    def note(last: int) -> None:
+        ahead.append(len(gathering._launched) - 1 - last)
+        wait_for(last)
+
+    gathering._wait_for = note
     model.evaluate(next(batches))
     return ahead
 

@@ -12,8 +12,7 @@ import torch
 
 from forge.config import check_world, parse_toml_text
 from forge.parallel.buffered import gathering, plan, reduction
-from forge.parallel.buffered.communication import Running
-from forge.parallel.buffered.pool import Pool
+from forge.parallel.buffered.communication import AsyncCollectives, TemporaryBuckets
 from forge.parallel.build import build_parallel_model
 from forge.parallel.mesh import make_meshes
 from tests.parallel.buffered.test_reduction import _steps, close
@@ -23,7 +22,7 @@ from tests.support.harness import run_ranks
 
 
 class Late:
-    """In the place of `Running`: a stream on which nothing happens before somebody waits for it, and all in its order."""
+    """Replaces `AsyncCollectives`: a stream on which nothing happens before somebody waits, and then all in order."""
 
     stream: deque[Late] = deque()
 
@@ -41,14 +40,14 @@ class Late:
 
 
 def _late(rank: int, world: int, text: str) -> list[dict[str, torch.Tensor]]:
-    reduction.Running = gathering.Running = Late  # type: ignore[assignment,misc]
-    give = Pool.give
+    reduction.AsyncCollectives = gathering.AsyncCollectives = Late  # type: ignore[assignment,misc]
+    release = TemporaryBuckets.release
 
-    def give_poisoned(pool: Pool, taken: torch.Tensor) -> None:
-        taken.fill_(torch.nan)  # memory that has been given back may be anybody's
-        give(pool, taken)
+    def release_poisoned(buckets: TemporaryBuckets, bucket: torch.Tensor) -> None:
+        bucket.fill_(torch.nan)  # whoever acquires it next may write anything
+        release(buckets, bucket)
 
-    Pool.give = give_poisoned  # type: ignore[method-assign]
+    TemporaryBuckets.release = release_poisoned  # type: ignore[method-assign]
     return _steps(rank, world, text)
 
 
@@ -147,7 +146,7 @@ def test_operations_on_a_stream_come_after_what_was_computed_and_are_waited_for(
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "stream", on)
-    running = Running(operations(), side)  # type: ignore[arg-type]
+    running = AsyncCollectives(operations(), side)  # type: ignore[arg-type]
     launched = ["side waits for main", "cast on side", "waited on side", "added on side", "waited on side"]
     assert log == [*launched, "end of side"]
     running.advance()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from forge.config.pipeline import number_of_stages
 from forge.errors import UserError
-from forge.parallel.pipeline.stages import (
+from forge.parallel.pipeline.plan import (
     Costs,
     layer_costs,
     make_stages,
