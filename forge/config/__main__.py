@@ -2,4 +2,5 @@
 
 from forge.config.help import docs_text
 
-print(docs_text(), end="")
+if __name__ == "__main__":
+    print(docs_text(), end="")
