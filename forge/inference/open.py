@@ -18,8 +18,7 @@ from forge.distributed import RanksFailed, single_process_group
 from forge.errors import NO_CHECKPOINT, UserError
 from forge.parallel.blocks import cast_at_borders
 from forge.parallel.build import build_meta_model
-from forge.parallel.precision import DTYPES
-from forge.parallel.units import plan_units
+from forge.parallel.precision import DTYPES, plan_units
 from forge.shard import Shard
 
 log = logging.getLogger(__name__)

@@ -10,26 +10,79 @@ is in no graph. From the inside out:
                              of one PyTorch 2.13 fails to trace tensor parallelism with SDPA (it saves a DeviceMesh)
     wait                     the first block only: compiled code must not get the promise of a collective's result
     cast                     last, so that graph and recomputation see the dtype that the module computes in
+
+Compilation is block by block: one graph that all blocks of a kind share, so depth costs no compile time. A graph that
+would break is an error, never a silent loss of speed. Of a block with a mixture of experts the attention half is one graph
+and the shared experts are another: how many rows go to an expert is known only at run time, so routing and dispatch are
+not compiled.
+
+Activation checkpointing frees activations after forward and computes them again in backward:
+
+    full           everything inside a block but its input; a third more computation
+    selective      only what is cheap to compute again; what the operators in KEPT return is kept
+    memory_budget  the compiler chooses, block by block, under a budget for what is kept
+    (no key)       `every` = n: in every n-th block only; `modules`: only these children of a block
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch._functorch.config
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from forge import compat
-from forge.config.layout import ActivationCheckpoint
+from forge.config.layout import ActivationCheckpoint, Compile
 from forge.errors import UserError, did_you_mean
 from forge.model import MoE, Transformer
-from forge.parallel.activation import Recomputed
-from forge.parallel.compile import GRAPHS, compile_chunks, compiler_for, hiding_gradients, waiting
 from forge.parallel.layout import Layout
 from forge.parallel.names import has_all_names
-from forge.parallel.precision import casting
-from forge.parallel.units import maximal_subtrees, plan_units
+from forge.parallel.precision import maximal_subtrees, plan_units
+
+# Graphs of one function; PyTorch's own limit is 8. Kinds of layers (by window), times with and without a gradient, times
+# batches as in training, smaller ones and samples of any length, are more; past the limit a compiled block is an error,
+# and flex_attention, which is compiled by itself on CUDA, would silently hold every score.
+GRAPHS = 64
+
+# What selective checkpointing keeps. By name, because which of them exist differs between builds and versions of PyTorch;
+# each name stands for every overload.
+KEPT = (
+    # matrix products
+    "aten.mm",
+    "aten.addmm",
+    "aten.bmm",
+    "aten.linear",
+    "aten._scaled_mm",
+    "aten._grouped_mm",
+    "aten._scaled_grouped_mm",
+    # attention
+    "aten._scaled_dot_product_flash_attention",
+    "aten._scaled_dot_product_flash_attention_for_cpu",
+    "aten._scaled_dot_product_efficient_attention",
+    "aten._scaled_dot_product_cudnn_attention",
+    "aten._scaled_dot_product_attention_math",
+    "higher_order.flex_attention",
+    # collectives
+    "_c10d_functional.all_gather_into_tensor",
+    "_c10d_functional.reduce_scatter_tensor",
+    "_c10d_functional.all_to_all_single",
+    "_c10d_functional.all_reduce",
+    # scales of float8: a few numbers that cost a pass over a whole activation each
+    "aten.max",
+    "aten.amax",
+)
+PROFILER_MARKS = ("profiler._record_function_enter_new", "profiler._record_function_exit")
 
 
 def apply_blocks(model: Transformer, layout: Layout) -> None:
@@ -99,6 +152,115 @@ class BlockPolicy:
             shared._compiled_call_impl = hiding_gradients(shared, call)
 
 
+class Recomputed:
+    """`forward` under a checkpoint: called again in backward. `selective`: what is expensive is kept."""
+
+    def __init__(self, forward: Callable[..., Any], *, selective: bool):
+        functools.update_wrapper(self, forward)
+        self._forward = forward
+        self._options: dict[str, Any] = {"context_fn": selective_context} if selective else {}
+        # Selective checkpointing does not let recomputation issue more operations than forward did, and counts the
+        # profiler's marks, of which FSDP sets more in recomputation around a unit that lies inside.
+        SAC_IGNORED_OPS.update(overload for name in PROFILER_MARKS for overload in _overloads(name))
+
+    def __call__(self, x: torch.Tensor, *args: Any) -> Any:
+        forward = self._forward
+        # The other arguments enter by closure: under a compiler only tensors may cross into a checkpoint.
+        # Nothing draws random numbers, so there is no generator state to keep.
+        return checkpoint(
+            lambda x: forward(x, *args), x, use_reentrant=False, preserve_rng_state=False, **self._options
+        )
+
+
+def selective_context() -> Any:
+    """Return the context managers for `checkpoint`'s forward and recomputation under `keep_expensive`."""
+    return create_selective_checkpoint_contexts(keep_expensive)
+
+
+def keep_expensive(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    """Keep what the operators in KEPT return; compute everything else again."""
+    return CheckpointPolicy.MUST_SAVE if operator in kept_operators() else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@functools.cache
+def kept_operators() -> frozenset[Any]:
+    """Return the operators behind KEPT in this build of PyTorch."""
+    return frozenset(overload for name in KEPT for overload in _overloads(name))
+
+
+def _overloads(name: str) -> Iterator[Any]:
+    namespace, _, operator = name.partition(".")
+    found = getattr(getattr(torch.ops, namespace), operator, None)
+    if isinstance(found, torch._ops.OpOverloadPacket):
+        yield from (getattr(found, overload) for overload in found.overloads())
+    elif found is not None:
+        yield found
+
+
+def compiler_for(chosen: Compile) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return what compiles a function, at its first call. Raises UserError for a compiler that PyTorch does not know."""
+    known = torch.compiler.list_backends(exclude_tags=())
+    if chosen.backend not in known:
+        raise UserError(
+            f'compile.backend = "{chosen.backend}" is not known to PyTorch; known: {", ".join(known)}'
+            + did_you_mean(chosen.backend, known)
+        )
+    return functools.partial(torch.compile, backend=chosen.backend, fullgraph=True)
+
+
+def compile_chunks(loss: Any, compiler: Callable[..., Any]) -> None:
+    """Compile what `loss` computes per chunk of tokens: the loop itself is outside, or it would be unrolled.
+
+    Raises UserError for a loss without chunks.
+    """
+    if not hasattr(loss, "chunk"):
+        raise UserError(f"compile.loss = true does not go with {type(loss).__name__}; use false")
+    chunk = compiler(loss.chunk)
+    # Parameters without their gradients, as in `hiding_gradients`: a chunk runs inside an autograd function anyway.
+    loss.chunk = lambda *args: chunk(*(arg.detach() if isinstance(arg, Tensor) else arg for arg in args))
+
+
+def hiding_gradients(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `forward` that takes gradients of another dtype off the parameters of `module` while it runs.
+
+    Parameters in bfloat16 may accumulate gradients in float32 (torch.Tensor.grad_dtype); PyTorch 2.11 to 2.13 refuse to
+    trace these.
+    """
+    parameters: list[nn.Parameter] = []
+
+    @functools.wraps(forward)
+    def hidden(*args: Any) -> Any:
+        if (
+            not parameters
+        ):  # at the first call: data parallelism, which comes after compilation, replaces them
+            parameters.extend(module.parameters())
+        gradients = [(p, p.grad) for p in parameters if p.grad is not None and p.grad.dtype != p.dtype]
+        for parameter, _ in gradients:
+            parameter.grad = None
+        try:
+            return forward(*args)
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+
+    return hidden
+
+
+def waiting(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `forward` that waits for its first argument.
+
+    Under a user's plan of tensor parallelism the embedding may return an AsyncCollectiveTensor, a promise of a
+    collective's result; compiled code takes it for a plain tensor and fails in backward.
+    """
+
+    @functools.wraps(forward)
+    def waited(x: Tensor, *args: Any) -> Any:
+        # `AsyncCollectiveTensor.wait` would lose the gradient; a clone waits and keeps it.
+        return forward(x.clone() if isinstance(x, AsyncCollectiveTensor) else x, *args)
+
+    return waited
+
+
 def cast_at_borders(model: nn.Module, dtypes: dict[nn.Parameter, torch.dtype], policy: torch.dtype) -> None:
     """Let each largest subtree of `model` that computes in another dtype than `policy` cast what goes in and out.
 
@@ -110,6 +272,23 @@ def cast_at_borders(model: nn.Module, dtypes: dict[nn.Parameter, torch.dtype], p
             if compute != policy:
                 outside = None if getattr(subtree, "exact_output", False) else policy
                 subtree.forward = casting(subtree.forward, compute, outside)
+
+
+def casting(
+    forward: Callable[..., Any], inside: torch.dtype, outside: torch.dtype | None
+) -> Callable[..., Any]:
+    """Return `forward` with floating-point arguments cast to `inside` and results to `outside` (None: left alone)."""
+
+    @functools.wraps(forward)
+    def cast(*args: Any) -> Any:
+        output = forward(*(_to(arg, inside) for arg in args))
+        return output if outside is None else tree_map(lambda leaf: _to(leaf, outside), output)
+
+    return cast
+
+
+def _to(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 def check_modules(model: Transformer, chosen: ActivationCheckpoint) -> None:

@@ -2,7 +2,7 @@
 
 Units: the embedding, every block, and the final norm with the head; a tied embedding is shared by both ends of the
 model and so belongs to the root. The routed experts of a layer are a unit inside its block, over other ranks: those
-that share one expert. forge/parallel/units.py divides a unit in which modules compute in different dtypes.
+that share one expert. forge/parallel/precision.py divides a unit in which modules compute in different dtypes.
 Gradients are summed, never averaged: the loss is divided by the global number of tokens before backward, so a sum over
 ranks is the gradient (torch.distributed.fsdp.fully_shard: gradient divide factor).
 
@@ -39,7 +39,7 @@ from forge.model import Experts, Router, Transformer
 from forge.parallel.expert import parameter_kinds
 from forge.parallel.float8 import scale_refresher
 from forge.parallel.layout import Layout
-from forge.parallel.units import Unit, plan_units
+from forge.parallel.precision import Unit, plan_units
 from forge.shard import Box, Kind, Shard, local
 
 

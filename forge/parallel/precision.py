@@ -1,23 +1,31 @@
-"""In which dtype every parameter computes.
+"""In which dtype every parameter computes, and the units that FSDP gathers, each with one storage and one compute dtype.
 
-What is computed depends on these dtypes alone, not on the units of FSDP that are made from them (forge/parallel/units.py):
-each largest subtree of modules in another dtype than the policy's casts its inputs to its own dtype and its outputs back
-(forge/parallel/blocks.py), so a module in float32 leaves a bfloat16 stream as it found it.
+What is computed depends on the dtypes alone, not on the units: each largest subtree of modules in another dtype than the
+policy's casts its inputs to its own dtype and its outputs back (forge/parallel/blocks.py), so a module in float32 leaves a
+bfloat16 stream as it found it. A model in which a few modules compute in float32 beside bfloat16 is cut along those borders.
+In each part of the model:
+
+    one dtype        the part is one unit
+    two              the largest subtrees of the rarer one (by elements) are units, the rest is one
+    three or more    the largest subtrees of each are units, nothing is left over
+
+The routed experts of a layer are units by themselves, because other ranks share them.
 """
 
 from __future__ import annotations
 
 import difflib
-import functools
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from forge.config.layout import Precision
 from forge.errors import UserError
+from forge.model import Experts, Transformer
 from forge.model.precision import promoted
 from forge.parallel.names import for_all_layers, has_all_names, matches_any_depth
 
@@ -75,18 +83,129 @@ def compute_dtypes(
     return {parameter: resolve(parameter) for parameter in parameters}
 
 
-def casting(
-    forward: Callable[..., Any], inside: torch.dtype, outside: torch.dtype | None
-) -> Callable[..., Any]:
-    """Return `forward` with floating-point arguments cast to `inside` and results to `outside` (None: left alone)."""
+@dataclass(frozen=True)
+class Unit:
+    """Modules whose parameters are gathered together, the dtype they are gathered in, and whether they are experts."""
 
-    @functools.wraps(forward)
-    def cast(*args: Any) -> Any:
-        output = forward(*(_to(arg, inside) for arg in args))
-        return output if outside is None else tree_map(lambda leaf: _to(leaf, outside), output)
-
-    return cast
+    modules: tuple[nn.Module, ...]
+    compute: torch.dtype
+    experts: bool = False
 
 
-def _to(value: Any, dtype: torch.dtype) -> Any:
-    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+def plan_units(
+    model: Transformer, precision: Precision
+) -> tuple[list[list[Unit]], dict[nn.Parameter, torch.dtype]]:
+    """Return the units of `model` in the order of forward, and the compute dtype of every parameter.
+
+    One group of units for each part that is gathered by itself, the root last; more than one in a group where dtypes
+    differ, and then a unit that lies inside another comes first. Raises UserError if precision.fp32_modules cannot be
+    followed.
+    """
+    pinned, policy = pinned_parameters(model, precision.fp32_modules), DTYPES[precision.compute]
+    groups: list[list[Unit]] = []
+    dtypes: dict[nn.Parameter, torch.dtype] = {}
+    parts: list[list[nn.Module]] = [*_parts(model), [model]]
+    for part in parts:
+        resolved = compute_dtypes(
+            [p for p in _parameters(part) if p not in dtypes],
+            policy,
+            pinned=pinned,
+            per_parameter=precision.mixed_storage_rule == "per_parameter",
+        )
+        groups.append(_units(part, resolved))
+        dtypes |= resolved
+    if not any(unit.modules == (model,) for unit in groups[-1]):
+        # The root of FSDP is the whole model even if no parameter is left for it.
+        groups[-1].append(Unit((model,), policy))
+    return groups, dtypes
+
+
+def _parts(model: Transformer) -> list[list[nn.Module]]:
+    """Embedding, each block, norm with head; those that share a parameter together. A tied embedding is left to the root."""
+    parts: list[list[nn.Module | None]] = [[layer] for layer in model.layers.values()]
+    if model.config.tie_embeddings:
+        parts.append([model.norm])
+    else:
+        parts = [[model.embedding], *parts, [model.norm, model.head]]
+    there = [[module for module in part if module is not None] for part in parts]
+    return joined_by_parameters([part for part in there if part])
+
+
+def _units(part: list[nn.Module], dtypes: dict[nn.Parameter, torch.dtype]) -> list[Unit]:
+    """The units of `part`, those of experts first."""
+    experts = [module for root in part for module in root.modules() if isinstance(module, Experts)]
+    inner = [replace(unit, experts=True) for module in experts for unit in uniform_units([module], dtypes)]
+    return inner + uniform_units(part, dtypes, apart=set(_parameters(experts)))
+
+
+def uniform_units(
+    modules: Sequence[nn.Module],
+    dtypes: dict[nn.Parameter, torch.dtype],
+    apart: Collection[nn.Parameter] = frozenset(),
+) -> list[Unit]:
+    """Return units of one storage and one compute dtype for all parameters of `modules` in `dtypes`; inner ones first.
+
+    Parameters `apart` have units of their own: only the unit that takes the rest may lie around those.
+    Raises UserError where parameters of different dtypes lie in one module, so that no border runs between them.
+    """
+    keys = {p: (p.dtype, dtypes[p]) for p in _parameters(modules) if p in dtypes and p not in apart}
+    sizes: Counter[tuple[torch.dtype, torch.dtype]] = Counter()
+    for parameter, key in keys.items():
+        sizes[key] += parameter.numel()
+    if len(sizes) <= 1:
+        return [Unit(tuple(modules), compute) for _, compute in sizes]
+    # Of two equally large ones the first is split off: `min` and dictionaries keep the order of the parameters' names.
+    split = {min(sizes, key=lambda key: sizes[key])} if len(sizes) == 2 else set(sizes)
+
+    borders: dict[nn.Parameter, Any] = {**keys, **dict.fromkeys(apart)}
+    subtrees = [pair for module in modules for pair in maximal_subtrees(module, borders) if pair[1] in split]
+    covered = set(_parameters([subtree for subtree, _ in subtrees]))
+    missed = {p for p, key in keys.items() if key in split and p not in covered}
+    if missed:
+        names = [name for module in modules for name, p in module.named_parameters() if p in missed]
+        raise UserError(
+            f"{', '.join(names)} of {type(modules[0]).__name__} cannot compute in another dtype than what lies beside "
+            f"them in the same module. Put them into a module of their own, or leave them out of precision.fp32_modules."
+        )
+    units = []
+    for group in joined_by_parameters([[subtree] for subtree, _ in subtrees]):
+        compute = next(dtypes[p] for p in _parameters(group) if p in keys)
+        units.append(Unit(tuple(group), compute))
+    rest = {p: compute for p, (stored, compute) in keys.items() if (stored, compute) not in split}
+    if rest:
+        whole = [m for m in modules if any(p in rest for p in m.parameters())]
+        units.append(Unit(tuple(whole), next(iter(rest.values()))))
+    return units
+
+
+def maximal_subtrees(module: nn.Module, keys: dict[nn.Parameter, Any]) -> list[tuple[nn.Module, Any]]:
+    """Return (subtree, key) of the largest subtrees of `module` whose parameters all have one key, in modules' order.
+
+    Parameters without a key do not count, nor do subtrees without any. Containers that are never called
+    (ModuleList, ModuleDict) are no subtrees, their children are. None lies inside another.
+    """
+    found = [pair for child in module.children() for pair in maximal_subtrees(child, keys)]
+    held = {keys[p] for p in module.parameters() if p in keys}
+    called = type(module).forward is not nn.Module.forward
+    return [(module, held.pop())] if len(held) == 1 and called else found
+
+
+def joined_by_parameters(groups: Sequence[Sequence[nn.Module]]) -> list[list[nn.Module]]:
+    """Return `groups` of modules, those that share a parameter joined, at the place of the first."""
+    joined: list[list[nn.Module]] = []
+    for group in groups:
+        owned = set(_parameters(group))
+        sharing = [other for other in joined if not owned.isdisjoint(_parameters(other))]
+        if not sharing:
+            joined.append(list(group))
+            continue
+        first, *others = sharing
+        for other in others:
+            joined.remove(other)
+            first += other
+        first += group
+    return joined
+
+
+def _parameters(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
+    return list(dict.fromkeys(p for module in modules for p in module.parameters()))

@@ -1,34 +1,43 @@
 """Tensor parallelism: the ranks of one mesh share every matrix product; with sequence parallelism also the rest.
 
 Per block and direction there are two all-gathers and two reduce-scatters; without sequence parallelism two all-reduces.
-What each module becomes: forge/parallel/tensor_styles.py; which style it has: forge/parallel/tensor_plan.py. Experts are
-left whole (forge/parallel/expert.py).
+Which style each module has, and what that does to it: forge/parallel/tensor_plan.py. Experts are left whole
+(forge/parallel/expert.py).
 
 A parameter that is whole on every rank, but whose gradient is made from this rank's part of the activations only (norms
 and routers on pieces of the sequence, QK-norm on some of the heads), has partial gradients: they are summed over the
 ranks once per step, all in one collective, by `sum_partial_gradients`.
+
+Loss: each rank computes the logits of its own rows of the vocabulary, and nobody gathers them. Per chunk of tokens the
+ranks exchange two numbers per token: the logsumexp over a rank's own rows, and the target's logit, which is 0 on all ranks
+but the one that holds the target's row. The logsumexp of the logsumexps is the one over the whole vocabulary (Shoeybi et
+al. 2019, "Megatron-LM", section 3, where maximum and sum are sent separately). Gradients of a rank's own logits and rows
+are local; those of hidden states are summed over the ranks.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+import torch.distributed._functional_collectives as functional
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.distributed.tensor.placement_types import Shard as Split
 
+from forge import compat
 from forge.errors import UserError
 from forge.model import FusedLoss, Transformer
-from forge.parallel.collectives import SEQUENCE
+from forge.model.loss import chunk_loss
+from forge.parallel.collectives import SEQUENCE, gather_for_all, gather_for_parts, share
 from forge.parallel.layout import Layout
-from forge.parallel.loss_parallel import TensorLoss
-from forge.parallel.tensor_plan import PARTS, Plan, plan_for
-from forge.parallel.tensor_styles import Place, first_row, styles_of
+from forge.parallel.tensor_plan import PARTS, Place, Plan, first_row, plan_for, styles_of
 from forge.shard import Shard
 
 # Names end so in a block's last projections, which write into the residual stream.
@@ -74,8 +83,7 @@ def partial_shards(model: nn.Module, shards: Sequence[Shard]) -> list[Shard]:
 
 def sum_partial_gradients(shards: Sequence[Shard], mesh: DeviceMesh) -> None:
     """Sum the gradients of `shards` over the ranks of `mesh`, which hold the same elements; one collective."""
-    present = [shard.grad for shard in shards if shard.boxes]
-    grads = [grad for grad in present if grad is not None]
+    grads = [grad for shard in shards if shard.boxes and (grad := shard.grad) is not None]
     if not grads:
         return
     exact = torch.promote_types(torch.float32, grads[0].dtype)
@@ -113,3 +121,55 @@ def _overlap_collectives(mesh: DeviceMesh) -> None:
 
     torch._inductor.config._micro_pipeline_tp = True
     enable_symm_mem_for_group(mesh.get_group().group_name)
+
+
+class TensorLoss(FusedLoss):
+    """FusedLoss for a head whose weight is a DTensor over `mesh`; sums and logits are equal on all ranks.
+
+    `pieces`: hidden states come as pieces of the sequence. `first_row`: where this rank's rows of the vocabulary begin,
+    for a weight that is split over it; None: the weight is gathered and every rank computes the whole loss.
+    """
+
+    def __init__(self, plain: FusedLoss, mesh: DeviceMesh, *, pieces: bool, first_row: int | None):
+        super().__init__(plain.z_loss_coef, plain.chunk_tokens, plain.soft_cap)
+        self.mesh = mesh
+        self.pieces = pieces
+        self.split = first_row is not None
+        if first_row is not None:
+            self.chunk = functools.partial(chunk_loss, read=SplitHead(mesh, first_row).read)
+
+    def forward(self, hidden: Tensor, head_weight: Tensor, labels: Tensor | None) -> Tensor:
+        """hidden `[batch, seq, dim]`, or of seq / tp tokens if `pieces`; labels and results as for FusedLoss."""
+        weight = cast(DTensor, head_weight)
+        if self.split and labels is not None:
+            whole = gather_for_parts(hidden, self.mesh) if self.pieces else share(hidden, self.mesh)
+            return super().forward(whole, weight.to_local(), labels)
+        whole = gather_for_all(hidden, self.mesh) if self.pieces else hidden
+        return super().forward(whole, weight.redistribute(placements=[Replicate()]).to_local(), labels)
+
+
+class SplitHead:
+    """Reads the logits of this rank's rows of the vocabulary, from `first_row` on."""
+
+    def __init__(self, mesh: DeviceMesh, first_row: int):
+        self.mesh = mesh
+        self.first_row = first_row
+
+    def read(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """As forge.model.loss.whole_vocabulary, for logits `[chunk, rows]`, target int64 `[chunk, 1]`.
+
+        The first two results are equal on all ranks.
+        """
+        column = target - self.first_row
+        here = (column >= 0) & (column < logits.shape[-1])
+        column = column.masked_fill(~here, 0)
+        lse, target_logit = self.combine(
+            logits.logsumexp(-1, keepdim=True), logits.gather(-1, column).masked_fill(~here, 0.0)
+        )
+        return lse, target_logit, column, here.to(logits.dtype)
+
+    def combine(self, lse: Tensor, target_logit: Tensor) -> tuple[Tensor, Tensor]:
+        """Combine values over each rank's rows into values over the whole vocabulary; both `[chunk, 1]`, in and out."""
+        mine = torch.stack([lse, target_logit])[None]
+        ranks = functional.wait_tensor(compat.all_gather_single(mine, 0, self.mesh))  # [tp, 2, chunk, 1]
+        return ranks[:, 0].logsumexp(0), ranks[:, 1].sum(0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from forge.data.synthetic import SyntheticSource
-from forge.parallel.context.kernels import PlainKernel
+from forge.parallel.context.ring import PlainKernel
 from tests.support import equivalence as compare
 from tests.support.covering import covering, pairs
 from tests.support.equivalence import Trace, assert_equal, layout, reference, tiny_config

@@ -164,7 +164,7 @@ def forget_qk_norm() -> None:
 
 def only_local_logsumexp() -> None:
     """Each rank normalises over its own rows of the vocabulary."""
-    from forge.parallel.loss_parallel import SplitHead
+    from forge.parallel.tensor import SplitHead
 
     combine = SplitHead.combine
     SplitHead.combine = lambda self, lse, target: (lse, combine(self, lse, target)[1])

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from forge.config.model import ModelConfig
 from forge.model import IGNORE, Router, Transformer, update_routers
-from forge.parallel.activation import Recomputed
+from forge.parallel.blocks import Recomputed
 from tests.support.reference_model import reference_loss
 from tests.support.reference_moe import Mixture
 from tests.support.small_models import batch, fill, gradients, small_config

@@ -11,7 +11,7 @@ from forge import compat
 from forge.config import parse_toml_text
 from forge.errors import UserError
 from forge.model import Transformer
-from forge.parallel import activation
+from forge.parallel import blocks
 from forge.parallel.blocks import apply_blocks
 from forge.parallel.build import build_meta_model
 from tests.support.building import layout_without_ranks
@@ -109,7 +109,7 @@ def test_selective_computes_cheap_operators_again_and_no_expensive_one() -> None
 
 
 def test_a_policy_that_keeps_nothing_is_seen(monkeypatch) -> None:
-    monkeypatch.setattr(activation, "kept_operators", lambda: frozenset())
+    monkeypatch.setattr(blocks, "kept_operators", lambda: frozenset())
     with pytest.raises(AssertionError):
         test_selective_computes_cheap_operators_again_and_no_expensive_one()
 

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from forge.config import parse_toml_text
 from forge.errors import UserError
 from forge.model import FusedLoss, Transformer
-from forge.parallel import compile as compiling
+from forge.parallel import blocks
 from forge.parallel.blocks import apply_blocks
 from forge.parallel.build import build_meta_model
 from tests.support.building import layout_without_ranks
@@ -145,7 +145,7 @@ def promised_gradient(rank: int, world: int, arrive: bool) -> torch.Tensor:
         DTensor.from_local(x, mesh, [Shard(0)]).redistribute(mesh, [Replicate()], async_op=True).to_local()
     )
     function = torch.compile(lambda x: (x * x).sin(), backend="aot_eager", fullgraph=True)
-    block = SimpleNamespace(forward=compiling.waiting(function) if arrive else function)
+    block = SimpleNamespace(forward=blocks.waiting(function) if arrive else function)
     block.forward(promise).sum().backward()
     return x.grad
 

@@ -14,11 +14,12 @@ from forge.errors import UserError
 from forge.parallel.blocks import cast_at_borders
 from forge.parallel.build import build_meta_model
 from forge.parallel.names import matches_any_depth
-from forge.parallel.precision import compute_dtypes, pinned_parameters
-from forge.parallel.units import (
+from forge.parallel.precision import (
     Unit,
+    compute_dtypes,
     joined_by_parameters,
     maximal_subtrees,
+    pinned_parameters,
     plan_units,
     uniform_units,
 )

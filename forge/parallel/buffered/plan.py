@@ -15,7 +15,7 @@ from forge.model.precision import promoted
 from forge.parallel.buffered.layout import BufferLayout, Item, default_bucket_numel, lay_out
 from forge.parallel.expert import parameter_kinds
 from forge.parallel.layout import Layout
-from forge.parallel.units import plan_units
+from forge.parallel.precision import plan_units
 
 
 @dataclass(frozen=True)
