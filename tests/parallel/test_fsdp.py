@@ -10,17 +10,14 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from forge import compat
-from forge.config import check_world, parse_toml_text
+from forge.config import parse_toml_text
 from forge.errors import UserError
-from forge.model import Normal
-from forge.parallel.build import build_meta_model, build_parallel_model
+from forge.parallel.build import build_meta_model
 from forge.parallel.fsdp import FullySharded
-from forge.parallel.initialize import fill_normal
-from forge.parallel.mesh import make_meshes
 from forge.parallel.model import SequentialModel
-from forge.shard import Box
+from tests.support.building import built
 from tests.support.collectives import Collectives, collectives_of
-from tests.support.equivalence import config_batches, gathered, tiny_config, wholes
+from tests.support.equivalence import config_batches, gathered, plain_model, tiny_config, wholes
 from tests.support.harness import run_ranks
 
 LAYERS = 3  # of the tiny model
@@ -28,10 +25,8 @@ LAYERS = 3  # of the tiny model
 
 def build(text: str, world: int) -> tuple[SequentialModel, Any]:
     """The model of `text` and this rank's first batch."""
-    config = parse_toml_text(text)
-    meshes = make_meshes(check_world(config, world), "cpu")
-    model = build_parallel_model(config, meshes, torch.device("cpu"))
-    return model, next(iter(config_batches(config, meshes.data_rank, meshes.data_ranks)))
+    one = built(text, world)
+    return one.model, next(one.batches())
 
 
 def step(model: SequentialModel, batch: Any) -> None:
@@ -315,16 +310,7 @@ def mixed_by_hand(rank: int, world: int, text: str, pinned: list[str], wide: boo
     `wide`: taken in float32, so that those of norms, which kernels make in float32, are not rounded before.
     """
     config = parse_toml_text(text)
-    model = build_meta_model(config)
-    model.to_empty(device="cpu")
-    values = model.initial_values()
-    for name, parameter in model.named_parameters():
-        start = values[name]
-        if isinstance(start, Normal):
-            box = Box((0,) * parameter.ndim, tuple(parameter.shape))
-            fill_normal(parameter.data, box, parameter.shape, start.std, config.run.seed, name)
-        else:
-            torch.nn.init.constant_(parameter, start)
+    model = plain_model(config)
     model.reset_buffers(torch.bfloat16)
     kept = {p for name in pinned for p in model.get_submodule(name).parameters()}
     for parameter in set(model.parameters()) - kept:
