@@ -47,7 +47,7 @@ from forge.config.layout import ActivationCheckpoint, Compile
 from forge.errors import UserError, did_you_mean
 from forge.model import MoE, Transformer
 from forge.parallel.layout import Layout
-from forge.parallel.names import has_all_names
+from forge.parallel.modules import has_all_names
 from forge.parallel.precision import maximal_subtrees, plan_units
 
 # Graphs of one function; PyTorch's own limit is 8. Kinds of layers (by window), times with and without a gradient, times

@@ -33,6 +33,7 @@ from forge.model.dispatch import Plan, combine, sort_by_expert, spread
 from forge.model.experts import grouped_swiglu
 from forge.parallel.collectives import gather_for_all, own_piece, sum_over
 from forge.parallel.layout import Layout
+from forge.parallel.modules import replace_module
 from forge.parallel.tensor_plan import distributed, local_tensor
 from forge.shard import Kind
 
@@ -50,10 +51,10 @@ def apply_expert(model: Transformer, layout: Layout) -> None:
         if meshes.sequence.size() > 1:
             layer.router.sum_over_sequence = functools.partial(sum_over, ranks=meshes.sequence)
         if meshes.ep.size() > 1:
-            layer.experts = LocalExperts(layer.experts, meshes.ep)
+            replace_module(layer, "experts", LocalExperts(layer.experts, meshes.ep))
             layer.dispatch = AllToAllDispatcher(meshes.ep.get_group(), moe.n_experts)
         if meshes.tp.size() > 1:
-            model.set_submodule(name, PieceRoutedMoE(layer, layout))
+            replace_module(model, name, PieceRoutedMoE(layer, layout))
     outside = [key for key in ("capacity_factor", "router_noise") if getattr(moe, key)]
     if outside and dist.get_world_size() > 1:
         keys = " and ".join(f"model.moe.{key}" for key in outside)

@@ -26,7 +26,7 @@ from forge.config.layout import Precision
 from forge.errors import UserError, did_you_mean
 from forge.model import Experts
 from forge.parallel.layout import Layout
-from forge.parallel.names import has_all_names
+from forge.parallel.modules import carry_hooks, count_hooks, has_all_names
 from forge.shard import local
 
 log = logging.getLogger(__name__)
@@ -35,13 +35,6 @@ log = logging.getLogger(__name__)
 MULTIPLE = 16
 # Compute capability of the first cards with float8 kernels: Ada; then Hopper, 9.0.
 FIRST_CARD = (8, 9)
-HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-)
 
 
 def apply_float8(model: nn.Module, layout: Layout) -> None:
@@ -115,18 +108,6 @@ def choose_layers(model: nn.Module, exclude: tuple[str, ...]) -> tuple[dict[str,
         else:
             chosen[name] = module
     return chosen, left_out
-
-
-def carry_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Give `new` the forward hooks and pre-hooks of `old`, in their order, with or without keyword arguments."""
-    for name in HOOKS:
-        # The dictionaries themselves, so that a hook's handle can still remove it.
-        setattr(new, name, getattr(old, name))
-
-
-def count_hooks(model: nn.Module) -> Counter[str]:
-    """Return the number of hooks of each kind on all modules of `model`."""
-    return Counter({name: sum(len(getattr(module, name)) for module in model.modules()) for name in HOOKS})
 
 
 def _gathers_in_float8(chosen: dict[str, nn.Linear], layout: Layout) -> bool:

@@ -37,6 +37,7 @@ from forge.model import FusedLoss, Transformer
 from forge.model.loss import chunk_loss
 from forge.parallel.collectives import SEQUENCE, gather_for_all, gather_for_parts, share
 from forge.parallel.layout import Layout
+from forge.parallel.modules import replace_module
 from forge.parallel.tensor_plan import PARTS, Place, Plan, first_row, plan_for, styles_of
 from forge.shard import Shard
 
@@ -67,7 +68,7 @@ def apply_tensor(model: Transformer, layout: Layout) -> None:
             output = stream if name.endswith(INTO_STREAM) else Replicate()
             split = styles[style](module, Place(mesh, stream, output, partial))
             if split is not module:
-                model.set_submodule(name, split)
+                replace_module(model, name, split)
     model.loss = _loss(model, plan, layout)
     plain = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
     left = [name for name in plain if ".experts." not in name]

@@ -45,7 +45,7 @@ from forge.errors import UserError, did_you_mean
 from forge.model import Attention, Embedding, FeedForward, Head, RMSNorm, Router
 from forge.parallel.collectives import own_piece, sum_to_all, sum_to_pieces
 from forge.parallel.layout import Layout
-from forge.parallel.names import for_all_layers, has_all_names, matches_exact_depth
+from forge.parallel.modules import for_all_layers, has_all_names, matches_exact_depth
 
 Plan: TypeAlias = dict[str, str | ParallelStyle]
 

@@ -10,10 +10,11 @@ from torch import nn
 
 from forge.config import parse_toml_text
 from forge.errors import UserError
-from forge.parallel import float8
+from forge.parallel import float8, modules
 from forge.parallel.build import build_meta_model
-from forge.parallel.float8 import apply_float8, choose_layers, count_hooks
+from forge.parallel.float8 import apply_float8, choose_layers
 from forge.parallel.layout import make_layout
+from forge.parallel.modules import count_hooks
 from tests.support.building import built
 from tests.support.equivalence import tiny_config
 from tests.support.harness import run_ranks
@@ -118,7 +119,7 @@ def test_hooks_that_are_dropped_are_noticed(monkeypatch) -> None:
 
 
 def test_hooks_without_their_kwargs_flags_are_noticed(monkeypatch) -> None:
-    monkeypatch.setattr(float8, "HOOKS", ("_forward_pre_hooks", "_forward_hooks"))
+    monkeypatch.setattr(modules, "HOOKS", ("_forward_pre_hooks", "_forward_hooks"))
     model, before = hooked()[0], count_hooks(hooked()[0])
     monkeypatch.undo()
     assert count_hooks(model) != before

@@ -13,7 +13,7 @@ from forge.config import parse_toml_text
 from forge.errors import UserError
 from forge.parallel.blocks import cast_at_borders
 from forge.parallel.build import build_meta_model
-from forge.parallel.names import matches_any_depth
+from forge.parallel.modules import matches_any_depth
 from forge.parallel.precision import (
     Unit,
     compute_dtypes,

@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 from forge.config import parse_toml_text
 from forge.errors import BAD_CONFIG, UserError
 from forge.parallel.build import build_meta_model
-from forge.parallel.names import matches_exact_depth
+from forge.parallel.modules import matches_exact_depth
 from forge.parallel.tensor import sum_partial_gradients
 from forge.parallel.tensor_plan import plan_for
 from tests.support.building import built, layout_without_ranks

@@ -1,11 +1,20 @@
-"""Names of modules, and the patterns over them that keys of the configuration hold."""
+"""Modules by name: the patterns that keys of the configuration hold, and replacing one without losing its hooks."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
+
+HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
 
 
 def matches_exact_depth(pattern: str, name: str) -> bool:
@@ -42,3 +51,21 @@ def has_all_names(model: nn.Module) -> bool:
 def for_all_layers(names: Iterable[str]) -> set[str]:
     """Return `names` with `*` in the place of numbers, to suggest instead of the same name in every layer."""
     return {".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names}
+
+
+def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:
+    """Put `new` in the place of the module `name` of `model`, with its hooks."""
+    carry_hooks(model.get_submodule(name), new)
+    model.set_submodule(name, new)
+
+
+def carry_hooks(old: nn.Module, new: nn.Module) -> None:
+    """Give `new` the forward hooks and pre-hooks of `old`, in their order, with or without keyword arguments."""
+    for name in HOOKS:
+        # The dictionaries themselves, so that a hook's handle can still remove it.
+        setattr(new, name, getattr(old, name))
+
+
+def count_hooks(model: nn.Module) -> Counter[str]:
+    """Return the number of hooks of each kind on all modules of `model`."""
+    return Counter({name: sum(len(getattr(module, name)) for module in model.modules()) for name in HOOKS})
