@@ -17,7 +17,7 @@ import torch
 
 from forge.checkpoint import find_checkpoint
 from forge.hf import export_weights, import_weights
-from forge.observe.progress_line import ProgressLine
+from forge.observe.progress import ProgressLine
 from scripts.options import exit_code_of, number
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}

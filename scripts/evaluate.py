@@ -26,7 +26,7 @@ from forge.errors import UserError
 from forge.inference.measure import Measured, measure
 from forge.inference.open import TrainedModel
 from forge.observe.json_lines import encode
-from forge.observe.progress_line import ProgressLine
+from forge.observe.progress import ProgressLine
 from scripts.model import add_model_options, open_model
 from scripts.options import count, exit_code_of, positive
 

@@ -18,7 +18,7 @@ from forge.inference import CachedScores, Sampling, TextStream, generate, token_
 from forge.inference.open import TrainedModel
 from forge.inference.sampling import padded
 from forge.model import IGNORE
-from forge.observe.progress_line import ProgressLine
+from forge.observe.progress import ProgressLine
 
 # Task options for the longest answer, in tokens: the first that is set counts; and the limit if none is.
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")

@@ -36,7 +36,7 @@ from forge.data.format import INDEX, DatasetIndex, TokenDataset, token_dtype
 from forge.data.tokenizer import Tokenizer, enclose, load_tokenizer
 from forge.errors import UserError
 from forge.files import replace_atomically
-from forge.observe.progress_line import ProgressLine, clock
+from forge.observe.progress import ProgressLine, format_duration
 from forge.prepare.corpus import EXTENSIONS, Bad, Corpus, Piece, find_corpus, read_documents
 from forge.prepare.writer import ShardWriter
 
@@ -244,7 +244,7 @@ def _encode_missing(request: Request, chunks: list[list[Piece]], parts: Path) ->
     seconds = progress.close()
     if done:
         rate = f"{done / 1e6 / seconds:.1f} MB/s"
-        print(f"tokenized {done / 1e6:.1f} MB in {clock(seconds)} ({rate})", file=sys.stderr)
+        print(f"tokenized {done / 1e6:.1f} MB in {format_duration(seconds)} ({rate})", file=sys.stderr)
 
 
 def _encode(

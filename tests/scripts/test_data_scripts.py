@@ -71,7 +71,7 @@ def test_what_is_wrong_is_one_sentence_and_exit_2(tmp_path, name, arguments):
 # prepare_data.py, whose main process stops at the first progress that it makes, and tells so by a file.
 HELD = """
 import pathlib, runpy, sys, time
-from forge.observe.progress_line import ProgressLine
+from forge.observe.progress import ProgressLine
 
 def hold(line, done):
     held.touch()

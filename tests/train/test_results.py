@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from forge.resilience.delayed import DelayedRead
+from forge.train.results import DelayedRead
 
 CPU = torch.device("cpu")
 
