@@ -68,8 +68,8 @@ def sync_rollback_history(
 
     def merge() -> list[Rollback]:
         written = _read(directory) if own else []
-        known = [*written]
-        known += [rollback for rollback in (*progress.rollbacks, *new) if rollback not in known]
+        # A new one may be equal to one before, where the same trouble has come back, and counts.
+        known = [*written, *(one for one in progress.rollbacks if one not in written), *new]
         if known != written or not own:
             _write(directory, known)
         return known
