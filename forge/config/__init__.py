@@ -1,6 +1,6 @@
 """The configuration of a run: a typed schema, its loading from TOML and the command line, and explained errors.
 
-Needs no torch, so that help and errors appear at once. Schema: section, schema, model, layout, training. Load: load,
+Needs no torch, so that help and errors appear at once. Schema: section, model, layout, schema. Load: load,
 toml, extensions. Explain: keys, help, explain, and the checks across keys (checks, pipeline, world).
 """
 

@@ -16,19 +16,9 @@ from forge.config.schema import Config
 
 def check(config: Config) -> list[str]:
     """Every problem of a config whose keys are valid one by one."""
-    checks = (
-        _heads,
-        _tensor,
-        _tensor_plan,
-        _rope_scaling,
-        _moe,
-        _engine,
-        check_stages,
-        _precision,
-        _float8,
-        _others,
-    )
-    return [problem for one in checks for problem in one(config)]
+    first = (_heads, _tensor, _tensor_plan, _rope_scaling, _moe)
+    then = (_engine, check_stages, _precision, _float8, _others)
+    return [problem for one in (*first, *then) for problem in one(config)]
 
 
 def divisors(number: int) -> str:
@@ -46,43 +36,35 @@ def _heads(config: Config) -> Iterator[str]:
     model = config.model
     if model.head_dim == 0:
         near = multiples(model.dim, model.n_heads)
-        yield f"model.dim must be a multiple of model.n_heads = {model.n_heads}; use {near}, or set model.head_dim"
+        yield f"model.dim must be a multiple of {model.n_heads = }; use {near}, or set model.head_dim"
     elif model.head_dim % 2:
-        yield (
-            f"model.head_dim must be even, because RoPE rotates pairs; use {model.head_dim + 1} (the default is "
-            f"model.dim / model.n_heads = {model.dim} / {model.n_heads})"
-        )
+        default = f"model.dim / model.n_heads = {model.dim} / {model.n_heads}"
+        even = f"use {model.head_dim + 1} (the default is {default})"
+        yield f"model.head_dim must be even, because RoPE rotates pairs; {even}"
     if model.n_heads % model.n_kv_heads:
-        yield f"model.n_kv_heads must divide model.n_heads = {model.n_heads}; use one of {divisors(model.n_heads)}"
+        yield f"model.n_kv_heads must divide {model.n_heads = }; use one of {divisors(model.n_heads)}"
 
 
 def _tensor(config: Config) -> Iterator[str]:
-    parallel, model, tp = config.parallel, config.model, config.parallel.tp
+    parallel, model, train, tp = config.parallel, config.model, config.train, config.parallel.tp
     if tp == 1:
         return
-    pieces, seq_len = parallel.cp * tp, config.train.seq_len
-    product = f"parallel.cp * parallel.tp = {parallel.cp} * {tp} = {pieces}"
-    if model.moe is not None and seq_len % pieces:
-        yield (
-            f"train.seq_len must be a multiple of {product}, because with model.moe each of these ranks routes a part of "
-            f"the sequence; use {multiples(seq_len, pieces)}"
-        )
-    elif parallel.sequence_parallel and seq_len % pieces:
-        near = multiples(seq_len, pieces)
-        yield (
-            f"parallel.sequence_parallel needs train.seq_len = {seq_len} to be a multiple of {product}; use {near}, or false"
-        )
+    pieces = parallel.cp * tp
+    product = f"a multiple of parallel.cp * parallel.tp = {parallel.cp} * {tp} = {pieces}"
+    if train.seq_len % pieces:
+        near = multiples(train.seq_len, pieces)
+        if model.moe is not None:
+            each = "because with model.moe each of these ranks routes a part of the sequence"
+            yield f"train.seq_len must be {product}, {each}; use {near}"
+        elif parallel.sequence_parallel:
+            yield f"parallel.sequence_parallel needs {train.seq_len = } to be {product}; use {near}, or false"
     if -(-model.vocab_size // tp) * (tp - 1) >= model.vocab_size:
-        yield f"parallel.tp leaves a rank without a row of model.vocab_size = {model.vocab_size}; use a smaller degree"
+        yield f"parallel.tp leaves a rank without a row of {model.vocab_size = }; use a smaller degree"
     if isinstance(parallel.reshard_after_forward, int) and parallel.data_parallel == "fsdp2":
-        yield (
-            f"parallel.reshard_after_forward cannot be a number with parallel.tp = {tp}; use auto, always or never"
-        )
+        yield f"parallel.reshard_after_forward cannot be a number with {parallel.tp = }; use auto, always or never"
     if parallel.async_tp and not (config.compile.enabled and parallel.sequence_parallel):
-        yield (
-            "parallel.async_tp is done by the compiler, on all-gathers and reduce-scatters; set compile.enabled = true and "
-            "parallel.sequence_parallel = true, or leave it false"
-        )
+        needed = "compile.enabled = true and parallel.sequence_parallel = true"
+        yield f"parallel.async_tp needs {needed}, because the compiler does the overlap; set them, or use false"
 
 
 def _tensor_plan(config: Config) -> Iterator[str]:
@@ -97,13 +79,11 @@ def _tensor_plan(config: Config) -> Iterator[str]:
     for key, what in shared.items():
         size = getattr(model, key)
         if size % tp:
-            yield f"parallel.tp must divide model.{key} = {size}, the {what} that its ranks share; use {divisors(size)}"
-    if model.moe is not None and model.moe.n_shared_experts * model.moe.expert_dim % tp:
-        number, dim = model.moe.n_shared_experts, model.moe.expert_dim
-        yield (
-            f"parallel.tp must divide model.moe.n_shared_experts * model.moe.expert_dim = {number} * {dim}, the features "
-            f"of the shared experts; use {divisors(number * dim)}"
-        )
+            yield f"parallel.tp must divide model.{key} = {size}, the {what} that it splits; use {divisors(size)}"
+    number, dim = (model.moe.n_shared_experts, model.moe.expert_dim) if model.moe else (0, 0)
+    if number * dim % tp:
+        features = f"model.moe.n_shared_experts * model.moe.expert_dim = {number} * {dim}"
+        yield f"parallel.tp must divide {features}, the features that it splits; use {divisors(number * dim)}"
 
 
 def _rope_scaling(config: Config) -> Iterator[str]:
@@ -116,44 +96,39 @@ def _rope_scaling(config: Config) -> Iterator[str]:
 
 
 def _moe(config: Config) -> Iterator[str]:
-    moe, section = config.model.moe, "model.moe"
-    if moe is None:
+    model, moe = config.model, config.model.moe
+    if moe is None or model.moe is None:
         return
-    experts, groups, limited = moe.n_experts, moe.n_expert_groups, moe.n_limited_groups
-    if moe.top_k > experts:
-        yield f"{section}.top_k must be at most {section}.n_experts = {experts}"
-    if experts % groups:
-        yield f"{section}.n_expert_groups must divide {section}.n_experts = {experts}; use one of {divisors(experts)}"
-    elif limited > groups:
-        yield f"{section}.n_limited_groups must be at most {section}.n_expert_groups = {groups}; use 0 for all of them"
-    elif moe.top_k <= experts < moe.top_k * groups / limited:
-        size = experts // groups
-        yield (
-            f"{section}.n_limited_groups leaves {limited} of {section}.n_expert_groups = {groups} groups with {size} experts "
-            f"each, fewer than {section}.top_k = {moe.top_k}; use at least {-(-moe.top_k // size)}"
-        )
-    if moe.n_dense_layers > config.model.n_layers:
-        yield f"{section}.n_dense_layers must be at most model.n_layers = {config.model.n_layers}"
+    if moe.top_k > moe.n_experts:
+        yield f"model.moe.top_k must be at most {model.moe.n_experts = }"
+    if moe.n_experts % moe.n_expert_groups:
+        remedy = f"use one of {divisors(moe.n_experts)}"
+        yield f"model.moe.n_expert_groups must divide {model.moe.n_experts = }; {remedy}"
+    elif moe.n_limited_groups > moe.n_expert_groups:
+        yield f"model.moe.n_limited_groups must be at most {model.moe.n_expert_groups = }; use 0 for all of them"
+    elif moe.top_k <= moe.n_experts < moe.top_k * moe.n_expert_groups / moe.n_limited_groups:
+        size = moe.n_experts // moe.n_expert_groups
+        remedy = f"fewer than {model.moe.top_k = }; use at least {-(-moe.top_k // size)}"
+        experts = f"{moe.n_limited_groups} of {model.moe.n_expert_groups = } groups of {size} experts"
+        yield f"model.moe.n_limited_groups leaves {experts}, {remedy}"
+    if moe.n_dense_layers > model.n_layers:
+        yield f"model.moe.n_dense_layers must be at most {model.n_layers = }"
 
 
 def _engine(config: Config) -> Iterator[str]:
-    parallel, engine = config.parallel, config.parallel.data_parallel
-    fsdp2, schedule = f"parallel.data_parallel = fsdp2, but it is {engine}", config.pipeline.schedule
+    parallel, pipeline, engine = config.parallel, config.pipeline, config.parallel.data_parallel
+    fsdp2 = f"needs parallel.data_parallel = fsdp2, but it is {engine}"
     if parallel.shard_optimizer_over == "dp" and engine not in ("zero1", "zero2"):
-        yield (
-            f"parallel.shard_optimizer_over can be dp only with zero1 and zero2, but parallel.data_parallel = {engine}; use "
-            "dp_shard, or one of these"
-        )
+        zero = f"needs parallel.data_parallel = zero1 or zero2, but it is {engine}"
+        yield f"parallel.shard_optimizer_over {zero}; use dp_shard, or zero1 or zero2"
     if engine != "fsdp2" and config.precision.float8 != "none":
-        yield f"precision.float8 needs {fsdp2}, whose buffers cannot hold float8; use none, or fsdp2"
+        yield f"precision.float8 {fsdp2}, whose buffers cannot hold float8; use none, or fsdp2"
     if engine != "fsdp2" and parallel.cpu_offload:
-        yield f"parallel.cpu_offload needs {fsdp2}; use false, or fsdp2"
+        yield f"parallel.cpu_offload {fsdp2}; use false, or fsdp2"
     frees = engine == "fsdp2" and parallel.reshard_after_forward not in ("auto", "never")
-    if parallel.pp > 1 and schedule in SPLIT_BACKWARD and frees:
-        yield (
-            f"parallel.reshard_after_forward would free parameters whose gradients pipeline.schedule = {schedule} computes "
-            "later; use auto or never"
-        )
+    if parallel.pp > 1 and pipeline.schedule in SPLIT_BACKWARD and frees:
+        later = f"whose gradients {pipeline.schedule = !s} computes later"
+        yield f"parallel.reshard_after_forward would free parameters {later}; use auto or never"
 
 
 def _precision(config: Config) -> Iterator[str]:
@@ -166,19 +141,15 @@ def _float8(config: Config) -> Iterator[str]:
     precision, train, parallel = config.precision, config.train, config.parallel
     if precision.float8 == "none":
         return
+    gather = "precision.float8_all_gather cannot be true with"
     if precision.float8_all_gather is True and parallel.tp > 1:
-        yield f"precision.float8_all_gather cannot be combined with parallel.tp = {parallel.tp}; use auto or false"
+        yield f"{gather} {parallel.tp = }; use auto or false"
     if precision.float8_all_gather is True and precision.float8 == "rowwise":
-        yield (
-            "precision.float8_all_gather cannot be combined with precision.float8 = rowwise, which needs whole rows to "
-            "scale; use auto or false"
-        )
+        yield f"{gather} precision.float8 = rowwise, which needs whole rows to scale; use auto or false"
     if train.micro_batch_size * train.seq_len % (16 * parallel.cp):
-        yield (
-            "precision.float8 needs a multiple of 16 tokens in each microbatch of a rank, but train.micro_batch_size * "
-            f"train.seq_len / parallel.cp = {train.micro_batch_size} * {train.seq_len} / {parallel.cp}; use another "
-            "train.seq_len"
-        )
+        numbers = f"{train.micro_batch_size} * {train.seq_len} / {parallel.cp}"
+        tokens = f"train.micro_batch_size * train.seq_len / parallel.cp = {numbers}"
+        yield f"precision.float8 needs 16 to divide the tokens of a microbatch, {tokens}; use another train.seq_len"
 
 
 def _others(config: Config) -> Iterator[str]:

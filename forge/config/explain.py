@@ -18,7 +18,7 @@ from forge.errors import UserError, nearest
 
 LONGEST_VALUE = 80
 # The path of a key or section: ("data", "sources", 0, "path") is data.sources[0].path.
-Path = tuple[Any, ...]
+KeyPath = tuple[Any, ...]
 
 
 @dataclass
@@ -27,10 +27,10 @@ class Values:
 
     tree: dict[str, Any]
     source: str = ""
-    overridden: set[Path] = field(default_factory=set)
+    overridden: set[KeyPath] = field(default_factory=set)
     schema: type[Config] = Config
 
-    def origin(self, path: Path) -> str:
+    def origin(self, path: KeyPath) -> str:
         """Where the value at `path` came from: "default", "command line", or a file and its section."""
         value = value_at(self.tree, path)
         if value is None:
@@ -39,6 +39,10 @@ class Values:
             return "command line"
         section = key_path(path if isinstance(value, dict) else path[:-1])
         return f"{self.source} [{'.'.join(section)}]" if section else self.source
+
+    def line(self, path: KeyPath, text: str) -> str:
+        """An error line about the value at `path`."""
+        return about(path, value_at(self.tree, path), text, self.origin(path))
 
 
 def raise_all(lines: list[str]) -> None:
@@ -49,7 +53,7 @@ def raise_all(lines: list[str]) -> None:
         raise UserError("\n  ".join([f"{len(lines)} errors in the configuration:", *lines]))
 
 
-def about(path: Path, value: Any, text: str, origin: str = "") -> str:
+def about(path: KeyPath, value: Any, text: str, origin: str = "") -> str:
     """The form of every line: `train.steps = 0 (command line): text`. A long value is cut short."""
     literal = to_literal(value)
     if len(literal) > LONGEST_VALUE:
@@ -71,14 +75,14 @@ def show(path: Sequence[Any]) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
 
 
-def key_path(path: Path) -> Path:
+def key_path(path: KeyPath) -> KeyPath:
     """`path` up to the first list index."""
     return path[: next((i for i, part in enumerate(path) if isinstance(part, int)), len(path))]
 
 
-def explain(error: ValidationError, values: Values) -> dict[Path, str]:
-    """Path -> one line, for each key or section that pydantic refused; "" for a key that is missing without a file."""
-    lines: dict[Path, str] = {}
+def explain(error: ValidationError, values: Values) -> dict[KeyPath, str]:
+    """KeyPath -> one line, for each key or section that pydantic refused; "" for a key that is missing without a file."""
+    lines: dict[KeyPath, str] = {}
     for item in error.errors(include_url=False):
         path, table, field = _locate(item["loc"], values.schema)
         reason = str(item["ctx"]["error"]) if item["type"] == "value_error" else ""
@@ -89,7 +93,7 @@ def explain(error: ValidationError, values: Values) -> dict[Path, str]:
             lines[path] = _missing(path, field, values)
         else:
             text = _unknown(path, table, value) if field is None else _wrong(path, field, value, reason)
-            lines[path] = about(path, value, text, values.origin(path))
+            lines[path] = values.line(path, text)
     # A list is refused together with its items; the lines about the items are more precise.
     return {
         path: line
@@ -98,7 +102,7 @@ def explain(error: ValidationError, values: Values) -> dict[Path, str]:
     }
 
 
-def _locate(location: Path, table: type[Section]) -> tuple[Path, type[Section], FieldInfo | None]:
+def _locate(location: KeyPath, table: type[Section]) -> tuple[KeyPath, type[Section], FieldInfo | None]:
     """The path of the key that an error is about (not of a part of its value), its table, and its field.
 
     `table` is the schema. The field of an unknown key is None.
@@ -115,7 +119,7 @@ def _locate(location: Path, table: type[Section]) -> tuple[Path, type[Section], 
     return location[:depth], table, field
 
 
-def _missing(path: Path, field: FieldInfo, values: Values) -> str:
+def _missing(path: KeyPath, field: FieldInfo, values: Values) -> str:
     # Both the file and the command line may give a part of a section; a table in a list comes from one of them.
     in_list = len(key_path(path)) < len(path)
     source = values.origin(path[:-1]) if in_list else values.source
@@ -128,7 +132,7 @@ def _missing(path: Path, field: FieldInfo, values: Values) -> str:
     return f"{key.name}: missing from {source}; needed: {key.allowed} ({key.meaning.rstrip('.')})"
 
 
-def _wrong(path: Path, field: FieldInfo, value: Any, reason: str) -> str:
+def _wrong(path: KeyPath, field: FieldInfo, value: Any, reason: str) -> str:
     if section := section_class(field):
         return f"must be a section, a table with the keys {', '.join(section.model_fields)}"
     text = f"allowed: {describe(show(path), field).allowed}"
@@ -140,7 +144,7 @@ def _wrong(path: Path, field: FieldInfo, value: Any, reason: str) -> str:
     return f"{text}; {reason}" if reason else text
 
 
-def _unknown(path: Path, table: type[Section], value: Any) -> str:
+def _unknown(path: KeyPath, table: type[Section], value: Any) -> str:
     """Suggests the nearest name in the same table, the section that has the key, or the nearest of all."""
     *parents, name = path
     section, kind = show(parents), "section" if isinstance(value, dict) else "key"

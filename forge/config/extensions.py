@@ -9,9 +9,8 @@ from typing import Any
 
 from pydantic import ConfigDict, create_model
 
-from forge.config.schema import Config
+from forge.config.schema import Config, OptimizerConfig
 from forge.config.section import Section
-from forge.config.training import OptimizerConfig
 from forge.errors import did_you_mean
 
 OPTIMIZER_METHODS = ("step", "tensors", "state", "load_state")

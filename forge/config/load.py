@@ -12,8 +12,7 @@ import tomli
 from pydantic import ValidationError
 
 from forge.config.checks import check
-from forge.config.explain import Path as ValuePath
-from forge.config.explain import Values, about, about_problem, explain, key_path, raise_all
+from forge.config.explain import KeyPath, Values, about_problem, explain, key_path, raise_all
 from forge.config.extensions import schema_for
 from forge.config.keys import item_class, keys, literals, members, section_class, value_at
 from forge.config.schema import Config
@@ -139,7 +138,7 @@ def examine(values: Values, import_classes: bool = True) -> tuple[Config | None,
     config, refused, name = None, {}, ("optimizer", "name")
     values.schema, wrong_class = schema_for(values.tree, import_classes)
     if wrong_class:
-        refused[name] = about(name, value_at(values.tree, name), wrong_class, values.origin(name))
+        refused[name] = values.line(name, wrong_class)
     try:
         checked = config = values.schema.model_validate(values.tree)
     except ValidationError as error:
@@ -154,7 +153,7 @@ def examine(values: Values, import_classes: bool = True) -> tuple[Config | None,
     return config, lines
 
 
-def _repaired(values: Values, refused: set[ValuePath]) -> dict[str, Any]:
+def _repaired(values: Values, refused: set[KeyPath]) -> dict[str, Any]:
     """The tree of `values` without the keys in `refused`, and with an example for every missing required key."""
     repaired = copy.deepcopy(values.tree)
     for *parents, name in refused:

@@ -62,17 +62,15 @@ def check_stages(config: Config) -> Iterator[str]:
         key = "pipeline.module_names" if chosen.module_names else "pipeline.layers_per_stage"
         fixed = schedule in ONE_PER_RANK + V_SHAPED
         need = f"{fewest}" if fixed else f"a multiple of parallel.pp = {pp}, at least {fewest}"
-        yield (
-            f"{key} makes {stages} stages of model.n_layers = {layers} layers, but pipeline.schedule = {schedule} with "
-            f"parallel.pp = {pp} takes {need}; {_remedy(config)}"
-        )
+        made = f"{stages} stages of model.n_layers = {layers} layers"
+        taken = f"pipeline.schedule = {schedule} with parallel.pp = {pp} takes {need}"
+        yield f"{key} makes {made}, but {taken}; {_remedy(config)}"
     elif chosen.module_names:
         yield from _check_names(config)
     elif stages > layers:
-        yield (
-            f"parallel.pp makes {stages} stages with pipeline.schedule = {schedule}, but there are only model.n_layers = "
-            f"{layers} layers; use fewer ranks, or GPipe or 1F1B, which have one stage per rank"
-        )
+        many = f"makes {stages} stages with pipeline.schedule = {schedule}"
+        remedy = "use fewer ranks, or GPipe or 1F1B, which have one stage per rank"
+        yield f"parallel.pp {many}, but there are only model.n_layers = {layers} layers; {remedy}"
 
 
 def _remedy(config: Config) -> str:
@@ -97,10 +95,8 @@ def _check_names(config: Config) -> Iterator[str]:
     for seen, wanted in zip_longest([name for stage in stages for name in stage], expected):
         if seen != wanted:
             found, place = ("the end" if name is None else f'"{name}"' for name in (seen, wanted))
-            yield (
-                f"pipeline.module_names must list every module once and in order ({expected[0]}, layers.0, ..., "
-                f"{', '.join(expected[-2:])}): it has {found} where {place} belongs"
-            )
+            order = f"must list every module once and in order (embedding, layers.0, ..., {', '.join(tail)})"
+            yield f"pipeline.module_names {order}: it has {found} where {place} belongs"
             return
     if not all(stages):
         yield "pipeline.module_names has a stage without modules; leave it out"
@@ -115,19 +111,16 @@ def check_microbatches(config: Config, microbatches: int) -> Iterator[str]:
         return
     needed = {"GPipe": 1, "LoopedBFS": 1, "DualPipeV": 2 * pp}.get(schedule, pp)
     if microbatches < needed:
-        yield (
-            f"pipeline.schedule needs at least {needed} microbatches per optimizer step with parallel.pp = {pp}, but the "
-            f"number is {microbatches}; raise train.global_batch_size, or lower train.micro_batch_size or the number of "
-            "data-parallel ranks"
-        )
+        few = f"at least {needed} microbatches per optimizer step with parallel.pp = {pp}"
+        remedy = "raise train.global_batch_size, or lower train.micro_batch_size or the number of data-parallel ranks"
+        yield f"pipeline.schedule needs {few}, but the number is {microbatches}; {remedy}"
     elif schedule in IN_ROUNDS and not _in_rounds(microbatches, pp):
         below = next(n for n in range(microbatches, 0, -1) if _in_rounds(n, pp))
         above = next(n for n in range(microbatches, 2 * microbatches + pp) if _in_rounds(n, pp))
-        yield (
-            f"pipeline.schedule runs microbatches // pp rounds of equal size, but {microbatches} // {pp} = "
-            f"{microbatches // pp} does not divide {microbatches}; make it {below} or {above} microbatches per optimizer "
-            "step with train.global_batch_size or train.micro_batch_size"
-        )
+        uneven = f"{microbatches} // {pp} = {microbatches // pp} does not divide {microbatches}"
+        remedy = f"make it {below} or {above} microbatches per optimizer step"
+        by = "with train.global_batch_size or train.micro_batch_size"
+        yield f"pipeline.schedule runs microbatches // pp rounds of equal size, but {uneven}; {remedy} {by}"
 
 
 def _in_rounds(microbatches: int, pp: int) -> bool:

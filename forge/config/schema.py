@@ -1,22 +1,270 @@
-"""The whole configuration: one typed section per concern."""
+"""The whole configuration: one typed section per concern. The largest, [model] and the parallel layout, have files."""
 
 from __future__ import annotations
 
+from typing import Annotated, Literal, TypeVar
+
+from annotated_types import Ge, Gt, Lt, MinLen
+from pydantic import AfterValidator, Field, Strict, StringConstraints
+
 from forge.config.layout import ActivationCheckpoint, Compile, Parallel, Pipeline, Precision
 from forge.config.model import ModelConfig
-from forge.config.section import Section
-from forge.config.training import (
-    Checkpoint,
-    Data,
-    Evaluate,
-    Metrics,
-    OptimizerConfig,
-    Profile,
-    Resilience,
-    Run,
-    ScheduleConfig,
-    Train,
+from forge.config.section import (
+    Count,
+    ImportPath,
+    ListOf,
+    NonNegativeNumber,
+    Phrase,
+    Positive,
+    PositiveNumber,
+    Section,
+    Share,
+    Text,
 )
+
+FileName = Annotated[
+    str, StringConstraints(pattern=r"^[^/\x00]*[^/.\x00][^/\x00]*$"), Phrase("a file name without /")
+]
+S = TypeVar("S", bound=Section)
+Beta = Annotated[float, Ge(0), Lt(1)]
+
+
+def _first_and_last(steps: tuple[int, ...]) -> tuple[int, ...]:
+    if steps and (len(steps) != 2 or steps[0] > steps[1]):
+        raise ValueError("give the first and the last step, such as [10, 12], or [] for none")
+    return steps
+
+
+StepRange = Annotated[ListOf[Positive], AfterValidator(_first_and_last)]
+
+
+class Run(Section):
+    """The name of the run and where its files are written."""
+
+    name: FileName = Field(
+        default="run", json_schema_extra={"default": "the config's file name without .toml"}
+    )
+    """Name of the run. Its files are in output_dir/name."""
+    output_dir: Text = "runs"
+    """Folder that holds all runs."""
+    seed: Count = 0
+    """Random seed of the initial weights and of the order of the data."""
+    deterministic: bool = False
+    """Use only deterministic kernels, so that a repeated run on the same hardware is bit-identical. Slower."""
+
+
+class Stream(Section):
+    """A stream of tokens."""
+
+    path: Text
+    """A folder written by scripts/prepare_data.py; a `.bin` file of raw token ids; a Megatron dataset (its `.idx`, or the
+    common prefix of both files); or `synthetic`: generated, endless, learnable."""
+    dtype: Literal["uint16", "uint32"] | None = None
+    """Type of the ids in a `.bin` file, where it is required."""
+    eos_id: Count | None = None
+    """Token id that ends a document in a `.bin` file. Absent: the file is one document."""
+
+
+class SourceConfig(Stream):
+    """A stream of training tokens."""
+
+    weight: NonNegativeNumber = 1.0
+    """Share of the samples, relative to the other sources. 0: none."""
+
+
+class ValidationConfig(Stream):
+    """A stream of held-out tokens."""
+
+    name: Text
+    """Name of the stream in logs and metrics."""
+
+
+class Data(Section):
+    """The training and held-out data."""
+
+    sources: Annotated[ListOf[SourceConfig], MinLen(1)]
+    """Training data: folders written by scripts/prepare_data.py, raw `.bin` files (which need dtype), Megatron `.idx`
+    files, or `synthetic`. Weights need not sum to one."""
+    tokenizer: Text = "bytes"
+    """A SentencePiece .model file, a Hugging Face tokenizer.json, a folder with one of them, `bytes` (one token per byte,
+    no file), or `none`: train on token ids without a tokenizer, and show no text."""
+    document_mask: bool = False
+    """Do not attend across the documents of a sequence."""
+    validation: ListOf[ValidationConfig] = ()
+    """Held-out data, evaluated every evaluate.interval steps. []: none."""
+    mixture_block: Positive = 1024
+    """Every block of this many samples has the proportions of the sources exactly, rounded to samples."""
+    prefetch: Positive = 2
+    """Number of steps whose batches are read in advance."""
+
+
+class OptimizerConfig(Section):
+    """The optimizer."""
+
+    name: Literal["adamw"] | ImportPath = "adamw"
+    """Update rule, or your own class, which has its own table of keys; see docs/extending/optimizer.md."""
+    lr: PositiveNumber = 3e-4
+    """Peak learning rate."""
+    weight_decay: NonNegativeNumber = 0.1
+    """Decoupled weight decay: each step multiplies weights by 1 - lr * weight_decay."""
+    betas: Annotated[tuple[Beta, Beta], Strict(False)] = (0.9, 0.95)
+    """Decay rates of the first and second moment."""
+    eps: PositiveNumber = 1e-8
+    """Added to the square root of the second moment."""
+    no_decay: ListOf[Text] = ("*norm.weight", "*.bias", "embedding.weight")
+    """Glob patterns of parameter names without weight decay."""
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Format of both moments. With float32, precision.storage if that is wider."""
+
+    def table(self, keys: type[S]) -> S:
+        """Return the table within [optimizer] whose class is `keys`."""
+        return next(value for _, value in self if isinstance(value, keys))
+
+
+class ScheduleConfig(Section):
+    """The learning rate schedule: warmup, plateau, decay."""
+
+    name: Literal["wsd", "cosine", "linear", "constant"] = "wsd"
+    """wsd decays only at the end, cosine and linear decay after the warmup, constant does not decay."""
+    warmup_steps: Count = 0
+    """Steps of linear warmup to the peak. A shorter run ends during the warmup."""
+    decay_fraction: Share = 0.2
+    """wsd: length of the final decay, as a fraction of train.steps."""
+    decay_shape: Literal["linear", "cosine", "sqrt"] = "linear"
+    """wsd: shape of the final decay."""
+    min_lr_ratio: Share = 0.1
+    """Learning rate of the last step, as a fraction of the peak."""
+
+
+class Train(Section):
+    """The batch size, the sequence length and the number of steps."""
+
+    steps: Positive
+    """Total number of optimizer steps, including those before a resume."""
+    seq_len: Positive
+    """Tokens per sequence."""
+    global_batch_size: Positive
+    """Sequences per optimizer step: micro_batch_size * data-parallel ranks * gradient accumulation, which follows."""
+    micro_batch_size: Positive = 1
+    """Sequences per rank and forward pass."""
+    grad_clip_norm: NonNegativeNumber = 1.0
+    """Maximum global gradient norm: larger gradients are scaled down to it. 0: off."""
+    z_loss_coef: NonNegativeNumber = 0.0
+    """Weight of the z-loss: the mean squared logsumexp of the output logits, which keeps them from drifting."""
+    loss_chunk_tokens: Positive = 1024
+    """Number of tokens whose logits are computed at once. Fewer need less memory."""
+    gc_interval: Count = 100
+    """Steps between Python garbage collections, which all ranks run at the same time. 0: Python decides."""
+    hooks: ListOf[ImportPath] = ()
+    """Import paths of your own hooks: subclasses of forge.hook.Hook, called before and after each phase of a step. See
+    docs/extending/hook.md."""
+
+
+class Checkpoint(Section):
+    """What a run saves and what it starts from."""
+
+    interval: Count = 0
+    """Steps between checkpoints. 0: save only at the end, and when the run is asked to stop."""
+    keep_last: Count = 3
+    """Number of newest checkpoints to keep. 0: all."""
+    keep_every: Count = 0
+    """Never remove checkpoints at multiples of this step. 0: off."""
+    mode: Literal["async", "sync"] = "async"
+    """async: write in the background while training continues; sync: wait."""
+    resume: Text = "auto"
+    """`auto`: resume from the newest valid checkpoint of this run, if any; `none`: start anew. Or a
+    checkpoint to resume from."""
+    init: str = ""
+    """A checkpoint or imported folder to take the initial weights from, in a new training history. Empty: random weights."""
+    verify: bool = True
+    """Verify all checksums before loading. false: skip those of the tensor files."""
+    max_failed_saves: Count = 5
+    """End the run after this many failed saves in a row. 0: never."""
+    allow_changed_data: bool = False
+    """Allow a resume on other data than the checkpoint was trained on."""
+
+
+class Evaluate(Section):
+    """Held-out loss and text samples while training."""
+
+    interval: Count = 0
+    """Steps between evaluations on data.validation, with another after the last step. 0: never."""
+    sequences: Positive = 64
+    """Sequences per held-out source, the same in every evaluation."""
+    sample_interval: Count = 0
+    """Steps between generated text samples, with another after the last step. 0: never."""
+    sample_prompt: str = ""
+    """Prompt of the samples."""
+    sample_tokens: Positive = 64
+    """Tokens per sample."""
+    sample_temperature: NonNegativeNumber = 0.8
+    """Sampling temperature. Below 1 favours likely tokens; 0 always takes the likeliest."""
+
+
+class Metrics(Section):
+    """What a run reports."""
+
+    log_interval: Positive = 10
+    """Steps between lines in the log and in metrics.jsonl."""
+    tensorboard: bool = True
+    """Write TensorBoard files."""
+    expert_map_interval: Count = 1000
+    """Mixture of experts: steps between images of the load per layer and expert in TensorBoard, with their counts in
+    metrics.jsonl. 0: never."""
+    peak_tflops: NonNegativeNumber = 0.0
+    """Peak of one device in TFLOP/s, for MFU. 0: look it up by the GPU's name; without an entry, MFU is not reported."""
+
+
+class Profile(Section):
+    """Traces of selected steps, to see where time and memory go."""
+
+    span: StepRange = ()
+    """First and last step to profile, such as [10, 12]. []: none."""
+    ranks: ListOf[Count] = (0,)
+    """Ranks that write a trace. Tracing many steps or ranks is slow and takes much space."""
+    memory_snapshot: bool = False
+    """Also record every CUDA memory allocation in these steps."""
+
+
+class Resilience(Section):
+    """Timeouts, skipped steps, rollbacks and checks for faults."""
+
+    setup_timeout_s: NonNegativeNumber = 3600.0
+    """Limit in seconds from the start to the first step, including the loading of a checkpoint. After it, the watchdog
+    writes the stacks of every rank and ends the run with exit code 76. 0: off."""
+    first_step_timeout_s: NonNegativeNumber = 3600.0
+    """The same limit for the first step, which compiles. 0: off."""
+    step_timeout_s: NonNegativeNumber = 1800.0
+    """The same limit for every other step, including the wait for data. Ten times the usual step time is enough. 0: off."""
+    evaluate_timeout_s: NonNegativeNumber = 3600.0
+    """The same limit for an evaluation and its samples. 0: off."""
+    save_timeout_s: NonNegativeNumber = 3600.0
+    """The same limit for the part of a save that blocks training, including a wait for the save before it. 0: off."""
+    time_limit_s: NonNegativeNumber = 0.0
+    """Limit of the run in seconds: it saves and stops with exit code 75 before then, early enough for its slowest save so
+    far. 0: off."""
+    max_skipped_steps: Positive = 10
+    """Roll back after this many skipped steps in a row."""
+    max_rollbacks: Count = 2
+    """Maximum number of rollbacks without a new checkpoint in between; after these the run fails with a report. A rollback
+    returns to the last good checkpoint and skips the data of the steps since."""
+    rerun_skipped_steps: bool = True
+    """Recompute the gradient of a skipped step, to find out whether the fault is transient or caused by data or parameters,
+    and to name tensors and ranks. Other steps are not slowed."""
+    spikes: Literal["report", "skip", "rollback"] = "report"
+    """Reaction to a loss or gradient norm far above the usual. report: write an event; skip: also skip the step, as if it
+    were not finite; rollback: roll back at once."""
+    spike_threshold: PositiveNumber = 10.0
+    """Distance of a spike above the median, in standard deviations, which are estimated robustly from the window."""
+    spike_window: Positive = 128
+    """Number of previous steps that define the usual loss and gradient norm. No spike is reported before half of them."""
+    check_replicas: bool = True
+    """Before each save, compare digests of the tensors that several ranks hold copies of. If they differ, nothing is saved
+    and the run rolls back, without skipping data."""
+    straggler_interval: Count = 100
+    """Steps between comparisons of the speed of all ranks. 0: never."""
+    straggler_factor: Annotated[float, Gt(1)] = 1.3
+    """Report a rank that makes steps longer by this factor and by at least 10 ms."""
 
 
 class Config(Section):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forge.config import Config
-from forge.config.training import Stream
+from forge.config.schema import Stream
 from forge.data.dataset import PackedDataset
 from forge.data.format import TokenDataset
 from forge.data.permutation import key_of

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from forge.config.training import Profile
+from forge.config.schema import Profile
 from forge.hook import Hook
 
 log = logging.getLogger(__name__)

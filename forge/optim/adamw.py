@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim.adamw import adamw
 
-from forge.config.training import OptimizerConfig
+from forge.config.schema import OptimizerConfig
 from forge.optim.optimizer import decay_groups, gradient, register, wide_dtype
 from forge.shard import Shard
 

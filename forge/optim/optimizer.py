@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from forge.config.extensions import load_class
-from forge.config.training import OptimizerConfig
+from forge.config.schema import OptimizerConfig
 from forge.shard import Shard
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from forge.config.training import ScheduleConfig
+from forge.config.schema import ScheduleConfig
 
 
 def learning_rate(schedule: ScheduleConfig, *, lr: float, step: int, steps: int) -> float:

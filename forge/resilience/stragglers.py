@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from forge.config.training import Resilience
+from forge.config.schema import Resilience
 from forge.hook import Hook
 from forge.model import Transformer
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from forge import compat
-from forge.config.training import Resilience
+from forge.config.schema import Resilience
 from forge.errors import WATCHDOG
 
 log = logging.getLogger(__name__)

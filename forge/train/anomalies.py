@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from forge.config.training import Resilience
+from forge.config.schema import Resilience
 from forge.data.loader import Batch
 from forge.errors import RollbackRequired
 from forge.hook import StepResult

@@ -30,11 +30,11 @@ ROPE = "\n[model.rope_scaling]\nfactor = 8\noriginal_max_position = 16\n"
         (["--precision.float8=rowwise", "--train.seq_len=24"], "1 * 24 / 1; use another train.seq_len"),
         (
             ["--parallel.shard_optimizer_over=dp"],
-            "can be dp only with zero1 and zero2, but parallel.data_parallel = fsdp2; use dp_shard",
+            "needs parallel.data_parallel = zero1 or zero2, but it is fsdp2; use dp_shard",
         ),
         (
             ["--parallel.shard_optimizer_over=dp", "--parallel.data_parallel=ddp"],
-            "can be dp only with zero1 and zero2",
+            "needs parallel.data_parallel = zero1 or zero2, but it is ddp",
         ),
         (
             ["--precision.float8=rowwise", "--parallel.data_parallel=zero1"],

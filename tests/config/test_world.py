@@ -41,7 +41,8 @@ def test_dp_shard_takes_what_the_other_degrees_leave() -> None:
 def test_degrees_that_do_not_divide_the_world_are_told_with_numbers() -> None:
     text = refusal(8, parallel={"dp_replicate": 3})
     assert (
-        "is a multiple of pp * dp_replicate * cp * tp = 1 * 3 * 1 * 1 = 3, but there are 8 processes" in text
+        "a multiple of pp * dp_replicate * cp * tp = 1 * 3 * 1 * 1 = 3 processes, but there are 8 processes"
+        in text
     )
     assert "start 6 or 9 processes" in text
     assert "but there is 1 process; start 2" in refusal(1, parallel={"tp": 2})

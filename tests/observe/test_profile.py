@@ -4,7 +4,7 @@ import json
 import pytest
 import torch
 
-from forge.config.training import Profile
+from forge.config.schema import Profile
 from forge.observe.profile import StepProfiler
 
 CPU = torch.device("cpu")

@@ -2,7 +2,7 @@ from itertools import pairwise
 
 import pytest
 
-from forge.config.training import ScheduleConfig
+from forge.config.schema import ScheduleConfig
 from forge.optim.schedule import learning_rate
 
 LR = 3e-3

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from forge import compat
-from forge.config.training import Resilience
+from forge.config.schema import Resilience
 from forge.errors import WATCHDOG
 from forge.resilience.watchdog import Watchdog, bounds, patience
 
