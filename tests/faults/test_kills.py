@@ -69,7 +69,7 @@ def test_k3_one_rank_killed_between_the_shards(tmp_path, undisturbed, rank: int,
     assert_same_history(run, undisturbed(PRUNING, world=2))
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
 def test_k3_a_rank_that_dies_in_the_last_save_is_named(tmp_path, undisturbed, mode: str) -> None:
     """No step comes behind it, in which the others would miss it."""
     run = Run(tmp_path, f"--checkpoint.mode={mode}")
@@ -96,10 +96,10 @@ MANY_STEPS = ("--train.steps=30", "--checkpoint.interval=3")
 
 
 def _trials() -> list:
-    """Thirty, the first five of them fast: each layout, and FSDP once more."""
+    """Thirty, the first of each layout fast."""
     names = [list(TWO_RANKS)[seed % len(TWO_RANKS)] for seed in range(30)]
     return [
-        pytest.param(name, seed, marks=[] if seed < 5 else pytest.mark.slow)
+        pytest.param(name, seed, marks=[] if seed < len(TWO_RANKS) else pytest.mark.slow)
         for seed, name in enumerate(names)
     ]
 

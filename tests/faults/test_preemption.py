@@ -50,7 +50,7 @@ MOMENTS = [
     "evaluation:4:1",
     "save.begin:4:0",
     "save.between_shards:4:1",
-    "save.before_rename:4:0",
+    pytest.param("save.before_rename:4:0", marks=pytest.mark.slow),
 ]
 
 
