@@ -39,7 +39,6 @@ MODULES = {
 }
 # Code that replaces a class, keeps state where no reader looks, or imports for types alone.
 HIDDEN = re.compile(r"\.__class__ = |__dict__\[[\"']_forge|TYPE_CHECKING")
-STILL_SHARED: set[str] = {"tests/gpu/test_streams.py", "tests/parallel/buffered/test_streams.py"}
 # Whether the words of tests/support/words.py are held.
 WORDS_ENFORCED = False
 
@@ -159,8 +158,6 @@ def test_plain_words_only() -> None:
 
 def test_no_test_imports_from_another_test() -> None:
     for path in (ROOT / "tests").rglob("*.py"):
-        if str(path.relative_to(ROOT)) in STILL_SHARED:
-            continue
         homes = ("tests.support.", ".".join(path.relative_to(ROOT).parent.parts) + ".")
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests"):

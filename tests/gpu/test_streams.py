@@ -14,8 +14,7 @@ from forge.checkpoint.tensors import Stager
 from forge.distributed import World, join
 from forge.parallel.buffered.communication import AsyncCollectives, gather_parts, sum_to_parts
 from forge.shard import Shard
-from tests.parallel.buffered.test_streams import plain_steps, with_collectives
-from tests.support.buffers import SMALL, engine_config
+from tests.support.buffers import SMALL, engine_config, plain_steps, with_collectives
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,19 +7,23 @@ from typing import Any
 
 import torch
 
-from forge.config import Config
+from forge.config import Config, check_world, parse_toml_text
 from forge.data.build import build_dataset
 from forge.data.loader import Loader
-from forge.parallel.buffered import Buffered
+from forge.parallel.buffered import Buffered, plan
+from forge.parallel.build import build_parallel_model
+from forge.parallel.mesh import make_meshes
 from forge.parallel.model import SequentialModel
 from forge.train.state import all_tensors
 from tests.support.building import built
-from tests.support.equivalence import tiny_config
+from tests.support.equivalence import tiny_config, whole
 
 ENGINES = ("ddp", "zero1", "zero2")
 # For fsdp2 in one process: else contiguous buffers take its place, and would be compared with themselves.
 ALONE = '\nreshard_after_forward = "always"'
 SMALL = "\nbucket_size = 3000"  # a few buckets in the tiny model of 32,000 parameters
+
+Gradients = dict[str, torch.Tensor]
 
 
 def engine_config(
@@ -69,3 +73,54 @@ def backward(model: SequentialModel, batch: Any, tokens: float = 100.0) -> None:
 def state(model: SequentialModel, optimizer: Any) -> dict[str, torch.Tensor]:
     """Copies of everything that a checkpoint keeps of this rank."""
     return {name: values.clone() for name, (_, values) in all_tensors(model, optimizer).items()}
+
+
+def gradients(model: SequentialModel) -> Gradients:
+    return {shard.name: whole(shard, shard.grad) for shard in model.shards}
+
+
+def assert_close_gradients(actual: Gradients, expected: Gradients, tolerance: float = 1e-11) -> None:
+    assert actual.keys() == expected.keys()
+    for name, gradient in expected.items():
+        difference = (actual[name] - gradient).abs().max().item()
+        assert difference <= tolerance, f"{name}: differs by {difference:.3e}"
+
+
+def gradients_of_two_steps(rank: int, world: int, text: str) -> list[Gradients]:
+    model, _, batches = build(text, world)
+    found = []
+    for _ in range(2):
+        backward(model, next(batches))
+        found.append(gradients(model))
+        for shard in model.shards:
+            shard.data.sub_(0.1 * shard.grad.to(shard.data.dtype))
+        model.after_update()
+        model.zero_gradients()
+    return found
+
+
+def with_collectives(device: torch.device, text: str) -> list[torch.Tensor]:
+    """Losses of two steps and the parameters after them, of one process, in which groups of one rank count as several.
+
+    So all is sent, over the back-end of `device` and on its streams, and comes back as it was.
+    """
+    several, plan._several = plan._several, lambda *groups: groups
+    try:
+        return plain_steps(device, text)
+    finally:
+        plan._several = several
+
+
+def plain_steps(device: torch.device, text: str) -> list[torch.Tensor]:
+    config = parse_toml_text(text)
+    model = build_parallel_model(config, make_meshes(check_world(config, 1), device.type), device)
+    found = []
+    for _, batch in zip(range(2), batches(config), strict=False):
+        batch = batch.to(device)
+        found.append(model.forward_backward(batch, model.count_tokens(batch)).values)
+        model.finalize_gradients()
+        for shard in model.shards:
+            shard.data.sub_(0.1 * shard.grad.to(shard.data.dtype))
+        model.after_update()
+        model.zero_gradients()
+    return [values.cpu() for values in (*found, *(shard.data for shard in model.shards))]

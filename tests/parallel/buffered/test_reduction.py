@@ -10,23 +10,20 @@ import torch
 
 from forge.model import IGNORE
 from forge.parallel import build as building
-from tests.support.buffers import ALONE, ENGINES, SMALL, backward, build, engine_config
+from tests.support.buffers import (
+    ALONE,
+    ENGINES,
+    SMALL,
+    Gradients,
+    assert_close_gradients,
+    backward,
+    build,
+    engine_config,
+    gradients,
+    gradients_of_two_steps,
+)
 from tests.support.collectives import collectives_of
-from tests.support.equivalence import whole
 from tests.support.harness import RankFailed, run_ranks
-
-Gradients = dict[str, torch.Tensor]
-
-
-def gradients(model) -> Gradients:
-    return {shard.name: whole(shard, shard.grad) for shard in model.shards}
-
-
-def close(actual: Gradients, expected: Gradients, tolerance: float = 1e-11) -> None:
-    assert actual.keys() == expected.keys()
-    for name, gradient in expected.items():
-        difference = (actual[name] - gradient).abs().max().item()
-        assert difference <= tolerance, f"{name}: differs by {difference:.3e}"
 
 
 def _gradients(rank: int, world: int, text: str) -> Gradients:
@@ -41,7 +38,7 @@ def test_sums_do_not_depend_on_buckets_ranks_or_accumulation(engine: str, size: 
     expected = run_ranks(_gradients, 1, engine_config("fsdp2", ALONE, batch=12, micro=12))[0]
     for world, micro in ((1, 4), (2, 2), (3, 4)):
         text = engine_config(engine, f"bucket_size = {size}", batch=12, micro=micro)
-        close(run_ranks(_gradients, world, text)[0], expected)
+        assert_close_gradients(run_ranks(_gradients, world, text)[0], expected)
 
 
 # What no hook reports
@@ -69,7 +66,7 @@ def _by_hand(rank: int, world: int, text: str, hooked: bool) -> Gradients:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_gradients_that_no_hook_reports_are_summed_at_the_end(engine: str) -> None:
     text = engine_config(engine, SMALL)
-    close(run_ranks(_by_hand, 2, text, False)[0], run_ranks(_by_hand, 2, text, True)[0])
+    assert_close_gradients(run_ranks(_by_hand, 2, text, False)[0], run_ranks(_by_hand, 2, text, True)[0])
 
 
 def _late_and_early(rank: int, world: int, text: str) -> Gradients:
@@ -93,7 +90,7 @@ def test_what_comes_past_the_hooks_adds_to_what_they_have_reported() -> None:
         run_ranks(_late_and_early, 2, engine_config(engine, "bucket_size = 0"))[0]
         for engine in ("zero1", "zero2")
     )
-    close(found, expected)
+    assert_close_gradients(found, expected)
 
 
 def _unused(rank: int, world: int, text: str) -> tuple[Gradients, int]:
@@ -111,7 +108,7 @@ def _unused(rank: int, world: int, text: str) -> tuple[Gradients, int]:
 def test_a_parameter_that_one_rank_does_not_use_is_summed_all_the_same(engine: str) -> None:
     (first, sent), (second, sent_there) = run_ranks(_unused, 2, engine_config(engine, SMALL, micro=4))
     assert sent == sent_there
-    close(first, second, 0.0)
+    assert_close_gradients(first, second, 0.0)
     assert all(gradient.abs().max() > 0 for gradient in first.values())
 
 
@@ -200,35 +197,26 @@ def test_nothing_is_sent_until_the_last_microbatch(engine: str) -> None:
     assert counted.get("reduce_scatter", 0) % 3 == 0
 
 
-def _steps(rank: int, world: int, text: str) -> list[Gradients]:
-    model, _, batches = build(text, world)
-    found = []
-    for _ in range(2):
-        backward(model, next(batches))
-        found.append(gradients(model))
-        for shard in model.shards:
-            shard.data.sub_(0.1 * shard.grad.to(shard.data.dtype))
-        model.after_update()
-        model.zero_gradients()
-    return found
-
-
 @pytest.mark.parametrize("formats", [("float64",) * 3, ("float32", "bfloat16", "bfloat16")])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_overlapped_and_synchronous_communication_give_the_same_bits(engine: str, formats) -> None:
     keys = "\noverlap_gradients = false\noverlap_parameters = false"
-    overlapped = run_ranks(_steps, 2, engine_config(engine, SMALL, micro=2, formats=formats))
-    synchronous = run_ranks(_steps, 2, engine_config(engine, SMALL + keys, micro=2, formats=formats))
+    overlapped = run_ranks(gradients_of_two_steps, 2, engine_config(engine, SMALL, micro=2, formats=formats))
+    synchronous = run_ranks(
+        gradients_of_two_steps, 2, engine_config(engine, SMALL + keys, micro=2, formats=formats)
+    )
     for mine, other in zip(overlapped[0], synchronous[0], strict=True):
-        close(mine, other, 0.0)
+        assert_close_gradients(mine, other, 0.0)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_reduction_in_bfloat16_rounds_what_is_sent_and_nothing_else(engine: str) -> None:
-    exact = run_ranks(_steps, 2, engine_config(engine, SMALL, formats=("float32", "bfloat16", "float32")))[0]
-    rounded = run_ranks(_steps, 2, engine_config(engine, SMALL, formats=("float32", "bfloat16", "bfloat16")))[
-        0
-    ]
+    exact = run_ranks(
+        gradients_of_two_steps, 2, engine_config(engine, SMALL, formats=("float32", "bfloat16", "float32"))
+    )[0]
+    rounded = run_ranks(
+        gradients_of_two_steps, 2, engine_config(engine, SMALL, formats=("float32", "bfloat16", "bfloat16"))
+    )[0]
     for name, gradient in exact[0].items():
         assert not torch.equal(rounded[0][name], gradient), name
         # Each of two summands and their sum is rounded to 8 bits.
@@ -252,7 +240,7 @@ def _uneven(rank: int, world: int, text: str, ignored: list[torch.Tensor] | None
 def test_a_rank_without_a_valid_token_adds_nothing(engine: str) -> None:
     (_, found), (ignored, _) = run_ranks(_uneven, 2, engine_config(engine, SMALL), None)
     ((_, expected),) = run_ranks(_uneven, 1, engine_config("fsdp2", ALONE, micro=8), ignored)
-    close(found, expected)
+    assert_close_gradients(found, expected)
 
 
 # Looking at gradients before they are sent

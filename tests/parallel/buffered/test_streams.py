@@ -10,13 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from forge.config import check_world, parse_toml_text
-from forge.parallel.buffered import gathering, plan, reduction
+from forge.parallel.buffered import gathering, reduction
 from forge.parallel.buffered.communication import AsyncCollectives, TemporaryBuckets
-from forge.parallel.build import build_parallel_model
-from forge.parallel.mesh import make_meshes
-from tests.parallel.buffered.test_reduction import _steps, close
-from tests.support.buffers import ENGINES, SMALL, batches, engine_config
+from tests.support.buffers import (
+    ENGINES,
+    SMALL,
+    assert_close_gradients,
+    engine_config,
+    gradients_of_two_steps,
+    plain_steps,
+    with_collectives,
+)
 from tests.support.collectives import collectives_of
 from tests.support.harness import run_ranks
 
@@ -48,7 +52,7 @@ def _late(rank: int, world: int, text: str) -> list[dict[str, torch.Tensor]]:
         release(buckets, bucket)
 
     TemporaryBuckets.release = release_poisoned  # type: ignore[method-assign]
-    return _steps(rank, world, text)
+    return gradients_of_two_steps(rank, world, text)
 
 
 REPLICAS = "dp_replicate = 2\ndp_shard = 2"
@@ -61,35 +65,10 @@ REPLICAS = "dp_replicate = 2\ndp_shard = 2"
 )
 def test_a_late_stream_changes_no_bit(engine: str, world: int, keys: str, formats) -> None:
     text = engine_config(engine, keys + SMALL, micro=1, formats=formats)
-    for mine, other in zip(run_ranks(_late, world, text)[0], run_ranks(_steps, world, text)[0], strict=True):
-        close(mine, other, 0.0)
-
-
-def with_collectives(device: torch.device, text: str) -> list[torch.Tensor]:
-    """Losses of two steps and the parameters after them, of one process, in which groups of one rank count as several.
-
-    So all is sent, over the back-end of `device` and on its streams, and comes back as it was.
-    """
-    several, plan._several = plan._several, lambda *groups: groups
-    try:
-        return plain_steps(device, text)
-    finally:
-        plan._several = several
-
-
-def plain_steps(device: torch.device, text: str) -> list[torch.Tensor]:
-    config = parse_toml_text(text)
-    model = build_parallel_model(config, make_meshes(check_world(config, 1), device.type), device)
-    found = []
-    for _, batch in zip(range(2), batches(config), strict=False):
-        batch = batch.to(device)
-        found.append(model.forward_backward(batch, model.count_tokens(batch)).values)
-        model.finalize_gradients()
-        for shard in model.shards:
-            shard.data.sub_(0.1 * shard.grad.to(shard.data.dtype))
-        model.after_update()
-        model.zero_gradients()
-    return [values.cpu() for values in (*found, *(shard.data for shard in model.shards))]
+    for mine, other in zip(
+        run_ranks(_late, world, text)[0], run_ranks(gradients_of_two_steps, world, text)[0], strict=True
+    ):
+        assert_close_gradients(mine, other, 0.0)
 
 
 def _both_ways(rank: int, world: int, text: str) -> tuple[dict[str, int], bool]:
