@@ -27,7 +27,7 @@ from forge.observe.run_directory import RunDirectory
 from forge.parallel.build import build_meta_model
 from forge.parallel.initialize import initialize
 from forge.parallel.precision import DTYPES
-from forge.resilience.signals import StopSignals
+from forge.resilience.stopping import StopSignals
 from forge.shard import Box, Shard
 from forge.train.hooks import make_hooks
 from forge.train.save import Saves

@@ -1,1 +1,1 @@
-"""What a run reports about itself: its directory, metrics, events, TensorBoard, logs and progress line."""
+"""What a run reports: its directory, metrics, events, TensorBoard, logs, memory and progress line."""

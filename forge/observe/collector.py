@@ -1,4 +1,4 @@
-"""Python's garbage collector at chosen steps only: at random it stops one rank, and all who wait for it."""
+"""Python's garbage collector at chosen steps only: at a random time it stops one rank, and all ranks that wait for it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from forge.hook import Hook
 class Collector(Hook):
     """Replaces automatic collections during a run by one every `interval` steps.
 
-    What exists before the run (modules, model, optimizer) is collected once and then frozen: no later collection
-    walks it. Every rank collects at the same steps, so that they pause together. Only young objects
-    (generation 1) are collected, in milliseconds. Interval 0 leaves everything to Python. Either way the time that
-    collections take is counted.
+    What exists before the run (modules, model, optimizer) is collected once and then frozen: later collections skip it.
+    Every rank collects at the same steps, so that all pause together, and only young objects (generation 1), which takes
+    milliseconds. Interval 0 keeps automatic collection. The time of collections is counted in both cases.
     """
 
     def __init__(self, interval: int):

@@ -1,4 +1,4 @@
-"""What the device can do and how much memory it has given us."""
+"""Peak throughput of cards, memory in use, and the age of a process."""
 
 from __future__ import annotations
 
@@ -12,63 +12,48 @@ import torch
 
 GIB = 1024**3
 
-# Dense peak in TFLOP/s by the exact name that CUDA reports: bfloat16 with float32 accumulation, TF32, float32
-# without tensor cores, float64. Source: the vendor data sheet of each card (NVIDIA's architecture white paper
-# for GeForce and RTX cards); where a sheet gives the figure "with sparsity" only, half of it. None: the sheet
-# does not say. Cards under a name that is not here, such as OEM variants with other clocks, have no known
-# peak: a wrong MFU is worse than none.
-_PEAK_TFLOPS: dict[str, tuple[float, float, float, float | None]] = {
-    "NVIDIA GB200": (2500, 1250, 80, 40),
-    "NVIDIA B200": (2250, 1100, 75, 37),
-    "NVIDIA H200": (989.5, 494.5, 67, 67),
-    "NVIDIA H200 NVL": (835.5, 417.5, 60, 60),
-    "NVIDIA GH200 480GB": (989.5, 494.5, 67, 67),
-    "NVIDIA H100 80GB HBM3": (989.5, 494.5, 67, 67),
-    "NVIDIA H100 NVL": (835.5, 417.5, 60, 60),
-    "NVIDIA H100 PCIe": (756.5, 378, 51, 51),
-    "NVIDIA A100-SXM4-80GB": (312, 156, 19.5, 19.5),
-    "NVIDIA A100-SXM4-40GB": (312, 156, 19.5, 19.5),
-    "NVIDIA A100 80GB PCIe": (312, 156, 19.5, 19.5),
-    "NVIDIA A100-PCIE-40GB": (312, 156, 19.5, 19.5),
-    "NVIDIA A30": (165, 82, 10.3, 10.3),
-    "NVIDIA A40": (149.7, 74.8, 37.4, None),
-    "NVIDIA A10": (125, 62.5, 31.2, None),
-    "NVIDIA L40S": (362.05, 183, 91.6, None),
-    "NVIDIA L40": (181.05, 90.5, 90.5, None),
-    "NVIDIA L4": (121, 60, 30.3, None),
-    "NVIDIA RTX 6000 Ada Generation": (364.2, 182.1, 91.1, None),
-    "NVIDIA RTX A6000": (154.8, 77.4, 38.7, None),
-    "NVIDIA GeForce RTX 5090": (209.5, 104.8, 104.8, None),
-    "NVIDIA GeForce RTX 4090": (165.2, 82.6, 82.6, None),
-    "NVIDIA GeForce RTX 3090": (71, 35.6, 35.6, None),
-}
-
-# The same for float8 products with float32 accumulation, where the data sheet gives it. Cards before Ada have none.
-_PEAK_FLOAT8_TFLOPS: dict[str, float] = {
-    "NVIDIA GB200": 5000,
-    "NVIDIA B200": 4500,
-    "NVIDIA H200": 1979,
-    "NVIDIA H200 NVL": 1670.5,
-    "NVIDIA GH200 480GB": 1979,
-    "NVIDIA H100 80GB HBM3": 1979,
-    "NVIDIA H100 NVL": 1670.5,
-    "NVIDIA H100 PCIe": 1513,
-    "NVIDIA L40S": 733,
-    "NVIDIA L40": 362,
-    "NVIDIA L4": 242.5,
+# Dense peak in TFLOP/s by the exact name that CUDA reports: bfloat16 with float32 accumulation, TF32, float32 without
+# tensor cores, float64, and float8 with float32 accumulation. Source: the vendor's data sheet of each card (NVIDIA's
+# architecture white paper for GeForce and RTX cards); where a sheet gives a figure only "with sparsity", half of it.
+# None: the sheet does not give it, or the card (before Ada) has no float8. A card with another name, such as an OEM variant
+# with other clocks, has no known peak: a wrong MFU is worse than none.
+_PEAK_TFLOPS: dict[str, tuple[float, float, float, float | None, float | None]] = {
+    "NVIDIA GB200": (2500, 1250, 80, 40, 5000),
+    "NVIDIA B200": (2250, 1100, 75, 37, 4500),
+    "NVIDIA H200": (989.5, 494.5, 67, 67, 1979),
+    "NVIDIA H200 NVL": (835.5, 417.5, 60, 60, 1670.5),
+    "NVIDIA GH200 480GB": (989.5, 494.5, 67, 67, 1979),
+    "NVIDIA H100 80GB HBM3": (989.5, 494.5, 67, 67, 1979),
+    "NVIDIA H100 NVL": (835.5, 417.5, 60, 60, 1670.5),
+    "NVIDIA H100 PCIe": (756.5, 378, 51, 51, 1513),
+    "NVIDIA A100-SXM4-80GB": (312, 156, 19.5, 19.5, None),
+    "NVIDIA A100-SXM4-40GB": (312, 156, 19.5, 19.5, None),
+    "NVIDIA A100 80GB PCIe": (312, 156, 19.5, 19.5, None),
+    "NVIDIA A100-PCIE-40GB": (312, 156, 19.5, 19.5, None),
+    "NVIDIA A30": (165, 82, 10.3, 10.3, None),
+    "NVIDIA A40": (149.7, 74.8, 37.4, None, None),
+    "NVIDIA A10": (125, 62.5, 31.2, None, None),
+    "NVIDIA L40S": (362.05, 183, 91.6, None, 733),
+    "NVIDIA L40": (181.05, 90.5, 90.5, None, 362),
+    "NVIDIA L4": (121, 60, 30.3, None, 242.5),
+    "NVIDIA RTX 6000 Ada Generation": (364.2, 182.1, 91.1, None, None),
+    "NVIDIA RTX A6000": (154.8, 77.4, 38.7, None, None),
+    "NVIDIA GeForce RTX 5090": (209.5, 104.8, 104.8, None, None),
+    "NVIDIA GeForce RTX 4090": (165.2, 82.6, 82.6, None, None),
+    "NVIDIA GeForce RTX 3090": (71, 35.6, 35.6, None, None),
 }
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype | str) -> float | None:
-    """Dense peak of `device` for matrix products in `dtype`, in FLOP/s; None where it is not known.
+    """Return the dense peak of `device` for matrix products in `dtype`, in FLOP/s; None if it is not known.
 
-    `dtype` is a torch dtype or its name, or `float8`, whichever of its formats. float32 means TF32 if torch is set
-    to use that for float32 products.
+    `dtype` is a torch dtype or its name, or `float8` for any of its formats. float32 means TF32 if torch is set to use it
+    for float32 products.
     """
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    bfloat16, tf32, float32, float64 = _PEAK_TFLOPS.get(card, (None, None, None, None))
+    bfloat16, tf32, float32, float64, float8 = _PEAK_TFLOPS.get(card, (None,) * 5)
     tflops = {
-        "float8": _PEAK_FLOAT8_TFLOPS.get(card),
+        "float8": float8,
         "bfloat16": bfloat16,
         "float32": float32 if torch.get_float32_matmul_precision() == "highest" else tf32,
         "float64": float64,
@@ -77,20 +62,20 @@ def peak_flops(device: torch.device, dtype: torch.dtype | str) -> float | None:
 
 
 def memory_gib(device: torch.device) -> float:
-    """Most memory held so far, in GiB: on CUDA reserved on the card, else resident in this process."""
+    """Return the peak memory in GiB: on CUDA reserved on the card, else resident in this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / GIB
     return most_resident() / GIB
 
 
 def most_resident() -> int:
-    """Most bytes of this process that were in memory at once."""
+    """Return the peak resident memory of this process, in bytes."""
     # The unit of ru_maxrss is KiB, on macOS bytes.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def process_age_s(pid: int | None = None) -> float:
-    """Seconds since a process (None: this one) was started, its imports included; 0 where the system does not say."""
+    """Return the seconds since a process (None: this one) was started, imports included; 0 if the system has no /proc."""
     try:
         # Fields of proc(5): the 22nd is the start in clock ticks since boot; the second may hold spaces and brackets.
         ticks = int(Path(f"/proc/{pid or os.getpid()}/stat").read_text().rpartition(")")[2].split()[19])

@@ -58,7 +58,7 @@ class JsonLines:
             self._warned = True
 
     def close(self) -> None:
-        """The next `append` opens the file again."""
+        """Close the file; the next `append` opens it again."""
         if self._descriptor is not None:
             os.close(self._descriptor)
         self._descriptor = None
@@ -68,7 +68,7 @@ class JsonLines:
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             size = os.fstat(self._descriptor).st_size
             if size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n":
-                # A killed writer left half a line: ours must not be glued to it.
+                # A killed process left half a line: ours must not continue it.
                 self._unwritten = b"\n" + self._unwritten
         return self._descriptor
 
@@ -89,11 +89,10 @@ class JsonLines:
         self._unwritten = b""
 
     def _keeps(self, line: bytes, number: int, after_step: int) -> bool:
+        if not line.endswith(b"\n"):
+            return False  # torn, even if the rest of it happens to be JSON
         try:
-            keep = json.loads(line)["step"] <= after_step
+            return json.loads(line)["step"] <= after_step
         except (ValueError, KeyError, TypeError):
-            if line.endswith(b"\n"):
-                log.warning("%s: line %d is not a metrics line and is dropped", self.path, number)
+            log.warning("%s: line %d is not a metrics line and is dropped", self.path, number)
             return False
-        # A line without its end was torn, even if the rest of it happens to be JSON.
-        return keep and line.endswith(b"\n")

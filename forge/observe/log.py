@@ -1,4 +1,4 @@
-"""Where log messages go: rank 0's to the terminal, every rank's to a file of its own."""
+"""Log messages: those of rank 0 on the terminal, those of every rank in a file of its own."""
 
 from __future__ import annotations
 
@@ -7,28 +7,27 @@ import os
 import sys
 from pathlib import Path
 
-# Warns at every redistribution on a mesh of two axes, such as each gradient norm; ours are on purpose.
-_NOISY = ("torch.distributed.tensor._redistribute",)
+# It warns at every redistribution on a mesh of two axes, such as that of each gradient norm; ours are intended.
+_NOISY = "torch.distributed.tensor._redistribute"
+_handlers: list[logging.Handler] = []
 
 
 def setup_logging(rank: int, folder: Path) -> None:
-    """Send log messages to stderr and to `folder`/rank-R.log. A repeated call replaces the former.
+    """Send log messages to stderr and to `folder`/rank-R.log. A repeated call replaces the earlier set-up.
 
-    forge's own messages count from INFO up, all others', Python warnings among them, from WARNING up. On
-    stderr rank 0 prints everything, the others only errors, with their rank. A folder that cannot be
-    written to costs a warning.
+    forge's own messages are logged from INFO up, all others, with Python's warnings, from WARNING up. On stderr rank 0
+    prints them all, other ranks only errors, with their rank. If the folder cannot be written to, one warning is logged.
     """
     reset_logging()
-    root = logging.getLogger()
-    root.setLevel(logging.WARNING)
+    logging.getLogger().setLevel(logging.WARNING)
     logging.getLogger("forge").setLevel(logging.INFO)
-    _bring_in_torch()
+    _route_torch()
     logging.captureWarnings(True)
 
-    terminal = _Terminal(sys.stderr)
+    terminal = logging.StreamHandler(sys.stderr)
     terminal.setLevel(logging.INFO if rank == 0 else logging.ERROR)
     terminal.setFormatter(_Short(rank))
-    root.addHandler(terminal)
+    _add(terminal)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = _RankFile(folder / f"rank-{rank}.log")
@@ -37,25 +36,25 @@ def setup_logging(rank: int, folder: Path) -> None:
         return
     line = f"%(asctime)s.%(msecs)03d rank {rank} %(levelname)s %(name)s: %(message)s"
     file.setFormatter(logging.Formatter(line, "%Y-%m-%d %H:%M:%S"))
-    root.addHandler(file)
+    _add(file)
 
 
 def reset_logging() -> None:
-    """Take away what `setup_logging` added and close the file."""
-    root = logging.getLogger()
-    for handler in list(root.handlers):
-        if isinstance(handler, _Terminal | _RankFile):
-            root.removeHandler(handler)
-            handler.close()
+    """Remove what `setup_logging` added and close the file."""
+    while _handlers:
+        handler = _handlers.pop()
+        logging.getLogger().removeHandler(handler)
+        handler.close()
     logging.captureWarnings(False)
 
 
-class _Terminal(logging.StreamHandler):
-    """A type of its own, so that a repeated set-up finds it."""
+def _add(handler: logging.Handler) -> None:
+    logging.getLogger().addHandler(handler)
+    _handlers.append(handler)
 
 
 class _RankFile(logging.FileHandler):
-    """Complains of a full disk once, in one line; the standard handler prints a traceback each time."""
+    """Reports a full disk once, in one line; the standard handler prints a traceback each time."""
 
     def __init__(self, path: Path):
         super().__init__(path, encoding="utf-8")
@@ -79,13 +78,9 @@ class _Short(logging.Formatter):
         return f"{self.formatTime(record, self.datefmt)} {self._rank}{level}{record.message}"
 
 
-def _bring_in_torch() -> None:
-    """Let torch's messages pass through our handlers instead of its own, which print on every rank.
-
-    Who sets TORCH_LOGS wants torch's own output and gets it.
-    """
-    for name in _NOISY:
-        logging.getLogger(name).setLevel(logging.ERROR)
+def _route_torch() -> None:
+    """Send torch's messages to our handlers instead of its own, which print on every rank; not if TORCH_LOGS is set."""
+    logging.getLogger(_NOISY).setLevel(logging.ERROR)
     if "TORCH_LOGS" in os.environ:
         return
     for name in list(logging.root.manager.loggerDict):

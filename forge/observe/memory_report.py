@@ -1,6 +1,6 @@
-"""Where the memory of this rank goes, reported after the first step, and what to change when it runs out.
+"""A table of what the memory of this rank holds, logged after the first step, and keys to change when it is exhausted.
 
-Walks shards and optimizer state, so it is the same for every engine and layout.
+It is counted from shards and optimizer state, so it is the same for every engine and layout.
 """
 
 from __future__ import annotations
@@ -9,30 +9,37 @@ import logging
 import resource
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain, islice
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from forge.config import Config, Degrees
+from forge.config import Config, Degrees, check_world
+from forge.config.checks import check
+from forge.config.toml import to_literal
 from forge.errors import FAILED, UserError
 from forge.hook import Hook
-from forge.observe.advice import advice
 from forge.observe.hardware import GIB, most_resident
 from forge.shard import Shard
 
 log = logging.getLogger(__name__)
 
-# PyTorch's message when the host's memory is full; there is no exception type for it.
+# The message of PyTorch when the host is out of memory; it has no exception class of its own.
 _CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
+_NOTES = {
+    "gradients": "  while a step runs",
+    "buckets": "  of gradients in communication, during backward",
+    "activations": "  and buffers, at the peak of the first step",
+}
 
 
 class MemoryReport(Hook):
-    """Reports after the first step what memory holds, in the log and as an event: `report_event(kind, **fields)`.
+    """Logs the table after the first step, and reports its bytes as an event: `report_event(kind, **fields)`.
 
-    Activations are what the first step took at its peak beyond parameters, gradients and optimizer state: on CUDA by
-    the allocator's count, on the CPU by the growth of the process, which is rougher. So they include the logits
-    and whatever a layout gathers or buffers.
+    Activations are the peak of the first step without parameters, gradients and optimizer state: on CUDA as counted by the
+    allocator, on the CPU by the growth of the process, which is less exact. They include logits and communication buffers.
     """
 
     def __init__(self, device: torch.device, report_event: Callable[..., None] = lambda *_, **__: None):
@@ -42,15 +49,17 @@ class MemoryReport(Hook):
         self._step = 0
         self._resident_before = 0
 
-    def count_state(self, held: Mapping[str, int], optimizer: Iterable[tuple[str, Shard, Tensor]]) -> None:
-        """Count the state of this rank: `held` by the model in bytes by kind, and `optimizer` as (slot, shard, values)."""
-        self.bytes |= {kind: size for kind, size in held.items() if size}
-        # Offloaded state is elsewhere.
+    def count_state(
+        self, of_model: Mapping[str, int], optimizer: Iterable[tuple[str, Shard, Tensor]]
+    ) -> None:
+        """Count the state of this rank: the model's bytes by kind, and the optimizer's tensors as (slot, shard, values)."""
+        self.bytes |= {kind: size for kind, size in of_model.items() if size}
+        # Offloaded state is not in the memory of the device.
         here = (values for _, _, values in optimizer if values.device.type == self._device.type)
         self.bytes["optimizer"] = sum(values.nbytes for values in here)
 
     def per_parameter(self, parameters: int) -> str:
-        """What is known so far in bytes of this rank for each of the model's `parameters`."""
+        """Return the bytes of this rank for each of the model's `parameters`, as a line of the log."""
         each = ", ".join(f"{kind} {size / parameters:.2f}" for kind, size in self.bytes.items())
         return f"{sum(self.bytes.values()) / parameters:.2f} bytes per parameter on this rank: {each}"
 
@@ -60,15 +69,21 @@ class MemoryReport(Hook):
         self._step = step
 
     def after_step(self, step: int) -> None:
-        """Measure after the first step that this process makes."""
+        """Measure after the first step of this process."""
         if "activations" in self.bytes:
             return
-        self.bytes["activations"] = max(0, self._beyond_state())
+        if self._on_card:
+            activations = torch.cuda.max_memory_allocated(self._device) - self._state()
+        else:
+            # The process held its parameters before it began to grow.
+            grown = most_resident() - self._resident_before
+            activations = grown - self.bytes.get("gradients", 0) - self.bytes.get("buckets", 0)
+        self.bytes["activations"] = max(0, activations)
         log.info("%s", self.table())
         self._report_event("memory", **{f"{name}_bytes": size for name, size in self.bytes.items()})
 
     def table(self) -> str:
-        """What is known so far, a line for each kind, in GiB."""
+        """Return what has been counted so far: a line for each kind, in GiB."""
         rows = [
             f"  {name:<13}{size / GIB:10.3f} GiB{_NOTES.get(name, '')}" for name, size in self.bytes.items()
         ]
@@ -79,7 +94,7 @@ class MemoryReport(Hook):
 
     @contextmanager
     def explaining(self, config: Config, degrees: Degrees) -> Iterator[None]:
-        """Turns running out of memory into a report, three keys to change, and a UserError with exit code 1."""
+        """Turn an out-of-memory error of the body into the table, three keys to change, and UserError (exit 1)."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:
@@ -90,17 +105,14 @@ class MemoryReport(Hook):
             keys = advice(config, degrees, self._state_dominates(), self._on_card)
             log.error(
                 "out of memory %s: %s\n%s\nThe card or host holds no more. Change one of:\n  %s",
-                when,
-                first_line,
-                self.table(),
-                "\n  ".join(keys),
+                *(when, first_line, self.table(), "\n  ".join(keys)),
             )
             raise UserError(
                 f"out of memory {when}; what takes it and three keys to change are above", exit_code=FAILED
             ) from error
 
     def _state_dominates(self) -> bool:
-        """True if parameters, gradients and optimizer take most of the memory, as far as that is known."""
+        """Whether parameters, gradients and optimizer take most of the memory, as far as that is known."""
         if not self._step:
             return True
         if self._on_card:
@@ -110,29 +122,80 @@ class MemoryReport(Hook):
     def _state(self) -> int:
         return sum(size for kind, size in self.bytes.items() if kind != "activations")
 
-    def _beyond_state(self) -> int:
-        """What the peak holds besides state; the process held its parameters before it began to grow."""
-        if self._on_card:
-            return torch.cuda.max_memory_allocated(self._device) - self._state()
-        grown = most_resident() - self._resident_before
-        return grown - self.bytes.get("gradients", 0) - self.bytes.get("buckets", 0)
-
-
-_NOTES = {
-    "gradients": "  while a step runs",
-    "buckets": "  of gradients on their way, during backward",
-    "activations": "  and buffers, at the peak of the first step",
-}
-
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` is the device's or the host's way to say that there is no more memory."""
+    """Return whether `error` is an out-of-memory error of the device or the host."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or _CPU_ALLOCATOR in str(error)
 
 
 def _resident() -> int:
-    """Bytes of this process in memory now; where /proc is missing, the most so far."""
+    """Return the resident bytes of this process; without /proc, their peak."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     except OSError:
         return most_resident()
+
+
+Change: TypeAlias = tuple[str, Any, str]
+"""(key, value, effect); to double parallel.dp_shard takes twice as many processes."""
+_SAME_CURVE = "; the curve stays the same"
+
+
+def advice(config: Config, degrees: Degrees, state_dominates: bool, on_card: bool) -> list[str]:
+    """Return three lines `key = value  # effect` that reduce memory and that forge accepts, the best first.
+
+    `state_dominates`: parameters, gradients and optimizer state take the memory, not activations. `on_card`: the memory of
+    a card is exhausted, and state could move to the host.
+    """
+    on_state, on_activations = _on_state(config, degrees, on_card), _on_activations(config)
+    changes = chain(on_state, on_activations) if state_dominates else chain(on_activations, on_state)
+    usable = (change for change in changes if _accepted(config, degrees, change))
+    return [f"{key} = {to_literal(value)}  # {effect}" for key, value, effect in islice(usable, 3)]
+
+
+def _on_activations(config: Config) -> Iterator[Change]:
+    train = config.train
+    micro = train.micro_batch_size
+    if micro > 1:
+        # The largest proper divisor keeps the division of the global batch exact.
+        smaller = max(size for size in range(1, micro) if micro % size == 0)
+        yield "train.micro_batch_size", smaller, "fewer activations at once" + _SAME_CURVE
+    if config.activation_checkpoint.mode != "full":
+        yield "activation_checkpoint.mode", "full", "recompute activations in backward" + _SAME_CURVE
+    if train.loss_chunk_tokens > 128:
+        yield "train.loss_chunk_tokens", train.loss_chunk_tokens // 4, "fewer logits at once" + _SAME_CURVE
+    if train.seq_len > 1:
+        yield "train.seq_len", train.seq_len // 2, "shorter sequences: another run, on other samples"
+
+
+def _on_state(config: Config, degrees: Degrees, on_card: bool) -> Iterator[Change]:
+    if config.parallel.data_parallel != "fsdp2":
+        effect = "shard parameters, gradients and optimizer" + _SAME_CURVE
+        yield "parallel.data_parallel", "fsdp2", effect
+    if degrees.dp_replicate > 1:
+        yield (
+            "parallel.dp_replicate",
+            1,
+            "with parallel.dp_shard = -1: shard over all ranks" + _SAME_CURVE,
+        )
+    effect = f"half the state per rank, on {2 * degrees.world} processes" + _SAME_CURVE
+    yield "parallel.dp_shard", 2 * degrees.dp_shard, effect
+    if on_card and not config.parallel.cpu_offload:
+        yield "parallel.cpu_offload", True, "state in host memory, slow" + _SAME_CURVE
+    if ":" not in config.optimizer.name and config.optimizer.moment_dtype == "float32":
+        yield "optimizer.moment_dtype", "bfloat16", "half the optimizer state or less, less exact"
+    if config.precision.storage == "float64":
+        yield "precision.storage", "float32", "half the state"
+
+
+def _accepted(config: Config, degrees: Degrees, change: Change) -> bool:
+    """Return whether the configuration with this change is valid and fits the processes."""
+    key, value, _ = change
+    section, _, name = key.partition(".")
+    changes = {name: value} | ({"dp_shard": -1} if name == "dp_replicate" else {})
+    changed = config.model_copy(update={section: getattr(config, section).model_copy(update=changes)})
+    try:
+        check_world(changed, degrees.world * (2 if name == "dp_shard" else 1))
+    except UserError:
+        return False
+    return not check(changed)

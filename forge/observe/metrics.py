@@ -93,7 +93,7 @@ class MetricsWriter(Hook):
         """
         self._restart_means()
         on_first_rank("cutting metrics.jsonl", lambda: None if self._log is None else self._log.cut(step))
-        self._board.begin_after(step)
+        self._board.discard_after(step)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Add numbers to curves of TensorBoard, by name such as `my/number`."""

@@ -15,7 +15,7 @@ from forge.hook import Hook
 
 log = logging.getLogger(__name__)
 
-# Allocations and frees that a memory snapshot remembers: some steps of a large model, in some tens of megabytes.
+# Number of allocations and frees in a memory snapshot: a few steps of a large model, in some tens of megabytes.
 SNAPSHOT_ENTRIES = 200_000
 
 
@@ -23,7 +23,7 @@ class StepProfiler(Hook):
     """Writes to `folder` when the last chosen step, or the run, ends.
 
     `rank-R-steps-A-B.json.gz` opens in https://ui.perfetto.dev and chrome://tracing; with `memory_snapshot`
-    `rank-R-steps-A-B.pickle` opens in https://pytorch.org/memory_viz. A profile that fails costs a warning.
+    `rank-R-steps-A-B.pickle` opens in https://pytorch.org/memory_viz. If a profile fails, a warning is logged.
     """
 
     def __init__(self, config: Profile, rank: int, folder: Path, device: torch.device):
@@ -31,10 +31,9 @@ class StepProfiler(Hook):
         self._chosen = bool(config.span) and rank in config.ranks
         self._snapshot = config.memory_snapshot and device.type == "cuda"
         if self._chosen and config.memory_snapshot and not self._snapshot:
-            log.warning("profile.memory_snapshot: there are only snapshots of CUDA memory; none is made")
+            log.warning("profile.memory_snapshot: only CUDA memory has snapshots; none is made")
         self._rank, self._folder, self._device = rank, folder, device
         self._profile: profile | None = None
-        self._begun_at = 0
         self._span = ExitStack()
 
     def before_step(self, step: int) -> None:
@@ -42,7 +41,12 @@ class StepProfiler(Hook):
         if not self._chosen or not self._first <= step <= self._last:
             return
         if self._profile is None:
-            self._begin(step)
+            self._first = step  # a run that was resumed within the span begins later
+            if self._snapshot:
+                torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES)
+            cuda = [ProfilerActivity.CUDA] if self._device.type == "cuda" else []
+            self._profile = profile(activities=[ProfilerActivity.CPU, *cuda], record_shapes=True)
+            self._profile.start()
         self._span.enter_context(record_function(f"step {step}"))
 
     def after_step(self, step: int) -> None:
@@ -54,25 +58,14 @@ class StepProfiler(Hook):
     def after_run(self) -> None:
         self._span.close()
         if self._profile is not None:
-            self._end(None)
+            self._end("end")
 
-    def _begin(self, step: int) -> None:
-        self._begun_at = step
-        if self._snapshot:
-            torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES)
-        activities = [ProfilerActivity.CPU]
-        if self._device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        self._profile = profile(activities=activities, record_shapes=True)
-        self._profile.start()
-
-    def _end(self, step: int | None) -> None:
+    def _end(self, step: int | str) -> None:
         assert self._profile is not None
         finished, self._profile = self._profile, None
         self._chosen = False
         finished.stop()
-        span = f"{self._begun_at}-{step if step is not None else 'end'}"
-        stem = self._folder / f"rank-{self._rank}-steps-{span}"
+        stem = self._folder / f"rank-{self._rank}-steps-{self._first}-{step}"
         self._write(stem.with_suffix(".json.gz"), lambda path: finished.export_chrome_trace(str(path)))
         if self._snapshot:
             self._write(stem.with_suffix(".pickle"), lambda path: torch.cuda.memory._dump_snapshot(str(path)))

@@ -1,4 +1,4 @@
-"""Progress lines: where a run or a long piece of work stands, how fast it goes and when it ends."""
+"""Progress for a person to watch: the line of a training step, and the one line of any other long work."""
 
 from __future__ import annotations
 
@@ -11,22 +11,19 @@ from typing import Any
 
 
 def format_line(fields: Mapping[str, Any], total_steps: int, eta_s: float | None) -> str:
-    """One readable line from the fields of a metrics.jsonl training line; what is absent or None is left out.
+    """Return one readable line from the fields of a training line of metrics.jsonl; None and missing fields are left out.
 
-    `mfu` is a fraction of one; `data` is the share of the step that was spent waiting for the batch, and `gc` what
-    garbage collection took relative to the step, shown from 1% up.
+    `mfu` is a fraction of one. `data` is the share of the step that was spent waiting for the batch, `gc` that of garbage
+    collection, which is shown from 1% up.
     """
     width = len(str(total_steps))
     parts = [f"step {fields['step']:>{width}}/{total_steps}"]
     if fields.get("skipped"):
         parts.append("SKIPPED")
-    for key, form in _PARTS:
-        if fields.get(key) is not None:
-            parts.append(form(fields[key]))
-    step_time, data_time = fields.get("step_time_s"), fields.get("data_time_s")
+    parts += [form(fields[key]) for key, form in _PARTS.items() if fields.get(key) is not None]
+    step_time, data_time, gc_time = (fields.get(f"{name}_time_s") for name in ("step", "data", "gc"))
     if step_time and data_time is not None:
         parts.append(f"data {data_time / step_time:.1%}")
-    gc_time = fields.get("gc_time_s")
     if step_time and gc_time and gc_time > 0.01 * step_time:
         parts.append(f"gc {gc_time / step_time:.1%}")
     if eta_s is not None:
@@ -34,36 +31,33 @@ def format_line(fields: Mapping[str, Any], total_steps: int, eta_s: float | None
     return "  ".join(parts)
 
 
-_PARTS = [
-    ("loss", lambda x: f"loss {x:.3f}"),
-    ("aux_loss", lambda x: f"aux {x:.3g}"),
-    ("grad_norm", lambda x: f"grad {x:.2f}" if x < 1000 else f"grad {x:.2e}"),
-    ("lr", lambda x: f"lr {x:.1e}"),
-    ("tokens_per_second", lambda x: f"{format_count(x)} tok/s"),
-    ("mfu", lambda x: f"mfu {x:.1%}"),
-    ("memory_gib", lambda x: f"mem {x:.1f} GiB"),
-]
+_PARTS = {
+    "loss": lambda x: f"loss {x:.3f}",
+    "aux_loss": lambda x: f"aux {x:.3g}",
+    "grad_norm": lambda x: f"grad {x:.2f}" if x < 1000 else f"grad {x:.2e}",
+    "lr": lambda x: f"lr {x:.1e}",
+    "tokens_per_second": lambda x: f"{format_count(x)} tok/s",
+    "mfu": lambda x: f"mfu {x:.1%}",
+    "memory_gib": lambda x: f"mem {x:.1f} GiB",
+}
 
 
 def format_duration(seconds: float) -> str:
-    """Two units at most: 45s, 3m12s, 2h05m, 3d04h; `?` if not finite."""
+    """Return two units at most: 45s, 3m12s, 2h05m, 3d04h; `?` if not finite."""
     if not math.isfinite(seconds):
         return "?"
-    whole = max(0, round(seconds))
-    minutes, second = divmod(whole, 60)
+    minutes, second = divmod(max(0, round(seconds)), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)
     if days:
         return f"{days}d{hour:02d}h"
     if hours:
         return f"{hours}h{minute:02d}m"
-    if minutes:
-        return f"{minutes}m{second:02d}s"
-    return f"{second}s"
+    return f"{minutes}m{second:02d}s" if minutes else f"{second}s"
 
 
 def format_count(number: float) -> str:
-    """Whole with thousands marks below a million, then three digits and a unit: 8,123 or 1.24M or 15.0T."""
+    """Return an integer with thousands separators below a million, then three digits and a unit: 8,123, 1.24M, 15.0T."""
     if not math.isfinite(number):
         return "?"
     if number < 999_999.5:
@@ -77,10 +71,10 @@ def format_count(number: float) -> str:
 
 
 class StepTimes:
-    """How long recent steps took, to say how long the rest will.
+    """The times of recent steps, from which the remaining time is estimated.
 
-    The mean of the last `window` steps, so that an early slow stretch is forgotten; and without the run's
-    first step, which compiles and warms up, as soon as there is another.
+    It is the mean of the last `window` steps, so that an early slow stretch is forgotten. The first step of the run, which
+    compiles and warms up, counts only until there is another.
     """
 
     def __init__(self, window: int = 50):
@@ -94,29 +88,28 @@ class StepTimes:
         self._seconds.append(seconds)
 
     def eta(self, remaining_steps: int) -> float | None:
-        """Seconds that `remaining_steps` will take; None before the first step."""
+        """Return the seconds that `remaining_steps` will take; None before the first step."""
         if not self._seconds:
             return None
         return sum(self._seconds) / len(self._seconds) * max(0, remaining_steps)
 
 
 class ProgressLine:
-    """Redraws one line on a terminal; elsewhere (a log file) writes a line every ten seconds."""
+    """One line on stderr with the remaining time; redrawn on a terminal, else (a log file) written every ten seconds."""
 
     def __init__(self, label: str, total: int, unit: str = "MB", scale: float = 1e6):
         self._label, self._total, self._unit, self._scale = label, total, unit, scale
-        self._begin = time.monotonic()
         self._terminal = sys.stderr.isatty()
-        self._every = 0.1 if self._terminal else 10.0
-        self._last = self._begin
+        self._interval_s = 0.1 if self._terminal else 10.0
+        self._began = self._last = time.monotonic()
 
     def update(self, done: int) -> None:
-        """Show that `done` of the total are done since this line began."""
+        """Show that `done` of the total have been done since this line was made."""
         now = time.monotonic()
-        if now - self._last < self._every or not done:
+        if now - self._last < self._interval_s or not done:
             return
         self._last = now
-        rate = done / (now - self._begin)
+        rate = done / (now - self._began)
         text = (
             f"{self._label} {done / self._scale:.1f} of {self._total / self._scale:.1f} {self._unit}"
             f" ({100 * done / max(1, self._total):.0f}%), {rate / self._scale:.1f} {self._unit}/s"
@@ -127,7 +120,7 @@ class ProgressLine:
         print(text, end="" if self._terminal else "\n", file=sys.stderr, flush=True)
 
     def close(self) -> float:
-        """Clear the line; return the seconds since it began."""
+        """Clear the line; return the seconds since it was made."""
         if self._terminal:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
-        return time.monotonic() - self._begin
+        return time.monotonic() - self._began

@@ -1,4 +1,4 @@
-"""The directory of one run: where everything lies in it, and the lock that keeps a second run out."""
+"""The directory of one run: its paths, and the lock that keeps a second run out."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from forge.observe.json_lines import utc_now
 
 log = logging.getLogger(__name__)
 
-# What flock says on a file system that has no locks (some Lustre and FUSE mounts).
+# Errors of flock on a file system without locks (some Lustre and FUSE mounts).
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
-# Rather more than the disk would put into the inode itself, so that a full disk is noticed.
+# More than a file system stores in the inode itself, so that a full disk is noticed.
 _PROBE_BYTES = 64 * 1024
 
 _held: weakref.WeakSet[RunDirectory] = weakref.WeakSet()
 
 
 class RunDirectory:
-    """Paths of a run below `root`. Every rank has one; rank 0 calls `acquire`, the others may `find` what it did."""
+    """The paths of a run below `root`. Rank 0 calls `acquire`, then ranks on other nodes call `find`."""
 
     def __init__(self, root: Path):
         self.root = root
@@ -44,10 +44,10 @@ class RunDirectory:
         self._descriptor: int | None = None
 
     def acquire(self, patience_s: float = 2.0) -> str:
-        """Make the folders, see that they can be written to, and lock the directory; returns what `find` looks for.
+        """Make the folders, check that they can be written to, and lock the directory. Return what `find` compares.
 
-        The lock lasts until `release`, until this object is collected, or to the end of the process, even by
-        SIGKILL. It waits `patience_s` seconds for a holder that was killed just now and is not quite gone.
+        The lock is held until `release`, until this object is collected, or until the process ends, even by SIGKILL.
+        Waits `patience_s` seconds for a holder that has just been killed.
 
         Raises UserError (exit 2) when a folder cannot be written to or another run holds the directory.
         """
@@ -69,12 +69,12 @@ class RunDirectory:
         holder = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "started": utc_now()})
         _rewrite(descriptor, holder.encode())
         self._descriptor = descriptor
-        self._finalizer = weakref.finalize(self, _let_go, descriptor)
+        self._finalizer = weakref.finalize(self, _release, descriptor)
         _held.add(self)
         return holder
 
     def find(self, holder: str) -> None:
-        """On another node: see that this is the directory that `acquire` returned `holder` for, and can be written to.
+        """On another node: check that this is the directory for which `acquire` returned `holder`, and that it is writable.
 
         Raises UserError (exit 2).
         """
@@ -91,7 +91,7 @@ class RunDirectory:
             _require_writable(folder)
 
     def release(self) -> None:
-        """Give the directory back. Does nothing if it is not held."""
+        """Release the lock, if it is held."""
         if self._descriptor is not None:
             self._descriptor = None
             self._finalizer()
@@ -116,26 +116,23 @@ class RunDirectory:
                 )
                 return
 
-    def _forget(self) -> None:
-        """In a forked child: close its copy of the descriptor, which would hold the lock after our death."""
-        if self._descriptor is not None:
-            self._finalizer.detach()
-            os.close(self._descriptor)
-            self._descriptor = None
 
-
-def _forget_in_child() -> None:
+def _close_in_child() -> None:
+    """Close a forked child's copies of the descriptors, which would hold the locks after the parent's death."""
     for directory in list(_held):
-        directory._forget()
+        if directory._descriptor is not None:
+            directory._finalizer.detach()
+            os.close(directory._descriptor)
+            directory._descriptor = None
     _held.clear()
 
 
-# O_CLOEXEC keeps the descriptor out of programs that we start; this keeps it out of plain forks.
-os.register_at_fork(after_in_child=_forget_in_child)
+# O_CLOEXEC closes the descriptor in programs that we start; this closes it in forked processes.
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _require_writable(folder: Path) -> None:
-    """Make `folder` and write to it for a try; the file has no name, so that none is left behind."""
+    """Make `folder` and write a file to it, without a name, so that none can be left behind."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as probe:
@@ -150,7 +147,7 @@ def _require_writable(folder: Path) -> None:
 
 
 def _holder(descriptor: int) -> str | None:
-    """The last holder, as it wrote itself down; None if it gave the directory back, or has not yet written."""
+    """Return the last holder, as it described itself; None if it released the lock or has not written yet."""
     try:
         holder = json.loads(os.pread(descriptor, 4096, 0))
         return f"process {holder['pid']} on {holder['host']} since {holder['started']}"
@@ -164,7 +161,7 @@ def _rewrite(descriptor: int, content: bytes) -> None:
     os.fsync(descriptor)  # or a network file system keeps it to this node
 
 
-def _let_go(descriptor: int) -> None:
+def _release(descriptor: int) -> None:
     try:
         _rewrite(descriptor, b"")
     finally:

@@ -1,4 +1,4 @@
-"""Curves, text samples and pictures for TensorBoard: a courtesy, so none of its failures ends a run."""
+"""Curves, text samples and images for TensorBoard. No failure of it ends a run."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-# A kill loses what is not flushed, and the curves of a resumed run would have a gap there.
+# What is not flushed is lost by a kill, and leaves a gap in the curves of a resumed run.
 _FLUSH_SECONDS = 10
 
 
 class Board:
-    """Context manager that writes below `folder` if `enabled`; on the first rank only.
+    """Context manager that writes below `folder` if `enabled`; for rank 0 only.
 
-    What an earlier start of the run wrote about steps after `after_step` is hidden, because it is trained
-    again. The writer is made at the first use: importing it is slow. After any failure one warning is logged
-    and the board is off.
+    Points that an earlier start of the run wrote after step `after_step` are hidden, because these steps are trained again.
+    The writer is made at the first use, because its import is slow. After any failure one warning is logged and the board
+    is off.
     """
 
     def __init__(self, folder: Path, enabled: bool = True, after_step: int = 0):
@@ -27,32 +27,32 @@ class Board:
         self._writer: Any = None
 
     def scalars(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Add each value to the curve of its name; None is left out."""
+        """Add each value to the curve of its name, unless it is None."""
         for tag, value in values.items():
             if value is not None:
                 self._try("add_scalar", tag, value, step)
 
     def text(self, step: int, tag: str, text: str) -> None:
-        """Add a text, shown as it is: in a code block, because TensorBoard takes texts for Markdown."""
+        """Add a text as a code block, because TensorBoard would render it as Markdown."""
         block = "\n".join("    " + line for line in text.splitlines())
         self._try("add_text", tag, block, step)
 
     def image(self, step: int, tag: str, pixels: Any) -> None:
-        """Add a picture: uint8 `[height, width, 3]`, red, green, blue."""
+        """Add an image: uint8 `[height, width, 3]`, red, green, blue."""
         self._try("add_image", tag, pixels, step, None, "HWC")
 
     def flush(self) -> None:
-        """Put everything so far into the file."""
+        """Write everything so far to the file."""
         if self._writer is not None:
             self._try("flush")
 
-    def begin_after(self, step: int) -> None:
-        """Hide what has been written about steps after `step`: they are made again."""
+    def discard_after(self, step: int) -> None:
+        """Hide all points after `step`: these steps are trained again."""
         self.close()
         self._after_step = step
 
     def close(self) -> None:
-        """Flush and close; what is written later goes to a new file."""
+        """Flush and close the file; what is added later goes to a new one."""
         if self._writer is not None:
             self._try("close")
         self._writer = None
@@ -70,7 +70,7 @@ class Board:
             if self._writer is None:
                 self._writer = self._make_writer()
             getattr(self._writer, action)(*arguments)
-        # Whatever it is that a foreign package raises here, training is worth more.
+        # Any exception of that package: training goes on without it.
         except Exception as error:
             log.warning("TensorBoard is off from now on: %s: %s", type(error).__name__, error)
             self._off, self._writer = True, None

@@ -1,1 +1,1 @@
-"""Stopping in good order, and decisions that all ranks take at the same step."""
+"""Stopping after a save, hangs, slow ranks, spikes of the loss, and copies that differ."""

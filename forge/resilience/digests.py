@@ -1,7 +1,7 @@
-"""Do ranks that hold copies of the same numbers still hold the same? A digest of each tensor, compared.
+"""Compares digests of the tensors that several ranks hold copies of.
 
-Copies are updated identically and never sent again. So a bit that flips in one of them stays, and the copies drift apart
-while the loss may look well. One pass over the tensors and one small all-gather, where a save waits anyway.
+Every rank updates its copy by itself and never sends it again, so a bit that flips on one rank stays, and the copies
+diverge while the loss may look normal. It takes one pass over the tensors and one small all-gather, before a save.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-# Elements that are widened to 64 bits at a time.
+# Number of elements that are widened to 64 bits at a time.
 CHUNK = 1 << 20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Odd, so that multiplying by it modulo 2^64 loses nothing (the multiplier of Knuth's MMIX generator).
+# Odd, so that multiplying by it modulo 2^64 is invertible (the multiplier of Knuth's MMIX generator).
 _MULTIPLIER = 6364136223846793005
 
 Copy = tuple[str, Tensor, ProcessGroup]
 
 
 def digest(tensor: Tensor) -> Tensor:
-    """A 64-bit fingerprint of the bits of `tensor`, an int64 scalar on its device, without waiting for it.
+    """Return a 64-bit digest of the bits of `tensor`: an int64 scalar on its device, without a host sync.
 
-    A sum of elements, as integers, times odd weights, modulo 2^64: the same in whatever order a device adds up, and
-    another if any one bit is.
+    It is the sum of the elements, as integers, times odd weights, modulo 2^64: the same in any order of addition, and
+    different if any single bit differs.
     """
     bits = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])
     places = torch.arange(min(CHUNK, len(bits)), device=tensor.device)
@@ -39,10 +39,10 @@ def digest(tensor: Tensor) -> Tensor:
 
 
 def differing_copies(copies: Iterable[Copy], device: torch.device) -> list[str]:
-    """Which tensors differ on which ranks, one sentence each and the same on every rank; empty if all is well.
+    """Return one sentence for each tensor that differs between ranks, the same list on every rank. Collective.
 
-    copies: name, what this rank holds, and the group whose ranks hold the same; in the same order on all ranks of a group.
-    Collective over all ranks. Of two copies nobody knows which is the right one; of more, the majority's.
+    copies: name, this rank's tensor, and the group whose ranks hold copies of it; in the same order on all ranks of a
+    group. With more than two copies, the ranks that differ from the majority are named.
     """
     by_group: dict[ProcessGroup, list[tuple[str, Tensor]]] = {}
     for name, tensor, group in copies:
@@ -60,17 +60,17 @@ def differing_copies(copies: Iterable[Copy], device: torch.device) -> list[str]:
         for (name, _), of_ranks in zip(named, gathered[group].T.tolist(), strict=True)
         if len(set(of_ranks)) > 1
     ]
-    everyones: list[list[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
-    return list(dict.fromkeys(sentence for some in everyones for sentence in some))
+    of_all: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(of_all, mine)
+    return list(dict.fromkeys(sentence for some in of_all for sentence in some))
 
 
 def _gather(digests: list[Tensor], group: ProcessGroup) -> Tensor:
-    """int64 `[ranks of the group, tensors]`."""
+    """Return the digests of all ranks: int64 `[ranks of the group, tensors]`."""
     mine = torch.stack(digests)
-    everyones = mine.new_empty(group.size() * len(mine))
-    dist.all_gather_into_tensor(everyones, mine, group=group)
-    return everyones.view(group.size(), len(mine))
+    of_all = mine.new_empty(group.size() * len(mine))
+    dist.all_gather_into_tensor(of_all, mine, group=group)
+    return of_all.view(group.size(), len(mine))
 
 
 def _sentence(name: str, digests: Sequence[int], ranks: Sequence[int]) -> str:

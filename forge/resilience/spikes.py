@@ -1,4 +1,4 @@
-"""What is usual for loss and gradient norm, and what is a spike, by a window that outliers cannot bend."""
+"""Spikes of loss and gradient norm, found by medians over a window, which outliers do not move."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import median
 
-# Of a normal distribution, the standard deviation in median absolute deviations.
+# The standard deviation of a normal distribution, in median absolute deviations.
 DEVIATIONS = 1.4826
-# Losses that hardly differ would make spikes of nothing: a deviation is at least this part of the median.
+# A deviation is at least this part of the median: else every loss would be a spike where losses hardly differ.
 FLOOR = 1e-3
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Above these a step is a spike."""
+    """A step above one of these is a spike."""
 
     loss: float = math.inf
     grad_norm: float = math.inf
@@ -28,9 +28,9 @@ class Limits:
 class SpikeWindow:
     """Loss and gradient norm of the latest steps; a part of the training state.
 
-    Median and median absolute deviation, so that a spike in the window hides no other, while a level that stays becomes
-    the usual one; numbers that are not finite never enter. `limits` of a step are made of steps at least two before it:
-    what every run knows when it launches a step, also one that has just been resumed.
+    Limits are made of the median and the median absolute deviation: a spike in the window hides no other, and a level that
+    stays becomes the usual one. Numbers that are not finite are left out. The limits of a step use steps at least two
+    before it, which every run knows when it launches the step, also a run that was just resumed.
     """
 
     size: int = 128
@@ -41,11 +41,11 @@ class SpikeWindow:
         """Add a step, unless its numbers are not finite."""
         if math.isfinite(loss) and math.isfinite(grad_norm):
             self.entries.append((step, loss, grad_norm))
-            # One more than counts, because the latest may be too late to count.
+            # One more than `size`, because `limits` may leave the latest out.
             del self.entries[: -self.size - 1]
 
     def limits(self, step: int) -> Limits:
-        """What is a spike in `step`; no limits until half of the window is there."""
+        """Return the limits of `step`: none until half of the window is filled."""
         known = [entry for entry in self.entries if entry[0] <= step - 2][-self.size :]
         if 2 * len(known) < self.size:
             return Limits()
@@ -55,11 +55,11 @@ class SpikeWindow:
         )
 
     def state(self) -> list[tuple[int, float, float]]:
-        """As JSON for a checkpoint."""
+        """Return the window as JSON for a checkpoint."""
         return list(self.entries)
 
     def load(self, state: Iterable[tuple[int, float, float]]) -> None:
-        """Take over what `state` returned, of a window of any size."""
+        """Load what `state` returned, of a window of any size."""
         self.entries = [(int(step), float(loss), float(norm)) for step, loss, norm in state][-self.size - 1 :]
 
 

@@ -1,8 +1,8 @@
-"""Ends a process that hangs, after it has written down where.
+"""Ends a process that hangs, after it has written where.
 
-PyTorch's own timeouts end a collective that waits; they know nothing of a rank that sleeps, a file system that does not
-answer or a compiler that never ends, and they leave no stacks. This thread knows what the process is doing and how long
-that may take. Every rank has one and all hang together, so all stacks are written at about the same time.
+PyTorch's own timeouts end a collective that waits. They do not see a rank that sleeps, a file system that does not answer
+or a compiler that never ends, and they write no stacks. The watchdog's thread knows what the process is doing and how long
+that may take. Every rank has one, and all ranks hang together, so all stacks are written at about the same time.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from forge.errors import WATCHDOG
 
 log = logging.getLogger(__name__)
 
-# A process whose interpreter lock never comes free cannot run our thread; C code writes its stacks this much later.
+# If the interpreter lock is never released, our thread cannot run; C code writes the stacks this many seconds later.
 NET_S = 30.0
 
 
 def bounds(config: Resilience) -> dict[str, tuple[float, str]]:
-    """How many seconds each phase of a run may take (0: for ever), and the key that says so."""
+    """Return how many seconds each phase of a run may take (0: no limit), and the key that sets it."""
     keys = {
         "set-up": "setup_timeout_s",
         "first step": "first_step_timeout_s",
@@ -42,22 +42,22 @@ def bounds(config: Resilience) -> dict[str, tuple[float, str]]:
 
 
 def patience(config: Resilience) -> float:
-    """Seconds that a collective may wait: longer than any phase, for the watchdog knows more and is to come first.
+    """Return the timeout of collectives in seconds: longer than any phase, because the watchdog knows more.
 
-    What it cannot see, PyTorch's own timeout then ends.
+    PyTorch's own timeout then ends what the watchdog cannot see.
     """
-    usual = 1800.0
-    return max(seconds or usual for seconds, _ in bounds(config).values()) + 2 * NET_S
+    default = 1800.0
+    return max(seconds or default for seconds, _ in bounds(config).values()) + 2 * NET_S
 
 
 class Watchdog:
     """Context manager in whose body each phase must end within its bound, else the process exits with code 76.
 
-    bounds: phase -> (seconds, the key that says so); a phase without one, or with 0 seconds, may take for ever. At the
-    end of a bound `stacks-rank-R.txt` (Python stacks of all threads) and `collectives-rank-R` (PyTorch's flight recorder,
-    for `torchfrtrace FOLDER --prefix collectives-rank-`) go to `folder`, then `report(reason, step)` is called, in a
-    thread of its own: it may write, or wait for other ranks, for at most `grace_s` seconds. The same happens when
-    `alarm()`, asked every `alarm_s` seconds, returns the reason that another rank ends for: ranks that wait for one that
+    bounds: phase -> (seconds, the key that sets it); a phase that is missing or has 0 seconds has no limit. When a bound is
+    exceeded, `stacks-rank-R.txt` (Python stacks of all threads) and `collectives-rank-R` (PyTorch's flight recorder, for
+    `torchfrtrace FOLDER --prefix collectives-rank-`) are written to `folder`. Then `report(reason, step)` is called in
+    a thread of its own: it may write, or wait for other ranks, for at most `grace_s` seconds. The same happens when
+    `alarm()`, called every `alarm_s` seconds, returns the reason for which another rank ends: ranks that wait for one that
     hangs may be in another phase, with a longer bound.
     """
 
@@ -74,7 +74,7 @@ class Watchdog:
         self._bounds, self._folder, self._rank = bounds, folder, rank
         self._report, self._grace_s = report, grace_s
         self._alarm, self._alarm_s = alarm, alarm_s
-        # One tuple, replaced at once: phase, step, when it began, when it must have ended.
+        # One tuple, replaced as a whole: phase, step, when it began, when it must have ended.
         self._phase = ("", 0, 0.0, math.inf)
         self._waits_until = math.inf
         self._wake = threading.Event()
@@ -84,7 +84,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def enter(self, phase: str, step: int) -> None:
-        """The process begins with `phase` (of `step`), and has ended the one before."""
+        """Call when `phase` (of `step`) begins and the one before has ended."""
         seconds = self._bounds.get(phase, (0.0, ""))[0]
         began = time.monotonic()
         deadline = began + (seconds or math.inf)
@@ -98,7 +98,7 @@ class Watchdog:
         return self._expired.is_set()
 
     def wait_for_end(self) -> None:
-        """Do not return if the process is being ended: an error that a peer's end causes must not be quicker."""
+        """Do not return if the process is being ended, so that an error caused by a peer's end does not end it first."""
         while self.expired:
             time.sleep(1)
 
@@ -125,9 +125,12 @@ class Watchdog:
                 return self._end(f"{what} has taken {now - began:.1f} s, and {key} = {bound:g}", step)
             self._waits_until = deadline
             if self._phase[3] < deadline:
-                continue  # a sooner one came between the two lines above and has woken nobody
+                continue  # an earlier deadline was set between the two lines above, and `enter` did not wake us
             if deadline < math.inf:
-                _throw_net(deadline - now + NET_S)
+                # Not sys.stderr: a test runner's has no file descriptor.
+                if sys.__stderr__ is not None:
+                    seconds = deadline - now + NET_S
+                    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
                 self._wake.wait(deadline - now)
             else:
                 faulthandler.cancel_dump_traceback_later()
@@ -135,7 +138,7 @@ class Watchdog:
             self._wake.clear()
 
     def _listen(self) -> None:
-        """A thread of its own: what it asks may hang as well."""
+        """Run in a thread of its own, because `alarm` may hang as well."""
         assert self._alarm is not None
         while not self._closed.wait(self._alarm_s):
             try:
@@ -148,15 +151,15 @@ class Watchdog:
 
     def _end(self, reason: str, step: int) -> None:
         if not self._ending.acquire(blocking=False):
-            return  # the other thread is at it
+            return  # the other thread ends the process
         self._expired.set()
         faulthandler.cancel_dump_traceback_later()
-        # Whatever hangs may hang the writing too (a file system, a lock of the logging).
-        reporter = threading.Thread(
+        # What hangs, such as a file system or a lock of logging, may hang the reporting too.
+        reporting = threading.Thread(
             target=self._write_report, args=(reason, step), name="crash-report", daemon=True
         )
-        reporter.start()
-        reporter.join(self._grace_s)
+        reporting.start()
+        reporting.join(self._grace_s)
         os._exit(WATCHDOG)
 
     def _write_report(self, reason: str, step: int) -> None:
@@ -170,9 +173,3 @@ class Watchdog:
                 (self._folder / f"collectives-rank-{self._rank}").write_bytes(record)
         finally:
             self._report(reason, step)
-
-
-def _throw_net(seconds: float) -> None:
-    # Not sys.stderr: a test runner's has no file descriptor.
-    if sys.__stderr__ is not None:
-        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)

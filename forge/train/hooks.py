@@ -12,8 +12,8 @@ from forge.fault import fault_point
 from forge.hook import Hook
 from forge.observe.hardware import process_age_s
 from forge.observe.profile import StepProfiler
+from forge.resilience.stopping import TimeLimit
 from forge.resilience.stragglers import Stragglers
-from forge.resilience.time_limit import TimeLimit
 from forge.train.evaluate import Evaluation
 from forge.train.save import Saves
 from forge.train.trainer import Trainer

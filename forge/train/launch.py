@@ -24,7 +24,7 @@ from forge.observe.hardware import process_age_s
 from forge.observe.log import setup_logging
 from forge.observe.report import Reporter
 from forge.observe.run_directory import RunDirectory
-from forge.resilience.signals import StopSignals
+from forge.resilience.stopping import StopSignals
 from forge.resilience.watchdog import Watchdog, bounds, patience
 from forge.train.crash import CrashReporter
 from forge.train.hooks import load_hooks, make_hooks

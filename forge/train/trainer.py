@@ -21,8 +21,8 @@ from forge.parallel.build import build_parallel_model
 from forge.parallel.gradients import GradientReport, clip_gradients, report_gradients
 from forge.parallel.mesh import make_meshes
 from forge.parallel.model import Sums
-from forge.resilience.signals import StopSignals
 from forge.resilience.spikes import SpikeWindow
+from forge.resilience.stopping import StopSignals
 from forge.resilience.watchdog import patience
 from forge.train.anomalies import AnomalyPolicy
 from forge.train.results import StepResults

@@ -33,7 +33,7 @@ def walk(ledger: Ledger, clock: Clock, *phases: tuple[str, int, float]) -> None:
 
 def test_each_phase_goes_into_its_kind_and_all_add_up(clock) -> None:
     told: list[dict] = []
-    ledger = Ledger(Past(), began=clock.now - 3, tell=lambda kind, **fields: told.append(fields))
+    ledger = Ledger(Past(), began=clock.now - 3, report_event=lambda kind, **fields: told.append(fields))
     walk(ledger, clock, ("set-up", 0, 7), ("first step", 1, 5), ("data", 2, 1), ("step", 2, 4))
     walk(ledger, clock, ("save", 2, 2), ("step", 2, 1), ("data", 3, 1), ("step", 3, 4), ("end", 0, 1))
     seconds = ledger.seconds()
@@ -44,7 +44,7 @@ def test_each_phase_goes_into_its_kind_and_all_add_up(clock) -> None:
 
 
 def test_steps_made_again_are_repeated_after_a_restart_and_after_a_rollback(clock) -> None:
-    ledger = Ledger(Past(step=3), began=clock.now, tell=lambda *_, **__: None)
+    ledger = Ledger(Past(step=3), began=clock.now, report_event=lambda *_, **__: None)
     walk(ledger, clock, ("first step", 2, 1), ("step", 3, 1), ("step", 4, 1), ("step", 5, 1))
     walk(ledger, clock, ("set-up", 5, 1), ("step", 4, 1), ("evaluation", 4, 1), ("step", 4, 1))
     walk(ledger, clock, ("step", 5, 1), ("step", 6, 1), ("end", 0, 0))
@@ -59,7 +59,7 @@ def test_steps_made_again_are_repeated_after_a_restart_and_after_a_rollback(cloc
 
 def test_the_time_between_two_processes_is_down(clock) -> None:
     past = Past({"steps": 50.0}, 10, BEGIN + timedelta(seconds=900))
-    ledger = Ledger(past, began=clock.now - 20, tell=lambda *_, **__: None)
+    ledger = Ledger(past, began=clock.now - 20, report_event=lambda *_, **__: None)
     assert ledger.seconds() == dict.fromkeys(KINDS, 0.0) | {"steps": 50, "down": 80, "set-up": 20}
 
 

@@ -3,8 +3,7 @@ import torch
 
 from forge.config import check_world
 from forge.errors import UserError
-from forge.observe.advice import advice
-from forge.observe.memory_report import MemoryReport, ran_out_of_memory
+from forge.observe.memory_report import MemoryReport, advice, ran_out_of_memory
 from forge.shard import Box, Shard
 from tests.support.configs import load, tiny
 from tests.support.harness import run_ranks

@@ -132,18 +132,18 @@ def _flip_a_bit(find: Callable[[Any], Any], when: Callable[[int, bool], bool]) -
 
 def half_a_second_for_each_step() -> None:
     """On the clock of the time limit, on which nothing else takes any time: a busy machine changes nothing."""
-    import forge.resilience.time_limit as time_limit
+    import forge.resilience.stopping as stopping
     from forge.train.trainer import Trainer
 
     clock = SimpleNamespace(now=0.0)
-    time_limit.time = SimpleNamespace(monotonic=lambda: clock.now)
-    begin, step = time_limit.TimeLimit.__init__, Trainer.step
+    stopping.time = SimpleNamespace(monotonic=lambda: clock.now)
+    begin, step = stopping.TimeLimit.__init__, Trainer.step
 
     def timed(self) -> None:
         step(self)
         clock.now += 0.5
 
-    time_limit.TimeLimit.__init__ = lambda self, limit_s, began: begin(self, limit_s, clock.now)
+    stopping.TimeLimit.__init__ = lambda self, limit_s, began: begin(self, limit_s, clock.now)
     Trainer.step = timed
 
 

@@ -1,3 +1,5 @@
+"""Signals as requests to stop, and the time limit of a job."""
+
 import os
 import signal
 import subprocess
@@ -7,12 +9,12 @@ import time
 import pytest
 
 from forge.errors import STOPPED
-from forge.resilience.signals import StopSignals
+from forge.resilience.stopping import StopSignals, TimeLimit
 
 # The main thread waits in C, where Python can run no handler: for a lock that it holds itself.
 DEADLOCK = """
 import ctypes
-from forge.resilience.signals import StopSignals
+from forge.resilience.stopping import StopSignals
 with StopSignals():
     libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(256)
     libc.pthread_mutex_lock(mutex)
@@ -29,7 +31,7 @@ def test_the_first_signal_is_a_request_with_a_name(name):
         assert signals.reason == name
 
 
-def test_a_second_signal_changes_nothing_but_is_remarked_upon(capfd):
+def test_a_second_signal_changes_nothing_but_prints_a_message(capfd):
     with StopSignals() as signals:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -38,7 +40,7 @@ def test_a_second_signal_changes_nothing_but_is_remarked_upon(capfd):
     assert first.startswith("forge: SIGTERM: stopping") and second.startswith("forge: SIGUSR1: already")
 
 
-def test_a_closed_stderr_is_no_fault_of_the_training(monkeypatch):
+def test_a_closed_stderr_raises_nothing(monkeypatch):
     def gone(descriptor, content):
         raise BrokenPipeError
 
@@ -48,7 +50,7 @@ def test_a_closed_stderr_is_no_fault_of_the_training(monkeypatch):
         assert signals.reason == "SIGTERM"
 
 
-def test_handlers_are_given_back_and_counting_starts_anew():
+def test_handlers_are_restored_and_counting_restarts():
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
     for _ in range(4):
         with StopSignals(speak=False) as signals:
@@ -58,7 +60,7 @@ def test_handlers_are_given_back_and_counting_starts_anew():
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_p4_the_third_signal_ends_even_a_process_that_hangs_in_c():
+def test_p4_the_third_signal_ends_a_process_that_hangs_in_c():
     process = subprocess.Popen(
         [sys.executable, "-c", DEADLOCK], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -93,3 +95,48 @@ def test_a_forked_helper_ends_on_sigterm_and_does_not_count_for_us():
             assert os.WTERMSIG(os.waitpid(helper, 0)[1]) == signal.SIGTERM
         time.sleep(0.05)
         assert signals.reason is None
+
+
+@pytest.fixture
+def clock(monkeypatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def stops_at(limit: TimeLimit, clock: list[float], save_s: float) -> float:
+    """The first second at which the run is to stop."""
+    clock[0] = 100.0
+    while not limit.near(save_s):
+        clock[0] += 1.0
+    return clock[0]
+
+
+def after(clock: list[float], *phases: tuple[str, float]) -> TimeLimit:
+    clock[0] = 100.0
+    limit = TimeLimit(1000.0, began=clock[0])
+    for phase, seconds in phases:
+        limit.enter(phase, 0)
+        clock[0] += seconds
+    limit.enter("end", 0)
+    return limit
+
+
+def test_without_a_limit_it_is_never_time(clock) -> None:
+    clock[0] = 1e9
+    assert not TimeLimit(0.0, began=0.0).near(1e6)
+
+
+def test_two_saves_some_steps_and_an_evaluation_are_left_for(clock) -> None:
+    assert stops_at(after(clock, ("step", 0.0)), clock, save_s=100.0) == 100 + 1000 - 2 * 100
+    assert stops_at(after(clock, ("data", 1.0), ("step", 9.0)), clock, save_s=100.0) == 100 + 800 - 3 * 10
+    assert stops_at(after(clock, ("step", 0.0), ("evaluation", 50.0)), clock, save_s=100.0) == 100 + 750
+
+
+def test_before_the_first_save_a_share_of_the_limit_is_left_for_it(clock) -> None:
+    assert stops_at(after(clock, ("step", 0.0)), clock, save_s=0.0) == 100 + 950
+
+
+def test_old_steps_and_the_first_one_are_forgotten(clock) -> None:
+    phases = [("first step", 500.0), ("step", 300.0), *[("step", 2.0)] * 10]
+    assert stops_at(after(clock, *phases), clock, save_s=100.0) == 100 + 800 - 3 * 2

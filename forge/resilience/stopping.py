@@ -1,0 +1,139 @@
+"""Requests to stop after a save: by SIGTERM, SIGINT or SIGUSR1, or because the time limit of the job is near."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections import defaultdict, deque
+from types import FrameType
+from typing import Any
+
+from forge.errors import STOPPED
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# The part of the time limit that is reserved for a save before the duration of one is known.
+UNKNOWN_SAVE = 0.05
+# All ranks see the request to stop one step later, and that step may be slower than those before it.
+STEPS = 3
+
+_active: StopSignals | None = None
+
+
+class StopSignals:
+    """Context manager in whose body a signal requests a stop instead of ending the process. Main thread only.
+
+    The first signal sets `reason`, which the training loop shares with all ranks. The second only prints a message: a
+    save may be running. The third ends the process at once with exit code 75.
+
+    Python runs a signal's handler in the main thread between two bytecodes, so not while that thread waits in a collective
+    that hangs. So a second thread, woken by the interpreter's C handler, counts signals too, and ends the process.
+    """
+
+    def __init__(self, speak: bool = True):
+        self.reason: str | None = None
+        self._speak = speak
+        self._seen = 0
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        global _active
+        listening, self._waking = os.pipe()
+        os.set_blocking(self._waking, False)
+        threading.Thread(target=_exit_at_third, args=(listening,), name="third-signal", daemon=True).start()
+        self._previous_wakeup = signal.set_wakeup_fd(self._waking, warn_on_full_buffer=False)
+        for number in SIGNALS:
+            self._previous[number] = signal.signal(number, self._handle)
+        _active = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        global _active
+        _active = None
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._previous_wakeup)
+        os.close(self._waking)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        # A handler interrupts any Python code, logging included, so it must not take a lock, and must not log.
+        self._seen += 1
+        name = signal.Signals(number).name
+        if self.reason is None:
+            self.reason = name
+            self._say(f"{name}: stopping after this step, once a checkpoint is saved")
+        elif self._seen == 2:
+            self._say(
+                f"{name}: already stopping, a save may be running; one more signal ends the run at once"
+            )
+
+    def _say(self, text: str) -> None:
+        if self._speak:
+            _to_stderr(f"forge: {text}\n")
+
+
+def _to_stderr(text: str) -> None:
+    # The reader of our stderr may be gone, and an exception here would surface at any place in the training code.
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode())
+
+
+def _exit_at_third(listening: int) -> None:
+    """End the process when three of our signals have arrived; return when the pipe's other end is closed."""
+    seen = 0
+    while numbers := os.read(listening, 64):
+        seen += sum(number in SIGNALS for number in numbers)
+        if seen >= 3:
+            _to_stderr("forge: third signal: leaving at once\n")
+            os._exit(STOPPED)
+    os.close(listening)
+
+
+def _block_signals() -> None:
+    if _active is not None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+def _unblock_signals() -> None:
+    if _active is not None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+def _restore_in_child() -> None:
+    if _active is not None:
+        _active.__exit__()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+# SIGTERM must end a forked helper process, and must not wake our thread: signals wait until it has restored the handlers.
+os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_restore_in_child)
+
+
+class TimeLimit:
+    """The time limit of a process that began at `began` (monotonic clock) and has to end, saved, `limit_s` seconds later.
+
+    limit_s 0: no limit. `enter` listens to the phases of the run, to measure how long steps and evaluations take.
+    """
+
+    def __init__(self, limit_s: float, began: float):
+        self._limit_s, self._began = limit_s, began
+        self._phase, self._since = "", began
+        self._recent: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=10))
+
+    def enter(self, phase: str, _step: int) -> None:
+        """Call when `phase` begins and the one before has ended."""
+        now = time.monotonic()
+        self._recent[self._phase].append(now - self._since)
+        self._phase, self._since = phase, now
+
+    def near(self, save_s: float) -> bool:
+        """Return whether it is time to stop, if the slowest save so far took `save_s` seconds (0: there was none)."""
+        if not self._limit_s:
+            return False
+        # In the worst case a save is in flight, and the last one has to wait for it.
+        saves = 2 * save_s if save_s else UNKNOWN_SAVE * self._limit_s
+        steps = STEPS * sum(max(self._recent[phase], default=0.0) for phase in ("data", "step"))
+        reserve = saves + steps + max(self._recent["evaluation"], default=0.0)
+        return time.monotonic() - self._began + reserve >= self._limit_s
