@@ -1,4 +1,4 @@
-"""Whole matrices from parts on many ranks, and the results back, at even work and bounded memory."""
+"""Matrices are put together from parts on many ranks and results sent back, with even work and bounded memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAYOUTS = {
 
 
 def mixed(matrix: Tensor) -> Tensor:
-    """A function of which every element needs all of the matrix."""
+    """A function whose every element depends on the whole matrix."""
     return matrix @ matrix.T @ matrix / matrix.square().sum() + matrix[-1, 0]
 
 
@@ -65,7 +65,7 @@ def _replace(rank: int, world: int, layout: str, round_numel: int) -> dict[str, 
 
 @pytest.mark.parametrize("round_numel", [1, 60, 1 << 20])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_part_becomes_that_of_the_function_of_the_whole(layout: str, round_numel: int) -> None:
+def test_every_part_is_replaced_by_the_function_of_the_whole_matrix(layout: str, round_numel: int) -> None:
     found = run_ranks(_replace, 4, layout, round_numel)
     assert sum(len(one["owned"]) for one in found) == MATRICES, "computed more than once, or not at all"
     # In a round of 1 each owner has one matrix.
@@ -98,11 +98,11 @@ def _work(rank: int, world: int) -> int:
     return sum(seen)
 
 
-def test_owners_have_like_shares_of_the_work() -> None:
+def test_owners_have_equal_work() -> None:
     assert run_ranks(_work, 3) == [400] * 3
 
 
-def test_what_a_rank_holds_alone_is_computed_there() -> None:
+def test_a_matrix_that_one_rank_holds_alone_is_computed_there() -> None:
     assert run_ranks(_experts, 2) == [[0.0, 1.0], [2.0, 3.0]]
 
 
@@ -125,7 +125,7 @@ def _memory(rank: int, world: int, round_numel: int) -> int:
 
 
 @pytest.mark.parametrize(("round_numel", "most"), [(64, 64), (130, 128), (256, 256), (1 << 20, 512)])
-def test_what_is_on_its_way_is_bounded(round_numel: int, most: int) -> None:
+def test_a_round_bounds_what_is_sent_at_once(round_numel: int, most: int) -> None:
     # Of every matrix in a round a rank has half, and there are as many as owners have: so it sends what one owns.
     assert run_ranks(_memory, 2, round_numel) == [most] * 2
 
@@ -142,7 +142,7 @@ def _narrow(rank: int, world: int) -> None:
     assert shard.data.dtype == torch.float32 and shard.data.eq(3).all()
 
 
-def test_matrices_travel_in_the_format_that_is_asked_for() -> None:
+def test_matrices_are_sent_in_the_chosen_dtype() -> None:
     run_ranks(_narrow, 3)
 
 
@@ -151,7 +151,7 @@ class Waited(Exception):
 
 
 def _no_waiting(rank: int, world: int) -> None:
-    """Whatever reads a number back from a device goes through one of these."""
+    """Raise where a number is read back from the device: all ways go through one of these methods."""
     shards = shards_of("cut", rank, world)
     matrices = WholeMatrices(shards, dist.group.WORLD, dtype=torch.float64, round_numel=60)
 
@@ -167,12 +167,12 @@ def test_nothing_waits_for_the_device() -> None:
     run_ranks(_no_waiting, 2)
 
 
-def _at_odds(rank: int, world: int) -> None:
+def _cut_differently(rank: int, world: int) -> None:
     full = torch.ones(4, 4)
     shard = whole("weight", full) if rank == 0 else cut("weight", full, 1, 2)
     WholeMatrices([shard], dist.group.WORLD, dtype=torch.float32)
 
 
-def test_copies_that_are_cut_in_different_places_are_no_copies() -> None:
+def test_copies_that_are_cut_in_different_places_are_refused() -> None:
     with pytest.raises(RankFailed, match="weight: copies are cut in different places"):
-        run_ranks(_at_odds, 2)
+        run_ranks(_cut_differently, 2)

@@ -1,4 +1,4 @@
-"""An optimizer that is named by its import path: trained, moved to other ranks, resumed, and refused where it is wrong."""
+"""An optimizer named by its import path trains, resumes, changes its layout, and is refused where it is wrong."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ SGD = [f"--optimizer.name={HERE}:Momentum", "--optimizer.lr=0.1"]
 
 
 class Momentum:
-    """SGD with momentum, whose table of keys has a name of its own."""
+    """SGD with momentum, whose table of keys is not named like the class."""
 
     class Keys(Section):
         """Keys of the momentum."""
@@ -59,7 +59,7 @@ class Momentum:
 
 
 class Required(Momentum):
-    """One of whose keys has no default, and which is named like nothing else."""
+    """An optimizer with a key that has no default."""
 
     class Keys(Section):
         """Keys."""

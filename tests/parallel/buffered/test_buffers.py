@@ -1,4 +1,4 @@
-"""Parameters and gradients lie in their buffers and stay there; memory is what the engine says; the start is everyone's."""
+"""Parameters and gradients stay in their buffers; memory is as reported; initial values do not depend on the engine."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_parameters_and_gradients_are_views_before_and_after_a_step(engine: str)
 
 
 def _held(rank: int, world: int, text: str) -> tuple[dict[str, int], int, int, int, int]:
-    """(What the engine says, all it has allocated by storage, of the optimizer, most temporary buckets, elements)."""
+    """(Memory that the engine reports, bytes of all storages, bytes of moments, peak of temporary buckets, elements)."""
     model, engine, batches = build(text, world)
     optimizer = build_optimizer(model.shards, parse_toml_text(text).optimizer)
     backward(model, next(batches))
@@ -78,41 +78,43 @@ BYTES = {
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_memory_is_what_the_engine_says_and_what_the_book_says(engine: str, world: int) -> None:
-    for said, allocated, moments, peak, numel in run_ranks(
+def test_memory_is_as_reported_and_as_the_formulas_predict(engine: str, world: int) -> None:
+    for reported, allocated, moments, peak, numel in run_ranks(
         _held, world, engine_config(engine, SMALL, formats=BFLOAT16, micro=2)
     ):
-        assert allocated == said["parameters"] + said["masters"] + said["gradients"]
+        assert allocated == reported["parameters"] + reported["masters"] + reported["gradients"]
         parameters, masters, gradients, of_moments = (size * numel for size in BYTES[engine](world))
-        assert said["parameters"] == pytest.approx(parameters, rel=0.02)
-        assert said["masters"] == pytest.approx(masters, rel=0.02)
-        assert said["gradients"] == pytest.approx(gradients, rel=0.02)
+        assert reported["parameters"] == pytest.approx(parameters, rel=0.02)
+        assert reported["masters"] == pytest.approx(masters, rel=0.02)
+        assert reported["gradients"] == pytest.approx(gradients, rel=0.02)
         # Moments have no padding; how many of the elements are this rank's differs a little.
         assert moments == pytest.approx(of_moments, rel=0.15)
         # zero2 has two buckets for its gradients on the way; the others, and zero2 with nobody to share with, need none.
         scattered = engine == "zero2" and world > 1
         assert peak == (2 if scattered else 0)
-        assert (said["buckets"] > 0) is scattered
+        assert (reported["buckets"] > 0) is scattered
 
 
-def test_a_model_of_one_bucket_borrows_one() -> None:
-    for said, _, _, peak, numel in run_ranks(_held, 2, engine_config("zero2", formats=BFLOAT16, micro=2)):
-        assert peak == 1 and said["buckets"] == pytest.approx(4 * numel, rel=0.02)
+def test_a_model_of_one_bucket_needs_one_temporary_bucket() -> None:
+    for reported, _, _, peak, numel in run_ranks(_held, 2, engine_config("zero2", formats=BFLOAT16, micro=2)):
+        assert peak == 1 and reported["buckets"] == pytest.approx(4 * numel, rel=0.02)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_masters_take_no_memory_where_they_have_the_format_of_computing(engine: str) -> None:
+def test_masters_take_no_memory_if_storage_and_compute_have_one_dtype(engine: str) -> None:
     formats = ("float32", "float32", "float32")
-    for said, allocated, _, _, numel in run_ranks(_held, 2, engine_config(engine, SMALL, formats=formats)):
-        assert said["masters"] == 0 and allocated == said["parameters"] + said["gradients"]
-        assert said["parameters"] == pytest.approx(4 * numel, rel=0.02)
+    for reported, allocated, _, _, numel in run_ranks(
+        _held, 2, engine_config(engine, SMALL, formats=formats)
+    ):
+        assert reported["masters"] == 0 and allocated == reported["parameters"] + reported["gradients"]
+        assert reported["parameters"] == pytest.approx(4 * numel, rel=0.02)
 
 
 EXPERTS = '\n[model.moe]\nn_experts = 4\ntop_k = 2\nexpert_dim = 24\nbalance = "none"\n'
 
 
 def _gradients_kept(rank: int, world: int, text: str) -> tuple[dict[str, bool], str, int]:
-    """Whether gradients of (dense parameters, experts) lie in parts, what the log says of it, buckets borrowed."""
+    """(Whether gradients of dense parameters and experts are sharded, the summary in the log, peak of temporary buckets)."""
     model, engine, batches = build(text, world)
     backward(model, next(batches))
     kinds = {shard.name: shard.kind for shard in model.shards}
@@ -126,7 +128,7 @@ def _gradients_kept(rank: int, world: int, text: str) -> tuple[dict[str, bool], 
 
 
 @pytest.mark.parametrize(
-    ("world", "keys", "kept", "said"),
+    ("world", "keys", "kept", "summary"),
     [
         (1, "", {"dense": False, "expert": False}, "once per step: every rank holds"),
         (2, "dp_replicate = 2", {"dense": False, "expert": False}, "once per step: every rank holds"),
@@ -139,14 +141,14 @@ def _gradients_kept(rank: int, world: int, text: str) -> tuple[dict[str, bool], 
         (2, "", {"dense": True, "expert": True}, "is reduced at once and held sharded"),
     ],
 )
-def test_zero2_copies_no_gradient_that_it_has_nobody_to_share_with(world, keys, kept, said) -> None:
+def test_zero2_keeps_gradients_whole_that_no_other_rank_shares(world, keys, kept, summary) -> None:
     text = engine_config("zero2", keys + SMALL, micro=2) + EXPERTS
     for found, log, peak in run_ranks(_gradients_kept, world, text):
-        assert found == kept and said in log
+        assert found == kept and summary in log
         assert (peak > 0) is any(kept.values())
 
 
-def _buckets_borrowed(rank: int, world: int, text: str) -> tuple[int, int]:
+def _temporary_buckets(rank: int, world: int, text: str) -> tuple[int, int]:
     model, engine, batches = build(text, world)
     for _ in range(2):
         backward(model, next(batches))
@@ -157,9 +159,9 @@ def _buckets_borrowed(rank: int, world: int, text: str) -> tuple[int, int]:
     return engine._reduction.temporary.peak, engine._reduction.temporary._nbytes
 
 
-def test_reduction_in_another_format_borrows_two_buckets_at_most() -> None:
+def test_reduction_in_another_dtype_needs_at_most_two_temporary_buckets() -> None:
     text = engine_config("zero1", SMALL, formats=("float32", "bfloat16", "bfloat16"))
-    for peak, nbytes in run_ranks(_buckets_borrowed, 2, text):
+    for peak, nbytes in run_ranks(_temporary_buckets, 2, text):
         assert 1 <= peak <= 2 and nbytes < 2 * 8000
 
 
@@ -188,7 +190,7 @@ def _on_nan(rank: int, world: int, text: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_start_has_the_bits_of_fsdp2_in_one_process(engine: str, model: str) -> None:
+def test_initial_values_are_bit_equal_to_fsdp2_in_one_process(engine: str, model: str) -> None:
     expected = run_ranks(built_on_nan, 1, engine_config("fsdp2", ALONE, model=MODELS[model], batch=12))[0]
     for world, keys in LAYOUTS.items():
         text = engine_config(engine, keys + SMALL, model=MODELS[model], batch=12)
@@ -213,7 +215,7 @@ def _pinned(rank: int, world: int, text: str) -> list[tuple[torch.dtype, torch.d
     return [(b.compute.dtype, b.gradients.dtype, sorted(b.plan.layout.slots)) for b in engine.buffers]
 
 
-def test_parameters_of_one_format_share_a_buffer() -> None:
+def test_parameters_of_the_same_dtypes_share_a_buffer() -> None:
     text = engine_config("zero1", formats=("float32", "bfloat16", "bfloat16"))
     text = text.replace("[precision]", '[precision]\nfp32_modules = ["layers.*.attention_norm", "head"]')
     (found,) = run_ranks(_pinned, 1, text)
@@ -272,7 +274,9 @@ def _misuse(rank: int, world: int, text: str, what: str) -> None:
         ("not zeroed", r"call zero_gradients\(\) of the parallel model before the next"),
     ],
 )
-def test_what_would_leave_the_buffers_is_an_error_that_says_what_to_do(engine, what, message) -> None:
+def test_moving_parameters_or_gradients_out_of_the_buffers_is_an_error_with_a_remedy(
+    engine, what, message
+) -> None:
     world = 2 if engine == "zero2" else 1  # alone it is as zero1
     if engine == "zero2" and what == "zero_grad":
         run_ranks(_misuse, world, engine_config(engine), what)  # no gradient lies there between steps

@@ -1,4 +1,4 @@
-"""What an engine sends, and when: one collective per bucket and direction, once per step or per microbatch."""
+"""Which collectives an engine launches, and when: one per bucket and direction, once per step or per microbatch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.harness import run_ranks
 
 
 def _collectives(rank: int, world: int, text: str) -> tuple[list[dict[str, int]], int]:
-    """Of two steps, an evaluation after each, and how many buckets there are."""
+    """Collectives of two steps with an evaluation after each, and the number of buckets."""
     model, engine, batches = build(text, world)
     found = []
 
@@ -35,7 +35,7 @@ def _collectives(rank: int, world: int, text: str) -> tuple[list[dict[str, int]]
 
 
 def collectives(world: int, text: str) -> tuple[dict[str, int], int]:
-    """Collectives of a step, but for the all-reduces of the loss in training and evaluation; and number of buckets."""
+    """Collectives of a step, without the all-reduces of the loss in training and evaluation, and the number of buckets."""
     results = run_ranks(_collectives, world, text)
     (first, second), buckets = results[0]
     assert all(result == results[0] for result in results)
@@ -70,7 +70,7 @@ def test_zero2_reduces_in_each_microbatch_and_gathers_once_per_step(microbatches
 
 
 @pytest.mark.parametrize(("size", "buckets"), [('"auto"', 1), ("0", 1), ("1", 30)])
-def test_the_size_of_buckets_is_a_key(size: str, buckets: int) -> None:
+def test_bucket_size_sets_the_number_of_buckets(size: str, buckets: int) -> None:
     counted, found = collectives(2, engine_config("zero1", f"bucket_size = {size}"))
     assert counted == {"reduce_scatter": found, "all_gather": found}
     assert found == buckets
@@ -100,7 +100,7 @@ def _bytes(rank: int, world: int, text: str) -> tuple[dict[str, int], int]:
 
 @pytest.mark.parametrize("engine", ["zero1", "zero2"])
 @pytest.mark.parametrize(("reduce", "width"), [("float32", 4), ("bfloat16", 2)])
-def test_parameters_travel_in_compute_and_gradients_in_reduce(engine: str, reduce: str, width: int) -> None:
+def test_parameters_are_sent_in_compute_and_gradients_in_reduce(engine: str, reduce: str, width: int) -> None:
     text = engine_config(engine, SMALL, formats=("float32", "bfloat16", reduce), micro=4)
     for sent, numel in run_ranks(_bytes, 2, text):
         assert sent["all_gather"] == pytest.approx(2 * numel, rel=0.02)
@@ -112,7 +112,7 @@ class Waited(Exception):
 
 
 class NoWaiting(TorchDispatchMode):
-    """Raises at operators whose result, or its shape, the host has to be told by the device."""
+    """Raises at operators that copy a result, or its shape, from the device to the host."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._overloadpacket.__name__ in ("_local_scalar_dense", "nonzero", "masked_select", "equal"):
@@ -148,7 +148,7 @@ def test_nothing_in_a_step_waits_for_the_device(engine: str, formats) -> None:
 
 
 def _order(rank: int, world: int, text: str) -> list[str]:
-    """The first parameter of each bucket that is launched, and when backward is over."""
+    """The first parameter of each bucket in the order of launches, and the end of backward among them."""
     model, engine, batches = build(text, world)
     during: list[str] = []
     launch = engine._reduction._launch
@@ -165,7 +165,7 @@ def _order(rank: int, world: int, text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_buckets_are_launched_while_backward_goes_on_in_one_order(engine: str) -> None:
+def test_all_ranks_launch_buckets_during_backward_in_the_same_order(engine: str) -> None:
     results = run_ranks(_order, 2, engine_config(engine, SMALL, micro=4))
     assert results[0] == results[1] and len(results[0]) > 5
     assert results[0][0] == "head.weight" and results[0][-1] == "backward is over"

@@ -1,4 +1,4 @@
-"""A bit that flips in the weights of one rank is found before the next save, though they are gathered anew meanwhile."""
+"""A bit flip in one rank's weights is found before the next save, although they have been gathered again."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def _compared(rank: int, world: int, text: str, flipping: int | None) -> list[li
 
 @pytest.mark.parametrize("formats", [("float32",) * 3, MIXED])
 @pytest.mark.parametrize("engine", ["zero1", "zero2"])
-def test_what_was_computed_with_is_compared_though_it_has_healed(engine: str, formats) -> None:
+def test_a_bit_flip_is_found_after_gathering_has_repaired_it(engine: str, formats) -> None:
     text = engine_config(engine, SMALL, formats=formats, batch=12)
     sentence = f"weights.{FLIPPED} on rank 1 is not what the other ranks hold"
     assert run_ranks(_compared, 3, text, 1) == [[[sentence], []]] * 3
 
 
-def test_weights_that_ddp_casts_anew_are_compared_too() -> None:
+def test_a_bit_flip_is_found_after_ddp_has_cast_the_weights_again() -> None:
     differences, after = run_ranks(_compared, 2, engine_config("ddp", SMALL, formats=MIXED), 1)[0]
     assert differences == [f"weights.{FLIPPED} differs between the ranks 0, 1"] and after == []
 
@@ -72,7 +72,7 @@ def test_weights_that_ddp_casts_anew_are_compared_too() -> None:
         ("zero1", "cp = 2"),
     ],
 )
-def test_ranks_that_agree_are_not_suspected(engine: str, keys: str) -> None:
+def test_equal_ranks_are_not_reported(engine: str, keys: str) -> None:
     text = engine_config(engine, keys + SMALL, formats=MIXED)
     assert run_ranks(_compared, 4 if keys else 2, text, None)[0] == [[], []]
 

@@ -1,4 +1,4 @@
-"""Whoever runs the model next, in whatever way, computes with the parameters of the last update."""
+"""Every forward, of training or evaluation, computes with the parameters of the last update."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _update(model: Any, engine: Any, batch: Any) -> None:
 
 
 def _losses(rank: int, world: int, text: str, backwards: bool = False) -> list[float]:
-    """Training and evaluation in turns; `backwards`: forward needs the blocks in another order than they are built in."""
+    """Losses of training and evaluation in turns; `backwards`: forward runs the blocks in reverse order."""
     model, engine, batches = build(text, world)
     if backwards:
         blocks = model.parts[0].layers._modules
@@ -53,7 +53,7 @@ def test_evaluation_between_steps_sees_new_parameters(engine: str, keys: str) ->
     assert expected[0] > expected[1], "nothing is learnt, so nothing is seen"
 
 
-def test_forward_may_need_parameters_in_another_order_than_they_lie_in() -> None:
+def test_forward_may_use_parameters_in_another_order_than_the_buffers_have() -> None:
     expected = run_ranks(_losses, 1, engine_config("fsdp2", ALONE), True)[0]
     assert expected != pytest.approx(run_ranks(_losses, 1, engine_config("fsdp2", ALONE))[0], rel=1e-6)
     for found in run_ranks(_losses, 2, engine_config("zero1", SMALL), True):
@@ -101,14 +101,14 @@ def _launched_ahead(rank: int, world: int, text: str, prefetch: int) -> list[int
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
-def test_as_many_buckets_are_on_their_way_ahead_as_prefetch_says(prefetch: int) -> None:
+def test_prefetch_is_the_number_of_buckets_launched_ahead(prefetch: int) -> None:
     text = engine_config("zero1", f"bucket_size = 1\nprefetch = {prefetch}")
     for ahead in run_ranks(_launched_ahead, 2, text, prefetch):
         assert ahead[:-1] and set(ahead[: -1 - prefetch]) <= {prefetch} and ahead[-1] <= prefetch
 
 
 def _first_copy(rank: int, world: int, text: str) -> list[float]:
-    """What all ranks compute with when each has loaded something else."""
+    """The values that this rank computes with after every rank has written different ones to its shards."""
     model, engine, batches = build(text, world)
     for shard in model.shards:
         shard.data.fill_(rank + 1.0)
@@ -118,14 +118,14 @@ def _first_copy(rank: int, world: int, text: str) -> list[float]:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_every_copy_begins_as_the_first_one(engine: str) -> None:
+def test_all_copies_begin_with_the_values_of_the_first(engine: str) -> None:
     keys = "dp_replicate = 2\ndp_shard = 2" + SMALL
     expected = [1.0] if engine == "ddp" else [1.0, 2.0]
     assert run_ranks(_first_copy, 4, engine_config(engine, keys)) == [expected] * 4
 
 
 def _loaded(rank: int, world: int, text: str) -> list[float]:
-    """Written into shards before the first forward, between steps, and while a gather is on its way."""
+    """Losses after writing to the shards before the first forward, between steps, and while a gather is running."""
     model, engine, batches = build(text, world)
     batch, found = next(batches), []
     for value in (0.01, 0.02):
@@ -138,14 +138,14 @@ def _loaded(rank: int, world: int, text: str) -> list[float]:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_what_is_loaded_into_shards_is_computed_with(engine: str) -> None:
+def test_forward_computes_with_values_loaded_into_the_shards(engine: str) -> None:
     expected = run_ranks(_loaded, 1, engine_config("fsdp2", ALONE))[0]
     for found in run_ranks(_loaded, 2, engine_config(engine, SMALL)):
         assert found == pytest.approx(expected, rel=1e-12)
 
 
 def _loaded_at_once(rank: int, world: int, text: str) -> list[str]:
-    """Shards that do not hold what was written into them as soon as they might be, the other rank being late."""
+    """Names of shards that lost values written right after an update, while the other rank was late."""
     model, engine, batches = build(text, world)
     _update(model, engine, next(batches))
     model.evaluate(next(batches))
@@ -160,12 +160,12 @@ def _loaded_at_once(rank: int, world: int, text: str) -> list[str]:
 
 @pytest.mark.parametrize("formats", [("float64",) * 3, BFLOAT16])
 @pytest.mark.parametrize("engine", ["zero1", "zero2"])
-def test_what_is_loaded_right_after_an_update_is_not_lost(engine: str, formats) -> None:
+def test_values_loaded_right_after_an_update_are_not_overwritten(engine: str, formats) -> None:
     assert run_ranks(_loaded_at_once, 2, engine_config(engine, SMALL, formats=formats)) == [[], []]
 
 
 def _moved(rank: int, world: int, text: str) -> tuple[float, float]:
-    """(Distance of a norm's master from 1 after small steps, of what is computed with): bfloat16 cannot show it."""
+    """Distance from 1 of a norm weight's master and of its bfloat16 copy, after steps that bfloat16 rounds away."""
     model, engine, batches = build(text, world)
     optimizer = build_optimizer(model.shards, parse_toml_text(text).optimizer)
     for _ in range(3):

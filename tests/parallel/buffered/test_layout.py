@@ -1,4 +1,4 @@
-"""Every element of every parameter lies in one place and is kept by one rank, with next to no padding."""
+"""Every element of every parameter has one place and is kept by one rank, with almost no padding."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_buckets_cover_their_slots_and_follow_each_other(case: tuple[list[Item],
 
 
 @given(LAYOUTS)
-def test_padding_is_a_few_elements_and_knows_nothing_of_rows(case: tuple[list[Item], BufferLayout]) -> None:
+def test_padding_is_a_few_elements_per_bucket(case: tuple[list[Item], BufferLayout]) -> None:
     _, layout = case
     for bucket in layout.buckets:
         used = bucket.slots[-1].stop - bucket.start
@@ -68,7 +68,7 @@ def test_padding_is_a_few_elements_and_knows_nothing_of_rows(case: tuple[list[It
 
 
 @given(LAYOUTS)
-def test_the_parts_of_all_ranks_are_every_element_once(case: tuple[list[Item], BufferLayout]) -> None:
+def test_the_parts_of_all_ranks_cover_every_element_once(case: tuple[list[Item], BufferLayout]) -> None:
     items, layout = case
     seen = {item.name: [0] * item.numel for item in items}
     for part, bucket in itertools.product(range(layout.parts), layout.buckets):
@@ -88,7 +88,7 @@ def test_the_parts_of_all_ranks_are_every_element_once(case: tuple[list[Item], B
 
 
 @given(LAYOUTS)
-def test_what_is_alone_has_a_bucket_of_its_own(case: tuple[list[Item], BufferLayout]) -> None:
+def test_an_item_that_is_alone_has_a_bucket_of_its_own(case: tuple[list[Item], BufferLayout]) -> None:
     items, layout = case
     alone = {item.name for item in items if item.alone}
     for bucket in layout.buckets:
@@ -107,8 +107,8 @@ def test_a_bucket_is_closed_once_it_is_full(items: list[Item], parts: int) -> No
 
 
 @given(ITEMS, BUCKET_NUMEL)
-def test_where_parameters_lie_does_not_depend_on_what_is_alone_after_them(items, numel) -> None:
-    # A tied embedding at two ends of a pipeline is cut alike on both, whatever else is in their buffers.
+def test_how_a_lone_item_is_cut_does_not_depend_on_the_items_before_it(items, numel) -> None:
+    # A tied embedding at both ends of a pipeline is cut in the same way, whatever else is in their buffers.
     tied = Item("tied", 1234, alone=True)
     parts = 4
     first = lay_out([*items, tied], parts=parts, bucket_numel=numel)

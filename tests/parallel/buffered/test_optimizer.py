@@ -96,7 +96,7 @@ def test_a_step_is_fused_adamw_to_one_unit_in_the_last_place(engine: str, world:
 
 
 @pytest.mark.parametrize("keys", ["", "tp = 2\n", "dp_replicate = 2\nshard_optimizer_over = 'dp'\n"])
-def test_clipping_sees_every_element_once(keys: str) -> None:
+def test_clipping_counts_every_element_once(keys: str) -> None:
     text = engine_config("zero1", keys + SMALL, formats=FLOAT32)
     expected = _expected(run_ranks(_start, 1, engine_config("zero1", formats=FLOAT32))[0], 0.3)
     for found in run_ranks(_stepped, 4, text, 0.3):
@@ -117,7 +117,7 @@ def _decayed(rank: int, world: int, text: str) -> dict[str, bool]:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_what_is_exempt_from_decay_is_exempt_inside_a_bucket(engine: str) -> None:
+def test_no_decay_holds_inside_a_bucket(engine: str) -> None:
     text = engine_config(engine, model="attention_bias = true", formats=FLOAT32)
     for decayed in run_ranks(_decayed, 2, text):
         exempt = {name for name, changed in decayed.items() if not changed}

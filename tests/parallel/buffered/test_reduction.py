@@ -1,4 +1,4 @@
-"""After the last backward gradients are sums over ranks, whatever backward reported and in whichever order."""
+"""After the last backward gradients are sums over ranks, whichever hooks fired and in whatever order."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_sums_do_not_depend_on_buckets_ranks_or_accumulation(engine: str, size: 
 
 
 def _by_hand(rank: int, world: int, text: str, hooked: bool) -> Gradients:
-    """As a pipeline schedule does that computes weight gradients by themselves: no hook sees them."""
+    """Gradients that are set without hooks, as by a pipeline schedule with split backwards."""
     model, engine, batches = build(text, world)
     engine.begin_microbatch(last=True)
     losses = model.parts[0](*model._split.local_part(next(batches)))
@@ -70,7 +70,7 @@ def test_gradients_that_no_hook_reports_are_summed_at_the_end(engine: str) -> No
 
 
 def _late_and_early(rank: int, world: int, text: str) -> Gradients:
-    """A bucket that waits for an unused parameter gets more of one that has arrived, past the hooks."""
+    """Add to a gradient that has arrived, without a hook, while its bucket waits for an unused parameter."""
     model, engine, batches = build(text, world)
     net = model.parts[0]
     net.layers["0"].forward = lambda x, shared: x
@@ -85,7 +85,7 @@ def _late_and_early(rank: int, world: int, text: str) -> Gradients:
     return gradients(model)
 
 
-def test_what_comes_past_the_hooks_adds_to_what_they_have_reported() -> None:
+def test_gradients_without_a_hook_are_added_to_those_with_one() -> None:
     expected, found = (
         run_ranks(_late_and_early, 2, engine_config(engine, "bucket_size = 0"))[0]
         for engine in ("zero1", "zero2")
@@ -105,7 +105,7 @@ def _unused(rank: int, world: int, text: str) -> tuple[Gradients, int]:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_parameter_that_one_rank_does_not_use_is_summed_all_the_same(engine: str) -> None:
+def test_a_parameter_that_one_rank_does_not_use_is_still_summed(engine: str) -> None:
     (first, sent), (second, sent_there) = run_ranks(_unused, 2, engine_config(engine, SMALL, micro=4))
     assert sent == sent_there
     assert_close_gradients(first, second, 0.0)
@@ -123,7 +123,7 @@ def _nowhere_used(rank: int, world: int, text: str) -> Gradients:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_parameter_that_nobody_uses_has_gradient_zero(engine: str) -> None:
+def test_a_parameter_that_no_rank_uses_has_gradient_zero(engine: str) -> None:
     for name, gradient in run_ranks(_nowhere_used, 2, engine_config(engine, SMALL))[0].items():
         assert bool(gradient.any()) is (not name.startswith("layers.1.")), name
 
@@ -169,7 +169,7 @@ def _small_sums(rank: int, world: int, text: str) -> float:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_bfloat16_gradients_add_up_in_float32(engine: str) -> None:
+def test_bfloat16_gradients_are_accumulated_in_float32(engine: str) -> None:
     world = 2 if engine == "zero2" else 1  # alone it is as zero1
     text = engine_config(engine, formats=("float32", "bfloat16", "float32"))
     assert run_ranks(_small_sums, world, text) == [2.0 * world] * world
@@ -224,7 +224,7 @@ def test_reduction_in_bfloat16_rounds_what_is_sent_and_nothing_else(engine: str)
 
 
 def _uneven(rank: int, world: int, text: str, ignored: list[torch.Tensor] | None) -> tuple[list, Gradients]:
-    """Rank 1 of two has not one valid token; alone, the same sequences are ignored."""
+    """Rank 1 of two has no valid token; in one process the same sequences are ignored."""
     model, _, batches = build(text, world)
     batch = next(batches)
     for row, label in zip(batch.tokens, batch.labels, strict=True):
@@ -278,5 +278,5 @@ def test_a_bad_gradient_is_named_before_it_is_mixed_with_others(engine, level, f
 
 
 @pytest.mark.parametrize(("level", "factor"), [("plausible", 100.0), ("finite", 1e6), ("none", float("nan"))])
-def test_what_may_be_is_let_through(level: str, factor: float) -> None:
+def test_plausible_gradients_pass_the_check(level: str, factor: float) -> None:
     run_ranks(_checked, 2, engine_config("zero1", f'{SMALL}\ncheck_gradients = "{level}"'), factor)

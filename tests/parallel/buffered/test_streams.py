@@ -1,4 +1,4 @@
-"""What a CUDA stream beside the computation may do to the engines, on a CPU: it may be as late as it is allowed to be."""
+"""The engines are correct however late a CUDA side stream runs; simulated on a CPU."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ REPLICAS = "dp_replicate = 2\ndp_shard = 2"
     ("engine", "world", "keys"),
     [*((engine, 2, "") for engine in ENGINES), ("zero2", 4, f'{REPLICAS}\nshard_optimizer_over = "dp"')],
 )
-def test_a_late_stream_changes_no_bit(engine: str, world: int, keys: str, formats) -> None:
+def test_a_late_side_stream_changes_no_bit(engine: str, world: int, keys: str, formats) -> None:
     text = engine_config(engine, keys + SMALL, micro=1, formats=formats)
     for mine, other in zip(
         run_ranks(_late, world, text)[0], run_ranks(gradients_of_two_steps, world, text)[0], strict=True
@@ -86,7 +86,7 @@ def test_one_process_that_sends_to_itself_computes_the_same(engine: str) -> None
 
 
 class Stream:
-    """Writes down who waits for what."""
+    """Records which stream waits for what."""
 
     def __init__(self, name: str, log: list[str]):
         self.name, self.log = name, log
@@ -102,7 +102,7 @@ class Stream:
         return f"end of {self.name}"
 
 
-def test_operations_on_a_stream_come_after_what_was_computed_and_are_waited_for(monkeypatch) -> None:
+def test_the_side_stream_waits_for_the_computation_and_the_computation_for_it(monkeypatch) -> None:
     log: list[str] = []
     main, side = Stream("main", log), Stream("side", log)
     current = [main]

@@ -1,4 +1,4 @@
-"""What a step of a pipeline sends, gathers, reduces and computes: as much as it must, and when it should."""
+"""A pipeline step sends, gathers, reduces and computes nothing more than necessary, and at the right time."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_each_parameter_is_gathered_and_reduced_once_per_step(schedule: str, mes
         assert set(number) == {"all_gather", "reduce_scatter", "all_reduce", "send", "recv_"}
 
 
-def test_gradients_are_reduced_beside_the_last_backward_and_not_behind_it() -> None:
+def test_gradients_are_reduced_during_the_last_backward() -> None:
     for one in run_ranks(_sent, 4, pipeline_text(2, "1F1B")):
         names = one["names"]
         if one["pp"] == 1:  # it sends its last gradient when its last backward is done
@@ -126,7 +126,7 @@ def _held(rank: int, world: int, text: str) -> dict[str, int]:
     return most
 
 
-def test_only_what_the_schedule_has_under_way_is_held() -> None:
+def test_only_microbatches_between_forward_and_backward_are_in_memory() -> None:
     """1F1B holds as many microbatches as ranks are behind; GPipe all."""
     assert [one["most"] for one in run_ranks(_held, 2, pipeline_text(2, "1F1B"))] == [2, 1]
     assert [one["most"] for one in run_ranks(_held, 2, pipeline_text(2, "GPipe"))] == [8, 8]
@@ -135,7 +135,7 @@ def test_only_what_the_schedule_has_under_way_is_held() -> None:
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
 @pytest.mark.parametrize("model", ["tied experts", "everything"])
-def test_memory_full_of_nan_is_written_over_alike(schedule: str, model: str) -> None:
+def test_initialisation_overwrites_memory_full_of_nan(schedule: str, model: str) -> None:
     text = pipeline_text(2, schedule, model)
     single = run_ranks(built_on_nan, 1, text.replace("pp = 2", "pp = 1"))[0]
     found: set[str] = set()

@@ -1,4 +1,4 @@
-"""What a schedule has to be for every rank to do each computation once and for nobody to wait for ever."""
+"""Every schedule does each computation once, and no rank waits for ever."""
 
 from collections import Counter, deque
 from itertools import combinations
@@ -34,7 +34,7 @@ NAMES = [
 
 
 def accepted(name: str, pp: int, microbatches: int) -> bool:
-    """Whether forge takes so many microbatches, by the check that a user meets."""
+    """Whether the configuration check accepts this number of microbatches."""
     made = config(16, pp, f'schedule = "{name}"')
     train = made.train.model_copy(update={"global_batch_size": microbatches})
     try:
@@ -62,7 +62,7 @@ def test_every_accepted_schedule_is_whole_and_ends(
 
 
 def run_with_blocking_messages(schedule: Schedule) -> None:
-    """Every rank does its program in order, and a message between two ranks happens only when both have come to it."""
+    """Run all programs; a message between two ranks happens only once both have reached it."""
     programs = [deque(program) for program in schedule.programs]
     stages = len(schedule.rank_of)
     done: set[Action] = set()
@@ -104,7 +104,7 @@ def test_any_two_ranks_exchange_messages_in_the_same_order(name: str, pp: int) -
     rank_of = schedule.rank_of
 
     def between(a: int, b: int) -> list[tuple]:
-        """What a says of its messages with b: (direction, kind, receiving stage, microbatch)."""
+        """The messages in the program of a with b: (direction, kind, receiving stage, microbatch)."""
         found = []
         for stage, kind, microbatch in schedule.programs[a]:
             if kind not in "FBIW":
@@ -126,7 +126,7 @@ def test_v_shaped_schedules_bring_the_last_stage_to_the_first_rank(name: str) ->
 
 
 @pytest.mark.parametrize(("pp", "microbatches"), [(2, 2), (2, 8), (4, 4), (4, 16), (8, 32)])
-def test_idle_time_is_what_the_papers_say(pp: int, microbatches: int) -> None:
+def test_idle_time_agrees_with_the_papers(pp: int, microbatches: int) -> None:
     """GPipe and 1F1B: (p - 1) / (m + p - 1); with v stages per rank: (p - 1) / (v m + p - 1) (Narayanan et al., 2.2)."""
     plain = (pp - 1) / (microbatches + pp - 1)
     assert made("GPipe", pp, microbatches).bubble == pytest.approx(plain)
@@ -158,7 +158,7 @@ def test_a_backward_in_one_piece_leaves_more_idle_time() -> None:
         ("[activation_checkpoint]\nmode = 'full'", True, "activation_checkpoint"),
     ],
 )
-def test_a_backward_is_split_only_where_that_can_be_and_the_log_says_why_not(
+def test_a_backward_is_split_only_where_possible_and_the_log_gives_the_reason(
     more: str, starts: bool, why: str | None, monkeypatch, caplog
 ) -> None:
     monkeypatch.setattr(compat, "backward_starts_at_functions", lambda: starts)
@@ -207,7 +207,7 @@ def test_too_few_microbatches_are_refused_with_the_number_needed(
 
 
 @pytest.mark.parametrize("name", IN_ROUNDS)
-def test_microbatches_that_do_not_go_in_rounds_are_refused_with_those_that_do(name: str) -> None:
+def test_microbatches_that_do_not_fit_rounds_are_refused_with_numbers_that_do(name: str) -> None:
     made = config(16, 4, f'schedule = "{name}"')
     train = made.train.model_copy(update={"global_batch_size": 9})
     with pytest.raises(UserError, match="make it 8 or 10 microbatches"):
@@ -235,7 +235,7 @@ def test_pytorchs_own_files_can_be_read(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("0F0,0B0\n", "has 1 lines, one per rank"),
         ("0F0,0B0\n2F0,2B0\n", "stages must be 0, 1"),
@@ -248,12 +248,12 @@ def test_pytorchs_own_files_can_be_read(tmp_path) -> None:
         ("0F0,fine\n1F0,1B0\n", '"fine" is no action'),
     ],
 )
-def test_a_file_that_is_no_schedule_is_refused(text: str, says: str, tmp_path) -> None:
+def test_a_file_that_is_no_schedule_is_refused(text: str, message: str, tmp_path) -> None:
     (tmp_path / "s.csv").write_text(text)
-    with pytest.raises(UserError, match=f"(?s)pipeline.schedule.*{says}"):
+    with pytest.raises(UserError, match=f"(?s)pipeline.schedule.*{message}"):
         read_schedule(tmp_path / "s.csv", 2, 1)
 
 
-def test_a_file_that_is_not_there_is_said_so(tmp_path) -> None:
+def test_a_missing_file_is_refused(tmp_path) -> None:
     with pytest.raises(UserError, match="No such file"):
         read_schedule(tmp_path / "s.csv", 2, 1)

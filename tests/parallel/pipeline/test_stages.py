@@ -1,4 +1,4 @@
-"""How layers become stages: whatever is asked for, every layer lies in one stage, in order, and the split is a good one."""
+"""How layers become stages: every layer is in one stage, in order, and the split is balanced."""
 
 import itertools
 import re
@@ -41,7 +41,7 @@ def cost_of(counts: list[int], costs: Costs) -> list[int]:
     st.integers(0, 60),
     st.integers(1, 9),
 )
-def test_no_split_has_a_cheaper_dearest_stage(
+def test_no_split_has_a_cheaper_most_expensive_stage(
     layers: list[int], embedding: int, head: int, stages: int
 ) -> None:
     stages = min(stages, len(layers))
@@ -110,7 +110,7 @@ def test_layers_per_stage_are_rounded_as_asked(
 
 
 @pytest.mark.parametrize(
-    ("n_layers", "pp", "pipeline", "says"),
+    ("n_layers", "pp", "pipeline", "message"),
     [
         (10, 2, 'schedule = "LoopedBFS"\nlayers_per_stage = 2', "makes 5 stages"),
         (10, 2, 'schedule = "LoopedBFS"\nlayers_per_stage = 2', "or pipeline.round = up or down"),
@@ -131,10 +131,10 @@ def test_layers_per_stage_are_rounded_as_asked(
         (1, 2, 'module_names = [["embedding", "layers.0", "norm", "head"], []]', "without modules"),
     ],
 )  # fmt: skip
-def test_stages_that_cannot_be_are_refused_with_a_remedy(
-    n_layers: int, pp: int, pipeline: str, says: str
+def test_impossible_stages_are_refused_with_a_remedy(
+    n_layers: int, pp: int, pipeline: str, message: str
 ) -> None:
-    assert says in refusal(n_layers, pp, pipeline)
+    assert message in refusal(n_layers, pp, pipeline)
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "LoopedBFS", "DualPipeV"])
@@ -164,11 +164,11 @@ def test_a_split_by_hand_may_leave_the_embedding_alone() -> None:
     assert [str(stage) for stage in stages] == ["embedding", "layers 0-1, norm and head"]
 
 
-def test_the_table_says_where_each_stage_lies_and_what_it_does() -> None:
+def test_the_table_shows_rank_work_and_layers_of_each_stage() -> None:
     made = config(4, 2, 'schedule = "ZBVZeroBubble"')
     lines = table(make_stages(made), layer_costs(made), (0, 1, 1, 0)).splitlines()
     assert len(lines) == 4 and "pp rank  0" in lines[3] and lines[3].endswith("layer 3, norm and head")
 
 
-def test_without_a_pipeline_its_keys_do_not_count() -> None:
+def test_without_a_pipeline_its_keys_are_ignored() -> None:
     assert config(2, 1, 'schedule = "ZBVZeroBubble"\nlayers_per_stage = 7').parallel.pp == 1
