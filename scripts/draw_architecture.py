@@ -23,24 +23,29 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # (function, what a batch or a parameter is when it leaves it)
 BATCH = [
-    ("forge.data.mixture:Mixture.locate", "(source, epoch, window) of a global sample number"),
+    ("forge.data.mixture:Mixture.locate", "(source, epoch, window) of one global sample"),
     ("forge.data.dataset:read_window", "token ids [seq + 1]"),
-    ("forge.data.loader:Loader.__next__", "tokens, labels [rows, seq] of this data rank, on the device"),
-    ("forge.train.loop:Training.step", "one optimizer step"),
+    ("forge.data.loader:Loader", "tokens, labels [rows, seq] of this data rank"),
+    ("forge.train.trainer:Trainer.step", "the same batch, in the algorithm of one step"),
     ("forge.parallel.model:ParallelModel.forward_backward", "microbatches; this rank's part of the sequence"),
     ("forge.model.transformer:Transformer.forward", "hidden states [batch, seq, dim]"),
-    ("forge.model.loss:FusedLoss.forward", "sums of losses [3]"),
-    ("forge.parallel.model:ParallelModel.finalize_gradients", "gradients summed over every axis"),
+    ("forge.model.loss:FusedLoss.forward", "sums of losses, float64 [3]"),
+    ("forge.parallel.model:ParallelModel.finalize_gradients", "gradients, summed over every axis"),
     ("forge.parallel.gradients:report_gradients", "one norm, skip and stop flags, equal on all ranks"),
     ("forge.parallel.gradients:clip_gradients", "clipped gradients"),
-    ("forge.optim.adamw:AdamW.step", "updated shards, unless the step is skipped"),
+    ("forge.optim.optimizer:Optimizer.step", "updated shards, unless the step is skipped"),
+    ("forge.train.results:StepResults.pop", "loss and norm on the host, one step later"),
 ]
 PARAMETER = [
     ("forge.parallel.build:build_meta_model", "a shape on the meta device"),
-    ("forge.parallel.tensor:apply_tensor", "a DTensor over tp"),
-    ("forge.parallel.expert:apply_expert", "experts: a DTensor over ep"),
+    ("forge.parallel.tensor:apply_tensor", "a DTensor over tp; whole where nothing splits it"),
+    ("forge.parallel.expert:apply_expert", "an expert's weight: a DTensor over ep"),
+    ("forge.parallel.data:apply_data_parallel", "sharded over data ranks, or part of a buffer"),
     ("forge.shard:Shard", "this rank's boxes of the global tensor"),
-    ("forge.parallel.initialize:initialize", "values: a function of seed, name and global index"),
+    ("forge.parallel.initialize:initialize", "values by seed, name and global index"),
+    ("forge.optim.optimizer:Optimizer.step", "updated in place, shard by shard"),
+    ("forge.checkpoint.store:Checkpoints.save", "boxes under a global name, on disk"),
+    ("forge.checkpoint.loading:load", "the same values under any other layout"),
 ]
 COLORS = {
     "config": "#e5e7eb",

@@ -27,8 +27,8 @@ from tests.support.pages import PAGES, REPOSITORY, blocks, commands, links, quot
 from tests.support.runs import reserve_port
 
 NAMES = [str(page.relative_to(REPOSITORY)) for page in PAGES]
-# The table of keys that the example of docs/extending/optimizer.md brings along.
-EXAMPLES = ("optimizer.sgd",)
+# Keys that the recipes of docs/extending add.
+EXAMPLES = ("optimizer.sgd", "model.embedding_scale")
 FILE_ENDINGS = ("py", "toml", "jsonl", "json", "md", "log", "sbatch", "txt", "sh")
 # Folders of the repository; what lies elsewhere is made by commands.
 OURS = tuple(
