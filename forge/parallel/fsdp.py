@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -41,18 +40,6 @@ from forge.parallel.float8 import scale_refresher
 from forge.parallel.layout import Layout
 from forge.parallel.precision import Unit, plan_units
 from forge.shard import Box, Kind, Shard, local
-
-
-@dataclass(frozen=True)
-class _Accumulation:
-    """What microbatches before the last one do with `unit`.
-
-    defer: leave gradients unsharded and unreduced. keep: leave parameters gathered.
-    """
-
-    unit: FSDPModule
-    defer: bool
-    keep: bool
 
 
 class FullySharded:
@@ -79,8 +66,9 @@ class FullySharded:
             # Its backward adds to rows and never reads them.
             model.embedding.set_unshard_in_backward(False)
         _set_prefetch(model, sharded, layout.parallel.prefetch)
-        self._accumulation = [
-            _accumulation(module, unit, layout)
+        # Every unit, and whether this rank holds all of it.
+        self._units = [
+            (module, _degree(_mesh(unit, layout)) == 1)
             for modules, units in zip(sharded, groups, strict=True)
             for module, unit in zip(modules, units, strict=True)
         ]
@@ -103,12 +91,15 @@ class FullySharded:
         ]
 
     def begin_microbatch(self, *, last: bool) -> None:
+        parallel = self._layout.parallel
+        # In a pipeline other microbatches are under way when one ends: what is gathered stays until the last is done.
+        keeps = parallel.pp > 1 and parallel.reshard_after_forward in ("auto", "never")
         self._root.set_is_last_backward(last)
-        for one in self._accumulation:
+        for unit, alone in self._units:
             # In this order: set_requires_gradient_sync switches the all-reduce as well.
-            one.unit.set_requires_gradient_sync(last or not one.defer, recurse=False)
-            one.unit.set_requires_all_reduce(last, recurse=False)
-            one.unit.set_reshard_after_backward(last or not one.keep, recurse=False)
+            unit.set_requires_gradient_sync(last or not (alone or _defers(self._layout)), recurse=False)
+            unit.set_requires_all_reduce(last, recurse=False)
+            unit.set_reshard_after_backward(last or not (alone or keeps), recurse=False)
 
     def take_weight_gradients(self, *, last: bool) -> None:
         """Do what backward's hooks would have done, had these gradients come from a backward."""
@@ -190,13 +181,6 @@ def _expert_placement(parameter: nn.Parameter, ranks: int) -> Split:
     """Experts are dealt out whole; where there are fewer than ranks, each is cut, if it comes out even."""
     n_experts = local(parameter).shape[0]
     return Split(1 if n_experts < ranks and parameter.shape[1] % ranks == 0 else 0)
-
-
-def _accumulation(module: FSDPModule, unit: Unit, layout: Layout) -> _Accumulation:
-    alone = _degree(_mesh(unit, layout)) == 1
-    # In a pipeline other microbatches are under way when one ends: what is gathered stays until the last is done.
-    gathered = layout.parallel.pp > 1 and layout.parallel.reshard_after_forward in ("auto", "never")
-    return _Accumulation(module, defer=_defers(layout) or alone, keep=alone or gathered)
 
 
 def _defers(layout: Layout) -> bool:

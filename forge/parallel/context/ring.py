@@ -93,9 +93,7 @@ class _Ring(torch.autograd.Function):
             # Start the next exchange before the computation that hides it.
             arriving = compat.pass_on(kv, split.group) if step < len(steps) - 1 else kv
             for pair in pairs:
-                rows, columns = _half(q, pair.queries), _half(k, pair.keys)
-                keys, values = kv[:, :, :, columns].unbind(0)
-                block = AttentionBlock(q[:, :, rows], keys, values, pair.table, soft_cap)
+                rows, columns, block = _block_of(pair, q, kv, soft_cap)
                 merge(out[:, :, rows], lse[:, :, rows], *kernel.forward(block))
             kv = arriving
         out = out.to(q.dtype)
@@ -117,9 +115,7 @@ class _Ring(torch.autograd.Function):
             arriving = compat.pass_on(kv, split.group) if step < len(steps) - 1 else kv
             grad_kv = torch.zeros_like(kv, dtype=exact)
             for pair in pairs:
-                rows, columns = _half(q, pair.queries), _half(k, pair.keys)
-                keys, values = kv[:, :, :, columns].unbind(0)
-                block = AttentionBlock(q[:, :, rows], keys, values, pair.table, soft_cap)
+                rows, columns, block = _block_of(pair, q, kv, soft_cap)
                 found = kernel.backward(block, grad[:, :, rows], delta[:, :, rows], lse[:, :, rows])
                 grad_q[:, :, rows] += found[0]
                 grad_kv[0, :, :, columns] += found[1]
@@ -149,9 +145,12 @@ def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
     lse.copy_(both)
 
 
-def _half(x: Tensor, which: int) -> slice:
-    size = x.shape[2] // 2
-    return slice(which * size, (which + 1) * size)
+def _block_of(pair: Pair, q: Tensor, kv: Tensor, soft_cap: float) -> tuple[slice, slice, AttentionBlock]:
+    """Which rows of q and which columns of kv `[2, batch, kv_heads, seq / cp, head_dim]` the pair is, and its block."""
+    size = q.shape[2] // 2
+    rows, columns = (slice(half * size, (half + 1) * size) for half in (pair.queries, pair.keys))
+    keys, values = kv[:, :, :, columns].unbind(0)
+    return rows, columns, AttentionBlock(q[:, :, rows], keys, values, pair.table, soft_cap)
 
 
 class AttentionBlock(NamedTuple):
