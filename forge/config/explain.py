@@ -81,7 +81,7 @@ def key_path(path: KeyPath) -> KeyPath:
 
 
 def explain(error: ValidationError, values: Values) -> dict[KeyPath, str]:
-    """KeyPath -> one line, for each key or section that pydantic refused; "" for a key that is missing without a file."""
+    """Path -> one line, for each key or section that pydantic refused; "" for a key that is missing without a file."""
     lines: dict[KeyPath, str] = {}
     for item in error.errors(include_url=False):
         path, table, field = _locate(item["loc"], values.schema)

@@ -115,7 +115,7 @@ def test_a_run_may_end_within_its_warm_up(tmp_path) -> None:
         ("n_experts = 8, n_dense_layers = 99", "n_dense_layers", "must be at most model.n_layers"),
     ],
 )
-def test_experts_that_do_not_add_up_are_refused(tmp_path, moe: str, key: str, says: str) -> None:
+def test_invalid_groups_of_experts_are_refused(tmp_path, moe: str, key: str, says: str) -> None:
     line = complaint(tmp_path, f"--model.moe={{{moe}}}")
     assert line.startswith(f"model.moe.{key} = ") and says in line
 

@@ -1,4 +1,4 @@
-"""Which action a command line asks for, and what is said about arguments that make no sense."""
+"""The action that a command line requests, and the errors for invalid arguments."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def test_actions(argv: list[str], action: str) -> None:
     assert command.action == action and command.problems == ()
 
 
-def test_everything_on_a_command_line_is_sorted() -> None:
+def test_everything_on_a_command_line_is_parsed() -> None:
     argv = ["--train.steps", "5", "--config=x", "--plan", "--world-size", "8", "--a.b=c=d", "--json"]
     assert parse_command_line(argv) == CommandLine(
         action="plan", config="x", raw=(("train.steps", "5"), ("a.b", "c=d")), world_size=8, json=True
@@ -51,6 +51,6 @@ def test_everything_on_a_command_line_is_sorted() -> None:
         (["-x"], "not an option"),
     ],
 )
-def test_an_argument_that_makes_no_sense_is_one_problem_with_a_hint(argv: list[str], problem: str) -> None:
+def test_an_invalid_argument_is_one_problem_with_a_hint(argv: list[str], problem: str) -> None:
     problems = parse_command_line(argv).problems
     assert len(problems) == 1 and problem in problems[0], problems

@@ -1,4 +1,4 @@
-"""Help and reference come from the schema and are complete."""
+"""Help and reference are generated from the schema and complete."""
 
 from forge.config import help_text
 from forge.config.help import docs_text
@@ -20,11 +20,11 @@ def test_help_fits_into_100_columns() -> None:
     assert max(len(line) for line in help_text().splitlines()) <= 100
 
 
-def test_help_tells_usage_and_exit_codes() -> None:
+def test_help_shows_usage_and_exit_codes() -> None:
     text = help_text()
     assert text.startswith("usage: train.py --config") and "75 stopped after saving" in text
 
 
-def test_the_reference_is_what_the_schema_says() -> None:
+def test_the_reference_matches_the_schema() -> None:
     written = (CONFIGS.parent / "docs" / "configuration.md").read_text("utf-8")
     assert written == docs_text(), "run: python -m forge.config > docs/configuration.md"

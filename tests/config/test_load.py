@@ -1,4 +1,4 @@
-"""Files, overrides and where values come from; everything wrong is told at once, with what would be right."""
+"""Files, overrides and the origin of values. All errors are reported at once, with the allowed values."""
 
 import copy
 import re
@@ -29,7 +29,7 @@ def test_a_path_wins_over_a_shipped_name(tmp_path, monkeypatch) -> None:
     assert load_config(["--config", "debug.toml"]).model.dim == 64
 
 
-def test_a_config_that_does_not_exist_is_told_with_the_nearest_name() -> None:
+def test_a_config_that_does_not_exist_is_reported_with_the_nearest_name() -> None:
     with pytest.raises(UserError, match=r"--config debgu.toml: no such file; did you mean debug\?.*160m, 1b"):
         load_config(["--config", "debgu.toml"])
 
@@ -90,7 +90,7 @@ def test_an_override_makes_the_section_that_it_needs(tmp_path) -> None:
     assert load(tmp_path, "--model.moe.n_experts=8").model.moe.top_k == 2
 
 
-def test_everything_wrong_is_told_at_once_by_key(tmp_path) -> None:
+def test_everything_wrong_is_reported_at_once_by_key(tmp_path) -> None:
     text = (
         TINY.replace("steps = 10", "steps = 0").replace("[train]", "[train]\nlearning = 1")
         + "[trian]\na = 1\n"
@@ -123,7 +123,7 @@ def test_values_out_of_range_come_before_impossible_combinations(tmp_path) -> No
     assert [line.split()[0] for line in lines[1:]] == ["train.steps", "model.n_kv_heads"]
 
 
-def test_a_line_says_where_the_value_came_from(tmp_path) -> None:
+def test_a_line_names_the_origin_of_the_value(tmp_path) -> None:
     text = TINY.replace("dim = 64", "dim = true")
     path = str(tmp_path / "tiny.toml")
     lines = complaints(tmp_path, "--train.steps=0", text=text)
@@ -165,7 +165,9 @@ def test_a_line_says_where_the_value_came_from(tmp_path) -> None:
         ("--run.name=\udcff", "not UTF-8"),
     ],
 )
-def test_a_wrong_value_is_told_with_what_is_allowed_and_nearest(tmp_path, override: str, hint: str) -> None:
+def test_a_wrong_value_is_reported_with_what_is_allowed_and_nearest(
+    tmp_path, override: str, hint: str
+) -> None:
     assert hint in complaint(tmp_path, override)
 
 
@@ -176,7 +178,7 @@ def test_missing_keys_are_named_with_their_meaning(tmp_path) -> None:
     assert f"[train]: missing from {path}; needed: steps, seq_len, global_batch_size" in lines
 
 
-def test_a_section_that_is_no_table_is_refused(tmp_path) -> None:
+def test_a_section_that_is_not_a_table_is_refused(tmp_path) -> None:
     line = complaint(tmp_path, text="compile = 3\n" + TINY)
     assert (
         line
@@ -189,13 +191,13 @@ def test_a_syntax_error_names_file_line_and_text(tmp_path) -> None:
     assert str(tmp_path / "tiny.toml") in line and "line 2" in line and line.endswith("dim = = 3")
 
 
-def test_a_file_that_is_no_text_is_refused(tmp_path) -> None:
+def test_a_file_that_is_not_text_is_refused(tmp_path) -> None:
     (tmp_path / "x.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(UserError, match=r"x.toml: is not UTF-8 text"):
         load_config(["--config", str(tmp_path / "x.toml")])
 
 
-def test_without_a_config_only_the_command_line_is_judged() -> None:
+def test_without_a_config_only_the_command_line_is_checked() -> None:
     with pytest.raises(UserError) as caught:
         load_config(["--train.steps=0"])
     lines = str(caught.value).splitlines()
@@ -222,7 +224,7 @@ PLACES = st.sampled_from(
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(PLACES, JUNK), max_size=6), st.sets(st.sampled_from(REQUIRED), max_size=3))
-def test_whatever_is_wrong_becomes_lines_that_name_it(changes, missing) -> None:
+def test_every_error_becomes_a_line_that_names_its_key(changes, missing) -> None:
     tree = copy.deepcopy(parse_toml_text(TINY).model_dump(mode="json", exclude_none=True))
     for place, junk in changes:
         table = tree

@@ -1,4 +1,4 @@
-"""Every key that users may rely on is there, admits its off value, and says what it means."""
+"""Every public key exists, accepts its off value and is documented."""
 
 import pickle
 import subprocess
@@ -92,7 +92,7 @@ def test_all_public_keys_are_accepted_together_at_their_off_values(tmp_path) -> 
     load(tmp_path, *(f"--{key}={value}" for key, value in PUBLIC.items()))
 
 
-def test_all_keys_of_mixture_of_experts_are_known() -> None:
+def test_all_keys_of_a_mixture_of_experts_are_known() -> None:
     assert {f"model.moe.{name}" for name in MOE} <= set(keys())
 
 

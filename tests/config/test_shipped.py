@@ -36,7 +36,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_its_size_is_what_its_name_says(name: str) -> None:
+def test_its_size_matches_its_name(name: str) -> None:
     total = parameter_counts(load_config(["--config", name]).model).total
     assert SIZES[name][0] < total < SIZES[name][1]
 

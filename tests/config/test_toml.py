@@ -1,4 +1,4 @@
-"""What is written loads again to the same configuration."""
+"""A configuration that is written loads again unchanged."""
 
 import pytest
 import tomli
@@ -53,7 +53,7 @@ def test_a_literal_reads_back_exactly(value) -> None:
     assert tomli.loads(f"x = {to_literal(value)}")["x"] == value
 
 
-def test_absent_keys_are_left_out_and_sections_say_what_they_are() -> None:
+def test_absent_keys_are_left_out_and_sections_have_a_comment() -> None:
     text = to_toml(tiny())
     assert "moe" not in text and "rope_scaling" not in text and "None" not in text
     assert "# The batch size, the sequence length and the number of steps.\n[train]\nsteps = 10\n" in text

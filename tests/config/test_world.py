@@ -1,4 +1,4 @@
-"""Degrees and batch against the number of processes: the equation, its numbers, and a remedy that works."""
+"""Degrees and batch size against the number of processes: each error has the equation, its numbers and a valid remedy."""
 
 import re
 
@@ -31,14 +31,14 @@ def test_one_process_holds_everything() -> None:
     assert check_world(tiny(), 1) == Degrees(1, 1, 1, 1, 1, 1, 1, accumulation=8)
 
 
-def test_dp_shard_takes_what_the_other_degrees_leave() -> None:
+def test_dp_shard_takes_the_remaining_ranks() -> None:
     config = with_keys(parallel={"dp_replicate": 2, "tp": 2, "cp": 2, "pp": 2, "ep": 4})
     degrees = check_world(config, 32)
     assert degrees == Degrees(32, pp=2, dp_replicate=2, dp_shard=2, cp=2, tp=2, ep=4, accumulation=2)
     assert (degrees.dp, degrees.ep_shard) == (4, 2)
 
 
-def test_degrees_that_do_not_divide_the_world_are_told_with_numbers() -> None:
+def test_degrees_that_do_not_divide_the_world_are_reported_with_numbers() -> None:
     text = refusal(8, parallel={"dp_replicate": 3})
     assert (
         "a multiple of pp * dp_replicate * cp * tp = 1 * 3 * 1 * 1 = 3 processes, but there are 8 processes"
@@ -48,7 +48,7 @@ def test_degrees_that_do_not_divide_the_world_are_told_with_numbers() -> None:
     assert "but there is 1 process; start 2" in refusal(1, parallel={"tp": 2})
 
 
-def test_degrees_whose_product_is_not_the_world_are_told_with_numbers() -> None:
+def test_degrees_whose_product_is_not_the_world_are_reported_with_numbers() -> None:
     text = refusal(8, parallel={"dp_replicate": 2, "dp_shard": 2})
     assert "pp * dp_replicate * cp * tp * dp_shard = 1 * 2 * 1 * 1 * 2 = 4, but there are 8 processes" in text
     assert "start 4 processes, or set parallel.dp_shard = 4 or -1" in text
@@ -66,14 +66,14 @@ def test_resharding_must_divide_the_sharding_degree() -> None:
 
 
 @pytest.mark.parametrize("engine", ["zero1", "zero2", "ddp"])
-def test_resharding_is_not_asked_of_engines_that_gather_nothing_in_forward(engine: str) -> None:
+def test_engines_that_gather_nothing_in_forward_ignore_resharding(engine: str) -> None:
     for rest in ({}, {"tp": 2}, {"pp": 2}):
         keys = {"reshard_after_forward": 3, "data_parallel": engine} | rest
         config = with_keys(parallel=keys, pipeline={"schedule": "ZBVZeroBubble"}, model={"n_layers": 4})
         assert check(config) == [] and check_world(config, 4).world == 4
 
 
-def test_a_batch_that_does_not_divide_is_told_with_the_nearest_that_does() -> None:
+def test_a_batch_that_does_not_divide_is_reported_with_the_nearest_that_does() -> None:
     text = refusal(4, train={"global_batch_size": 10, "micro_batch_size": 2}, parallel={"dp_replicate": 2})
     assert (
         "train.global_batch_size = 10: must be a multiple of micro_batch_size * dp_replicate * dp_shard"
@@ -82,7 +82,7 @@ def test_a_batch_that_does_not_divide_is_told_with_the_nearest_that_does() -> No
     assert "= 2 * 2 * 2 = 8; set train.global_batch_size = 8 or 16" in text
 
 
-def test_a_sequence_that_does_not_split_is_told_with_the_nearest_that_does() -> None:
+def test_a_sequence_that_does_not_split_is_reported_with_the_nearest_that_does() -> None:
     text = refusal(4, parallel={"cp": 4}, train={"seq_len": 60})
     assert (
         "train.seq_len = 60: must be a multiple of 2 * cp = 2 * 4 = 8" in text
@@ -102,7 +102,7 @@ def test_ulysses_needs_whole_heads_on_every_rank() -> None:
         )
 
 
-def test_everything_wrong_is_told_at_once() -> None:
+def test_everything_wrong_is_reported_at_once() -> None:
     text = refusal(8, parallel={"reshard_after_forward": 3}, train={"global_batch_size": 9})
     assert "reshard_after_forward" in text and "global_batch_size" in text
 

@@ -1,4 +1,4 @@
-"""Bad input gets one clear message, exit code 2 and no traceback, and costs the user nothing."""
+"""Bad input gets one clear message, exit code 2 and no traceback, and leaves nothing behind."""
 
 import json
 import shutil
@@ -20,33 +20,33 @@ def shards(tmp_path_factory) -> Path:
     return folder / "shards"
 
 
-def test_unknown_keys_wrong_types_and_impossible_combinations_are_all_told_at_once(tmp_path) -> None:
+def test_unknown_keys_wrong_types_and_impossible_combinations_are_all_reported_at_once(tmp_path) -> None:
     said = refused(Run(tmp_path), "--model.dimm=3", "--train.steps=ten", "--model.n_heads=5")
     assert "model.dimm" in said and "model.dim" in said
     assert "train.steps" in said
     assert "model.n_heads" in said
 
 
-def test_a_config_that_does_not_exist_is_told_with_the_nearest_name(tmp_path) -> None:
+def test_a_config_that_does_not_exist_is_reported_with_the_nearest_name(tmp_path) -> None:
     run = Run(tmp_path)
     run._options = ["--config=debgu.toml"]
     assert "debug" in refused(run)
 
 
-def test_a_batch_that_does_not_divide_is_told_with_the_equation(tmp_path) -> None:
+def test_a_batch_that_does_not_divide_is_reported_with_the_equation(tmp_path) -> None:
     said = refused(Run(tmp_path), "--train.micro_batch_size=3", world=2)
     assert "train.global_batch_size = 8" in said and "3 * 1 * 2" in said
 
 
-def test_degrees_that_do_not_make_up_the_world_are_told_with_the_equation(tmp_path) -> None:
+def test_degrees_whose_product_is_not_the_world_are_reported_with_the_equation(tmp_path) -> None:
     assert "dp_shard" in refused(Run(tmp_path), "--parallel.dp_shard=3", world=2)
 
 
-def test_missing_data_is_told_before_training(tmp_path) -> None:
+def test_missing_data_is_reported_before_training(tmp_path) -> None:
     assert str(tmp_path / "nowhere") in refused(Run(tmp_path), sources(tmp_path / "nowhere"), world=2)
 
 
-def test_d1_a_truncated_shard_is_told_with_its_file(tmp_path, shards) -> None:
+def test_d1_a_truncated_shard_is_reported_with_its_file(tmp_path, shards) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(shards, broken)
     file = max(broken.iterdir(), key=lambda path: path.stat().st_size)
@@ -71,19 +71,19 @@ def test_d1_token_ids_beyond_the_vocabulary_are_refused(tmp_path, shards) -> Non
     assert "model.vocab_size" in said
 
 
-def test_s3_an_output_folder_that_cannot_be_made_is_told_at_the_start(tmp_path) -> None:
+def test_s3_an_output_folder_that_cannot_be_made_is_reported_at_the_start(tmp_path) -> None:
     (tmp_path / "file").write_text("not a folder")
     assert "run.output_dir" in refused(Run(tmp_path), f"--run.output_dir={tmp_path / 'file' / 'runs'}")
 
 
-def test_a_checkpoint_to_resume_that_is_none_is_told(tmp_path) -> None:
+def test_a_checkpoint_to_resume_that_does_not_exist_is_reported(tmp_path) -> None:
     absent = tmp_path / "absent"
     for folder, why in ((tmp_path, "holds no complete checkpoint"), (absent, "does not exist")):
         said = refused(Run(tmp_path), f"--checkpoint.resume={folder}", code=77)
         assert f"checkpoint.resume = {folder}: {why}; name a checkpoint" in said
 
 
-def test_a_run_in_place_of_a_checkpoint_is_told_with_its_newest(tmp_path) -> None:
+def test_a_run_in_place_of_a_checkpoint_is_reported_with_its_newest(tmp_path) -> None:
     first = Run(tmp_path / "first")
     assert first("--train.steps=2") == 0
     for key in ("resume", "init"):
@@ -91,7 +91,7 @@ def test_a_run_in_place_of_a_checkpoint_is_told_with_its_newest(tmp_path) -> Non
         assert f"did you mean '{first.path / 'checkpoints' / 'step-00000002'}'?" in said
 
 
-def test_a_checkpoint_of_another_shape_to_start_from_is_told(tmp_path) -> None:
+def test_a_checkpoint_of_another_shape_to_start_from_is_reported(tmp_path) -> None:
     first = Run(tmp_path / "first")
     assert first("--train.steps=2") == 0
     folder = first.path / "checkpoints" / "step-00000002"

@@ -104,6 +104,6 @@ def test_the_script_skips_what_the_runs_roll_backs_skip(tmp_path):
         (["--step", 1, '--data.sources=[{path="/absent.bin"}]'], 'dtype = "uint16"'),
     ],
 )
-def test_what_is_wrong_is_one_sentence_and_exit_2(options, message):
+def test_an_error_is_one_sentence_and_exit_code_2(options, message):
     result = inspect(*SYNTHETIC, *options)
     assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr

@@ -57,7 +57,7 @@ def test_from_text_to_datasets_and_again(tmp_path):
         ),
     ],
 )
-def test_what_is_wrong_is_one_sentence_and_exit_2(tmp_path, name, arguments):
+def test_an_error_is_one_sentence_and_exit_code_2(tmp_path, name, arguments):
     (tmp_path / "empty").mkdir()
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("some text\n" * 50)
@@ -98,8 +98,8 @@ def test_ctrl_c_stops_all_processes_and_the_same_command_continues(tmp_path):
     )
     wait_for((tmp_path / "held").exists)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers too
-    _, told = process.communicate(timeout=240)
-    assert process.returncode == STOPPED and "interrupted" in told and "Traceback" not in told
+    _, output = process.communicate(timeout=240)
+    assert process.returncode == STOPPED and "interrupted" in output and "Traceback" not in output
     result = run("prepare_data", *arguments)
     assert result.returncode == FINISHED and "continuing an interrupted run" in result.stderr
     assert TokenDataset(tmp_path / "out").documents == 30

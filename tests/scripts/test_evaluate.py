@@ -83,7 +83,7 @@ def test_a_whole_dataset_with_the_bytes_of_its_text(run, folder) -> None:
     assert found["bits_per_byte"] == pytest.approx(bits / data.index.text_bytes)
 
 
-def test_says_it_in_words_for_each_data(run) -> None:
+def test_the_text_output_has_a_line_for_each_data(run) -> None:
     said = evaluate(run, "--data", "data/validation", "--data", "data/train", "--sequences", 3)
     lines = said.out.splitlines()
     pattern = r"data/\w+: loss [\d.]+, perplexity [\d.]+, bits per byte [\d.]+ \(\d+ bytes of the decoded labels\), 96 tokens"
@@ -142,7 +142,7 @@ def test_json_is_json_where_a_number_is_not_finite(capsys) -> None:
         (["--data", "data/validation", "--checkpoint", "absent"], "absent: does not exist"),
     ],
 )
-def test_what_is_wrong_is_one_sentence_and_exit_2(run, arguments, sentence) -> None:
+def test_an_error_is_one_sentence_and_exit_code_2(run, arguments, sentence) -> None:
     said = evaluate(run, *arguments)
     assert said.code == BAD_CONFIG and said.out == "" and sentence in refusal(said)
 

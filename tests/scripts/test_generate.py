@@ -167,7 +167,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_left_alone(run, tmp_path) -> No
         (["--prompt", "a", "--checkpoint", "data"], "data: holds no complete checkpoint"),
     ],
 )
-def test_what_is_wrong_is_one_sentence_and_exit_2(run, arguments, sentence) -> None:
+def test_an_error_is_one_sentence_and_exit_code_2(run, arguments, sentence) -> None:
     said = generate(run, *arguments)
     assert said.code == BAD_CONFIG and sentence in refusal(said)
     assert said.out == ""

@@ -41,7 +41,7 @@ def test_a_line_torn_by_a_kill_is_passed_over(tmp_path) -> None:
     assert runpy.run_path(str(SCRIPT))["main"]([str(tmp_path), "--output", str(tmp_path / "out.svg")]) == 0
 
 
-def test_what_is_wrong_is_one_sentence_and_exit_2(tmp_path, capsys) -> None:
+def test_an_error_is_one_sentence_and_exit_code_2(tmp_path, capsys) -> None:
     main = runpy.run_path(str(SCRIPT))["main"]
     assert main([str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"forge: {tmp_path}/metrics.jsonl: No such file or directory\n"
