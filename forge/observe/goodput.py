@@ -68,7 +68,7 @@ class Ledger:
 
     def __init__(self, past: Past, began: float, report_event: Callable[..., None]):
         self._seconds = {kind: past.seconds.get(kind, 0.0) for kind in KINDS}
-        # The current step, the last step made, and the last step made before the run came to the current one.
+        # The current step, the last step made, and the last step made before the current one began.
         self._step, self._made, self._made_before = 0, past.step, past.step
         self._phase, self._since, self._report_event = "set-up", began, report_event
         if past.until is not None:

@@ -101,7 +101,7 @@ def no_checkpoint(rank: int, world: int, folder: str) -> str:
 
 
 @pytest.mark.parametrize("damage, name", [(flip, "trainer.json"), (os.unlink, MANIFEST)])
-def test_s1_without_a_usable_checkpoint_the_run_ends_and_does_not_begin_anew(damage, name, saved, tmp_path):
+def test_s1_without_a_usable_checkpoint_the_run_ends_and_does_not_start_over(damage, name, saved, tmp_path):
     folder = Path(shutil.copytree(saved, tmp_path / "checkpoints"))
     for step in (1, 2):
         damage(folder / f"step-{step:08d}" / name)

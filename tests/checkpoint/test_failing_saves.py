@@ -87,7 +87,7 @@ FAILURES = [
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
 @pytest.mark.parametrize("point, rank", FAILURES)
-def test_s4_a_failure_on_one_rank_is_told_to_all_and_leaves_nothing(point, rank, mode, tmp_path):
+def test_s4_a_failure_on_one_rank_reaches_all_ranks_and_leaves_nothing(point, rank, mode, tmp_path):
     errors = run_ranks(fail_once, 2, str(tmp_path), f"{point}:2:{rank}:raise", mode)
     assert errors[0] == errors[1] and f"rank {rank}" in errors[0]
     assert "injected by FORGE_FAULT" in errors[0]

@@ -172,5 +172,5 @@ def quiet(rank: int, world: int, folder: str) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_nothing_is_said_when_all_is_well(world, tmp_path):
+def test_nothing_is_logged_without_a_problem(world, tmp_path):
     run_ranks(quiet, world, str(tmp_path))

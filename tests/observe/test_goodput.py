@@ -70,7 +70,7 @@ def lines(*events: tuple[float, str, dict]) -> str:
     )
 
 
-def test_a_killed_process_is_booked_by_its_signs_of_life(tmp_path) -> None:
+def test_the_time_of_a_killed_process_is_counted_from_its_events_and_status(tmp_path) -> None:
     events, status = tmp_path / "events.jsonl", tmp_path / "status.json"
     events.write_text(
         lines(

@@ -72,7 +72,7 @@ def test_a_folder_that_cannot_be_written_to_costs_a_warning(tmp_path, capsys):
     assert "WARNING no log file" in errors and "still here" in errors
 
 
-def test_a_full_disk_is_complained_of_once_in_one_line(tmp_path, capsys, monkeypatch):
+def test_a_full_disk_is_reported_once_in_one_line(tmp_path, capsys, monkeypatch):
     setup_logging(0, tmp_path)
     (file,) = [handler for handler in logging.getLogger().handlers if isinstance(handler, _RankFile)]
 

@@ -48,7 +48,7 @@ def _first_steps(rank: int, world: int) -> tuple[int, list, str]:
     return report.bytes["activations"], told, report.table()
 
 
-def test_activations_are_what_the_first_step_adds_and_told_once() -> None:
+def test_activations_are_what_the_first_step_adds_and_are_reported_once() -> None:
     # In a process of its own: the peak of one never falls, and that of the tests' may be above what is taken here.
     ((activations, told, table),) = run_ranks(_first_steps, 1)
     assert activations == pytest.approx(768 * MIB, rel=0.2)

@@ -17,7 +17,7 @@ FIELDS = {
 }
 
 
-def test_the_line_tells_everything_in_order():
+def test_the_line_shows_everything_in_order():
     assert format_line(FIELDS, total_steps=4000, eta_s=192) == (
         "step  120/4000  loss 4.312  grad 1.23  lr 3.0e-03  8,123 tok/s  mfu 41.2%  mem 1.3 GiB  "
         "data 0.2%  eta 3m12s"

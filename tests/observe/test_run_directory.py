@@ -69,13 +69,13 @@ def test_s3_the_probe_write_finds_a_read_only_or_full_disk(tmp_path, monkeypatch
         RunDirectory(tmp_path).acquire()
 
 
-def test_a_lock_file_that_cannot_be_opened_is_the_user_s_to_mend(tmp_path):
+def test_a_lock_file_that_cannot_be_opened_is_a_user_error(tmp_path):
     (tmp_path / ".lock").mkdir()
     with pytest.raises(UserError, match="cannot be opened"):
         RunDirectory(tmp_path).acquire()
 
 
-def test_s6_a_second_run_is_refused_and_told_who_holds_the_directory(tmp_path, holder):
+def test_s6_a_second_run_is_refused_and_the_holder_is_named(tmp_path, holder):
     with pytest.raises(UserError) as caught:
         RunDirectory(tmp_path).acquire(patience_s=0)
     assert caught.value.exit_code == BAD_CONFIG
@@ -97,7 +97,7 @@ def test_s6_a_killed_holder_is_recognised_as_stale_though_its_helpers_live(tmp_p
     assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
 
 
-def test_a_released_directory_is_taken_without_a_word(tmp_path, caplog):
+def test_a_released_directory_is_acquired_without_a_warning(tmp_path, caplog):
     first = RunDirectory(tmp_path)
     first.acquire()
     first.release()

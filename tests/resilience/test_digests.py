@@ -60,7 +60,7 @@ def test_n3_of_two_copies_both_are_named_and_ranks_without_copies_know_it_too() 
     assert told == [["pair differs between the ranks 1, 2"]] * 4
 
 
-def test_equal_copies_are_nothing_to_tell_of() -> None:
+def test_equal_copies_are_not_reported() -> None:
     assert run_ranks(_compare, 2, -1) == [[]] * 2
 
 

@@ -50,7 +50,7 @@ def test_a_level_that_stays_becomes_the_usual_one() -> None:
     assert window.limits(51).loss > 8.0
 
 
-def test_values_that_hardly_differ_make_no_spike_of_nothing() -> None:
+def test_values_that_hardly_differ_are_no_spikes() -> None:
     assert filled([3.0] * 32).limits(34).loss == pytest.approx(3.0 * 1.01)
 
 

@@ -31,11 +31,11 @@ def test_one_slow_rank_of_any_number_is_named_and_never_the_quick_ones(world: in
     assert [rank for rank, *_ in slow_ranks(table, 1.3)] == [world - 1]
 
 
-def test_what_the_step_is_not_longer_for_is_nothing_to_name() -> None:
+def test_a_delay_that_does_not_make_the_step_longer_is_not_reported() -> None:
     assert slow_ranks([USUAL, but(optimizer=0.25, data=0.2, forward=0.125)], 1.3) == []
 
 
-def test_all_slow_alike_is_no_straggler_and_zeros_divide_nothing() -> None:
+def test_equally_slow_ranks_are_no_stragglers_and_zeros_are_not_divided_by() -> None:
     assert slow_ranks([but(forward=9.0)] * 4, 1.3) == []
     assert slow_ranks([[0.0] * 4] * 2, 1.3) == []
 

@@ -60,7 +60,7 @@ def run(folder: Path, how: str, net: float = 240.0) -> subprocess.CompletedProce
     )
 
 
-def test_h1_a_step_beyond_its_bound_leaves_stacks_and_last_words_and_exits_76(tmp_path) -> None:
+def test_h1_a_step_beyond_its_bound_leaves_stacks_and_a_report_and_exits_76(tmp_path) -> None:
     ended = run(tmp_path, "in python")
     assert ended.returncode == WATCHDOG
     assert "last words at 3: short of step 3 has taken 60.2 s, and k.short = 0.3" in ended.stdout
@@ -74,11 +74,11 @@ def test_phases_within_their_bounds_pass_and_leave_nothing(tmp_path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_last_words_that_hang_do_not_keep_the_process(tmp_path) -> None:
+def test_a_report_that_hangs_does_not_keep_the_process(tmp_path) -> None:
     assert run(tmp_path, "words hang").returncode == WATCHDOG
 
 
-def test_a_process_that_never_gives_up_the_interpreter_lock_ends_with_its_stacks(tmp_path) -> None:
+def test_a_process_that_never_releases_the_interpreter_lock_ends_with_its_stacks(tmp_path) -> None:
     ended = run(tmp_path, "holding the lock", net=0.5)
     assert ended.returncode != 0 and "out" not in ended.stdout
     assert "Timeout" in ended.stderr and "<string>" in ended.stderr
