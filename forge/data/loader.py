@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -57,7 +56,7 @@ class Loader:
     Each step takes the next `global_batch_size` samples, of which rank r has the r-th contiguous part; so the
     samples of a step do not depend on `ranks`, and the state for a restart is one integer. Ranges of samples in
     `passed_over` (see `merge`) are skipped. A thread prefetches `prefetch` batches; the next `next` raises its
-    exceptions. `wait_s` is the time that the last `next` waited for it.
+    exceptions.
     """
 
     def __init__(
@@ -73,7 +72,6 @@ class Loader:
         prefetch: int = 2,
     ):
         assert global_batch_size % ranks == 0 and 0 <= rank < ranks
-        self.wait_s = 0.0
         self._dataset = dataset
         self._global_batch_size = global_batch_size
         self._rows = global_batch_size // ranks
@@ -91,9 +89,7 @@ class Loader:
     def __next__(self) -> Batch:
         if self._closed.is_set():
             raise StopIteration
-        begin = time.perf_counter()
         item = self._queue.get()
-        self.wait_s = time.perf_counter() - begin
         if isinstance(item, BaseException):
             self.close()
             raise item

@@ -167,14 +167,12 @@ def _slow_down(phase: str) -> None:
     update takes 10 ms, and 50 ms on rank 1 in `phase`."""
     import queue
 
-    import forge.data.loader as loader
     import forge.resilience.stragglers as stragglers
     from forge.model.feed_forward import FeedForward
     from forge.optim.adamw import AdamW
 
     clock = SimpleNamespace(now=0.0)
-    for module in (loader, stragglers):
-        module.time = SimpleNamespace(perf_counter=lambda: clock.now)
+    stragglers.time = SimpleNamespace(perf_counter=lambda: clock.now)
 
     def takes(seconds: float, owner: type, method: str) -> None:
         work = getattr(owner, method)
