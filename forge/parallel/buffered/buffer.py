@@ -85,12 +85,12 @@ class Buffer:
     ):
         self.plan = plan
         self.sharded_gradients = bool(microbatch_groups)
-        formats, groups, buckets = plan.formats, plan.groups, plan.layout.buckets
+        formats, groups, buckets = plan.formats, plan.groups, plan.buckets
         kept = [bucket.numel // prod(group.size() for group in microbatch_groups) for bucket in buckets]
-        numel = sum(kept) if self.sharded_gradients else plan.layout.numel
+        numel = sum(kept) if self.sharded_gradients else plan.numel
         all_groups = [*groups.shard, *groups.replicate]
         with compat.communication_memory(device, all_groups, symmetric=symmetric_memory):
-            self.compute = torch.zeros(plan.layout.numel, dtype=formats.compute, device=device)
+            self.compute = torch.zeros(plan.numel, dtype=formats.compute, device=device)
             self.gradients = torch.zeros(numel, dtype=formats.gradient, device=device)
         compute = [self.compute[bucket.start : bucket.stop] for bucket in buckets]
         own = masters = [own_part(bucket, groups.shard) for bucket in compute]
@@ -99,8 +99,9 @@ class Buffer:
             gradients = list(self.gradients.split(kept))
         self.masters = None
         if formats.storage != formats.compute:
-            self.masters = torch.zeros(plan.layout.part_numel, dtype=formats.storage, device=device)
-            masters = list(self.masters.split([bucket.part_numel for bucket in buckets]))
+            parts = [bucket.part_numel for bucket in buckets]
+            self.masters = torch.zeros(sum(parts), dtype=formats.storage, device=device)
+            masters = list(self.masters.split(parts))
         views = zip(buckets, compute, own, masters, gradients, strict=True)
         self.buckets = [
             BucketMemory(

@@ -118,7 +118,9 @@ class Fingerprints:
         self._weights: list[tuple[str, Tensor, dist.ProcessGroup]] = []
         for buffer in buffers:
             group = buffer.plan.groups.same_weights
-            for slot in buffer.plan.layout.slots.values() if group.size() > 1 else ():
+            if group.size() == 1:
+                continue
+            for slot in (slot for bucket in buffer.plan.buckets for slot in bucket.slots):
                 # Including the zeros behind it, which fill its last word of 64 bits.
                 values = buffer.compute[slot.start :][: round_up(slot.stop - slot.start, PART_ALIGNMENT)]
                 self._weights.append((slot.name, values.view(torch.int64), group))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 
 from forge.shard import Box
@@ -67,28 +66,7 @@ class Bucket:
         return (start - slot.start, stop - slot.start, start - begin) if start < stop else (0, 0, 0)
 
 
-@dataclass(frozen=True)
-class BufferLayout:
-    """Buckets one after another, each cut into `parts` equal parts."""
-
-    buckets: tuple[Bucket, ...]
-    parts: int
-
-    @property
-    def numel(self) -> int:
-        return self.buckets[-1].stop if self.buckets else 0
-
-    @property
-    def part_numel(self) -> int:
-        """Number of elements that one rank keeps of all buckets together."""
-        return sum(bucket.part_numel for bucket in self.buckets)
-
-    @cached_property
-    def slots(self) -> dict[str, Slot]:
-        return {slot.name: slot for bucket in self.buckets for slot in bucket.slots}
-
-
-def lay_out(items: Sequence[Item], *, parts: int, bucket_numel: int) -> BufferLayout:
+def lay_out(items: Sequence[Item], *, parts: int, bucket_numel: int) -> tuple[Bucket, ...]:
     """Lay out `items` in their order. A bucket is closed once it holds `bucket_numel` elements; 0: one bucket for all."""
     buckets: list[Bucket] = []
     start = 0
@@ -101,7 +79,7 @@ def lay_out(items: Sequence[Item], *, parts: int, bucket_numel: int) -> BufferLa
         part_numel = round_up(-(-(end - start) // parts), PART_ALIGNMENT)
         buckets.append(Bucket(start, part_numel, parts, tuple(slots)))
         start = round_up(buckets[-1].stop, SLOT_ALIGNMENT)
-    return BufferLayout(tuple(buckets), parts)
+    return tuple(buckets)
 
 
 def default_bucket_numel(ranks: int) -> int:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from forge.model import Transformer
 from forge.model.precision import promoted
-from forge.parallel.buffered.layout import BufferLayout, Item, default_bucket_numel, lay_out
+from forge.parallel.buffered.layout import Bucket, Item, default_bucket_numel, lay_out
 from forge.parallel.expert import parameter_kinds
 from forge.parallel.layout import Layout
 from forge.parallel.precision import plan_units
@@ -58,11 +58,15 @@ class Formats:
 
 @dataclass(frozen=True)
 class BufferPlan:
-    """One buffer. Its layout begins with the parameter that forward needs last, as backward finishes that one first."""
+    """One buffer. It begins with the parameter that forward needs last, as backward finishes that one first."""
 
     formats: Formats
     groups: Groups
-    layout: BufferLayout
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def numel(self) -> int:
+        return self.buckets[-1].stop
 
     @property
     def casts_gradients(self) -> bool:

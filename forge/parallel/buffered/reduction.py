@@ -123,7 +123,8 @@ class Reduction:
         check: GradientCheck | None,
     ):
         self.buckets = [BucketGradients(memory) for memory in buckets]
-        self.temporary = TemporaryBuckets([self._nbytes(b) for b in self.buckets if self._nbytes(b)], device)
+        reduce_nbytes = [b.temporary_numel * b.memory.plan.formats.reduce.itemsize for b in self.buckets]
+        self.temporary = TemporaryBuckets([nbytes for nbytes in reduce_nbytes if nbytes], device)
         self._overlap, self._stream, self._check = overlap, stream, check
         # The buckets to reduce in this backward, and the number of those that have been launched.
         self._due: list[BucketGradients] = []
@@ -209,10 +210,6 @@ class Reduction:
         while self.temporary.exhausted:
             self._finish_oldest()
         bucket.temporary = self.temporary.acquire(bucket.temporary_numel, bucket.memory.plan.formats.reduce)
-
-    @staticmethod
-    def _nbytes(bucket: BucketGradients) -> int:
-        return bucket.temporary_numel * bucket.memory.plan.formats.reduce.itemsize
 
 
 class GradientCheck:

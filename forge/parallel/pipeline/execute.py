@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -146,12 +146,12 @@ class _Run:
     def do(self, action: Action) -> None:
         stage, kind, microbatch = action
         if kind == "SEND_F":
-            self.messages.send(MessageKey("F", stage + 1, microbatch))
+            self.messages.send(Action(stage + 1, "F", microbatch))
         elif kind == "SEND_B":
-            self.messages.send(MessageKey("B", stage - 1, microbatch))
+            self.messages.send(Action(stage - 1, "B", microbatch))
         elif kind in ("RECV_F", "RECV_B"):
             shape = self._model.activation_shape(self._microbatches[microbatch])
-            self.messages.receive(MessageKey(kind[-1], stage, microbatch), shape, self._model.compute)
+            self.messages.receive(Action(stage, kind[-1], microbatch), shape, self._model.compute)
         elif kind == "F":
             self._forward(stage, microbatch)
         elif kind == "W":
@@ -164,11 +164,11 @@ class _Run:
         x = inputs.tokens
         if stage > 0:
             # A leaf: backward stops here, and its gradient is what the stage before waits for.
-            x = self.messages.take(MessageKey("F", stage, microbatch))
+            x = self.messages.take(Action(stage, "F", microbatch))
             self._inputs[stage, microbatch] = x.requires_grad_(torch.is_grad_enabled())
         output = self.outputs[stage, microbatch] = self._model.run_forward(part, x, inputs)
         if not part.stage.head:
-            self.messages.put(MessageKey("F", stage + 1, microbatch), output.detach())
+            self.messages.put(Action(stage + 1, "F", microbatch), output.detach())
 
     def _backward(self, action: Action) -> None:
         """Compute the gradients of weights and input (B), or (I) of the input alone."""
@@ -183,7 +183,7 @@ class _Run:
             self.losses += output.detach()
             output, gradient = output[0] / self._divisor.to(output.dtype), None
         else:
-            gradient = self.messages.take(MessageKey("B", stage, microbatch))
+            gradient = self.messages.take(Action(stage, "B", microbatch))
 
         part.engine.begin_microbatch(last=action in self._model.last_backward)
         if stage == 0:
@@ -200,7 +200,7 @@ class _Run:
             output.backward(gradient)
             found = x.grad
         assert found is not None
-        self.messages.put(MessageKey("B", stage - 1, microbatch), found)
+        self.messages.put(Action(stage - 1, "B", microbatch), found)
 
     def _backward_weights(self, action: Action) -> None:
         stage, _, microbatch = action
@@ -215,55 +215,48 @@ class _Run:
         part.engine.take_weight_gradients(last=last)
 
 
-class MessageKey(NamedTuple):
-    """`kind` F: the input of `stage`. B: the gradient of its output."""
-
-    kind: str
-    stage: int
-    microbatch: int
-
-
 class Messages:
-    """Activations and their gradients on the way between stages; sent only if the neighbour is on another rank.
+    """Activations and their gradients between stages; sent only if the neighbour is on another rank.
 
-    rank_of: the rank of `group` that holds each stage. Nothing waits but `take`, for the one tensor that it returns.
+    Each is kept under the action that needs it: F the input of its stage, B the gradient of its output. rank_of: the rank of
+    `group` that holds each stage. Nothing waits but `take`, for the one tensor that it returns.
     """
 
     def __init__(self, group: dist.ProcessGroup, rank_of: tuple[int, ...], device: torch.device):
         self._group, self._rank_of, self._device = group, rank_of, device
-        self._here: dict[MessageKey, Tensor] = {}
-        self._receiving: dict[MessageKey, tuple[dist.Work, Tensor]] = {}
+        self._here: dict[Action, Tensor] = {}
+        self._receiving: dict[Action, tuple[dist.Work, Tensor]] = {}
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
 
-    def put(self, key: MessageKey, tensor: Tensor) -> None:
-        """Keep `tensor` for the stage of `key`, on this rank or until it is sent."""
-        self._here[key] = tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+    def put(self, user: Action, tensor: Tensor) -> None:
+        """Keep `tensor` for the stage of `user`, on this rank or until it is sent."""
+        self._here[user] = tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
-    def take(self, key: MessageKey) -> Tensor:
-        """Return what was put or received for `key`, once."""
-        if key in self._here:
-            return self._here.pop(key)
-        work, tensor = self._receiving.pop(key)
+    def take(self, user: Action) -> Tensor:
+        """Return what was put or received for `user`, once."""
+        if user in self._here:
+            return self._here.pop(user)
+        work, tensor = self._receiving.pop(user)
         work.wait()
         return tensor
 
-    def send(self, key: MessageKey) -> None:
-        """Start to send what was put for the stage of `key` to its rank."""
-        tensor = self._here.pop(key).contiguous()
-        work = dist.isend(tensor, group=self._group, group_dst=self._rank_of[key.stage])
+    def send(self, user: Action) -> None:
+        """Start to send what was put for the stage of `user` to its rank."""
+        tensor = self._here.pop(user).contiguous()
+        work = dist.isend(tensor, group=self._group, group_dst=self._rank_of[user.stage])
         assert work is not None
         self._sending.append((work, tensor))
         # A tensor must live until it is sent; free those that are. Only `close` waits for the others.
         while self._sending and self._sending[0][0].is_completed():
             self._sending.popleft()
 
-    def receive(self, key: MessageKey, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Start to receive what another rank sends for the stage of `key`."""
-        source = self._rank_of[key.stage - 1 if key.kind == "F" else key.stage + 1]
+    def receive(self, user: Action, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Start to receive what another rank sends for the stage of `user`."""
+        source = self._rank_of[user.stage - 1 if user.kind == "F" else user.stage + 1]
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
         work = dist.irecv(tensor, group=self._group, group_src=source)
         assert work is not None
-        self._receiving[key] = work, tensor
+        self._receiving[user] = work, tensor
 
     def close(self) -> None:
         """Wait until everything is sent."""

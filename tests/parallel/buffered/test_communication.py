@@ -94,7 +94,7 @@ def _bytes(rank: int, world: int, text: str) -> tuple[dict[str, int], int]:
     model, engine, batches = build(text, world)
     batch = next(batches)
     found = collectives_of(functools.partial(backward, model, batch))
-    numel = sum(buffer.plan.layout.numel for buffer in engine.buffers)
+    numel = sum(buffer.plan.numel for buffer in engine.buffers)
     return {name: sum(found.sizes(name)) for name in ("all_gather", "reduce_scatter")}, numel
 
 
