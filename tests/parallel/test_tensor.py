@@ -117,20 +117,20 @@ def test_summing_nothing_is_no_collective() -> None:
     [
         (
             ["--parallel.tp=3"],
-            "must divide model.n_heads = 8, whose query heads the ranks share; use 1, 2, 4, 8",
+            "must divide model.n_heads = 8, the query heads that it splits; use 1, 2, 4, 8",
         ),
         (["--parallel.tp=4", "--model.n_kv_heads=2"], "must divide model.n_kv_heads = 2"),
         (["--parallel.tp=4", "--model.ffn_dim=90"], "must divide model.ffn_dim = 90"),
         (
             ["--parallel.tp=2", "--train.seq_len=33"],
-            "multiple of cp * tp = 1 * 2 = 2; use 32 or 34, or false",
+            "multiple of parallel.cp * parallel.tp = 1 * 2 = 2; use 32 or 34, or false",
         ),
         (["--parallel.tp=8", "--model.vocab_size=9"], "leaves a rank without a row of model.vocab_size = 9"),
         (
             ["--parallel.tp=2", "--parallel.reshard_after_forward=2"],
             "cannot be a number with parallel.tp = 2",
         ),
-        (["--parallel.tp=2", "--parallel.async_tp=true"], "set compile.enabled = true"),
+        (["--parallel.tp=2", "--parallel.async_tp=true"], "needs compile.enabled = true"),
         (
             ["--parallel.tp=2", "--parallel.tp_plan=nowhere"],
             "auto, or an import path package.module:function",
