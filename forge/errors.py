@@ -35,13 +35,13 @@ class RollbackRequired(Exception):
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
-    """The candidate most similar to `name`, ignoring case; None if none is similar."""
+    """Return the candidate most similar to `name`, ignoring case; None if none is similar."""
     by_lower = {candidate.lower(): candidate for candidate in candidates}
     found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
     return by_lower[found[0]] if found else None
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """The end of a message about `name`: the most similar candidate, if any."""
+    """Return the end of a message about `name`: the most similar candidate, if any."""
     close = nearest(name, candidates)
     return f'; did you mean "{close}"?' if close else ""

@@ -115,12 +115,12 @@ def report_tasks(results: dict[str, dict[str, Any]], as_json: bool, opened: Trai
 
 
 def _print_object(fields: dict[str, Any]) -> None:
-    """As in metrics.jsonl, a non-finite number, such as the perplexity of an untrained model, is null."""
+    """Print one line of JSON. As in metrics.jsonl, a number that is not finite is null."""
     print(encode(fields).decode(), end="", flush=True)
 
 
 def _tasks() -> Any:
-    """The module that runs tasks, which needs lm-eval."""
+    """Import the module that runs tasks, which needs lm-eval."""
     try:
         from forge.inference import tasks
     except ModuleNotFoundError as error:

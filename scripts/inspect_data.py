@@ -50,7 +50,7 @@ def _run(given: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def _passed_over(config: Config) -> Ranges:
-    """The samples that the run of this config, if it exists, skips since a rollback."""
+    """Return the samples that the run of this config, if it exists, skips since a rollback."""
     path = RunDirectory(Path(config.run.output_dir) / config.run.name).rollbacks
     if not path.exists():
         return ()

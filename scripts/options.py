@@ -45,7 +45,7 @@ def exit_code_of(work: Callable[[], object], interrupted: str = "") -> int:
 
 
 def number(kind: type[Number], holds: Callable[[Number], bool], allowed: str) -> Callable[[str], Number]:
-    """The `type` of an option that takes numbers for which `holds`; `allowed` describes them, after "must be"."""
+    """Return the `type` of an option that takes numbers for which `holds`; `allowed` describes them, after "must be"."""
 
     def read(text: str) -> Number:
         value = kind(text)

@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
 
 
 def read_routers(path: Path) -> list[dict[str, Any]]:
-    """The metrics lines that have `routers`."""
+    """Return the metrics lines that have `routers`."""
     lines = [line for line in svg.read_lines(path) if "routers" in line]
     if not lines:
         raise UserError(f"{path} has no lines about experts")
@@ -37,7 +37,7 @@ def read_routers(path: Path) -> list[dict[str, Any]]:
 
 
 def draw(lines: list[dict[str, Any]], mark: float) -> str:
-    """Metrics lines with `routers` -> SVG text: the largest load of each layer by step, below it maps of all loads."""
+    """Draw metrics lines with `routers` as SVG: the largest load of each layer by step, below it maps of all loads."""
     highest = max(1.1, mark, *(layer["load_max"] for line in lines for layer in line["routers"].values()))
     title = "most visited expert of each layer, in even shares"
     chart = svg.Chart(title, lines[-1]["step"], 1, highest, CHART)
@@ -58,7 +58,7 @@ def draw(lines: list[dict[str, Any]], mark: float) -> str:
 
 
 def _map(line: dict[str, Any], left: float, top: int, width: float) -> list[str]:
-    """A row of cells for each layer, coloured by the load of each expert."""
+    """Draw a row of cells for each layer, coloured by the load of each expert."""
     parts = [svg.label(left, top - 8, f"step {line['step']}")]
     for row, cells in enumerate(colors([layer["counts"] for layer in line["routers"].values()]).tolist()):
         size = width / len(cells)

@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
 
 
 def read_curves(path: Path) -> dict[str, list[tuple[int, float]]]:
-    """Name -> (step, loss) of the training loss and of every held-out source."""
+    """Return name -> (step, loss) of the training loss and of every held-out source."""
     curves: dict[str, list[tuple[int, float]]] = {}
     for fields in svg.read_lines(path):
         losses = {"training": fields.get("loss")}
@@ -59,7 +59,7 @@ def _mark(text: str) -> tuple[str, float]:
 
 
 def draw(curves: dict[str, list[tuple[int, float]]], marks: list[tuple[str, float]]) -> str:
-    """The curves, and `marks` (name, loss) as dashed lines, in one SVG text."""
+    """Draw the curves, and `marks` (name, loss) as dashed lines, as SVG."""
     losses = [loss for curve in curves.values() for _, loss in curve] + [loss for _, loss in marks]
     low, last = math.floor(min(losses)), max(step for curve in curves.values() for step, _ in curve)
     high = max(low + 1, math.ceil(max(losses)))

@@ -16,7 +16,7 @@ COLORS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2")
 
 
 def element(tag: str, text: str = "", **attributes: object) -> str:
-    """`stroke_width=2` is written stroke-width="2"; floats have one digit after the point."""
+    """Write one element; `stroke_width=2` becomes stroke-width="2", and floats get one decimal."""
     shown = {
         name: f"{value:.1f}" if isinstance(value, float) else value for name, value in attributes.items()
     }
@@ -77,7 +77,7 @@ class Chart:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file, without an incomplete last line of a running or killed run."""
+    """Return the lines of a metrics file, without an incomplete last line of a running or killed run."""
     lines = []
     for line in path.read_text("utf-8").splitlines():
         with suppress(ValueError):

@@ -15,19 +15,19 @@ from forge.config.schema import Config
 
 
 def check(config: Config) -> list[str]:
-    """Every problem of a config whose keys are valid one by one."""
+    """Return every problem of a config whose keys are valid one by one."""
     first = (_heads, _tensor, _tensor_plan, _rope_scaling, _moe)
     then = (_engine, check_stages, _precision, _float8, _others)
     return [problem for one in (*first, *then) for problem in one(config)]
 
 
 def divisors(number: int) -> str:
-    """All divisors of `number`, for a message."""
+    """Return all divisors of `number`, for a message."""
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
 def multiples(number: int, unit: int) -> str:
-    """The multiples of `unit` next to `number`, below (if positive) and above."""
+    """Return the multiples of `unit` next to `number`, below (if positive) and above."""
     lower = number // unit * unit
     return " or ".join(str(n) for n in (lower, lower + unit) if n)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +30,7 @@ class Values:
     schema: type[Config] = Config
 
     def origin(self, path: KeyPath) -> str:
-        """Where the value at `path` came from: "default", "command line", or a file and its section."""
+        """Return where the value at `path` came from: "default", "command line", or a file and its section."""
         value = value_at(self.tree, path)
         if value is None:
             return "default"
@@ -41,7 +40,7 @@ class Values:
         return f"{self.source} [{'.'.join(section)}]" if section else self.source
 
     def line(self, path: KeyPath, text: str) -> str:
-        """An error line about the value at `path`."""
+        """Return an error line about the value at `path`."""
         return about(path, value_at(self.tree, path), text, self.origin(path))
 
 
@@ -54,7 +53,7 @@ def raise_all(lines: list[str]) -> None:
 
 
 def about(path: KeyPath, value: Any, text: str, origin: str = "") -> str:
-    """The form of every line: `train.steps = 0 (command line): text`. A long value is cut short."""
+    """Return the line `train.steps = 0 (command line): text`. A long value is truncated."""
     literal = to_literal(value)
     if len(literal) > LONGEST_VALUE:
         literal = literal[: LONGEST_VALUE - 4] + " ..."
@@ -62,26 +61,25 @@ def about(path: KeyPath, value: Any, text: str, origin: str = "") -> str:
 
 
 def about_problem(problem: str, config: Config, values: Values | None = None) -> str:
-    """The line for a problem that a check found: a sentence that begins with the key at fault."""
+    """Return the line for a problem that a check found, a sentence that begins with the key at fault."""
     key, _, text = problem.partition(" ")
     path = tuple(key.split("."))
-    given = None if values is None else value_at(values.tree, path)
-    value = functools.reduce(getattr, path, config) if given is None else given
-    return about(path, value, text, "" if values is None else values.origin(path))
+    value = value_at(config.model_dump(mode="json"), path)
+    return about(path, value, text, values.origin(path) if values else "")
 
 
 def show(path: Sequence[Any]) -> str:
-    """("data", "sources", 0, "path") -> data.sources[0].path"""
+    """Write ("data", "sources", 0, "path") as data.sources[0].path."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
 
 
 def key_path(path: KeyPath) -> KeyPath:
-    """`path` up to the first list index."""
+    """Return `path` up to the first list index."""
     return path[: next((i for i, part in enumerate(path) if isinstance(part, int)), len(path))]
 
 
 def explain(error: ValidationError, values: Values) -> dict[KeyPath, str]:
-    """Path -> one line, for each key or section that pydantic refused; "" for a key that is missing without a file."""
+    """Return path -> one line for each key or section that pydantic refused; "" for a missing key if there is no file."""
     lines: dict[KeyPath, str] = {}
     for item in error.errors(include_url=False):
         path, table, field = _locate(item["loc"], values.schema)
@@ -103,7 +101,7 @@ def explain(error: ValidationError, values: Values) -> dict[KeyPath, str]:
 
 
 def _locate(location: KeyPath, table: type[Section]) -> tuple[KeyPath, type[Section], FieldInfo | None]:
-    """The path of the key that an error is about (not of a part of its value), its table, and its field.
+    """Return the path of the key that an error is about (not of a part of its value), its table and its field.
 
     `table` is the schema. The field of an unknown key is None.
     """
@@ -145,7 +143,7 @@ def _wrong(path: KeyPath, field: FieldInfo, value: Any, reason: str) -> str:
 
 
 def _unknown(path: KeyPath, table: type[Section], value: Any) -> str:
-    """Suggests the nearest name in the same table, the section that has the key, or the nearest of all."""
+    """Suggest the nearest name in the same table, the section that has the key, or the nearest of all."""
     *parents, name = path
     section, kind = show(parents), "section" if isinstance(value, dict) else "key"
     homes = [full.rpartition(".")[0] for full in (*keys(), *sections()) if full.endswith(f".{name}")]

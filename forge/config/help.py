@@ -49,7 +49,7 @@ key that the chosen options do not use is ignored."""
 
 
 def help_text() -> str:
-    """The output of --help: usage, examples, exit codes, and every key with its type, default and meaning."""
+    """Return the output of --help: usage, examples, exit codes, and every key with its type, default and meaning."""
     blocks = [USAGE]
     for name, section in sections().items():
         heading = textwrap.fill(f"[{name}]  {title(section)}", WIDTH, subsequent_indent="  ")
@@ -58,7 +58,7 @@ def help_text() -> str:
 
 
 def docs_text() -> str:
-    """docs/configuration.md: one table for each section."""
+    """Return docs/configuration.md: one table for each section."""
     blocks = [DOCS_HEAD]
     for name, section in sections().items():
         head = ["| key | type | default | meaning |", "|---|---|---|---|"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -36,7 +36,7 @@ class Key:
 
 
 def describe(name: str, field: FieldInfo) -> Key:
-    """The key with the dotted name `name` that `field` declares."""
+    """Return the key with the dotted name `name` that `field` declares."""
     section, _, last = name.rpartition(".")
     extra, required = field.json_schema_extra, field.is_required()
     words = str(extra["default"]) if isinstance(extra, dict) else "required" if required else ""
@@ -55,20 +55,22 @@ def describe(name: str, field: FieldInfo) -> Key:
 
 @cache
 def sections(schema: type[Config] = Config) -> dict[str, type[Section]]:
-    """Dotted section name -> its class, in schema order, a parent before its children."""
-    return dict(_walk(schema, ""))
+    """Return dotted section name -> its class, in schema order, a parent before its children."""
+    found: dict[str, type[Section]] = {}
 
+    def walk(parent: type[Section], prefix: str) -> None:
+        for name, field in parent.model_fields.items():
+            if (section := section_class(field)) is not None:
+                found[prefix + name] = section
+                walk(section, f"{prefix}{name}.")
 
-def _walk(parent: type[Section], prefix: str) -> Iterator[tuple[str, type[Section]]]:
-    for name, field in parent.model_fields.items():
-        if (section := section_class(field)) is not None:
-            yield prefix + name, section
-            yield from _walk(section, f"{prefix}{name}.")
+    walk(schema, "")
+    return found
 
 
 @cache
 def keys(schema: type[Config] = Config) -> dict[str, Key]:
-    """Dotted key name -> key, in schema order, a section's own keys before those of its children."""
+    """Return dotted key name -> key, in schema order, a section's own keys before those of its children."""
     found = [
         describe(f"{section}.{name}", field)
         for section, table in sections(schema).items()
@@ -79,12 +81,12 @@ def keys(schema: type[Config] = Config) -> dict[str, Key]:
 
 
 def title(section: type[Section]) -> str:
-    """The first paragraph of a section's docstring."""
+    """Return the first paragraph of a section's docstring."""
     return " ".join((section.__doc__ or "").strip().partition("\n\n")[0].split())
 
 
 def value_at(tree: Any, path: Iterable[Any]) -> Any:
-    """The value at `path` in nested tables and lists; None where there is none."""
+    """Return the value at `path` in nested tables and lists; None where there is none."""
     for part in path:
         try:
             tree = tree[part]
@@ -94,7 +96,7 @@ def value_at(tree: Any, path: Iterable[Any]) -> Any:
 
 
 def tables(config: Config) -> dict[str, dict[str, Any]]:
-    """Dotted section name -> its keys with their values as TOML holds them, in schema order; no absent sections."""
+    """Return dotted section name -> its keys with values as TOML holds them, in schema order, without absent sections."""
     tree, found = config.model_dump(mode="json"), sections(type(config))
     values = {section: value_at(tree, section.split(".")) for section in found}
     return {
@@ -105,7 +107,7 @@ def tables(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def difference(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
-    """(key, old value, new value) of every key that differs, in schema order; None in an absent section."""
+    """Return (key, old value, new value) for every key that differs, in schema order; None in an absent section."""
     before, after = (
         {
             f"{section}.{name}": value
@@ -121,7 +123,7 @@ def difference(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
 
 
 def to_toml(config: Config) -> str:
-    """`config` as TOML with every key, in schema order, except absent keys and sections (None)."""
+    """Return `config` as TOML with every key, in schema order, except absent keys and sections (None)."""
     blocks = []
     for section, table in tables(config).items():
         comment = title(sections(type(config))[section])
@@ -138,7 +140,7 @@ def _assignment(key: str, value: Any) -> str:
 
 
 def allowed(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """The values that a type admits, in words."""
+    """Describe the values that a type admits."""
     for item in metadata:
         if isinstance(item, Phrase):
             return str(item)
@@ -169,12 +171,12 @@ def allowed(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 
 
 def literals(annotation: Any) -> list[Any]:
-    """The values that a type lists one by one."""
+    """Return the values of the `Literal`s in a type."""
     return [value for part in members(annotation) if get_origin(part) is Literal for value in get_args(part)]
 
 
 def members(annotation: Any) -> list[Any]:
-    """The members of a union, without their annotations; of another type, itself."""
+    """Return the members of a union, without their annotations, or else the type itself."""
     if get_origin(annotation) is Annotated:
         return members(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
@@ -183,12 +185,12 @@ def members(annotation: Any) -> list[Any]:
 
 
 def section_class(field: FieldInfo) -> type[Section] | None:
-    """The section that a field holds, or None."""
+    """Return the section that a field holds, or None."""
     return next(filter(_is_section, members(field.annotation)), None)
 
 
 def item_class(field: FieldInfo) -> type[Section] | None:
-    """The table that each item of a list field is, or None."""
+    """Return the table that each item of a list field is, or None."""
     items = get_args(field.annotation)[:1] if get_origin(field.annotation) is tuple else ()
     return next(filter(_is_section, items), None)
 

@@ -85,7 +85,7 @@ def parse_command_line(argv: list[str]) -> CommandLine:
 
 
 def _suggestion(option: str) -> str:
-    """The likely meaning of an option without a dot: a section, a key without its section, or a flag."""
+    """Suggest what an option without a dot was meant to be: a key of a section, or a flag."""
     name = option.removeprefix("--").replace("-", "_")
     for key in keys().values():
         if name in (key.section, key.section.rpartition(".")[2]):
@@ -98,7 +98,7 @@ def _suggestion(option: str) -> str:
 
 
 def load_config(argv: list[str]) -> Config:
-    """The configuration that a command line describes.
+    """Return the configuration that a command line describes.
 
     argv: such as `["--config", "debug.toml", "--train.steps=5"]`, without the program's name.
     Raises UserError (exit 2) that lists every error in the command line, the file and the overrides.
@@ -117,7 +117,7 @@ def load_config(argv: list[str]) -> Config:
 
 
 def parse_toml_text(text: str, source: str = "the config text", *, import_classes: bool = True) -> Config:
-    """The configuration in `text`, which must be complete; `source` names it in messages.
+    """Return the configuration in `text`, which must be complete; `source` names it in messages.
 
     Without `import_classes`, a class that is named by import path is not imported, and its keys are not checked: to read
     the configuration of a checkpoint whose optimizer is not needed.
@@ -134,7 +134,7 @@ def _validated(values: Values, problems: list[str], import_classes: bool = True)
 
 
 def examine(values: Values, import_classes: bool = True) -> tuple[Config | None, list[str]]:
-    """The config, if the schema admits it, and a line for every error that the schema and `check` find."""
+    """Return the config, if the schema admits it, and a line for every error that the schema and `check` find."""
     config, refused, name = None, {}, ("optimizer", "name")
     values.schema, wrong_class = schema_for(values.tree, import_classes)
     if wrong_class:
@@ -154,7 +154,7 @@ def examine(values: Values, import_classes: bool = True) -> tuple[Config | None,
 
 
 def _repaired(values: Values, refused: set[KeyPath]) -> dict[str, Any]:
-    """The tree of `values` without the keys in `refused`, and with an example for every missing required key."""
+    """Return the tree of `values` without the keys in `refused` and with an example for every missing required key."""
     repaired = copy.deepcopy(values.tree)
     for *parents, name in refused:
         (value_at(repaired, parents) or {}).pop(name, None)
@@ -174,7 +174,7 @@ def _add_examples(table: dict[str, Any], schema: type[Section]) -> dict[str, Any
 
 
 def _find_config(command: CommandLine, problems: list[str]) -> Path | None:
-    """The file that --config names: a path, else a name in configs/, each with or without .toml."""
+    """Return the file that --config names: a path, else a name in configs/, each with or without .toml."""
     names = sorted(path.stem for path in CONFIGS.glob("*.toml"))
     shipped = f"configs/ has {', '.join(names)}"
     if command.config is None:

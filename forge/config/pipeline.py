@@ -20,7 +20,7 @@ IN_ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")
 
 
 def number_of_stages(config: Config) -> int:
-    """Stages of the whole pipeline; 0 if only the schedule's CSV file determines it."""
+    """Return the number of stages of the whole pipeline; 0 if only the schedule's CSV file determines it."""
     chosen = config.pipeline
     if chosen.module_names:
         return len(chosen.module_names)
@@ -40,7 +40,7 @@ def _fewest_stages(config: Config) -> int:
 
 
 def _accepts(config: Config, stages: int) -> bool:
-    """Whether the schedule works with this many stages, each with a layer unless modules are assigned by hand."""
+    """Return whether the schedule works with this many stages, each with a layer unless modules are assigned by hand."""
     fewest, pp = _fewest_stages(config), config.parallel.pp
     if stages > config.model.n_layers and not config.pipeline.module_names:
         return False
@@ -50,7 +50,7 @@ def _accepts(config: Config, stages: int) -> bool:
 
 
 def check_stages(config: Config) -> Iterator[str]:
-    """Why the requested stages are impossible, as in forge.config.checks."""
+    """Yield why the requested stages are impossible, as in forge.config.checks."""
     pp, layers, chosen = config.parallel.pp, config.model.n_layers, config.pipeline
     stages, fewest, schedule = number_of_stages(config), _fewest_stages(config), chosen.schedule
     by_hand = bool(chosen.module_names or chosen.layers_per_stage)
@@ -74,7 +74,7 @@ def check_stages(config: Config) -> Iterator[str]:
 
 
 def _remedy(config: Config) -> str:
-    """What to set pipeline.layers_per_stage or pipeline.round to instead."""
+    """Suggest valid values of pipeline.layers_per_stage and pipeline.round."""
     chosen, layers = config.pipeline, config.model.n_layers
     if chosen.module_names:
         return "list that many"
@@ -88,7 +88,7 @@ def _remedy(config: Config) -> str:
 
 
 def _check_names(config: Config) -> Iterator[str]:
-    """The modules in the order of forward; a tied head belongs to the norm."""
+    """Compare the names with the modules in the order of forward; a tied head belongs to the norm."""
     stages, layers = config.pipeline.module_names, range(config.model.n_layers)
     tail = ["norm"] if config.model.tie_embeddings else ["norm", "head"]
     expected = ["embedding", *(f"layers.{layer}" for layer in layers), *tail]
@@ -105,7 +105,7 @@ def _check_names(config: Config) -> Iterator[str]:
 
 
 def check_microbatches(config: Config, microbatches: int) -> Iterator[str]:
-    """Why the schedule is impossible with this many microbatches per optimizer step."""
+    """Yield why the schedule is impossible with this many microbatches per optimizer step."""
     schedule, pp = config.pipeline.schedule, config.parallel.pp
     if pp == 1 or schedule.endswith(".csv"):
         return

@@ -13,7 +13,7 @@ BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def to_literal(value: Any) -> str:
-    """`value` as a TOML literal on one line; floats read back exactly."""
+    """Return `value` as a TOML literal on one line; floats read back exactly."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -31,7 +31,7 @@ def to_literal(value: Any) -> str:
 
 
 def from_literal(text: str, is_text: bool) -> Any:
-    """`text` as a TOML literal, or as a string if it is a bare word or `is_text` (the key takes text).
+    """Read `text` as a TOML literal, or as a string if it is a bare word or `is_text` (the key takes text).
 
     Raises ValueError if `text` begins like a quoted string, list or table but is not one, or is not valid Unicode.
     """

@@ -41,7 +41,7 @@ class Degrees:
 
 
 def check_world(config: Config, world_size: int) -> Degrees:
-    """The layout of `config` on `world_size` processes.
+    """Return the layout of `config` on `world_size` processes.
 
     Raises UserError with each equation that does not hold, its numbers and a remedy.
     """
