@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import threading
@@ -14,6 +15,9 @@ from typing import Any
 from forge.errors import STOPPED
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# Signals that arrive within this time of each other are one request. At a preemption or time limit Slurm sends SIGTERM twice
+# within milliseconds, to torchrun and to its workers, and torchrun forwards each to its workers again.
+SAME_REQUEST_S = 2.0
 # The part of the time limit that is reserved for a save before the duration of one is known.
 UNKNOWN_SAVE = 0.05
 # All ranks see the request to stop one step later, and that step may be slower than those before it.
@@ -25,17 +29,18 @@ _active: StopSignals | None = None
 class StopSignals:
     """Context manager in whose body a signal requests a stop instead of ending the process. Main thread only.
 
-    The first signal sets `reason`, which the training loop shares with all ranks. The second only prints a message: a
-    save may be running. The third ends the process at once with exit code 75.
+    The first request sets `reason`, which the training loop shares with all ranks. The second only prints a message: a
+    save may be running. The third ends the process at once with exit code 75. Signals that follow each other within
+    SAME_REQUEST_S are one request.
 
     Python runs a signal's handler in the main thread between two bytecodes, so not while that thread waits in a collective
-    that hangs. So a second thread, woken by the interpreter's C handler, counts signals too, and ends the process.
+    that hangs. So a second thread, woken by the interpreter's C handler, counts requests too, and ends the process.
     """
 
     def __init__(self, speak: bool = True):
         self.reason: str | None = None
         self._speak = speak
-        self._seen = 0
+        self._requests = _Requests()
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
@@ -59,14 +64,14 @@ class StopSignals:
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         # A handler interrupts any Python code, logging included, so it must not take a lock, and must not log.
-        self._seen += 1
+        new = self._requests.add()
         name = signal.Signals(number).name
         if self.reason is None:
             self.reason = name
             self._say(f"{name}: stopping after this step, once a checkpoint is saved")
-        elif self._seen == 2:
+        elif new and self._requests.number == 2:
             self._say(
-                f"{name}: already stopping, a save may be running; one more signal ends the run at once"
+                f"{name}: already stopping, a save may be running; one more signal after a pause ends the run at once"
             )
 
     def _say(self, text: str) -> None:
@@ -80,13 +85,30 @@ def _to_stderr(text: str) -> None:
         os.write(2, text.encode())
 
 
+class _Requests:
+    """Counts requests to stop: a signal that follows another within SAME_REQUEST_S belongs to the same request."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._last = -math.inf
+
+    def add(self) -> bool:
+        """Count a signal that arrives now; return whether a new request begins with it."""
+        now = time.monotonic()
+        new = now - self._last >= SAME_REQUEST_S
+        self._last = now
+        self.number += new
+        return new
+
+
 def _exit_at_third(listening: int) -> None:
-    """End the process when three of our signals have arrived; return when the pipe's other end is closed."""
-    seen = 0
+    """End the process at the third request; return when the pipe's other end is closed."""
+    requests = _Requests()
     while numbers := os.read(listening, 64):
-        seen += sum(number in SIGNALS for number in numbers)
-        if seen >= 3:
-            _to_stderr("forge: third signal: leaving at once\n")
+        if any(number in SIGNALS for number in numbers):
+            requests.add()
+        if requests.number >= 3:
+            _to_stderr("forge: third request to stop: leaving at once\n")
             os._exit(STOPPED)
     os.close(listening)
 

@@ -14,8 +14,9 @@ from forge.resilience.stopping import StopSignals, TimeLimit
 # The main thread waits in C, where Python can run no handler: for a lock that it holds itself.
 DEADLOCK = """
 import ctypes
-from forge.resilience.stopping import StopSignals
-with StopSignals():
+from forge.resilience import stopping
+stopping.SAME_REQUEST_S = 0.05
+with stopping.StopSignals():
     libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(256)
     libc.pthread_mutex_lock(mutex)
     print("ready", flush=True)
@@ -31,13 +32,25 @@ def test_the_first_signal_is_a_request_with_a_name(name):
         assert signals.reason == name
 
 
-def test_a_second_signal_changes_nothing_but_prints_a_message(capfd):
+def test_a_second_request_changes_nothing_but_prints_a_message(capfd, monkeypatch):
+    monkeypatch.setattr("forge.resilience.stopping.SAME_REQUEST_S", 0.05)
     with StopSignals() as signals:
         os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGUSR1)
         assert signals.reason == "SIGTERM"
     first, second = capfd.readouterr().err.splitlines()
     assert first.startswith("forge: SIGTERM: stopping") and second.startswith("forge: SIGUSR1: already")
+
+
+def test_p4_signals_at_once_are_one_request(capfd):
+    with StopSignals() as signals:
+        for _ in range(3):
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+                os.kill(os.getpid(), number)
+        time.sleep(0.2)  # the thread that would end this process at a third request
+        assert signals.reason == "SIGTERM"
+    assert len(capfd.readouterr().err.splitlines()) == 1
 
 
 def test_a_closed_stderr_raises_nothing(monkeypatch):
@@ -60,14 +73,14 @@ def test_handlers_are_restored_and_counting_restarts():
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_p4_the_third_signal_ends_a_process_that_hangs_in_c():
+def test_p4_the_third_request_ends_a_process_that_hangs_in_c():
     process = subprocess.Popen(
         [sys.executable, "-c", DEADLOCK], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout.readline() == "ready\n"
     for number in (signal.SIGTERM, signal.SIGUSR1):
         process.send_signal(number)
-        time.sleep(0.1)
+        time.sleep(0.3)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)  # one of a kind that is still on its way would not count
     _, errors = process.communicate(timeout=240)
