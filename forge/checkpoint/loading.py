@@ -6,6 +6,7 @@ agree at the start that the checkpoint fits the model, and at the end that all o
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import io
 import json
@@ -182,8 +183,17 @@ _ADMITTED = {
 }
 
 
+def _enum_member(kind: Any, name: Any) -> enum.Enum:
+    """What `getattr` may do in a pickle: Python 3.11.0 to 3.11.3 pickle a member of an enumeration by class and name."""
+    if isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__:
+        return kind[name]
+    raise pickle.UnpicklingError(f".metadata refers to an attribute {name!r}, which no checkpoint needs")
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if dtype or name in _ADMITTED.get(module, ()):
             return super().find_class(module, name)

@@ -1,5 +1,6 @@
 """Damage is found, named and passed over; nothing in a checkpoint can run code."""
 
+import enum
 import errno
 import os
 import pickle
@@ -211,6 +212,38 @@ def test_an_index_that_would_run_code_is_refused_even_with_a_right_checksum(wrap
     sign(path)
     (message,) = run_ranks(refused, 1, str(path))
     assert "mkdir" in message and not (tmp_path / "exploded").exists()
+
+
+class PicklerByName(pickle.Pickler):
+    """Pickles members of enumerations as Python 3.11.0 to 3.11.3 do, among them Debian 12's."""
+
+    def reducer_override(self, value: object) -> object:
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+def test_an_index_that_an_early_python_311_has_written_is_read(saved, tmp_path):
+    path = Path(shutil.copytree(saved / "step-00000001", tmp_path / "checkpoint"))
+    index = pickle.loads((path / ".metadata").read_bytes())
+    with open(path / ".metadata", "wb") as file:
+        PicklerByName(file).dump(index)
+    assert b"getattr" in (path / ".metadata").read_bytes()
+    sign(path)
+    assert TensorReader(path).tensors() == TensorReader(saved / "step-00000001").tensors()
+
+
+class Attribute:
+    def __reduce__(self) -> tuple:
+        return getattr, (type(Path()), "unlink")
+
+
+def test_an_index_that_names_an_attribute_of_anything_else_is_refused(saved, tmp_path):
+    path = Path(shutil.copytree(saved / "step-00000001", tmp_path / "checkpoint"))
+    index = pickle.loads((path / ".metadata").read_bytes())
+    index.planner_data = [Attribute()]
+    (path / ".metadata").write_bytes(pickle.dumps(index))
+    sign(path)
+    (message,) = run_ranks(refused, 1, str(path))
+    assert "an attribute 'unlink'" in message
 
 
 def test_a_tensor_that_would_run_code_is_refused_even_with_a_right_checksum(saved, tmp_path):
