@@ -9,6 +9,7 @@ with the token that ends a document. The same seed gives the same text.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
 import time
@@ -63,6 +64,9 @@ class Writing:
 
 def main(arguments: list[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A model may generate any character, and a terminal may not have it.
+        sys.stdout.reconfigure(errors="backslashreplace")
     return exit_code_of(lambda: _run(given))
 
 
@@ -144,7 +148,10 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    temperature = number(float, lambda value: 0 <= value < float("inf"), "a number of at least 0")
+    # A smaller one divides scores beyond the range of float32.
+    temperature = number(
+        float, lambda value: value == 0 or 1e-6 <= value < float("inf"), "0, or at least 1e-6"
+    )
     share = number(float, lambda value: 0 < value <= 1, "more than 0 and at most 1")
     add_model_options(add)
     add("--prompt", action="append", dest="prompts", metavar="TEXT", help="text to continue")

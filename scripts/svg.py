@@ -89,6 +89,7 @@ def write(path: Path, draw: Callable[[], str]) -> int:
     """Write the result of `draw` to `path` and return the exit code."""
     try:
         path.write_text(draw())
+        print(f"wrote {path}")
     except (UserError, OSError, ValueError, KeyError) as error:
         what = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
         print(f"forge: {what}", file=sys.stderr)

@@ -23,10 +23,14 @@ from forge.config.section import (
 )
 
 FileName = Annotated[
-    str, StringConstraints(pattern=r"^[^/\x00]*[^/.\x00][^/\x00]*$"), Phrase("a file name without /")
+    str,
+    StringConstraints(pattern=r"^[^/\x00-\x1f]*[^/.\x00-\x1f][^/\x00-\x1f]*\z"),
+    Phrase("a file name without /"),
 ]
 S = TypeVar("S", bound=Section)
 Beta = Annotated[float, Ge(0), Lt(1)]
+# Less is 0 in float32, and divides 0 by 0 where a gradient is 0.
+Epsilon = Annotated[float, Ge(1e-30)]
 
 
 def _first_and_last(steps: tuple[int, ...]) -> tuple[int, ...]:
@@ -109,7 +113,7 @@ class OptimizerConfig(Section):
     """Decoupled weight decay: each step multiplies weights by 1 - lr * weight_decay."""
     betas: Annotated[tuple[Beta, Beta], Strict(False)] = (0.9, 0.95)
     """Decay rates of the first and second moment."""
-    eps: PositiveNumber = 1e-8
+    eps: Epsilon = 1e-8
     """Added to the square root of the second moment."""
     no_decay: ListOf[Text] = ("*norm.weight", "*.bias", "embedding.weight")
     """Glob patterns of parameter names without weight decay."""

@@ -40,7 +40,7 @@ def test_the_run_is_named_after_the_file_unless_it_has_a_name(tmp_path) -> None:
     assert load_config(["--config", write(tmp_path, TINY + "[run]\nname = 'third'")]).run.name == "third"
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "a/b"])
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a\nb", "a\n"])
 def test_a_run_name_is_a_file_name(tmp_path, name: str) -> None:
     assert "a file name" in complaint(tmp_path, f"--run.name={name}")
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from forge.errors import BAD_CONFIG, FINISHED, NO_CHECKPOINT
+from tests.support.pages import REPOSITORY
 from tests.support.runs import Run
 from tests.support.trained import Said, call, objects, prepared, refusal, trained
 
@@ -61,6 +64,22 @@ def test_shows_prompt_and_text_and_keeps_the_rest_for_stderr(run) -> None:
     assert generate(run, "--prompt", "bcd", "--prompt-ids", "256,100", "--temperature", 0).out == (
         "--- 1\nbcdefgh\n--- 2\ndefgh\n"
     )
+
+
+def test_a_character_that_the_terminal_does_not_have_is_escaped(run, monkeypatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    command = [
+        sys.executable,
+        "scripts/generate.py",
+        "--checkpoint",
+        run.path,
+        "--prompt",
+        "\u00e9",
+        "--max-tokens",
+        "1",
+    ]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("\\xe9"), done.stderr
 
 
 def test_prompt_ids_are_taken_as_they_are(run) -> None:
@@ -157,8 +176,9 @@ def test_a_damaged_checkpoint_is_passed_over_and_left_alone(run, tmp_path) -> No
         (["--prompt-ids", "1,x"], "'1,x' is not a list of token ids"),
         (["--prompt-ids", ""], "is not a list of token ids"),
         (["--prompt-ids", "3,258"], "token 258 of the prompt: must be from 0 to 257"),
-        (["--prompt", "a", "--temperature", "-1"], "at least 0"),
-        (["--prompt", "a", "--temperature", "nan"], "at least 0"),
+        (["--prompt", "a", "--temperature", "-1"], "at least 1e-6"),
+        (["--prompt", "a", "--temperature", "1e-320"], "at least 1e-6"),
+        (["--prompt", "a", "--temperature", "nan"], "at least 1e-6"),
         (["--prompt", "a", "--top-p", "0"], "more than 0"),
         (["--prompt", "a", "--max-tokens", "0"], "at least 1"),
         (["--prompt", "a", "--device", "gpu7"], "--device gpu7: cannot be used"),

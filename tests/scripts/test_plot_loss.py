@@ -27,8 +27,9 @@ def test_a_curve_for_training_and_each_held_out_source(tmp_path) -> None:
     assert tags.count("circle") == 2  # few points are shown one by one
 
 
-def test_losses_that_are_all_the_same_can_be_drawn(tmp_path) -> None:
+def test_losses_that_are_all_the_same_can_be_drawn(tmp_path, capsys) -> None:
     assert plot(tmp_path, [{"step": 1, "loss": 3.0}])[0] == 0
+    assert capsys.readouterr().out.startswith("wrote ")
 
 
 def test_a_run_without_a_loss_has_nothing_to_draw(tmp_path, capsys) -> None:
