@@ -39,8 +39,6 @@ MODULES = {
 }
 # Code that replaces a class, keeps state where no reader looks, or imports for types alone.
 HIDDEN = re.compile(r"\.__class__ = |__dict__\[[\"']_forge|TYPE_CHECKING")
-# Whether the words of tests/support/words.py are held.
-WORDS_ENFORCED = False
 
 
 def test_each_room_imports_only_from_itself_and_from_below() -> None:
@@ -143,13 +141,11 @@ def test_the_core_exists_and_can_be_read_in_a_day() -> None:
     assert lines <= sizes.MAX_CORE_LINES, f"the core has {lines} lines: python -m tests.support.sizes"
 
 
-@pytest.mark.skipif(not sizes.ENFORCED, reason="the limits are not enforced yet")
 def test_forge_is_no_larger_than_its_limits() -> None:
     size = sizes.total(sizes.by_room(FORGE).values())
     assert size.lines <= sizes.MAX_LINES and size.code <= sizes.MAX_CODE, size
 
 
-@pytest.mark.skipif(not WORDS_ENFORCED, reason="the words are not enforced yet")
 def test_plain_words_only() -> None:
     found = {str(path.relative_to(ROOT)): list(words.banned(path)) for path in words.files()}
     found = {path: where for path, where in found.items() if where}

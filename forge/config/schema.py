@@ -176,7 +176,7 @@ class Checkpoint(Section):
     mode: Literal["async", "sync"] = "async"
     """async: write in the background while training continues; sync: wait."""
     resume: Text = "auto"
-    """`auto`: resume from the newest valid checkpoint of this run, if any; `none`: start anew. Or a
+    """`auto`: resume from the newest valid checkpoint of this run, if any; `none`: start a new history. Or a
     checkpoint to resume from."""
     init: str = ""
     """A checkpoint or imported folder to take the initial weights from, in a new training history. Empty: random weights."""

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "architecture.md"
-# What forge/ may have: the house test holds both once ENFORCED is true.
-MAX_LINES, MAX_CODE, ENFORCED = 17_000, 10_300, False
+# What forge/ may have. Lower these when forge/ has become smaller; a new feature that raises them says so in its commit.
+MAX_LINES, MAX_CODE = 18_950, 11_200
 MAX_CORE_LINES = 4_000
 MAX_FILE_LINES = 450
 

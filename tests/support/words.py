@@ -36,7 +36,7 @@ INSTEAD = {
     "judge, judges, judged, verdict, verdicts": "anomaly policy, decision",
 }
 # A regular expression per file (or "": everywhere) whose matches are not searched.
-ALLOWED: dict[str, list[str]] = {"": []}
+ALLOWED: dict[str, list[str]] = {"": [r"\.tell\(\)"]}
 FOLDERS = ("forge", "scripts", "docs", "configs")
 PAGES = ("README.md", "CONTRIBUTING.md", "train.py")
 
