@@ -34,20 +34,23 @@ class StopSignals:
     SAME_REQUEST_S are one request.
 
     Python runs a signal's handler in the main thread between two bytecodes, so not while that thread waits in a collective
-    that hangs. So a second thread, woken by the interpreter's C handler, counts requests too, and ends the process.
+    that hangs. So a second thread, woken by the interpreter's C handler, counts the requests, prints the messages, and
+    ends the process; the handler itself only sets `reason`.
     """
 
     def __init__(self, speak: bool = True):
         self.reason: str | None = None
         self._speak = speak
-        self._requests = _Requests()
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
         global _active
         listening, self._waking = os.pipe()
         os.set_blocking(self._waking, False)
-        threading.Thread(target=_exit_at_third, args=(listening,), name="third-signal", daemon=True).start()
+        self._counting = threading.Thread(
+            target=_count_requests, args=(listening, self._speak), name="stop-signals", daemon=True
+        )
+        self._counting.start()
         self._previous_wakeup = signal.set_wakeup_fd(self._waking, warn_on_full_buffer=False)
         for number in SIGNALS:
             self._previous[number] = signal.signal(number, self._handle)
@@ -61,56 +64,39 @@ class StopSignals:
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._previous_wakeup)
         os.close(self._waking)
+        self._counting.join(timeout=1.0)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         # A handler interrupts any Python code, logging included, so it must not take a lock, and must not log.
-        new = self._requests.add()
-        name = signal.Signals(number).name
-        if self.reason is None:
-            self.reason = name
-            self._say(f"{name}: stopping after this step, once a checkpoint is saved")
-        elif new and self._requests.number == 2:
-            self._say(
-                f"{name}: already stopping, a save may be running; one more signal after a pause ends the run at once"
-            )
+        self.reason = self.reason or signal.Signals(number).name
 
-    def _say(self, text: str) -> None:
-        if self._speak:
-            _to_stderr(f"forge: {text}\n")
+
+def _count_requests(listening: int, speak: bool) -> None:
+    """Print what a request leads to, and end the process at the third; return when the pipe's other end is closed."""
+    requests, last = 0, -math.inf
+    while numbers := os.read(listening, 64):
+        names = [signal.Signals(number).name for number in numbers if number in SIGNALS]
+        if not names:
+            continue
+        now = time.monotonic()
+        new, last = now - last >= SAME_REQUEST_S, now
+        requests += new
+        if requests >= 3:
+            _to_stderr("third request to stop: leaving at once")
+            os._exit(STOPPED)
+        if new and speak:
+            first = "stopping after this step, once a checkpoint is saved"
+            second = (
+                "already stopping, a save may be running; one more signal after a pause ends the run at once"
+            )
+            _to_stderr(f"{names[0]}: {first if requests == 1 else second}")
+    os.close(listening)
 
 
 def _to_stderr(text: str) -> None:
-    # The reader of our stderr may be gone, and an exception here would surface at any place in the training code.
+    # The reader of our stderr may be gone.
     with contextlib.suppress(OSError):
-        os.write(2, text.encode())
-
-
-class _Requests:
-    """Counts requests to stop: a signal that follows another within SAME_REQUEST_S belongs to the same request."""
-
-    def __init__(self) -> None:
-        self.number = 0
-        self._last = -math.inf
-
-    def add(self) -> bool:
-        """Count a signal that arrives now; return whether a new request begins with it."""
-        now = time.monotonic()
-        new = now - self._last >= SAME_REQUEST_S
-        self._last = now
-        self.number += new
-        return new
-
-
-def _exit_at_third(listening: int) -> None:
-    """End the process at the third request; return when the pipe's other end is closed."""
-    requests = _Requests()
-    while numbers := os.read(listening, 64):
-        if any(number in SIGNALS for number in numbers):
-            requests.add()
-        if requests.number >= 3:
-            _to_stderr("forge: third request to stop: leaving at once\n")
-            os._exit(STOPPED)
-    os.close(listening)
+        os.write(2, f"forge: {text}\n".encode())
 
 
 def _block_signals() -> None:

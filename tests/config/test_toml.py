@@ -25,7 +25,11 @@ NUMBER = st.floats(0, allow_nan=False, allow_infinity=False)
 SOURCE = st.fixed_dictionaries({"path": NAME, "weight": st.floats(0.1, 9)})
 KEYS = {
     "run": {"output_dir": NAME, "seed": st.integers(0, 10**30)},
-    "optimizer": {"eps": NUMBER.filter(bool), "weight_decay": NUMBER, "no_decay": st.lists(NAME, max_size=9)},
+    "optimizer": {
+        "eps": st.floats(1e-30, allow_infinity=False),
+        "weight_decay": NUMBER,
+        "no_decay": st.lists(NAME, max_size=9),
+    },
     "evaluate": {"sample_prompt": TEXT, "sample_temperature": NUMBER},
     "pipeline": {"module_names": st.lists(st.lists(NAME, max_size=3), max_size=3)},
     "parallel": {
