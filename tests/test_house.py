@@ -141,11 +141,6 @@ def test_the_core_exists_and_can_be_read_in_a_day() -> None:
     assert lines <= sizes.MAX_CORE_LINES, f"the core has {lines} lines: python -m tests.support.sizes"
 
 
-def test_forge_is_no_larger_than_its_limits() -> None:
-    size = sizes.total(sizes.by_room(FORGE).values())
-    assert size.lines <= sizes.MAX_LINES and size.code <= sizes.MAX_CODE, size
-
-
 def test_plain_words_only() -> None:
     found = {str(path.relative_to(ROOT)): list(words.banned(path)) for path in words.files()}
     found = {path: where for path, where in found.items() if where}
