@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import runpy
 import shlex
 import shutil
 import subprocess
@@ -25,6 +24,7 @@ from forge.config.toml import to_literal
 from tests.support.harness import start_ranks
 from tests.support.pages import PAGES, REPOSITORY, blocks, commands, links, quoted
 from tests.support.runs import reserve_port
+from tests.support.scripts import run_script
 
 NAMES = [str(page.relative_to(REPOSITORY)) for page in PAGES]
 # Keys that the recipes of docs/extending add.
@@ -153,7 +153,7 @@ def _run(command: str, folder: Path, scratch: Path) -> tuple[int, str]:
         words = ["python", *words[words.index("train.py") :]]
     if words[0] == "python" and words[1].startswith(("train.py", "scripts/")):
         port, meeting = reserve_port() if world > 1 else (None, {})
-        ranks = start_ranks(_python, world, [*words[1:], *_small(words)], folder, meeting, terminal)
+        ranks = start_ranks(run_script, world, [*words[1:], *_small(words)], folder, meeting, terminal)
         ranks.port = port
         codes = ranks.join()
         return max(codes, key=abs), terminal.read_text()
@@ -191,32 +191,6 @@ def _cluster(scratch: Path) -> dict[str, str]:
     standins = REPOSITORY / "tests" / "slurm" / "bin"
     path = os.pathsep.join([str(standins), str(Path(sys.executable).parent), os.environ["PATH"]])
     return {"PATH": path, "STANDIN": str(scratch), "STANDIN_STEP": "true"}
-
-
-def _python(
-    rank: int, world: int, words: list[str], folder: Path, environment: dict[str, str], terminal: Path
-) -> None:
-    """Run `python WORDS` in this process, which a test has forked."""
-    import torch
-
-    descriptor = os.open(terminal, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    torch.set_num_threads(1)
-    os.environ.update(environment)
-    if world > 1:
-        os.environ.update(
-            RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world)
-        )
-    os.chdir(folder)
-    sys.argv = words
-    try:
-        runpy.run_path(words[0], run_name="__main__")
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    sys.stdout.flush()
-    os._exit(code)
 
 
 def _anchors(page: Path) -> set[str]:

@@ -18,6 +18,7 @@ from typing import Any
 from forge.checkpoint import read_state
 from forge.checkpoint.folders import step_name
 from tests.support.harness import TIMEOUT_S, start_ranks
+from tests.support.scripts import prepare_rank
 
 # A model that steps in a few milliseconds, on the same data as every other test: no file, no tokenizer.
 BASE = [
@@ -165,17 +166,7 @@ def wait_for(condition: Callable[[], object], seconds: float = TIMEOUT_S) -> Non
 def _main(
     rank: int, world: int, argv: list[str], environment: dict[str, str], terminal: Path, patch: str
 ) -> None:
-    import torch
-
-    descriptor = os.open(terminal, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    torch.set_num_threads(1)
-    os.environ.update(environment)
-    if world > 1:
-        os.environ.update(
-            RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world)
-        )
+    prepare_rank(rank, world, environment, terminal)
     from forge.train.launch import main
 
     if patch:

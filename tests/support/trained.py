@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import runpy
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ from forge.errors import FINISHED
 from forge.prepare.prepare import Request, prepare
 from tests.support.harness import start_ranks
 from tests.support.runs import Run
+from tests.support.scripts import run_script
 
 ROOT = Path(__file__).parents[2]
 BYTES_VOCAB = 258
@@ -30,26 +28,10 @@ def call(folder: Path, script: str, *arguments: object) -> Said:
     """Run `python scripts/SCRIPT.py ARGUMENTS` in `folder`; only the interpreter's start is saved."""
     out, err = folder / "out.txt", folder / "err.txt"
     words = [str(ROOT / "scripts" / f"{script}.py"), *map(str, arguments)]
-    (code,) = start_ranks(_run, 1, words, folder, out, err).join()
+    out.unlink(missing_ok=True)
+    err.unlink(missing_ok=True)
+    (code,) = start_ranks(run_script, 1, words, folder, {}, out, err).join()
     return Said(code, out.read_text(), err.read_text())
-
-
-def _run(rank: int, world: int, words: list[str], folder: Path, out: Path, err: Path) -> None:
-    import torch
-
-    for number, path in ((1, out), (2, err)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-    torch.set_num_threads(1)
-    os.chdir(folder)
-    sys.argv = words
-    try:
-        runpy.run_path(words[0], run_name="__main__")
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def objects(said: Said) -> list[dict[str, Any]]:

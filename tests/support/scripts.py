@@ -1,0 +1,47 @@
+"""Run `python SCRIPT ARGUMENTS` in forked processes, so that a command costs no interpreter start."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+
+def prepare_rank(
+    rank: int, world: int, environment: dict[str, str], out: Path, err: Path | None = None
+) -> None:
+    """Give this forked process its place among `world`, and files as stdout and stderr (one for both without `err`)."""
+    import torch
+
+    for number, path in ((1, out), (2, err or out)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    torch.set_num_threads(1)
+    os.environ.update(environment)
+    if world > 1:
+        os.environ.update(
+            RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world)
+        )
+
+
+def run_script(
+    rank: int,
+    world: int,
+    words: list[str],
+    folder: Path,
+    environment: dict[str, str],
+    out: Path,
+    err: Path | None = None,
+) -> None:
+    """Become `python WORDS`, started in `folder`."""
+    prepare_rank(rank, world, environment, out, err)
+    os.chdir(folder)
+    sys.argv = words
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
