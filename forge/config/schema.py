@@ -118,7 +118,8 @@ class OptimizerConfig(Section):
     no_decay: ListOf[Text] = ("*norm.weight", "*.bias", "embedding.weight")
     """Glob patterns of parameter names without weight decay."""
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Format of both moments. With float32, precision.storage if that is wider."""
+    """Format of both moments. With float32, precision.storage if that is wider. bfloat16 is rounded stochastically, by noise
+    that is the same on any layout."""
 
     def table(self, keys: type[S]) -> S:
         """Return the table within [optimizer] whose class is `keys`."""

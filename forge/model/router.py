@@ -7,7 +7,6 @@ backward where they are computed, and state changes once per optimizer step, in 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import tau
 from typing import Any
 
 import torch
@@ -16,17 +15,11 @@ from torch.nn import functional as F
 
 from forge.config.model import MoEConfig
 from forge.model.loss import IGNORE
+from forge.model.noise import token_noise
 from forge.model.precision import promoted
 
 # As in DeepSeek-V3's code: sigmoid scores may all be 0, and then the weights are 0.
 TINY = 1e-20
-# Odd 64-bit multipliers of the noise's keys.
-_LABEL, _POSITION, _LAYER, _EXPERT = (
-    -7046029254386353131,
-    -4417276706812531889,
-    1609587929392839161,
-    -8796714831421723037,
-)
 
 
 class Router(nn.Module):
@@ -214,33 +207,3 @@ class _Attach(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (scale,) = ctx.saved_tensors
         return grad, scale.to(ctx.dtype), None
-
-
-def token_noise(labels: Tensor, layer: int, like: Tensor) -> Tensor:
-    """Return standard normal numbers `[batch, seq, n]` in the dtype of `like` `[batch, seq, n]`, without a generator.
-
-    Keyed by (labels int64 `[batch, seq]` of the whole row, position, layer, index), so they do not depend on a sample's
-    row in the batch, recomputation, microbatches or the data-parallel layout; a sequence must not be split over processes.
-    """
-    position = torch.arange(labels.shape[1], device=labels.device)
-    index = torch.arange(like.shape[-1], device=labels.device)
-    row = _mix(labels * _LABEL + position * _POSITION).sum(1, keepdim=True)
-    token = _mix(row + position * _POSITION + layer * _LAYER)
-    keys = _mix(token.unsqueeze(-1) + index * _EXPERT)
-    # Box and Muller 1958, from two uniform numbers of 31 bits each, the first of them not 0.
-    first, second = (keys >> 32) & 0x7FFFFFFF, keys & 0x7FFFFFFF
-    exact = torch.float64
-    radius = (-2.0 * ((first + 1).to(exact) / 2**31).log()).sqrt()
-    return (radius * (tau / 2**31 * second.to(exact)).cos()).to(like.dtype)
-
-
-def _mix(key: Tensor) -> Tensor:
-    """Scramble int64 keys (the finaliser of splitmix64, Steele et al. 2014)."""
-    key = (key ^ _shifted(key, 30)) * -4658895280553007687
-    key = (key ^ _shifted(key, 27)) * -7723592293110705685
-    return key ^ _shifted(key, 31)
-
-
-def _shifted(key: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right; PyTorch's is arithmetic."""
-    return (key >> bits) & ((1 << (64 - bits)) - 1)

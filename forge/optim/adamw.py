@@ -16,6 +16,7 @@ from torch.optim.adamw import adamw
 
 from forge.config.schema import OptimizerConfig
 from forge.optim.optimizer import decay_groups, gradient, register, wide_dtype
+from forge.optim.rounding import StochasticRounding
 from forge.shard import Shard
 
 # Parameters in a narrow dtype are updated through float32 copies, this many elements at a time, to bound their memory.
@@ -26,8 +27,8 @@ WIDENED_ELEMENTS = 1 << 26
 class AdamW:
     """The update theta <- theta - lr * (m_hat / (sqrt(v_hat) + eps) + weight_decay * theta).
 
-    Moments have the dtype promote(float32, storage), or bfloat16 if `optimizer.moment_dtype` says so; arithmetic is
-    always in promote(float32, storage). Names that match a glob of `optimizer.no_decay` are not decayed.
+    Moments have the dtype promote(float32, storage), or bfloat16 with stochastic rounding if `optimizer.moment_dtype` says
+    so; arithmetic is always in promote(float32, storage). Names that match a glob of `optimizer.no_decay` are not decayed.
     """
 
     def __init__(self, shards: list[Shard], config: OptimizerConfig, group: ProcessGroup | None = None):
@@ -40,14 +41,18 @@ class AdamW:
         device = shards[0].parameter.device
         self._steps = torch.zeros(len(shards), dtype=torch.float32, device=device)
         self._step_of = dict(zip((s.name for s in shards), self._steps.unbind(), strict=True))
+        narrow = config.moment_dtype == "bfloat16"
+        self._rounding = StochasticRounding(shards, ("exp_avg", "exp_avg_sq")) if narrow else None
 
     def step(self, lr: float, skip: Tensor) -> None:
+        if self._rounding is not None:
+            self._rounding.draw(self._steps.max())
         for weight_decay, shards in self._groups:
             self._update(shards, lr, weight_decay, skip)
 
     def _moment(self, shard: Shard) -> Tensor:
-        dtype = torch.bfloat16 if self._config.moment_dtype == "bfloat16" else wide_dtype(shard)
-        return torch.zeros_like(shard.data, dtype=dtype)
+        narrow = self._config.moment_dtype == "bfloat16"
+        return torch.zeros_like(shard.data, dtype=torch.bfloat16 if narrow else wide_dtype(shard))
 
     def _update(self, shards: list[Shard], lr: float, weight_decay: float, skip: Tensor) -> None:
         states = [
@@ -75,9 +80,15 @@ class AdamW:
             eps=self._config.eps,
             maximize=False,
         )
-        for narrow, widened in ((states[0], params), (states[2], exp_avg), (states[3], exp_avg_sq)):
-            if narrow[0].dtype != wide:
-                torch._foreach_copy_(narrow, widened)
+        if states[0][0].dtype != wide:
+            torch._foreach_copy_(states[0], params)
+        if self._rounding is not None:
+            for slot, narrow, widened in (
+                ("exp_avg", states[2], exp_avg),
+                ("exp_avg_sq", states[3], exp_avg_sq),
+            ):
+                for shard, into, values in zip(shards, narrow, widened, strict=True):
+                    self._rounding.copy_(into, values, shard, slot)
 
     def tensors(self) -> Iterator[tuple[str, Shard, Tensor]]:
         for shard in self._shards:

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from forge.config.model import MoEConfig
 from forge.model import IGNORE, Router, update_routers
-from forge.model.router import token_noise
+from forge.model.noise import token_noise
 
 
 def router(**changes: Any) -> Router:

@@ -74,10 +74,28 @@ def test_bfloat16_moments_stay_close_to_float32_ones() -> None:
         torch.testing.assert_close(a.parameter, b.parameter, rtol=0, atol=5 * 0.01 * 2 * 2**-8)
 
 
-def test_loading_the_state_continues_exactly() -> None:
-    shards, optimizer, _ = make()
+def test_a_bfloat16_second_moment_follows_gradients_that_became_smaller() -> None:
+    # Per step it moves by 0.001 of its value, half of bfloat16's last bit or less: rounded to nearest it stays at 0.26.
+    shape = (64, 32)
+    parameter = torch.nn.Parameter(torch.zeros(shape))
+    shard = Shard.whole("wq.weight", parameter)
+    lines = '[optimizer]\nbetas = [0.9, 0.999]\nmoment_dtype = "bfloat16"\n'
+    optimizer = AdamW([shard], parse_toml_text(tiny_config() + lines).optimizer)
+    for step in range(1000):
+        parameter.grad = torch.full(shape, 1.0 if step < 300 else 0.1)
+        optimizer.step(0.0, GO)
+    exact = 0.999**700 * (1 - 0.999**300) + 0.01 * (1 - 0.999**700)
+    moment = optimizer.exp_avg_sq["wq.weight"].double()
+    assert exact == pytest.approx(0.1337, abs=1e-4)
+    assert moment.mean().item() == pytest.approx(exact, rel=0.01)
+    assert moment.std().item() < 0.1 * exact
+
+
+@pytest.mark.parametrize("moment_dtype", ['"float32"', '"bfloat16"'])
+def test_loading_the_state_continues_exactly(moment_dtype: str) -> None:
+    shards, optimizer, _ = make(moment_dtype=moment_dtype)
     optimizer.step(0.1, GO)
-    others, restored, _ = make(seed=1)
+    others, restored, _ = make(seed=1, moment_dtype=moment_dtype)
     for (_, _, mine), (_, _, theirs) in zip(restored.tensors(), optimizer.tensors(), strict=True):
         mine.copy_(theirs)
     for mine, theirs in zip(others, shards, strict=True):
@@ -86,8 +104,8 @@ def test_loading_the_state_continues_exactly() -> None:
     restored.load_state(optimizer.state())
     optimizer.step(0.1, GO)
     restored.step(0.1, GO)
-    for mine, theirs in zip(others, shards, strict=True):
-        assert torch.equal(mine.data, theirs.data)
+    for mine, theirs in zip(everything(others, restored), everything(shards, optimizer), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def everything(shards, optimizer):
