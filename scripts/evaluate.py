@@ -143,7 +143,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="a folder written by prepare_data.py, a raw .bin, a Megatron .idx, or synthetic; may be repeated",
     )
-    add("--sequences", type=positive, metavar="N", help="evaluate only the first N windows of --data (all)")
+    add(
+        "--sequences",
+        type=positive,
+        metavar="N",
+        help="evaluate only N windows of --data, those that training evaluates (all)",
+    )
     add("--data-dtype", choices=sorted(DTYPES), help="type of the ids in a .bin file, where it is required")
     add("--eos-id", type=count, metavar="ID", help="token id that ends a document in a .bin file")
     add(

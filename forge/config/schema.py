@@ -195,7 +195,7 @@ class Evaluate(Section):
     interval: Count = 0
     """Steps between evaluations on data.validation, with another after the last step. 0: never."""
     sequences: Positive = 64
-    """Sequences per held-out source, the same in every evaluation."""
+    """Sequences per held-out source, from all over it and the same in every evaluation."""
     sample_interval: Count = 0
     """Steps between generated text samples, with another after the last step. 0: never."""
     sample_prompt: str = ""

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from forge.data.mixture import Mixture
+from forge.data.permutation import Permutation, key_of
 from forge.data.sources import Source, count_windows
 
 
@@ -59,3 +60,15 @@ def read_window(
     start = window * seq_len
     count = min(seq_len + 1, source.tokens - start)
     return source.read(start, count), source.document_ids(start, count) if documents else None
+
+
+def held_out_windows(windows: int, sequences: int) -> Sequence[int]:
+    """Return which of a held-out source's `windows` an evaluation of `sequences` of them reads, ascending.
+
+    They are drawn by one fixed permutation, because neighbours, such as the first ones, are about a few documents only. They
+    depend on both numbers alone: all runs, seeds, steps and layouts read the same, and fewer sequences are some of them.
+    """
+    if sequences >= windows:
+        return range(windows)
+    permutation = Permutation(windows, key_of("held-out windows"))
+    return sorted(permutation(i) for i in range(sequences))

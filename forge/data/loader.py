@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forge.data.dataset import PackedDataset, read_window
+from forge.data.dataset import PackedDataset, held_out_windows, read_window
 from forge.data.passed_over import Ranges, nth_sample
 from forge.data.sources import Source, count_windows
 from forge.model import IGNORE
@@ -138,17 +138,17 @@ def evaluation_batches(
     document_mask: bool = False,
     unreadable: list[Exception] | None = None,
 ) -> Iterator[Batch]:
-    """Yield the first `sequences` windows of the source (all, if it has fewer), distributed over the data ranks.
+    """Yield `sequences` windows of the source (see `held_out_windows`), distributed over the data ranks.
 
     Every rank yields the same number of batches of `micro_batch_size` rows, padded with rows whose labels are all
     IGNORE. The windows read do not depend on `ranks`. With `unreadable` a read error is appended there and the batch is
     all padding, so that all ranks make the same number of collective calls.
     """
-    sequences = min(sequences, count_windows(source, seq_len))
+    windows = held_out_windows(count_windows(source, seq_len), sequences)
     per_round = micro_batch_size * ranks
-    for first in range(rank * micro_batch_size, -(-sequences // per_round) * per_round, per_round):
-        windows = range(min(first, sequences), min(first + micro_batch_size, sequences))
-        rows = (read_window(source, window, seq_len, document_mask) for window in windows)
+    for first in range(rank * micro_batch_size, -(-len(windows) // per_round) * per_round, per_round):
+        here = windows[first : first + micro_batch_size]
+        rows = (read_window(source, window, seq_len, document_mask) for window in here)
         try:
             batch = stack_windows(rows, micro_batch_size, seq_len, document_mask, first)
         except Exception as error:

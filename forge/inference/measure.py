@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import exp, inf, isfinite, log
 
 import numpy as np
 import torch
 
-from forge.data.dataset import read_window
+from forge.data.dataset import held_out_windows, read_window
 from forge.data.format import TokenDataset
 from forge.data.loader import stack_windows
+from forge.data.passed_over import merge
 from forge.data.sources import Source
 from forge.data.tokenizer import Tokenizer
 from forge.errors import FAILED, UserError
@@ -54,21 +55,24 @@ def measure(
     batch_size: int = 8,
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> Measured:
-    """Measure the loss on the first `sequences` windows of train.seq_len tokens, as the trainer's evaluation does.
+    """Measure the loss on the `sequences` windows of train.seq_len tokens that the trainer's evaluation reads.
 
-    With `sequences` None on all windows and the shorter rest after them. Each token but the first is predicted once,
-    from those before it in its window. `progress` is called with the number of tokens done. Raises UserError (exit 1)
-    if the loss is not finite.
+    With `sequences` None on all windows and the shorter rest after them. Each token but the first of the source is
+    predicted at most once, from those before it in its window. `progress` is called with the number of tokens done.
+    Raises UserError (exit 1) if the loss is not finite.
     """
     seq_len = opened.config.train.seq_len
-    windows = -(-(source.tokens - 1) // seq_len)
-    windows = windows if sequences is None else min(sequences, windows)
-    if windows < 1:
+    whole, labelled = (source.tokens - 1) // seq_len, source.tokens - 1
+    if labelled < 1:
         raise UserError(f"{source.name}: has {source.tokens} tokens; there is nothing to predict")
+    if sequences is None or not whole:
+        windows: Sequence[int] = range(-(-labelled // seq_len))
+    else:
+        windows = held_out_windows(whole, sequences)
     total, labels = 0.0, 0
     mask = opened.config.data.document_mask
-    for first in range(0, windows, batch_size):
-        rows = range(first, min(first + batch_size, windows))
+    for first in range(0, len(windows), batch_size):
+        rows = windows[first : first + batch_size]
         read_rows = (read_window(source, row, seq_len, mask) for row in rows)
         batch = stack_windows(read_rows, len(rows), seq_len, mask, first)
         with torch.no_grad():
@@ -80,28 +84,45 @@ def measure(
     loss = total / max(labels, 1)
     if not isfinite(loss):
         raise UserError(f"{opened.path}: its loss on {source.name} is {loss}", FAILED)
-    read = min(windows * seq_len + 1, source.tokens)
-    return Measured(loss, labels, windows, *_text_bytes(opened, source, read))
+    return Measured(loss, labels, len(windows), *_text_bytes(opened, source, windows))
 
 
-def _text_bytes(opened: TrainedModel, source: Source, read: int) -> tuple[int | None, str | None]:
-    """Bytes of the text of the predicted ones of tokens 1 ... read - 1 of the source, and their origin."""
-    tokenizer = opened.tokenizer
+def _text_bytes(
+    opened: TrainedModel, source: Source, windows: Sequence[int]
+) -> tuple[int | None, str | None]:
+    """Bytes of the text of the labels of these windows, and their origin."""
+    tokenizer, seq_len = opened.tokenizer, opened.config.train.seq_len
     # Where documents begin with text, the tokens that are not predicted have bytes, so the others must be decoded.
     ends_are_special = tokenizer is None or tokenizer.bos_id is not None
-    if isinstance(source, TokenDataset) and read == source.tokens and ends_are_special:
+    everything = len(windows) * seq_len >= source.tokens - 1
+    if isinstance(source, TokenDataset) and everything and ends_are_special:
         return source.index.text_bytes, "dataset.json"
     if tokenizer is None:
         return None, None
-    return _decoded_bytes(source, tokenizer, read, opened.config.data.document_mask), "decoding"
+    masked, total = opened.config.data.document_mask, 0
+    for first, end in merge(
+        (window, window + 1) for window in windows
+    ):  # neighbours at once: text is cut less often
+        total += _decoded_bytes(
+            source, tokenizer, first * seq_len, min(end * seq_len, source.tokens - 1), masked
+        )
+    return total, "decoding"
 
 
-def _decoded_bytes(source: Source, tokenizer: Tokenizer, read: int, masked: bool) -> int:
-    """Decode documents one by one; with `masked` the first token of each is not predicted, and left out."""
+def _decoded_bytes(source: Source, tokenizer: Tokenizer, first: int, last: int, masked: bool) -> int:
+    """Bytes of the text of tokens first + 1 ... last, decoded document by document.
+
+    With `masked` the first token of a document is not predicted, and left out. Token `first` is decoded too, where it is
+    of the same document, and its bytes subtracted: tokenizers drop a space where a text begins.
+    """
     total = 0
     document: list[int] = []
-    for begin in range(0, read - 1, _AT_ONCE):
-        count = min(_AT_ONCE + 1, read - begin)
+    begins_inside = not source.document_ids(first, 2)[1]
+    if begins_inside:
+        document = source.read(first, 1).tolist()
+        total -= len(tokenizer.decode(document).encode())
+    for begin in range(first, last, _AT_ONCE):
+        count = min(_AT_ONCE + 1, last + 1 - begin)
         ids, owners = source.read(begin, count)[1:], source.document_ids(begin, count)
         parts = np.split(ids, np.flatnonzero(np.diff(owners)))
         for number, part in enumerate(parts):

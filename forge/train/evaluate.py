@@ -39,7 +39,7 @@ class Evaluation(Hook):
 
 
 def evaluate(trainer: Trainer) -> dict[str, float]:
-    """Mean cross-entropy over all valid tokens of each held-out source's first `evaluate.sequences` windows. Collective.
+    """Mean cross-entropy over all valid tokens of `evaluate.sequences` windows of each held-out source. Collective.
 
     Losses and tokens are summed over batches and ranks before the one division, so every token weighs the same on any
     layout. Raises UserError on every rank if any rank could not read its part.

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from forge.data.dataset import PackedDataset
+from forge.data.dataset import PackedDataset, held_out_windows
 from forge.data.loader import IGNORE, Batch, Loader, evaluation_batches
 from forge.data.synthetic import SyntheticSource
 from forge.errors import UserError
@@ -135,7 +135,7 @@ def test_the_next_batches_are_read_ahead():
 
 
 @pytest.mark.parametrize(("ranks", "sequences"), [(1, 7), (2, 7), (4, 7), (4, 1), (2, 8), (1, 100)])
-def test_evaluation_reads_the_first_windows_once_with_equal_batches_per_rank(ranks, sequences):
+def test_evaluation_reads_the_same_windows_once_with_equal_batches_per_rank(ranks, sequences):
     source = Counting(20 * S + 5)
     batches = [
         list(
@@ -149,8 +149,25 @@ def test_evaluation_reads_the_first_windows_once_with_equal_batches_per_rank(ran
     everything = [batch for of_rank in batches for batch in of_rank]
     assert all(batch.tokens.shape == (2, S) for batch in everything)
     labels = torch.cat([batch.labels.flatten() for batch in everything])
-    wanted = min(sequences, 20) * S
-    assert sorted(labels[labels != IGNORE].tolist()) == list(range(1, wanted + 1))
+    windows = held_out_windows(20, sequences)
+    assert len(windows) == min(sequences, 20)
+    expected = [window * S + 1 + place for window in windows for place in range(S)]
+    assert sorted(labels[labels != IGNORE].tolist()) == expected
+
+
+def test_held_out_windows_come_from_all_over_the_source_and_are_the_same_for_ever():
+    """Losses of different runs are compared: a change of the choice would change them."""
+    assert held_out_windows(1000, 5) == [126, 213, 240, 697, 952]
+    chosen = held_out_windows(100_000, 100)
+    assert len(set(chosen)) == 100 and set(held_out_windows(100_000, 50)) < set(chosen)
+    per_tenth = np.histogram(chosen, 10, (0, 100_000))[0]
+    assert per_tenth.min() >= 3
+    assert list(held_out_windows(7, 9)) == list(held_out_windows(7, 7)) == list(range(7))
+
+
+def test_held_out_windows_are_of_many_documents():
+    """Of 800 documents of 10 windows the first 64 windows are of 7."""
+    assert len({window // 10 for window in held_out_windows(8000, 64)}) > 55
 
 
 def test_evaluation_masks_documents_like_training():

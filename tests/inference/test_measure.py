@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from forge.data.dataset import held_out_windows
 from forge.data.format import TokenDataset
 from forge.data.tokenizer import ByteTokenizer, Tokenizer
 from forge.errors import UserError
@@ -51,12 +53,27 @@ def dataset(folder: Path, tokenizer: Tokenizer) -> TokenDataset:
     return TokenDataset(folder)
 
 
-def expected_loss(data: TokenDataset, model: Any, windows: int, masked: bool = False) -> tuple[float, int]:
+def windows_of(data: TokenDataset, sequences: int | None) -> Sequence[int]:
+    """Those of the trainer's evaluation; all and the rest where no number is given."""
+    if sequences is None:
+        return range(math.ceil((data.tokens - 1) / SEQ_LEN))
+    return held_out_windows((data.tokens - 1) // SEQ_LEN, sequences)
+
+
+def labels_of(data: TokenDataset, windows: Sequence[int]) -> list[int]:
+    """Positions of the labels of these windows in the stream."""
+    firsts = [window * SEQ_LEN + 1 for window in windows]
+    return [label for first in firsts for label in range(first, min(first + SEQ_LEN, data.tokens))]
+
+
+def expected_loss(
+    data: TokenDataset, model: Any, windows: Sequence[int], masked: bool = False
+) -> tuple[float, int]:
     """Token by token: each from what is before it in its window."""
     tokens = torch.from_numpy(data.read(0, data.tokens).astype(np.int64))
     owners = torch.from_numpy(data.document_ids(0, data.tokens))
     total, count = 0.0, 0
-    for label in range(1, min(data.tokens, windows * SEQ_LEN + 1)):
+    for label in labels_of(data, windows):
         begin = (label - 1) // SEQ_LEN * SEQ_LEN
         if masked and owners[label] != owners[label - 1]:
             continue
@@ -77,11 +94,11 @@ def test_every_token_but_the_first_is_predicted_once(tmp_path, masked: bool, seq
     data, source = dataset(tmp_path, tokenizer), opened(tokenizer, masked)
     done: list[int] = []
     measured = measure(source, data, sequences, batch_size=3, progress=done.append)
-    windows = math.ceil((data.tokens - 1) / SEQ_LEN) if sequences != 2 else 2
+    windows = windows_of(data, sequences)
     loss, count = expected_loss(data, source.model, windows, masked)
     assert measured.loss == pytest.approx(loss, abs=1e-9) and measured.tokens == count
-    assert measured.sequences == windows and measured.perplexity == pytest.approx(math.exp(loss))
-    assert done == sorted(done) and done[-1] == min(windows * SEQ_LEN, data.tokens)
+    assert measured.sequences == len(windows) and measured.perplexity == pytest.approx(math.exp(loss))
+    assert done == sorted(done) and done[-1] == min(len(windows) * SEQ_LEN, data.tokens)
 
 
 def test_bits_per_byte_are_all_bits_over_the_bytes_of_the_text(tmp_path) -> None:
@@ -92,21 +109,35 @@ def test_bits_per_byte_are_all_bits_over_the_bytes_of_the_text(tmp_path) -> None
     assert measured.bits_per_byte == pytest.approx(bits / measured.text_bytes)
 
 
-@pytest.mark.parametrize("sequences", [1, 2, 3, 99])
+@pytest.mark.parametrize("sequences", [1, 2, 3, 99, None])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), TextFirst()], ids=["bos", "no bos"])
 def test_decoded_bytes_are_those_of_the_predicted_labels(
-    tmp_path, tokenizer: Tokenizer, masked: bool, sequences: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path, tokenizer: Tokenizer, masked: bool, sequences: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("forge.inference.measure._AT_ONCE", 7)
     data = dataset(tmp_path, tokenizer)
     measured = measure(opened(tokenizer, masked), data, sequences)
-    read = min(sequences * SEQ_LEN + 1, data.tokens)
-    tokens, owners = data.read(0, read), data.document_ids(0, read)
-    predicted = [int(tokens[i]) for i in range(1, read) if not (masked and owners[i] != owners[i - 1])]
+    tokens, owners = data.read(0, data.tokens), data.document_ids(0, data.tokens)
+    labels = labels_of(data, windows_of(data, sequences))
+    predicted = [int(tokens[i]) for i in labels if not (masked and owners[i] != owners[i - 1])]
     assert measured.text_bytes == sum(i < 256 for i in predicted)
     if measured.bytes_from == "dataset.json":
-        assert tokenizer.bos_id is not None and read == data.tokens
+        assert tokenizer.bos_id is not None and sequences is None
+
+
+def test_a_space_where_a_window_begins_is_counted(tmp_path) -> None:
+    """SentencePiece and its like drop it at the beginning of a text."""
+
+    class DropsTheFirstSpace(ByteTokenizer):
+        def decode(self, ids):
+            return super().decode(ids).removeprefix(" ")
+
+    tokenizer = DropsTheFirstSpace()
+    writer = ShardWriter(tmp_path, vocab_size=258, tokenizer=tokenizer.fingerprint)
+    writer.append(np.array([256, *tokenizer.encode("a " * 100)], np.uint16), np.zeros(1, np.int64))
+    writer.finish(200, {})
+    assert measure(opened(tokenizer), TokenDataset(tmp_path), 5).text_bytes == 5 * SEQ_LEN
 
 
 def test_without_a_tokenizer_only_a_whole_dataset_tells_its_bytes(tmp_path) -> None:
