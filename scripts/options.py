@@ -73,5 +73,5 @@ def add_input_options(add: Callable[..., object]) -> None:
         nargs="+",
         default=EXTENSIONS,
         metavar="EXT",
-        help=f"file name extensions to read in directories ({names})",
+        help=f"file name extensions to read in directories, also compressed: .txt reads .txt.gz, too ({names})",
     )

@@ -1,7 +1,7 @@
-"""Tokenize text, JSONL and Parquet files into shards. After an interruption, the same command continues.
+"""Tokenize text, JSON lines and Parquet files into shards. After an interruption, the same command continues.
 
-A document is a text file, a line of JSONL or a row of Parquet. Set data.sources and data.validation to the folder
-that is written. Parquet needs the extra `forge[parquet]`.
+A document is a text file, a line of JSON lines or a row of Parquet. Files may be compressed with gzip or zstd. Set
+data.sources and data.validation to the folder that is written. Parquet and zstd need the extra `forge[parquet]`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     held_out = "fraction of the documents kept for validation (0: none)"
     add("--holdout", type=share, default=0.0, metavar="F", help=held_out)
-    add("--max-bytes", type=positive, metavar="N", help="use a sample of this many bytes of the files (all)")
+    sample = "use a sample of this many bytes of text, shared over all files (all)"
+    add("--max-bytes", type=positive, metavar="N", help=sample)
     bad = "maximum fraction of unreadable documents; above it, fail with exit code 2 (%(default)s)"
     add("--max-bad-fraction", type=share, default=0.01, metavar="F", help=bad)
     return parser

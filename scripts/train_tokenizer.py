@@ -1,4 +1,4 @@
-"""Train a SentencePiece tokenizer on text, JSONL and Parquet files. Writes DIR/tokenizer.model."""
+"""Train a SentencePiece tokenizer on text, JSON lines and Parquet files. Writes DIR/tokenizer.model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="N",
         help="number of ids, including special tokens and 256 bytes",
     )
-    sample = "train on a sample of this many bytes (%(default)s)"
+    sample = "train on a sample of this many bytes, shared over all files (%(default)s)"
     add("--max-bytes", type=positive, default=MAX_BYTES, metavar="N", help=sample)
     given = parser.parse_args(arguments)
     return exit_code_of(

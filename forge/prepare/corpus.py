@@ -1,112 +1,119 @@
-"""Find text, JSONL and Parquet files, in an order that is the same on every machine, and read the documents in them."""
+"""Find text, JSON lines and Parquet files, in an order that is the same on every machine."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from forge.errors import UserError
+from forge.prepare.content import COMPRESSED, File, open_content, plain_name, recognise
+from forge.prepare.documents import Bad, reason_of
+from forge.prepare.sample import Piece, sample, whole
 
-EXTENSIONS = (".txt", ".md", ".py", ".rst", ".jsonl", ".parquet")
-_ROWS_AT_ONCE = 1024  # of a Parquet row group, held in memory
-
-
-class Piece(NamedTuple):
-    """Bytes begin ... end - 1 of a file. `key` is its path below the input; only multi-document files are ever cut.
-
-    A line of JSONL and a row group of Parquet belong to the piece in which they begin.
-    """
-
-    path: str
-    key: str
-    begin: int
-    end: int
-
-    @property
-    def size(self) -> int:
-        return self.end - self.begin
-
-    @property
-    def is_parquet(self) -> bool:
-        return self.path.endswith(".parquet")
-
-    @property
-    def has_many_documents(self) -> bool:
-        """Whether it is JSONL or Parquet; a text file is one document."""
-        return self.path.endswith(".jsonl") or self.is_parquet
-
-
-class Bad(NamedTuple):
-    """An unreadable document; `many`: an unreadable folder, or the rest of a multi-document file."""
-
-    where: str
-    reason: str
-    many: bool = False
+EXTENSIONS = (".txt", ".md", ".py", ".rst", ".jsonl", ".ndjson", ".json", ".parquet")
+_SHOWN = 8  # extensions of files passed over that are named
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Files in the order of the inputs and, below each, of their paths; the last of a byte budget may be cut."""
+    """Pieces of files in the order of the inputs and, below each, of their paths; whole files unless there is a budget.
 
-    files: list[Piece]
+    `text_bytes`: size of the text of the pieces, about. `found_bytes` and `found_files`: of all files that could be read, of
+    which the pieces are a sample if there is a budget. `passed_over`: number of files in the directories that are not
+    read, by extension.
+    """
+
+    pieces: list[Piece]
+    text_bytes: int = 0
+    found_bytes: int = 0
+    found_files: int = 0
     unreadable: list[Bad] = field(default_factory=list)
     duplicates: int = 0
+    passed_over: Counter[str] = field(default_factory=Counter)
 
-    @property
-    def size(self) -> int:
-        return sum(file.size for file in self.files)
+    def notes(self) -> list[str]:
+        """Return sentences on what is not read, for the user; none if everything is."""
+        notes = []
+        if self.passed_over:
+            number = self.passed_over.total()
+            notes.append(f"{number} {'file' if number == 1 else 'files'} passed over: {self._passed_over()}")
+        if self.duplicates:
+            notes.append(f"{self.duplicates} copies of other files left out")
+        partly = sum(not piece.is_whole for piece in self.pieces)
+        left_out = self.found_files - len(self.pieces)
+        if partly or left_out:
+            notes.append(
+                f"a sample of {self.text_bytes / 1e6:.1f} of {self.found_bytes / 1e6:.1f} MB: of {self.found_files} files "
+                f"{partly} are read in part and {left_out} left out (--max-bytes)"
+            )
+        return notes
+
+    def _passed_over(self) -> str:
+        common = self.passed_over.most_common()
+        shown = [f"{count} {extension}" for extension, count in common[:_SHOWN]]
+        rest = sum(count for _, count in common[_SHOWN:])
+        return (
+            ", ".join([*shown, *([f"{rest} others"] if rest else [])])
+            + " (--extensions, or name a file itself)"
+        )
 
 
 def find_corpus(
-    inputs: Sequence[str | Path], extensions: Sequence[str] = EXTENSIONS, max_bytes: int | None = None
+    inputs: Sequence[str | Path],
+    extensions: Sequence[str] = EXTENSIONS,
+    max_bytes: int | None = None,
+    text_key: str = "text",
 ) -> Corpus:
-    """Find all files below `inputs`, without copies, up to `max_bytes`.
+    """Find all files below `inputs`, without copies, and take a sample of `max_bytes` of them (see `sample`).
 
     Directories are walked (hidden ones, __pycache__ and links to directories are skipped) for files with one of the
-    `extensions`; a file named as an input is included whatever its name. Of text files with equal content, and of
-    several paths to one file, only the first is kept. A budget is filled in the order of a hash of the keys, so the files
-    kept are a fair sample that is the same on every machine and grows with the budget.
+    `extensions`, compressed (.gz, .zst) or not; of .json files only for those that hold JSON lines. A file named as an
+    input is included whatever its name. Of text files with equal content, and of several paths to one file, only the first
+    is kept.
 
-    Raises UserError where an input is missing, nothing is found, or Parquet is found and pyarrow is not installed.
+    Raises UserError where an input is missing, nothing is found, or a file needs a package that is not installed.
     """
-    corpus = _drop_copies(_list_files(inputs, extensions))
-    parquet = next((file.path for file in corpus.files if file.is_parquet), None)
-    if parquet is not None and find_spec("pyarrow") is None:
-        raise UserError(
-            f"--input {parquet}: reading Parquet needs pyarrow; install the extra: pip install 'forge[parquet]' "
-            "(in a clone: pip install -e '.[parquet]')"
-        )
+    files, corpus = _list_files(inputs, extensions, text_key)
+    kept = _drop_copies(files)
+    found = taken = sum(file.size for file in kept)
+    pieces = [whole(file) for file in kept]
     if max_bytes is not None:
-        corpus = replace(corpus, files=_sample(corpus.files, max_bytes))
-    if not corpus.files:
-        budget = "" if max_bytes is None else f" within --max-bytes {max_bytes}"
+        pieces, taken, found = sample(kept, max_bytes, text_key)
+    corpus = replace(corpus, pieces=pieces, text_bytes=taken, found_bytes=found, found_files=len(kept))
+    corpus = replace(corpus, duplicates=len(files) - len(kept))
+    if not pieces:
         tried = f"; {len(corpus.unreadable)} are unreadable" if corpus.unreadable else ""
         raise UserError(
-            f"--input {' '.join(map(str, inputs))}: no file with text{budget} ({', '.join(extensions)}){tried}"
+            f"--input {' '.join(map(str, inputs))}: no file with text ({', '.join(extensions)}){tried}"
+            + "".join(f"; {note}" for note in corpus.notes())
         )
     return corpus
 
 
-def _list_files(inputs: Sequence[str | Path], extensions: Sequence[str]) -> Corpus:
-    files: list[Piece] = []
-    unreadable: list[Bad] = []
+def _list_files(
+    inputs: Sequence[str | Path], extensions: Sequence[str], text_key: str
+) -> tuple[list[File], Corpus]:
+    """Return the files, and a corpus that has only what is not read."""
+    files: list[File] = []
+    corpus = Corpus([])
     seen: set[str] = set()
+    endings = tuple(ending + suffix for ending in extensions for suffix in ("", *COMPRESSED))
     for given in inputs:
         root = Path(given)
         if not root.exists():
             raise UserError(f"--input {given}: no such file or directory")
         if not os.access(root, os.R_OK):
             raise UserError(f"--input {given}: cannot be read (permission denied)")
-        below = [(str(root), root.name)] if root.is_file() else _walk(root, tuple(extensions), unreadable)
-        for path, key in below:
+        is_named = root.is_file()
+        for path, key in [(str(root), root.name)] if is_named else _walk(root, corpus.unreadable):
+            if not is_named and not key.endswith(endings):
+                corpus.passed_over[_extension(key)] += 1
+                continue
             real = os.path.realpath(path)
             if real in seen:
                 continue
@@ -114,35 +121,57 @@ def _list_files(inputs: Sequence[str | Path], extensions: Sequence[str]) -> Corp
             try:
                 status = os.stat(real)
             except OSError as error:  # a dangling link
-                unreadable.append(Bad(key, error.strerror or str(error)))
+                corpus.unreadable.append(Bad(key, reason_of(error)))
                 continue
-            if stat.S_ISREG(status.st_mode) and status.st_size:
-                files.append(Piece(path, key, 0, status.st_size))
-    return Corpus(files, unreadable)
+            if not stat.S_ISREG(status.st_mode) or not status.st_size:
+                continue
+            file = recognise(path, key, status.st_size, text_key)
+            if file.is_json and file.kind == "text":
+                if not is_named:
+                    corpus.passed_over[f"{_extension(key)} without JSON lines"] += 1
+                    continue
+                _refuse_array(file)
+            files.append(file)
+    return files, corpus
 
 
-def _walk(root: Path, extensions: tuple[str, ...], unreadable: list[Bad]) -> list[tuple[str, str]]:
+def _extension(key: str) -> str:
+    suffix = Path(plain_name(key)).suffix + key[len(plain_name(key)) :]
+    return suffix.lower() or "without an extension"
+
+
+def _refuse_array(file: File) -> None:
+    """UserError for a .json that holds an array, whose documents would otherwise be one text."""
+    try:
+        with open_content(file) as content:
+            is_array = content.peek(1)[:1] == b"["
+    except (OSError, EOFError):
+        return  # reported when it is read
+    if is_array:
+        raise UserError(f"--input {file.path}: is a JSON array; write one object a line, as jq -c '.[]' does")
+
+
+def _walk(root: Path, unreadable: list[Bad]) -> list[tuple[str, str]]:
     """Paths below `root` with their keys, sorted by key."""
 
     def failed(error: OSError) -> None:
-        unreadable.append(Bad(str(error.filename), error.strerror or str(error), many=True))
+        unreadable.append(Bad(str(error.filename), reason_of(error), many=True))
 
     found = []
     for folder, folders, names in os.walk(root, onerror=failed):
         folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
         for name in names:
-            if name.endswith(extensions):
-                path = os.path.join(folder, name)
-                found.append((path, Path(path).relative_to(root).as_posix()))
+            path = os.path.join(folder, name)
+            found.append((path, Path(path).relative_to(root).as_posix()))
     return sorted(found, key=lambda path_and_key: path_and_key[1])
 
 
-def _drop_copies(corpus: Corpus) -> Corpus:
+def _drop_copies(files: list[File]) -> list[File]:
     """Drop text files with the content of an earlier one. Only files of equal size are read."""
-    sizes = Counter(file.size for file in corpus.files if not file.has_many_documents)
-    files, seen = [], set()
-    for file in corpus.files:
-        if not file.has_many_documents and sizes[file.size] > 1:
+    sizes = Counter(file.size for file in files if file.kind == "text")
+    kept, seen = [], set()
+    for file in files:
+        if file.kind == "text" and sizes[file.size] > 1:
             try:
                 with open(file.path, "rb") as content:
                     digest = hashlib.file_digest(content, "sha256").digest()
@@ -151,99 +180,5 @@ def _drop_copies(corpus: Corpus) -> Corpus:
             if digest in seen:
                 continue
             seen.add(digest)
-        files.append(file)
-    return replace(corpus, files=files, duplicates=len(corpus.files) - len(files))
-
-
-def _sample(files: list[Piece], max_bytes: int) -> list[Piece]:
-    """Take files in the order of their keys' hashes while they fit; JSONL and Parquet are cut to what fits."""
-
-    def hashed(number: int) -> bytes:
-        return hashlib.sha256(os.fsencode(files[number].key)).digest()
-
-    kept = {}
-    for number in sorted(range(len(files)), key=hashed):
-        file = files[number]
-        size = min(file.size, max_bytes) if file.has_many_documents else file.size
-        if 0 < size <= max_bytes:
-            kept[number] = file._replace(end=size)
-            max_bytes -= size
-    return [kept[number] for number in sorted(kept)]
-
-
-def read_documents(piece: Piece, text_key: str) -> Iterator[str | Bad]:
-    """Yield the documents of a piece in order: a text file's content, `text_key` of a JSON line or a Parquet row.
-
-    Blank documents are left out.
-    """
-    read = _read_parquet if piece.is_parquet else _read_jsonl if piece.has_many_documents else _read_text
-    for document in read(piece, text_key):
-        if isinstance(document, Bad) or document.strip():
-            yield document
-
-
-def _read_text(piece: Piece, _text_key: str) -> Iterator[str | Bad]:
-    try:
-        yield Path(piece.path).read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        yield Bad(piece.key, error.strerror or str(error))
-    except UnicodeDecodeError as error:
-        yield Bad(piece.key, f"not UTF-8 at byte {error.start}")
-
-
-def _read_jsonl(piece: Piece, text_key: str) -> Iterator[str | Bad]:
-    try:
-        with open(piece.path, "rb") as file:
-            # Seek to one byte before `begin`: a line that begins exactly there is not the rest of another.
-            file.seek(max(0, piece.begin - 1))
-            if piece.begin:
-                file.readline()
-            while (offset := file.tell()) < piece.end and (line := file.readline()):
-                if line.strip():
-                    yield _parsed(line, f"{piece.key}, line at byte {offset}", text_key)
-    except OSError as error:
-        yield Bad(piece.key, error.strerror or str(error), many=True)
-
-
-def _parsed(line: bytes, where: str, text_key: str) -> str | Bad:
-    try:
-        text = json.loads(line)[text_key]
-        text.encode("utf-8")  # "\ud800" is valid JSON, but not text
-    except UnicodeError:
-        return Bad(where, "not UTF-8")
-    except (ValueError, RecursionError):
-        return Bad(where, "not JSON")
-    except (KeyError, TypeError, AttributeError, IndexError):
-        return Bad(where, f"no text under the key {text_key!r}")
-    return text
-
-
-def _read_parquet(piece: Piece, text_key: str) -> Iterator[str | Bad]:
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(piece.path) as file:
-            names = file.schema_arrow.names
-            if text_key not in names:
-                raise ValueError(f"no column {text_key!r}, only {', '.join(names)}")
-            first_row = 0
-            for group in range(file.num_row_groups):
-                about = file.metadata.row_group(group)
-                first = about.column(0)  # the group begins with this column's dictionary, if it has one
-                offset = first.dictionary_page_offset if first.has_dictionary_page else first.data_page_offset
-                if piece.begin <= offset < piece.end:
-                    batches = file.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=[text_key])
-                    values = (value for batch in batches for value in batch.column(0))
-                    for row, value in enumerate(values, first_row):
-                        yield _row_text(value, f"{piece.key}, row {row}", text_key)
-                first_row += about.num_rows
-    except (ValueError, OSError) as error:  # the classes of pyarrow's own errors
-        yield Bad(piece.key, f"not read as Parquet: {str(error).splitlines()[0]}", many=True)
-
-
-def _row_text(value: Any, where: str, text_key: str) -> str | Bad:
-    try:
-        text = value.as_py()
-    except UnicodeDecodeError:
-        return Bad(where, "not UTF-8")
-    return text if isinstance(text, str) else Bad(where, f"no text under the key {text_key!r}")
+        kept.append(file)
+    return kept

@@ -37,7 +37,9 @@ from forge.data.tokenizer import Tokenizer, enclose, load_tokenizer
 from forge.errors import UserError
 from forge.files import replace_atomically
 from forge.observe.progress import ProgressLine, format_duration
-from forge.prepare.corpus import EXTENSIONS, Bad, Corpus, Piece, find_corpus, read_documents
+from forge.prepare.corpus import EXTENSIONS, Corpus, find_corpus
+from forge.prepare.documents import Bad, read_documents
+from forge.prepare.sample import Piece
 from forge.prepare.writer import ShardWriter
 
 TRAIN, VALIDATION = "train", "validation"
@@ -105,8 +107,8 @@ def prepare(request: Request) -> list[Path]:
         for folder in request.targets.values():
             print(f"{folder}: already prepared, {_describe(TokenDataset(folder).index)}")
         return list(request.targets.values())
-    corpus = find_corpus(request.inputs, request.extensions, request.max_bytes)
-    chunks = _cut(corpus.files)
+    corpus = find_corpus(request.inputs, request.extensions, request.max_bytes, request.text_key)
+    chunks = _cut(corpus.pieces)
     with _locked(parts):
         _match_plan(parts, options, corpus)
         _encode_missing(request, chunks, parts)
@@ -150,20 +152,22 @@ def _finished_targets(request: Request, options: dict[str, Any]) -> set[str]:
     return finished
 
 
-def _cut(files: list[Piece]) -> list[list[Piece]]:
-    """Cut into chunks of about 1/256 of the whole, at least 1 MB (a chunk has a fixed cost) and at most 128 MB."""
-    chunk_bytes = min(max(sum(file.size for file in files) // 256, 1 << 20), 128 << 20)
+def _cut(pieces: list[Piece]) -> list[list[Piece]]:
+    """Cut into chunks of about 1/256 of the whole, at least 1 MB (a chunk has a fixed cost) and at most 128 MB.
+
+    A whole text file, which is one document, is not cut, and neither is a compressed file, which is read from its start.
+    """
+    chunk_bytes = min(max(sum(piece.size for piece in pieces) // 256, 1 << 20), 128 << 20)
     chunks: list[list[Piece]] = [[]]
     room = chunk_bytes
-    for file in files:
-        step = chunk_bytes if file.has_many_documents else max(1, file.size)
-        for begin in range(file.begin, file.end, step):
-            piece = file._replace(begin=begin, end=min(begin + step, file.end))
-            if chunks[-1] and piece.size > room:
+    for piece in pieces:
+        is_document = piece.file.kind == "text" and piece.is_whole
+        for part in [piece] if is_document or piece.file.compression else piece.parts(chunk_bytes):
+            if chunks[-1] and part.size > room:
                 chunks.append([])
                 room = chunk_bytes
-            chunks[-1].append(piece)
-            room -= piece.size
+            chunks[-1].append(part)
+            room -= part.size
     return chunks
 
 
@@ -186,9 +190,9 @@ def _locked(parts: Path) -> Iterator[None]:
 def _match_plan(parts: Path, options: dict[str, Any], corpus: Corpus) -> None:
     """Keep the parts of an interrupted run only if it had this corpus and these options."""
     digest = hashlib.sha256()
-    for file in corpus.files:
+    for file, *ranges in corpus.pieces:
         modified = os.stat(file.path).st_mtime_ns
-        digest.update(os.fsencode(f"{file.path}\0{file.begin}\0{file.end}\0{modified}\n"))
+        digest.update(os.fsencode(f"{tuple(file)}\0{ranges}\0{modified}\n"))
     plan = json.dumps({"options": options, "corpus": digest.hexdigest()}, sort_keys=True).encode()
     path, existing = parts / "plan.json", list(parts.glob("part-*.npz"))
     if path.exists() and path.read_bytes() == plan:
@@ -297,8 +301,8 @@ def _check_tally(request: Request, corpus: Corpus, count: int, parts: Path) -> T
         tally.add(found)
         if found.lost:
             _part(parts, number).unlink()  # the file may be readable next time although it did not change
-    if corpus.duplicates:
-        print(f"{corpus.duplicates} copies of other files left out", file=sys.stderr)
+    for note in corpus.notes():
+        print(note, file=sys.stderr)
     if tally.bad:
         print(f"{tally.bad} of {tally.documents} documents are bad and left out:", file=sys.stderr)
         for where, reason, _ in tally.examples:
@@ -318,6 +322,7 @@ def _check_tally(request: Request, corpus: Corpus, count: int, parts: Path) -> T
     for split, folder in request.targets.items():
         if not tally.text_bytes[split]:
             hint = f", or another --holdout than {request.holdout:g}" if request.holdout else ""
+            hint += f", or more --max-bytes than {request.max_bytes}" if request.max_bytes else ""
             raise UserError(f"{folder}: no document with text is left; give more --input{hint}")
     return tally
 

@@ -8,11 +8,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 from forge.data.tokenizer import MODEL_FILE, SentencePieceTokenizer
 from forge.errors import UserError
-from forge.prepare.corpus import EXTENSIONS, Bad, Corpus, find_corpus, read_documents
+from forge.prepare.corpus import EXTENSIONS, Corpus, find_corpus
+from forge.prepare.documents import Bad, read_documents
 
 MAX_BYTES = 32_000_000
 _LEAST_VOCAB = 260
@@ -38,7 +40,7 @@ def train_tokenizer(
         raise UserError(
             f"--vocab-size {vocab_size}: needs at least {_LEAST_VOCAB}: 256 bytes, 3 specials and a piece"
         )
-    corpus = find_corpus(inputs, extensions, max_bytes)
+    corpus = find_corpus(inputs, extensions, max_bytes, text_key)
     folder = Path(output)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -46,11 +48,18 @@ def train_tokenizer(
             pass  # fail now rather than after minutes of training
     except OSError as error:
         raise UserError(f"--output {folder}: cannot be written: {error.strerror}") from None
-    what = f"{vocab_size} pieces from {corpus.size / 1e6:.1f} MB in {len(corpus.files)} files"
+    for note in corpus.notes():
+        print(f"tokenizer: {note}", file=sys.stderr)
+    what = f"{vocab_size} pieces from {corpus.text_bytes / 1e6:.1f} MB in {len(corpus.pieces)} files"
     print(f"tokenizer: {what}", file=sys.stderr, flush=True)
     begin = time.monotonic()
     bad: list[Bad] = []
-    tokenizer = SentencePieceTokenizer(_train(_sentences(corpus, text_key, bad), vocab_size), str(output))
+    sentences = _sentences(corpus, text_key, bad)
+    first = next(sentences, None)
+    if first is None:
+        reason = f"the input has no text, such as {bad[0].where}: {bad[0].reason}" if bad else None
+        raise UserError(f"--max-bytes {max_bytes}: {reason or 'the sample holds no document; raise it'}")
+    tokenizer = SentencePieceTokenizer(_train(chain([first], sentences), vocab_size), str(output))
     tokenizer.save(folder)
     bad += corpus.unreadable
     note = f" ({len(bad)} unreadable left out, the first: {bad[0].where}: {bad[0].reason})" if bad else ""
@@ -92,7 +101,7 @@ def _train(sentences: Iterator[str], vocab_size: int) -> bytes:
 
 def _sentences(corpus: Corpus, text_key: str, bad: list[Bad]) -> Iterator[str]:
     """Yield groups of whole lines, so that pieces may hold line ends; unreadable documents are appended to `bad`."""
-    for piece in corpus.files:
+    for piece in corpus.pieces:
         for document in read_documents(piece, text_key):
             if isinstance(document, Bad):
                 bad.append(document)

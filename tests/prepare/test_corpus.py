@@ -4,7 +4,10 @@ import os
 import pytest
 
 from forge.errors import UserError
-from forge.prepare.corpus import Bad, Piece, find_corpus, read_documents
+from forge.prepare.content import File
+from forge.prepare.corpus import find_corpus
+from forge.prepare.documents import Bad, read_documents
+from forge.prepare.sample import Piece, whole
 
 
 def write(folder, **files):
@@ -16,7 +19,7 @@ def write(folder, **files):
 
 
 def keys(corpus):
-    return [file.key for file in corpus.files]
+    return [piece.file.key for piece in corpus.pieces]
 
 
 def test_files_come_sorted_by_path_below_each_input_in_turn(tmp_path):
@@ -40,32 +43,17 @@ def test_copies_links_and_empty_files_are_left_out(tmp_path):
     assert [bad.where for bad in corpus.unreadable] == ["dead.txt"]
 
 
-def test_a_budget_takes_a_sample_that_grows_with_it_and_does_not_depend_on_the_place(tmp_path):
-    for place in ("here", "there/deeper"):
-        write(tmp_path / place, **{f"f{i}_dot_txt": f"{i:03d}" * 10 for i in range(40)})
-    small, large = (keys(find_corpus([tmp_path / "here"], max_bytes=size)) for size in (150, 600))
-    assert len(small) == 5 and len(large) == 20 and set(small) < set(large) and large == sorted(large)
-    assert keys(find_corpus([tmp_path / "there"], max_bytes=150)) != []
-    assert keys(find_corpus([tmp_path / "there" / "deeper"], max_bytes=150)) == small
-
-
-def test_a_budget_cuts_jsonl(tmp_path):
-    write(tmp_path, a_dot_jsonl='{"text": "x"}\n' * 10)
-    (file,) = find_corpus([tmp_path], max_bytes=30).files
-    assert len(list(read_documents(file, "text"))) == 3
-
-
 @pytest.mark.parametrize(
     ("names", "options", "message"),
     [
         (["absent"], {}, "absent: no such"),
         (["."], {}, "no file with text"),
-        (["a.txt"], {"max_bytes": 1}, "max-bytes 1"),
+        (["."], {}, r"1 file passed over: 1 \.bin \(--extensions"),
     ],
 )
 def test_no_input_is_refused_in_one_sentence(tmp_path, names, options, message):
     write(tmp_path, x_dot_bin="4")
-    (tmp_path / "a.txt").write_text("four" if names == ["a.txt"] else "")
+    (tmp_path / "a.txt").write_text("")
     with pytest.raises(UserError, match=message):
         find_corpus([tmp_path / name for name in names], **options)
 
@@ -76,7 +64,7 @@ def test_each_jsonl_line_is_read_once_wherever_the_file_is_cut(tmp_path):
     path.write_text("\n".join([*lines[:5], "", *lines[5:]]))  # a blank line, and no line end at the end
     size = path.stat().st_size
     for step in (1, 7, 20, size):
-        pieces = [Piece(str(path), "a", begin, min(begin + step, size)) for begin in range(0, size, step)]
+        pieces = whole(File(str(path), "a", size, "lines")).parts(step)
         documents = [document for piece in pieces for document in read_documents(piece, "text")]
         assert documents == ["é" * i for i in range(1, 12)]
 
@@ -97,7 +85,7 @@ BAD_LINES = {
 def test_d3_a_malformed_line_is_reported_with_its_place_and_the_next_one_read(tmp_path, line):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "a"}\n' + line + b'\n{"text": " "}\n{"text": "b"}\n')
-    first, bad, last = read_documents(Piece(str(path), "a.jsonl", 0, path.stat().st_size), "text")
+    first, bad, last = read_documents(Piece(File(str(path), "a.jsonl", 0, "lines")), "text")
     assert (first, last) == ("a", "b")
     assert bad.where == "a.jsonl, line at byte 14" and BAD_LINES[line] in bad.reason
 
@@ -106,7 +94,8 @@ def test_d3_a_text_file_is_one_document_or_bad(tmp_path):
     write(tmp_path, a_dot_txt=b"\xef\xbb\xbfx\r\ny\n", b_dot_txt=b"ab\xffc", c_dot_txt=b" \n")
 
     def read(name):
-        return list(read_documents(Piece(str(tmp_path / name), name, 0, 1), "text"))
+        kind = "lines" if name.endswith("jsonl") else "text"
+        return list(read_documents(Piece(File(str(tmp_path / name), name, 1, kind)), "text"))
 
     assert read("a.txt") == ["x\r\ny\n"] and read("c.txt") == []
     assert read("b.txt") == [Bad("b.txt", "not UTF-8 at byte 2")]

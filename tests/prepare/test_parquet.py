@@ -5,14 +5,17 @@ import pytest
 
 from forge.data.format import TokenDataset
 from forge.errors import UserError
-from forge.prepare import corpus
-from forge.prepare.corpus import Bad, Piece, find_corpus, read_documents
+from forge.prepare import content
+from forge.prepare.content import File
+from forge.prepare.corpus import find_corpus
+from forge.prepare.documents import Bad, read_documents
 from forge.prepare.prepare import Request, prepare
+from forge.prepare.sample import Piece
 
 
 def test_without_pyarrow_the_extra_is_named(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    monkeypatch.setattr(corpus, "find_spec", lambda name: None)
+    monkeypatch.setattr(content, "find_spec", lambda name: None)
     with pytest.raises(
         UserError, match=r"a\.parquet: reading Parquet needs pyarrow.*pip install 'forge\[parquet\]'"
     ):
@@ -34,7 +37,8 @@ def write(tmp_path):
 
 
 def documents(path, begin=0, end=None, key="text"):
-    return list(read_documents(Piece(str(path), path.name, begin, end or path.stat().st_size), key))
+    size = path.stat().st_size
+    return list(read_documents(Piece(File(str(path), path.name, size, "parquet"), begin, end or size), key))
 
 
 def test_each_row_is_read_once_wherever_the_file_is_cut(write):

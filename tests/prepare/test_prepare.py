@@ -8,7 +8,7 @@ from forge.data.format import TokenDataset
 from forge.data.tokenizer import ByteTokenizer
 from forge.errors import UserError
 from forge.prepare import prepare as module
-from forge.prepare.corpus import Bad, read_documents
+from forge.prepare.documents import Bad, read_documents
 from forge.prepare.prepare import Request, prepare
 
 
@@ -151,7 +151,7 @@ def test_d3_an_unreadable_file_of_many_documents_is_refused(tmp_path, monkeypatc
         (tmp_path / "in" / name).write_text("".join(f'{{"text": "{name} {i}"}}\n' for i in range(200)))
 
     def read(piece, text_key):
-        unreadable = piece.key == "b.jsonl"
+        unreadable = piece.file.key == "b.jsonl"
         return [Bad("b.jsonl", "bad disk", many=True)] if unreadable else read_documents(piece, text_key)
 
     with monkeypatch.context() as patched:
