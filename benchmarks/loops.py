@@ -112,7 +112,7 @@ class ForgeLoop:
         folder.mkdir(parents=True, exist_ok=True)
         self._metrics = directory.metrics
         checkpoints = Checkpoints(directory.checkpoints, keep_last=1, mode=mode)  # type: ignore[arg-type]
-        signals = StopSignals(speak=False)
+        signals = StopSignals()
         self.trainer = Trainer(
             config, degrees, open_data(config), checkpoints, None, Reporter(directory, world), signals
         )

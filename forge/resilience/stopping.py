@@ -1,4 +1,7 @@
-"""Requests to stop after a save: by SIGTERM, SIGINT or SIGUSR1, or because the time limit of the job is near."""
+"""Requests to stop after a save: by SIGTERM, SIGINT or SIGUSR1, or because the time limit of the job is near.
+
+train.py imports this before anything that takes long, so nothing here may import torch.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import signal
 import threading
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -18,8 +22,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # Signals that arrive within this time of each other are one request. At a preemption or time limit Slurm sends SIGTERM twice
 # within milliseconds, to torchrun and to its workers, and torchrun forwards each to its workers again.
 SAME_REQUEST_S = 2.0
-# The part of the time limit that is reserved for a save before the duration of one is known.
-UNKNOWN_SAVE = 0.05
+# The part of the time limit that is reserved for a save before the duration of one is known, and the most seconds of it.
+UNKNOWN_SAVE, UNKNOWN_SAVE_S = 0.05, 600.0
 # All ranks see the request to stop one step later, and that step may be slower than those before it.
 STEPS = 3
 
@@ -29,37 +33,49 @@ _active: StopSignals | None = None
 class StopSignals:
     """Context manager in whose body a signal requests a stop instead of ending the process. Main thread only.
 
-    The first request sets `reason`, which the training loop shares with all ranks. The second only prints a message: a
-    save may be running. The third ends the process at once with exit code 75. Signals that follow each other within
-    SAME_REQUEST_S are one request.
+    Before `defer` is called, the first request ends the process at once with exit code 75: no step has been made, so
+    nothing is lost. `leaving(reason)` is called first, in another thread.
+
+    After that the first request sets `reason`, which the training loop shares with all ranks. The second only prints a
+    message: a save may be running. The third ends the process at once with exit code 75. Signals that follow each other
+    within SAME_REQUEST_S are one request.
+
+    One may be entered in the body of another, which is then out of use.
 
     Python runs a signal's handler in the main thread between two bytecodes, so not while that thread waits in a collective
     that hangs. So a second thread, woken by the interpreter's C handler, counts the requests, prints the messages, and
     ends the process; the handler itself only sets `reason`.
     """
 
-    def __init__(self, speak: bool = True):
+    def __init__(self) -> None:
         self.reason: str | None = None
-        self._speak = speak
+        self.deferred = False
+        self.leaving: Callable[[str], None] = lambda reason: None
         self._previous: dict[int, Any] = {}
+
+    def defer(self) -> None:
+        """From now on finish the step and save before stopping."""
+        self.deferred = True
 
     def __enter__(self) -> StopSignals:
         global _active
         listening, self._waking = os.pipe()
         os.set_blocking(self._waking, False)
         self._counting = threading.Thread(
-            target=_count_requests, args=(listening, self._speak), name="stop-signals", daemon=True
+            target=self._count_requests, args=(listening,), name="stop-signals", daemon=True
         )
         self._counting.start()
         self._previous_wakeup = signal.set_wakeup_fd(self._waking, warn_on_full_buffer=False)
         for number in SIGNALS:
             self._previous[number] = signal.signal(number, self._handle)
-        _active = self
+        self._outer, _active = _active, self
         return self
 
     def __exit__(self, *_: object) -> None:
         global _active
-        _active = None
+        _active = self._outer
+        if self._outer is not None:
+            self._outer.deferred = self.deferred
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._previous_wakeup)
@@ -70,27 +86,32 @@ class StopSignals:
         # A handler interrupts any Python code, logging included, so it must not take a lock, and must not log.
         self.reason = self.reason or signal.Signals(number).name
 
-
-def _count_requests(listening: int, speak: bool) -> None:
-    """Print what a request leads to, and end the process at the third; return when the pipe's other end is closed."""
-    requests, last = 0, -math.inf
-    while numbers := os.read(listening, 64):
-        names = [signal.Signals(number).name for number in numbers if number in SIGNALS]
-        if not names:
-            continue
-        now = time.monotonic()
-        new, last = now - last >= SAME_REQUEST_S, now
-        requests += new
-        if requests >= 3:
-            _to_stderr("third request to stop: leaving at once")
-            os._exit(STOPPED)
-        if new and speak:
-            first = "stopping after this step, once a checkpoint is saved"
-            second = (
-                "already stopping, a save may be running; one more signal after a pause ends the run at once"
-            )
-            _to_stderr(f"{names[0]}: {first if requests == 1 else second}")
-    os.close(listening)
+    def _count_requests(self, listening: int) -> None:
+        """Print what a request leads to, and end the process where it does; return when the pipe's other end is closed."""
+        requests, last = 0, -math.inf
+        speak = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+        while numbers := os.read(listening, 64):
+            names = [signal.Signals(number).name for number in numbers if number in SIGNALS]
+            if not names:
+                continue
+            now = time.monotonic()
+            new, last = now - last >= SAME_REQUEST_S, now
+            requests += new
+            if not self.deferred:
+                message = "stopped before the first step; nothing was lost"
+                if speak:
+                    _to_stderr(f"{names[0]}: {message}")
+                with contextlib.suppress(Exception):
+                    self.leaving(f"{names[0]}: {message}")
+                os._exit(STOPPED)
+            if requests >= 3:
+                _to_stderr("third request to stop: leaving at once")
+                os._exit(STOPPED)
+            if new and speak:
+                first = "stopping after this step, once a checkpoint is saved"
+                second = "already stopping, a save may be running; one more signal after a pause ends the run at once"
+                _to_stderr(f"{names[0]}: {first if requests == 1 else second}")
+        os.close(listening)
 
 
 def _to_stderr(text: str) -> None:
@@ -110,9 +131,11 @@ def _unblock_signals() -> None:
 
 
 def _restore_in_child() -> None:
-    if _active is not None:
+    if _active is None:
+        return
+    while _active is not None:
         _active.__exit__()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 # SIGTERM must end a forked helper process, and must not wake our thread: signals wait until it has restored the handlers.
@@ -141,7 +164,7 @@ class TimeLimit:
         if not self._limit_s:
             return False
         # In the worst case a save is in flight, and the last one has to wait for it.
-        saves = 2 * save_s if save_s else UNKNOWN_SAVE * self._limit_s
+        saves = 2 * save_s if save_s else min(UNKNOWN_SAVE * self._limit_s, UNKNOWN_SAVE_S)
         steps = STEPS * sum(max(self._recent[phase], default=0.0) for phase in ("data", "step"))
         reserve = saves + steps + max(self._recent["evaluation"], default=0.0)
         return time.monotonic() - self._began + reserve >= self._limit_s

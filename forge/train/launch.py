@@ -36,6 +36,11 @@ log = logging.getLogger(__name__)
 
 def main(argv: list[str]) -> int:
     """Run train.py's command line `argv` (without the program's name) and return the process's exit code."""
+    with StopSignals() as signals:
+        return _main(argv, signals)
+
+
+def _main(argv: list[str], signals: StopSignals) -> int:
     try:
         world = read_world()
     except UserError as error:
@@ -52,7 +57,7 @@ def main(argv: list[str]) -> int:
             return FINISHED
         degrees = check_world(config, world.size)
         join(world)
-        code = run(config, degrees, world)
+        code = run(config, degrees, world, signals)
         dist.destroy_process_group()
         return code
     except UserError as error:
@@ -68,7 +73,7 @@ def main(argv: list[str]) -> int:
         return FAILED
 
 
-def run(config: Config, degrees: Degrees, world: World) -> int:
+def run(config: Config, degrees: Degrees, world: World, signals: StopSignals) -> int:
     """Train as `config` says on the joined ranks and return this worker's exit code. Collective.
 
     Raises UserError for what the user can fix. By then `status.json` is written, unless another run has the directory.
@@ -81,7 +86,7 @@ def run(config: Config, degrees: Degrees, world: World) -> int:
             "finding the run directory",
             lambda: directory.find(holder) if world.local_rank == 0 and world.rank > 0 else None,
         )
-        return _run_in(directory, config, degrees, world, hooks)
+        return _run_in(directory, config, degrees, world, signals, hooks)
     finally:
         directory.release()
 
@@ -91,10 +96,14 @@ def _run_in(
     config: Config,
     degrees: Degrees,
     world: World,
+    signals: StopSignals,
     hooks: list[tuple[str, type[Hook]]],
 ) -> int:
     """Train in the locked run directory, watched over; report every kind of end."""
     setup_logging(world.rank, directory.logs)
+    if world.size > 1:
+        at = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        log.info("%d ranks under %s, which meet at %s", world.size, world.launcher, at)
     compat.raise_timeouts(patience(config.resilience))
     reporter = Reporter(directory, world, time.monotonic() - process_age_s())
     crash = CrashReporter(reporter)
@@ -106,16 +115,20 @@ def _run_in(
         alarm=crash.alarm,
         alarm_s=1.0 if world.size <= 64 else 5.0,
     )
-    # Signals are handled until all is reported: torchrun sends one to rank 0 as soon as another rank has left or died.
-    with StopSignals(speak=world.rank == 0) as signals:
-        try:
-            with watchdog, reporter.memory.explaining(config, degrees):
-                reporter.phases.listen(watchdog.enter)
-                stopped = _train(config, degrees, reporter, signals, hooks)
-                return _report_end(reporter, stopped)
-        except BaseException as error:
-            crash.failed(error)
-            raise
+    if world.launcher == "torchrun":
+        # It sends a signal to rank 0 as soon as another rank has left or died, and rank 0 has to report that.
+        signals.defer()
+    signals.leaving = lambda reason: reporter.ended("stopped", reason, STOPPED)
+    try:
+        with watchdog, reporter.memory.explaining(config, degrees):
+            reporter.phases.listen(watchdog.enter)
+            stopped = _train(config, degrees, reporter, signals, hooks)
+            signals.defer()
+            return _report_end(reporter, stopped)
+    except BaseException as error:
+        signals.defer()
+        crash.failed(error)
+        raise
 
 
 def _report_end(reporter: Reporter, stopped: str | None) -> int:
@@ -168,7 +181,9 @@ def _train(
     else:
         log.info("resumed from %s at step %d", start.path, start.step)
         reporter.event("resumed", step=start.step, path=str(start.path))
-    stopped = trainer.train(make_hooks(trainer, hooks))
+    all_hooks = make_hooks(trainer, hooks)
+    signals.defer()
+    stopped = trainer.train(all_hooks)
     reporter.step = trainer.progress.step
     return stopped
 

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +17,8 @@ DEADLOCK = """
 import ctypes
 from forge.resilience import stopping
 stopping.SAME_REQUEST_S = 0.05
-with stopping.StopSignals():
+with stopping.StopSignals() as signals:
+    signals.defer()
     libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(256)
     libc.pthread_mutex_lock(mutex)
     print("ready", flush=True)
@@ -26,7 +28,8 @@ with stopping.StopSignals():
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
 def test_the_first_signal_is_a_request_with_a_name(name):
-    with StopSignals(speak=False) as signals:
+    with StopSignals() as signals:
+        signals.defer()
         assert signals.reason is None
         os.kill(os.getpid(), signal.Signals[name])
         assert signals.reason == name
@@ -35,6 +38,7 @@ def test_the_first_signal_is_a_request_with_a_name(name):
 def test_a_second_request_changes_nothing_but_prints_a_message(capfd, monkeypatch):
     monkeypatch.setattr("forge.resilience.stopping.SAME_REQUEST_S", 0.05)
     with StopSignals() as signals:
+        signals.defer()
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -45,6 +49,7 @@ def test_a_second_request_changes_nothing_but_prints_a_message(capfd, monkeypatc
 
 def test_p4_signals_at_once_are_one_request(capfd):
     with StopSignals() as signals:
+        signals.defer()
         for _ in range(3):
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
                 os.kill(os.getpid(), number)
@@ -59,6 +64,7 @@ def test_a_closed_stderr_raises_nothing(monkeypatch):
 
     monkeypatch.setattr(os, "write", gone)
     with StopSignals() as signals:
+        signals.defer()
         os.kill(os.getpid(), signal.SIGTERM)
         assert signals.reason == "SIGTERM"
 
@@ -66,7 +72,8 @@ def test_a_closed_stderr_raises_nothing(monkeypatch):
 def test_handlers_are_restored_and_counting_restarts():
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
     for _ in range(4):
-        with StopSignals(speak=False) as signals:
+        with StopSignals() as signals:
+            signals.defer()
             os.kill(os.getpid(), signal.SIGTERM)
             assert signals.reason == "SIGTERM"
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
@@ -88,9 +95,62 @@ def test_p4_the_third_request_ends_a_process_that_hangs_in_c():
     assert "leaving at once" in errors
 
 
+EARLY = """
+import ctypes, os, time
+from forge.resilience.stopping import StopSignals
+with StopSignals() as early:
+    with StopSignals() as signals:
+        signals.leaving = lambda reason: print(reason, flush=True)
+        libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(256)
+        libc.pthread_mutex_lock(mutex)
+        print("ready", flush=True)
+        libc.pthread_mutex_lock(mutex)
+"""
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_p3_before_the_first_step_a_request_ends_the_process_at_once(rank: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", EARLY],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"RANK": rank},
+    )
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=240)
+    assert process.returncode == STOPPED
+    message = "SIGTERM: stopped before the first step; nothing was lost\n"
+    assert output == message
+    assert errors == (f"forge: {message}" if rank == "0" else "")
+
+
+def test_p3_train_py_takes_signals_before_it_imports_torch() -> None:
+    """The process is signalled from inside, when it begins to import torch."""
+    early = (
+        "import builtins, os, runpy, signal, sys\n"
+        "real = builtins.__import__\n"
+        "def importing(name, *rest):\n"
+        "    if name == 'torch':\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    return real(name, *rest)\n"
+        "builtins.__import__ = importing\n"
+        "sys.argv = ['train.py', '--help']\n"
+        "runpy.run_path('train.py', run_name='__main__')\n"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", early], cwd=root, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == STOPPED and done.stdout == ""
+    assert done.stderr == "forge: SIGTERM: stopped before the first step; nothing was lost\n"
+
+
 def test_other_signals_do_not_count():
     previous = signal.signal(signal.SIGUSR2, lambda *_: None)
-    with StopSignals(speak=False) as signals:
+    with StopSignals() as signals:
+        signals.defer()
         for _ in range(5):
             os.kill(os.getpid(), signal.SIGUSR2)
         time.sleep(0.05)
@@ -99,7 +159,8 @@ def test_other_signals_do_not_count():
 
 
 def test_a_forked_helper_ends_on_sigterm_and_does_not_count_for_us():
-    with StopSignals(speak=False) as signals:
+    with StopSignals() as signals:
+        signals.defer()
         for _ in range(3):
             helper = os.fork()
             if helper == 0:
@@ -146,8 +207,10 @@ def test_two_saves_some_steps_and_an_evaluation_are_left_for(clock) -> None:
     assert stops_at(after(clock, ("step", 0.0), ("evaluation", 50.0)), clock, save_s=100.0) == 100 + 750
 
 
-def test_before_the_first_save_a_share_of_the_limit_is_left_for_it(clock) -> None:
+def test_before_the_first_save_a_share_of_the_limit_is_left_for_it_ten_minutes_at_most(clock) -> None:
     assert stops_at(after(clock, ("step", 0.0)), clock, save_s=0.0) == 100 + 950
+    assert not TimeLimit(100_000.0, began=clock[0] - 99_399).near(0.0)
+    assert TimeLimit(100_000.0, began=clock[0] - 99_401).near(0.0)
 
 
 def test_old_steps_and_the_first_one_are_forgotten(clock) -> None:
