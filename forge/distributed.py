@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from forge import compat
 from forge.errors import FAILED, UserError
+from forge.network import choose_gloo_interface, slurm_meeting_point
 
 Result = TypeVar("Result")
 log = logging.getLogger(__name__)
@@ -23,17 +25,23 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class World:
-    """This process among all. `restarts_left`: how many more times the launcher would restart the run by itself."""
+    """This process among all. `restarts_left`: how many more times the launcher would restart the run by itself.
+
+    local_size: processes on this machine (0: unknown). bound: Slurm may have left this process a card of its own.
+    """
 
     rank: int
     size: int
     local_rank: int
     launcher: str
     restarts_left: int = 0
+    local_size: int = 0
+    bound: bool = False
 
     @property
     def device(self) -> torch.device:
-        return compat.training_device(self.local_rank)
+        has_own_card = self.bound and torch.cuda.device_count() == 1
+        return compat.training_device(0 if has_own_card else self.local_rank)
 
     @property
     def first_process(self) -> int:
@@ -72,13 +80,18 @@ def read_world(environment: Mapping[str, str] = os.environ) -> World:
             launcher="torchrun",
             restarts_left=number("TORCHELASTIC_MAX_RESTARTS", "0")
             - number("TORCHELASTIC_RESTART_COUNT", "0"),
+            local_size=number("LOCAL_WORLD_SIZE", "0"),
         )
     if number("SLURM_STEP_NUM_TASKS", "1") > 1:
+        tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
         return World(
             rank=number("SLURM_PROCID"),
             size=number("SLURM_STEP_NUM_TASKS"),
             local_rank=number("SLURM_LOCALID"),
             launcher="srun",
+            # Such as `8(x2),4`: eight tasks on two nodes each, four on a third.
+            local_size=max(map(int, re.findall(r"(\d+)(?=\(|,|$)", tasks)), default=0),
+            bound="gpu:" in environment.get("SLURMD_TRES_BIND", "").replace("gpu:none", ""),
         )
     return World(rank=0, size=1, local_rank=0, launcher="python")
 
@@ -86,14 +99,16 @@ def read_world(environment: Mapping[str, str] = os.environ) -> World:
 def join(world: World, timeout: timedelta = timedelta(minutes=10)) -> None:
     """Create the default process group, for a single process too, so that no later code asks whether there is one.
 
-    Raises UserError when there are more processes on this machine than CUDA cards, or when srun does not say which
-    node is the first.
+    Raises UserError when there are more processes on this machine than CUDA cards, when srun does not say which node is
+    the first, or when the port is taken.
     """
     if world.device.type == "cuda":
         cards = torch.cuda.device_count()
-        if world.local_rank >= cards:
+        # On every rank of the machine, so that rank 0, which prints, is one of them.
+        processes = max(world.local_size, world.local_rank + 1)
+        if processes > cards and not (world.bound and cards == 1):
             raise UserError(
-                f"local rank {world.local_rank} has no CUDA card: this machine has {cards}. "
+                f"{processes} processes on one machine, of which each sees {cards} CUDA cards. "
                 f"Start at most {cards} processes per node (torchrun --nproc-per-node {cards})."
             )
         torch.cuda.set_device(world.device)
@@ -101,17 +116,31 @@ def join(world: World, timeout: timedelta = timedelta(minutes=10)) -> None:
     # With a device, each NCCL communicator is bound to its card now; without, PyTorch guesses at the first collective.
     bound: dict[str, Any] = {"device_id": world.device} if world.device.type == "cuda" else {}
     if world.launcher == "srun":
-        os.environ.setdefault("MASTER_ADDR", _first_slurm_host(os.environ))
-        os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000))
+        host, port = slurm_meeting_point(os.environ)
+        os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
     store: dist.Store = dist.HashStore()
     if world.launcher != "python":
-        shared, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))
-        store = _fresh(shared, os.environ)
+        store = _fresh(_meet(world, timeout), os.environ)
+        if world.local_size != world.size:
+            choose_gloo_interface(store, world.rank, world.size, os.environ["MASTER_ADDR"])
     dist.init_process_group(
         backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout, **bound
     )
     # Gloo fails on a rank whose peer exits while it still connects, as after a config error: wait until all are connected.
     dist.barrier()
+
+
+def _meet(world: World, timeout: timedelta) -> dist.Store:
+    """Connect to the store at MASTER_ADDR and MASTER_PORT, which rank 0 opens unless torchrun has."""
+    try:
+        return next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))[0]
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        port = os.environ["MASTER_PORT"]
+        raise UserError(
+            f"port {port} is in use on {socket.gethostname()}; export another MASTER_PORT."
+        ) from None
 
 
 def _fresh(store: dist.Store, environment: Mapping[str, str]) -> dist.Store:
@@ -124,17 +153,6 @@ def _fresh(store: dist.Store, environment: Mapping[str, str]) -> dist.Store:
     if environment.get("LOCAL_WORLD_SIZE") != environment.get("WORLD_SIZE"):
         return store
     return dist.PrefixStore(f"start-{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-
-
-def _first_slurm_host(environment: Mapping[str, str]) -> str:
-    """The first host of a Slurm node list such as `gpu[003-006,9],login1`, without calling `scontrol show hostnames`."""
-    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST", "")
-    match = re.match(r"(?P<stem>[^,\[]+)(\[(?P<first>\d+)[^\]]*\])?", nodes)
-    if match is None:
-        raise UserError(
-            "srun set no SLURM_STEP_NODELIST; export MASTER_ADDR and MASTER_PORT and start again."
-        )
-    return match["stem"] + (match["first"] or "")
 
 
 class RanksFailed(UserError):

@@ -6,19 +6,21 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from forge.distributed import (
     RanksFailed,
     World,
-    _first_slurm_host,
     gather_from_ranks,
+    join,
     on_every_rank,
     on_first_rank,
     read_world,
 )
 from forge.errors import FAILED, NO_CHECKPOINT, UserError
 from tests.support.harness import run_ranks
+from tests.support.runs import reserve_port
 
 TORCHRUN = {
     "RANK": "3",
@@ -39,6 +41,7 @@ SRUN = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2", "SLURM_LOCALID": "0"}
         # A shell inside a job of several tasks, not a step of them.
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, World(0, 1, 0, "python")),
         (SRUN, World(2, 4, 0, "srun")),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, World(3, 8, 1, "torchrun", restarts_left=3, local_size=4)),
         (TORCHRUN, World(3, 8, 1, "torchrun", restarts_left=3)),
         (TORCHRUN | SRUN, World(3, 8, 1, "torchrun", restarts_left=3)),
     ],
@@ -65,16 +68,44 @@ def test_a_step_that_does_not_say_which_task_this_is() -> None:
 
 
 @pytest.mark.parametrize(
-    "nodes, first",
-    [
-        ("localhost", "localhost"),
-        ("gpu[003-006,9],login1", "gpu003"),
-        ("gpu-a[7]", "gpu-a7"),
-        ("node12,node13", "node12"),
-    ],
+    "tasks, bind, local_size, bound",
+    [("8(x2),4", "", 8, False), ("2", "gres/gpu:per_task:1", 2, True), ("2", "gpu:none", 2, False)],
 )
-def test_the_first_host_of_a_node_list(nodes: str, first: str) -> None:
-    assert _first_slurm_host({"SLURM_STEP_NODELIST": nodes}) == first
+def test_srun_says_how_many_tasks_a_node_has_and_whether_each_has_its_own_card(
+    tasks: str, bind: str, local_size: int, bound: bool
+) -> None:
+    step = SRUN | {"SLURM_STEP_TASKS_PER_NODE": tasks, "SLURMD_TRES_BIND": bind}
+    assert read_world(step) == World(2, 4, 0, "srun", local_size=local_size, bound=bound)
+
+
+@pytest.mark.parametrize(("cards", "bound", "card"), [(1, True, 0), (4, True, 3), (4, False, 3)])
+def test_a_task_that_sees_its_own_card_alone_uses_that(
+    monkeypatch, cards: int, bound: bool, card: int
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: cards)
+    assert World(3, 4, 3, "srun", local_size=4, bound=bound).device == torch.device("cuda", card)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_more_processes_than_cards_are_refused_on_every_rank(monkeypatch, rank: int) -> None:
+    """On rank 0, too, which prints the error."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(UserError, match="4 processes on one machine, of which each sees 2 CUDA cards"):
+        join(World(rank, 4, rank, "srun", local_size=4))
+
+
+def test_a_port_in_use_is_one_sentence(monkeypatch) -> None:
+    port, meeting = reserve_port()
+    port.listen()
+    for name, value in meeting.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        UserError, match=f"port {meeting['MASTER_PORT']} is in use on .*export another MASTER_PORT"
+    ):
+        join(World(0, 2, 0, "srun", local_size=1))
+    port.close()
 
 
 def test_results_reach_every_rank_of_the_group() -> None:

@@ -13,7 +13,7 @@ from tests.support import sizes, words
 
 ROOT = Path(__file__).parents[1]
 FORGE = ROOT / "forge"
-GROUND = {"errors", "files", "shard", "compat", "fault", "hook", "distributed", "config", "model"}
+GROUND = {"errors", "files", "shard", "compat", "fault", "hook", "network", "distributed", "config", "model"}
 MIDDLE = {"parallel", "data", "optim", "checkpoint", "resilience", "observe"}
 CORE = GROUND | MIDDLE | {"train"}
 MAY_IMPORT = {
@@ -23,7 +23,8 @@ MAY_IMPORT = {
     "hook": {"errors"},
     "compat": set(),
     "shard": set(),
-    "distributed": {"compat", "errors"},
+    "network": {"errors"},
+    "distributed": {"compat", "errors", "network"},
     "config": {"errors"},
     "model": {"errors", "config"},
     **{room: GROUND for room in MIDDLE},
