@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from pathlib import Path
 
 # It warns at every redistribution on a mesh of two axes, such as that of each gradient norm; ours are intended.
@@ -67,15 +68,22 @@ class _RankFile(logging.FileHandler):
 
 
 class _Short(logging.Formatter):
-    """`12:03:44 message`, with the level from WARNING up, and with the rank if that is not 0."""
+    """`12:03:44 message`, with the level from WARNING up, and with the rank if that is not 0.
+
+    The first line of a new day begins with its date.
+    """
 
     def __init__(self, rank: int):
-        super().__init__(datefmt="%H:%M:%S")
+        super().__init__(datefmt="%Y-%m-%d %H:%M:%S")
         self._rank = f"rank {rank} " if rank else ""
+        self._day = time.strftime("%Y-%m-%d")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         level = f"{record.levelname} " if record.levelno >= logging.WARNING else ""
-        return f"{self.formatTime(record, self.datefmt)} {self._rank}{level}{record.message}"
+        now = self.formatTime(record, self.datefmt)
+        before, self._day = self._day, now[:10]
+        shown = now if self._day != before else now[11:]
+        return f"{shown} {self._rank}{level}{record.message}"
 
 
 def _route_torch() -> None:

@@ -1,4 +1,5 @@
 import logging
+import time
 import warnings
 
 import pytest
@@ -85,3 +86,14 @@ def test_a_full_disk_is_reported_once_in_one_line(tmp_path, capsys, monkeypatch)
             logging.getLogger("forge").info("message")
     complaints = [line for line in capsys.readouterr().err.splitlines() if "message" not in line]
     assert len(complaints) == 1 and "No space left" in complaints[0]
+
+
+def test_the_first_line_of_a_new_day_has_its_date(tmp_path, capsys):
+    setup_logging(0, tmp_path)
+    for created in (time.time(), time.time() + 24 * 3600, time.time() + 24 * 3600):
+        record = logging.makeLogRecord(
+            {"name": "forge", "levelno": logging.INFO, "msg": "hello", "created": created}
+        )
+        logging.getLogger("forge").handle(record)
+    lengths = [len(line.removesuffix(" hello")) for line in capsys.readouterr().err.splitlines()]
+    assert lengths == [len("12:03:44"), len("2026-01-31 12:03:44"), len("12:03:44")]
