@@ -1,0 +1,269 @@
+"""One turn of a Slurm job, for train.sbatch: check the configuration, start the workers, requeue the job where that helps.
+
+On a login node this checks a configuration for 64 processes, and trains nothing:
+
+    python scripts/slurm/job.py check 64 --config 7b.toml [--section.key=value ...]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+HOME = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(HOME))
+
+from forge.config import Config, check_world, load_config  # noqa: E402
+from forge.errors import BAD_CONFIG, FINISHED, NO_CHECKPOINT, STOPPED, UserError  # noqa: E402
+
+Action = Literal["end", "restart", "requeue"]
+# With less time than this from start to end a warning is printed: Slurm's notice of 300 s, and a start-up.
+SHORT_S = 600
+# The step has to end so long before the job does.
+MARGIN_S = 30
+# Variables by which options of sbatch would reach srun; the step is one task per worker, each of which sees all GPUs.
+NOT_FOR_THE_STEP = (
+    *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_NTASKS_PER_GPU", "SLURM_CPUS_PER_TASK"),
+    *("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_BIND"),
+)
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a run directory shows. `status`: the text of status.json. `checkpoints`: the complete ones, with their times."""
+
+    status: str
+    checkpoints: frozenset[tuple[str, int]]
+
+    @staticmethod
+    def read(run: Path) -> Record:
+        try:
+            status = (run / "status.json").read_text()
+        except OSError:
+            status = ""
+        manifests = (run / "checkpoints").glob("step-*/manifest.json")
+        return Record(status, frozenset((path.parent.name, path.stat().st_mtime_ns) for path in manifests))
+
+
+@dataclass
+class History:
+    """Turns of one job in a row that failed, and that were stopped before they had saved anything new."""
+
+    job: str
+    failed: int = 0
+    without_progress: int = 0
+
+    @staticmethod
+    def read(path: Path, job: str) -> History:
+        try:
+            history = History(**json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError):
+            return History(job)
+        return history if history.job == job else History(job)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How often a job goes on by itself."""
+
+    restarts: int
+    failed_turns: int
+    turns_without_progress: int
+
+
+def decide(
+    before: Record, after: Record, code: int, history: History, limits: Limits, restarts: int
+) -> tuple[Action, str]:
+    """Return what to do after the step has ended with `code`, and why; count the turn in `history`.
+
+    before, after: the run directory at the start and the end of the turn. restarts: how often this turn has restarted.
+    """
+    status = json.loads(after.status) if after.status and after.status != before.status else {}
+    state = status.get("state", "not begun")
+    saved = bool(after.checkpoints - before.checkpoints)
+    if state == "finished":
+        return "end", "is finished"
+    # srun returns the greatest exit code of a worker; with 75 one was stopped before it could write anything.
+    if state == "stopped" or code == STOPPED:
+        history.failed = 0
+        history.without_progress = 0 if saved else history.without_progress + 1
+        if history.without_progress < limits.turns_without_progress:
+            return (
+                "requeue",
+                "was stopped after a save" if saved else "was stopped before it had saved anything new",
+            )
+        turns = f"{history.without_progress} turns in a row have"
+        return "end", f"was stopped, and {turns} saved nothing new: ask for more --time"
+    to_fix = {code, status.get("exit_code")} & {BAD_CONFIG, NO_CHECKPOINT}
+    if to_fix or (code == FINISHED and not status):
+        return "end", f"is {state}, exit code {code}"
+    if restarts < limits.restarts:
+        return "restart", f"is {state}, exit code {code}"
+    history.failed += 1
+    if not saved:
+        return "end", f"is {state}, exit code {code}, and this turn has saved nothing"
+    if history.failed > limits.failed_turns:
+        return "end", f"is {state}, exit code {code}, after {history.failed} turns in a row that failed"
+    return "requeue", f"is {state}, exit code {code}, after it had saved a checkpoint"
+
+
+def train(argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
+    """Run one turn of the job with train.py's arguments `argv` and return the exit code of the job."""
+    job, nodes = environment.get("SLURM_JOB_ID", "0"), _number(environment, "SLURM_JOB_NUM_NODES", 1)
+    workers = workers_per_node(environment)
+    limits = Limits(
+        restarts=_number(environment, "MAX_RESTARTS", 0),
+        failed_turns=_number(environment, "MAX_FAILED_TURNS", 10),
+        turns_without_progress=_number(environment, "MAX_TURNS_WITHOUT_PROGRESS", 3),
+    )
+    config = check(argv, nodes * workers)
+    run = (Path(config.run.output_dir) / config.run.name).absolute()
+    left = time_left_s(_output_of("squeue", "-h", "-j", job, "-o", "%L"))
+    end = time.monotonic() + left if left is not None else None
+    ends = "no time limit" if left is None else f"{left} s left"
+    turn = _number(environment, "SLURM_RESTART_COUNT", 0) + 1
+    now, each = time.strftime("%Y-%m-%d %H:%M:%S"), f"{workers} worker{'s' if workers > 1 else ''}"
+    _print(
+        f"{now}: job {job}, turn {turn}, {ends}: {nodes} x {each} on {environment.get('SLURM_JOB_NODELIST')}, {run}"
+    )
+    if left is not None and left < SHORT_S:
+        _print(
+            f"warning: {left} s are little for a start-up and for Slurm's notice, 300 s unless --signal sets another: "
+            "ask for more --time, or for less notice, as with --signal=SIGTERM@60"
+        )
+
+    history_path = run / "requeues.json"
+    history, before, restarts = History.read(history_path, job), Record.read(run), 0
+    while True:
+        limited = argv if end is None else [*argv, *time_limit(config, end - time.monotonic())]
+        code = subprocess.run(
+            step(nodes, workers, limited, environment), env=step_environment(workers, environment)
+        ).returncode
+        code = 128 - code if code < 0 else code
+        action, why = decide(before, Record.read(run), code, history, limits, restarts)
+        if action != "restart":
+            break
+        restarts += 1
+        _print(f"{run} {why}; restart {restarts} of {limits.restarts}")
+    if action == "requeue" and not _write(history_path, history):
+        action, why = "end", f"{why}, and {history_path} cannot be written"
+    if action == "end":
+        _print(f"{run} {why}; not requeued")
+        return code
+    _print(f"{run} {why}; requeueing job {job}")
+    if subprocess.run(["scontrol", "requeue", job]).returncode:
+        _print(f"job {job} cannot be requeued; submit the same command again")
+        return code or STOPPED
+    return FINISHED
+
+
+def check(argv: list[str], world: int) -> Config:
+    """Return the configuration of train.py's arguments. Raises UserError, also if it does not fit `world` processes."""
+    config = load_config(argv)
+    check_world(config, world)
+    return config
+
+
+def workers_per_node(environment: Mapping[str, str]) -> int:
+    """Return PROCESSES_PER_NODE, or the GPUs that Slurm gave the node, or those that nvidia-smi lists, or 1."""
+    for name in ("PROCESSES_PER_NODE", "SLURM_GPUS_ON_NODE"):
+        if number := _number(environment, name, 0):
+            return number
+    return _output_of("nvidia-smi", "-L").count("GPU ") or 1
+
+
+def step(nodes: int, workers: int, argv: list[str], environment: Mapping[str, str]) -> list[str]:
+    """Return the srun command of a step with one task per worker."""
+    # A worker that ends must not take the others down, for rank 0 may be writing its crash report. What runs on hangs, or
+    # waits for a node that is gone: after SlurmdTimeout Slurm notices that by itself, and requeues the job.
+    timeout = re.search(r"SlurmdTimeout\s*=\s*(\d+)", _output_of("scontrol", "show", "config"))
+    wait = max(120, int(timeout[1]) + 60 if timeout else 360)
+    tasks = [f"--nodes={nodes}", f"--ntasks={nodes * workers}", f"--ntasks-per-node={workers}"]
+    # --overcommit: sbatch was asked for one task per node, and perhaps for fewer CPUs than workers.
+    options = ["--overcommit", "--cpu-bind=none", "--kill-on-bad-exit=0", f"--wait={wait}"]
+    more = shlex.split(environment.get("SRUN_ARGS", ""))
+    python = environment.get("PYTHON", sys.executable)
+    return ["srun", *tasks, *options, *more, python, str(HOME / "train.py"), *argv]
+
+
+def step_environment(workers: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of srun and of the workers."""
+    kept = {name: value for name, value in environment.items() if name not in NOT_FOR_THE_STEP}
+    if workers > 1:
+        # Else each worker starts as many threads as the node has cores.
+        kept.setdefault("OMP_NUM_THREADS", "1")
+    return kept
+
+
+def time_limit(config: Config, left_s: float) -> list[str]:
+    """Return the argument that stops the run before the job's time is up, unless the configuration stops it earlier."""
+    limit = max(1, round(left_s - min(MARGIN_S, left_s / 10)))
+    if 0 < config.resilience.time_limit_s <= limit:
+        return []
+    return [f"--resilience.time_limit_s={limit}"]
+
+
+def time_left_s(text: str) -> int | None:
+    """Return the seconds in what squeue's %L prints, `[days-][[hours:]minutes:]seconds`; None where there is no limit."""
+    match = re.fullmatch(r"(?:(\d+)-)?((?:\d+:){0,2}\d+)", text.strip())
+    if match is None:
+        return None
+    seconds = 0
+    for part in match[2].split(":"):
+        seconds = 60 * seconds + int(part)
+    return int(match[1] or 0) * 24 * 3600 + seconds
+
+
+def _number(environment: Mapping[str, str], name: str, default: int) -> int:
+    text = environment.get(name) or str(default)
+    if not text.isdecimal():
+        raise UserError(f"{name} = {text} in the environment: it must be a whole number")
+    return int(text)
+
+
+def _output_of(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout
+    except OSError:
+        return ""
+
+
+def _write(path: Path, history: History) -> bool:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(history)) + "\n")
+    except OSError:
+        return False
+    return True
+
+
+def _print(text: str) -> None:
+    print(f"train.sbatch: {text}", flush=True)
+
+
+def main(argv: list[str]) -> int:
+    """Run `train ARGUMENTS` or `check WORLD ARGUMENTS`, and return the exit code."""
+    try:
+        if argv[:1] == ["train"]:
+            return train(argv[1:])
+        if argv[:1] == ["check"] and argv[1:2] and argv[1].isdecimal() and int(argv[1]):
+            config = check(argv[2:], int(argv[1]))
+            _print(f"{config.run.name} fits {argv[1]} processes")
+            return FINISHED
+        raise UserError(f"usage: {sys.argv[0]} check PROCESSES --config FILE [--section.key=value ...]")
+    except UserError as error:
+        print(f"train.sbatch: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
