@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -30,6 +31,8 @@ Action = Literal["end", "restart", "requeue"]
 SHORT_S = 600
 # The step has to end so long before the job does.
 MARGIN_S = 30
+# Exit codes of a worker that a signal ended before the interpreter could handle it.
+BEFORE_HANDLERS = {128 + number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
 # Variables by which options of sbatch would reach srun; the step is one task per worker, each of which sees all GPUs.
 NOT_FOR_THE_STEP = (
     *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_NTASKS_PER_GPU", "SLURM_CPUS_PER_TASK"),
@@ -93,7 +96,7 @@ def decide(
     if state == "finished":
         return "end", "is finished"
     # srun returns the greatest exit code of a worker; with 75 one was stopped before it could write anything.
-    if state == "stopped" or code == STOPPED:
+    if state == "stopped" or code == STOPPED or (not status and code in BEFORE_HANDLERS):
         history.failed = 0
         history.without_progress = 0 if saved else history.without_progress + 1
         if history.without_progress < limits.turns_without_progress:

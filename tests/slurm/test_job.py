@@ -28,6 +28,9 @@ def record(state: str, exit_code: int, *steps: int) -> Record:
         (record("stopped", 75), 0, "requeue"),
         # Stopped before it had found its directory.
         (EMPTY, 75, "requeue"),
+        # Ended by SIGTERM before it could handle one.
+        (EMPTY, 143, "requeue"),
+        (EMPTY, 137, "end"),
         (record("failed", 1, 10), 1, "requeue"),
         (record("running", 0, 10), 137, "requeue"),
         (record("failed", 1), 1, "end"),

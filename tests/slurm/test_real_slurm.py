@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import sys
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.support import slurm as slurms
 from tests.support.runs import wait_for
-from tests.support.slurm import NODES, Job, Slurm
+from tests.support.slurm import NODES, SCRIPT, Job, Slurm
 
 pytestmark = pytest.mark.skipif(bool(slurms.MISSING), reason=f"not installed: {', '.join(slurms.MISSING)}")
 
@@ -39,10 +41,17 @@ def submit(slurm, tmp_path) -> Iterator[Callable[..., Job]]:
 
 
 def wait_until(condition: Callable[[], object], job: Job) -> None:
-    try:
-        wait_for(condition)
-    except AssertionError:
-        raise AssertionError(job.log()) from None
+    """Fail with the job's log when the job has ended and the condition does not hold, or after a long time."""
+    asked = time.monotonic()
+
+    def holds() -> bool:
+        nonlocal asked
+        if time.monotonic() - asked > 2:
+            asked = time.monotonic()
+            assert not job.ended() or condition(), job.log()
+        return bool(condition())
+
+    wait_for(holds)
 
 
 def assert_finished_in_turn(job: Job, turn: int) -> None:
@@ -54,6 +63,55 @@ def assert_finished_in_turn(job: Job, turn: int) -> None:
     assert steps == list(range(1, steps[-1] + 1))
 
 
+# Stands in for the interpreter: a worker prints what it sees.
+WORKER = """#!/bin/bash
+[[ $1 == */train.py ]] || exec "$REAL_PYTHON" "$@"
+echo "worker $SLURM_PROCID of $SLURM_STEP_NUM_TASKS, local $SLURM_LOCALID, cards $CUDA_VISIBLE_DEVICES"
+"""
+
+
+@pytest.mark.parametrize(
+    "gpus", ["--gpus-per-node=2", "--ntasks-per-node=2 --gpus-per-task=1", "--gpus=4 --exclusive"]
+)
+def test_every_worker_sees_all_cards_of_its_node_however_they_were_asked_for(
+    slurm, tmp_path, gpus: str
+) -> None:
+    python, log = tmp_path / "python", tmp_path / "job.log"
+    python.write_text(WORKER)
+    python.chmod(0o755)
+    submit = [
+        "sbatch",
+        "--wait",
+        "--nodes=2",
+        *gpus.split(),
+        f"--output={log}",
+        str(SCRIPT),
+        "--config=debug.toml",
+    ]
+    slurm(*submit, PYTHON=str(python), REAL_PYTHON=sys.executable)
+    workers = sorted(line for line in log.read_text().splitlines() if line.startswith("worker"))
+    assert workers == [f"worker {rank} of 4, local {rank % 2}, cards 0,1" for rank in range(4)], (
+        log.read_text()
+    )
+
+
+def test_a_layout_that_does_not_fit_the_nodes_ends_the_job_before_a_worker_starts(slurm, tmp_path) -> None:
+    log = tmp_path / "job.log"
+    layout = ["--config=debug.toml", "--parallel.dp_shard=2"]
+    slurm("sbatch", "--wait", "--nodes=2", "--gpus-per-node=2", f"--output={log}", str(SCRIPT), *layout)
+    [line] = log.read_text().splitlines()
+    assert "parallel.dp_shard = 2" in line and "there are 4 processes" in line
+
+
+def test_tasks_that_srun_binds_to_a_card_each_know_that(slurm) -> None:
+    seen = slurm("srun", "--nodes=2", "--ntasks-per-node=2", "--gpus-per-task=1", "env")
+    assert (
+        re.findall(r"SLURMD_TRES_BIND=.*gpu:per_task", seen)
+        and seen.count("SLURM_STEP_TASKS_PER_NODE=2(x2)") == 4
+    )
+    assert seen.count("CUDA_VISIBLE_DEVICES=0\n") == seen.count("CUDA_VISIBLE_DEVICES=1\n") == 2
+
+
 @pytest.mark.slow
 def test_a_signal_stops_both_nodes_quietly_and_the_next_turn_finishes(submit) -> None:
     job = submit()
@@ -63,8 +121,9 @@ def test_a_signal_stops_both_nodes_quietly_and_the_next_turn_finishes(submit) ->
     job.finish_soon()
     assert_finished_in_turn(job, 2)
     assert job.log().count("requeueing") == 1
-    stopped = re.findall(r"(?m)^(?!\d\d:|train\.sbatch:|  ).*$", job.log())
-    print(stopped)
+    # What Slurm itself prints about the job, its step and each task's exit code, once per turn.
+    noise = re.findall(r"(?m)^(?!\d\d:|train\.sbatch:|forge: |  ).+$", job.log())
+    assert len(noise) <= 8, noise
 
 
 @pytest.mark.slow
@@ -73,7 +132,13 @@ def test_a_preemption_without_grace_loses_no_step(slurm, submit) -> None:
     job = submit()
     wait_until(lambda: job.run.stepping, job)
     urgent = slurm(
-        "sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--output=/dev/null", "--wrap=true"
+        "sbatch",
+        "--parsable",
+        "--partition=urgent",
+        "--exclusive",
+        "--nodes=2",
+        "--output=/dev/null",
+        "--wrap=true",
     )
     wait_until(lambda: job.state() == "stopped", job)
     job.finish_soon()
@@ -84,12 +149,13 @@ def test_a_preemption_without_grace_loses_no_step(slurm, submit) -> None:
 
 
 @pytest.mark.slow
-def test_a_signal_during_imports_is_a_requeue_that_loses_nothing(submit) -> None:
+@pytest.mark.parametrize("python_is_up", [True, False])
+def test_a_signal_before_the_first_step_is_a_requeue_that_loses_nothing(submit, python_is_up: bool) -> None:
     job = submit()
-    wait_until(lambda: len(job.tasks()) >= 2, job)
+    wait_until(job.handles_signals if python_is_up else lambda: len(job.tasks()) == 2, job)
     job.signal()
     wait_until(lambda: "requeueing" in job.log(), job)
-    assert "stopped before the first step; nothing was lost" in job.log()
+    assert ("stopped before the first step; nothing was lost" in job.log()) is python_is_up
     assert not job.run.events("started")
     job.finish_soon()
     assert_finished_in_turn(job, 2)

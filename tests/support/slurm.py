@@ -9,6 +9,7 @@ import contextlib
 import getpass
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -44,6 +45,8 @@ SlurmdPidFile={folder}/slurmd-%n.pid
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SwitchType=switch/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
 MpiDefault=none
 ReturnToService=2
 KillWait=60
@@ -52,11 +55,14 @@ SchedulerParameters=sched_interval=1,sched_min_interval=0
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SlurmdParameters=config_overrides
-NodeName={nodes[0]} NodeAddr={nodes[0]} CPUs=4 Port={ports[1]}
-NodeName={nodes[1]} NodeAddr={nodes[1]} CPUs=4 Port={ports[2]}
+GresTypes=gpu
+NodeName={nodes[0]} NodeAddr={nodes[0]} CPUs=4 Gres=gpu:2 Port={ports[1]}
+NodeName={nodes[1]} NodeAddr={nodes[1]} CPUs=4 Gres=gpu:2 Port={ports[2]}
 PartitionName=usual Nodes=ALL Default=YES PriorityTier=1 MaxTime=INFINITE State=UP
 PartitionName=urgent Nodes=ALL PriorityTier=10 MaxTime=INFINITE State=UP
 """
+# Any two devices: Slurm counts them and sets CUDA_VISIBLE_DEVICES.
+GPUS = "\n".join(f"NodeName=127.0.0.[1-2] Name=gpu File=/dev/{name}" for name in ("null", "zero"))
 
 
 class Slurm:
@@ -78,6 +84,7 @@ class Slurm:
         key = folder / "munge.key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
+        (folder / "gres.conf").write_text(f"{GPUS}\n")
         self.configuration.write_text(
             CONFIG.format(folder=folder, user=getpass.getuser(), nodes=NODES, ports=_free_ports(3))
         )
@@ -105,9 +112,11 @@ class Slurm:
                 os.kill(_parent(pid), signal.SIGKILL)  # slurmstepd, which would report the task's end
                 os.kill(pid, signal.SIGKILL)
 
-    def __call__(self, *command: str) -> str:
+    def __call__(self, *command: str, **environment: str) -> str:
         """Run a command of Slurm and return what it prints."""
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            command, env=self.environment | environment, capture_output=True, text=True, timeout=240
+        )
         return done.stdout.strip()
 
     def processes(self, *variables: str) -> list[int]:
@@ -144,9 +153,23 @@ class Job:
         name = f"--config={self._config}"
         arguments = [name, *(argument for argument in BASE if not argument.startswith("--config"))]
         arguments = [argument for argument in arguments if not argument.startswith("--train.steps")]
-        command = ["sbatch", "--parsable", "--nodes=2", f"--output={self.log_file}", "--time=60", str(SCRIPT)]
+        command = [
+            "sbatch",
+            "--parsable",
+            "--nodes=2",
+            "--exclusive",
+            f"--output={self.log_file}",
+            "--time=60",
+        ]
         submitted = subprocess.run(
-            [*command, *arguments, f"--run.output_dir={folder}", "--checkpoint.interval=0", *options],
+            [
+                *command,
+                str(SCRIPT),
+                *arguments,
+                f"--run.output_dir={folder}",
+                "--checkpoint.interval=0",
+                *options,
+            ],
             env=slurm.environment | environment,
             cwd=folder,
             capture_output=True,
@@ -162,6 +185,14 @@ class Job:
     def tasks(self) -> list[int]:
         """Processes of the step."""
         return self._slurm.processes(f"SLURM_JOB_ID={self.number}", "SLURM_STEP_ID=0")
+
+    def handles_signals(self) -> bool:
+        """Whether both tasks have a handler for SIGTERM."""
+        masks = []
+        for pid in self.tasks():
+            with contextlib.suppress(OSError):
+                masks += re.findall(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+        return sum(int(mask, 16) >> (signal.SIGTERM - 1) & 1 for mask in masks) == 2
 
     def finish_soon(self) -> None:
         """In the next turn, a few steps after the last checkpoint."""
