@@ -40,6 +40,7 @@ from benchmarks.measure import (
 from forge.errors import BAD_CONFIG, UserError
 from forge.model import flops_per_token
 from forge.observe.hardware import GIB
+from forge.parallel.build import build_meta_model
 from scripts.options import exit_code_of
 
 # Name -> (config that has the shape, its batch on one card).
@@ -202,7 +203,9 @@ def _measure(
     row = Row(
         name,
         tokens_per_second=rate,
-        mfu=rate.median * flops_per_token(config.model, config.train.seq_len) / peak if peak else None,
+        mfu=rate.median * flops_per_token(build_meta_model(config), config.train.seq_len) / peak
+        if peak
+        else None,
         outside=part["other"],
         attention=part["attention"],
         first_step_s=first_step_s,

@@ -39,6 +39,7 @@ from benchmarks.measure import (
 from forge.config import Config
 from forge.errors import UserError
 from forge.model import Experts, flops_per_token, parameter_counts
+from forge.parallel.build import build_meta_model
 from scripts.options import exit_code_of, positive
 
 DENSE, MOE, PADDED = "dense, as many active parameters", "experts", "experts, padded"
@@ -138,13 +139,14 @@ def _row(
 ) -> dict[str, Any]:
     name, config = loop.name, loop.config
     rate = Spread.of([config.train.global_batch_size * config.train.seq_len / s for s in seconds[name]])
-    peak, counts, losses = known_peak(config, device), parameter_counts(config.model), loop.losses()
+    whole = build_meta_model(config)
+    peak, counts, losses = known_peak(config, device), parameter_counts(whole), loop.losses()
     return {
         "name": name,
         "parameters": counts.total,
         "active": counts.active,
         "tokens_per_second": rate,
-        "mfu": rate.median * flops_per_token(config.model, config.train.seq_len) / peak if peak else None,
+        "mfu": rate.median * flops_per_token(whole, config.train.seq_len) / peak if peak else None,
         "load": loop.load() if isinstance(loop, ExpertsLoop) else None,
         "base": BASES[name],
         "ratio": ratio(seconds[BASES[name]], seconds[name]),

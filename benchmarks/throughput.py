@@ -47,6 +47,7 @@ from benchmarks.measure import (
 from forge.config import Config
 from forge.errors import UserError
 from forge.model import flops_per_token
+from forge.parallel.build import build_meta_model
 from scripts.options import exit_code_of
 
 BARE, FORGE = "bare, float32", "forge, float32"
@@ -150,7 +151,9 @@ def _row(
         "name": name,
         "tokens_per_second": rate,
         "step_ms": Spread.of([1000 * s for s in mine]),
-        "mfu": rate.median * flops_per_token(config.model, train.seq_len) / peak if peak else None,
+        "mfu": rate.median * flops_per_token(build_meta_model(config), train.seq_len) / peak
+        if peak
+        else None,
         "base": base,
         "ratio": ratio(seconds[base], mine),
         "bar": bar[1] if bar else None,

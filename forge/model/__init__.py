@@ -4,7 +4,7 @@ from forge.model.attention import Attention, AttentionFunction, sdpa_attention
 from forge.model.embedding import Embedding, Head
 from forge.model.experts import Experts
 from forge.model.feed_forward import FeedForward
-from forge.model.flops import flops_per_token, parameter_counts
+from forge.model.flops import ParameterCounts, flops_per_token, parameter_counts
 from forge.model.initial import Normal
 from forge.model.loss import IGNORE, FusedLoss
 from forge.model.mask import AttentionMask
@@ -26,6 +26,7 @@ __all__ = [
     "Head",
     "MoE",
     "Normal",
+    "ParameterCounts",
     "RMSNorm",
     "Router",
     "Transformer",

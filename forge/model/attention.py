@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from forge.config.model import ModelConfig
+from forge.model.flops import matrix_flops, mean_keys
 from forge.model.mask import AttentionMask, block_table, dense_table
 from forge.model.norm import RMSNorm
 from forge.model.precision import promoted
@@ -56,11 +57,11 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         self.window = window
-        q_dim, kv_dim = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-        self.wq = nn.Linear(config.dim, q_dim, bias=config.attention_bias)
+        self.q_dim, kv_dim = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+        self.wq = nn.Linear(config.dim, self.q_dim, bias=config.attention_bias)
         self.wk = nn.Linear(config.dim, kv_dim, bias=config.attention_bias)
         self.wv = nn.Linear(config.dim, kv_dim, bias=config.attention_bias)
-        self.wo = nn.Linear(q_dim, config.dim, bias=False)
+        self.wo = nn.Linear(self.q_dim, config.dim, bias=False)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.attend: AttentionFunction = sdpa_attention
@@ -76,6 +77,10 @@ class Attention(nn.Module):
         q, k = rotate(q, shared.cos, shared.sin), rotate(k, shared.cos, shared.sin)
         out = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), shared.masks[self.window])
         return self.wo(out.transpose(1, 2).flatten(2))
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Return the operations of the projections and of two products with each key that a token sees."""
+        return matrix_flops(self, seq_len) + 12 * self.q_dim * mean_keys(seq_len, self.window)
 
 
 class SdpaAttention:

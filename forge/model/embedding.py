@@ -18,6 +18,10 @@ class Embedding(nn.Module):
         """tokens int64 `[batch, seq]` -> `[batch, seq, dim]`."""
         return F.embedding(tokens, self.weight)
 
+    def flops_per_token(self, seq_len: int) -> float:
+        """Return 0: a look-up multiplies nothing. As a tied head the model counts it."""
+        return 0.0
+
     def output(self, hidden: Tensor, labels: Tensor | None, loss: nn.Module) -> Tensor:
         """Same as `Head.forward`. No module hooks run, so under FSDP the weight must belong to the root's unit."""
         # Without hooks nothing else casts to the dtype that the weight computes in.

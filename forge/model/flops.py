@@ -1,74 +1,53 @@
-"""Count parameters and floating-point operations per token."""
+"""Count the parameters and the floating-point operations of a model as it was built, also of a class of your own."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-
-from forge.config.model import ModelConfig
-from forge.model.transformer import Transformer, window_of
+from torch import nn
 
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Number of parameters by module. A tied head has none; routers and experts count as feed_forward."""
+    """Number of parameters; `active`: of those that one token uses, including the whole embedding."""
 
-    embedding: int
-    attention: int
-    feed_forward: int
-    norms: int
-    head: int
-    # Elements of the matrices that one token is multiplied with: without norms, biases, the embedding look-up, and the
-    # experts that the token is not routed to.
-    matmul: int
-    # Parameters of the experts that a token is not routed to.
-    idle: int
-
-    @property
-    def total(self) -> int:
-        return self.embedding + self.attention + self.feed_forward + self.norms + self.head
-
-    @property
-    def active(self) -> int:
-        """Number of parameters that one token uses, including the whole embedding."""
-        return self.total - self.idle
+    total: int
+    active: int
 
 
-def parameter_counts(config: ModelConfig, **part: Any) -> ParameterCounts:
-    """Count the parameters of the model, built on the meta device; QK-norm weights are among the norms.
+def parameter_counts(model: nn.Module) -> ParameterCounts:
+    """Count the parameters of `model`, which may be on the meta device.
 
-    `part`: Transformer's arguments for a part of the model.
+    Idle are those that a module says a token does not use, as `idle_parameters`: the experts that it is not routed to.
     """
-    with torch.device("meta"):
-        model = Transformer(config, seq_len=1, **part)
-    counts = dict.fromkeys(("embedding", "attention", "feed_forward", "norms", "head"), 0)
-    matmul = idle = 0
-    for name, parameter in model.named_parameters():
-        path = name.split(".")
-        place = path[2] if path[0] == "layers" else path[0]
-        counts["norms" if path[-2].endswith("norm") else place] += parameter.numel()
-        if parameter.ndim >= 2 and (name != "embedding.weight" or config.tie_embeddings):
-            matmul += parameter.numel()
-        if config.moe is not None and ".experts." in name:
-            idle += parameter.numel() // config.moe.n_experts * (config.moe.n_experts - config.moe.top_k)
-    return ParameterCounts(**counts, matmul=matmul - idle, idle=idle)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    idle = sum(getattr(module, "idle_parameters", 0) for module in model.modules())
+    return ParameterCounts(total, total - idle)
 
 
-def flops_per_token(config: ModelConfig, seq_len: int) -> float:
+def flops_per_token(module: nn.Module, seq_len: int) -> float:
     """Return the floating-point operations of forward and backward per token, for matrix products only.
 
-    6 * (matrix elements, head included, embedding look-up not) + sum over layers of 12 * n_heads * head_dim *
-    keys: a multiply and an add, forward and twice that backward; attention has two products, with `keys` the
-    mean number of keys that a token sees: (seq_len + 1) / 2 causally, fewer in a window. Document masks are not
-    subtracted, and recomputation is not added.
+    A module with a method `flops_per_token(seq_len)` answers for itself and all within it; for any other see
+    `matrix_flops`. Document masks are not subtracted, and recomputation is not added.
     """
-    attention = sum(
-        12 * config.n_heads * config.head_dim * mean_keys(seq_len, window_of(config, layer))
-        for layer in range(config.n_layers)
+    method = getattr(module, "flops_per_token", None)
+    return matrix_flops(module, seq_len) if method is None else method(seq_len)
+
+
+def matrix_flops(module: nn.Module, seq_len: int) -> float:
+    """Return 6 * (elements of the module's own matrices that a token uses) + the operations of the modules within it.
+
+    A multiply and an add, forward and twice that backward. Parameters of fewer than two dimensions (norms, biases) and
+    look-ups do not count.
+    """
+    own = (
+        0
+        if isinstance(module, nn.Embedding)
+        else sum(p.numel() for p in module.parameters(False) if p.ndim > 1)
     )
-    return 6 * parameter_counts(config).matmul + attention
+    used = own - getattr(module, "idle_parameters", 0)
+    return 6 * used + sum(flops_per_token(child, seq_len) for child in module.children())
 
 
 def mean_keys(seq_len: int, window: int) -> float:

@@ -27,10 +27,11 @@ class Normal:
 def initial_values(model: nn.Module, config: ModelConfig) -> dict[str, float | Normal]:
     """Return the initial value of every parameter of `model`, a part or all of the model of `config`, by name.
 
-    Raises TypeError for a parameter of an unknown type of module, so none is left uninitialised.
+    A module of a class of one's own says it itself, by a method `initial_value(name)`. Raises TypeError for a parameter of
+    an unknown type of module, so none is left uninitialised.
     """
     return {
-        f"{path}.{leaf}": _start(module, path, leaf, config)
+        f"{path}.{leaf}".removeprefix("."): _start(module, path, leaf, config)
         for path, module in model.named_modules()
         for leaf, _ in module.named_parameters(recurse=False)
     }
@@ -47,7 +48,10 @@ def _start(module: nn.Module, path: str, leaf: str, config: ModelConfig) -> floa
         return _projection(leaf, config)
     if isinstance(module, Embedding | Head | Router):
         return Normal(config.init_std)
-    raise TypeError(f"no initial value is defined for {path}.{leaf} in a {type(module).__name__}")
+    if (own := getattr(module, "initial_value", None)) is not None:
+        return own(leaf)
+    kind = type(module).__name__
+    raise TypeError(f"{path}.{leaf}: has no initial value; give {kind} a method initial_value(name)")
 
 
 def _projection(name: str, config: ModelConfig) -> Normal:

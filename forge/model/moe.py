@@ -24,6 +24,9 @@ class MoE(nn.Module):
         assert moe is not None
         self.router = Router(config.dim, moe, layer)
         self.experts = Experts(moe.n_experts, config.dim, moe.expert_dim)
+        weights = sum(weight.numel() for weight in self.experts.parameters())
+        # Of the experts that a token is not routed to.
+        self.idle_parameters = weights // moe.n_experts * (moe.n_experts - moe.top_k)
         shared_dim = moe.n_shared_experts * moe.expert_dim
         self.shared = FeedForward(config.dim, shared_dim) if shared_dim else None
         self.dispatch: Dispatcher = LocalDispatcher(moe.n_experts, drops=moe.capacity_factor > 0)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from forge.config.model import ModelConfig
 from forge.model.attention import Attention, Shared
 from forge.model.embedding import Embedding, Head
+from forge.model.flops import matrix_flops
 from forge.model.initial import Normal, initial_values
 from forge.model.loss import FusedLoss
 from forge.model.mask import AttentionMask
@@ -162,6 +163,12 @@ class Transformer(nn.Module):
         scales = [router.loss_scale for router in self.routers.values()]
         if scales:
             torch._foreach_copy_(scales, [scale.to(torch.float64)] * len(scales))
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Return the operations of forward and backward of this part, as `forge.model.flops_per_token` counts them."""
+        tied = self.embedding is not None and self.norm is not None and self.head is None
+        head = 6 * self.embedding.weight.numel() if tied and self.embedding is not None else 0
+        return matrix_flops(self, seq_len) + head
 
     def initial_values(self) -> dict[str, float | Normal]:
         """Return the initial value of each parameter of this part, by name; it does not depend on the part."""

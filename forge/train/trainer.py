@@ -12,12 +12,12 @@ from forge.data.build import Data
 from forge.data.loader import Batch, Loader
 from forge.errors import RollbackRequired
 from forge.hook import Hook, Hooks, StepInfo
-from forge.model import flops_per_token, parameter_counts
+from forge.model import ParameterCounts, flops_per_token, parameter_counts
 from forge.observe.collector import Collector
 from forge.observe.metrics import MetricsWriter
 from forge.observe.report import Reporter
 from forge.optim import build_optimizer, learning_rate
-from forge.parallel.build import build_parallel_model
+from forge.parallel.build import build_meta_model, build_parallel_model
 from forge.parallel.gradients import GradientReport, clip_gradients, report_gradients
 from forge.parallel.mesh import make_meshes
 from forge.parallel.model import Sums
@@ -60,7 +60,9 @@ class Trainer:
 
         self.optimizer = build_optimizer(self.model.shards, config.optimizer, self.meshes.stage)
         reporter.memory.count_state(self.model.memory(), self.optimizer.tensors())
-        self._log_model_summary()
+        # What was built is counted, which for a class of the user's own need not be what [model] says.
+        whole = build_meta_model(config)
+        self._log_model_summary(parameter_counts(whole))
 
         spikes = SpikeWindow(config.resilience.spike_window, config.resilience.spike_threshold)
         self.progress = Progress(spikes=spikes)
@@ -68,7 +70,7 @@ class Trainer:
             config.resilience, self.model, self.progress, self.device, self.compute_gradients, reporter.event
         )
         self.collector = Collector(config.train.gc_interval)
-        flops = flops_per_token(config.model, config.train.seq_len)
+        flops = flops_per_token(whole, config.train.seq_len)
         self.metrics = MetricsWriter(
             config, reporter.world, reporter.directory, flops, self.collector, reporter.running
         )
@@ -200,11 +202,13 @@ class Trainer:
             prefetch=self.config.data.prefetch,
         )
 
-    def _log_model_summary(self) -> None:
+    def _log_model_summary(self, counts: ParameterCounts) -> None:
         """Log the size of the model, its memory and its layout."""
-        config, counts, degrees = self.config, parameter_counts(self.config.model), self.meshes.degrees
+        config, degrees = self.config, self.meshes.degrees
         log.info("%s: %s", config.parallel.data_parallel, self.reporter.memory.per_parameter(counts.total))
-        size = f"{counts.total:,} parameters" + (f" ({counts.active:,} active)" if counts.idle else "")
+        size = f"{counts.total:,} parameters" + (
+            f" ({counts.active:,} active)" if counts.active < counts.total else ""
+        )
         axes = vars(degrees) | {"accumulation": 1}
         layout = " ".join(f"{name}={degree}" for name, degree in axes.items() if degree > 1) or "one process"
         steps = f"{degrees.accumulation} microbatches per step"

@@ -7,6 +7,7 @@ import pytest
 from forge.config import check_world, load_config
 from forge.config.load import CONFIGS
 from forge.model import parameter_counts
+from forge.parallel.build import build_meta_model
 
 SHIPPED = sorted(path.stem for path in CONFIGS.glob("*.toml"))
 
@@ -37,7 +38,7 @@ SIZES = {
 
 @pytest.mark.parametrize("name", SIZES)
 def test_its_size_matches_its_name(name: str) -> None:
-    total = parameter_counts(load_config(["--config", name]).model).total
+    total = parameter_counts(build_meta_model(load_config(["--config", name]))).total
     assert SIZES[name][0] < total < SIZES[name][1]
 
 

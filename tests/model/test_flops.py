@@ -6,42 +6,41 @@ import pytest
 
 from forge.config.model import ModelConfig
 from forge.model import flops_per_token, parameter_counts
-from tests.support.small_models import small_config
+from tests.support.small_models import Wider, on_meta, small_config
 
 LLAMA3_8B = ModelConfig(
     dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, head_dim=128, ffn_dim=14336, vocab_size=128256
 )
 
 
+def counts_of(config: ModelConfig):
+    return parameter_counts(on_meta(config))
+
+
+def flops_of(config: ModelConfig, seq_len: int) -> float:
+    return flops_per_token(on_meta(config, seq_len), seq_len)
+
+
 def test_llama_3_8b_has_8030261248_parameters() -> None:
-    counts = parameter_counts(LLAMA3_8B)
-    assert counts.total == 8_030_261_248
-    assert counts.embedding == counts.head == 128256 * 4096
-    assert counts.norms == 65 * 4096
-    assert counts.matmul == counts.total - counts.embedding - counts.norms
+    counts = counts_of(LLAMA3_8B)
+    assert counts.total == counts.active == 8_030_261_248
 
 
 def test_biases_and_qk_norm_are_parameters_but_no_matrix_products() -> None:
-    plain, changed = (
-        parameter_counts(small_config()),
-        parameter_counts(small_config(attention_bias=True, qk_norm=True)),
-    )
-    assert changed.attention - plain.attention == 2 * (24 + 12 + 12)
-    assert changed.norms - plain.norms == 2 * 2 * 6
-    assert changed.matmul == plain.matmul
+    plain, changed = small_config(), small_config(attention_bias=True, qk_norm=True)
+    assert counts_of(changed).total - counts_of(plain).total == 2 * (24 + 12 + 12) + 2 * 2 * 6
+    assert flops_of(changed, 64) == flops_of(plain, 64)
 
 
 def test_a_tied_head_is_computed_with_but_counted_once() -> None:
-    untied, tied = parameter_counts(small_config()), parameter_counts(small_config(tie_embeddings=True))
-    assert untied.total - tied.total == 23 * 24
-    assert tied.head == 0
-    assert tied.matmul == untied.matmul
-    assert flops_per_token(small_config(tie_embeddings=True), 64) == flops_per_token(small_config(), 64)
+    untied, tied = small_config(), small_config(tie_embeddings=True)
+    assert counts_of(untied).total - counts_of(tied).total == 23 * 24
+    assert flops_of(untied, 64) == flops_of(tied, 64)
 
 
 def test_flops_of_llama_3_8b_at_8192_tokens() -> None:
     matrices = 6 * (8_030_261_248 - 128256 * 4096 - 65 * 4096)
-    assert flops_per_token(LLAMA3_8B, 8192) == matrices + 32 * 12 * 4096 * 8193 / 2
+    assert flops_of(LLAMA3_8B, 8192) == matrices + 32 * 12 * 4096 * 8193 / 2
 
 
 # Mixtral 8x7B and Qwen3-30B-A3B by their published shapes; DeepSeek-V3's layer with its dense ones and its shared expert.
@@ -72,28 +71,27 @@ QWEN3_30B_A3B = ModelConfig.model_validate(
 
 
 def test_mixtral_8x7b_has_46_7_billion_parameters_of_which_12_9_are_active() -> None:
-    counts = parameter_counts(MIXTRAL)
+    counts = counts_of(MIXTRAL)
     assert counts.total == 46_702_792_704
     assert counts.active == counts.total - 6 * 32 * 3 * 4096 * 14336 == 12_879_925_248
 
 
 def test_qwen3_30b_a3b_has_30_5_billion_parameters_of_which_3_3_are_active() -> None:
-    counts = parameter_counts(QWEN3_30B_A3B)
+    counts = counts_of(QWEN3_30B_A3B)
     assert counts.total == 30_532_122_624
     assert counts.active == counts.total - 120 * 48 * 3 * 2048 * 768
-    assert counts.matmul == counts.active - counts.embedding - counts.norms
+    norms, embedding = 48 * (2 * 2048 + 2 * 128) + 2048, 151936 * 2048
+    assert flops_of(QWEN3_30B_A3B, 1) == 6 * (counts.active - embedding - norms) + 48 * 12 * 4096
 
 
 def test_experts_cost_what_a_token_uses_of_them() -> None:
     """Router, chosen and shared experts; leading layers stay dense."""
     moe = {"n_experts": 6, "top_k": 2, "expert_dim": 7, "n_shared_experts": 3, "n_dense_layers": 1}
-    config = small_config(n_layers=3, moe=moe)
-    counts = parameter_counts(config)
-    assert counts.feed_forward == 3 * 24 * 20 + 2 * (6 * 24 + (6 + 3) * 3 * 24 * 7)
-    assert counts.idle == 2 * 4 * 3 * 24 * 7
-    dense = small_config(n_layers=3)
-    extra = 2 * (6 * 24 + (2 + 3) * 3 * 24 * 7 - 3 * 24 * 20)
-    assert flops_per_token(config, 64) - flops_per_token(dense, 64) == 6 * extra
+    config, dense = small_config(n_layers=3, moe=moe), small_config(n_layers=3)
+    of_experts = 2 * (6 * 24 + (6 + 3) * 3 * 24 * 7 - 3 * 24 * 20)
+    assert counts_of(config).total - counts_of(dense).total == of_experts
+    assert counts_of(config).total - counts_of(config).active == 2 * 4 * 3 * 24 * 7
+    assert flops_of(config, 64) - flops_of(dense, 64) == 6 * (of_experts - 2 * 4 * 3 * 24 * 7)
 
 
 @pytest.mark.parametrize("window", [1, 3, 10, 99])
@@ -101,5 +99,15 @@ def test_attention_counts_exactly_the_pairs_that_see_each_other(window: int) -> 
     seq = 10
     pairs = sum(1 for i in range(seq) for j in range(i + 1) if i - j < window)
     config = small_config(sliding_window=window, sliding_window_pattern=2)  # the second layer sees everything
-    attention = flops_per_token(config, seq) - 6 * parameter_counts(config).matmul
+    matrices = flops_of(small_config(), 1) - 2 * 12 * 24
+    attention = flops_of(config, seq) - matrices
     assert attention * seq == pytest.approx(12 * 24 * (pairs + seq * (seq + 1) / 2))
+
+
+def test_a_class_of_ones_own_is_counted_as_it_was_built() -> None:
+    """Its table of positions is looked up; its mixers say what they compute, and their matrices that nothing else is."""
+    config = small_config()
+    own = Wider(config, 16)
+    assert parameter_counts(own).total == counts_of(config).total + 16 * 24 + 5 * 24 * 24
+    assert parameter_counts(own).active == parameter_counts(own).total - 24 * 24
+    assert flops_per_token(own, 16) == flops_of(config, 16) + 6 * 3 * 24 * 24 + 1000 * 16

@@ -12,7 +12,7 @@ from torch import nn
 from forge.model import Normal, Transformer
 from forge.parallel.initialize import fill_normal
 from forge.shard import Box
-from tests.support.small_models import batch, small_config
+from tests.support.small_models import Wider, batch, small_config
 
 EVERYTHING = {"qk_norm": True, "attention_bias": True}
 MOE = {"moe": {"n_experts": 4, "top_k": 2, "n_shared_experts": 1, "n_dense_layers": 1}}
@@ -71,8 +71,13 @@ def test_experts_start_as_dense_projections_do_and_differ_from_each_other() -> N
 def test_a_parameter_of_an_unknown_module_is_an_error() -> None:
     model = Transformer(small_config(), 12)
     model.layers["1"].feed_forward = nn.Conv1d(2, 2, 1)
-    with pytest.raises(TypeError, match=r"layers\.1\.feed_forward\.weight in a Conv1d"):
+    with pytest.raises(TypeError, match=r"layers\.1\.feed_forward\.weight: .*give Conv1d"):
         model.initial_values()
+
+
+def test_a_module_of_ones_own_says_the_start_of_its_parameters() -> None:
+    values = Wider(small_config(), 12).initial_values()
+    assert values["layers.1.mixer.scan.weight"] == 0.5 and values["positions.weight"] == Normal(0.02)
 
 
 def test_float64_tables_are_computed_in_float64() -> None:

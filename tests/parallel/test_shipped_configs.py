@@ -45,7 +45,7 @@ def _build_on_fake_ranks(path: Path, world: int) -> None:
     engine.allocate(torch.device("meta"))
     whole = sum(shard.global_shape.numel() for shard in engine.shards)
     held = sum(box.numel for shard in engine.shards for box in shard.boxes)
-    assert whole == parameter_counts(config.model).total
+    assert whole == parameter_counts(build_meta_model(config)).total
     degrees = meshes.degrees
     # The first rank holds its share, rounded up to whole rows.
     assert 0 <= held * degrees.dp_shard * degrees.cp * degrees.tp / whole - 1 < 0.02

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from forge.config.model import ModelConfig
-from forge.model import IGNORE, Normal, Transformer
+from forge.model import IGNORE, Normal, Transformer, build_model
 
 VOCAB = 23
 
@@ -27,6 +27,50 @@ def small_config(**changes: Any) -> ModelConfig:
         "init_std": 0.3,
     }
     return ModelConfig.model_validate(plain | changes)
+
+
+def on_meta(config: ModelConfig, seq_len: int = 12) -> Transformer:
+    """The model of `config`, without memory."""
+    with torch.device("meta"):
+        return build_model(config, seq_len)
+
+
+class Wider(Transformer):
+    """A class of one's own: learned positions, and in the last layer a mixer of three matrices, one of them idle."""
+
+    def __init__(self, config: ModelConfig, seq_len: int, **part: Any):
+        super().__init__(config, seq_len, **part)
+        self.positions = Positions(seq_len, config.dim)
+        for layer, block in self.layers.items():
+            if int(layer) == config.n_layers - 1:
+                block.mixer = Mixer(config.dim)
+
+
+class Positions(nn.Embedding):
+    initial_value = staticmethod(lambda name: Normal(0.02))
+
+
+class Mixer(nn.Module):
+    initial_value = staticmethod(lambda name: Normal(0.02))
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3, dim, dim))
+        self.idle_parameters = dim * dim
+        self.scan = Scan(dim)
+
+
+class Scan(nn.Module):
+    """Says itself what it computes."""
+
+    initial_value = staticmethod(lambda name: 0.5)
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2, dim, dim))
+
+    def flops_per_token(self, seq_len: int) -> float:
+        return 6 * self.weight[0].numel() + 1000 * seq_len
 
 
 def small_model(

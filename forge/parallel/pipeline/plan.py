@@ -11,12 +11,13 @@ from math import inf
 from operator import add
 from pathlib import Path
 
+import torch
+
 from forge import compat
 from forge.config import Config, Degrees
 from forge.config.pipeline import SPLIT_BACKWARD, number_of_stages
 from forge.errors import UserError
-from forge.model.flops import mean_keys, parameter_counts
-from forge.model.transformer import window_of
+from forge.model import build_model, flops_per_token
 from forge.parallel.pipeline.schedule import Schedule, make_schedule, read_schedule
 
 log = logging.getLogger(__name__)
@@ -188,23 +189,17 @@ def split_by_cost(costs: Costs, stages: int) -> list[int]:
 
 
 def layer_costs(config: Config) -> Costs:
-    """Count what each layer of the model computes, from the model's own modules on the meta device.
+    """Count what each layer of the model computes, from the modules of the model, built on the meta device.
 
     The embedding counts as an eighth of the head's product: it multiplies nothing, but it moves as much memory, and its
     gradient is as large.
     """
-    model, seq_len = config.model, config.train.seq_len
-    known: dict[tuple[bool, int], int] = {}
-    layers = []
-    for layer in range(model.n_layers):
-        window = window_of(model, layer)
-        kind = (model.moe is not None and layer >= model.moe.n_dense_layers, window)
-        if kind not in known:
-            attention = 2 * model.n_heads * model.head_dim * mean_keys(seq_len, window)
-            alone = parameter_counts(model, layers=range(layer, layer + 1), embed=False, head=False)
-            known[kind] = alone.matmul + round(attention)
-        layers.append(known[kind])
-    head = model.vocab_size * model.dim
+    seq_len = config.train.seq_len
+    with torch.device("meta"):
+        model = build_model(config.model, seq_len)
+    # A multiply-add of the forward is six operations: two, and twice that backward.
+    layers = [round(flops_per_token(layer, seq_len) / 6) for layer in model.layers.values()]
+    head = round(flops_per_token(model, seq_len) / 6) - sum(layers)
     return Costs(tuple(layers), embedding=head // 8, head=head)
 
 

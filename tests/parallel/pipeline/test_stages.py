@@ -79,6 +79,15 @@ def test_a_heavy_head_and_experts_make_their_stages_shorter() -> None:
     assert counts[0] > counts[-1]
 
 
+def test_a_model_of_ones_own_is_split_by_what_it_computes() -> None:
+    plain = config(4, 2)
+    own = config(4, 2, model='kind = "tests.support.small_models:Wider"')
+    dim, seq_len = own.model.dim, own.train.seq_len
+    more = layer_costs(own).layers[-1] - layer_costs(plain).layers[-1]
+    assert layer_costs(own).layers[:-1] == layer_costs(plain).layers[:-1]
+    assert abs(more - (3 * dim * dim + 1000 * seq_len / 6)) <= 1
+
+
 def test_stages_cover_the_model_and_only_its_ends_have_ends() -> None:
     stages = make_stages(config(9, 2, 'schedule = "Interleaved1F1B"'))
     assert [layer for stage in stages for layer in stage.layers] == list(range(9))
