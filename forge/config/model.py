@@ -56,8 +56,9 @@ class MoEConfig(Section):
     router_noise: NonNegativeNumber = 0.0
     """Standard deviation of noise added to router logits in training. 0: none. With noise, results depend on the layout."""
     capacity_factor: NonNegativeNumber = 0.0
-    """Limit on the tokens per expert, as a multiple of an equal share of a process's microbatch. Tokens with the smallest
-    weights are dropped, so results depend on layout and microbatch size. 0: no limit, nothing is dropped."""
+    """Limit on the tokens per expert in training, as a multiple of an equal share of a process's microbatch. Tokens with the
+    smallest weights are dropped, so training depends on the microbatch and on how tp and cp divide it. Evaluation drops
+    nothing. 0: no limit."""
     balance: Literal["bias", "aux_loss", "sequence_aux_loss", "none"] = "bias"
     """How load is balanced: by a bias on expert selection, by a loss over the global batch or over each sequence, or not."""
     aux_loss_coef: NonNegativeNumber = 0.01

@@ -76,7 +76,8 @@ class Router(nn.Module):
         if torch.is_grad_enabled():
             weights = self._balance(weights, logits, scores, experts, valid)
         experts, weights = experts.flatten(0, 1), weights.flatten(0, 1)
-        if config.capacity_factor:
+        # Not in evaluation: what is dropped depends on the other rows of the microbatch, padding included.
+        if config.capacity_factor and torch.is_grad_enabled():
             experts = self._drop(experts, weights.detach(), valid)
         return experts, weights
 
@@ -140,7 +141,7 @@ class Router(nn.Module):
         over = torch.zeros_like(flat, dtype=torch.bool)
         over[by_weight[order]] = rank >= capacity
         over = over.view_as(experts)
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        if torch._C._current_graph_task_id() == -1:
             self.dropped += (over & valid.flatten().unsqueeze(-1)).sum()
         return experts.masked_fill(over, n_experts)
 

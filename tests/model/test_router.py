@@ -270,9 +270,13 @@ def test_dropped_choices_of_ignored_tokens_are_not_reported() -> None:
     labels = torch.tensor([[1, 1, 1, IGNORE]])
     route(one, *([[1.0, 0.0]] * 4), labels=labels)
     assert one.dropped.item() == 1
+
+
+def test_without_a_gradient_nothing_is_dropped() -> None:
+    one = router(n_experts=2, top_k=1, capacity_factor=0.5)
     with torch.no_grad():
-        route(one, *([[1.0, 0.0]] * 4), labels=labels)
-    assert one.dropped.item() == 1
+        experts, _ = route(one, *([[1.0, 0.0]] * 4))
+    assert experts == [[0]] * 4 and one.dropped.item() == 0
 
 
 def test_a_capacity_is_rounded_up() -> None:

@@ -48,6 +48,7 @@ LAYOUTS = {
     "one process": (1, []),
     "two processes, tensor parallel": (2, ["--parallel.tp=2"]),
     "experts on two processes": (2, ["--parallel.ep=2", *MOE]),
+    "experts with a capacity": (2, ["--parallel.ep=2", *MOE, "--model.moe.capacity_factor=0.5"]),
     "bfloat16": (1, ["--precision.compute=bfloat16"]),
     "bfloat16 with parts in float32": (
         1,

@@ -1,0 +1,71 @@
+"""Experts with a limit on their tokens: equal microbatches drop the same on any layout, and evaluation drops nothing."""
+
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from forge.config import check_world, parse_toml_text
+from forge.data.build import open_data
+from forge.parallel.build import build_parallel_model
+from forge.parallel.mesh import make_meshes
+from forge.train.evaluate import evaluate
+from tests.support.equivalence import Trace, assert_equal, layout
+from tests.support.harness import run_ranks
+from tests.support.layouts import experts_text as text
+
+LIMITED = "[model.moe]\ncapacity_factor = 0.75\n"
+
+
+def limited(parallel: str = "", micro: int = 1) -> str:
+    return text("bias", parallel, micro).replace("[model.moe]\n", LIMITED)
+
+
+@pytest.mark.parametrize(
+    ("world", "parallel"),
+    [
+        (4, "ep = 2"),
+        (2, 'data_parallel = "zero1"\nep = 2'),
+        (2, "pp = 2"),
+        (4, "dp_replicate = 2\ndp_shard = 2\nep = 2"),
+    ],
+)
+def test_with_a_capacity_microbatches_of_whole_sequences_drop_the_same_on_any_layout(
+    world: int, parallel: str
+) -> None:
+    trace = layout(limited(parallel), world)
+    assert_equal(trace, _limited_in_one_process())
+    assert all(step["layers.1"][10] > 0 for step in trace.routers)
+
+
+@functools.cache
+def _limited_in_one_process() -> Trace:
+    return layout(limited(), 1)
+
+
+HELD_OUT = "[evaluate]\ninterval = 1\nsequences = 5\n"
+
+
+@pytest.mark.parametrize(
+    ("world", "parallel", "micro"),
+    [(1, "", 4), (4, "ep = 2", 1), (2, "tp = 2\nep = 2", 2), (2, "cp = 2\nep = 2", 2), (2, "pp = 2", 2)],
+)
+def test_evaluation_with_a_capacity_depends_on_no_layout_and_no_microbatch(
+    world: int, parallel: str, micro: int
+) -> None:
+    (expected,) = run_ranks(_held_out, 1, text("bias") + HELD_OUT)
+    for loss in run_ranks(_held_out, world, limited(parallel, micro) + HELD_OUT):
+        assert loss == pytest.approx(expected, abs=1e-9, rel=0)
+
+
+def _held_out(rank: int, world: int, keys: str) -> float:
+    """The loss on five held-out sequences; the last microbatches are filled up with padding."""
+    held_out = 'validation = [{name = "held", path = "synthetic"}]\ndocument_mask'
+    config = parse_toml_text(keys.replace("document_mask", held_out))
+    meshes = make_meshes(check_world(config, world), "cpu")
+    model = build_parallel_model(config, meshes, torch.device("cpu"))
+    data, device = open_data(config), torch.device("cpu")
+    return evaluate(SimpleNamespace(config=config, meshes=meshes, model=model, data=data, device=device))[
+        "held"
+    ]
