@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, TypeVar
 
-from annotated_types import Ge, Gt, Lt, MinLen
+from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import AfterValidator, Field, Strict, StringConstraints
 
 from forge.config.layout import ActivationCheckpoint, Compile, Parallel, Pipeline, Precision
@@ -96,8 +96,9 @@ class Data(Section):
     """Do not attend across the documents of a sequence."""
     validation: ListOf[ValidationConfig] = ()
     """Held-out data, evaluated every evaluate.interval steps. []: none."""
-    mixture_block: Positive = 1024
-    """Every block of this many samples has the proportions of the sources exactly, rounded to samples."""
+    mixture_block: Annotated[int, Ge(1), Le(1_000_000)] = 1024
+    """Every block of this many samples has the proportions of the sources exactly, rounded to samples. A block is held in
+    memory."""
     prefetch: Positive = 2
     """Number of steps whose batches are read in advance."""
 

@@ -22,7 +22,8 @@ import numpy as np
 from forge.data.permutation import Permutation, hash_positions, key_of
 from forge.errors import UserError
 
-_SMALLEST_SHARE = Fraction(1, 10**6)  # so that a block, which is held in memory, has at most 10^6 samples
+# So that a block, which is held in memory, has at most 10^6 samples: the largest data.mixture_block, too.
+_SMALLEST_SHARE = Fraction(1, 10**6)
 
 
 class Mixture:

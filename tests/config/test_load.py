@@ -90,6 +90,11 @@ def test_an_override_makes_the_section_that_it_needs(tmp_path) -> None:
     assert load(tmp_path, "--model.moe.n_experts=8").model.moe.top_k == 2
 
 
+def test_a_block_of_samples_that_memory_cannot_hold_is_refused(tmp_path) -> None:
+    (line,) = complaints(tmp_path, f"--data.mixture_block={10**12}")
+    assert line.endswith("(command line): allowed: integer >= 1 and <= 1000000")
+
+
 def test_everything_wrong_is_reported_at_once_by_key(tmp_path) -> None:
     text = (
         TINY.replace("steps = 10", "steps = 0").replace("[train]", "[train]\nlearning = 1")
