@@ -43,6 +43,7 @@ class MetricsWriter(Hook):
         self._tokens_per_step = config.train.global_batch_size * config.train.seq_len
         self._times = StepTimes()
         self._step_began: float | None = None
+        self._step_ended: float | None = None
         self._restart_means()
 
     def wants_routers(self, step: int) -> bool:
@@ -51,19 +52,22 @@ class MetricsWriter(Hook):
 
     def before_data(self, step: int) -> None:
         self._step_began = time.perf_counter()
+        if self._step_ended is not None:
+            self._times.pause(self._step_began - self._step_ended)
 
     def after_data(self, step: int) -> None:
         assert self._step_began is not None
         self._step_data_s = time.perf_counter() - self._step_began
 
     def after_step(self, step: int) -> None:
-        """Count the wall time of this step; what evaluations and saves take is not part of it.
+        """Count the wall time of this step; what evaluations and saves take is a pause after it.
 
         On a GPU the host waits for a step's work in the next one, so a mean over some steps is exact but for a shift by
         one step.
         """
         assert self._step_began is not None
-        seconds = time.perf_counter() - self._step_began
+        self._step_ended = time.perf_counter()
+        seconds = self._step_ended - self._step_began
         self._step_began = None
         self._times.add(seconds)
         self._seconds += seconds

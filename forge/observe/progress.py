@@ -71,15 +71,17 @@ def format_count(number: float) -> str:
 
 
 class StepTimes:
-    """The times of recent steps, from which the remaining time is estimated.
+    """The times of steps and of the pauses between them, from which the remaining time is estimated.
 
-    It is the mean of the last `window` steps, so that an early slow stretch is forgotten. The first step of the run, which
-    compiles and warms up, counts only until there is another.
+    A step counts with the mean of the last `window` ones, so that an early slow stretch is forgotten. The first step of the
+    run, which compiles and warms up, counts only until there is another. Pauses are evaluations, samples and saves, which
+    come at intervals: of these counts, per step, the mean from the start to the last long one.
     """
 
     def __init__(self, window: int = 50):
         self._seconds: deque[float] = deque(maxlen=window)
         self._count = 0
+        self._paused = self._pause_per_step = 0.0
 
     def add(self, seconds: float) -> None:
         self._count += 1
@@ -87,11 +89,19 @@ class StepTimes:
             self._seconds.clear()
         self._seconds.append(seconds)
 
+    def pause(self, seconds: float) -> None:
+        """Count the time between the last step and the next one."""
+        self._paused += seconds
+        # At a long one an interval is complete. In between the mean would fall, as if no other were to come.
+        if seconds * self._count >= self._paused:
+            self._pause_per_step = self._paused / self._count
+
     def eta(self, remaining_steps: int) -> float | None:
-        """Return the seconds that `remaining_steps` will take; None before the first step."""
+        """Return the seconds that `remaining_steps` and the pauses after them will take; None before the first step."""
         if not self._seconds:
             return None
-        return sum(self._seconds) / len(self._seconds) * max(0, remaining_steps)
+        step = sum(self._seconds) / len(self._seconds)
+        return (step + self._pause_per_step) * max(0, remaining_steps)
 
 
 class ProgressLine:

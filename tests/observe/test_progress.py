@@ -1,8 +1,16 @@
+import logging
 import math
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from forge.config import load_config
+from forge.hook import StepResult
+from forge.observe.collector import Collector
+from forge.observe.metrics import MetricsWriter
 from forge.observe.progress import StepTimes, format_count, format_duration, format_line
+from forge.observe.run_directory import RunDirectory
 
 FIELDS = {
     "step": 120,
@@ -86,6 +94,47 @@ def test_the_eta_forgets_the_first_step_and_those_long_ago():
     assert times.eta(-1) == 0.0
 
 
+def test_the_eta_counts_what_comes_between_steps():
+    times = StepTimes()
+    for step in range(1, 41):
+        times.add(1.0)
+        # Every tenth step an evaluation of 5 s, every twentieth a save of 10 s as well.
+        times.pause(15.0 if step % 20 == 0 else 5.0 if step % 10 == 0 else 0.0)
+        if 20 <= step < 30:
+            assert times.eta(100 - step) == (1.0 + 1.0) * (100 - step)
+    assert times.eta(60) == 60.0 + 6 * 5.0 + 3 * 10.0
+    assert times.eta(0) == 0.0
+
+
 def test_garbage_collection_is_shown_where_it_matters():
     assert "gc" not in format_line(FIELDS | {"gc_time_s": 0.004}, 4000, None)
     assert "gc 2.0%" in format_line(FIELDS | {"gc_time_s": 0.01}, 4000, None)
+
+
+def test_an_evaluation_between_two_steps_is_in_the_eta_of_the_log(tmp_path, monkeypatch, caplog):
+    now = 0.0
+    monkeypatch.setattr("forge.observe.metrics.time.perf_counter", lambda: now)
+    caplog.set_level(logging.INFO, "forge")
+    config = load_config(["--config=debug", "--train.steps=100", "--metrics.log_interval=1"])
+    world = SimpleNamespace(rank=0, size=1, device=torch.device("cpu"))
+    (tmp_path / "run").mkdir()
+    writer = MetricsWriter(
+        config, world, RunDirectory(tmp_path / "run"), 0.0, Collector(0), lambda step: None
+    )
+    for step in (1, 2):
+        writer.before_data(step)
+        writer.after_data(step)
+        now += 1.0
+        writer.after_step(step)
+        numbers = {
+            "loss": 1.0,
+            "z_loss": 0.0,
+            "grad_norm": 1.0,
+            "valid_tokens": 1.0,
+            "skipped": False,
+            "waited_s": 0.0,
+        }
+        writer.after_result(StepResult(step, 1, 1e-3, **numbers, router_layers=(), routers=[]))
+        now += 5.0  # an evaluation
+    assert caplog.messages[0].endswith("eta 1m39s")  # 99 steps of one second
+    assert caplog.messages[1].endswith("eta 9m48s")  # 98 of six
