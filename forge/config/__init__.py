@@ -1,7 +1,7 @@
 """The configuration of a run: a typed schema, its loading from TOML and the command line, and explained errors.
 
 Needs no torch, so that help and errors appear at once. Schema: section, model, layout, schema. Load: load,
-toml, extensions. Explain: keys, help, explain, and the checks across keys (checks, pipeline, world).
+toml, extensions. Explain: keys, help, explain, unused, and the checks across keys (checks, pipeline, world).
 """
 
 from forge.config.help import help_text
@@ -9,6 +9,7 @@ from forge.config.keys import difference, to_toml
 from forge.config.load import CommandLine, load_config, parse_command_line, parse_toml_text
 from forge.config.schema import Config
 from forge.config.section import Section
+from forge.config.unused import unused_keys
 from forge.config.world import Degrees, check_world
 
 __all__ = [
@@ -23,4 +24,5 @@ __all__ = [
     "parse_command_line",
     "parse_toml_text",
     "to_toml",
+    "unused_keys",
 ]

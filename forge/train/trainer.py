@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from forge import compat
 from forge.checkpoint import Checkpoints
-from forge.config import Config, Degrees
+from forge.config import Config, Degrees, unused_keys
 from forge.data.build import Data
 from forge.data.loader import Batch, Loader
 from forge.errors import RollbackRequired
@@ -63,6 +63,8 @@ class Trainer:
         # What was built is counted, which for a class of the user's own need not be what [model] says.
         whole = build_meta_model(config)
         self._log_model_summary(parameter_counts(whole))
+        if unused := unused_keys(config, (name for name, _ in whole.named_parameters())):
+            log.info("set, but not used: %s", "; ".join(unused))
 
         spikes = SpikeWindow(config.resilience.spike_window, config.resilience.spike_threshold)
         self.progress = Progress(spikes=spikes)

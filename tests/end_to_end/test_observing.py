@@ -16,11 +16,13 @@ def test_a_run_reports_its_memory_and_profiles_the_chosen_steps(tmp_path) -> Non
 
 def test_a_model_of_ones_own_is_reported_as_it_was_built(tmp_path) -> None:
     kind = "--model.kind=tests.support.small_models:Wider"
-    run = Run(tmp_path, "--train.steps=1", kind)
+    run = Run(tmp_path, "--train.steps=1", kind, '--optimizer.no_decay=["mixer", "*.mixer.weight"]')
     assert run() == 0
     built_in = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32) + 32 + 2 * 64 * 32
     total = built_in + 32 * 32 + 5 * 32 * 32
     assert f"{total:,} parameters ({total - 32 * 32:,} active)" in run.said()
+    (unused,) = [line for line in run.said().splitlines() if "set, but not used" in line]
+    assert '"mixer" of optimizer.no_decay (matches no parameter)' in unused and "*.mixer.weight" not in unused
 
 
 def test_a_profile_changes_nothing_in_the_history(tmp_path) -> None:

@@ -1,0 +1,91 @@
+"""Keys that are set and not used are named, by a table in which every key exists; what is shipped sets none."""
+
+import pytest
+
+from forge.config import load_config, unused_keys
+from forge.config.keys import keys
+from forge.config.load import CONFIGS
+from forge.config.unused import RULES
+
+NAMES = ["embedding.weight", "layers.0.attention_norm.weight", "norm.weight"]
+
+
+def unused(*options: str, config: str = "debug") -> list[str]:
+    return unused_keys(load_config([f"--config={config}", *options]), NAMES)
+
+
+def test_every_key_of_the_table_exists() -> None:
+    assert {key for named, _, _ in RULES for key in named.split()} <= keys().keys()
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.toml")))
+def test_shipped_configurations_set_nothing_in_vain(name: str) -> None:
+    assert unused(config=name) == []
+
+
+YARN = '{kind = "yarn", factor = 2.0, original_max_position = 64, low_freq_factor = 0.5}'
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        (["--evaluate.interval=0"], "data.validation (evaluate.interval is 0)"),
+        (["--data.validation=[]"], "evaluate.interval (data.validation is empty)"),
+        (["--evaluate.sample_interval=0"], "evaluate.sample_tokens, evaluate.sample_temperature (evaluate.s"),
+        (["--data.tokenizer=none"], "evaluate.sample_interval (there is no tokenizer)"),
+        (['--data.sources=[{path = "synthetic"}]'], "data.tokenizer (all data.sources are synthetic)"),
+        (["--data.mixture_block=99"], "data.mixture_block (there is one source)"),
+        (["--model.sliding_window_pattern=2"], "model.sliding_window_pattern (model.sliding_window is 0)"),
+        (
+            [f"--model.rope_scaling={YARN}"],
+            "model.rope_scaling.low_freq_factor (model.rope_scaling.kind is yarn)",
+        ),
+        (["--parallel.context=ring"], "parallel.context (parallel.cp is 1)"),
+        (["--parallel.loss_parallel=false"], "parallel.loss_parallel (parallel.tp is 1)"),
+        (["--parallel.ep=2"], "parallel.ep (there is no [model.moe])"),
+        (
+            ["--pipeline.schedule=GPipe", "--pipeline.round=up"],
+            "pipeline.schedule, pipeline.round (parallel.pp is 1)",
+        ),
+        (
+            ["--activation_checkpoint.every=2"],
+            "activation_checkpoint.every (activation_checkpoint.mode is not",
+        ),
+        (
+            ["--schedule.name=cosine", "--schedule.decay_fraction=0.5"],
+            "schedule.decay_fraction (schedule.name is not",
+        ),
+        (["--profile.ranks=[1]"], "profile.ranks (profile.span is empty)"),
+        (
+            ['--optimizer.no_decay=["*.norm.weight"]'],
+            '"*.norm.weight" of optimizer.no_decay (matches no parameter)',
+        ),
+        (
+            ['--optimizer.no_decay=["x"]', "--optimizer.weight_decay=0"],
+            "optimizer.no_decay (optimizer.weight_decay is",
+        ),
+    ],
+)
+def test_a_key_is_named_with_the_reason(options: list[str], key: str) -> None:
+    lines = unused(*options)
+    assert any(key in line for line in lines), lines
+
+
+def test_balancing_has_the_keys_of_its_kind() -> None:
+    kinds = {"bias": "aux_loss_coef", "aux_loss": "bias_update_rate"}
+    for kind, key in kinds.items():
+        options = (
+            f"--model.moe.balance={kind}",
+            "--model.moe.aux_loss_coef=0.1",
+            "--model.moe.bias_update_rate=0.1",
+        )
+        (line,) = unused(*options, config="moe_debug")
+        assert line.startswith(f"model.moe.{key} (")
+
+
+def test_keys_that_are_used_or_have_their_default_are_not_named() -> None:
+    assert (
+        unused("--schedule.decay_fraction=0.5", "--pipeline.schedule=1F1B", "--parallel.context=allgather")
+        == []
+    )
+    assert unused('--optimizer.no_decay=["*norm.weight", "*.bias"]') == []
