@@ -101,8 +101,8 @@ class SdpaAttention:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         if isinstance(mask.table, BlockMask):
-            return _flex_for(q.device.type)(
-                q, k, v, score_mod=_capped(mask.soft_cap), block_mask=mask.table, enable_gqa=True
+            return flex_for(q.device.type)(
+                q, k, v, score_mod=capped(mask.soft_cap), block_mask=mask.table, enable_gqa=True
             )
         if mask.soft_cap:
             assert mask.table is not None
@@ -128,14 +128,14 @@ def _plain_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, soft_cap: f
 
 
 @functools.cache
-def _flex_for(device_type: str) -> Callable[..., Tensor]:
+def flex_for(device_type: str) -> Callable[..., Tensor]:
     """flex_attention, compiled at first use on CUDA; eager (unfused) elsewhere."""
     attend: Callable[..., Tensor] = flex_attention
     return torch.compile(attend) if device_type == "cuda" else attend
 
 
 @functools.cache
-def _capped(soft_cap: float) -> Callable[..., Tensor] | None:
+def capped(soft_cap: float) -> Callable[..., Tensor] | None:
     """flex's score_mod for a soft cap; one function object per value, so that flex compiles it once."""
     if not soft_cap:
         return None

@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from forge import compat
 from forge.model import AttentionMask
-from forge.model.attention import _capped, _flex_for
+from forge.model.attention import capped, flex_for
 from forge.model.mask import block_part, dense_part
 from forge.model.precision import promoted
 from forge.parallel.context.sequence import SequenceSplit
@@ -215,8 +215,8 @@ def _scores(rows: Tensor, k: Tensor, table: Tensor | None, soft_cap: float) -> t
     """Scores `[batch, kv_heads, group * rows, columns]`, -inf where the table forbids; the soft cap's derivative, if any."""
     scores, slope = rows @ k.mT * rows.shape[-1] ** -0.5, None
     if soft_cap:
-        capped = torch.tanh(scores / soft_cap)
-        scores, slope = soft_cap * capped, 1.0 - capped.square()
+        tanh = torch.tanh(scores / soft_cap)
+        scores, slope = soft_cap * tanh, 1.0 - tanh.square()
     if table is not None:
         by_head = scores.unflatten(2, (-1, table.shape[2]))
         scores = by_head.masked_fill(~table.unsqueeze(2), -torch.inf).flatten(2, 3)
@@ -262,12 +262,12 @@ def kernel_for(x: Tensor) -> PlainKernel | FlexKernel:
 
 
 def _flex_with_lse(q: Tensor, k: Tensor, v: Tensor, table: Any, soft_cap: float) -> tuple[Tensor, Tensor]:
-    attend: Any = _flex_for(q.device.type)
+    attend: Any = flex_for(q.device.type)
     out, further = attend(
         q,
         k,
         v,
-        score_mod=_capped(soft_cap),
+        score_mod=capped(soft_cap),
         block_mask=table,
         enable_gqa=True,
         return_aux=AuxRequest(lse=True),
