@@ -1,9 +1,10 @@
-"""Classes outside forge that a configuration names by import path, and the keys that they add."""
+"""Classes and functions that a configuration names by import path, and the keys that an optimizer of one's own adds."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -20,18 +21,27 @@ class _Unchecked(Section):
     model_config = ConfigDict(extra="allow")
 
 
-def load_class(path: str) -> type:
+def load_class(path: str) -> type[Any]:
     """Import the class at `path`, which is `package.module:Class`. Raises ValueError with one sentence."""
-    module_name, _, class_name = path.partition(":")
+    return _load(path, "class", lambda found: isinstance(found, type))
+
+
+def load_function(path: str) -> Callable[..., Any]:
+    """Import the function at `path`, which is `package.module:function`. Raises ValueError with one sentence."""
+    return _load(path, "function", callable)
+
+
+def _load(path: str, what: str, fits: Callable[[object], bool]) -> Any:
+    module_name, _, wanted = path.partition(":")
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
         hint = "; is its folder in PYTHONPATH?" if isinstance(error, ModuleNotFoundError) else ""
         raise ValueError(f"{module_name} cannot be imported: {type(error).__name__}: {error}{hint}") from None
-    found = getattr(module, class_name, None)
-    if not isinstance(found, type):
-        classes = [name for name, value in vars(module).items() if isinstance(value, type)]
-        raise ValueError(f"{module_name} has no class {class_name}{did_you_mean(class_name, classes)}")
+    found = getattr(module, wanted, None)
+    if not fits(found):
+        others = [name for name, value in vars(module).items() if fits(value)]
+        raise ValueError(f"{module_name} has no {what} {wanted}{did_you_mean(wanted, others)}")
     return found
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
+from forge.config.extensions import load_class
 from forge.config.model import ModelConfig
 from forge.errors import UserError, did_you_mean
 from forge.model.transformer import Transformer
@@ -24,16 +24,15 @@ def build_model(config: ModelConfig, seq_len: int, **parts: Any) -> Any:
     kind = config.kind
     if kind in MODELS:
         return MODELS[kind](config, seq_len, **parts)
-    module_name, colon, attribute = kind.partition(":")
-    if not colon:
+    if ":" not in kind:
         raise UserError(
             f'model.kind = "{kind}" is not a model; known: {", ".join(sorted(MODELS))}, '
             f"or an import path package.module:Class{did_you_mean(kind, MODELS)}"
         )
     try:
-        builder = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f'model.kind = "{kind}" cannot be imported: {error}') from error
-    if not (isinstance(builder, type) and issubclass(builder, nn.Module)):
+        builder = load_class(kind)
+    except ValueError as error:
+        raise UserError(f'model.kind = "{kind}": {error}') from error
+    if not issubclass(builder, nn.Module):
         raise UserError(f'model.kind = "{kind}" is not a module class; name a subclass of torch.nn.Module')
     return builder(config, seq_len, **parts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,8 +9,10 @@ import torch
 from torch import nn
 
 from forge.config import Config
+from forge.config.extensions import load_function
 from forge.config.layout import ActivationCheckpoint, Compile, Parallel, Precision
 from forge.config.model import ModelConfig
+from forge.errors import UserError
 from forge.parallel.mesh import Meshes
 from forge.parallel.precision import DTYPES
 
@@ -57,8 +58,12 @@ def make_layout(config: Config, meshes: Meshes) -> Layout:
     """Return the Layout of `config` on `meshes`."""
 
     def tensor_plan(model: nn.Module) -> object:
-        module, _, function = config.parallel.tp_plan.partition(":")
-        return getattr(importlib.import_module(module), function)(model, config)
+        path = config.parallel.tp_plan
+        try:
+            function = load_function(path)
+        except ValueError as error:
+            raise UserError(f'parallel.tp_plan = "{path}": {error}') from error
+        return function(model, config)
 
     return Layout(
         model=config.model,

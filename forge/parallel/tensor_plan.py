@@ -105,11 +105,7 @@ def _patterns(model: nn.Module, layout: Layout) -> tuple[str | None, Mapping[str
         return "parallel.tp_plan_styles", parallel.tp_plan_styles
     if parallel.tp_plan == "auto":
         return None, getattr(model, "tensor_plan", OWN)
-    key = f'parallel.tp_plan = "{parallel.tp_plan}"'
-    try:
-        plan = layout.tensor_plan(model)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"{key} cannot be imported: {error}") from error
+    key, plan = f'parallel.tp_plan = "{parallel.tp_plan}"', layout.tensor_plan(model)
     if not isinstance(plan, dict):
         raise UserError(f"{key} returned a {type(plan).__name__}; needed: a dict of module names to styles")
     return key, plan

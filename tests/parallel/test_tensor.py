@@ -191,10 +191,16 @@ def test_a_norm_cannot_be_split_by_sequence_where_the_stream_is_whole() -> None:
         planned({"norm": "sequence_parallel"}, "sequence_parallel = false")
 
 
-@pytest.mark.parametrize("path", ["no.such:plan", "math:no_such_plan"])
-def test_a_plan_that_cannot_be_imported_is_refused(path: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("no.such:plan", "no.such cannot be imported"),
+        ("math:no_such_plan", "math has no function no_such_plan"),
+    ],
+)
+def test_a_plan_that_cannot_be_imported_is_refused(path: str, reason: str) -> None:
     config = parse_toml_text(tiny_config(parallel=f'tp = 2\ntp_plan = "{path}"'))
-    with pytest.raises(UserError, match="cannot be imported"):
+    with pytest.raises(UserError, match=f'parallel.tp_plan = "{path}": {reason}'):
         plan_for(build_meta_model(config), layout_without_ranks(config))
 
 
