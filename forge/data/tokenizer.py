@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+import unicodedata
 from collections.abc import Iterable
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,18 +24,45 @@ SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 # Without settings a document ends with the first of these that is a special token of the tokenizer.json.
 USUAL_ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[EOS]")
 _ESCAPED_SPACE = "\u2581"
+_BEFORE_SPACE = re.compile(r"[^\W_](?=[ \n])")
+# Patterns by which byte-level tokenizers split a text: of GPT-2, Llama 3, Qwen and GPT-4o.
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_PATTERNS = (
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_REST}",
+    rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_REST}",
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDINGS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDINGS}?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_REST}",
+)
 
 
 class Tokenizer(Protocol):
-    """`vocab_size` ids; `bos_id` and `eos_id` are None where it has none; `fingerprint` identifies its content."""
+    """`vocab_size` ids; `bos_id` and `eos_id` are None where it has none; `fingerprint` identifies its content.
+
+    `unk_id`: the id of text outside the vocabulary; None if there is no such text.
+    """
 
     vocab_size: int
     bos_id: int | None
     eos_id: int | None
+    unk_id: int | None
     fingerprint: str
 
+    @property
+    def can_cut(self) -> bool:
+        """Whether `cut` finds places in usual text."""
+
     def encode(self, text: str) -> list[int]:
-        """Return the ids of the text without special tokens; never an unknown id. UnicodeEncodeError for surrogates."""
+        """Return the ids of the text without special tokens. UnicodeEncodeError for surrogates."""
+
+    def cut(self, text: str, start: int) -> int:
+        """Return the first place i, at least `start` and 1, where the ids of a text are those of its two parts.
+
+        This holds for `text` and for every text that contains it: encode(x + y) == encode(x) + encode(y) if x ends with
+        text[:i] and y begins with text[i:]. Returns len(text) if no place is known.
+        """
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text; special tokens and ids beyond the vocabulary are left out, invalid UTF-8 becomes U+FFFD."""
@@ -73,23 +104,21 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         ) from None
 
 
-def enclose(ids: list[int], tokenizer: Tokenizer) -> list[int]:
-    """Return a document as it is stored: [bos] ids [eos], each if the tokenizer has it."""
-    before = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    after = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
-    return before + ids + after
-
-
 class ByteTokenizer:
     """Ids 0 to 255 are the bytes of UTF-8; 256 begins and 257 ends a document."""
 
     vocab_size = 258
     bos_id: int | None = 256
     eos_id: int | None = 257
+    unk_id: int | None = None
     fingerprint = hashlib.sha256(b"forge byte tokenizer 1").hexdigest()
+    can_cut = True
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
+
+    def cut(self, text: str, start: int) -> int:
+        return min(max(start, 1), len(text))
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in ids if 0 <= i < 256).decode("utf-8", errors="replace")
@@ -115,6 +144,8 @@ class SentencePieceTokenizer:
         self.fingerprint = hashlib.sha256(model).hexdigest()
         ends = self._processor.bos_id(), self._processor.eos_id()
         self.bos_id, self.eos_id = (None if end < 0 else end for end in ends)
+        has_bytes = self._processor.is_byte(self._processor.piece_to_id("<0x00>"))
+        self.unk_id = None if has_bytes else self._processor.unk_id()
         escaped = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in _ESCAPED_SPACE.encode()]
         self._escaped_space = escaped if all(self._processor.is_byte(i) for i in escaped) else None
 
@@ -128,6 +159,36 @@ class SentencePieceTokenizer:
             ids += self._escaped_space if number else []
             ids += self._processor.encode(part)
         return ids
+
+    @property
+    def can_cut(self) -> bool:
+        return self._joined is not None
+
+    def cut(self, text: str, start: int) -> int:
+        if self._joined is not None:
+            for place in range(max(start, 1), len(text)):
+                pair = text[place - 1 : place + 1]
+                if _ESCAPED_SPACE not in pair and pair.replace(" ", _ESCAPED_SPACE) not in self._joined:
+                    return place
+        return len(text)
+
+    @cached_property
+    def _joined(self) -> set[str] | None:
+        """All pairs of characters that follow each other in a piece; None if a text is not just merged piece by piece.
+
+        Two characters between which no piece extends are never merged, and no merge on one side changes the other.
+        """
+        from sentencepiece import sentencepiece_model_pb2 as protocol
+
+        model = protocol.ModelProto.FromString(self._model)  # type: ignore[attr-defined]
+        text, trainer = model.normalizer_spec, model.trainer_spec
+        merges = trainer.model_type == trainer.BPE and trainer.byte_fallback and text.escape_whitespaces
+        if not merges or text.precompiled_charsmap or text.remove_extra_whitespaces or text.add_dummy_prefix:
+            return None
+        pieces = (piece.piece for piece in model.pieces)
+        return {
+            pair for piece in pieces for pair in map("".join, pairwise(piece.replace(" ", _ESCAPED_SPACE)))
+        }
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._processor.decode([i for i in ids if 0 <= i < self.vocab_size])
@@ -163,12 +224,25 @@ class HuggingFaceTokenizer:
         self._tokenizer.encode_special_tokens = True
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.bos_id, self.eos_id = self._ends()
+        described = json.loads(files[JSON_FILE])
+        model = described["model"]
+        unknown = model.get("unk_token")
+        self.unk_id = self._tokenizer.token_to_id(unknown) if unknown else model.get("unk_id")
+        self.can_cut = _splits_at_spaces(described)
         ends = json.dumps([self.bos_id, self.eos_id]).encode()
         self.fingerprint = hashlib.sha256(files[JSON_FILE] + b"\0" + ends).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         text.encode("utf-8")  # raises for lone surrogates
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def cut(self, text: str, start: int) -> int:
+        if self.can_cut:
+            for found in _BEFORE_SPACE.finditer(text, max(start - 1, 0)):
+                # Tables of characters differ between libraries only for what Unicode added later.
+                if unicodedata.ucd_3_2_0.category(found[0])[0] in "LN":
+                    return found.end()
+        return len(text)
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([i for i in ids if 0 <= i < self.vocab_size], skip_special_tokens=True)
@@ -222,6 +296,39 @@ class HuggingFaceTokenizer:
                 f"tokenizer {self._name}: the settings beside it have {key} = {token!r}, which the vocabulary lacks"
             )
         return found
+
+
+def _splits_at_spaces(described: dict[str, Any]) -> bool:
+    """Whether a tokenizer.json always splits a text between a letter or digit and a space or line end after it.
+
+    Then it tokenizes the two sides independently. True only for the steps listed here, of which no pattern looks back or
+    matches such a pair, and no pattern that ends in a letter or digit looks ahead.
+    """
+    normalizer = described.get("normalizer") or {"type": "NFC"}  # a space composes with nothing
+    steps = described.get("pre_tokenizer") or {}
+    steps = steps.get("pretokenizers", []) if steps.get("type") == "Sequence" else [steps]
+    splits = False
+    for step in steps:
+        kind = step.get("type")
+        if kind == "ByteLevel":
+            if step.get("add_prefix_space"):
+                return False
+            splits |= step.get("use_regex", True)
+        elif kind == "Split":
+            if step["pattern"].get("Regex") not in _PATTERNS or step["behavior"] not in (
+                "Isolated",
+                "Removed",
+            ):
+                return False
+            splits = True
+        elif kind in ("Whitespace", "WhitespaceSplit", "BertPreTokenizer"):
+            splits = True
+        elif kind not in ("Digits", "Punctuation"):
+            return False
+    for token in described.get("added_tokens", []):  # found before all this
+        if token.get("rstrip") or _BEFORE_SPACE.search(token["content"]):
+            return False
+    return splits and normalizer.get("type") == "NFC"
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -19,33 +19,39 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import lru_cache
-from itertools import chain
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel
 
-from forge.data.format import INDEX, DatasetIndex, TokenDataset, token_dtype
-from forge.data.tokenizer import Tokenizer, enclose, load_tokenizer
+from forge.data.format import INDEX, DatasetIndex, TokenDataset
+from forge.data.tokenizer import Tokenizer
 from forge.errors import UserError
 from forge.files import replace_atomically
 from forge.observe.progress import ProgressLine, format_duration
 from forge.prepare.corpus import EXTENSIONS, Corpus, find_corpus
-from forge.prepare.documents import Bad, read_documents
+from forge.prepare.documents import Bad
+from forge.prepare.long_text import TextPart, check_text, text_parts
+from forge.prepare.part import (
+    TRAIN,
+    VALIDATION,
+    Chunk,
+    Tally,
+    encode_chunk,
+    part_path,
+    split_of,
+    tokenizer_of,
+)
 from forge.prepare.sample import Piece
 from forge.prepare.writer import ShardWriter
 
-TRAIN, VALIDATION = "train", "validation"
 _PARTS = ".parts"
-_SHOWN = 5  # bad documents that are reported one by one
-_tokenizer = lru_cache(maxsize=1)(load_tokenizer)  # once in each worker process
+_VERSION = 2  # of the way in which a corpus is cut into parts
 
 
 @dataclass(frozen=True)
@@ -70,35 +76,13 @@ class Request:
         return {TRAIN: self.output / TRAIN, VALIDATION: self.output / VALIDATION}
 
 
-class Tally(BaseModel):
-    """Numbers of documents of a chunk, or of all; `lost`: files of which an unknown number of documents is unreadable."""
-
-    documents: int = 0
-    bad: int = 0
-    examples: list[Bad] = []
-    lost: list[Bad] = []
-    text_bytes: dict[str, int] = {TRAIN: 0, VALIDATION: 0}
-
-    def add(self, other: Tally) -> None:
-        self.documents += other.documents
-        self.bad += other.bad
-        self.examples = (self.examples + other.examples)[:_SHOWN]
-        self.lost = (self.lost + other.lost)[:_SHOWN]
-        for split, size in other.text_bytes.items():
-            self.text_bytes[split] += size
-
-    def add_bad(self, document: Bad) -> None:
-        lost = [document] if document.many else []
-        self.add(Tally(documents=1, bad=1, examples=[document], lost=lost))
-
-
 def prepare(request: Request) -> list[Path]:
     """Make the datasets and return their folders; does nothing if they exist.
 
     Raises UserError for what the user can correct.
     """
-    _tokenizer.cache_clear()  # the file may have changed since the last call
-    tokenizer = _tokenizer(request.tokenizer)
+    tokenizer_of.cache_clear()  # the file may have changed since the last call
+    tokenizer = tokenizer_of(request.tokenizer)
     options = _options(request, tokenizer)
     done = _finished_targets(request, options)
     parts = request.output / _PARTS
@@ -108,7 +92,7 @@ def prepare(request: Request) -> list[Path]:
             print(f"{folder}: already prepared, {_describe(TokenDataset(folder).index)}")
         return list(request.targets.values())
     corpus = find_corpus(request.inputs, request.extensions, request.max_bytes, request.text_key)
-    chunks = _cut(corpus.pieces)
+    chunks, corpus = _cut(corpus, tokenizer, request.holdout)
     with _locked(parts):
         _match_plan(parts, options, corpus)
         _encode_missing(request, chunks, parts)
@@ -152,23 +136,33 @@ def _finished_targets(request: Request, options: dict[str, Any]) -> set[str]:
     return finished
 
 
-def _cut(pieces: list[Piece]) -> list[list[Piece]]:
+def _cut(corpus: Corpus, tokenizer: Tokenizer, holdout: float) -> tuple[list[Chunk], Corpus]:
     """Cut into chunks of about 1/256 of the whole, at least 1 MB (a chunk has a fixed cost) and at most 128 MB.
 
-    A whole text file, which is one document, is not cut, and neither is a compressed file, which is read from its start.
+    A text file, which is one document, is cut where that does not change its tokens. A compressed file, which is read from
+    its start, is not. Large text files that cannot be read become unreadable ones of the corpus that is returned.
     """
-    chunk_bytes = min(max(sum(piece.size for piece in pieces) // 256, 1 << 20), 128 << 20)
-    chunks: list[list[Piece]] = [[]]
+    chunk_bytes = min(max(sum(piece.size for piece in corpus.pieces) // 256, 1 << 20), 128 << 20)
+    chunks: list[Chunk] = [[]]
     room = chunk_bytes
-    for piece in pieces:
-        is_document = piece.file.kind == "text" and piece.is_whole
-        for part in [piece] if is_document or piece.file.compression else piece.parts(chunk_bytes):
+    bad: list[Bad] = []
+    for piece in corpus.pieces:
+        parts: Iterable[Piece | TextPart] = [piece]
+        if piece.file.kind != "text" or not piece.is_whole:
+            parts = [piece] if piece.file.compression else piece.parts(chunk_bytes)
+        elif piece.size > chunk_bytes and not piece.file.compression and tokenizer.can_cut:
+            digest = check_text(piece.file)
+            if isinstance(digest, Bad):
+                bad.append(digest)
+                continue
+            parts = text_parts(piece.file, chunk_bytes, split_of(digest, holdout))
+        for part in parts:
             if chunks[-1] and part.size > room:
                 chunks.append([])
                 room = chunk_bytes
             chunks[-1].append(part)
             room -= part.size
-    return chunks
+    return chunks, replace(corpus, unreadable=corpus.unreadable + bad)
 
 
 @contextmanager
@@ -193,7 +187,8 @@ def _match_plan(parts: Path, options: dict[str, Any], corpus: Corpus) -> None:
     for file, *ranges in corpus.pieces:
         modified = os.stat(file.path).st_mtime_ns
         digest.update(os.fsencode(f"{tuple(file)}\0{ranges}\0{modified}\n"))
-    plan = json.dumps({"options": options, "corpus": digest.hexdigest()}, sort_keys=True).encode()
+    content = {"options": options, "corpus": digest.hexdigest(), "version": _VERSION}
+    plan = json.dumps(content, sort_keys=True).encode()
     path, existing = parts / "plan.json", list(parts.glob("part-*.npz"))
     if path.exists() and path.read_bytes() == plan:
         if existing:
@@ -206,8 +201,8 @@ def _match_plan(parts: Path, options: dict[str, Any], corpus: Corpus) -> None:
     replace_atomically(path, plan)
 
 
-def _encode_missing(request: Request, chunks: list[list[Piece]], parts: Path) -> None:
-    missing = [number for number in range(len(chunks)) if not _part(parts, number).exists()]
+def _encode_missing(request: Request, chunks: list[Chunk], parts: Path) -> None:
+    missing = [number for number in range(len(chunks)) if not part_path(parts, number).exists()]
     sizes = {number: sum(piece.size for piece in chunks[number]) for number in missing}
     progress, done = ProgressLine("tokenized", sum(sizes.values())), 0
     options = (request.tokenizer, request.text_key, request.holdout, parts)
@@ -220,7 +215,7 @@ def _encode_missing(request: Request, chunks: list[list[Piece]], parts: Path) ->
     workers = min(request.workers, len(missing))
     if workers <= 1:
         for number in missing:
-            _encode(number, chunks[number], *options)
+            encode_chunk(number, chunks[number], *options)
             advance(number)
     else:
         context = multiprocessing.get_context("spawn")  # forking a process that has threads is not safe
@@ -229,7 +224,7 @@ def _encode_missing(request: Request, chunks: list[list[Piece]], parts: Path) ->
             # them after their chunk. A handler that they set themselves would come too late while they start.
             before = signal.signal(signal.SIGINT, signal.SIG_IGN)
             try:
-                futures = {pool.submit(_encode, n, chunks[n], *options): n for n in missing}
+                futures = {pool.submit(encode_chunk, n, chunks[n], *options): n for n in missing}
             finally:
                 signal.signal(signal.SIGINT, before)
             try:
@@ -251,56 +246,17 @@ def _encode_missing(request: Request, chunks: list[list[Piece]], parts: Path) ->
         print(f"tokenized {done / 1e6:.1f} MB in {format_duration(seconds)} ({rate})", file=sys.stderr)
 
 
-def _encode(
-    number: int, chunk: list[Piece], tokenizer_path: str, text_key: str, holdout: float, parts: Path
-) -> None:
-    """Make the part of a chunk."""
-    tokenizer = _tokenizer(tokenizer_path)
-    dtype = token_dtype(tokenizer.vocab_size)
-    tally = Tally()
-    documents: dict[str, list[np.ndarray]] = {TRAIN: [], VALIDATION: []}
-    for document in chain.from_iterable(read_documents(piece, text_key) for piece in chunk):
-        if isinstance(document, Bad):
-            tally.add_bad(document)
-            continue
-        text = document.encode()
-        # By a hash of the content, so that no copy of a held-out document is trained on.
-        draw = hashlib.blake2b(text, digest_size=8, person=b"holdout").digest()
-        split = VALIDATION if int.from_bytes(draw, "little") < holdout * 2**64 else TRAIN
-        documents[split].append(np.array(enclose(tokenizer.encode(document), tokenizer), dtype))
-        tally.documents += 1
-        tally.text_bytes[split] += len(text)
-    arrays = {"tally": np.frombuffer(tally.model_dump_json().encode(), np.uint8)}
-    for split, tokens in documents.items():
-        arrays[f"{split}_tokens"] = np.concatenate([np.zeros(0, dtype), *tokens])
-        arrays[f"{split}_starts"] = np.cumsum([0, *map(len, tokens)])[:-1].astype(np.int64)
-    _write_part(_part(parts, number), arrays)
-
-
-def _write_part(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    partial = path.with_suffix(".partial")
-    with open(partial, "wb") as file:
-        np.savez(file, **arrays)  # type: ignore[arg-type]
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-
-
-def _part(parts: Path, number: int) -> Path:
-    return parts / f"part-{number:05d}.npz"
-
-
 def _check_tally(request: Request, corpus: Corpus, count: int, parts: Path) -> Tally:
     """Sum and report the tallies of all parts. UserError where too much is bad or a split would be empty."""
     tally = Tally()
     for bad in corpus.unreadable:
         tally.add_bad(bad)
     for number in range(count):
-        with np.load(_part(parts, number)) as part:
+        with np.load(part_path(parts, number)) as part:
             found = Tally.model_validate_json(part["tally"].tobytes())
         tally.add(found)
         if found.lost:
-            _part(parts, number).unlink()  # the file may be readable next time although it did not change
+            part_path(parts, number).unlink()  # the file may be readable next time although it did not change
     for note in corpus.notes():
         print(note, file=sys.stderr)
     if tally.bad:
@@ -330,7 +286,7 @@ def _check_tally(request: Request, corpus: Corpus, count: int, parts: Path) -> T
 def _join(folder: Path, split: str, tokenizer: Tokenizer, parts: Path, count: int) -> ShardWriter:
     writer = ShardWriter(folder, vocab_size=tokenizer.vocab_size, tokenizer=tokenizer.fingerprint)
     for number in range(count):
-        with np.load(_part(parts, number)) as part:
+        with np.load(part_path(parts, number)) as part:
             writer.append(part[f"{split}_tokens"], part[f"{split}_starts"])
     return writer
 

@@ -7,6 +7,7 @@ import pytest
 from forge.data.format import TokenDataset
 from forge.data.tokenizer import ByteTokenizer
 from forge.errors import UserError
+from forge.prepare import part
 from forge.prepare import prepare as module
 from forge.prepare.documents import Bad, read_documents
 from forge.prepare.prepare import Request, prepare
@@ -70,7 +71,7 @@ def test_holdout_splits_all_documents_and_keeps_copies_on_one_side(tmp_path):
 
 def test_an_interrupted_run_continues(text, tmp_path, monkeypatch, capsys):
     run(text, tmp_path / "whole")
-    write, written = module._write_part, []
+    write, written = part.write_part, []
 
     def interrupted(path, arrays):
         if len(written) == 2:
@@ -78,13 +79,13 @@ def test_an_interrupted_run_continues(text, tmp_path, monkeypatch, capsys):
         written.append(path)
         write(path, arrays)
 
-    monkeypatch.setattr(module, "_write_part", interrupted)
+    monkeypatch.setattr(part, "write_part", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(text, tmp_path / "out")
     with pytest.raises(UserError, match=r"no dataset\.json"):
         TokenDataset(tmp_path / "out")
     again = []
-    monkeypatch.setattr(module, "_write_part", lambda path, arrays: (again.append(path), write(path, arrays)))
+    monkeypatch.setattr(part, "write_part", lambda path, arrays: (again.append(path), write(path, arrays)))
     run(text, tmp_path / "out")
     assert "2 chunks are done" in capsys.readouterr().err
     assert again and not set(again) & set(written)
@@ -155,7 +156,7 @@ def test_d3_an_unreadable_file_of_many_documents_is_refused(tmp_path, monkeypatc
         return [Bad("b.jsonl", "bad disk", many=True)] if unreadable else read_documents(piece, text_key)
 
     with monkeypatch.context() as patched:
-        patched.setattr(module, "read_documents", read)
+        patched.setattr(part, "read_documents", read)
         with pytest.raises(UserError, match=r"^b\.jsonl: bad disk; an unknown number of documents is lost"):
             run(tmp_path / "in", tmp_path / "out", max_bad_fraction=0.9)
     run(tmp_path / "in", tmp_path / "out")

@@ -1,0 +1,122 @@
+"""The part of a chunk of the corpus: its tokens and document starts for each split, and a tally. Made by a worker process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+from pydantic import BaseModel
+
+from forge.data.format import token_dtype
+from forge.data.tokenizer import Tokenizer, load_tokenizer
+from forge.prepare.documents import Bad, read_documents
+from forge.prepare.long_text import TextPart, digest_of, read_part, slices
+from forge.prepare.sample import Piece
+
+TRAIN, VALIDATION = "train", "validation"
+SHOWN = 5  # bad documents that are reported one by one
+Chunk: TypeAlias = list[Piece | TextPart]
+tokenizer_of = lru_cache(maxsize=1)(load_tokenizer)  # once in each worker process
+
+
+class Tally(BaseModel):
+    """Numbers of documents of a chunk, or of all; `lost`: files of which an unknown number of documents is unreadable."""
+
+    documents: int = 0
+    bad: int = 0
+    examples: list[Bad] = []
+    lost: list[Bad] = []
+    text_bytes: dict[str, int] = {TRAIN: 0, VALIDATION: 0}
+
+    def add(self, other: Tally) -> None:
+        self.documents += other.documents
+        self.bad += other.bad
+        self.examples = (self.examples + other.examples)[:SHOWN]
+        self.lost = (self.lost + other.lost)[:SHOWN]
+        for split, size in other.text_bytes.items():
+            self.text_bytes[split] += size
+
+    def add_bad(self, document: Bad) -> None:
+        lost = [document] if document.many else []
+        self.add(Tally(documents=1, bad=1, examples=[document], lost=lost))
+
+
+def split_of(digest: bytes, holdout: float) -> str:
+    """Return the split of the document with this digest: by its content, so that no copy of it is in the other split."""
+    return VALIDATION if int.from_bytes(digest, "little") < holdout * 2**64 else TRAIN
+
+
+def encode_chunk(
+    number: int, chunk: Chunk, tokenizer_path: str, text_key: str, holdout: float, parts: Path
+) -> None:
+    """Make the part of a chunk."""
+    tokenizer = tokenizer_of(tokenizer_path)
+    tally = Tally()
+    tokens = {split: _Tokens(tokenizer) for split in (TRAIN, VALIDATION)}
+    for piece in chunk:
+        if isinstance(piece, TextPart):
+            tally.documents += piece.is_first
+            tally.text_bytes[piece.split] += tokens[piece.split].add(
+                read_part(piece, tokenizer), begins=piece.is_first, ends=piece.is_last
+            )
+            continue
+        for document in read_documents(piece, text_key):
+            if isinstance(document, Bad):
+                tally.add_bad(document)
+                continue
+            split = split_of(digest_of(document.encode()), holdout)
+            tally.documents += 1
+            tally.text_bytes[split] += tokens[split].add(slices(document, tokenizer))
+    arrays = {"tally": np.frombuffer(tally.model_dump_json().encode(), np.uint8)}
+    for split, found in tokens.items():
+        arrays[f"{split}_tokens"], arrays[f"{split}_starts"] = found.arrays()
+    write_part(part_path(parts, number), arrays)
+
+
+class _Tokens:
+    """Documents as they are stored: [bos] ids [eos], each if the tokenizer has it, and the places where they start."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._dtype = token_dtype(tokenizer.vocab_size)
+        self._ids: list[np.ndarray] = []
+        self._starts: list[int] = []
+        self._count = 0
+
+    def add(self, texts: Iterable[str], *, begins: bool = True, ends: bool = True) -> int:
+        """Add a document, given in parts, or only some of its parts. Returns their size in UTF-8."""
+        text_bytes = 0
+        if begins:
+            self._starts.append(self._count)
+            self._append([] if self._tokenizer.bos_id is None else [self._tokenizer.bos_id])
+        for text in texts:
+            self._append(self._tokenizer.encode(text))
+            text_bytes += len(text.encode())
+        if ends and self._tokenizer.eos_id is not None:
+            self._append([self._tokenizer.eos_id])
+        return text_bytes
+
+    def _append(self, ids: list[int]) -> None:
+        self._ids.append(np.array(ids, self._dtype))
+        self._count += len(ids)
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids `[tokens]` and the offsets int64 `[documents]` at which documents start."""
+        return np.concatenate([np.zeros(0, self._dtype), *self._ids]), np.array(self._starts, np.int64)
+
+
+def write_part(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    partial = path.with_suffix(".partial")
+    with open(partial, "wb") as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def part_path(parts: Path, number: int) -> Path:
+    return parts / f"part-{number:05d}.npz"
