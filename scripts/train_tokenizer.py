@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
-from forge.prepare.train_tokenizer import MAX_BYTES, train_tokenizer
+from forge.prepare.train_tokenizer import BYTES_PER_PIECE, LEAST_SAMPLE, train_tokenizer
 from scripts.options import add_input_options, exit_code_of, positive
 
 
@@ -24,8 +24,9 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="N",
         help="number of ids, including special tokens and 256 bytes",
     )
-    sample = "train on a sample of this many bytes, shared over all files (%(default)s)"
-    add("--max-bytes", type=positive, default=MAX_BYTES, metavar="N", help=sample)
+    sample = f"{BYTES_PER_PIECE} for each id of the vocabulary, at least {LEAST_SAMPLE}"
+    sample = f"train on a sample of this many bytes, shared over all files ({sample})"
+    add("--max-bytes", type=positive, metavar="N", help=sample)
     given = parser.parse_args(arguments)
     return exit_code_of(
         lambda: train_tokenizer(

@@ -116,10 +116,43 @@ def test_has_the_size_that_was_asked_for_and_pieces_of_spaces_and_line_ends(toke
     assert len(tokenizer.encode("):\n")) < 3
 
 
-@pytest.mark.parametrize("vocab_size", [-1, 280, 10**6])
-def test_an_impossible_vocabulary_is_one_sentence(tmp_path, vocab_size):
-    with pytest.raises(UserError, match=rf"--vocab-size {vocab_size}: \S+"):
+@pytest.mark.parametrize(
+    ("vocab_size", "reason"),
+    [
+        (-1, "needs at least 260: "),
+        (280, r"needs at least \d+: 256 bytes, 3 specials and the common characters of the text$"),
+        (10**6, r"the text of the sample gives at most \d+ pieces; lower it, or give more text"),
+    ],
+)
+def test_an_impossible_vocabulary_is_one_sentence(tmp_path, vocab_size, reason):
+    with pytest.raises(UserError, match=rf"--vocab-size {vocab_size}: {reason}"):
         train_tokenizer([PYTHON], tmp_path, vocab_size)
+
+
+def test_the_least_vocabulary_that_the_error_names_is_enough(tmp_path):
+    with pytest.raises(UserError) as refused:
+        train_tokenizer([PYTHON], tmp_path, 280)
+    least = int(str(refused.value).split("at least ")[1].split(":")[0])
+    assert train_tokenizer([PYTHON], tmp_path, least).vocab_size == least
+
+
+@pytest.mark.parametrize(("vocab_size", "needed"), [(4096, 32_000_000), (128_256, 128_256_000)])
+def test_the_sample_follows_the_vocabulary(tmp_path, monkeypatch, vocab_size, needed):
+    asked = []
+    monkeypatch.setattr(
+        "forge.prepare.train_tokenizer.find_corpus", lambda *arguments: asked.append(arguments[2]) or 1 / 0
+    )
+    with pytest.raises(ZeroDivisionError):
+        train_tokenizer([PYTHON], tmp_path, vocab_size)
+    assert asked == [needed]
+
+
+def test_too_little_text_for_the_vocabulary_is_a_warning_with_what_is_needed(tmp_path, capsys):
+    train_tokenizer([PYTHON], tmp_path, 700, max_bytes=40_000)
+    assert "warning: a vocabulary of 700 needs about 0.7 MB of text" in capsys.readouterr().err
+    (tmp_path / "a.txt").write_text("".join(path.read_text() for path in PYTHON.glob("*.py")) * 10)
+    train_tokenizer([tmp_path / "a.txt"], tmp_path, 400)
+    assert "warning" not in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_written_is_reported_before_training(monkeypatch):
