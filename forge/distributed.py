@@ -48,6 +48,12 @@ class World:
         """The process id on this machine that outlives restarts: torchrun's agent, else this process."""
         return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
 
+    @property
+    def restarted(self) -> bool:
+        """Whether torchrun, or Slurm by a requeue, has started this command before."""
+        counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+        return any(os.environ.get(name, "0") != "0" for name in counts)
+
 
 def read_world(environment: Mapping[str, str] = os.environ) -> World:
     """Read the launcher's environment: torchrun's variables, else those of an srun step, else a single process.

@@ -1,7 +1,7 @@
 """Checkpoints: saving, finding, verifying, loading into any layout. Start reading at `store.Checkpoints`."""
 
 from forge.checkpoint.folders import find_checkpoint
-from forge.checkpoint.loading import load, read_config, read_state
+from forge.checkpoint.loading import load, read_config, read_digest, read_state
 from forge.checkpoint.manifest import find_damage
 from forge.checkpoint.store import Checkpoints, SaveOutcome
 from forge.checkpoint.tensors import NamedTensors, ShardTensor
@@ -15,5 +15,6 @@ __all__ = [
     "find_damage",
     "load",
     "read_config",
+    "read_digest",
     "read_state",
 ]

@@ -167,7 +167,8 @@ class Checkpoints:
         if at_most is None and (candidates or damaged):
             raise UserError(
                 f"every checkpoint in {self.folder} is damaged and was renamed .damaged-step-*: restore one, "
-                f"or start a new history with checkpoint.resume = none or another run.name",
+                f"or start a new history under another run.name, or here with checkpoint.resume = none (if that began this "
+                f"history already, remove origin.json first)",
                 NO_CHECKPOINT,
             )
         return None
@@ -182,7 +183,7 @@ class Checkpoints:
         loading.load(path, tensors, self._group)
 
     def set_aside_after(self, step: int) -> list[str]:
-        """Rename every checkpoint of a later step to `.aside-step-n`; return the new names."""
+        """Rename every checkpoint of a later step (-1: all of them) to `.aside-step-n`; return the new names."""
         self._join()
 
         def rename() -> list[str]:
@@ -190,9 +191,14 @@ class Checkpoints:
             for later in folders.steps(self.folder):
                 if later > step:
                     names.append(folders.set_aside(self.folder, later, "aside"))
-                    logger.warning(
-                        "checkpoint %s is after step %d: renamed %s", self.path(later), step, names[-1]
-                    )
+                    if step < 0:
+                        logger.warning(
+                            "checkpoint %s is of another history: renamed %s", self.path(later), names[-1]
+                        )
+                    else:
+                        logger.warning(
+                            "checkpoint %s is after step %d: renamed %s", self.path(later), step, names[-1]
+                        )
             return names
 
         return on_first_rank("setting checkpoints aside", rename, self._group)

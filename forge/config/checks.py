@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from forge.config.keys import keys
 from forge.config.pipeline import SPLIT_BACKWARD, check_stages
 from forge.config.schema import Config
+from forge.errors import did_you_mean
 
 
 def check(config: Config) -> list[str]:
@@ -160,6 +162,11 @@ def _others(config: Config) -> Iterator[str]:
     names = Counter(source.name for source in config.data.validation)
     if twice := [name for name, number in names.items() if number > 1]:
         yield f"data.validation has more than one source named {', '.join(twice)}; give each name once"
+    model_keys = [name for name in keys(type(config)) if name.startswith("model.")]
+    for name in config.checkpoint.init_changes:
+        if name not in model_keys:
+            hint = did_you_mean(name, model_keys)
+            yield f'checkpoint.init_changes has "{name}", which is no key of [model]{hint or "; use such as model.norm_eps"}'
     resume = config.checkpoint.resume
     if config.checkpoint.init and resume not in ("auto", "none"):
         yield f'checkpoint.init begins a new history, but checkpoint.resume = "{resume}" continues one; leave one out'

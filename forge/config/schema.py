@@ -179,9 +179,12 @@ class Checkpoint(Section):
     """async: write in the background while training continues; sync: wait."""
     resume: Text = "auto"
     """`auto`: resume from the newest valid checkpoint of this run, if any; `none`: start a new history. Or a
-    checkpoint to resume from."""
+    checkpoint to resume from. `none` and a checkpoint count once: the same command again continues what they began."""
     init: str = ""
     """A checkpoint or imported folder to take the initial weights from, in a new training history. Empty: random weights."""
+    init_changes: ListOf[Text] = ()
+    """Keys of [model] that may differ from what the weights of `init` were trained with, such as ["model.norm_eps"]. A
+    longer context (rope_theta, rope_scaling, sliding_window) needs no entry; other differences are refused."""
     verify: bool = True
     """Verify all checksums before loading. false: skip those of the tensor files."""
     max_failed_saves: Count = 5

@@ -72,11 +72,11 @@ class JsonLines:
                 self._unwritten = b"\n" + self._unwritten
         return self._descriptor
 
-    def cut(self, after_step: int) -> None:
+    def cut(self, after_step: int, aside: bool = False) -> Path | None:
         """Drop all lines whose `step` is greater than `after_step`, so that a resumed run writes no step twice.
 
         A line torn by a kill, or unreadable, is dropped too. The file is replaced atomically, if at all; lines that wait
-        for room on the disk are cut with it.
+        for room on the disk are cut with it. With `aside`, the file as it was is kept under the name that is returned.
         """
         self.close()
         written = self.path.read_bytes() if self.path.exists() else b""
@@ -84,9 +84,22 @@ class JsonLines:
         content = b"".join(
             line for number, line in enumerate(lines, 1) if self._keeps(line, number, after_step)
         )
+        kept = None
         if content != written:
+            kept = self._copy(written) if aside else None
             replace_atomically(self.path, content)
         self._unwritten = b""
+        return kept
+
+    def _copy(self, content: bytes) -> Path:
+        """Write `content` to `.aside-NAME`, or `.aside-NAME.k` if that exists."""
+        first = path = self.path.with_name(f".aside-{self.path.name}")
+        taken = 0
+        while path.exists():
+            taken += 1
+            path = first.with_name(f"{first.name}.{taken}")
+        replace_atomically(path, content)
+        return path
 
     def _keeps(self, line: bytes, number: int, after_step: int) -> bool:
         if not line.endswith(b"\n"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -90,14 +91,17 @@ class MetricsWriter(Hook):
     def after_run(self) -> None:
         self._board.close()
 
-    def restart_from(self, step: int) -> None:
-        """Remove what has been written about later steps than `step`: they are made again.
+    def restart_from(self, step: int, aside: bool = False) -> Path | None:
+        """Remove what has been written about later steps than `step` (-1: everything): they are made again.
 
-        Collective. Raises UserError (exit 1) on all ranks if metrics.jsonl cannot be cut.
+        With `aside`, metrics.jsonl as it was is kept under the name that is returned. Collective. Raises UserError (exit 1)
+        on all ranks if metrics.jsonl cannot be cut.
         """
         self._restart_means()
-        on_first_rank("cutting metrics.jsonl", lambda: None if self._log is None else self._log.cut(step))
-        self._board.discard_after(step)
+        self._board.discard_after(max(step, 0))
+        return on_first_rank(
+            "cutting metrics.jsonl", lambda: None if self._log is None else self._log.cut(step, aside)
+        )
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Add numbers to curves of TensorBoard, by name such as `my/number`."""

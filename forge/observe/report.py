@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 from forge.distributed import World
@@ -73,9 +74,12 @@ class Reporter:
         self.memory = MemoryReport(world.device, self.event)
         self._events: JsonLines | None = None
         self._ledger: Ledger | None = None
+        self.was_finished = False
+        """On the first rank: whether the start before this one ended with all steps done."""
         if world.rank == 0:
             self._events = JsonLines(directory.events)
             past = read_past(directory.events, directory.status)
+            self.was_finished = _state(directory) == "finished"
             self._ledger = Ledger(past, time.monotonic() if began is None else began, self.event)
             self.phases.listen(self._ledger.enter)
 
@@ -115,3 +119,10 @@ class Reporter:
             replace_atomically(self.directory.status, encode(status))
         except OSError as error:
             log.warning("%s could not be replaced and is out of date: %s", self.directory.status, error)
+
+
+def _state(directory: RunDirectory) -> str | None:
+    """Return the `state` in status.json; None where it cannot be read."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return json.loads(directory.status.read_text())["state"]
+    return None

@@ -36,6 +36,7 @@ class RunDirectory:
         self.metrics = root / "metrics.jsonl"
         self.events = root / "events.jsonl"
         self.rollbacks = root / "rollbacks.json"
+        self.origin = root / "origin.json"
         self.tensorboard = root / "tensorboard"
         self.checkpoints = root / "checkpoints"
         self.logs = root / "logs"

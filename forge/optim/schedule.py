@@ -13,14 +13,14 @@ def learning_rate(schedule: ScheduleConfig, *, lr: float, step: int, steps: int)
     Every schedule is a warm-up, a plateau and a decay, some of them empty:
 
     - warm-up: lr * step / warmup_steps up to step = warmup_steps; step 1 is not lost at rate zero;
-    - plateau: lr, up to the step where the decay begins, see `_decay_start`;
+    - plateau: lr, up to the step where the decay begins, see `decay_start`;
     - decay: lr * (m + (1 - m) * f(p)), with m = min_lr_ratio, f the shape and p the share of the decay that
       is done, 1 at step = steps: the last step is taken at m * lr, and so is every later one.
     """
     assert step >= 1
     if step < schedule.warmup_steps:
         return lr * step / schedule.warmup_steps
-    start = _decay_start(schedule, steps)
+    start = decay_start(schedule, steps)
     if step <= start or start >= steps:
         return lr
     done = min(1.0, (step - start) / (steps - start))
@@ -28,7 +28,7 @@ def learning_rate(schedule: ScheduleConfig, *, lr: float, step: int, steps: int)
     return lr * (low + (1.0 - low) * _remaining(_shape(schedule), done))
 
 
-def _decay_start(schedule: ScheduleConfig, steps: int) -> int:
+def decay_start(schedule: ScheduleConfig, steps: int) -> int:
     """The last step before the decay.
 
     wsd (warm-up, stable, decay; Hu et al. 2024, MiniCPM, arXiv:2404.06395) keeps the plateau until the last

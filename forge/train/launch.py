@@ -28,7 +28,7 @@ from forge.resilience.stopping import StopSignals
 from forge.resilience.watchdog import Watchdog, bounds, patience
 from forge.train.crash import CrashReporter
 from forge.train.hooks import load_hooks, make_hooks
-from forge.train.resume import check_data, find_resume_point
+from forge.train.resume import check_data, find_start
 from forge.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -153,22 +153,24 @@ def _train(
     if config.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+    finished = world.rank == 0 and reporter.was_finished and not world.restarted
     reporter.running(0)
     reporter.event("started", world_size=world.size, launcher=world.launcher, layout=vars(degrees))
     fault_point("set-up", 0)
 
     kept, folder = config.checkpoint, directory.checkpoints
     checkpoints = Checkpoints(folder, keep_last=kept.keep_last, keep_every=kept.keep_every, mode=kept.mode)
-    start = find_resume_point(config, checkpoints)
+    start = find_start(config, checkpoints, directory, finished)
+    point = start.point
     for fallback in checkpoints.fallbacks:
         reporter.event("fallback", problem=fallback)
     data = open_data(config)
-    if start is not None:
-        for change in check_data(start, data.fingerprints, config.checkpoint.allow_changed_data):
+    if point is not None:
+        for change in check_data(point, data.fingerprints, config.checkpoint.allow_changed_data):
             reporter.event("changed_data", change=change)
-        reporter.running(start.step)
-        if start.step >= config.train.steps:
-            done = f"step {start.step} of {config.train.steps}"
+        reporter.running(point.step)
+        if point.step >= config.train.steps:
+            done = f"step {point.step} of {config.train.steps}"
             log.info("%s is finished: %s. Raise train.steps to go on.", config.run.name, done)
             return None
 
@@ -176,11 +178,11 @@ def _train(
     on_first_rank(
         "writing config.toml", lambda: replace_atomically(directory.config, to_toml(config).encode())
     )
-    if start is None:
+    if point is None:
         reporter.event("fresh", step=0, path=None)
     else:
-        log.info("resumed from %s at step %d", start.path, start.step)
-        reporter.event("resumed", step=start.step, path=str(start.path))
+        log.info("resumed from %s at step %d", point.path, point.step)
+        reporter.event("resumed", step=point.step, path=str(point.path))
     all_hooks = make_hooks(trainer, hooks)
     signals.defer()
     stopped = trainer.train(all_hooks)

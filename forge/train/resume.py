@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from forge.checkpoint import Checkpoints, find_checkpoint, load, read_config, read_state
-from forge.config import Config, difference, parse_toml_text
-from forge.distributed import RanksFailed
+from forge.checkpoint import Checkpoints, find_checkpoint, load, read_state
+from forge.config import Config
+from forge.distributed import RanksFailed, on_first_rank
 from forge.errors import NO_CHECKPOINT, UserError
+from forge.observe.run_directory import RunDirectory
 from forge.optim import Optimizer
 from forge.parallel.model import ParallelModel
+from forge.train.changes import compare_for_init, compare_for_resume
+from forge.train.origin import Origin, new_history_because, origin_of
 from forge.train.state import all_tensors, model_tensors
 
 log = logging.getLogger(__name__)
-
-# The shape of the model and the order of its data: with another value a resumed run would not continue its history.
-FIXED = ("model.", "train.seq_len", "run.seed", "data.mixture_block", "data.document_mask")
-# Say how a model starts, not what it is.
-FREE = ("model.init_std",)
 
 
 @dataclass(frozen=True)
@@ -35,31 +33,73 @@ class ResumePoint:
         return int(self.state["progress"]["step"])
 
 
-def find_resume_point(config: Config, checkpoints: Checkpoints) -> ResumePoint | None:
-    """The verified checkpoint that `checkpoint.resume` asks for, or None to start a new history. Collective.
+@dataclass(frozen=True)
+class Start:
+    """Where a run starts, or returns to: at the checkpoint `point`; None: at step 0.
+
+    kept: the last step of which the run directory holds this history; -1: it holds another one. origin: where the history
+    begins, if it begins here. replaces: whether the directory may hold another history, which is then set aside.
+    """
+
+    point: ResumePoint | None
+    kept: int
+    origin: Origin | None = None
+    replaces: bool = False
+
+
+def find_start(config: Config, checkpoints: Checkpoints, directory: RunDirectory, finished: bool) -> Start:
+    """Where the run starts, by `checkpoint.resume` and by what its directory holds; all verified. Collective.
+
+    finished: on the first rank, whether the last start of the run ended with all steps done.
 
     Raises UserError: exit 77 if checkpoints exist but none is usable, or the named one is not; exit 2 if the config
     changes what a resume must not change.
     """
-    wanted = config.checkpoint.resume
-    if wanted == "none":
-        return None
-    if wanted == "auto":
-        step = checkpoints.latest(verify=config.checkpoint.verify)
-        if step is None:
-            return None
-        path = checkpoints.path(step)
-    else:
-        path = Path(wanted)
-        _require_sound(path, checkpoints, "checkpoint.resume", config.checkpoint.verify)
+    wanted, verify = config.checkpoint.resume, config.checkpoint.verify
+    asked, replaced = on_first_rank(
+        "reading origin.json", lambda: (origin_of(config), new_history_because(config, directory, finished))
+    )
+    if replaced is None:
+        step = checkpoints.latest(verify=verify)
+        if step is not None:
+            _log_that_origins_count_once(config, checkpoints.path(step))
+            return Start(_resume_point(checkpoints.path(step), config), kept=step)
+    elif checkpoints.steps():
+        log.warning("checkpoint.resume = %s begins a new history: %s", wanted, replaced)
+    if asked.path is None:
+        if asked.init:
+            _require_sound(Path(asked.init), checkpoints, "checkpoint.init", verify)
+            compare_for_init(Path(asked.init), config)
+        return Start(None, kept=-1, origin=asked, replaces=replaced is not None)
+    path = Path(wanted)
+    _require_sound(path, checkpoints, "checkpoint.resume", verify)
+    point = _resume_point(path, config)
+    own = path.resolve() == checkpoints.path(point.step).resolve()
+    kept = point.step if own or replaced is None else -1
+    return Start(point, kept, replace(asked, step=point.step), replaces=replaced is not None)
+
+
+def _resume_point(path: Path, config: Config) -> ResumePoint:
     point = ResumePoint(path, read_state(path))
     if "progress" not in point.state:
         raise UserError(
-            f"checkpoint.resume = {wanted!r}: was imported, so it has weights only and no history to continue; begin a new "
-            "one with checkpoint.init"
+            f"checkpoint.resume = {config.checkpoint.resume!r}: was imported, so it has weights only and no history to "
+            "continue; begin a new one with checkpoint.init"
         )
-    _compare(parse_toml_text(read_config(path), import_classes=False), config, path)
+    compare_for_resume(path, point.step, config)
     return point
+
+
+def _log_that_origins_count_once(config: Config, path: Path) -> None:
+    for key, value in (("resume", config.checkpoint.resume), ("init", config.checkpoint.init)):
+        if value not in ("", "auto"):
+            log.info(
+                "checkpoint.%s = %s counts where a history begins; this one goes on from its own %s. For a new one, use "
+                "another run.name",
+                key,
+                value,
+                path.name,
+            )
 
 
 def _require_sound(path: Path, checkpoints: Checkpoints, key: str, verify: bool) -> None:
@@ -78,23 +118,6 @@ def _require_sound(path: Path, checkpoints: Checkpoints, key: str, verify: bool)
         raise UserError(f"{key} = {error}", exit_code=NO_CHECKPOINT) from None
     hint = "" if newest == path else f"; did you mean {str(newest)!r}?"
     raise UserError(f"{key} = {str(path)!r}: {problem}{hint}", exit_code=NO_CHECKPOINT)
-
-
-def _compare(old: Config, new: Config, path: Path) -> None:
-    changes = difference(old, new)
-    refused = [
-        f"  {key}: {before!r} in the checkpoint, {after!r} now"
-        for key, before, after in changes
-        if key.startswith(FIXED) and not key.startswith(FREE)
-    ]
-    if refused:
-        lines = "\n".join(refused)
-        raise UserError(
-            f"{path} cannot be continued with another model or data order:\n{lines}\n"
-            f"Set them back, or start a new run (another run.name) with checkpoint.init = {str(path)!r} to keep the weights."
-        )
-    for key, before, after in changes:
-        log.info("changed since %s: %s = %s (was %s)", path.name, key, after, before)
 
 
 def check_data(point: ResumePoint, inputs: dict[str, Any], allow_changed_data: bool = False) -> list[str]:
@@ -129,9 +152,7 @@ def load_training_state(point: ResumePoint, model: ParallelModel, optimizer: Opt
     optimizer.load_state(point.state["optimizer"])
 
 
-def load_weights(config: Config, model: ParallelModel, checkpoints: Checkpoints) -> None:
-    """Overwrite parameters only with those of the checkpoint that `checkpoint.init` names. Collective."""
-    path = Path(config.checkpoint.init)
-    _require_sound(path, checkpoints, "checkpoint.init", config.checkpoint.verify)
+def load_weights(path: Path, model: ParallelModel) -> None:
+    """Overwrite parameters only with those of the verified checkpoint at `path`. Collective."""
     load(path, model_tensors(model))
     model.after_update()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from forge.checkpoint import Checkpoints, read_state
 from forge.config import Config
@@ -16,7 +17,8 @@ from forge.distributed import on_first_rank
 from forge.errors import FAILED, RollbackRequired, UserError
 from forge.files import replace_atomically
 from forge.observe.run_directory import RunDirectory
-from forge.train.resume import ResumePoint
+from forge.train.origin import read_origin
+from forge.train.resume import ResumePoint, Start
 from forge.train.state import Progress, Rollback
 
 
@@ -25,16 +27,19 @@ def find_rollback_point(
     progress: Progress,
     checkpoints: Checkpoints,
     config: Config,
+    directory: RunDirectory,
     report_event: Callable[..., None],
 ) -> ResumePoint:
-    """The newest good checkpoint from before the trouble. Collective.
+    """The newest good checkpoint from before the trouble, or else the one where the history began. Collective.
 
     Raises UserError (exit 1) if there is none, or if too many roll-backs have not helped.
     """
     limit, verify = config.resilience.max_rollbacks, config.checkpoint.verify
-    steps = checkpoints.steps()
+    origin = on_first_rank("reading origin.json", lambda: read_origin(directory))
+    begun = origin.step if origin is not None else 0
     # A checkpoint made since a roll-back shows that it has helped.
-    failed_rollbacks = [one for one in progress.rollbacks if one.from_step >= max(steps, default=0)]
+    last_saved = max(checkpoints.steps(), default=begun)
+    failed_rollbacks = [one for one in progress.rollbacks if one.from_step >= last_saved]
     if len(failed_rollbacks) >= limit:
         tried = f", and {len(failed_rollbacks)} roll-backs have not helped" if failed_rollbacks else ""
         raise UserError(
@@ -51,6 +56,10 @@ def find_rollback_point(
         if step is not None:
             path = checkpoints.path(step)
             return ResumePoint(path, read_state(path))
+        if origin is not None and origin.path is not None and begun < bound:
+            path = Path(origin.path)
+            if checkpoints.verify(path, verify) is None:
+                return ResumePoint(path, read_state(path))
     raise UserError(
         f"{required}. There is no checkpoint from before step {required.first_bad} to return to.",
         exit_code=FAILED,
@@ -58,13 +67,13 @@ def find_rollback_point(
 
 
 def sync_rollback_history(
-    directory: RunDirectory, point: ResumePoint | None, progress: Progress, new: Sequence[Rollback] = ()
+    directory: RunDirectory, start: Start, progress: Progress, new: Sequence[Rollback] = ()
 ) -> None:
-    """Give `progress`, as loaded from `point` (None: a new history), and `rollbacks.json` the same history. Collective.
+    """Give `progress`, as loaded from `start`, and `rollbacks.json` the same history. Collective.
 
     That is the roll-backs that either knows, and then the `new` ones.
     """
-    own = point is not None and point.path.parent.resolve() == directory.checkpoints.resolve()
+    own = start.kept >= 0
 
     def merge() -> list[Rollback]:
         written = _read(directory) if own else []

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 
 from forge import compat
 from forge.checkpoint import Checkpoints
 from forge.config import Config, Degrees, unused_keys
 from forge.data.build import Data
 from forge.data.loader import Batch, Loader
+from forge.distributed import on_first_rank
 from forge.errors import RollbackRequired
 from forge.hook import Hook, Hooks, StepInfo
 from forge.model import ParameterCounts, flops_per_token, parameter_counts
@@ -25,8 +28,9 @@ from forge.resilience.spikes import SpikeWindow
 from forge.resilience.stopping import StopSignals
 from forge.resilience.watchdog import patience
 from forge.train.anomalies import AnomalyPolicy
+from forge.train.origin import write_origin
 from forge.train.results import StepResults
-from forge.train.resume import ResumePoint, load_training_state, load_weights
+from forge.train.resume import Start, load_training_state, load_weights
 from forge.train.rollback import find_rollback_point, sync_rollback_history
 from forge.train.state import Progress, Rollback
 
@@ -36,8 +40,8 @@ log = logging.getLogger(__name__)
 class Trainer:
     """A model in training on the joined ranks. All methods but `request_stop` and `is_due` are collective.
 
-    Constructing it builds everything and loads what the run starts from: the checkpoint `start`; without one fresh weights,
-    or those of `checkpoint.init`.
+    Constructing it builds everything and loads what the run starts from: the checkpoint of `start`; without one fresh
+    weights, or those of `checkpoint.init`.
     """
 
     def __init__(
@@ -46,7 +50,7 @@ class Trainer:
         degrees: Degrees,
         data: Data,
         checkpoints: Checkpoints,
-        start: ResumePoint | None,
+        start: Start,
         reporter: Reporter,
         signals: StopSignals,
     ):
@@ -79,8 +83,8 @@ class Trainer:
         self.results = StepResults(self.device, with_routers=self.metrics.wants_routers)
         self.hooks = Hooks()
 
-        if start is None and config.checkpoint.init:
-            load_weights(config, self.model, checkpoints)
+        if start.point is None and config.checkpoint.init:
+            load_weights(Path(config.checkpoint.init), self.model)
             log.info("weights from %s, a new history", config.checkpoint.init)
         self.batches = self.restart_from(start)
 
@@ -164,7 +168,9 @@ class Trainer:
         progress, report_event = self.progress, self.reporter.event
         assert required.last_step == progress.step
         self.reporter.phases.enter("set-up", progress.step)
-        point = find_rollback_point(required, progress, self.checkpoints, self.config, report_event)
+        point = find_rollback_point(
+            required, progress, self.checkpoints, self.config, self.reporter.directory, report_event
+        )
         first = int(point.state["progress"]["next_sample"])
         end = progress.next_sample if required.pass_over else first
         over = f", passing over samples {first} to {end - 1}" if required.pass_over else ""
@@ -174,21 +180,31 @@ class Trainer:
         self.anomalies.discard_gradients()
         self.results.clear()
         self.batches.close()
-        self.batches = self.restart_from(point, [rollback])
+        self.batches = self.restart_from(Start(point, kept=point.step), [rollback])
         self.hooks.call("after_rollback", point.step)
 
-    def restart_from(self, point: ResumePoint | None, rollbacks: Sequence[Rollback] = ()) -> Loader:
-        """Restore the state at `point` (None: a new history begins) and open the data there.
+    def restart_from(self, start: Start, rollbacks: Sequence[Rollback] = ()) -> Loader:
+        """Restore the state at `start` and open the data there.
 
-        Used by a resume and by a roll-back, which adds itself to `rollbacks`. What lies behind `point` is removed.
+        Used by a resume and by a roll-back, which adds itself to `rollbacks`. What lies behind `start`, and what the run
+        directory holds of another history, is removed.
         """
-        if point is not None:
-            load_training_state(point, self.model, self.optimizer)
-            self.progress.load(point.state["progress"])
-        # In this order: a run that is killed in between meets the same trouble again, or knows that it has rolled back.
-        self.checkpoints.set_aside_after(self.progress.step)
-        sync_rollback_history(self.reporter.directory, point, self.progress, rollbacks)
-        self.metrics.restart_from(self.progress.step)
+        if start.point is not None:
+            load_training_state(start.point, self.model, self.optimizer)
+            self.progress.load(start.point.state["progress"])
+        # In this order: a run that is killed in between meets the same trouble again, or knows that it has rolled back; and
+        # a new history is recorded when nothing of the old one is left, before it saves for the first time.
+        directory = self.reporter.directory
+        names = self.checkpoints.set_aside_after(start.kept)
+        sync_rollback_history(directory, start, self.progress, rollbacks)
+        metrics = self.metrics.restart_from(start.kept, aside=start.replaces)
+        if metrics is not None:
+            log.warning("metrics.jsonl as it was is kept as %s", metrics)
+        if names or metrics:
+            self.reporter.event("set_aside", checkpoints=names, metrics=metrics and metrics.name)
+        if start.origin is not None:
+            record = functools.partial(write_origin, directory, start.origin)
+            on_first_rank("writing origin.json", record)
         return self.make_loader()
 
     def make_loader(self) -> Loader:

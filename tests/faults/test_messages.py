@@ -19,8 +19,10 @@ FILES = [
         REPOSITORY / "forge" / "train" / f"{name}.py"
         for name in [
             "anomalies",
+            "changes",
             "crash",
             "evaluate",
+            "origin",
             "resume",
             "rollback",
             "save",

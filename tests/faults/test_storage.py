@@ -258,7 +258,7 @@ def test_s6_a_second_run_on_the_same_directory_is_refused_and_names_the_first(tm
     run = Run(tmp_path, "--train.steps=100000")
     ranks = run.start()
     wait_for(lambda: run.stepping)
-    assert run() == 2
+    assert run(world=2) == 2  # every worker, so srun and with it a job script see it
     assert f"process {ranks.pids[0]} on" in run.said()
     os.kill(ranks.pids[0], signal.SIGTERM)
     assert ranks.join() == [75]

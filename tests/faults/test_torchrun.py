@@ -27,6 +27,15 @@ def test_h1_torchrun_restarts_after_the_watchdog_and_finishes_by_itself(tmp_path
     assert_same_history(run, undisturbed(world=2))
 
 
+@pytest.mark.slow
+def test_r6_torchrun_restarts_a_run_with_resume_none_where_it_saved(tmp_path) -> None:
+    none, whole = "--checkpoint.resume=none", Run(tmp_path / "whole", "--checkpoint.resume=none")
+    run = restarted(tmp_path, "step:7:1", none)
+    assert len(run.events("fresh")) == 1 and len(run.events("resumed")) == 1
+    assert whole(world=2) == 0
+    assert_same_history(run, whole)
+
+
 def restarted(folder: Path, fault: str, *options: str) -> Run:
     """A run of two ranks that met `fault` in its first start and finished in its second."""
     process = start(

@@ -1,0 +1,97 @@
+"""What differs between the configuration of a checkpoint and that of the run which starts from it: taken or refused."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from forge.checkpoint import read_config
+from forge.checkpoint.folders import step_name, steps
+from forge.config import Config, difference, parse_toml_text
+from forge.errors import UserError
+from forge.optim import decay_start, learning_rate
+
+log = logging.getLogger(__name__)
+
+# The shape of the model and the order of its data: with another value a resumed run would not continue its history.
+FIXED = ("model.", "train.seq_len", "run.seed", "data.mixture_block", "data.document_mask")
+# Of [model], what says how training goes and not what the weights compute.
+TRAINING = (
+    "model.init_std",
+    *(f"model.moe.{key}" for key in ("balance", "aux_loss_coef", "z_loss_coef", "bias_update_rate")),
+    *(f"model.moe.{key}" for key in ("router_noise", "capacity_factor")),
+)
+# With another value the tensors have other names or shapes, which loading compares and reports.
+SHAPES = (
+    *("model.dim", "model.n_layers", "model.ffn_dim", "model.vocab_size"),
+    *("model.tie_embeddings", "model.qk_norm", "model.attention_bias"),
+    *(f"model.moe.{key}" for key in ("n_experts", "n_shared_experts", "expert_dim", "n_dense_layers")),
+)
+# How far tokens see, and how positions are encoded: weights are adapted to a longer context by further training.
+CONTEXT = ("model.rope_theta", "model.rope_scaling.", "model.sliding_window")
+
+
+def compare_for_resume(path: Path, step: int, new: Config) -> None:
+    """Log what has changed since the checkpoint at `path`. Raises UserError for what its history cannot go on with."""
+    old = _config_of(path)
+    changes = difference(old, new)
+    refused = [change for change in changes if change[0].startswith(FIXED) and change[0] != "model.init_std"]
+    if refused:
+        raise UserError(
+            f"{path} cannot be continued with another model or data order:\n{_lines(refused)}\n"
+            f"Set them back, or start a new run (another run.name) with checkpoint.init = {str(path)!r} to keep the weights."
+        )
+    for key, before, after in changes:
+        log.info("changed since %s: %s = %s (was %s)", path.name, key, after, before)
+    _warn_of_jump(path, step, old, new)
+
+
+def compare_for_init(path: Path, new: Config) -> None:
+    """Log how the model differs from that of the checkpoint at `path`, whose weights it takes.
+
+    Raises UserError for what changes the function that the weights compute, unless `checkpoint.init_changes` names it.
+    """
+    changes = [change for change in difference(_config_of(path), new) if change[0].startswith("model.")]
+    free = (*TRAINING, *CONTEXT, *SHAPES)
+    meant = new.checkpoint.init_changes
+    if refused := [change for change in changes if not change[0].startswith(free) and change[0] not in meant]:
+        names = ", ".join(f'"{key}"' for key, _, _ in refused)
+        raise UserError(
+            f"checkpoint.init = {str(path)!r}: the model is another one than these weights were trained as:\n"
+            f"{_lines(refused)}\n"
+            f"Set them to the checkpoint's values, or, if the change is meant, checkpoint.init_changes = [{names}]."
+        )
+    for key, before, after in changes:
+        log.warning("checkpoint.init: %s = %s, the weights were trained with %s", key, after, before)
+
+
+def _config_of(path: Path) -> Config:
+    return parse_toml_text(read_config(path), str(path / "config.toml"), import_classes=False)
+
+
+def _lines(changes: list[tuple[str, object, object]]) -> str:
+    return "\n".join(
+        f"  {key}: {before!r} in the checkpoint, {after!r} now" for key, before, after in changes
+    )
+
+
+def _warn_of_jump(path: Path, step: int, old: Config, new: Config) -> None:
+    """Warn if a run whose learning rate had begun to decay goes on with a higher one, as more steps make it."""
+    start = decay_start(old.schedule, old.train.steps)
+    last, following = (
+        learning_rate(config.schedule, lr=config.optimizer.lr, step=number, steps=config.train.steps)
+        for config, number in ((old, step), (new, step + 1))
+    )
+    if step <= start or following <= 1.01 * last:
+        return
+    before = [number for number in steps(path.parent) if number <= start]
+    remedy = f"the last checkpoint before it is {path.parent / step_name(before[-1])}" if before else ""
+    log.warning(
+        "the learning rate jumps from %.3g in step %d to %.3g in step %d: it had been decaying since step %d; %s",
+        last,
+        step,
+        following,
+        step + 1,
+        start,
+        remedy or "no checkpoint from before it is left",
+    )

@@ -1,0 +1,99 @@
+"""Where the history in a run directory began: `origin.json`, by which the origin that a command names counts once.
+
+A history is one sequence of updates, and a run directory holds one: checkpoints, metrics and roll-backs. The command that
+began it, started again by a person, torchrun or Slurm, names the same origin and continues it. Another origin begins a new
+history, and what the directory holds of the old one is set aside.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import tomli
+
+from forge.checkpoint import read_digest
+from forge.config import Config, to_toml
+from forge.errors import UserError
+from forge.files import replace_atomically
+from forge.observe.run_directory import RunDirectory
+
+# Sections that say what a run computes. The others say where and how, which may change between two starts.
+SETTINGS = ("model", "data", "train", "optimizer", "schedule", "precision")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a history began.
+
+    resume, init: the keys of [checkpoint] as the command gave them. path: the checkpoint whose history is continued, as an
+    absolute path; None: step 0. digest: that of its manifest, by which it is recognised after it has been moved.
+    """
+
+    resume: str
+    init: str
+    path: str | None = None
+    step: int = 0
+    digest: str | None = None
+
+
+def origin_of(config: Config) -> Origin:
+    """Return the origin of a history that `config` would begin now; its step is known once the checkpoint is read."""
+    resume, init = config.checkpoint.resume, config.checkpoint.init
+    if resume in ("auto", "none"):
+        return Origin(resume, init)
+    path = Path(resume).resolve()
+    return Origin(resume, init, str(path), digest=read_digest(path))
+
+
+def read_origin(directory: RunDirectory) -> Origin | None:
+    """Return the origin of the history in `directory`; None if it is not recorded."""
+    try:
+        return Origin(**json.loads(directory.origin.read_text()))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"{directory.origin} cannot be read ({error}); remove it if checkpoint.resume shall count again"
+        ) from None
+
+
+def write_origin(directory: RunDirectory, origin: Origin) -> None:
+    """Record where the history in `directory` begins."""
+    replace_atomically(directory.origin, json.dumps(asdict(origin), indent=1).encode())
+
+
+def new_history_because(config: Config, directory: RunDirectory, finished: bool) -> str | None:
+    """Return why `config` begins a new history in `directory`, or None if it continues the one there.
+
+    finished: the last start of the run ended with all steps done. Without checkpoints to continue from, the history is made
+    again from its origin.
+    """
+    asked, began = origin_of(config), read_origin(directory)
+    if asked.resume == "auto":
+        return None
+    if began is None:
+        return "nothing records where the history before began"
+    if asked.path is not None:
+        moved = asked.digest is not None and asked.digest == began.digest
+        return None if moved or asked.path == began.path else "the history before has another origin"
+    if began.resume != "none":
+        return f"the history before began with checkpoint.resume = {began.resume}"
+    if finished:
+        return "the history before is finished"
+    changed = _changed_settings(config, directory)
+    return f"the history before began with other settings in {changed}" if changed else None
+
+
+def _changed_settings(config: Config, directory: RunDirectory) -> str:
+    """Return the sections that differ from those of the last start, as text; empty if none does."""
+    try:
+        before = tomli.loads(directory.config.read_text("utf-8"))
+    except (OSError, ValueError):
+        return "config.toml, which cannot be read"
+    now = tomli.loads(to_toml(config))
+    names = [f"[{name}]" for name in SETTINGS if before.get(name) != now.get(name)]
+    names += ["run.seed"] if before.get("run", {}).get("seed") != config.run.seed else []
+    names += ["checkpoint.init"] if before.get("checkpoint", {}).get("init") != config.checkpoint.init else []
+    return ", ".join(names)

@@ -1,0 +1,136 @@
+"""Where a history begins counts once: a command that is started again goes on, and two histories are never mixed."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from forge.checkpoint.folders import step_name
+from tests.support.runs import Run, assert_same_history, tensor_files
+
+SLOW = "--optimizer.lr=0.0001"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Run:
+    """A finished run of six steps, saved after every second one."""
+    run = Run(tmp_path_factory.mktemp("source"))
+    assert run("--train.steps=6", "--checkpoint.keep_last=0") == 0
+    return run
+
+
+def checkpoint(run: Run, step: int) -> str:
+    return str(run.path / "checkpoints" / step_name(step))
+
+
+def visible(run: Run) -> list[str]:
+    return [name for name in run.checkpoints() if not name.startswith(".")]
+
+
+def test_r6_another_runs_checkpoint_leaves_nothing_of_the_history_before(tmp_path, source: Run) -> None:
+    run = Run(tmp_path)
+    assert run("--train.steps=4", SLOW) == 0
+    old = (run.path / "metrics.jsonl").read_text()
+    assert run(f"--checkpoint.resume={checkpoint(source, 4)}", "--train.steps=6") == 0
+    assert run.metrics() == source.metrics()[4:]
+    assert run.checkpoints() == [".aside-step-00000002", ".aside-step-00000004", "step-00000006"]
+    assert tensor_files(run, 6) == tensor_files(source, 6)
+    # Nothing is lost, and both the log and the events say where it is.
+    assert (run.path / ".aside-metrics.jsonl").read_text() == old
+    [event] = run.events("set_aside")
+    assert event["metrics"] == ".aside-metrics.jsonl" and len(event["checkpoints"]) == 2
+    assert ".aside-metrics.jsonl" in run.log() and "is of another history: renamed" in run.log()
+
+
+def test_a_checkpoint_that_was_set_aside_is_another_history(tmp_path) -> None:
+    """Although it lies in the run's own folder."""
+    run = Run(tmp_path)
+    assert run("--train.steps=6", SLOW) == 0
+    assert run("--train.steps=4", "--checkpoint.resume=none") == 0
+    aside = run.path / "checkpoints" / ".aside-step-00000006"
+    assert run(f"--checkpoint.resume={aside}", "--train.steps=8", SLOW) == 0
+    assert visible(run) == ["step-00000008"]
+    assert [line["step"] for line in run.metrics()] == [7, 8]
+
+
+@pytest.mark.parametrize("origin", ["path", "none", "init"])
+def test_r6_the_same_command_again_goes_on_with_what_it_saved(tmp_path, source: Run, origin: str) -> None:
+    """After a stop, then after a kill, as torchrun and Slurm start it again: each origin counts once."""
+    option = {
+        "path": f"--checkpoint.resume={checkpoint(source, 2)}",
+        "none": "--checkpoint.resume=none",
+        "init": f"--checkpoint.init={checkpoint(source, 6)}",
+    }[origin]
+    options = (option, "--checkpoint.mode=sync")
+    whole, run = Run(tmp_path / "whole", *options), Run(tmp_path / "run", *options)
+    assert whole() == 0
+    assert run(fault="step:4:*:signal") == 75
+    assert run(fault="step:8:*:kill") == -9
+    assert run() == 0
+    assert_same_history(run, whole)
+    assert [event["step"] for event in run.events("resumed")] == [2, 4, 6][0 if origin == "path" else 1 :]
+    assert not [name for name in run.checkpoints() if name.startswith(".aside")]
+    assert f"{option.removeprefix('--').replace('=', ' = ')} counts where a history begins" in run.log()
+
+
+def test_a_checkpoint_of_its_own_sets_aside_what_is_later_and_counts_once(tmp_path) -> None:
+    run = Run(tmp_path, "--checkpoint.keep_last=2", "--checkpoint.mode=sync")
+    assert run("--train.steps=6") == 0
+    back = f"--checkpoint.resume={checkpoint(run, 4)}"
+    assert run(back, SLOW, fault="step:10:*:kill") == -9
+    assert visible(run) == [step_name(6), step_name(8)]  # the origin itself has been removed
+    assert run(back, SLOW) == 0
+    assert [event["step"] for event in run.events("resumed")] == [4, 8]
+    assert [line["step"] for line in run.metrics()] == list(range(1, 11))
+    aside = [json.loads(line) for line in (run.path / ".aside-metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in aside] == list(range(1, 7))
+
+
+def test_r6_none_begins_anew_once_finished_or_with_other_settings(tmp_path) -> None:
+    run = Run(tmp_path, "--checkpoint.resume=none", "--train.steps=6")
+    assert run(fault="step:4:*:signal") == 75
+    assert run("--parallel.dp_replicate=2", "--parallel.dp_shard=1", world=2) == 0  # where is not what
+    assert [event["step"] for event in run.events("resumed")] == [4]
+    assert run(fault="step:4:*:signal") == 75 and "is finished" in run.log()
+    assert run(SLOW) == 0 and "other settings in [optimizer]" in run.log()
+    assert len(run.events("fresh")) == 3 and len(run.events("resumed")) == 1
+    assert run.metrics()[-1]["lr"] == 0.0001
+    asides = [name for name in run.checkpoints() if name.startswith(".aside")]
+    assert len(asides) == 5 and visible(run) == [step_name(2), step_name(4), step_name(6)]
+
+
+def test_a_launchers_restart_of_a_finished_run_does_not_begin_it_anew(tmp_path) -> None:
+    """As when another rank fails after the first has reported the end."""
+    run = Run(tmp_path, "--checkpoint.resume=none", "--train.steps=2")
+    assert run() == 0
+    assert run.start(patch="tests.end_to_end.test_origins:requeued").join() == [0]
+    assert len(run.events("fresh")) == 1 and run.status()["state"] == "finished"
+
+
+def requeued() -> None:
+    os.environ["SLURM_RESTART_COUNT"] = "1"
+
+
+def test_r6_a_rollback_without_a_checkpoint_of_its_own_returns_to_the_origin(tmp_path, source: Run) -> None:
+    options = ["--resilience.max_skipped_steps=3", "--checkpoint.interval=0"]
+    run = Run(tmp_path, f"--checkpoint.resume={checkpoint(source, 4)}", *options)
+    patch = "tests.support.spoil:samples_32_to_55"
+    assert run.start(patch="tests.faults.test_numerics:die_when_step_5_comes_again").join() == [-9]
+    assert run.start(patch=patch).join() == [0]
+    [event] = run.events("rolled_back")
+    assert (event["from_step"], event["to_step"]) == (7, 4)
+    assert [line["step"] for line in run.metrics()] == list(range(5, 11))
+    assert not any(line.get("skipped") for line in run.metrics())
+
+
+def test_roll_backs_of_the_history_before_the_origin_do_not_count_as_failed(tmp_path) -> None:
+    options = ["--resilience.max_skipped_steps=3", "--resilience.max_rollbacks=1"]
+    first = Run(tmp_path / "first", *options)
+    assert first.start(patch="tests.support.spoil:samples_32_to_55").join() == [0]
+    more = ["--train.steps=20", "--checkpoint.interval=0", f"--checkpoint.resume={checkpoint(first, 10)}"]
+    second = Run(tmp_path / "second", *options, *more)
+    assert second.start(patch="tests.support.spoil:everything_from_32").join() == [1]
+    assert [(event["from_step"], event["to_step"]) for event in second.events("rolled_back")] == [(13, 10)]
+    assert "1 roll-backs have not helped" in second.status()["reason"]
