@@ -132,7 +132,9 @@ class ScheduleConfig(Section):
 
     name: Literal["wsd", "cosine", "linear", "constant"] = "wsd"
     """wsd decays only at the end, cosine and linear decay after the warmup, constant does not decay."""
-    warmup_steps: Count = 0
+    warmup_steps: Count | None = Field(
+        default=None, json_schema_extra={"default": "1% of train.steps, at most 2000"}
+    )
     """Steps of linear warmup to the peak. A shorter run ends during the warmup."""
     decay_fraction: Share = 0.2
     """wsd: length of the final decay, as a fraction of train.steps."""
@@ -169,8 +171,10 @@ class Train(Section):
 class Checkpoint(Section):
     """What a run saves and what it starts from."""
 
-    interval: Count = 0
+    interval: Count | None = Field(default=None, json_schema_extra={"default": "by interval_minutes"})
     """Steps between checkpoints. 0: save only at the end, and when the run is asked to stop."""
+    interval_minutes: NonNegativeNumber = 30.0
+    """Minutes between checkpoints where `interval` is not set. 0: the same as interval = 0."""
     keep_last: Count = 3
     """Number of newest checkpoints to keep. 0: all."""
     keep_every: Count = 0
@@ -196,8 +200,8 @@ class Checkpoint(Section):
 class Evaluate(Section):
     """Held-out loss and text samples while training."""
 
-    interval: Count = 0
-    """Steps between evaluations on data.validation, with another after the last step. 0: never."""
+    interval: Count = 1000
+    """Steps between evaluations on data.validation, if any, with another after the last step. 0: never."""
     sequences: Positive = 64
     """Sequences per held-out source, from all over it and the same in every evaluation."""
     sample_interval: Count = 0

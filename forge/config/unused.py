@@ -12,7 +12,11 @@ from forge.config.schema import Config, OptimizerConfig
 # (keys, what makes them unused, whether it holds). A key is not named while it has its default, which asks for nothing.
 RULES: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
     ("data.validation evaluate.sequences", "evaluate.interval is 0", lambda c: not c.evaluate.interval),
-    ("evaluate.interval evaluate.sequences", "data.validation is empty", lambda c: not c.data.validation),
+    (
+        "evaluate.interval evaluate.sequences",
+        "data.validation is empty",
+        lambda c: bool(c.evaluate.interval) and not c.data.validation,
+    ),
     (
         "evaluate.sample_prompt evaluate.sample_tokens evaluate.sample_temperature",
         "evaluate.sample_interval is 0",
@@ -98,6 +102,12 @@ RULES: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
         "schedule.name is not wsd",
         lambda c: c.schedule.name != "wsd",
     ),
+    (
+        "checkpoint.interval_minutes",
+        "checkpoint.interval is set",
+        lambda c: c.checkpoint.interval is not None,
+    ),
+    ("checkpoint.init_changes", "checkpoint.init is empty", lambda c: not c.checkpoint.init),
     ("schedule.min_lr_ratio", "schedule.name is constant", lambda c: c.schedule.name == "constant"),
     ("profile.ranks profile.memory_snapshot", "profile.span is empty", lambda c: not c.profile.span),
     (

@@ -18,14 +18,20 @@ def learning_rate(schedule: ScheduleConfig, *, lr: float, step: int, steps: int)
       is done, 1 at step = steps: the last step is taken at m * lr, and so is every later one.
     """
     assert step >= 1
-    if step < schedule.warmup_steps:
-        return lr * step / schedule.warmup_steps
+    warmup = warmup_steps(schedule, steps)
+    if step < warmup:
+        return lr * step / warmup
     start = decay_start(schedule, steps)
     if step <= start or start >= steps:
         return lr
     done = min(1.0, (step - start) / (steps - start))
     low = schedule.min_lr_ratio
     return lr * (low + (1.0 - low) * _remaining(_shape(schedule), done))
+
+
+def warmup_steps(schedule: ScheduleConfig, steps: int) -> int:
+    """The steps of warm-up; where none are configured, one in a hundred, and 2000 at most, which long runs commonly take."""
+    return min(2000, steps // 100) if schedule.warmup_steps is None else schedule.warmup_steps
 
 
 def decay_start(schedule: ScheduleConfig, steps: int) -> int:
@@ -36,9 +42,9 @@ def decay_start(schedule: ScheduleConfig, steps: int) -> int:
     does. A decay does not begin within the warm-up.
     """
     if schedule.name == "constant":
-        return max(steps, schedule.warmup_steps)
+        return max(steps, warmup_steps(schedule, steps))
     plateau_end = steps - round(schedule.decay_fraction * steps) if schedule.name == "wsd" else 0
-    return max(plateau_end, schedule.warmup_steps)
+    return max(plateau_end, warmup_steps(schedule, steps))
 
 
 def _shape(schedule: ScheduleConfig) -> str:

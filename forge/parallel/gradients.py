@@ -20,23 +20,26 @@ class GradientReport:
     """Device scalars, equal on all ranks.
 
     norm: L2 norm of the whole gradient, float64. skip: 1.0 if the step must leave the model untouched (a gradient or
-    the loss is not finite), else 0.0, float32. stop: how many ranks ask for the run to end after this step.
+    the loss is not finite), else 0.0, float32. stop, save: how many ranks ask for the run to end after this step, or for a
+    checkpoint, float64.
     """
 
     norm: Tensor
     skip: Tensor
     stop: Tensor
+    save: Tensor
 
 
-def report_gradients(shards: list[Shard], loss: Tensor, *, stop: bool) -> GradientReport:
+def report_gradients(shards: list[Shard], loss: Tensor, *, stop: bool, save: bool = False) -> GradientReport:
     """Return the norm of the gradient and the decision on the step. Collective over all ranks: one small all-reduce.
 
     loss: any device scalar that is finite in a good step; if it is not on one rank, all ranks skip.
 
     Each element of the global gradient is counted on one rank only, so the norm is the same for every layout.
     """
-    entries = torch.zeros(3, dtype=torch.float64, device=loss.device)
+    entries = torch.zeros(4, dtype=torch.float64, device=loss.device)
     entries[1] = float(stop)
+    entries[3] = float(save)
     entries[2] = (~torch.isfinite(loss)).double()
     for counted in (True, False):
         for dtype, grads in _present([shard for shard in shards if shard.counted is counted]).items():
@@ -51,7 +54,7 @@ def report_gradients(shards: list[Shard], loss: Tensor, *, stop: bool) -> Gradie
         dist.all_reduce(entries)
     norm = entries[0].sqrt()
     skip = (~torch.isfinite(norm) | (entries[2] > 0)).float()
-    return GradientReport(norm=norm, skip=skip, stop=entries[1])
+    return GradientReport(norm=norm, skip=skip, stop=entries[1], save=entries[3])
 
 
 def clip_gradients(shards: list[Shard], norm: Tensor, max_norm: float) -> None:

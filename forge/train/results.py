@@ -25,12 +25,14 @@ class StepResults:
     def __init__(self, device: torch.device, with_routers: Callable[[int], bool]):
         self.stop_requested = False
         """Whether any rank has asked for the end of the run, in a step whose result is known."""
+        self.save_requested = False
+        """Whether any rank has asked for a checkpoint in such a step; reset by who makes it."""
         self._device, self._with_routers = device, with_routers
         self._delayed = DelayedRead(device)
 
     def push(self, info: StepInfo, sums: Sums, report: GradientReport, routers: RouterReport | None) -> None:
         """Start to copy the numbers of the step just launched; returns at once."""
-        parts = [sums.values, torch.stack([report.norm, report.skip.double(), report.stop])]
+        parts = [sums.values, torch.stack([report.norm, report.skip.double(), report.stop, report.save])]
         layers: tuple[int, ...] = ()
         if routers is not None and self._with_routers(info.step):
             parts.append(routers.values.flatten())
@@ -48,8 +50,9 @@ class StepResults:
         if ready is None:
             return None
         (info, layers), values = ready
-        _, cross_entropy, z_loss, tokens, norm, skipped, stop = values[:7]
+        _, cross_entropy, z_loss, tokens, norm, skipped, stop, save = values[:8]
         self.stop_requested |= stop > 0
+        self.save_requested |= save > 0
         return StepResult(
             **vars(info),
             loss=cross_entropy / max(tokens, 1.0),
@@ -59,7 +62,7 @@ class StepResults:
             skipped=skipped > 0,
             waited_s=time.perf_counter() - began,
             router_layers=layers,
-            routers=values[7:],
+            routers=values[8:],
         )
 
     def clear(self) -> None:

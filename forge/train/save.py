@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
+import time
 from pathlib import Path
 
 from forge.checkpoint import SaveOutcome
@@ -18,19 +19,28 @@ log = logging.getLogger(__name__)
 
 
 class Saves(Hook):
-    """Saves every `checkpoint.interval` steps and at the end. All methods are collective."""
+    """Saves every `checkpoint.interval` steps, or `interval_minutes`, and at the end. All methods are collective."""
 
     def __init__(self, trainer: Trainer):
         self._trainer, self._config = trainer, trainer.config.checkpoint
         self._files = _files(trainer.config, trainer.data.tokenizer)
         self._saved_step = -1  # the step that needs no more saving
         self._error: str | None = None
+        self._saved_at = time.monotonic()  # the last save began, or the run
         self.slowest_s = 0.0
         """Seconds that the slowest save so far took until it was on disk, as this rank saw it."""
 
+    def before_gradients(self, step: int) -> None:
+        """Where minutes count, the first rank's do: it asks for a save, and all ranks make it after the same step."""
+        if self._config.interval is None and self._trainer.reporter.world.rank == 0:
+            seconds = 60 * self._config.interval_minutes
+            self._trainer.wants_save = 0 < seconds <= time.monotonic() - self._saved_at
+
     def after_step(self, step: int) -> None:
         """Save if it is due. The last step of the run is saved in any case, and waited for."""
-        if step < self._trainer.config.train.steps and self._trainer.is_due(self._config.interval):
+        trainer, interval = self._trainer, self._config.interval
+        due = trainer.results.save_requested if interval is None else trainer.is_due(interval)
+        if due and step < trainer.config.train.steps:
             self._save(step, last=False)
         self._report(self._trainer.checkpoints.poll())
         if self._trainer.finished:
@@ -44,6 +54,7 @@ class Saves(Hook):
         trainer = self._trainer
         with trainer.reporter.phases.during("save", step):
             trainer.process_last_result()
+            self._saved_at, trainer.results.save_requested = time.monotonic(), False
             trainer.hooks.call("before_save", step)
             trainer.anomalies.check_replicas(step, replicated_tensors(trainer.model, trainer.optimizer))
             if last:

@@ -81,6 +81,8 @@ class Trainer:
             config, reporter.world, reporter.directory, flops, self.collector, reporter.running
         )
         self.results = StepResults(self.device, with_routers=self.metrics.wants_routers)
+        self.wants_save = False
+        """Whether this rank asks for a checkpoint; all ranks learn of it with the norm of the next gradient."""
         self.hooks = Hooks()
 
         if start.point is None and config.checkpoint.init:
@@ -136,7 +138,8 @@ class Trainer:
         sums = self.model.forward_backward(batch, tokens)
         self.model.finalize_gradients()
         stop = self.signals.reason is not None
-        return sums, report_gradients(self.model.shards, sums.objective, stop=stop)
+        report = report_gradients(self.model.shards, sums.objective, stop=stop, save=self.wants_save)
+        return sums, report
 
     def process_last_result(self) -> bool:
         """Wait for the result of the last step and act on it, unless that is done. Call before evaluating or saving a state.

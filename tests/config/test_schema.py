@@ -130,6 +130,15 @@ def test_defaults() -> None:
     assert (config.checkpoint.resume, config.checkpoint.keep_last) == ("auto", 3)
 
 
+def test_a_config_that_says_nothing_is_saved_warmed_up_and_evaluated(tmp_path) -> None:
+    """And one that says 0 means it."""
+    config = tiny()
+    assert (config.checkpoint.interval, config.checkpoint.interval_minutes) == (None, 30.0)
+    assert config.schedule.warmup_steps is None and config.evaluate.interval == 1000
+    off = load(tmp_path, "--checkpoint.interval=0", "--schedule.warmup_steps=0", "--evaluate.interval=0")
+    assert (off.checkpoint.interval, off.schedule.warmup_steps, off.evaluate.interval) == (0, 0, 0)
+
+
 def test_heads_follow_from_the_other_keys() -> None:
     assert (tiny().model.n_kv_heads, tiny().model.head_dim) == (8, 8)
 

@@ -3,7 +3,7 @@ from itertools import pairwise
 import pytest
 
 from forge.config.schema import ScheduleConfig
-from forge.optim.schedule import learning_rate
+from forge.optim.schedule import learning_rate, warmup_steps
 
 LR = 3e-3
 SHAPES = ["linear", "cosine", "sqrt"]
@@ -11,7 +11,7 @@ SHAPES = ["linear", "cosine", "sqrt"]
 
 def rates(steps=100, **fields):
     """The learning rates of steps 1 to `steps`, as shares of the peak."""
-    schedule = ScheduleConfig(**fields)
+    schedule = ScheduleConfig(**({"warmup_steps": 0} | fields))
     return [learning_rate(schedule, lr=LR, step=step, steps=steps) / LR for step in range(1, steps + 1)]
 
 
@@ -94,3 +94,11 @@ def test_extending_a_wsd_run_changes_no_rate_before_the_former_decay():
     for step in range(1, 81):
         short, long = (learning_rate(schedule, lr=LR, step=step, steps=steps) for steps in (100, 200))
         assert short == long
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(50, 0), (1000, 10), (200_000, 2000), (1_000_000, 2000)])
+def test_a_schedule_that_says_nothing_warms_up_for_one_step_in_a_hundred(steps: int, warmup: int) -> None:
+    assert warmup_steps(ScheduleConfig(), steps) == warmup
+    assert warmup_steps(ScheduleConfig(warmup_steps=0), steps) == 0
+    rate = learning_rate(ScheduleConfig(), lr=LR, step=1, steps=steps)
+    assert rate == pytest.approx(LR / max(warmup, 1))

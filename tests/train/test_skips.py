@@ -64,10 +64,10 @@ def _spoil(when, ranks) -> None:
 
     report, step = trainer.report_gradients, [0]
 
-    def spoiled(shards, loss, *, stop):
+    def spoiled(shards, loss, **asked):
         step[0] += 1
         if when(step[0]) and dist.get_rank() in ranks:
             next(shard for shard in shards if shard.boxes).grad.view(-1)[0] = torch.nan
-        return report(shards, loss, stop=stop)
+        return report(shards, loss, **asked)
 
     trainer.report_gradients = spoiled
