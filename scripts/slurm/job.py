@@ -93,6 +93,9 @@ def decide(
     status = json.loads(after.status) if after.status and after.status != before.status else {}
     state = status.get("state", "not begun")
     saved = bool(after.checkpoints - before.checkpoints)
+    if code in (BAD_CONFIG, NO_CHECKPOINT):
+        # If another run has the directory, the status in it is that run's.
+        return "end", f"has ended with exit code {code}: the reason above has to be fixed first"
     if state == "finished":
         return "end", "is finished"
     # srun returns the greatest exit code of a worker; with 75 one was stopped before it could write anything.
@@ -106,8 +109,7 @@ def decide(
             )
         turns = f"{history.without_progress} turns in a row have"
         return "end", f"was stopped, and {turns} saved nothing new: ask for more --time"
-    to_fix = {code, status.get("exit_code")} & {BAD_CONFIG, NO_CHECKPOINT}
-    if to_fix or (code == FINISHED and not status):
+    if status.get("exit_code") in (BAD_CONFIG, NO_CHECKPOINT) or (code == FINISHED and not status):
         return "end", f"is {state}, exit code {code}"
     if restarts < limits.restarts:
         return "restart", f"is {state}, exit code {code}"

@@ -39,6 +39,8 @@ def record(state: str, exit_code: int, *steps: int) -> Record:
         (record("failed", 2, 10), 2, "end"),
         (record("failed", 77, 10), 77, "end"),
         (EMPTY, 2, "end"),
+        # Another run has the directory, and was stopped or finished meanwhile.
+        (record("stopped", 75, 10), 2, "end"),
         (EMPTY, 1, "end"),
         (EMPTY, 0, "end"),
     ],
