@@ -182,6 +182,15 @@ def flight_record() -> bytes | None:
     return None if dump is None else dump()
 
 
+def forget_meshes() -> None:
+    """Let DTensor forget meshes, which it keeps for equal ones, although the groups of a later process group differ."""
+    from torch.distributed.tensor import debug
+
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)
+    if clear is not None:
+        clear()
+
+
 def meeting_store() -> dist.Store:
     """Return a new connection to the store with which the ranks connected, for use by another thread."""
     store: Any = dist.distributed_c10d._get_default_store()

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 FINISHED = 0
 FAILED = 1
 BAD_CONFIG = 2
+DOES_NOT_FIT = 3
 STOPPED = 75
 WATCHDOG = 76
 NO_CHECKPOINT = 77

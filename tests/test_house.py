@@ -33,6 +33,7 @@ MAY_IMPORT = {
     "prepare": CORE,
     "hf": CORE,
     "inference": CORE,
+    "plan": CORE,
 }
 FILES = sorted(FORGE.rglob("*.py"))
 MODULES = {

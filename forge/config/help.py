@@ -24,12 +24,14 @@ options:
                            5  3e-4  true  [0.9, 0.95]  '[{path="synthetic", weight=1.0}]'
                            A bare word is a string: --run.name=second
   --print-config           print the complete configuration as TOML and exit
-  --plan [--world-size N] [--json]
-                           print what the run needs on N processes (not built yet)
+  --plan [--world-size N] [--hardware NAME] [--json]
+                           print what the run needs on N processes (default: the fewest that it can
+                           run on), and whether a card (h100, ...) has it: docs/planning.md
   -h, --help               print this text
 
-exit codes: 0 finished; 2 configuration or command line wrong; 75 stopped after saving, run it
-again; 76 ended by the watchdog; 77 no usable checkpoint; any other: failed."""
+exit codes: 0 finished; 2 configuration or command line wrong; 3 --plan: does not fit;
+75 stopped after saving, run it again; 76 ended by the watchdog; 77 no usable checkpoint;
+any other: failed."""
 
 DOCS_HEAD = """\
 # Configuration

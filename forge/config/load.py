@@ -24,7 +24,8 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 Action = Literal["run", "help", "print_config", "plan"]
 # If several are given, the first in this order counts.
 ACTIONS: dict[str, Action] = {"--help": "help", "--plan": "plan", "--print-config": "print_config"}
-FLAGS = (*ACTIONS, "--json", "--config", "--world-size")
+SWITCHES = (*ACTIONS, "--json", "--search")
+FLAGS = (*SWITCHES, "--config", "--world-size", "--hardware")
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,9 @@ class CommandLine:
     config: str | None = None
     raw: tuple[tuple[str, str], ...] = ()
     world_size: int | None = None
+    hardware: str | None = None
     json: bool = False
+    search: bool = False
     problems: tuple[str, ...] = ()
 
 
@@ -48,6 +51,7 @@ def parse_command_line(argv: list[str]) -> CommandLine:
     rest, switches, raw, problems = list(argv), set(), [], []
     config: str | None = None
     world_size: int | None = None
+    hardware: str | None = None
     while rest:
         argument = rest.pop(0)
         name, equals, value = ("--help" if argument == "-h" else argument).partition("=")
@@ -55,7 +59,7 @@ def parse_command_line(argv: list[str]) -> CommandLine:
             hint = f", and give a config file as --config {argument}" if argument.endswith(".toml") else ""
             problems.append(f"{argument}: not an option; write options as --section.key=value{hint}")
             continue
-        if name in ACTIONS or name == "--json":
+        if name in SWITCHES:
             switches.add(name)
             if equals:
                 problems.append(f"{argument}: {name} takes no value")
@@ -71,17 +75,33 @@ def parse_command_line(argv: list[str]) -> CommandLine:
             problems.append(f"--config {value}: given twice, first as {config}; give one file")
         elif name == "--config":
             config = value
+        elif name == "--hardware":
+            hardware = value
         elif name != "--world-size":
             raw.append((name.removeprefix("--"), value))
         elif value.isdecimal() and int(value) > 0:
             world_size = int(value)
         else:
             problems.append(f"--world-size {value}: must be an integer >= 1")
-    json = "--json" in switches
-    if "--plan" not in switches and (json or world_size is not None):
-        problems.append(f"{'--json' if json else '--world-size'}: can only be used with --plan")
+    given = {
+        "--json": "--json" in switches,
+        "--search": "--search" in switches,
+        "--world-size": world_size is not None,
+        "--hardware": hardware is not None,
+    }
+    if "--plan" not in switches:
+        problems += [f"{name}: can only be used with --plan" for name, there in given.items() if there]
     action: Action = next((ACTIONS[name] for name in ACTIONS if name in switches), "run")
-    return CommandLine(action, config, tuple(raw), world_size, json, tuple(problems))
+    return CommandLine(
+        action,
+        config,
+        tuple(raw),
+        world_size,
+        hardware,
+        json=given["--json"],
+        search=given["--search"],
+        problems=tuple(problems),
+    )
 
 
 def _suggestion(option: str) -> str:
@@ -104,8 +124,6 @@ def load_config(argv: list[str]) -> Config:
     Raises UserError (exit 2) that lists every error in the command line, the file and the overrides.
     """
     command = parse_command_line(argv)
-    if command.action == "plan":
-        raise UserError("--plan: the planner is not built yet; leave --plan out to run the config")
     problems = list(command.problems)
     path = _find_config(command, problems)
     values = Values({}) if path is None else _read_file(path)

@@ -50,7 +50,11 @@ def peak_flops(device: torch.device, dtype: torch.dtype | str) -> float | None:
     `dtype` is a torch dtype or its name, or `float8` for any of its formats. float32 means TF32 if torch is set to use it
     for float32 products.
     """
-    card = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return card_peak_flops(torch.cuda.get_device_name(device) if device.type == "cuda" else "", dtype)
+
+
+def card_peak_flops(card: str, dtype: torch.dtype | str) -> float | None:
+    """Return the same of the card with this name."""
     bfloat16, tf32, float32, float64, float8 = _PEAK_TFLOPS.get(card, (None,) * 5)
     tflops = {
         "float8": float8,

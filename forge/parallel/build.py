@@ -15,6 +15,7 @@ initialise   fills it
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -46,31 +47,38 @@ APPLY: dict[str, Callable[[Transformer, Layout], Any]] = {
 STEPS = (*APPLY, "allocate", "initialise")
 
 
-def build_parallel_model(config: Config, meshes: Meshes, device: torch.device) -> ParallelModel:
-    """Return the model of `config` over all ranks, with its initial values. Collective."""
+def build_parallel_model(
+    config: Config,
+    meshes: Meshes,
+    device: torch.device,
+    *,
+    values: Callable[..., None] = initialize,
+    memory: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> ParallelModel:
+    """Return the model of `config` over all ranks, with its initial values. Collective.
+
+    values: what fills the shards. memory: a context in which they are allocated, such as one of fake tensors.
+    """
     layout = make_layout(config, meshes)
+
+    def build(stage: Stage | None) -> tuple[Transformer, DataParallel]:
+        builder = Builder(build_meta_model(config, stage), layout)
+        engine = builder.apply_all()
+        with memory():
+            builder.begin("allocate")
+            engine.allocate(device)
+            builder.begin("initialise")
+            values(engine.shards, builder.model.initial_values(), config.run.seed)
+            builder.model.reset_buffers(layout.compute)
+        return builder.model, engine
+
     if meshes.degrees.pp == 1:
-        model, engine = build_part(config, layout, device)
+        model, engine = build(None)
         return SequentialModel([model], [engine], layout)
     check_names(config, layout)
     plan = plan_pipeline(config, meshes.degrees)
     own = plan.of_rank(meshes.pp.rank())
-    parts = [StageModel(stage, *build_part(config, layout, device, stage)) for stage in own]
-    return PipelinedModel(parts, plan, layout)
-
-
-def build_part(
-    config: Config, layout: Layout, device: torch.device, stage: Stage | None = None
-) -> tuple[Transformer, DataParallel]:
-    """Return the whole model, or one stage of it, on the ranks that share it. Collective over these."""
-    builder = Builder(build_meta_model(config, stage), layout)
-    engine = builder.apply_all()
-    builder.begin("allocate")
-    engine.allocate(device)
-    builder.begin("initialise")
-    initialize(engine.shards, builder.model.initial_values(), config.run.seed)
-    builder.model.reset_buffers(layout.compute)
-    return builder.model, engine
+    return PipelinedModel([StageModel(stage, *build(stage)) for stage in own], plan, layout)
 
 
 class Builder:

@@ -98,6 +98,8 @@ class AllToAllDispatcher:
 
     def __init__(self, group: dist.ProcessGroup, n_experts: int):
         self.group, self.n_experts = group, n_experts
+        # An attribute, because the planner, which has no data, knows no counts.
+        self.sizes = sizes_from_counts
 
     def __call__(
         self, x: Tensor, experts: Tensor, weights: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
@@ -107,7 +109,7 @@ class AllToAllDispatcher:
         # How many rows go to each expert of each rank, and how many come from each rank for the experts here.
         leaving = plan.counts.view(self.group.size(), -1)  # [ranks, experts of each]
         arriving = functional.wait_tensor(functional.all_to_all_single(leaving, None, None, self.group))
-        sends, receives = torch.stack([leaving.sum(1), arriving.sum(1)]).tolist()
+        sends, receives = self.sizes(leaving, arriving)
 
         # There: rows are sorted by expert, so by rank. Dropped choices come last; they stay here and count as zeros.
         rows, sent = spread(x, plan), sum(sends)
@@ -118,6 +120,12 @@ class AllToAllDispatcher:
         # Back, to where each row came from.
         rows = compat.all_to_all(rows, self.group, sends, receives)
         return combine(F.pad(rows, (0, 0, 0, experts.numel() - sent)), weights, plan)
+
+
+def sizes_from_counts(leaving: Tensor, arriving: Tensor) -> tuple[list[int], list[int]]:
+    """Return how many rows go to each rank and come from it; both int64 `[ranks, local experts]`. Waits for the device."""
+    sends, receives = torch.stack([leaving.sum(1), arriving.sum(1)]).tolist()
+    return sends, receives
 
 
 def _by_local_expert(arriving: Tensor, total: int) -> Plan:

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from forge import compat
 from forge.checkpoint import Checkpoints
-from forge.config import Config, Degrees, check_world, help_text, load_config, parse_command_line, to_toml
+from forge.config import (
+    CommandLine,
+    Config,
+    Degrees,
+    check_world,
+    help_text,
+    load_config,
+    parse_command_line,
+    to_toml,
+)
 from forge.data.build import open_data
 from forge.distributed import World, join, on_every_rank, on_first_rank, read_world
 from forge.errors import FAILED, FINISHED, STOPPED, UserError
@@ -55,6 +67,8 @@ def _main(argv: list[str], signals: StopSignals) -> int:
         if command.action == "print_config":
             _print(world.rank, to_toml(config))
             return FINISHED
+        if command.action == "plan":
+            return _planner()(config, command) if world.rank == 0 else FINISHED
         degrees = check_world(config, world.size)
         join(world)
         code = run(config, degrees, world, signals)
@@ -188,6 +202,12 @@ def _train(
     stopped = trainer.train(all_hooks)
     reporter.step = trainer.progress.step
     return stopped
+
+
+def _planner() -> Callable[[Config, CommandLine], int]:
+    """Load the planner, which a run does not need."""
+    planner: Any = importlib.import_module("forge.plan.command")
+    return planner.plan
 
 
 def _print(rank: int, text: str) -> None:

@@ -23,8 +23,15 @@ def test_actions(argv: list[str], action: str) -> None:
 
 def test_everything_on_a_command_line_is_parsed() -> None:
     argv = ["--train.steps", "5", "--config=x", "--plan", "--world-size", "8", "--a.b=c=d", "--json"]
+    argv += ["--hardware", "h100", "--search"]
     assert parse_command_line(argv) == CommandLine(
-        action="plan", config="x", raw=(("train.steps", "5"), ("a.b", "c=d")), world_size=8, json=True
+        action="plan",
+        config="x",
+        raw=(("train.steps", "5"), ("a.b", "c=d")),
+        world_size=8,
+        hardware="h100",
+        json=True,
+        search=True,
     )
 
 
@@ -46,6 +53,7 @@ def test_everything_on_a_command_line_is_parsed() -> None:
         (["--zzzz"], "--help lists all options"),
         (["--help=yes"], "--help takes no value"),
         (["--json"], "--json: can only be used with --plan"),
+        (["--hardware=h100"], "--hardware: can only be used with --plan"),
         (["--plan", "--world-size=x"], "--world-size x: must be an integer >= 1"),
         (["--"], "not an option"),
         (["-x"], "not an option"),

@@ -209,10 +209,6 @@ def test_without_a_config_only_the_command_line_is_checked() -> None:
     assert len(lines) == 3 and "--config: missing" in lines[1] and "train.steps = 0" in lines[2]
 
 
-def test_the_planner_is_not_built_yet(tmp_path) -> None:
-    assert "not built yet" in complaint(tmp_path, "--plan", "--world-size", "64", "--json")
-
-
 def test_a_text_is_parsed_without_a_file() -> None:
     assert parse_toml_text(TINY).train.steps == 10
     with pytest.raises(UserError, match=r"train.steps = 0 \(here \[train\]\)"):

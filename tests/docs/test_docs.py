@@ -180,6 +180,8 @@ def _small(words: list[str]) -> list[str]:
         return []
     given = {word.removeprefix("--").partition("=")[0] for word in words}
     options = SMALL | {"parallel.dp_shard": "-1"}
+    if "--plan" in words:  # for as many processes as the page says
+        options.pop("train.global_batch_size")
     config = words[words.index("--config") + 1]
     if config != "debug.toml" and not {"data.sources", "data.tokenizer"} & given:
         options |= {"data.sources": '[{path = "synthetic"}]', "data.validation": "[]"}

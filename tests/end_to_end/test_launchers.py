@@ -65,8 +65,8 @@ def test_help_and_print_config_go_to_stdout_and_exit_0(tmp_path, flag: str) -> N
     assert "global_batch_size" in out
 
 
-def test_plan_says_that_it_is_not_built_yet(tmp_path) -> None:
-    process = start([sys.executable, *command("--plan", "--world-size", "8")], tmp_path)
-    _, said = process.communicate(timeout=240)
-    assert process.returncode == 2
-    assert "not built yet" in said
+def test_plan_prints_to_stdout_and_starts_nothing(tmp_path) -> None:
+    process = start([sys.executable, *command("--plan", "--hardware=h100")], tmp_path)
+    out, _ = process.communicate(timeout=240)
+    assert process.returncode == 0
+    assert "fits" in out and not Run(tmp_path).directory.exists()

@@ -6,28 +6,17 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-NAMES = {
-    "_allgather_base_": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "allreduce_": "all_reduce",
-    "all_reduce": "all_reduce",
-    "alltoall_base_": "all_to_all",
-    "all_to_all_single": "all_to_all",
-}
+from forge.plan.collectives import collective_of
 
 
 class Collectives(TorchDispatchMode):
     """Context manager; `calls` are (name, bytes of the largest tensor that takes part) in the order of their issue.
 
     Counts what PyTorch's CommDebugMode counts; that one's module hooks do not go with FSDP2 in a second step. A
-    collective without an entry in NAMES keeps the name of its operator.
+    collective without a name in forge/plan/collectives.py keeps that of its operator.
     """
 
     def __init__(self) -> None:
@@ -38,14 +27,9 @@ class Collectives(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             # DTensor then works under this mode on the local tensors, with collectives of its own.
             return NotImplemented
-        name = func._overloadpacket.__name__
-        if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd") and name not in (
-            "wait_tensor",
-            "_wrap_tensor_autograd",
-        ):
-            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-            size = max((tensor.numel() * tensor.itemsize for tensor in tensors), default=0)
-            self.calls.append((NAMES.get(name, name), size))
+        found = collective_of(func, args)
+        if found is not None:
+            self.calls.append((found.kind, found.size))
         return func(*args, **(kwargs or {}))
 
     def number(self) -> dict[str, int]:

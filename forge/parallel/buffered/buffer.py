@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from forge import compat
-from forge.parallel.buffered.communication import ProcessGroups, own_part
+from forge.parallel.buffered.communication import ProcessGroups, address, own_part
 from forge.parallel.buffered.layout import Bucket, Slot, slice_boxes
 from forge.parallel.buffered.plan import BufferPlan
 from forge.parallel.fsdp import own_box
@@ -33,7 +33,7 @@ class PlacedParameter:
         self.name, self.parameter, self.slot = slot.name, parameter, slot
         self.gradient = parameter.grad
         self.numel = _local(parameter).numel()
-        self._address = _local(parameter).data_ptr()
+        self._address = address(_local(parameter))
 
     def check(self) -> None:
         """Raise RuntimeError if the parameter or its gradient has left the buffer."""
@@ -42,7 +42,7 @@ class PlacedParameter:
                 f"the gradient of {self.name} does not lie in its contiguous buffer any more: something called zero_grad() "
                 f"or set .grad; call zero_gradients() of the parallel model instead"
             )
-        if _local(self.parameter).data_ptr() != self._address:
+        if address(_local(self.parameter)) != self._address:
             raise RuntimeError(
                 f"{self.name} does not lie in its contiguous buffer any more: something replaced .data; write into the "
                 f"shards of the parallel model and call its after_update() instead"

@@ -25,6 +25,11 @@ def own_part(whole: Tensor, groups: ProcessGroups) -> Tensor:
     return whole
 
 
+def address(tensor: Tensor) -> tuple[int, int]:
+    """Return the storage of `tensor` and where it begins there. Unlike `data_ptr`, fake tensors have it."""
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+
+
 def sum_to_parts(whole: Tensor, shard: ProcessGroups, replicate: ProcessGroups) -> Iterator[dist.Work]:
     """Sum `whole` over the ranks of all groups into `own_part(whole, shard)`; the rest of `whole` is overwritten."""
     for group in shard:
@@ -85,7 +90,7 @@ class TemporaryBuckets:
     def __init__(self, sizes: Collection[int], device: torch.device):
         self._limit, self._nbytes, self._device = min(2, len(sizes)), max(sizes, default=0), device
         self._free: list[Tensor] = []
-        self._used: dict[int, Tensor] = {}
+        self._used: dict[tuple[int, int], Tensor] = {}
         self.nbytes = self._limit * self._nbytes
         self.peak = 0
         """Largest number of buckets that were allocated at once."""
@@ -100,12 +105,12 @@ class TemporaryBuckets:
         if not self._free:
             self._free.append(torch.empty(self._nbytes, dtype=torch.uint8, device=self._device))
         memory = self._free.pop()
-        self._used[memory.data_ptr()] = memory
+        self._used[address(memory)] = memory
         self.peak = max(self.peak, len(self._used) + len(self._free))
         return memory[: numel * dtype.itemsize].view(dtype)
 
     def release(self, bucket: Tensor) -> None:
-        self._free.append(self._used.pop(bucket.data_ptr()))
+        self._free.append(self._used.pop(address(bucket)))
 
     def free(self) -> None:
         """Free the memory of released buckets."""

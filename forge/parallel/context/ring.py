@@ -63,8 +63,9 @@ class RingAttention:
                 table = make_table(
                     mask.window, mask.documents, tokens + q_chunk * size, tokens + k_chunk * size
                 )
-                # On CUDA `any` would wait for the device, and an empty block mask costs next to nothing.
-                if flex or table.any():
+                # Without documents some key is visible. On CUDA `any` would wait for the device, and an empty block mask
+                # costs next to nothing.
+                if flex or mask.documents is None or table.any():
                     pairs.append(Pair(i, j, table))
         return pairs
 

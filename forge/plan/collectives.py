@@ -1,0 +1,84 @@
+"""Collectives as PyTorch's dispatcher sees them: their kind, how many bytes take part, over which ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
+
+from forge.parallel.mesh import Meshes
+
+NAMES = {
+    "_allgather_base_": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "allreduce_": "all_reduce",
+    "all_reduce": "all_reduce",
+    "alltoall_base_": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "recv_": "recv",
+    "broadcast_": "broadcast",
+}
+_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+# These wait for a collective, or wrap its result.
+_NOT_SENT = ("wait_tensor", "_wrap_tensor_autograd")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One call. `size`: bytes of the largest tensor that takes part, which is what a ring moves, but for (n - 1) / n."""
+
+    kind: str
+    size: int
+    group: str = ""
+
+
+def collective_of(func: Any, args: Any, kwargs: Any = None) -> Collective | None:
+    """Return the collective that the operator `func` is, None if it is none. A kind without an entry in NAMES is its name."""
+    if func.namespace not in _NAMESPACES or (name := func._overloadpacket.__name__) in _NOT_SENT:
+        return None
+    leaves = tree_leaves((args, kwargs or {}))
+    size = max((leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor)), default=0)
+    return Collective(NAMES.get(name, name), size, _group_name(leaves))
+
+
+def _group_name(leaves: list[Any]) -> str:
+    for leaf in reversed(leaves):  # a functional collective ends with the name
+        if isinstance(leaf, str):
+            return leaf
+        if isinstance(leaf, torch.ScriptObject):
+            try:
+                return dist.ProcessGroup.unbox(leaf).group_name
+            except RuntimeError:  # a ReduceOp
+                continue
+    return ""
+
+
+def axes_of(meshes: Meshes) -> dict[str, str]:
+    """Return the axis that each process group spans, by the group's name. Of groups that are one the first counts."""
+    d = meshes.degrees
+    fsdp = "dp_shard" if d.cp == 1 else "dp_shard x cp"
+    named: list[tuple[str, Any]] = [
+        ("tp", meshes.tp.get_group()),
+        ("ep", meshes.ep.get_group()),
+        ("cp", meshes.cp),
+        ("pp", meshes.pp),
+        (fsdp, meshes.fsdp.get_group(meshes.fsdp.ndim - 1)),
+        ("dp_replicate", meshes.copies[("dp_replicate",)]),
+        ("data", meshes.loss),
+        ("all", dist.group.WORLD),
+        ("ep_shard", meshes.fsdp_experts.get_group(meshes.fsdp_experts.ndim - 1)),
+        ("cp x tp", meshes.sequence),
+        ("stage", meshes.stage),
+        ("pp x data", meshes.pipeline),
+        *((" x ".join(axes), group) for axes, group in meshes.copies.items()),
+    ]
+    axes: dict[str, str] = {}
+    for axis, group in named:
+        if group is not None:
+            axes.setdefault(group.group_name, axis)
+    return axes

@@ -1,0 +1,147 @@
+"""`FakeRank`: one rank of a run that does not exist, on fake tensors, which have shapes but no memory.
+
+The model, its layout, the optimizer and the step are those of a run. Only the process group is fake: its collectives
+return at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from forge import compat
+from forge.config import Config, Degrees
+from forge.data.loader import Batch
+from forge.errors import UserError
+from forge.observe.memory_report import MemoryReport
+from forge.optim import build_optimizer
+from forge.parallel.build import build_parallel_model
+from forge.parallel.expert import AllToAllDispatcher
+from forge.parallel.gradients import clip_gradients, report_gradients
+from forge.parallel.mesh import make_meshes
+from forge.plan.trace import Moment, Trace
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def fake_ranks(rank: int, world: int) -> Iterator[None]:
+    """In the body this process is `rank` of a default process group of `world` ranks, of which no other exists."""
+    compat.forget_meshes()
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        compat.forget_meshes()
+
+
+class FakeRank:
+    """Model and optimizer of this rank. Needs `fake_ranks`."""
+
+    def __init__(self, config: Config, degrees: Degrees):
+        self.config, self.degrees = config, degrees
+        self.trace = Trace()
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.meshes = make_meshes(degrees, CPU.type)
+        with _explained():
+            # Real meta tensors first: parallelism is applied to these, and only what is allocated is fake.
+            self.model = build_parallel_model(config, self.meshes, CPU, values=_leave, memory=self._watched)
+            with self._watched():
+                self.optimizer = build_optimizer(self.model.shards, config.optimizer, self.meshes.stage)
+        self.trace.watch(self.model.parts)
+        for part in self.model.parts:
+            for module in part.modules():
+                dispatch = getattr(module, "dispatch", None)
+                if isinstance(dispatch, AllToAllDispatcher):
+                    dispatch.sizes = functools.partial(_even, self._rows())
+
+    def state_bytes(self) -> dict[str, int]:
+        """Return what a run's memory report says of this rank, without activations."""
+        report = MemoryReport(CPU)
+        report.count_state(self.model.memory(), self.optimizer.tensors())
+        return report.bytes
+
+    def step(self, microbatches: int) -> None:
+        """Make the calls of one optimizer step (`Trainer.step`), with this many microbatches."""
+        train = self.config.train
+        with _explained(), self._watched():
+            self.trace.begin()
+            shape = (microbatches * train.micro_batch_size, train.seq_len)
+            documents = torch.zeros(shape, dtype=torch.int32) if self.config.data.document_mask else None
+            tokens, labels = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+            batch = Batch(tokens, labels, documents=documents)
+            model = self.model
+            sums = model.forward_backward(batch, model.count_tokens(batch))
+            model.finalize_gradients()
+            self.trace.moment = Moment("update")
+            report = report_gradients(model.shards, sums.objective, stop=False)
+            clip_gradients(model.shards, report.norm, train.grad_clip_norm)
+            self.optimizer.step(self.config.optimizer.lr, report.skip)
+            model.after_update()
+            model.update_router(report.skip)
+            model.zero_gradients()
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        with self._fake, self.trace:
+            yield
+
+    def _rows(self) -> int:
+        """Rows that this rank's tokens of one microbatch make for the experts of one layer."""
+        moe, train = self.config.model.moe, self.config.train
+        if moe is None:
+            return 0
+        tokens = train.micro_batch_size * train.seq_len // (self.degrees.cp * self.degrees.tp)
+        return tokens * moe.top_k
+
+
+def _leave(*_: Any) -> None:
+    """Fake parameters have no values."""
+
+
+def _even(rows: int, leaving: Tensor, _arriving: Tensor) -> tuple[list[int], list[int]]:
+    """Return how many rows go to each rank and come from it if experts have equal loads."""
+    ranks = leaving.shape[0]
+    sends = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
+    return sends, [sends[0]] * ranks
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Raise UserError where the body reads data, which fake tensors do not have."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise UserError(
+                f"--plan: {_where(error)} reads data ({error.func}), and a plan has shapes only. Compute it without "
+                f"`.item()`, `.tolist()`, `if` on a tensor, or shapes that depend on values; or run without --plan"
+            ) from error
+
+
+def _where(error: BaseException) -> str:
+    """The innermost line outside of PyTorch and of the planner."""
+    folders = {Path(torch.__file__).parent, Path(__file__).parent}
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if folders.isdisjoint(Path(frame.filename).parents)
+    ]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "the model"

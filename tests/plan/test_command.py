@@ -1,0 +1,98 @@
+"""`train.py --plan`: exit codes, the smallest world, and what cannot be planned."""
+
+import json
+
+import pytest
+from torch import Tensor
+
+from forge.config import check_world, parse_toml_text
+from forge.model import Transformer
+from forge.plan.fake import FakeRank, fake_ranks
+from forge.plan.plan import smallest_world
+from forge.train.launch import main
+from tests.support.planning import plan_text
+
+HARDWARE = """
+memory_gib = {gib}
+reserved_gib = 0.0
+memory_gb_per_s = 10
+cards_per_node = 8
+node = {{ gb_per_s = 1, latency_us = 10 }}
+cluster = {{ gb_per_s = 1, latency_us = 10 }}
+"""
+
+
+class Reads(Transformer):
+    """A model whose forward depends on its data."""
+
+    def forward(self, x: Tensor, *rest: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x + int(x.max().item()), *rest)
+
+
+def plan(folder, *options: str, gib: float | None = None) -> int:
+    (folder / "tiny.toml").write_text(plan_text())
+    if gib is not None:
+        (folder / "card.toml").write_text(HARDWARE.format(gib=gib))
+        options = (*options, f"--hardware={folder / 'card.toml'}")
+    return main(["--config", str(folder / "tiny.toml"), "--plan", *options])
+
+
+def test_a_plan_is_one_json_object_and_nothing_else_is_printed(tmp_path, capsys) -> None:
+    assert plan(tmp_path, "--json", "--world-size=2") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] is None and found["world_size"] == 2 and found["layout"]["dp_shard"] == 2
+    memory = found["memory"]
+    parts = (
+        memory[kind] for kind in ("parameters", "masters", "gradients", "optimizer", "buckets", "activations")
+    )
+    assert sum(parts) == memory["peak"] > memory["activations"] > memory["parameters"] > 0
+    assert {row["axis"] for row in found["collectives"]} == {"dp_shard"}
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("gib", "code"), [(1.0, 0), (0.0001, 3)])
+def test_the_exit_code_says_whether_it_fits(tmp_path, capsys, gib: float, code: int) -> None:
+    assert plan(tmp_path, gib=gib) == code
+    assert ("does not fit" in capsys.readouterr().out) is (code == 3)
+
+
+@pytest.mark.parametrize(
+    ("option", "part"),
+    [
+        ("--world-size=3", "must be a multiple of"),
+        ("--hardware=h10", 'did you mean "h100"?'),
+        ("--search", "not built yet"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence_and_exit_code_2(tmp_path, capsys, option: str, part: str) -> None:
+    assert plan(tmp_path, option) == 2
+    assert part in capsys.readouterr().err
+
+
+def test_a_file_that_does_not_describe_hardware_is_refused(tmp_path, capsys) -> None:
+    assert plan(tmp_path, gib=-1) == 2
+    assert "memory_gib" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world"),
+    [("", 1), ("tp = 2", 2), ("dp_shard = 4\ncp = 2", 8), ("ep = 4\ntp = 2", 4)],
+)
+def test_the_smallest_world_is_the_first_that_is_valid(parallel: str, world: int) -> None:
+    experts = "n_kv_heads = 4\n[model.moe]\nn_experts = 4\nexpert_dim = 24\n"
+    text = plan_text(parallel, model=experts).replace("n_kv_heads = 2\n", "")
+    assert smallest_world(parse_toml_text(text)).world == world
+
+
+def test_a_model_that_reads_data_is_refused_with_its_line(tmp_path, capsys) -> None:
+    assert plan(tmp_path, "--model.kind=tests.plan.test_command:Reads") == 2
+    message = capsys.readouterr().err
+    assert f"{__file__}:" in message and "aten._local_scalar_dense" in message
+
+
+def test_ranks_of_one_process_do_not_disturb_each_other() -> None:
+    """Equal meshes of two worlds have different groups."""
+    config = parse_toml_text(plan_text("pp = 2"))
+    for rank in (0, 2):
+        with fake_ranks(rank, 4):
+            FakeRank(config, check_world(config, 4)).step(4)

@@ -1,0 +1,174 @@
+"""A plan and a run of the same configuration: what must be equal, as plain numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import accumulate
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from forge.config import check_world, parse_toml_text
+from forge.data.loader import Batch
+from forge.model import Router
+from forge.observe.memory_report import MemoryReport
+from forge.optim import build_optimizer
+from forge.parallel.build import build_parallel_model
+from forge.parallel.expert import sizes_from_counts
+from forge.parallel.gradients import clip_gradients, report_gradients
+from forge.parallel.initialize import initialize
+from forge.parallel.mesh import make_meshes
+from forge.plan import fake
+from forge.plan.hardware import Hardware, Link
+from forge.plan.plan import StagePlan, plan_stage, plannable
+from tests.support.collectives import collectives_of
+from tests.support.equivalence import config_batches, tiny_config
+from tests.support.harness import run_ranks
+
+LINK = Link(gb_per_s=1.0, latency_us=10.0)
+CPU = Hardware(memory_gib=1.0, memory_gb_per_s=10.0, cards_per_node=8, node=LINK, cluster=LINK)
+STATE = ("parameters", "masters", "gradients", "optimizer", "buckets")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of one rank: bytes of its state by kind, and calls of one step by (kind of collective, bytes)."""
+
+    state: dict[str, int]
+    collectives: Counter[tuple[str, int]]
+
+
+def float32(text: str) -> str:
+    """A text of `tiny_config` in float32, in which experts are computed without reading their counts."""
+    return text.replace("float64", "float32")
+
+
+def plan_text(parallel: str = "", **keys: str) -> str:
+    """A tiny configuration with four layers and no documents."""
+    text = float32(tiny_config(parallel=parallel, **keys)).replace("n_layers = 3", "n_layers = 4")
+    return text.replace("document_mask = true", "document_mask = false")
+
+
+def planned(text: str, world: int) -> list[StagePlan]:
+    """The plan of every rank of the pp axis."""
+    config, degrees = parse_toml_text(text), check_world(parse_toml_text(text), world)
+    return [plan_stage(plannable(config)[0], degrees, rank, CPU) for rank in range(degrees.pp)]
+
+
+def facts_of(plan: StagePlan) -> Facts:
+    calls: Counter[tuple[str, int]] = Counter()
+    for (_, kind, size), number in plan.collectives.items():
+        calls[kind, size] += number
+    return Facts({kind: plan.memory[kind] for kind in STATE}, calls)
+
+
+def measured(text: str, world: int) -> list[Facts]:
+    """The same from a run over gloo, in the second step of every rank."""
+    return run_ranks(_run, world, text)
+
+
+def _run(rank: int, world: int, text: str) -> Facts:
+    config = parse_toml_text(text)
+    meshes = make_meshes(check_world(config, world), "cpu")
+    model = build_parallel_model(config, meshes, torch.device("cpu"))
+    optimizer = build_optimizer(model.shards, config.optimizer, meshes.stage)
+    report = MemoryReport(torch.device("cpu"))
+    report.count_state(model.memory(), optimizer.tensors())
+
+    def step() -> None:
+        batch = next(batches)
+        sums = model.forward_backward(batch, model.count_tokens(batch))
+        model.finalize_gradients()
+        found = report_gradients(model.shards, sums.objective, stop=False)
+        clip_gradients(model.shards, found.norm, config.train.grad_clip_norm)
+        optimizer.step(config.optimizer.lr, found.skip)
+        model.after_update()
+        model.update_router(found.skip)
+        model.zero_gradients()
+
+    batches = config_batches(config, meshes.data_rank, meshes.data_ranks)
+    with patch.object(Router, "choose", in_turn):
+        step()
+        calls = Counter(collectives_of(step).calls)
+    list(batches)  # ends the loader
+    return Facts({kind: 0 for kind in STATE} | report.bytes, calls)
+
+
+def in_turn(router: Router, scores: Tensor) -> Tensor:
+    """Choices of experts in turn, so that loads are equal: a stand-in for `Router.choose`."""
+    batch, seq, n_experts = scores.shape
+    choices = torch.arange(batch * seq * router.config.top_k, device=scores.device) % n_experts
+    return choices.view(batch, seq, router.config.top_k)
+
+
+def traced(text: str, world: int) -> tuple[int, int]:
+    """Of the first rank: bytes that one microbatch's forward keeps, and the peak of a step without what is there before."""
+    config = plannable(parse_toml_text(text))[0]
+    with fake.fake_ranks(0, world):
+        rank = fake.FakeRank(config, check_world(config, world))
+        rank.step(1)
+        rank.step(2)
+        return rank.trace.kept, rank.trace.peak.size - rank.trace.before
+
+
+def allocated(text: str, world: int) -> list[tuple[int, int]]:
+    """Of every rank: bytes that one microbatch's forward leaves allocated, and the peak of one step, by PyTorch's allocator.
+
+    The peak is without what is there before the step.
+    """
+    return run_ranks(_allocate, world, text)
+
+
+def _allocate(rank: int, world: int, text: str) -> tuple[int, int]:
+    config = parse_toml_text(text)
+    with (
+        patch.object(fake, "FakeTensorMode", lambda **_: nullcontext()),
+        patch.object(fake, "Trace", lambda: Untraced()),
+        patch.object(fake, "_leave", initialize),
+        patch.object(fake, "_even", _as_counted),
+        patch.object(Router, "choose", in_turn),
+    ):
+        real = fake.FakeRank(config, check_world(config, world))
+        real.step(1)
+        return _net_of_forward(real), _allocations(lambda: real.step(2))[1]
+
+
+def _net_of_forward(real: fake.FakeRank) -> int:
+    train, model = real.config.train, real.model
+    inputs = model._split.local_part(_batch(train.micro_batch_size, train.seq_len))
+    for engine in model._engines:
+        engine.begin_microbatch(last=False)
+    kept = []
+    net, _ = _allocations(lambda: kept.append(model._forward(inputs)))
+    kept[0][0].backward()
+    return net
+
+
+def _batch(rows: int, seq: int) -> Batch:
+    tokens = torch.zeros(rows, seq, dtype=torch.int64)
+    return Batch(tokens, tokens)
+
+
+def _allocations(action: Callable[[], object]) -> tuple[int, int]:
+    """Bytes that `action` leaves allocated, and their peak, as PyTorch's profiler sees the CPU's allocator."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        action()
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return sum(sizes), max(accumulate(sizes))
+
+
+def _as_counted(_rows: int, leaving: Tensor, arriving: Tensor) -> tuple[list[int], list[int]]:
+    return sizes_from_counts(leaving, arriving)
+
+
+class Untraced(nullcontext):
+    """In place of a `Trace` where the allocator is asked."""
+
+    def watch(self, parts: object) -> None: ...
+    def begin(self) -> None: ...
