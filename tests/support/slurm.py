@@ -76,7 +76,7 @@ class Slurm:
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), PATH]),
             "SLURM_CONF": str(self.configuration),
             "FORGE_HOME": str(REPOSITORY),
-            "PYTHONPATH": str(REPOSITORY),
+            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
             "OMP_NUM_THREADS": "1",
         }
         for node in NODES:
@@ -90,15 +90,16 @@ class Slurm:
         )
 
     def start(self) -> None:
+        """Start all daemons. AssertionError if the nodes are not ready soon."""
         files = {"key-file": "munge.key", "socket": "munge.socket", "pid-file": "munged.pid"}
         files |= {"log-file": "munged.log", "seed-file": "munge.seed"}
         options = [f"--{option}={self.folder / name}" for option, name in files.items()]
         self._daemon("munged", "munged", "--foreground", "--force", *options)
-        wait_for((self.folder / "munge.socket").exists)
+        wait_for((self.folder / "munge.socket").exists, 30)
         self._daemon("slurmctld", "slurmctld", "-D", "-c")
         for node in NODES:
             self.start_node(node)
-        wait_for(lambda: self("sinfo", "-h", "-t", "idle", "-o", "%D") == "2")
+        wait_for(lambda: self("sinfo", "-h", "-t", "idle", "-o", "%D") == "2", 30)
 
     def start_node(self, node: str) -> None:
         self._daemon(node, "slurmd", "-D", "-N", node)
@@ -127,6 +128,11 @@ class Slurm:
                 if wanted <= set((folder / "environ").read_bytes().decode(errors="replace").split("\0")):
                     found.append(int(folder.name))
         return found
+
+    def errors(self) -> str:
+        """What ended a daemon, as it printed it."""
+        logs = [path.read_text() for path in self.folder.glob("*.log")]
+        return "; ".join(line for log in logs for line in log.splitlines() if "fatal" in line)
 
     def stop(self) -> None:
         for daemon in reversed(self._daemons.values()):
