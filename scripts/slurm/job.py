@@ -103,10 +103,8 @@ def decide(
         history.failed = 0
         history.without_progress = 0 if saved else history.without_progress + 1
         if history.without_progress < limits.turns_without_progress:
-            return (
-                "requeue",
-                "was stopped after a save" if saved else "was stopped before it had saved anything new",
-            )
+            when = "after a save" if saved else "before it had saved anything new"
+            return "requeue", f"was stopped {when}"
         turns = f"{history.without_progress} turns in a row have"
         return "end", f"was stopped, and {turns} saved nothing new: ask for more --time"
     if status.get("exit_code") in (BAD_CONFIG, NO_CHECKPOINT) or (code == FINISHED and not status):
@@ -118,6 +116,7 @@ def decide(
         return "end", f"is {state}, exit code {code}, and this turn has saved nothing"
     if history.failed > limits.failed_turns:
         return "end", f"is {state}, exit code {code}, after {history.failed} turns in a row that failed"
+    history.without_progress = 0
     return "requeue", f"is {state}, exit code {code}, after it had saved a checkpoint"
 
 
