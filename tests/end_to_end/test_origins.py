@@ -8,7 +8,7 @@ import os
 import pytest
 
 from forge.checkpoint.folders import step_name
-from tests.support.runs import Run, assert_same_history, tensor_files
+from tests.support.runs import Run, assert_same_history, refused, tensor_files
 
 SLOW = "--optimizer.lr=0.0001"
 
@@ -107,6 +107,11 @@ def test_a_launchers_restart_of_a_finished_run_does_not_begin_it_anew(tmp_path) 
     assert run() == 0
     assert run.start(patch="tests.end_to_end.test_origins:requeued").join() == [0]
     assert len(run.events("fresh")) == 1 and run.status()["state"] == "finished"
+
+
+def test_weights_of_another_function_are_refused_before_anything_is_built(tmp_path, source: Run) -> None:
+    said = refused(Run(tmp_path), f"--checkpoint.init={checkpoint(source, 6)}", "--model.norm_eps=0.1")
+    assert "model.norm_eps: 1e-05 in the checkpoint, 0.1 now" in said and "checkpoint.init_changes" in said
 
 
 def requeued() -> None:
