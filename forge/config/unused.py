@@ -109,6 +109,12 @@ RULES: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
     ),
     ("checkpoint.init_changes", "checkpoint.init is empty", lambda c: not c.checkpoint.init),
     ("schedule.min_lr_ratio", "schedule.name is constant", lambda c: c.schedule.name == "constant"),
+    (
+        "checkpoint.interval_minutes",
+        "checkpoint.interval is set",
+        lambda c: c.checkpoint.interval is not None,
+    ),
+    ("checkpoint.init_changes", "checkpoint.init is empty", lambda c: not c.checkpoint.init),
     ("profile.ranks profile.memory_snapshot", "profile.span is empty", lambda c: not c.profile.span),
     (
         "resilience.straggler_factor",
