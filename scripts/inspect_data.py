@@ -4,7 +4,8 @@ The data are opened as in training. Keys are overridden as for train.py:
 
     python scripts/inspect_data.py --config debug.toml --step 100 --train.global_batch_size=8
 
-Samples that the run of that name skips since a rollback are left out, assuming the same batch size in all its steps.
+If the run of that name has checkpoints, what it has read and will read is shown: with every mixture that it has had, and
+without the samples that it skips since a rollback, assuming the same batch size in all its steps.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
+from forge.checkpoint import find_checkpoint, read_state
+from forge.checkpoint.folders import steps
 from forge.config import Config, load_config
 from forge.data.build import build_dataset, build_tokenizer
-from forge.data.passed_over import Ranges, merge
+from forge.data.dataset import PackedDataset
 from forge.errors import UserError
 from forge.observe.run_directory import RunDirectory
 from forge.prepare.inspect import Sample, samples_of_step
+from forge.train.state import Progress, Rollback
 from scripts.options import exit_code_of
 
 
@@ -35,7 +39,7 @@ def _run(given: argparse.Namespace, overrides: list[str]) -> None:
     config = load_config(["--config", given.config, *overrides])
     _check(given, config)
     samples = samples_of_step(
-        build_dataset(config),
+        _as_trained(build_dataset(config), config),
         build_tokenizer(config),
         given.step,
         global_batch_size=config.train.global_batch_size,
@@ -43,22 +47,36 @@ def _run(given: argparse.Namespace, overrides: list[str]) -> None:
         ranks=given.ranks,
         head=given.tokens,
         excerpt=given.text,
-        passed_over=_passed_over(config),
     )
     for sample in samples:
         print(json.dumps(asdict(sample)) if given.json else _show(sample), flush=True)
 
 
-def _passed_over(config: Config) -> Ranges:
-    """Return the samples that the run of this config, if it exists, skips since a rollback."""
-    path = RunDirectory(Path(config.run.output_dir) / config.run.name).rollbacks
-    if not path.exists():
-        return ()
-    rollbacks = json.loads(path.read_text())
-    ranges = merge((rollback["first_sample"], rollback["end_sample"]) for rollback in rollbacks)
-    for first, end in ranges:
-        print(f"{path}: samples {first} to {end - 1} are skipped", file=sys.stderr)
-    return ranges
+def _as_trained(dataset: PackedDataset, config: Config) -> PackedDataset:
+    """Return the dataset in the order of the history that the run of this config has, or would continue."""
+    directory = RunDirectory(Path(config.run.output_dir) / config.run.name)
+    own, resume = steps(directory.checkpoints), config.checkpoint.resume
+    progress = Progress(dataset.order)
+    if own or resume not in ("auto", "none"):
+        path = find_checkpoint(directory.root if own else Path(resume))
+        state = read_state(path)
+        for key, here in (("run.seed", config.run.seed), ("train.seq_len", config.train.seq_len)):
+            there = state["inputs"][key]
+            if there != here:
+                raise UserError(
+                    f"{key} = {here}: {path} was trained with {there}; set it to that, or another run.name to see the data "
+                    "of a new run"
+                )
+        progress.load(state)
+    if directory.rollbacks.exists():
+        known = [Rollback.read(one, progress.order) for one in json.loads(directory.rollbacks.read_text())]
+        progress.pass_over([*known, *(one for one in progress.rollbacks if one not in known)])
+    order = dataset.continuing(progress.order, progress.next_sample)
+    for first, end in order.gaps:
+        print(f"{directory.root}: samples {first} to {end - 1} are skipped", file=sys.stderr)
+    for segment in order.segments[1:]:
+        print(f"{directory.root}: another mixture from sample {segment.start} on", file=sys.stderr)
+    return dataset.following(order)
 
 
 def _check(given: argparse.Namespace, config: Config) -> None:

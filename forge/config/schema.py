@@ -194,7 +194,7 @@ class Checkpoint(Section):
     max_failed_saves: Count = 5
     """End the run after this many failed saves in a row. 0: never."""
     allow_changed_data: bool = False
-    """Allow a resume on other data than the checkpoint was trained on."""
+    """Allow a resume on other sources or weights than the checkpoint's. Each source continues where it stands."""
 
 
 class Evaluate(Section):

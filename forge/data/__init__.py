@@ -4,11 +4,12 @@
     raw.py, synthetic.py    token files of other programs, and a stream that needs no file
     sources.py     opens any of them by its path
     tokenizer.py   text <-> ids
-    permutation.py, mixture.py    global sample number -> (source, epoch, window), a pure function
+    mixture.py     global sample number -> whose turn it is, under one mixture
+    order.py       global sample number -> which sample of which source, in a history of mixtures and roll-backs
+    permutation.py a source's own order in an epoch
     dataset.py     global sample number -> tokens
-    passed_over.py samples that are skipped after a roll-back
     loader.py      this data rank's rows of each step, prefetched by a thread, on the device
     build.py       all of it from a config
 
-The only state is one integer: the number of the next global sample.
+All are pure functions. The state is the number of the next global sample and, small too, the history of mixtures.
 """

@@ -79,8 +79,17 @@ def build_tokenizer(config: Config) -> Tokenizer | None:
 
 
 def input_fingerprints(dataset: PackedDataset, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Return what must not change when a run resumes: key -> fingerprint, as JSON."""
-    return {"data.tokenizer": tokenizer.fingerprint if tokenizer else None} | dataset.fingerprint()
+    """Return what must not change when a run resumes: key -> fingerprint, as JSON. Equal ones give the same samples."""
+    fingerprints: dict[str, Any] = {
+        "data.tokenizer": tokenizer.fingerprint if tokenizer else None,
+        "run.seed": dataset.order.seed,
+        "train.seq_len": dataset.seq_len,
+        "data.mixture_block": dataset.block,
+    }
+    for number, (name, source) in enumerate(dataset.sources.items()):
+        fingerprints[f"data.sources[{number}].path"] = source.fingerprint
+        fingerprints[f"data.sources[{number}].weight"] = float(dataset.weights[name])
+    return fingerprints
 
 
 def _open(config: Config, streams: Sequence[Stream], purpose: str) -> list[Source]:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from copy import copy
+from functools import lru_cache
 
 import numpy as np
 
 from forge.data.mixture import Mixture
-from forge.data.permutation import Permutation, key_of
+from forge.data.order import Order, numbered
+from forge.data.permutation import Permutation
 from forge.data.sources import Source, count_windows
+from forge.errors import UserError
 
 
 class PackedDataset:
-    """`dataset[i]` is global sample i, for any i >= 0.
+    """`dataset[i]` is global sample i, for any i >= 0 that `dataset.order` (forge/data/order.py) does not pass over.
 
     Window k of a source of T tokens is tokens k S ... k S + S inclusive: S inputs and, shifted by one, S labels. There
     are (T - 1) // S windows, so every token but the first is a label once, except a rest shorter than S.
@@ -28,29 +31,44 @@ class PackedDataset:
         block: int = 1024,
         document_mask: bool = False,
     ):
-        self.sources = list(sources)
-        self.weights = list(weights)
+        self.sources = dict(zip(numbered(source.fingerprint for source in sources), sources, strict=True))
+        """By the name that they have in `order`."""
+        self.weights = dict(zip(self.sources, weights, strict=True))
         self.seq_len = seq_len
-        self.seed = seed
         self.document_mask = document_mask
-        self.mixture = Mixture(weights, [count_windows(source, seq_len) for source in sources], seed, block)
+        self.windows = {name: count_windows(source, seq_len) for name, source in self.sources.items()}
+        self.block = Mixture(weights, seed, block).block
+        self.order = Order.beginning(seed, list(self.sources), weights, self.block)
+        """Of a new history."""
+        # In use are one or two epochs of each source.
+        self._permutation = lru_cache(maxsize=2 * len(self.sources) + 2)(Permutation)
+
+    def following(self, order: Order) -> PackedDataset:
+        """Return the same data in another order."""
+        dataset = copy(self)
+        dataset.order = order
+        return dataset
+
+    def continuing(self, order: Order, position: int) -> Order:
+        """Return a history's order up to global sample `position`, and from there on that of these sources and weights."""
+        return order.continued(self.weights, self.block, position)
+
+    def locate(self, global_sample: int) -> tuple[str, int, int]:
+        """Return (name of the source, epoch, window within the source); UserError where this data has not that source."""
+        number, sample = self.order.locate(global_sample)
+        name = self.order.sources[number]
+        if name not in self.sources:
+            raise UserError(
+                f"sample {global_sample} is of a source that the run had then and data.sources has not (fingerprint {name}); "
+                "add it, with any weight above 0, or take another run.name to see the data of a new run"
+            )
+        epoch, index = divmod(sample, self.windows[name])
+        return name, epoch, self._permutation(self.windows[name], self.order.key(number, epoch))(index)
 
     def __getitem__(self, global_sample: int) -> tuple[np.ndarray, np.ndarray | None]:
         """Return tokens `[seq_len + 1]`, and with `document_mask` each token's document, int32 `[seq_len + 1]`, from 0."""
-        source, _, window = self.mixture.locate(global_sample)
-        return read_window(self.sources[source], window, self.seq_len, self.document_mask)
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Return what the order and content of samples depend on, as flat JSON: equal ones give the same samples."""
-        fingerprint: dict[str, Any] = {
-            "run.seed": self.seed,
-            "train.seq_len": self.seq_len,
-            "data.mixture_block": self.mixture.block,
-        }
-        for number, (source, weight) in enumerate(zip(self.sources, self.weights, strict=True)):
-            fingerprint[f"data.sources[{number}].path"] = source.fingerprint
-            fingerprint[f"data.sources[{number}].weight"] = float(weight)
-        return fingerprint
+        name, _, window = self.locate(global_sample)
+        return read_window(self.sources[name], window, self.seq_len, self.document_mask)
 
 
 def read_window(
@@ -60,15 +78,3 @@ def read_window(
     start = window * seq_len
     count = min(seq_len + 1, source.tokens - start)
     return source.read(start, count), source.document_ids(start, count) if documents else None
-
-
-def held_out_windows(windows: int, sequences: int) -> Sequence[int]:
-    """Return which of a held-out source's `windows` an evaluation of `sequences` of them reads, ascending.
-
-    They are drawn by one fixed permutation, because neighbours, such as the first ones, are about a few documents only. They
-    depend on both numbers alone: all runs, seeds, steps and layouts read the same, and fewer sequences are some of them.
-    """
-    if sequences >= windows:
-        return range(windows)
-    permutation = Permutation(windows, key_of("held-out windows"))
-    return sorted(permutation(i) for i in range(sequences))

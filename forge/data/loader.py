@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forge.data.dataset import PackedDataset, held_out_windows, read_window
-from forge.data.passed_over import Ranges, nth_sample
-from forge.data.sources import Source, count_windows
+from forge.data.dataset import PackedDataset, read_window
+from forge.data.sources import Source, count_windows, held_out_windows
 from forge.model import IGNORE
 
 
@@ -54,9 +53,8 @@ class Loader:
     """Endless iterator over the batches of data rank `rank` of `ranks`, from global sample `start_sample`.
 
     Each step takes the next `global_batch_size` samples, of which rank r has the r-th contiguous part; so the
-    samples of a step do not depend on `ranks`, and the state for a restart is one integer. Ranges of samples in
-    `passed_over` (see `merge`) are skipped. A thread prefetches `prefetch` batches; the next `next` raises its
-    exceptions.
+    samples of a step do not depend on `ranks`. Samples that the dataset's order passes over are skipped. A thread
+    prefetches `prefetch` batches; the next `next` raises its exceptions.
     """
 
     def __init__(
@@ -67,7 +65,6 @@ class Loader:
         rank: int,
         ranks: int,
         start_sample: int = 0,
-        passed_over: Ranges = (),
         device: torch.device | str = "cpu",
         prefetch: int = 2,
     ):
@@ -76,7 +73,7 @@ class Loader:
         self._global_batch_size = global_batch_size
         self._rows = global_batch_size // ranks
         self._first_row = rank * self._rows
-        self._position, self._passed_over = start_sample, passed_over
+        self._position = start_sample
         self._device = torch.device(device)
         self._queue: queue.Queue[Batch | BaseException] = queue.Queue(max(1, prefetch))
         self._closed = threading.Event()
@@ -116,7 +113,7 @@ class Loader:
             self._put(error)
 
     def _sample(self, n: int) -> int:
-        return nth_sample(self._position, n, self._passed_over)
+        return self._dataset.order.nth(self._position, n)
 
     def _put(self, item: Batch | BaseException) -> None:
         while not self._closed.is_set():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from forge.data.format import TokenDataset
+from forge.data.permutation import Permutation, key_of
 from forge.data.raw import DTYPES, MegatronTokens, RawTokens
 from forge.data.synthetic import SyntheticSource
 from forge.errors import UserError
@@ -70,3 +72,15 @@ def count_windows(source: Source, seq_len: int) -> int:
             f"{seq_len + 1}; prepare more text or lower train.seq_len"
         )
     return windows
+
+
+def held_out_windows(windows: int, sequences: int) -> Sequence[int]:
+    """Return which of a held-out source's `windows` an evaluation of `sequences` of them reads, ascending.
+
+    They are drawn by one fixed permutation, because neighbours, such as the first ones, are about a few documents only. They
+    depend on both numbers alone: all runs, seeds, steps and layouts read the same, and fewer sequences are some of them.
+    """
+    if sequences >= windows:
+        return range(windows)
+    permutation = Permutation(windows, key_of("held-out windows"))
+    return sorted(permutation(i) for i in range(sequences))

@@ -9,11 +9,11 @@ from math import exp, inf, isfinite, log
 import numpy as np
 import torch
 
-from forge.data.dataset import held_out_windows, read_window
+from forge.data.dataset import read_window
 from forge.data.format import TokenDataset
 from forge.data.loader import stack_windows
-from forge.data.passed_over import merge
-from forge.data.sources import Source
+from forge.data.order import merge
+from forge.data.sources import Source, held_out_windows
 from forge.data.tokenizer import Tokenizer
 from forge.errors import FAILED, UserError
 from forge.inference.open import TrainedModel

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from forge.data.dataset import PackedDataset, read_window
-from forge.data.passed_over import Ranges, nth_sample
 from forge.data.tokenizer import Tokenizer
 
 
@@ -44,20 +43,19 @@ def samples_of_step(
     ranks: int = 1,
     head: int = 16,
     excerpt: int = 64,
-    passed_over: Ranges = (),
 ) -> Iterator[Sample]:
     """Yield the sequences of step `step` (from 1) in order: all of them, or those of data rank `rank` of `ranks`.
 
-    Assumes that all steps had `global_batch_size` sequences. The run skips samples `passed_over`. Of each sequence the
-    first `head` ids are shown, and the text of the first `excerpt`.
+    Assumes that all steps had `global_batch_size` sequences. Of each sequence the first `head` ids are shown, and the
+    text of the first `excerpt`. Raises UserError where the dataset's order has a source that the dataset has not.
     """
     rows, seq_len = global_batch_size // ranks, dataset.seq_len
     before, readers = (step - 1) * global_batch_size, range(ranks) if rank is None else (rank,)
     for reader in readers:
         for place in range(before + reader * rows, before + (reader + 1) * rows):
-            sample = nth_sample(0, place, passed_over)
-            number, epoch, window = dataset.mixture.locate(sample)
-            source = dataset.sources[number]
+            sample = dataset.order.nth(0, place)
+            name, epoch, window = dataset.locate(sample)
+            source = dataset.sources[name]
             tokens, owners = read_window(source, window, seq_len, documents=True)
             assert owners is not None
             within = [int(start) for start in np.flatnonzero(np.diff(owners)) + 1]

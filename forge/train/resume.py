@@ -132,8 +132,8 @@ def check_data(point: ResumePoint, inputs: dict[str, Any], allow_changed_data: b
         if there == now:
             continue
         changes.append(f"{key} is not what {point.path} was trained on: fingerprint {there} there, {now} now")
-        # With another tokenizer the same ids mean something else.
-        free = key.startswith("data.sources")
+        # With another tokenizer the same ids mean something else. Blocks grow where weights need it (forge/data/mixture.py).
+        free = key.startswith("data.sources") or key == "data.mixture_block"
         if not (allow_changed_data and free):
             remedy = ", set checkpoint.allow_changed_data = true to read these from here on" if free else ""
             raise UserError(

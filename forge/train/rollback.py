@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from forge.checkpoint import Checkpoints, read_state
 from forge.config import Config
@@ -76,23 +77,21 @@ def sync_rollback_history(
     own = start.kept >= 0
 
     def merge() -> list[Rollback]:
-        written = _read(directory) if own else []
+        found = _read(directory)
+        written = [Rollback.read(one, progress.order) for one in found] if own else []
         # A new one may be equal to one before, where the same trouble has come back, and counts.
         known = [*written, *(one for one in progress.rollbacks if one not in written), *new]
-        if known != written or not own:
+        if [asdict(one) for one in known] != found:
             _write(directory, known)
         return known
 
     progress.pass_over(on_first_rank("reading and writing rollbacks.json", merge))
 
 
-def _read(directory: RunDirectory) -> list[Rollback]:
-    if not directory.rollbacks.exists():
-        return []
-    return [Rollback(**one) for one in json.loads(directory.rollbacks.read_text())]
+def _read(directory: RunDirectory) -> list[dict[str, Any]]:
+    return json.loads(directory.rollbacks.read_text()) if directory.rollbacks.exists() else []
 
 
 def _write(directory: RunDirectory, rollbacks: list[Rollback]) -> None:
-    if rollbacks or directory.rollbacks.exists():
-        content = json.dumps([asdict(one) for one in rollbacks], indent=1)
-        replace_atomically(directory.rollbacks, content.encode())
+    content = json.dumps([asdict(one) for one in rollbacks], indent=1)
+    replace_atomically(directory.rollbacks, content.encode())

@@ -2,41 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from forge.config import Config
-from forge.data.passed_over import Ranges, merge, nth_sample
+from forge.data.order import Order, PassedOver
 from forge.optim import Optimizer
 from forge.parallel.model import ParallelModel
 from forge.resilience.spikes import SpikeWindow
 from forge.shard import Shard
 
 
-@dataclass(frozen=True)
-class Rollback:
-    """A return from `from_step` to the checkpoint of `to_step`. Since then samples from `first_sample` up to, but not
-    including, `end_sample` are passed over."""
+@dataclass(frozen=True, kw_only=True)
+class Rollback(PassedOver):
+    """A return from `from_step` to the checkpoint of `to_step`, since which these samples are passed over."""
 
     from_step: int
     to_step: int
-    first_sample: int
-    end_sample: int
+
+    @classmethod
+    def read(cls, state: dict[str, Any], order: Order) -> Rollback:
+        """Return the one that was saved as `state` in a history of this order."""
+        rollback = cls(**state)
+        if "drawn" in state:
+            return rollback
+        # Earlier versions had the global samples only, and one mixture from the beginning.
+        whole = order.passing_over([])
+        return replace(rollback, drawn=whole.between(rollback.first_sample, rollback.end_sample))
 
 
 @dataclass
 class Progress:
     """Counts since the start of the run's history.
 
-    step: optimizer updates, skipped ones included. next_sample: the global sample that the next step reads first; with
-    the samples that roll-backs pass over it is the whole state of the data. tokens: positions trained on.
+    order: of all samples, with those that roll-backs pass over. step: optimizer updates, skipped ones included.
+    next_sample: the global sample that the next step reads first. tokens: positions trained on.
     skipped_in_a_row: skipped steps since the last good one. spikes: the usual loss and gradient norm.
     """
 
+    order: Order
     step: int = 0
     next_sample: int = 0
     tokens: int = 0
@@ -44,38 +52,48 @@ class Progress:
     rollbacks: list[Rollback] = field(default_factory=list)
     spikes: SpikeWindow = field(default_factory=SpikeWindow)
 
-    @property
-    def passed_over(self) -> Ranges:
-        """Ranges of samples that are never read again."""
-        return merge((rollback.first_sample, rollback.end_sample) for rollback in self.rollbacks)
-
     def advance(self, config: Config) -> None:
         """Count one step."""
         self.step += 1
-        self.next_sample = nth_sample(self.next_sample, config.train.global_batch_size, self.passed_over)
+        self.next_sample = self.order.nth(self.next_sample, config.train.global_batch_size)
         self.tokens += config.train.global_batch_size * config.train.seq_len
 
-    def pass_over(self, rollbacks: list[Rollback]) -> None:
+    def rollback_to(self, saved: dict[str, Any], pass_over: bool) -> Rollback:
+        """Return the record of a return to a checkpoint, given all that it holds as JSON; nothing changes yet.
+
+        pass_over: whether what has been read since is passed over.
+        """
+        then = Progress(self.order)
+        then.load(saved)
+        first, end = then.next_sample, self.next_sample if pass_over else then.next_sample
+        drawn = then.order.between(first, end, self.order) if pass_over else {}
+        return Rollback(first, end, drawn, from_step=self.step, to_step=then.step)
+
+    def pass_over(self, rollbacks: Sequence[Rollback]) -> None:
         """From here on skip the samples of `rollbacks`, which are all there have been."""
-        self.rollbacks = rollbacks
-        self.next_sample = nth_sample(self.next_sample, 0, self.passed_over)
+        self.rollbacks = list(rollbacks)
+        self.order = self.order.passing_over(rollbacks)
+        self.next_sample = self.order.nth(self.next_sample, 0)
 
     def state(self) -> dict[str, Any]:
         """The state as JSON, for a checkpoint."""
         return {
             "step": self.step,
             "next_sample": self.next_sample,
+            "order": self.order.state(),
             "tokens": self.tokens,
             "skipped_in_a_row": self.skipped_in_a_row,
             "rollbacks": [asdict(rollback) for rollback in self.rollbacks],
             "spikes": self.spikes.state(),
         }
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned."""
+    def load(self, saved: dict[str, Any]) -> None:
+        """Restore what `state` returned, from all that a checkpoint holds as JSON."""
+        state = saved["progress"]
         for key in ("step", "next_sample", "tokens", "skipped_in_a_row"):
             setattr(self, key, int(state[key]))
-        self.rollbacks = [Rollback(**rollback) for rollback in state.get("rollbacks", ())]
+        self.order = Order.restored(state.get("order"), saved["inputs"])
+        self.pass_over([Rollback.read(one, self.order) for one in state.get("rollbacks", ())])
         self.spikes.load(state.get("spikes", ()))
 
 

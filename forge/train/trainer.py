@@ -71,7 +71,7 @@ class Trainer:
             log.info("set, but not used: %s", "; ".join(unused))
 
         spikes = SpikeWindow(config.resilience.spike_window, config.resilience.spike_threshold)
-        self.progress = Progress(spikes=spikes)
+        self.progress = Progress(data.dataset.order, spikes=spikes)
         self.anomalies = AnomalyPolicy(
             config.resilience, self.model, self.progress, self.device, self.compute_gradients, reporter.event
         )
@@ -174,12 +174,12 @@ class Trainer:
         point = find_rollback_point(
             required, progress, self.checkpoints, self.config, self.reporter.directory, report_event
         )
-        first = int(point.state["progress"]["next_sample"])
-        end = progress.next_sample if required.pass_over else first
+        rollback = progress.rollback_to(point.state, required.pass_over)
+        first, end = rollback.first_sample, rollback.end_sample
         over = f", passing over samples {first} to {end - 1}" if required.pass_over else ""
         log.warning("%s. Back to step %d%s", required, point.step, over)
-        rollback = Rollback(required.last_step, point.step, first, end)
-        report_event("rolled_back", reason=str(required), **vars(rollback))
+        numbers = {name: value for name, value in vars(rollback).items() if name != "drawn"}
+        report_event("rolled_back", reason=str(required), **numbers)
         self.anomalies.discard_gradients()
         self.results.clear()
         self.batches.close()
@@ -194,7 +194,7 @@ class Trainer:
         """
         if start.point is not None:
             load_training_state(start.point, self.model, self.optimizer)
-            self.progress.load(start.point.state["progress"])
+            self.progress.load(start.point.state)
         # In this order: a run that is killed in between meets the same trouble again, or knows that it has rolled back; and
         # a new history is recorded when nothing of the old one is left, before it saves for the first time.
         directory = self.reporter.directory
@@ -211,14 +211,15 @@ class Trainer:
         return self.make_loader()
 
     def make_loader(self) -> Loader:
-        """The batches of this data rank from `progress` on."""
+        """The batches of this data rank from `progress` on, where the mixture of the config comes into force."""
+        dataset, progress = self.data.dataset, self.progress
+        progress.order = dataset.continuing(progress.order, progress.next_sample)
         return Loader(
-            self.data.dataset,
+            dataset.following(progress.order),
             global_batch_size=self.config.train.global_batch_size,
             rank=self.meshes.data_rank,
             ranks=self.meshes.data_ranks,
-            start_sample=self.progress.next_sample,
-            passed_over=self.progress.passed_over,
+            start_sample=progress.next_sample,
             device=self.device,
             prefetch=self.config.data.prefetch,
         )

@@ -5,8 +5,10 @@ import numpy as np
 import pytest
 import torch
 
-from forge.data.dataset import PackedDataset, held_out_windows
+from forge.data.build import input_fingerprints
+from forge.data.dataset import PackedDataset
 from forge.data.loader import IGNORE, Batch, Loader, evaluation_batches
+from forge.data.sources import held_out_windows
 from forge.data.synthetic import SyntheticSource
 from forge.errors import UserError
 from tests.support.streams import GLOBAL, Counting, S, first_batches, make_dataset, write_documents
@@ -66,9 +68,8 @@ def test_d4_a_dataset_smaller_than_the_batch_continues_with_its_next_epochs():
 
 def test_fingerprint_tells_what_the_order_depends_on():
     def fingerprint(tokens=1000, weights=(1, 3), seq_len=S, seed=0, block=32):
-        return PackedDataset(
-            [Counting(tokens), SyntheticSource(0, 300)], weights, seq_len, seed, block
-        ).fingerprint()
+        sources = [Counting(tokens), SyntheticSource(0, 300)]
+        return input_fingerprints(PackedDataset(sources, weights, seq_len, seed, block), None)
 
     assert fingerprint() == fingerprint()
     others = [fingerprint(weights=(1, 2)), fingerprint(seq_len=8), fingerprint(seed=1), fingerprint(block=64)]

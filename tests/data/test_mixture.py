@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from forge.data.mixture import Mixture
 from forge.errors import UserError
+from tests.support.streams import located
 
 WEIGHTS = st.lists(
     st.sampled_from([0.0, 0.001, 0.1, 0.25, 0.3, 1.0, 2.5, 7.0]), min_size=1, max_size=5
@@ -16,15 +17,15 @@ WEIGHTS = st.lists(
 
 
 def blocks(mixture, first, count):
-    return [mixture.locate(i) for i in range(first * mixture.block, (first + count) * mixture.block)]
+    """(source, how many turns it has had) of each sample of some blocks."""
+    return [mixture.turn(i) for i in range(first * mixture.block, (first + count) * mixture.block)]
 
 
 @settings(max_examples=50, deadline=None)
 @given(weights=WEIGHTS, sizes=st.lists(st.integers(1, 40), min_size=5, max_size=5), block=st.integers(1, 64))
 def test_d4_each_epoch_shows_every_window_once_before_the_next_begins(weights, sizes, block):
-    mixture = Mixture(weights, sizes[: len(weights)], seed=1, block=block)
-    samples = [mixture.locate(i) for i in range(700)]
-    for source, size in enumerate(mixture.sizes):
+    samples = located(weights, sizes[: len(weights)], range(700), seed=1, block=block)
+    for source, size in enumerate(sizes[: len(weights)]):
         drawn = [(epoch, window) for s, epoch, window in samples if s == source]
         assert [epoch for epoch, _ in drawn] == [m // size for m in range(len(drawn))]
         for start in range(0, len(drawn) - size + 1, size):
@@ -34,76 +35,83 @@ def test_d4_each_epoch_shows_every_window_once_before_the_next_begins(weights, s
 @settings(max_examples=50, deadline=None)
 @given(weights=WEIGHTS, block=st.integers(1, 50))
 def test_counts_are_within_one_of_the_share_after_every_block(weights, block):
-    mixture = Mixture(weights, [10] * len(weights), seed=0, block=block)
+    mixture = Mixture(weights, seed=0, block=block)
     drawn = Counter()
     for b in range(max(1, min(20, 2000 // mixture.block))):
-        drawn.update(source for source, _, _ in blocks(mixture, b, 1))
+        drawn.update(source for source, _ in blocks(mixture, b, 1))
+        assert mixture.turns((b + 1) * mixture.block) == [drawn[source] for source in range(len(weights))]
         for source, weight in enumerate(weights):
             share = Fraction(str(weight)) / sum(Fraction(str(w)) for w in weights)
             assert abs(drawn[source] - share * (b + 1) * mixture.block) < 1
 
 
 def test_a_sample_does_not_depend_on_what_was_asked_before():
-    sizes, weights = [7, 100, 31], [1, 2, 0.5]
-    in_order = Mixture(weights, sizes, seed=5, block=16)
-    forward = [in_order.locate(i) for i in range(500)]
-    backward = Mixture(weights, sizes, seed=5, block=16)
-    assert [backward.locate(i) for i in reversed(range(500))] == forward[::-1]
-    assert [Mixture(weights, sizes, seed=5, block=16).locate(i) for i in (3, 250, 499)] == [
-        forward[i] for i in (3, 250, 499)
-    ]
+    given = [1, 2, 0.5], [7, 100, 31]
+    forward = located(*given, range(500), seed=5, block=16)
+    assert located(*given, reversed(range(500)), seed=5, block=16) == forward[::-1]
+    assert located(*given, (3, 250, 499), seed=5, block=16) == [forward[i] for i in (3, 250, 499)]
+
+
+def test_turns_count_what_each_source_has_had_before_a_sample():
+    mixture = Mixture([1, 0, 2, 0.5], seed=5, block=16)
+    drawn = [0, 0, 0, 0]
+    for i in range(100):
+        assert mixture.turns(i) == drawn
+        source, turns = mixture.turn(i)
+        assert turns == drawn[source]
+        drawn[source] += 1
 
 
 def test_sources_are_spread_over_a_block():
-    order = [source for source, _, _ in blocks(Mixture([1, 1], [10**6, 10**6], seed=0, block=1024), 0, 1)]
+    order = [source for source, _ in blocks(Mixture([1, 1], seed=0, block=1024), 0, 1)]
     changes = sum(a != b for a, b in pairwise(order))
     assert 400 < changes < 620
 
 
 def test_is_exact_at_ten_trillion_samples():
     weights, sizes = [0.1, 0.2, 0.7], [10**12, 3 * 10**12 + 1, 10**13]
-    mixture = Mixture(weights, sizes, seed=0, block=1000)
-    first = 10**13 // 1000
-    found = Counter(source for source, _, _ in blocks(mixture, first, 2))
-    assert found == {0: 200, 1: 400, 2: 1400}
+    block = 1000
+    before, after, later = (
+        located(weights, sizes, range(first, first + block), seed=0, block=block)
+        for first in (10**13 - block, 10**13, 10**13 + block)
+    )
+    assert Counter(source for source, _, _ in after + later) == {0: 200, 1: 400, 2: 1400}
     # By then source 0 has given 10^12 samples, exactly one epoch: the next of its samples begin epoch 1.
-    assert {epoch for source, epoch, _ in blocks(mixture, first, 1) if source == 0} == {1}
-    assert {epoch for source, epoch, _ in blocks(mixture, first - 1, 1) if source == 0} == {0}
+    assert {epoch for source, epoch, _ in after if source == 0} == {1}
+    assert {epoch for source, epoch, _ in before if source == 0} == {0}
 
 
 def test_weight_zero_is_never_drawn():
-    mixture = Mixture([0, 3, 0, 1, 0], [1] * 5, seed=0, block=8)
-    assert {source for source, _, _ in blocks(mixture, 0, 20)} == {1, 3}
+    mixture = Mixture([0, 3, 0, 1, 0], seed=0, block=8)
+    assert {source for source, _ in blocks(mixture, 0, 20)} == {1, 3}
 
 
 def test_d4_only_ratios_of_weights_matter():
-    first, second = (Mixture(weights, [50, 50], seed=0, block=12) for weights in ([1, 2], [0.2, 0.4]))
+    first, second = (Mixture(weights, seed=0, block=12) for weights in ([1, 2], [0.2, 0.4]))
     assert blocks(first, 0, 10) == blocks(second, 0, 10)
 
 
 def test_a_share_below_one_sample_in_a_block_is_given_in_a_larger_block():
-    mixture = Mixture([1, 0.001, 1, 0.001], [100] * 4, seed=0, block=16)
+    mixture = Mixture([1, 0.001, 1, 0.001], seed=0, block=16)
     assert mixture.block == 2002
-    assert Counter(source for source, _, _ in blocks(mixture, 0, 3)) == {0: 3000, 1: 3, 2: 3000, 3: 3}
+    assert Counter(source for source, _ in blocks(mixture, 0, 3)) == {0: 3000, 1: 3, 2: 3000, 3: 3}
 
 
 def test_epochs_and_seeds_differ_in_order():
-    mixture = Mixture([1], [30], seed=0, block=30)
-    epochs = [tuple(window for _, _, window in blocks(mixture, epoch, 1)) for epoch in range(3)]
-    other = tuple(window for _, _, window in blocks(Mixture([1], [30], seed=1, block=30), 0, 1))
-    assert len({*epochs, other}) == 4
+    drawn = located([1], [30], range(90), seed=0, block=30), located([1], [30], range(30), seed=1, block=30)
+    windows = [[window for _, _, window in samples] for samples in drawn]
+    assert len({*(tuple(windows[0][first : first + 30]) for first in (0, 30, 60)), tuple(windows[1])}) == 4
 
 
 @pytest.mark.parametrize("weights", [[0, 0], [-1, 2], [float("nan")], [float("inf"), 1], [1, 1e-7]])
 def test_d4_impossible_weights_are_refused(weights):
     with pytest.raises(UserError, match="weights"):
-        Mixture(weights, [5] * len(weights), seed=0)
+        Mixture(weights, seed=0)
 
 
 def test_order_is_the_same_for_ever():
     """Checkpoints hold a position in this order: a change of it would replay and skip samples."""
-    mixture = Mixture([1, 3], [100, 1000], seed=7, block=16)
-    assert [mixture.locate(10**13 + i) for i in range(4)] == [
+    assert located([1, 3], [100, 1000], range(10**13, 10**13 + 4), seed=7, block=16) == [
         (1, 7500000000, 690),
         (0, 25000000000, 14),
         (0, 25000000000, 97),
@@ -112,10 +120,8 @@ def test_order_is_the_same_for_ever():
 
 
 def test_memory_does_not_grow_with_the_number_of_samples():
-    mixture = Mixture([1, 2], [10**13, 10**12], seed=0)
     tracemalloc.start()
-    for i in range(0, 10**13, 10**11):
-        mixture.locate(i)
+    located([1, 2], [10**13, 10**12], range(0, 10**13, 10**11), seed=0)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1e6

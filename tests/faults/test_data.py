@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 from pathlib import Path
 
@@ -10,12 +12,15 @@ import pytest
 
 from forge.checkpoint import read_state
 from forge.checkpoint.folders import step_name
-from tests.support.runs import Run, refused, sources
+from scripts import inspect_data
+from tests.support.runs import BASE, Run, refused, sources
 from tests.support.trained import prepare_bytes
 
 BYTES = ["--data.tokenizer=bytes", "--model.vocab_size=258"]
 # As many windows as ten steps read.
 WINDOWS, SEQ_LEN = 80, 32
+HERE = "tests.faults.test_data"
+NUMBERED = ["--data.tokenizer=none", "--model.vocab_size=256", "--data.mixture_block=8"]
 
 
 def raw(path: Path) -> str:
@@ -100,3 +105,109 @@ def test_d4_an_epoch_s_end_in_mid_step_and_fewer_samples_than_a_batch_are_no_eve
     one, two = Run(tmp_path / "one", *options), Run(tmp_path / "two", *options)
     assert one() == 0 and two(world=2) == 0
     assert one.losses() == pytest.approx(two.losses(), rel=0, abs=1e-9)
+
+
+def numbered(folder: Path, first: int, windows: int) -> str:
+    """An entry of data.sources of so many windows, the k-th of which consists of the id first + k."""
+    ids = np.repeat(np.arange(first, first + windows, dtype="<u2"), SEQ_LEN)
+    folder.mkdir(exist_ok=True)
+    np.append(ids, ids[-1]).tofile(folder / f"from-{first}.bin")
+    return f'{{path="{folder}/from-{first}.bin",weight=1.0,dtype="uint16"}}'
+
+
+def write_down_what_is_read() -> None:
+    """Each rank writes the windows of each batch it computes with, step by step, into the run directory."""
+    from forge.train.trainer import Trainer
+
+    compute = Trainer.compute_gradients
+
+    def computing(self, batch):
+        rank = self.reporter.world.rank
+        with (Path(os.environ["RUN_UNDER_TEST"]) / f"read-{rank}.jsonl").open("a") as file:
+            file.write(
+                json.dumps([self.progress.step + 1, rank, batch.first_sample, batch.tokens[:, 0].tolist()])
+                + "\n"
+            )
+        return compute(self, batch)
+
+    Trainer.compute_gradients = computing
+
+
+def write_down_and_spoil_32_to_55() -> None:
+    from tests.support.spoil import samples_32_to_55
+
+    samples_32_to_55()
+    write_down_what_is_read()
+
+
+def read_by(run: Run) -> list[list[int]]:
+    """The windows of each step as it was made last."""
+    lines = [json.loads(line) for path in run.path.glob("read-*.jsonl") for line in path.open()]
+    latest: dict[int, dict[int, list[int]]] = {}
+    for step, rank, _, windows in lines:
+        latest.setdefault(step, {})[rank] = windows
+    return [[w for _, part in sorted(latest[step].items()) for w in part] for step in sorted(latest)]
+
+
+@pytest.mark.parametrize("worlds", [(2, 1, 2), (1, 2, 1)])
+def test_d2_an_added_source_neither_repeats_nor_skips_what_was_there(tmp_path, capsys, worlds) -> None:
+    """Three steps of one source, four with another beside it, two after a resume: on any number of ranks."""
+    run = Run(tmp_path, *NUMBERED, "--checkpoint.allow_changed_data=true")
+    old, new = numbered(tmp_path / "data", 0, 40), numbered(tmp_path / "data", 100, 24)
+    both = f"--data.sources=[{new},{old}]"
+    starts = [(f"--data.sources=[{old}]", 3), (both, 7), (both, 9)]
+    for (data, steps), world in zip(starts, worlds, strict=True):
+        patch = f"{HERE}:write_down_what_is_read"
+        assert set(run.start(data, f"--train.steps={steps}", world=world, patch=patch).join()) == {0}
+    read = read_by(run)
+    assert [len(step) for step in read] == [8] * 9
+    windows = [window for step in read for window in step]
+    assert max(windows[:24]) < 100 and sum(window >= 100 for window in windows[24:]) == 24
+    for first, count in ((0, 40), (100, 24)):
+        of_source = [window for window in windows if first <= window < first + count]
+        assert len(set(of_source[:count])) == len(of_source[:count])
+    assert [inspected(capsys, tmp_path, step, both) for step in range(1, 10)] == read
+
+
+def inspected(capsys, folder: Path, step: int, *options: str) -> list[int]:
+    """The windows that inspect_data.py shows of a step."""
+    run = [*BASE, f"--run.output_dir={folder}", *NUMBERED]
+    config, run = run[0].split("="), run[1:]
+    assert inspect_data.main([*config, *run, *options, f"--step={step}", "--json"]) == 0
+    return [json.loads(line)["tokens"][0] for line in capsys.readouterr().out.splitlines()]
+
+
+def test_d2_a_roll_back_over_the_change_passes_over_samples_of_both_mixtures(tmp_path, capsys) -> None:
+    """The checkpoint that is returned to knows only the mixture before."""
+    run = Run(tmp_path, *NUMBERED, "--resilience.max_skipped_steps=3")
+    old, new = numbered(tmp_path / "data", 0, 80), numbered(tmp_path / "data", 100, 60)
+    alone, both = f"--data.sources=[{old}]", f"--data.sources=[{old},{new}]"
+    assert run.start(alone, "--train.steps=4", patch=f"{HERE}:write_down_what_is_read").join() == [0]
+    options = [both, "--checkpoint.allow_changed_data=true", "--checkpoint.interval=100"]
+    assert run.start(*options, patch=f"{HERE}:write_down_and_spoil_32_to_55").join() == [0]
+    [event] = run.events("rolled_back")
+    assert (event["to_step"], event["first_sample"], event["end_sample"]) == (4, 32, 56)
+    every = [json.loads(line) for line in (run.path / "read-0.jsonl").open()]
+    spoiled = {window for _, _, first, windows in every if 32 <= first < 56 for window in windows}
+    kept = [window for step in read_by(run) for window in step]
+    assert len(spoiled) == 24 and min(spoiled) < 80 < max(spoiled)
+    assert len(set(kept)) == 80 and not spoiled & set(kept)
+    assert [inspected(capsys, tmp_path, step, both) for step in range(1, 11)] == read_by(run)
+
+
+def test_d2_weights_that_need_larger_blocks_are_a_change_like_any_other(tmp_path) -> None:
+    run = Run(tmp_path, NONE)
+    entries = '{{path="synthetic",weight=1.0}},{{path="synthetic",weight={}}}'
+    assert run("--train.steps=2", f"--data.sources=[{entries.format(1.0)}]") == 0
+    rare = [f"--data.sources=[{entries.format(0.0001)}]", "--train.steps=4"]
+    said = refused(run, *rare)
+    assert "allow_changed_data" in said
+    assert run(*rare, "--checkpoint.allow_changed_data=true") == 0
+
+
+def test_d2_another_seed_is_refused_even_so(tmp_path) -> None:
+    """It would draw the rest of each epoch in another order, and so repeat and skip samples."""
+    run = Run(tmp_path)
+    assert run("--train.steps=2") == 0
+    said = refused(run, "--run.seed=5", "--checkpoint.allow_changed_data=true")
+    assert "run.seed" in said

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from forge.data.dataset import held_out_windows
 from forge.data.format import TokenDataset
+from forge.data.sources import held_out_windows
 from forge.data.tokenizer import ByteTokenizer, Tokenizer
 from forge.errors import UserError
 from forge.inference.measure import measure

@@ -10,6 +10,7 @@ import pytest
 
 from forge.data.dataset import PackedDataset
 from forge.data.loader import Loader
+from forge.data.order import PassedOver
 from forge.data.tokenizer import ByteTokenizer
 from forge.prepare.inspect import samples_of_step
 from tests.support.streams import Counting
@@ -39,10 +40,11 @@ def test_every_rank_reads_what_is_shown(ranks):
 
 def test_what_a_run_passes_over_is_not_shown():
     """A batch from before, across and behind the range."""
-    passed_over = ((10, 21),)
-    loader = Loader(dataset(), global_batch_size=8, rank=0, ranks=1, passed_over=passed_over)
+    order = dataset().order
+    passing = dataset().following(order.passing_over([PassedOver(10, 21, order.between(10, 21))]))
+    loader = Loader(passing, global_batch_size=8, rank=0, ranks=1)
     for step in (1, 2, 3):
-        shown = samples_of_step(dataset(), None, step, global_batch_size=8, passed_over=passed_over)
+        shown = samples_of_step(passing, None, step, global_batch_size=8)
         assert next(loader).tokens.tolist() == [sample.tokens for sample in shown]
     loader.close()
 
@@ -73,7 +75,7 @@ def inspect(*arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
-SYNTHETIC = ["--config", "debug.toml", '--data.sources=[{path="synthetic"}]']
+SYNTHETIC = ["--config", "debug.toml", "--run.name=never-trained", '--data.sources=[{path="synthetic"}]']
 
 
 def test_the_script_shows_a_step_in_words_and_as_json():
@@ -85,9 +87,10 @@ def test_the_script_shows_a_step_in_words_and_as_json():
 
 
 def test_the_script_skips_what_the_runs_roll_backs_skip(tmp_path):
-    (tmp_path / "debug").mkdir()
+    run = tmp_path / "never-trained"
+    run.mkdir()
     rollback = {"from_step": 3, "to_step": 1, "first_sample": 16, "end_sample": 48}
-    (tmp_path / "debug" / "rollbacks.json").write_text(json.dumps([rollback]))
+    (run / "rollbacks.json").write_text(json.dumps([rollback]))
     shown = inspect(*SYNTHETIC, "--step", 2, "--json", f"--run.output_dir={tmp_path}")
     assert [json.loads(line)["sample"] for line in shown.stdout.splitlines()] == list(range(48, 64))
     assert "samples 16 to 47 are skipped" in shown.stderr

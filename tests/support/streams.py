@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,23 @@ def write_documents(folder: Path, lengths: list[int], *, vocab_size: int = 1000,
         place += length
     writer.finish()
     return TokenDataset(folder)
+
+
+class Numbers:
+    """A source of this many windows of one token, which nobody reads; recognised by its name."""
+
+    def __init__(self, name: str, windows: int):
+        self.name = self.fingerprint = name
+        self.tokens = windows + 1
+
+
+def located(
+    weights: Sequence[float], sizes: Sequence[int], samples: Iterable[int], **options: Any
+) -> list[tuple[int, int, int]]:
+    """(source, epoch, window) of global samples of sources of `sizes` windows."""
+    sources = [Numbers(str(number), size) for number, size in enumerate(sizes)]
+    dataset = PackedDataset(sources, weights, 1, **options)
+    return [(int(name), epoch, window) for name, epoch, window in map(dataset.locate, samples)]
 
 
 def make_dataset(**options: Any) -> PackedDataset:

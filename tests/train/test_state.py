@@ -1,0 +1,155 @@
+"""Histories at random: whatever changes, every sample is read once, and what was passed over stays so."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forge.data.build import input_fingerprints
+from forge.data.dataset import PackedDataset
+from forge.data.mixture import Mixture
+from forge.data.order import merge, nth_outside, numbered
+from forge.train.state import Progress, Rollback
+from tests.support.streams import Numbers
+
+SIZES = {"a": 5, "b": 37, "c": 400, "d": 90}
+WEIGHTS = st.dictionaries(st.sampled_from("abcd"), st.sampled_from([0.1, 0.5, 1.0, 3.0]), min_size=1)
+MIXTURES = st.tuples(WEIGHTS, st.sampled_from([1, 7, 16]))
+STEPS = st.tuples(
+    st.integers(1, 40),  # samples to read
+    st.booleans(),  # whether to save then
+    st.integers(0, 40),  # samples to read
+    st.one_of(
+        st.tuples(st.just("change"), MIXTURES),
+        st.tuples(st.just("roll_back"), st.tuples(st.integers(0, 3), st.booleans())),
+        st.tuples(st.just("restart"), st.tuples(st.integers(0, 3), MIXTURES)),
+    ),
+)
+
+
+class History:
+    """A run that reads, saves, stops, goes on with other data and rolls back, as the trainer does, but without a model."""
+
+    def __init__(self, mixture: tuple[dict[str, float], int]):
+        self.configure(mixture)
+        self.progress = Progress(self.dataset.order)
+        self.kept: list[tuple[dict[str, Any], int]] = []  # checkpoints, and how much had been read
+        self.file: list[Rollback] = []  # rollbacks.json
+        self.read: list[tuple[str, int]] = []  # (source, m), what has been undone left out
+        self.bad: set[tuple[str, int]] = set()
+        self.keys: dict[tuple[str, int], int] = {}
+
+    def configure(self, mixture: tuple[dict[str, float], int]) -> None:
+        weights, block = mixture
+        sources = [Numbers(name, SIZES[name]) for name in weights]
+        self.dataset = PackedDataset(sources, list(weights.values()), 1, seed=0, block=block)
+
+    def go_on(self, count: int) -> None:
+        for _ in range(count):
+            order = self.progress.order
+            number, m = order.locate(self.progress.next_sample)
+            name = order.sources[number]
+            self.read.append((name, m))
+            epoch = m // SIZES[name]
+            assert self.keys.setdefault((name, epoch), order.key(number, epoch)) == order.key(number, epoch)
+            self.progress.advance(SimpleNamespace(train=SimpleNamespace(global_batch_size=1, seq_len=1)))
+
+    def save(self) -> None:
+        saved = {"progress": self.progress.state(), "inputs": input_fingerprints(self.dataset, None)}
+        self.kept.append((json.loads(json.dumps(saved)), len(self.read)))
+
+    def change(self, mixture: tuple[dict[str, float], int]) -> None:
+        """Stop, and go on with other data."""
+        self.save()
+        self.configure(mixture)
+        self.load(len(self.kept) - 1)
+
+    def restart(self, choice: tuple[int, Any]) -> None:
+        """Go back to a checkpoint, as after damage to the later ones, and go on with other data."""
+        self.configure(choice[1])
+        self.load(choice[0] % len(self.kept))
+
+    def roll_back(self, choice: tuple[int, bool]) -> None:
+        number, pass_over = choice[0] % len(self.kept), choice[1]
+        saved, read = self.kept[number]
+        self.file.append(self.progress.rollback_to(saved, pass_over))
+        if pass_over:
+            self.bad.update(self.read[read:])
+        self.load(number)
+
+    def load(self, number: int) -> None:
+        del self.kept[number + 1 :]
+        saved, read = self.kept[number]
+        del self.read[read:]
+        self.progress = Progress(self.dataset.order)
+        self.progress.load(saved)
+        self.progress.pass_over(self.file)
+        self.progress.order = self.dataset.continuing(self.progress.order, self.progress.next_sample)
+
+    def check(self) -> None:
+        assert len(set(self.read)) == len(self.read)
+        assert not self.bad & set(self.read)
+        for name in SIZES:
+            read = {m for source, m in self.read if source == name}
+            bad = {m for source, m in self.bad if source == name}
+            assert read == set(range(max(read, default=-1) + 1)) - bad
+
+
+@settings(max_examples=100, deadline=None)
+@given(MIXTURES, st.lists(STEPS, min_size=2, max_size=8))
+def test_every_sample_is_read_once_in_any_history(mixture, steps) -> None:
+    history = History(mixture)
+    history.go_on(20)
+    history.save()
+    for some, save, more, (kind, argument) in steps:
+        history.go_on(some)
+        if save:
+            history.save()
+        history.go_on(more)
+        getattr(history, kind)(argument)
+        history.check()
+    history.go_on(100)
+    history.check()
+    assert len(history.progress.order.segments) <= 1 + len(steps)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    weights=st.lists(st.sampled_from([0.1, 0.3, 1.0, 2.5]), min_size=1, max_size=3),
+    position=st.integers(0, 150),
+    saved=st.lists(st.tuples(st.integers(0, 200), st.integers(0, 60)), max_size=2),
+    written=st.lists(st.tuples(st.integers(0, 200), st.integers(0, 60)), max_size=2),
+)
+def test_checkpoints_of_earlier_versions_continue_as_they_would_have(
+    weights, position, saved, written
+) -> None:
+    """They hold one number and ranges of such numbers, read as if one mixture had always held."""
+    dataset = PackedDataset([Numbers("a", 30) for _ in weights], weights, 1, seed=4, block=16)
+
+    def rollbacks(ranges):
+        return [
+            {"from_step": 3, "to_step": 1, "first_sample": first, "end_sample": first + length}
+            for first, length in ranges
+        ]
+
+    numbers = {"step": 5, "next_sample": position, "tokens": 0, "skipped_in_a_row": 0}
+    progress = Progress(dataset.order)
+    progress.load(
+        {"progress": numbers | {"rollbacks": rollbacks(saved)}, "inputs": input_fingerprints(dataset, None)}
+    )
+    progress.pass_over(
+        [*(Rollback.read(one, progress.order) for one in rollbacks(written)), *progress.rollbacks]
+    )
+    progress.order = dataset.continuing(progress.order, progress.next_sample)
+    assert len(progress.order.segments) == 1
+
+    gaps = merge((first, first + length) for first, length in [*saved, *written])
+    mixture = Mixture(weights, seed=4, block=16)
+    expected = [mixture.turn(nth_outside(position, n, gaps)) for n in range(200)]
+    samples = [progress.order.nth(progress.next_sample, n) for n in range(200)]
+    assert [progress.order.locate(sample) for sample in samples] == expected
+    assert progress.order.sources == tuple(numbered("a" * len(weights)))
