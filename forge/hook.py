@@ -33,11 +33,15 @@ from forge.errors import RollbackRequired, UserError
 
 @dataclass(frozen=True)
 class StepInfo:
-    """What the host knows of a step when it has launched it. tokens: positions trained on so far, with this step."""
+    """What the host knows of a step when it has launched it.
+
+    tokens: positions trained on so far, with this step. next_sample: the first global sample after it.
+    """
 
     step: int
     tokens: int
     lr: float
+    next_sample: int
 
 
 @dataclass(frozen=True)

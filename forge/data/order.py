@@ -6,8 +6,8 @@ begins, and a source that is exhausted, or smaller than a batch, continues with 
 
 A history is a list of segments, each with a mixture (forge/data/mixture.py). When another mixture comes into force each
 source continues where it stands, and a source that was left out continues when it comes back. Sources are recognised by their
-content. The samples that a roll-back passes over are a range of global numbers, which are given to nobody, and a range of m
-of each source, which is skipped under any later mixture.
+content. What a roll-back passes over is a range of global numbers, which are not read, and a range of m of each source, which
+is skipped under any later mixture.
 
 From a seed, the segments and the ranges all of it is a pure function of i, with O(sources x changes) state.
 """
@@ -102,7 +102,7 @@ class Order:
     def drawn(self, sample: int, stretch: Stretch | None = None) -> list[int]:
         """Return the m of each source's first sample at or after global sample `sample`."""
         stretch = stretch or self._stretches[bisect_right(self._starts, sample) - 1]
-        # In the gap after a stretch nobody takes a turn.
+        # In the gap after a stretch no source has a turn.
         sample = min([sample, *(first for first, _ in self.gaps if first >= stretch.start)])
         taken = zip(self._padded(stretch.mixture.turns(sample)), stretch.turns, strict=True)
         return [

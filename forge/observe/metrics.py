@@ -38,6 +38,8 @@ class MetricsWriter(Hook):
     ):
         self._config, self._device, self._collector = config, world.device, collector
         self._report_step = report_step
+        self.epochs: Callable[[int], dict[str, float]] = lambda sample: {}
+        """How often each source, by name, has been read before a global sample."""
         self._log = JsonLines(directory.metrics) if world.rank == 0 else None
         self._board = Board(directory.tensorboard, world.rank == 0 and config.metrics.tensorboard)
         self._mfu_of_rate = mfu_of_rate(config, world.device, world.size, flops_per_token)
@@ -145,6 +147,8 @@ class MetricsWriter(Hook):
             "data_time_s": self._data_s / self._steps,
             "memory_gib": memory_gib(self._device),
         }
+        if epochs := self.epochs(result.next_sample):
+            fields["epochs"] = epochs
         if self._gc_s:
             fields["gc_time_s"] = self._gc_s / self._steps
         if self._mfu_of_rate is not None:
@@ -187,5 +191,7 @@ def _curves(fields: dict[str, Any]) -> Iterator[tuple[str, float]]:
             for layer, of_layer in value.items():
                 numbers = ((key, number) for key, number in of_layer.items() if key != "counts")
                 yield from ((f"routers/{layer}/{key}", number) for key, number in numbers)
+        elif name == "epochs":
+            yield from ((f"epochs/{source}", number) for source, number in value.items())
         elif name not in ("step", "skipped"):
             yield f"train/{name}", value

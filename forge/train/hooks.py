@@ -7,6 +7,7 @@ from typing import Any
 
 from forge.config import Config
 from forge.config.extensions import load_class
+from forge.data.epochs import epochs, log_epochs
 from forge.errors import UserError
 from forge.fault import fault_point
 from forge.hook import Hook
@@ -42,7 +43,7 @@ def make_hooks(trainer: Trainer, loaded: list[tuple[str, type[Hook]]]) -> list[H
         hooks.append(
             Stragglers(config.resilience, trainer.model.parts, trainer.device, trainer.reporter.event)
         )
-    hooks += [trainer.metrics, trainer.reporter.memory]
+    hooks += [Epochs(trainer), trainer.metrics, trainer.reporter.memory]
     if config.profile.span and world.rank in config.profile.ranks:
         hooks.append(StepProfiler(config.profile, world.rank, directory.profile, trainer.device))
     hooks.append(trainer.collector)
@@ -62,6 +63,22 @@ class FaultPoints(Hook):
 
     def after_data(self, step: int) -> None:
         fault_point("step", step)
+
+
+class Epochs(Hook):
+    """Reports how often the data is read, at the start and on the lines of the metrics."""
+
+    def __init__(self, trainer: Trainer):
+        self._trainer = trainer
+        trainer.metrics.epochs = self._before
+
+    def before_run(self, step: int) -> None:
+        train, progress = self._trainer.config.train, self._trainer.progress
+        last = progress.order.nth(progress.next_sample, (train.steps - step) * train.global_batch_size)
+        log_epochs(self._before(progress.next_sample), self._before(last))
+
+    def _before(self, sample: int) -> dict[str, float]:
+        return epochs(self._trainer.data.dataset.following(self._trainer.progress.order), sample)
 
 
 class StopBeforeTimeLimit(Hook):

@@ -130,7 +130,9 @@ class Trainer:
         routers = self.model.update_router(report.skip)
         self.model.zero_gradients()
         self.progress.advance(config)
-        self.results.push(StepInfo(step, self.progress.tokens, lr), sums, report, routers)
+        self.results.push(
+            StepInfo(step, self.progress.tokens, lr, self.progress.next_sample), sums, report, routers
+        )
 
     def compute_gradients(self, batch: Batch) -> tuple[Sums, GradientReport]:
         """Leave the gradient of the whole global batch in the shards; return the loss and the gradient's norm."""

@@ -143,4 +143,5 @@ def test_the_state_is_small_and_readable() -> None:
             {"start": 64, "block": 16, "weights": (0.0, 1.0, 0.0), "drawn": (20, 12, 32)},
         ],
     }
-    assert len(order.continued({"cm": 1.0}, 16, 64).segments) == 3  # nothing was read under the one it replaces
+    # Nothing was read under the one that it replaces.
+    assert len(order.continued({"cm": 1.0}, 16, 64).segments) == 3

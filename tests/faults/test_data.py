@@ -162,6 +162,12 @@ def test_d2_an_added_source_neither_repeats_nor_skips_what_was_there(tmp_path, c
     read = read_by(run)
     assert [len(step) for step in read] == [8] * 9
     windows = [window for step in read for window in step]
+    told = run.metrics()[-1]["epochs"]
+    of_old = sum(window < 100 for window in windows)
+    assert told == {
+        f"{tmp_path}/data/from-0.bin": of_old / 40,
+        f"{tmp_path}/data/from-100.bin": (72 - of_old) / 24,
+    }
     assert max(windows[:24]) < 100 and sum(window >= 100 for window in windows[24:]) == 24
     for first, count in ((0, 40), (100, 24)):
         of_source = [window for window in windows if first <= window < first + count]
