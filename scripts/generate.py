@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
-from forge.data.tokenizer import Tokenizer, load_tokenizer
+from forge.data.tokenizer import Tokenizer, begin_text, load_tokenizer
 from forge.errors import FAILED, UserError
 from forge.inference import CachedScores, NextScores, Sampling, TextStream, generate, recomputed
 from forge.inference.open import TrainedModel
@@ -114,7 +114,7 @@ def _run(given: argparse.Namespace) -> None:
 
 
 def _begin(prompt: str | list[int], tokenizer: Tokenizer | None, opened: TrainedModel) -> Writing:
-    """Tokenize a prompt: text gets the token that begins a document, ids are used as given."""
+    """Tokenize a prompt: text begins as a document does, ids are used as given."""
     text: str | None = None
     if isinstance(prompt, list):
         tokens = prompt
@@ -126,11 +126,10 @@ def _begin(prompt: str | list[int], tokenizer: Tokenizer | None, opened: Trained
             ids = tokenizer.encode(text)
         except UnicodeEncodeError:
             raise UserError(f"--prompt {text!a}: is not UTF-8 text") from None
-        tokens = ids if tokenizer.bos_id is None else [tokenizer.bos_id, *ids]
-        if not tokens:
-            raise UserError(
-                "--prompt: is empty, and the tokenizer has no token that begins a document; give some text"
-            )
+        try:
+            tokens = begin_text(ids, tokenizer)
+        except UserError as error:
+            raise UserError(f"--prompt {text!r}: {error}; give some text") from None
     vocab_size = opened.config.model.vocab_size
     beyond = next((token for token in tokens if not 0 <= token < vocab_size), None)
     if beyond is not None:

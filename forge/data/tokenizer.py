@@ -104,6 +104,20 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         ) from None
 
 
+def begin_text(ids: list[int], tokenizer: Tokenizer) -> list[int]:
+    """Return the ids of a text as they stand where a document begins: [bos] ids, without bos if the tokenizer has none.
+
+    An empty text without bos begins with the token that ends the document before it. UserError if there is neither.
+    """
+    if tokenizer.bos_id is not None:
+        return [tokenizer.bos_id, *ids]
+    if not ids and tokenizer.eos_id is None:
+        raise UserError(
+            "the tokenizer has no token that begins or ends a document, so a text cannot be empty"
+        )
+    return ids or [tokenizer.eos_id]  # type: ignore[list-item]
+
+
 class ByteTokenizer:
     """Ids 0 to 255 are the bytes of UTF-8; 256 begins and 257 ends a document."""
 

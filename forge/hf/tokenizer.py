@@ -14,6 +14,7 @@ from forge.data.tokenizer import (
     JSON_FILE,
     MODEL_FILE,
     SETTINGS_FILES,
+    HuggingFaceTokenizer,
     SentencePieceTokenizer,
 )
 from forge.errors import UserError
@@ -37,13 +38,14 @@ def export_files(folder: Path) -> dict[str, bytes]:
     """Return name -> content of files with which AutoTokenizer gives the ids of forge's tokenizer in `folder`.
 
     Exception: AutoTokenizer turns text that spells a special token into that token. A text begins with the token that
-    begins a document, if there is one. Raises UserError for a SentencePiece model that tokenizer.json cannot express.
-    Returns nothing for a folder without a tokenizer.
+    begins a document, if there is one; a tokenizer.json is changed only where its own begin token is another. Raises
+    UserError for a SentencePiece model that tokenizer.json cannot express. Returns nothing for a folder without a tokenizer.
     """
     if (folder / BYTES_FILE).is_file():
         return _files(*_bytes()) | {BYTES_FILE: (folder / BYTES_FILE).read_bytes()}
     if (folder / JSON_FILE).is_file():
-        return {SETTINGS_FILES[0]: _text(_SETTINGS)} | _described(folder)
+        files = {SETTINGS_FILES[0]: _text(_SETTINGS)} | _described(folder)
+        return files | {JSON_FILE: _with_begin(files, str(folder / JSON_FILE))}
     if (folder / MODEL_FILE).is_file():
         model = (folder / MODEL_FILE).read_bytes()
         return _files(*_sentencepiece(model, str(folder / MODEL_FILE))) | {MODEL_FILE: model}
@@ -77,6 +79,28 @@ def import_files(folder: Path) -> dict[str, bytes]:
 def _described(folder: Path) -> dict[str, bytes]:
     paths = [folder / name for name in (JSON_FILE, *SETTINGS_FILES, *_ALSO_COPIED)]
     return {path.name: path.read_bytes() for path in paths if path.is_file()}
+
+
+def _with_begin(files: dict[str, bytes], name: str) -> bytes:
+    """Return the tokenizer.json, with which a text begins as forge's documents do.
+
+    forge follows add_bos_token in the settings beside it; transformers does what the post-processor in the file says.
+    """
+    begin = HuggingFaceTokenizer(files, name).bos_id
+    if HuggingFaceTokenizer({JSON_FILE: files[JSON_FILE]}, name).bos_id == begin:
+        return files[JSON_FILE]
+    described = json.loads(files[JSON_FILE])
+    steps = described.get("post_processor") or {"type": "Sequence", "processors": []}
+    steps = steps["processors"] if steps["type"] == "Sequence" else [steps]
+    steps = [step for step in steps if step["type"] == "ByteLevel"]  # the others add tokens
+    if begin is not None:
+        vocab = described["model"]["vocab"]  # of Unigram a list of tokens with their scores
+        names = {number: token for token, number in vocab.items()} if isinstance(vocab, dict) else {}
+        names |= {number: token for number, (token, _) in enumerate(vocab)} if isinstance(vocab, list) else {}
+        names |= {token["id"]: token["content"] for token in described["added_tokens"]}
+        steps.append(_begin_with(names[begin], begin))
+    described["post_processor"] = {"type": "Sequence", "processors": steps} if steps else None
+    return _text(described)
 
 
 def _vocab_size(described: Path) -> int:

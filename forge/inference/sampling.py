@@ -114,6 +114,7 @@ class TextStream:
 
     The text of a token depends on those before it: a character may take several tokens, and a tokenizer may drop a space
     where a text begins. So the last emitted tokens are decoded together with new ones, and an incomplete character waits.
+    A character that a prompt begins and new tokens complete is text of the new tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
@@ -134,7 +135,10 @@ class TextStream:
 
     def _new_text(self) -> str:
         before = self._tokenizer.decode(self._emitted)
-        return self._tokenizer.decode(self._emitted + self._waiting)[len(before) :]
+        whole = self._tokenizer.decode(self._emitted + self._waiting)
+        while not whole.startswith(before):
+            before = before[:-1]  # U+FFFD, where new tokens complete the character
+        return whole[len(before) :]
 
     def _emit(self, new: str) -> str:
         self._emitted, self._waiting = self._waiting, []

@@ -13,6 +13,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from forge.data.tokenizer import begin_text
 from forge.errors import UserError
 from forge.inference import CachedScores, Sampling, TextStream, generate, token_scores
 from forge.inference.open import TrainedModel
@@ -65,8 +66,7 @@ def run_tasks(
 class Scorer(TemplateLM):
     """lm-eval's model interface, for an opened checkpoint.
 
-    Contexts begin as documents do: with the tokenizer's begin token, if it has one. Text that is longer than the
-    model's context loses its beginning.
+    Contexts begin as documents do, see `begin_text`. Text that is longer than the model's context loses its beginning.
     """
 
     def __init__(self, opened: TrainedModel, batch_size: int = 8):
@@ -75,10 +75,10 @@ class Scorer(TemplateLM):
             raise UserError(f"{opened.path} holds no tokenizer, and tasks are text")
         self._opened, self._model, self._text = opened, opened.model, opened.tokenizer
         self._batch_size = batch_size
-        if self._text.bos_id is None and self._text.eos_id is None:
-            raise UserError(
-                f"{opened.path}: its tokenizer has no token that begins or ends a text; tasks need one"
-            )
+        try:
+            (self._prefix,) = begin_text([], self._text)
+        except UserError as error:
+            raise UserError(f"{opened.path}: {error}, and tasks have empty texts") from None
 
     @property
     def eot_token_id(self) -> int | None:  # type: ignore[override]
@@ -87,9 +87,7 @@ class Scorer(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         """The token before a text that has no context."""
-        found = self._text.eos_id if self._text.bos_id is None else self._text.bos_id
-        assert found is not None
-        return found
+        return self._prefix
 
     @property
     def tokenizer_name(self) -> str:
@@ -100,8 +98,8 @@ class Scorer(TemplateLM):
         return self._model.seq_len
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        begin = [] if self._text.bos_id is None or add_special_tokens is False else [self._text.bos_id]
-        return begin + self._text.encode(string)
+        ids = self._text.encode(string)
+        return ids if add_special_tokens is False else begin_text(ids, self._text)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Return the log-probability of each whole text, from disjoint windows that each begin with the token before."""

@@ -24,9 +24,14 @@ tokenizer_of = lru_cache(maxsize=1)(load_tokenizer)  # once in each worker proce
 
 
 class Tally(BaseModel):
-    """Numbers of documents of a chunk, or of all; `lost`: files of which an unknown number of documents is unreadable."""
+    """Numbers of documents of a chunk, or of all; `lost`: files of which an unknown number of documents is unreadable.
+
+    `unknown`: tokens that stand for text outside the tokenizer's vocabulary, of `tokens` in all.
+    """
 
     documents: int = 0
+    tokens: int = 0
+    unknown: int = 0
     bad: int = 0
     examples: list[Bad] = []
     lost: list[Bad] = []
@@ -34,6 +39,8 @@ class Tally(BaseModel):
 
     def add(self, other: Tally) -> None:
         self.documents += other.documents
+        self.tokens += other.tokens
+        self.unknown += other.unknown
         self.bad += other.bad
         self.examples = (self.examples + other.examples)[:SHOWN]
         self.lost = (self.lost + other.lost)[:SHOWN]
@@ -71,9 +78,12 @@ def encode_chunk(
             split = split_of(digest_of(document.encode()), holdout)
             tally.documents += 1
             tally.text_bytes[split] += tokens[split].add(slices(document, tokenizer))
-    arrays = {"tally": np.frombuffer(tally.model_dump_json().encode(), np.uint8)}
+    arrays = {}
     for split, found in tokens.items():
         arrays[f"{split}_tokens"], arrays[f"{split}_starts"] = found.arrays()
+        tally.tokens += found.count
+        tally.unknown += found.unknown
+    arrays["tally"] = np.frombuffer(tally.model_dump_json().encode(), np.uint8)
     write_part(part_path(parts, number), arrays)
 
 
@@ -85,16 +95,19 @@ class _Tokens:
         self._dtype = token_dtype(tokenizer.vocab_size)
         self._ids: list[np.ndarray] = []
         self._starts: list[int] = []
-        self._count = 0
+        self.count = self.unknown = 0
 
     def add(self, texts: Iterable[str], *, begins: bool = True, ends: bool = True) -> int:
         """Add a document, given in parts, or only some of its parts. Returns their size in UTF-8."""
         text_bytes = 0
         if begins:
-            self._starts.append(self._count)
+            self._starts.append(self.count)
             self._append([] if self._tokenizer.bos_id is None else [self._tokenizer.bos_id])
         for text in texts:
-            self._append(self._tokenizer.encode(text))
+            ids = self._tokenizer.encode(text)
+            self._append(ids)
+            if self._tokenizer.unk_id is not None:
+                self.unknown += ids.count(self._tokenizer.unk_id)
             text_bytes += len(text.encode())
         if ends and self._tokenizer.eos_id is not None:
             self._append([self._tokenizer.eos_id])
@@ -102,7 +115,7 @@ class _Tokens:
 
     def _append(self, ids: list[int]) -> None:
         self._ids.append(np.array(ids, self._dtype))
-        self._count += len(ids)
+        self.count += len(ids)
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids `[tokens]` and the offsets int64 `[documents]` at which documents start."""

@@ -91,6 +91,12 @@ def prepare(request: Request) -> list[Path]:
         for folder in request.targets.values():
             print(f"{folder}: already prepared, {_describe(TokenDataset(folder).index)}")
         return list(request.targets.values())
+    if tokenizer.bos_id is None and tokenizer.eos_id is None:
+        print(
+            f"warning: the tokenizer {request.tokenizer} has no token that begins or ends a document, so nothing in the data "
+            "marks where one ends and the next begins; data.document_mask = true keeps them apart in attention",
+            file=sys.stderr,
+        )
     corpus = find_corpus(request.inputs, request.extensions, request.max_bytes, request.text_key)
     chunks, corpus = _cut(corpus, tokenizer, request.holdout)
     with _locked(parts):
@@ -100,7 +106,8 @@ def prepare(request: Request) -> list[Path]:
         for split, folder in request.targets.items():
             if split not in done:
                 writer = _join(folder, split, tokenizer, parts, len(chunks))
-                index = writer.finish(tally.text_bytes[split], {"options": options})
+                origin = {"options": options, "unknown_tokens": tally.unknown}
+                index = writer.finish(tally.text_bytes[split], origin)
                 print(f"{folder}: {_describe(index)}")
         shutil.rmtree(parts)
     return list(request.targets.values())
@@ -263,6 +270,12 @@ def _check_tally(request: Request, corpus: Corpus, count: int, parts: Path) -> T
         print(f"{tally.bad} of {tally.documents} documents are bad and left out:", file=sys.stderr)
         for where, reason, _ in tally.examples:
             print(f"  {where}: {reason}", file=sys.stderr)
+    if tally.unknown:
+        print(
+            f"warning: {tally.unknown:,} of {tally.tokens:,} tokens ({tally.unknown / tally.tokens:.2%}) are unknown ones: "
+            "text for which the tokenizer has no tokens, and which is lost",
+            file=sys.stderr,
+        )
     if tally.lost:
         where, reason, _ = tally.lost[0]
         raise UserError(

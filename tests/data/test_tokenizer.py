@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from forge.data.tokenizer import ByteTokenizer, load_tokenizer
+from forge.data.tokenizer import ByteTokenizer, begin_text, load_tokenizer
 from forge.errors import UserError
 from forge.prepare.train_tokenizer import train_tokenizer
 
@@ -86,6 +86,23 @@ def test_decoding_takes_any_ids(every_kind, ids):
 def test_specials_are_left_out_of_decoded_text(every_kind):
     for each in every_kind:
         assert each.decode([each.bos_id, *each.encode("a b"), each.eos_id]) == "a b"
+
+
+@pytest.mark.parametrize(
+    ("bos", "eos", "empty", "text"), [(1, 2, [1], [1, 7]), (1, None, [1], [1, 7]), (None, 2, [2], [7])]
+)
+def test_a_text_begins_as_a_document_does(bos, eos, empty, text):
+    tokenizer = ByteTokenizer()
+    tokenizer.bos_id, tokenizer.eos_id = bos, eos
+    assert begin_text([], tokenizer) == empty and begin_text([7], tokenizer) == text
+
+
+def test_an_empty_text_needs_a_token_to_begin_with():
+    tokenizer = ByteTokenizer()
+    tokenizer.bos_id = tokenizer.eos_id = None
+    assert begin_text([7], tokenizer) == [7]
+    with pytest.raises(UserError, match="no token that begins or ends a document"):
+        begin_text([], tokenizer)
 
 
 def test_lone_surrogates_are_refused_not_changed(every_kind):

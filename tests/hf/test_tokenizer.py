@@ -108,6 +108,46 @@ def test_a_tokenizer_json_is_copied_unchanged(tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path / "ours").encode("né") == ByteTokenizer().encode("né")
 
 
+@pytest.mark.parametrize("adds", [True, False, None])
+@pytest.mark.parametrize("steps", [(), ("bytes",), ("template",), ("bytes", "template")])
+def test_a_text_begins_as_in_forge_whatever_the_files_say(
+    steps: tuple[str, ...], adds: bool | None, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    import tokenizers
+
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.train_from_iterator(
+        [SOURCE],
+        tokenizers.trainers.BpeTrainer(
+            vocab_size=300,
+            special_tokens=["[B]", "[E]"],
+            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    processors = tokenizers.processors
+    known = {
+        "bytes": processors.ByteLevel(trim_offsets=False),
+        "template": processors.TemplateProcessing("[B] $A", special_tokens=[("[B]", 0)]),
+    }
+    if steps:
+        made.post_processor = processors.Sequence([known[step] for step in steps])
+    own = tmp_path / "own"
+    own.mkdir()
+    made.save(str(own / "tokenizer.json"))
+    settings = {"bos_token": "[B]", "eos_token": "[E]"} | ({} if adds is None else {"add_bos_token": adds})
+    (own / "tokenizer_config.json").write_text(json.dumps(settings))
+    ours = load_tokenizer(own)
+    begin = [] if ours.bos_id is None else [ours.bos_id]
+    assert begin == ([0] if adds or (adds is None and "template" in steps) else [])
+    theirs = transformers.AutoTokenizer.from_pretrained(written(export_files(own), tmp_path / "exported"))
+    assert theirs("né 12").input_ids == begin + ours.encode("né 12")
+    again = load_tokenizer(tmp_path / "exported")
+    assert (again.bos_id, again.eos_id) == (ours.bos_id, ours.eos_id)
+
+
 def test_a_tokenizer_json_with_tokens_added_later_counts_more_than_its_model(tmp_path: Path) -> None:
     folder = exported(sentencepiece(**KINDS["plain"]), tmp_path)
     assert list(import_files(folder)) == ["tokenizer.model"]

@@ -112,6 +112,24 @@ def test_writes_until_a_stop_word_the_end_or_the_limit(model, scorer) -> None:
     assert scorer.generate_until(requests((prompt, sampled))) != [visible]
 
 
+def test_without_a_begin_token_empty_texts_follow_the_end_of_another(model) -> None:
+    class NoBegin(ByteTokenizer):
+        bos_id = None
+
+    opened: Any = SimpleNamespace(
+        model=model, tokenizer=NoBegin(), device=torch.device("cpu"), path=Path("run")
+    )
+    scorer = Scorer(opened)
+    assert scorer.prefix_token_id == END and scorer.tok_encode("") == [END]
+    assert scorer.tok_encode("ab") == list(b"ab")
+    (text,) = scorer.generate_until(requests(("", {"until": [], "max_gen_toks": 4})))
+    steps = generate(recomputed(model, SEQ_LEN), [[END]], 4, Sampling(), lambda _, new: new[-1] == END)
+    assert text == ByteTokenizer().decode([token for (token,) in steps if token is not None])
+    opened.tokenizer.eos_id = None
+    with pytest.raises(UserError, match="no token that begins or ends a document"):
+        Scorer(opened)
+
+
 def test_a_continuation_longer_than_the_context_is_refused(scorer) -> None:
     with pytest.raises(UserError, match=r"continuation of 30 tokens .* context of 24"):
         scorer.loglikelihood(requests(("a", "b" * 30)), disable_tqdm=True)

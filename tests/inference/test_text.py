@@ -26,6 +26,18 @@ def test_an_incomplete_character_is_emitted_at_the_end() -> None:
     assert emitted([256], [0xC3, 97]) == ["", "\ufffda", ""]
 
 
+@pytest.mark.parametrize("split", [1, 2, 3])
+def test_a_character_that_the_prompt_begins_is_emitted_whole(split: int) -> None:
+    character = list("😀".encode())
+    parts = emitted([256, 97, *character[:split]], [*character[split:], 98])
+    assert parts == [*[""] * (3 - split), "😀", "b", ""]
+
+
+def test_a_prompt_that_ends_in_a_character_never_completed_loses_nothing() -> None:
+    assert emitted([256, 97, 0xC3], [98]) == ["b", ""]
+    assert emitted([256, *"\ufffd".encode()], [98]) == ["b", ""]
+
+
 def test_special_tokens_emit_nothing() -> None:
     assert emitted([256, 97], [257, 98, 256, 257]) == ["", "b", "", "", ""]
 
@@ -36,6 +48,17 @@ def test_special_tokens_emit_nothing() -> None:
 )
 def test_any_text_is_emitted_whole(prompt: str, new: str) -> None:
     assert "".join(emitted([256, *prompt.encode()], list(new.encode()))) == new
+
+
+@given(
+    text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd"), min_size=1),
+    cut=st.integers(0),
+)
+def test_any_split_of_a_text_emits_the_characters_that_the_new_tokens_end(text: str, cut: int) -> None:
+    tokens = list(text.encode())
+    cut %= len(tokens)
+    whole = bytes(tokens[:cut]).decode(errors="ignore")
+    assert "".join(emitted([256, *tokens[:cut]], tokens[cut:])) == text[len(whole) :]
 
 
 @pytest.mark.parametrize("split", range(1, 12))

@@ -223,6 +223,9 @@ def test_a_run_carries_its_tokenizer(tmp_path) -> None:
     path.unlink()
     said = generate(run, "--prompt", "bcd", "--temperature", 0)
     assert said.out == "bcdefgh\n", said.err
+    empty = generate(run, "--prompt", "", "--temperature", 0, "--max-tokens", 3, "--json")
+    (found,) = objects(empty)
+    assert found["prompt_tokens"] == [0], "a document follows the end of another"
 
 
 def test_transformers_writes_the_same_with_the_exported_model(run, tmp_path, monkeypatch) -> None:
