@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import io
 import json
@@ -64,7 +65,8 @@ def recognise(path: str, key: str, size: int, text_key: str) -> File:
         elif magic == b"\x28\xb5\x2f\xfd" or (magic[1:] == b"\x2a\x4d\x18" and magic[0] >> 4 == 5):
             file = file._replace(compression="zstd")
         _check_packages(file)
-        if file.kind == "text" and _begins_with_lines(file, text_key):
+        may_be_lines = file.kind == "text" and (file.compression or magic.startswith((b"{", codecs.BOM_UTF8)))
+        if may_be_lines and _begins_with_lines(file, text_key):
             file = file._replace(kind="lines")
     except UNREADABLE:
         pass  # reported when its documents are read
@@ -82,7 +84,7 @@ def _check_packages(file: File) -> None:
 
 def _begins_with_lines(file: File, text_key: str) -> bool:
     with open_content(file) as content:
-        if content.peek(1)[:1] != b"{":
+        if not content.peek(4).removeprefix(codecs.BOM_UTF8).startswith(b"{"):
             return False
         first, second = (_object(content.readline(_MAX_FIRST_LINE)) for _ in range(2))
     return first is not None and (text_key in first or (file.is_json and second is not None))

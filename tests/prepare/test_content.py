@@ -46,6 +46,11 @@ def test_compression_is_known_by_content_not_by_name(tmp_path):
     assert documents(tmp_path) == [*TEXTS, "not compressed", "plain text é"]
 
 
+def test_json_lines_may_begin_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "a.json").write_bytes(b"\xef\xbb\xbf" + LINES)
+    assert documents(tmp_path) == TEXTS
+
+
 def test_json_lines_under_another_key_are_read_not_taken_for_text(tmp_path):
     (tmp_path / "a.json").write_text('{"body": "x"}\n{"body": "y"}\n')
     assert documents(tmp_path, key="body") == ["x", "y"]
