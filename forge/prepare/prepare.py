@@ -98,9 +98,11 @@ def prepare(request: Request) -> list[Path]:
             file=sys.stderr,
         )
     corpus = find_corpus(request.inputs, request.extensions, request.max_bytes, request.text_key)
+    for note in corpus.notes():
+        print(note, file=sys.stderr, flush=True)
     chunks, corpus = _cut(corpus, tokenizer, request.holdout)
     with _locked(parts):
-        _match_plan(parts, options, corpus)
+        _match_plan(parts, options, chunks)
         _encode_missing(request, chunks, parts)
         tally = _check_tally(request, corpus, len(chunks), parts)
         for split, folder in request.targets.items():
@@ -188,13 +190,13 @@ def _locked(parts: Path) -> Iterator[None]:
         yield
 
 
-def _match_plan(parts: Path, options: dict[str, Any], corpus: Corpus) -> None:
-    """Keep the parts of an interrupted run only if it had this corpus and these options."""
+def _match_plan(parts: Path, options: dict[str, Any], chunks: list[Chunk]) -> None:
+    """Keep the parts of an interrupted run only if it had these chunks and these options."""
     digest = hashlib.sha256()
-    for file, *ranges in corpus.pieces:
+    for number, (file, *places) in ((n, piece) for n, chunk in enumerate(chunks) for piece in chunk):
         modified = os.stat(file.path).st_mtime_ns
-        digest.update(os.fsencode(f"{tuple(file)}\0{ranges}\0{modified}\n"))
-    content = {"options": options, "corpus": digest.hexdigest(), "version": _VERSION}
+        digest.update(os.fsencode(f"{number}\0{tuple(file)}\0{places}\0{modified}\n"))
+    content = {"options": options, "chunks": digest.hexdigest(), "version": _VERSION}
     plan = json.dumps(content, sort_keys=True).encode()
     path, existing = parts / "plan.json", list(parts.glob("part-*.npz"))
     if path.exists() and path.read_bytes() == plan:
@@ -264,8 +266,6 @@ def _check_tally(request: Request, corpus: Corpus, count: int, parts: Path) -> T
         tally.add(found)
         if found.lost:
             part_path(parts, number).unlink()  # the file may be readable next time although it did not change
-    for note in corpus.notes():
-        print(note, file=sys.stderr)
     if tally.bad:
         print(f"{tally.bad} of {tally.documents} documents are bad and left out:", file=sys.stderr)
         for where, reason, _ in tally.examples:

@@ -7,6 +7,7 @@ import pytest
 
 from forge.data.format import TokenDataset
 from forge.data.tokenizer import ByteTokenizer, load_tokenizer
+from forge.errors import UserError
 from forge.prepare import long_text
 from forge.prepare.content import File
 from forge.prepare.documents import Bad
@@ -102,3 +103,22 @@ def test_a_bad_large_text_is_counted_among_the_others(tmp_path, capsys):
     (tmp_path / "in" / "b.txt").write_text("good")
     prepare(Request((str(tmp_path / "in"),), "bytes", tmp_path / "out", max_bad_fraction=0.5))
     assert "1 of 2 documents are bad and left out:\n  a.txt: not UTF-8 at byte 0" in capsys.readouterr().err
+
+
+def test_a_large_text_that_could_not_be_read_before_takes_its_place_among_the_others(tmp_path, monkeypatch):
+    (tmp_path / "in").mkdir()
+    for name in "abc":
+        (tmp_path / "in" / f"{name}.txt").write_text(f"{name} text\n" * 300_000)
+
+    def run(output):
+        prepare(Request((str(tmp_path / "in"),), "bytes", tmp_path / output))
+        return TokenDataset(tmp_path / output).fingerprint
+
+    def unreadable(file):
+        return Bad(file.key, "bad disk") if file.key == "a.txt" else check_text(file)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("forge.prepare.prepare.check_text", unreadable)
+        with pytest.raises(UserError, match="bad disk"):
+            run("out")
+    assert run("out") == run("fresh")
