@@ -56,7 +56,7 @@ def wait_until(condition: Callable[[], object], job: Job) -> None:
             assert not job.ended() or condition(), job.log()
         return bool(condition())
 
-    wait_for(holds)
+    wait_for(holds, 150)
 
 
 def assert_finished_in_turn(job: Job, turn: int) -> None:
@@ -168,11 +168,13 @@ def test_a_signal_before_the_first_step_is_a_requeue_that_loses_nothing(submit, 
 
 @pytest.mark.slow
 def test_a_node_that_dies_ends_the_turn_and_not_the_run(slurm, submit) -> None:
+    """Slurm notices after a while, in which the workers of the other node have failed, and requeues the job."""
     job = submit("--checkpoint.interval=2")
     wait_until(lambda: "saved step" in job.log(), job)
     slurm.kill_node(NODES[1])
     wait_until(lambda: job.state() == "failed", job)
     job.finish_soon()
+    wait_until(lambda: slurm.node_state(NODES[1]).startswith("down"), job)
     slurm.start_node(NODES[1])
     assert_finished_in_turn(job, 2)
     assert job.run.events("resumed")

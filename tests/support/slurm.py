@@ -6,6 +6,7 @@ Debian's packages `munge slurmctld slurmd slurm-client` have all that it needs; 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import getpass
 import json
 import os
@@ -120,6 +121,9 @@ class Slurm:
         )
         return done.stdout.strip()
 
+    def node_state(self, node: str) -> str:
+        return self("sinfo", "-h", "-n", node, "-o", "%t", "-p", "usual")
+
     def processes(self, *variables: str) -> list[int]:
         """Processes of this cluster that have these variables, as `NAME=value`, in their environment."""
         wanted, found = {f"SLURM_CONF={self.configuration}", *variables}, []
@@ -145,7 +149,12 @@ class Slurm:
     def _daemon(self, name: str, *command: str) -> None:
         with open(self.folder / f"{name}.log", "ab") as log:
             self._daemons[name] = subprocess.Popen(
-                command, env=self.environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+                command,
+                env=self.environment,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                preexec_fn=_die_with_parent,
             )
 
 
@@ -176,7 +185,7 @@ class Job:
                 "--checkpoint.interval=0",
                 *options,
             ],
-            env=slurm.environment | environment,
+            env=slurm.environment | {"PROCESSES_PER_NODE": "1"} | environment,
             cwd=folder,
             capture_output=True,
             text=True,
@@ -229,6 +238,11 @@ class Job:
         ]
         assert f"steps = {steps}" in lines
         self._config.write_text("\n".join(lines) + "\n")
+
+
+def _die_with_parent() -> None:
+    """In a child: end when pytest is killed. What its jobs train ends at the jobs' time limit."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _free_ports(count: int) -> list[int]:
