@@ -168,23 +168,12 @@ class Job:
         name = f"--config={self._config}"
         arguments = [name, *(argument for argument in BASE if not argument.startswith("--config"))]
         arguments = [argument for argument in arguments if not argument.startswith("--train.steps")]
-        command = [
-            "sbatch",
-            "--parsable",
-            "--nodes=2",
-            "--exclusive",
-            f"--output={self.log_file}",
-            "--time=60",
-        ]
+        # Too short for Slurm's usual notice, so that what a killed test leaves behind ends soon.
+        times = ["--time=5", "--signal=SIGTERM@30"]
+        command = ["sbatch", "--parsable", "--nodes=2", "--exclusive", *times, f"--output={self.log_file}"]
+        train = [*arguments, f"--run.output_dir={folder}", "--checkpoint.interval=0", *options]
         submitted = subprocess.run(
-            [
-                *command,
-                str(SCRIPT),
-                *arguments,
-                f"--run.output_dir={folder}",
-                "--checkpoint.interval=0",
-                *options,
-            ],
+            [*command, str(SCRIPT), *train],
             env=slurm.environment | {"PROCESSES_PER_NODE": "1"} | environment,
             cwd=folder,
             capture_output=True,
