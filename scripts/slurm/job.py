@@ -257,6 +257,9 @@ def _print(text: str) -> None:
 def main(argv: list[str]) -> int:
     """Run `train ARGUMENTS` or `check WORLD ARGUMENTS`, and return the exit code."""
     try:
+        if argv[:1] in (["-h"], ["--help"]):
+            print(__doc__)
+            return FINISHED
         if argv[:1] == ["train"]:
             return train(argv[1:])
         if argv[:1] == ["check"] and argv[1:2] and argv[1].isdecimal() and int(argv[1]):
