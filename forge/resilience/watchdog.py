@@ -16,15 +16,18 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from forge import compat
 from forge.config.schema import Resilience
-from forge.errors import WATCHDOG
+from forge.errors import FAILED, WATCHDOG
 
 log = logging.getLogger(__name__)
 
 # If the interpreter lock is never released, our thread cannot run; C code writes the stacks this many seconds later.
 NET_S = 30.0
+# How often in a row asking for an alarm may fail.
+ALARM_TRIES = 3
 
 
 def bounds(config: Resilience) -> dict[str, tuple[float, str]]:
@@ -50,15 +53,25 @@ def patience(config: Resilience) -> float:
     return max(seconds or default for seconds, _ in bounds(config).values()) + 2 * NET_S
 
 
+class Alarm(NamedTuple):
+    """Why another rank ends, and the exit code with which this one has to."""
+
+    reason: str
+    exit_code: int
+
+
 class Watchdog:
     """Context manager in whose body each phase must end within its bound, else the process exits with code 76.
 
     bounds: phase -> (seconds, the key that sets it); a phase that is missing or has 0 seconds has no limit. When a bound is
     exceeded, `stacks-rank-R.txt` (Python stacks of all threads) and `collectives-rank-R` (PyTorch's flight recorder, for
-    `torchfrtrace FOLDER --prefix collectives-rank-`) are written to `folder`. Then `report(reason, step)` is called in
-    a thread of its own: it may write, or wait for other ranks, for at most `grace_s` seconds. The same happens when
-    `alarm()`, called every `alarm_s` seconds, returns the reason for which another rank ends: ranks that wait for one that
-    hangs may be in another phase, with a longer bound.
+    `torchfrtrace FOLDER --prefix collectives-rank-`) are written to `folder`. Then `report(reason, step, exit_code)` is
+    called in a thread of its own: it may write, or wait for other ranks, for at most `grace_s` seconds.
+
+    The same happens, with the exit code of the alarm, when `alarm()`, called every `alarm_s` seconds, returns one: a
+    collective does not always fail when a rank that takes part in it has raised, and ranks that wait for one that hangs may
+    be in another phase, with a longer bound. If `alarm` itself raises time and again, the process that the ranks met
+    through is gone, and this one ends, unless it is at its end anyway.
     """
 
     def __init__(
@@ -66,9 +79,9 @@ class Watchdog:
         bounds: Mapping[str, tuple[float, str]],
         folder: Path,
         rank: int,
-        report: Callable[[str, int], None],
+        report: Callable[[str, int, int], None],
         grace_s: float = 10.0,
-        alarm: Callable[[], str | None] | None = None,
+        alarm: Callable[[], Alarm | None] | None = None,
         alarm_s: float = 1.0,
     ):
         self._bounds, self._folder, self._rank = bounds, folder, rank
@@ -140,31 +153,37 @@ class Watchdog:
     def _listen(self) -> None:
         """Run in a thread of its own, because `alarm` may hang as well."""
         assert self._alarm is not None
+        failures = 0
         while not self._closed.wait(self._alarm_s):
             try:
-                reason = self._alarm()
+                alarm = self._alarm()
+                failures = 0
             except Exception as error:
-                log.debug("no more alarms from other ranks: %s", error)
-                return
-            if reason is not None and not self._closed.is_set():
-                return self._end(reason, self._phase[1])
+                failures += 1
+                if failures < ALARM_TRIES:
+                    continue
+                if self._phase[0] == "end":
+                    return
+                alarm = Alarm(f"the process through which the ranks met is gone: {error}", FAILED)
+            if alarm is not None and not self._closed.is_set():
+                return self._end(alarm.reason, self._phase[1], alarm.exit_code)
 
-    def _end(self, reason: str, step: int) -> None:
+    def _end(self, reason: str, step: int, exit_code: int = WATCHDOG) -> None:
         if not self._ending.acquire(blocking=False):
             return  # the other thread ends the process
         self._expired.set()
         faulthandler.cancel_dump_traceback_later()
         # What hangs, such as a file system or a lock of logging, may hang the reporting too.
         reporting = threading.Thread(
-            target=self._write_report, args=(reason, step), name="crash-report", daemon=True
+            target=self._write_report, args=(reason, step, exit_code), name="crash-report", daemon=True
         )
         reporting.start()
         reporting.join(self._grace_s)
-        os._exit(WATCHDOG)
+        os._exit(exit_code)
 
-    def _write_report(self, reason: str, step: int) -> None:
+    def _write_report(self, reason: str, step: int, exit_code: int) -> None:
         try:
-            log.error("%s; the watchdog ends this process. Stacks of every rank: %s", reason, self._folder)
+            log.error("%s; this process ends. Stacks of every rank that waited: %s", reason, self._folder)
             with open(self._folder / f"stacks-rank-{self._rank}.txt", "w") as file:
                 print(f"rank {self._rank}: {reason}\n", file=file, flush=True)
                 faulthandler.dump_traceback(file)
@@ -172,4 +191,4 @@ class Watchdog:
             if record is not None:
                 (self._folder / f"collectives-rank-{self._rank}").write_bytes(record)
         finally:
-            self._report(reason, step)
+            self._report(reason, step, exit_code)

@@ -17,6 +17,7 @@ from forge.distributed import on_first_rank
 from forge.errors import FAILED, WATCHDOG, UserError
 from forge.observe.json_lines import utc_now
 from forge.observe.report import Reporter
+from forge.resilience.watchdog import Alarm
 
 log = logging.getLogger(__name__)
 
@@ -37,29 +38,35 @@ class CrashReporter:
         self._roll_call = roll_call()
         # The watchdog asks it in a thread of its own, so it has a store of its own.
         self.alarm = roll_call().alarm if self._world.size > 1 else None
+        self.alarm_s = 1.0 if self._world.size <= 64 else 5.0
 
-    def watchdog_expired(self, reason: str, step: int) -> None:
-        """Report that the watchdog ends this process."""
+    def watchdog_ends(self, reason: str, step: int, exit_code: int) -> None:
+        """Report that the watchdog ends this process: its own bound is exceeded, or another rank has raised an alarm."""
+        expired = exit_code == WATCHDOG
         if self._world.rank == 0:
-            stacks = f"stacks of every rank are in {self._reporter.directory.logs}"
-            self._reporter.ended("failed", f"{reason}; {stacks}", WATCHDOG)
-        if self._world.size > 1:
-            self._roll_call.raise_alarm(f"rank {self._world.rank}: {reason}")
+            stacks = f"; stacks of every rank are in {self._reporter.directory.logs}" if expired else ""
+            self._reporter.ended("failed", reason + stacks, exit_code)
+        if self._world.size > 1 and expired:
+            self._roll_call.raise_alarm(Alarm(f"rank {self._world.rank}: {reason}", WATCHDOG))
         # All ranks wait, so that none is torn down by another's end before it has written its stacks.
         cause = self._find_cause(reason, quiet_s=PATIENCE_S)
-        if self._world.rank == 0:
+        if self._world.rank == 0 and expired:
             self._reporter.event("watchdog", step=step, reason=reason, cause=cause)
 
     def failed(self, error: BaseException) -> None:
-        """Report that `error` ends the run on this rank; a UserError most often does on all ranks."""
+        """Report that `error` ends the run on this rank, and end the ranks that wait for this one.
+
+        A UserError most often ends all ranks by itself; one that only this rank has met, such as a lack of memory, does not.
+        """
         trouble = self._describe(error)
         if isinstance(error, UserError):
             self._reporter.ended("failed", str(error), error.exit_code)
             with contextlib.suppress(Exception):
                 self._roll_call.answer(trouble)
+                self._roll_call.raise_alarm(Alarm(str(error), error.exit_code))
             return
         log.error("rank %d fails in %s", self._world.rank, trouble)
-        cause = self._find_cause(trouble, quiet_s=1.0)
+        cause = self._find_cause(trouble, quiet_s=self.alarm_s + 1.0)
         self._reporter.ended("failed", cause or trouble, FAILED)
 
     def _find_cause(self, trouble: str, quiet_s: float) -> str:
@@ -68,6 +75,7 @@ class CrashReporter:
             return ""
         try:
             first = self._roll_call.answer(trouble)
+            self._roll_call.raise_alarm(Alarm(f"the first to fail was {first}", FAILED))
             missing = self._roll_call.missing(PATIENCE_S, quiet_s)
         except Exception as error:
             cause = f"the store through which the ranks met is gone, and with it the process that held it: {error}"
@@ -105,14 +113,17 @@ class RollCall:
         self._store.set(f"{self._name}/{self._rank}", "here")
         return first.decode()
 
-    def raise_alarm(self, reason: str) -> None:
-        """Make every rank end for this reason."""
-        self._store.compare_set(f"{self._name}/alarm", "", reason)
+    def raise_alarm(self, alarm: Alarm) -> None:
+        """Make every rank that waits end for this reason. The first alarm counts."""
+        self._store.compare_set(f"{self._name}/alarm", "", f"{alarm.exit_code} {alarm.reason}")
 
-    def alarm(self) -> str | None:
-        """The reason of the first rank that has raised an alarm."""
+    def alarm(self) -> Alarm | None:
+        """The first alarm that any rank has raised."""
         key = f"{self._name}/alarm"
-        return self._store.get(key).decode() if self._store.check([key]) else None
+        if not self._store.check([key]):
+            return None
+        exit_code, _, reason = self._store.get(key).decode().partition(" ")
+        return Alarm(reason, int(exit_code))
 
     def missing(self, patience_s: float, quiet_s: float = 1.0) -> list[int]:
         """Ranks that have not answered after `patience_s` seconds, or once nobody new has answered for `quiet_s`."""

@@ -125,9 +125,9 @@ def _run_in(
         bounds(config.resilience),
         directory.logs,
         world.rank,
-        crash.watchdog_expired,
+        crash.watchdog_ends,
         alarm=crash.alarm,
-        alarm_s=1.0 if world.size <= 64 else 5.0,
+        alarm_s=crash.alarm_s,
     )
     if world.launcher == "torchrun":
         # It sends a signal to rank 0 as soon as another rank has left or died, and rank 0 has to report that.

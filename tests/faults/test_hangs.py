@@ -1,9 +1,12 @@
 """Ranks that hang, die or crawl: the others do not wait for ever, and the log names who it was."""
 
+import ctypes
+import os
 import signal
 
 import pytest
 
+from forge.errors import FAILED, UserError
 from tests.support.runs import Run
 
 LONG = ["--train.steps=100000", "--checkpoint.interval=0"]
@@ -78,3 +81,65 @@ def test_an_error_of_one_rank_is_the_reason_and_who_waits_for_it_is_not_called_d
     reason = run.status()["reason"]
     assert f"the first to fail was rank {at_fault}: step of step 7: OSError" in reason
     assert "killed or hung" not in reason
+
+
+@pytest.mark.parametrize("at_fault", [0, 1])
+@pytest.mark.parametrize("fault", ["an error", "a refusal"])
+def test_h3_a_rank_that_raises_ends_the_ranks_whose_wait_for_it_never_fails(
+    tmp_path, at_fault: int, fault: str
+) -> None:
+    """As between NCCL's ranks on one node. The bounds of all phases are half an hour and more."""
+    run = Run(tmp_path, *LONG)
+    names = {"an error": "raise_in_step_4", "a refusal": "refuse_in_step_4"}
+    patch = f"tests.faults.test_hangs:{names[fault]}_on_rank_{at_fault}"
+    assert run.start(world=2, patch=patch).join() == [1, 1]
+    status, other = run.status(), 1 - at_fault
+    assert status["state"] == "failed" and status["exit_code"] == 1
+    if fault == "an error":
+        assert (
+            f"the first to fail was rank {at_fault}: step of step 4: ValueError: planted" in status["reason"]
+        )
+    else:
+        assert status["reason"] == "planted"
+    assert "wait_for_ever" in (run.path / "logs" / f"stacks-rank-{other}.txt").read_text()
+    # Rank 0 holds the store through which the ranks met, and does not wait for others when it refuses.
+    assert "planted" in run.log(other) or (fault == "a refusal" and other == 1 and "is gone" in run.log(1))
+    assert not run.events("watchdog")
+
+
+def raise_in_step_4_on_rank_0() -> None:
+    _plant(ValueError("planted"), 0)
+
+
+def raise_in_step_4_on_rank_1() -> None:
+    _plant(ValueError("planted"), 1)
+
+
+def refuse_in_step_4_on_rank_0() -> None:
+    _plant(UserError("planted", FAILED), 0)
+
+
+def refuse_in_step_4_on_rank_1() -> None:
+    _plant(UserError("planted", FAILED), 1)
+
+
+def _plant(error: Exception, at_fault: int) -> None:
+    """Raise on one rank before it sends anything in step 4, and let the other wait for ever, in C."""
+    from forge.train.trainer import Trainer
+
+    compute = Trainer.compute_gradients
+
+    def plant(self, batch):
+        if self.progress.step == 3:
+            if os.environ["RANK"] == str(at_fault):
+                raise error
+            wait_for_ever()
+        return compute(self, batch)
+
+    Trainer.compute_gradients = plant
+
+
+def wait_for_ever() -> None:
+    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(256)
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)

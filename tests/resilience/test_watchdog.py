@@ -28,7 +28,7 @@ watchdog.NET_S = float(net)
 # The watchdog's clock goes on only where it is told to: a process that the machine leaves waiting is not late.
 clock = SimpleNamespace(now=0.0)
 watchdog.time = SimpleNamespace(monotonic=lambda: clock.now, sleep=time.sleep)
-said = lambda reason, step: print(f"last words at {step}: {reason}", flush=True)
+said = lambda reason, step, code: print(f"last words at {step}: {reason}", flush=True)
 if how == "words hang":
     said = lambda *_: time.sleep(3600)
 bounds = {"long": (60, "k.long"), "short": (0.3, "k.short")}
