@@ -31,7 +31,7 @@ FILES = [
     ),
     *(REPOSITORY / "forge" / "observe" / f"{name}.py" for name in ["run_directory", "json_lines", "report"]),
 ]
-ERRORS = {"UserError", "RollbackRequired", "Damaged", "RanksFailed", "OSError"}
+ERRORS = {"UserError", "Alarm", "RollbackRequired", "Damaged", "RanksFailed", "OSError"}
 TELLING = {"warning", "error", "exception", "_say", "_to_stderr", "_end"} | ERRORS
 # Stands for what varies.
 GAP = "\0"
