@@ -11,11 +11,7 @@ settings, to benchmarks/results/. Other --section.key=value options override the
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import socket
 import sys
-import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -24,7 +20,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as processes
 
 from benchmarks.loops import TINY, configure, settings_of
 from benchmarks.measure import (
@@ -38,11 +33,10 @@ from benchmarks.measure import (
     require_learning,
     take_turns,
 )
+from benchmarks.ranks import rows_of_ranks
 from forge.config import Config, check_world
 from forge.data.build import build_dataset
 from forge.data.loader import Loader
-from forge.distributed import join, read_world
-from forge.errors import FAILED, UserError
 from forge.optim import build_optimizer
 from forge.parallel.build import build_parallel_model
 from forge.parallel.gradients import clip_gradients, report_gradients
@@ -112,41 +106,17 @@ def main(arguments: list[str] | None = None) -> int:
 def measure(given: argparse.Namespace, overrides: list[str]) -> None:
     """Runs every number of ranks in turn, prints and writes the table."""
     about = environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    rows = [row for world in given.worlds for row in _on_ranks(world, given, overrides)]
+    rows = [row for world in given.worlds for row in rows_of_ranks(world, _measure_all, given, overrides)]
     common = {key: value for key, value in rows[0]["settings"].items() if key != "global_batch_size"}
     about["settings"] = common
     publish("engines", given.output, about, {"rows": rows}, _table(rows))
 
 
-def _on_ranks(world: int, given: argparse.Namespace, overrides: list[str]) -> list[dict[str, Any]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
-        found = Path(folder) / "rows.json"
-        try:
-            processes.spawn(_rank, (world, port, given, overrides, found), nprocs=world)
-        except processes.ProcessRaisedException as error:
-            raise UserError(f"on {world} ranks: {str(error).strip()}", exit_code=FAILED) from error
-        return json.loads(found.read_text())
-
-
-def _rank(
-    rank: int, world: int, port: int, given: argparse.Namespace, overrides: list[str], found: Path
-) -> None:
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world)
-    )
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world))
-    here = read_world()
-    join(here)
-    rows = [
-        row for number in given.accumulation for row in _measure(number, world, given, overrides, here.device)
-    ]
-    if rank == 0:
-        found.write_text(json.dumps(rows))
-    dist.barrier()
+def _measure_all(
+    device: torch.device, given: argparse.Namespace, overrides: list[str]
+) -> list[dict[str, Any]]:
+    world = dist.get_world_size()
+    return [row for number in given.accumulation for row in _measure(number, world, given, overrides, device)]
 
 
 def _measure(

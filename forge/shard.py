@@ -39,6 +39,7 @@ class Shard:
     `parameter` is the leaf that training updates: a DTensor under fsdp2, a flat slice under a contiguous-buffer engine.
     Its local elements are those of `boxes`, one box after another, each in row-major order; a rank that holds
     nothing has no boxes. `replicas` is the group of ranks that hold copies of the same elements (None: only this rank).
+    `heads`: of how many attention heads the rows are, one head after another; 1 where rows are of no heads.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Shard:
     parameter: Tensor
     replicas: ProcessGroup | None = None
     kind: Kind = "dense"
+    heads: int = 1
 
     @classmethod
     def whole(cls, name: str, parameter: Tensor) -> Shard:

@@ -58,8 +58,10 @@ def _mark(text: str) -> tuple[str, float]:
         ) from None
 
 
-def draw(curves: dict[str, list[tuple[int, float]]], marks: list[tuple[str, float]]) -> str:
-    """Draw the curves, and `marks` (name, loss) as dashed lines, as SVG."""
+def draw(
+    curves: dict[str, list[tuple[int, float]]], marks: list[tuple[str, float]], below: str = "optimizer step"
+) -> str:
+    """Draw the curves over what `below` names, and `marks` (name, loss) as dashed lines, as SVG."""
     losses = [loss for curve in curves.values() for _, loss in curve] + [loss for _, loss in marks]
     low, last = math.floor(min(losses)), max(step for curve in curves.values() for step, _ in curve)
     high = max(low + 1, math.ceil(max(losses)))
@@ -69,8 +71,8 @@ def draw(curves: dict[str, list[tuple[int, float]]], marks: list[tuple[str, floa
     for name, curve in curves.items():
         chart.curve(name, curve)
     ground = svg.element("rect", width=svg.WIDTH, height=HEIGHT, fill="white")
-    below = svg.label(svg.WIDTH / 2, HEIGHT - 6, "optimizer step", "middle")
-    return svg.document(svg.WIDTH, HEIGHT, [ground, *chart.parts, below])
+    axis = svg.label(svg.WIDTH / 2, HEIGHT - 6, below, "middle")
+    return svg.document(svg.WIDTH, HEIGHT, [ground, *chart.parts, axis])
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from forge.config.keys import keys
+from forge.config.optimizer import MuonConfig
 from forge.config.pipeline import SPLIT_BACKWARD, check_stages
 from forge.config.schema import Config
 from forge.errors import did_you_mean
@@ -19,7 +20,7 @@ from forge.errors import did_you_mean
 def check(config: Config) -> list[str]:
     """Return every problem of a config whose keys are valid one by one."""
     first = (_heads, _tensor, _tensor_plan, _rope_scaling, _moe)
-    then = (_engine, check_stages, _precision, _float8, _others)
+    then = (_engine, check_stages, _precision, _float8, _optimizer, _others)
     return [problem for one in (*first, *then) for problem in one(config)]
 
 
@@ -152,6 +153,19 @@ def _float8(config: Config) -> Iterator[str]:
         numbers = f"{train.micro_batch_size} * {train.seq_len} / {parallel.cp}"
         tokens = f"train.micro_batch_size * train.seq_len / parallel.cp = {numbers}"
         yield f"precision.float8 needs 16 to divide the tokens of a microbatch, {tokens}; use another train.seq_len"
+
+
+def _optimizer(config: Config) -> Iterator[str]:
+    optimizer, default = config.optimizer, MuonConfig()
+    if optimizer.name == "muon":
+        return
+    # A table of another optimizer, like those of users' own, is a mistake; as long as it has values, that is.
+    for key, value in optimizer.muon:
+        if value != getattr(default, key):
+            yield (
+                f"optimizer.muon.{key} needs optimizer.name = muon, but it is {optimizer.name}; set it, or leave the "
+                "table [optimizer.muon] out"
+            )
 
 
 def _others(config: Config) -> Iterator[str]:

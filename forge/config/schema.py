@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, Strict, StringConstraints
 
 from forge.config.layout import ActivationCheckpoint, Compile, Parallel, Pipeline, Precision
 from forge.config.model import ModelConfig
+from forge.config.optimizer import MuonConfig
 from forge.config.section import (
     Count,
     ImportPath,
@@ -106,14 +107,14 @@ class Data(Section):
 class OptimizerConfig(Section):
     """The optimizer."""
 
-    name: Literal["adamw"] | ImportPath = "adamw"
+    name: Literal["adamw", "lion", "muon"] | ImportPath = "adamw"
     """Update rule, or your own class, which has its own table of keys; see docs/extending/optimizer.md."""
     lr: PositiveNumber = 3e-4
     """Peak learning rate."""
     weight_decay: NonNegativeNumber = 0.1
     """Decoupled weight decay: each step multiplies weights by 1 - lr * weight_decay."""
     betas: Annotated[tuple[Beta, Beta], Strict(False)] = (0.9, 0.95)
-    """Decay rates of the first and second moment."""
+    """Decay rates of the first and second moment; lion: of the mean that gives the direction, and of the momentum."""
     eps: Epsilon = 1e-8
     """Added to the square root of the second moment."""
     no_decay: ListOf[Text] = ("*norm.weight", "*.bias", "embedding.weight")
@@ -121,6 +122,7 @@ class OptimizerConfig(Section):
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
     """Format of both moments. With float32, precision.storage if that is wider. bfloat16 is rounded stochastically, by noise
     that is the same on any layout."""
+    muon: MuonConfig = MuonConfig()
 
     def table(self, keys: type[S]) -> S:
         """Return the table within [optimizer] whose class is `keys`."""

@@ -97,6 +97,7 @@ RULES: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
     ),
     ("compile.backend", "nothing is compiled", lambda c: not (c.compile.enabled or c.compile.loss)),
     ("optimizer.no_decay", "optimizer.weight_decay is 0", lambda c: not c.optimizer.weight_decay),
+    ("optimizer.eps", "optimizer.name is lion", lambda c: c.optimizer.name == "lion"),
     (
         "schedule.decay_fraction schedule.decay_shape",
         "schedule.name is not wsd",

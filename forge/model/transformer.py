@@ -170,6 +170,15 @@ class Transformer(nn.Module):
         head = 6 * self.embedding.weight.numel() if tied and self.embedding is not None else 0
         return matrix_flops(self, seq_len) + head
 
+    def heads(self) -> dict[str, int]:
+        """Return the number of heads of the projections to queries, keys and values, by the name of the parameter."""
+        of_leaf = {"wq": self.config.n_heads, "wk": self.config.n_kv_heads, "wv": self.config.n_kv_heads}
+        return {
+            f"layers.{layer}.attention.{leaf}.weight": number
+            for layer in self.layers
+            for leaf, number in of_leaf.items()
+        }
+
     def initial_values(self) -> dict[str, float | Normal]:
         """Return the initial value of each parameter of this part, by name; it does not depend on the part."""
         return initial_values(self, self.config)

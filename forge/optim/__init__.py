@@ -1,6 +1,8 @@
 """Optimizers over shards, and learning-rate schedules."""
 
-import forge.optim.adamw  # noqa: F401 (registers itself)
+import forge.optim.adamw
+import forge.optim.lion
+import forge.optim.muon  # noqa: F401 (all register themselves)
 from forge.optim.optimizer import Optimizer, build_optimizer
 from forge.optim.schedule import decay_start, learning_rate
 

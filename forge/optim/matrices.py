@@ -1,18 +1,20 @@
 """Whole matrices for optimizers that need them, such as Muon, from shards of any engine and layout.
 
 Who owns: each matrix has one owner among the ranks that hold parts of it, chosen so that all ranks have about the same work.
-What travels: in one all-to-all the parts go to the owners; each owner computes on its whole matrices; in another the
-results go back to every rank that holds a part. No matrix is computed twice, and copies of a part get the same bits.
-Rounds: only so many matrices travel at a time, which bounds the memory that an owner needs.
+What travels: in one all-to-all the parts go to the owners; each owner computes on its whole matrices, those of one shape
+together; in another the results go back to every rank that holds a part. What an owner holds itself is only copied.
+No matrix is computed twice, and copies of a part get the same bits.
+Rounds: only so many matrices travel at a time, which bounds the memory that an owner needs. While a round is computed,
+the parts of the next one and the results of the one before are under way.
 """
 
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -21,187 +23,350 @@ from torch import Tensor
 
 from forge.shard import Box, Shard
 
-MatrixIndex: TypeAlias = tuple[int, tuple[int, ...]]
-"""The number of a shard, and the index in its dimensions before rows and columns."""
 
+@dataclass(frozen=True)
+class Part:
+    """The rows and columns in `box` of `count` matrices of shard `number`, from its matrix `first` on."""
 
-class Submatrix(NamedTuple):
-    """Some rows and columns of a matrix."""
-
-    matrix: MatrixIndex
+    number: int
+    first: int
+    count: int
     box: Box
 
+    @property
+    def numel(self) -> int:
+        return self.count * self.box.numel
 
-Transfer: TypeAlias = tuple[Submatrix, int, int]
+
+Transfer: TypeAlias = tuple[Part, int, int]
 """(what, from which rank, to which rank)"""
 
 
-@dataclass
-class _Matrix:
-    """holders: for each box of the matrix the ranks that hold it; in the same order on all ranks."""
+@dataclass(frozen=True)
+class Run:
+    """Consecutive matrices of shard `number` that the same ranks hold in the same way, and that have one owner.
 
-    index: MatrixIndex
+    holders: for each box of a matrix the ranks that hold it; in the same order on all ranks.
+    """
+
+    number: int
+    first: int
+    count: int
     shape: tuple[int, ...]
     holders: dict[Box, list[int]]
     owner: int = -1
 
     @property
     def numel(self) -> int:
-        return prod(self.shape)
+        """Elements of one matrix."""
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def work(self) -> int:
+        """Multiplications of a step of an orthogonalisation: the Gram matrix, its square, and a product with it."""
+        short, long = sorted(self.shape)
+        return self.count * short * short * (2 * long + short)
 
     def to_owner(self) -> Iterator[Transfer]:
         for box, holders in self.holders.items():
             # Of several copies take the owner's own, or else not always the first rank's.
             source = self.owner if self.owner in holders else holders[self.owner % len(holders)]
-            yield Submatrix(self.index, box), source, self.owner
+            yield Part(self.number, self.first, self.count, box), source, self.owner
 
     def to_holders(self) -> Iterator[Transfer]:
         for box, holders in self.holders.items():
             for holder in holders:
-                yield Submatrix(self.index, box), self.owner, holder
+                yield Part(self.number, self.first, self.count, box), self.owner, holder
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Matrices of one shape that a rank computes at once: those of `runs`, one run after another."""
+
+    shape: tuple[int, ...]
+    runs: tuple[Run, ...]
+
+    @property
+    def count(self) -> int:
+        return sum(run.count for run in self.runs)
+
+
+Function: TypeAlias = Callable[[Tensor, Batch], Tensor]
 
 
 class WholeMatrices:
-    """The matrices of `shards`: their last two dimensions; dimensions before them (experts) count matrices. Collective.
+    """The matrices of `shards`. A shard of three dimensions is a stack of matrices, such as experts. Collective.
 
-    group: ranks that together hold all of them, with shards of the same parameters in the same order (`Meshes.stage`).
-    dtype: of matrices in transfers and in the function. round_numel: elements of matrices that an owner has at a time, or
-    one matrix if that has more.
+    group: ranks that together hold all of them, with shards of the same parameters in the same order (`Meshes.stage`);
+    None: this process alone. dtype: of matrices in transfers and in the function. heads: how many matrices the rows of a
+    shard of two dimensions are, one after another; None: one. round_numel: elements of matrices that an owner has in a
+    round, or one matrix if that has more.
     """
 
     def __init__(
         self,
         shards: Sequence[Shard],
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         *,
         dtype: torch.dtype,
-        round_numel: int = 1 << 26,
+        heads: Sequence[int] | None = None,
+        round_numel: int = 1 << 24,
     ):
         self._shards, self._dtype = shards, dtype
-        matrices = _find_matrices(shards, group)
-        _choose_owners(matrices)
-        self._rounds = [
-            (
-                [matrix for matrix in some if matrix.owner == group.rank()],
-                _Exchange((transfer for matrix in some for transfer in matrix.to_owner()), group),
-                _Exchange((transfer for matrix in some for transfer in matrix.to_holders()), group),
-            )
-            for some in _divide_into_rounds(matrices, round_numel)
-        ]
+        self._heads = [1] * len(shards) if heads is None else list(heads)
+        runs = _choose_owners(_find_runs(shards, self._heads, group))
+        held = [part for n in range(len(shards)) for part, _ in _own_parts(shards[n], n, self._heads[n])]
+        self._rounds = [_Round(some, held, group) for some in _divide_into_rounds(runs, round_numel)]
+
+    @property
+    def batches(self) -> list[Batch]:
+        """All matrices that this rank owns, in the order in which the function gets them."""
+        return [batch for one in self._rounds for batch in one.batches]
 
     @torch.no_grad()
-    def replace(self, tensors: Sequence[Tensor], function: Callable[[Tensor], Tensor]) -> None:
-        """Replace every matrix by `function(matrix)`, in all parts that `tensors` hold. Collective.
+    def replace(self, tensors: Sequence[Tensor], function: Function) -> None:
+        """Replace every matrix by the function of it, in all parts that `tensors` hold. Collective.
 
-        tensors: gradients or momenta, one per shard, contiguous and laid out like its `data`. function: from
-        `[rows, columns]` to the same shape; called once per matrix, on its owner. Does not wait for the device.
+        tensors: gradients or momenta, one per shard, contiguous and laid out like its `data`. function(matrices, batch):
+        from `[batch.count, rows, columns]` to the same shape; called once per batch. Does not wait for the device.
         """
         assert all(tensor.is_contiguous() for tensor in tensors), "pieces would be copies"
-        # Views: what is written to them is written to `tensors`.
-        held = {
-            part: piece[place]
-            for number, (shard, tensor) in enumerate(zip(self._shards, tensors, strict=True))
-            for box, piece in shard.pieces(tensor)
-            for place, part in _submatrices(number, box)
-        }
+        if not self._rounds:
+            return
         empty = tensors[0].new_empty(0, dtype=self._dtype)
-        for own, to_owners, to_holders in self._rounds:
-            whole = {matrix.index: empty.new_empty(matrix.shape) for matrix in own}
-            sent = [held[part] for part in to_owners.sends]
-            to_owners.run(sent, [_view(whole, part) for part in to_owners.receives], empty)
-            for index, matrix in whole.items():
-                whole[index] = function(matrix)
-            sent = [_view(whole, part) for part in to_holders.sends]
-            to_holders.run(sent, [held[part] for part in to_holders.receives], empty)
+        held = self._views(tensors)
+        whole, arrive = self._rounds[0].gather(held, empty)
+        return_previous: Callable[[], None] = _nothing
+        for one, following in itertools.zip_longest(self._rounds, self._rounds[1:]):
+            present, arrive_now = whole, arrive
+            if following is not None:
+                whole, arrive = following.gather(held, empty)
+            arrive_now()
+            results = [function(*pair) for pair in zip(present, one.batches, strict=True)]
+            return_now = one.scatter(results, held, empty)
+            return_previous()
+            return_previous = return_now
+        return_previous()
+
+    def _views(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Views of this rank's parts `[count, rows, columns]`: what is written to them is written to `tensors`."""
+        views = []
+        for number, (shard, tensor) in enumerate(zip(self._shards, tensors, strict=True)):
+            pieces = [piece for _, piece in shard.pieces(tensor)]
+            for part, (piece, place) in _own_parts(shard, number, self._heads[number]):
+                views.append(pieces[piece][place].view(part.count, *part.box.sizes))
+        return views
+
+
+class _Place(NamedTuple):
+    """A part's place in a list of tensors `[n, rows, columns]`."""
+
+    tensor: int
+    matrices: slice
+    rows: slice
+    columns: slice
+
+    def of(self, tensors: Sequence[Tensor]) -> Tensor:
+        return tensors[self.tensor][self.matrices, self.rows, self.columns]
+
+
+class _Round:
+    """The matrices of `runs`: from the ranks that hold parts to their owners, and back."""
+
+    def __init__(self, runs: Sequence[Run], held: Sequence[Part], group: dist.ProcessGroup | None):
+        me = 0 if group is None else group.rank()
+        own = [run for run in runs if run.owner == me]
+        shapes = dict.fromkeys(run.shape for run in own)
+        self.batches = [Batch(shape, tuple(run for run in own if run.shape == shape)) for shape in shapes]
+        in_whole: dict[tuple[int, int], tuple[int, int]] = {}
+        for index, batch in enumerate(self.batches):
+            starts = itertools.accumulate((run.count for run in batch.runs), initial=0)
+            in_whole |= {
+                (run.number, run.first): (index, start)
+                for run, start in zip(batch.runs, starts, strict=False)
+            }
+        in_held: dict[tuple[int, Box], list[tuple[int, int]]] = {}
+        for index, part in enumerate(held):
+            in_held.setdefault((part.number, part.box), []).append((part.first, index))
+
+        def place_in_held(part: Part) -> _Place:
+            first, index = max(pair for pair in in_held[part.number, part.box] if pair[0] <= part.first)
+            start = part.first - first
+            return _Place(index, slice(start, start + part.count), slice(None), slice(None))
+
+        def place_in_whole(part: Part) -> _Place:
+            index, start = in_whole[part.number, part.first]
+            (row, column), (rows, columns) = part.box.offsets, part.box.sizes
+            matrices = slice(start, start + part.count)
+            return _Place(index, matrices, slice(row, row + rows), slice(column, column + columns))
+
+        to_owners = [transfer for run in runs for transfer in run.to_owner()]
+        to_holders = [transfer for run in runs for transfer in run.to_holders()]
+        self._to_owners = _Exchange(to_owners, place_in_held, place_in_whole, group)
+        self._to_holders = _Exchange(to_holders, place_in_whole, place_in_held, group)
+
+    def gather(self, held: list[Tensor], empty: Tensor) -> tuple[list[Tensor], Callable[[], None]]:
+        """Return whole matrices, one tensor per batch, and what has to be called before they are there."""
+        whole = [empty.new_empty(batch.count, *batch.shape) for batch in self.batches]
+        return whole, self._to_owners.start(held, whole, empty)
+
+    def scatter(self, results: list[Tensor], held: list[Tensor], empty: Tensor) -> Callable[[], None]:
+        """Return what has to be called before the results are in `held`."""
+        return self._to_holders.start(results, held, empty)
 
 
 class _Exchange:
-    """One all-to-all. transfers: those between all ranks, in the same order on each of them."""
+    """One all-to-all. transfers: those between all ranks, in the same order on each of them.
 
-    def __init__(self, transfers: Iterable[Transfer], group: dist.ProcessGroup):
-        me, self._group = group.rank(), group
-        to: list[list[Submatrix]] = [[] for _ in range(group.size())]
-        by: list[list[Submatrix]] = [[] for _ in range(group.size())]
-        for part, source, target in transfers:
-            if source == me:
-                to[target].append(part)
-            if target == me:
-                by[source].append(part)
+    source, target: place of a part in the tensors it is read from, and in those it is written to.
+    """
+
+    def __init__(
+        self,
+        transfers: Iterable[Transfer],
+        source: Callable[[Part], _Place],
+        target: Callable[[Part], _Place],
+        group: dist.ProcessGroup | None,
+    ):
+        self._group, me, ranks = group, *((0, 1) if group is None else (group.rank(), group.size()))
+        to: list[list[Part]] = [[] for _ in range(ranks)]
+        by: list[list[Part]] = [[] for _ in range(ranks)]
+        self._sends_any = False  # any rank, so that all know whether there is a collective
+        for part, sender, receiver in transfers:
+            self._sends_any |= sender != receiver
+            if sender == me:
+                to[receiver].append(part)
+            if receiver == me:
+                by[sender].append(part)
+        self._kept = [(source(part), target(part)) for part in to[me]]
+        to[me], by[me] = [], []
         # What goes to rank 0 first, then to rank 1, and so on: so all-to-all wants its buffers.
-        self.sends, self.receives = list(itertools.chain(*to)), list(itertools.chain(*by))
-        self._send_numels = [sum(part.box.numel for part in parts) for parts in to]
-        self._receive_numels = [sum(part.box.numel for part in parts) for parts in by]
+        self._sends = [source(part) for part in itertools.chain(*to)]
+        self._receives = [target(part) for part in itertools.chain(*by)]
+        self._receive_numels = [part.numel for part in itertools.chain(*by)]
+        self._numels_to = [sum(part.numel for part in parts) for parts in to]
+        self._numels_by = [sum(part.numel for part in parts) for parts in by]
 
-    def run(self, sent: list[Tensor], received: list[Tensor], empty: Tensor) -> None:
-        """Send `sent` (in the order of `sends`) in the dtype of `empty`; write to `received` (in the order of `receives`)."""
-        outgoing = torch.cat([empty, *(tensor.reshape(-1).to(empty.dtype) for tensor in sent)])
-        incoming = outgoing
-        if self._group.size() > 1:
-            incoming = empty.new_empty(sum(self._receive_numels))
-            dist.all_to_all_single(
-                incoming, outgoing, self._receive_numels, self._send_numels, group=self._group
-            )
-        if received:
-            pieces = incoming.split([tensor.numel() for tensor in received])
-            shaped = [piece.view_as(tensor) for piece, tensor in zip(pieces, received, strict=True)]
-            torch._foreach_copy_(received, shaped)
+    def start(self, sources: list[Tensor], targets: list[Tensor], empty: Tensor) -> Callable[[], None]:
+        """Begin to send in the dtype of `empty`; return what has to be called before all is in `targets`."""
+        if self._kept:
+            read, write = ([pair[side] for pair in self._kept] for side in (0, 1))
+            torch._foreach_copy_([p.of(targets) for p in write], [p.of(sources) for p in read])
+        if not self._sends_any:
+            return _nothing
+        sent = (place.of(sources).reshape(-1).to(empty.dtype) for place in self._sends)
+        outgoing = torch.cat([empty, *sent])
+        incoming = empty.new_empty(sum(self._numels_by))
+        work = dist.all_to_all_single(
+            incoming, outgoing, self._numels_by, self._numels_to, group=self._group, async_op=True
+        )
+
+        def finish(_outgoing: Tensor = outgoing) -> None:  # which lives until it is sent
+            work.wait()
+            if self._receives:
+                received = [place.of(targets) for place in self._receives]
+                pieces = incoming.split(self._receive_numels)
+                shaped = [piece.view_as(part) for piece, part in zip(pieces, received, strict=True)]
+                torch._foreach_copy_(received, shaped)
+
+        return finish
 
 
-def _find_matrices(shards: Sequence[Shard], group: dist.ProcessGroup) -> list[_Matrix]:
-    """Return the matrices of `shards` in their order, with the ranks that hold them. Collective."""
-    mine = [(shard.name, shard.global_shape, shard.boxes) for shard in shards]
-    everyones = [mine] * group.size()
-    dist.all_gather_object(everyones, mine, group=group)
-    found: dict[MatrixIndex, _Matrix] = {}
+def _nothing() -> None: ...
+
+
+def _own_parts(shard: Shard, number: int, heads: int) -> Iterator[tuple[Part, tuple[int, slice]]]:
+    """Yield this rank's parts of the matrices of `shard`, each with the number of its box and its place in that piece."""
+    for piece, box in enumerate(shard.boxes):
+        if len(shard.global_shape) == 3:
+            inner = Box(box.offsets[1:], box.sizes[1:])
+            yield Part(number, box.offsets[0], box.sizes[0], inner), (piece, slice(None))
+            continue
+        height = shard.global_shape[0] // heads
+        (begin, column), (size, columns) = box.offsets, box.sizes
+        end = begin + size
+        # Part of a head, whole heads, part of a head.
+        inside = {-(-begin // height) * height, end // height * height}
+        edges = sorted({begin, end, *(edge for edge in inside if begin < edge < end)})
+        for start, stop in itertools.pairwise(edges):
+            first = start // height
+            count = max(1, (stop - start) // height)
+            inner = Box((start - first * height, column), ((stop - start) // count, columns))
+            yield Part(number, first, count, inner), (piece, slice(start - begin, stop - begin))
+
+
+def _find_runs(shards: Sequence[Shard], heads: Sequence[int], group: dist.ProcessGroup | None) -> list[Run]:
+    """Return the matrices of `shards` in their order, with the ranks that hold them; without owners. Collective."""
+    mine = []
+    for number, (shard, parts) in enumerate(zip(shards, heads, strict=True)):
+        *stack, rows, columns = shard.global_shape
+        assert len(stack) <= 1 and rows % parts == 0 and not (stack and parts > 1), shard.name
+        own = [(p.first, p.count, p.box) for p, _ in _own_parts(shard, number, parts)]
+        mine.append((shard.name, (rows // parts, columns), own))
+    everyones = [mine]
+    if group is not None and group.size() > 1:
+        everyones = [mine] * group.size()
+        dist.all_gather_object(everyones, mine, group=group)
+    runs = []
     for number, of_ranks in enumerate(zip(*everyones, strict=True)):
-        assert len({(name, shape) for name, shape, _ in of_ranks}) == 1, "ranks have other parameters"
-        shape = of_ranks[0][1]
-        for rank, (_, _, boxes) in enumerate(of_ranks):
-            for _, (index, box) in (part for whole in boxes for part in _submatrices(number, whole)):
-                matrix = found.setdefault(index, _Matrix(index, tuple(shape[-2:]), {}))
-                matrix.holders.setdefault(box, []).append(rank)
-    for matrix in found.values():
-        held = sum(box.numel for box in matrix.holders)
-        assert held == matrix.numel, f"{shards[matrix.index[0]].name}: copies are cut in different places"
-    return list(found.values())
+        name, shape, _ = of_ranks[0]
+        assert {found[:2] for found in of_ranks} == {(name, shape)}, "ranks have other parameters"
+        edges = sorted(
+            {edge for *_, own in of_ranks for first, count, _ in own for edge in (first, first + count)}
+        )
+        held: list[dict[Box, list[int]]] = [{} for _ in edges]
+        for rank, (*_, own) in enumerate(of_ranks):
+            for first, count, box in own:
+                for index in range(bisect_left(edges, first), bisect_right(edges, first + count) - 1):
+                    held[index].setdefault(box, []).append(rank)
+        for (first, end), holders in zip(itertools.pairwise(edges), held, strict=False):
+            run = Run(number, first, end - first, shape, holders)
+            assert sum(box.numel for box in holders) == run.numel, (
+                f"{name}: copies are cut in different places"
+            )
+            runs.append(run)
+    return runs
 
 
-def _submatrices(number: int, box: Box) -> Iterator[tuple[tuple[int, ...], Submatrix]]:
-    """Yield the parts of matrices in `box` of shard `number`, each with its index in a tensor of the box's shape."""
-    inner = Box(box.offsets[-2:], box.sizes[-2:])
-    for place in itertools.product(*(range(size) for size in box.sizes[:-2])):
-        index = tuple(offset + at for offset, at in zip(box.offsets, place, strict=False))
-        yield place, Submatrix((number, index), inner)
-
-
-def _choose_owners(matrices: Sequence[_Matrix]) -> None:
-    """Give each matrix, large ones first, to the rank that owns least so far among those that hold parts of it."""
-    owned: Counter[int] = Counter()
-    for matrix in sorted(matrices, key=lambda matrix: -matrix.numel):
+def _choose_owners(runs: Sequence[Run]) -> list[Run]:
+    """Divide runs and give each, most work first, to the rank that has least so far among those that hold parts of it."""
+    divided = []
+    for run in runs:
+        ways = min(run.count, len({rank for holders in run.holders.values() for rank in holders}))
+        edges = [run.count * way // ways for way in range(ways + 1)]
+        divided += [
+            replace(run, first=run.first + start, count=stop - start)
+            for start, stop in itertools.pairwise(edges)
+        ]
+    given: Counter[int] = Counter()
+    owners = {}
+    for run in sorted(divided, key=lambda run: -run.work):
         held: Counter[int] = Counter()
-        for box, holders in matrix.holders.items():
+        for box, holders in run.holders.items():
             held.update(dict.fromkeys(holders, box.numel))
-        matrix.owner = min(held, key=lambda rank: (owned[rank], -held[rank], rank))
-        owned[matrix.owner] += matrix.numel
+        owner = min(held, key=lambda rank: (given[rank], -held[rank], rank))
+        given[owner] += run.work
+        owners[run.number, run.first] = owner
+    return [replace(run, owner=owners[run.number, run.first]) for run in divided]
 
 
-def _divide_into_rounds(matrices: Sequence[_Matrix], round_numel: int) -> list[list[_Matrix]]:
+def _divide_into_rounds(runs: Sequence[Run], round_numel: int) -> list[list[Run]]:
     """Divide into rounds in which no owner has more than `round_numel` elements, or one matrix."""
-    rounds: list[list[_Matrix]] = []
+    rounds: list[list[Run]] = []
     current: Counter[int] = Counter()  # owner -> its latest round
     filled: Counter[int] = Counter()  # owner -> elements in that round
-    for matrix in matrices:
-        owner = matrix.owner
-        if filled[owner] and filled[owner] + matrix.numel > round_numel:
-            current[owner] += 1
-            filled[owner] = 0
-        filled[owner] += matrix.numel
-        if current[owner] == len(rounds):
-            rounds.append([])
-        rounds[current[owner]].append(matrix)
+    for run in runs:
+        owner, first, end = run.owner, run.first, run.first + run.count
+        while first < end:
+            room = (round_numel - filled[owner]) // run.numel
+            if filled[owner] and room < 1:
+                current[owner] += 1
+                filled[owner] = 0
+                continue
+            count = min(end - first, max(1, room))
+            if current[owner] == len(rounds):
+                rounds.append([])
+            rounds[current[owner]].append(replace(run, first=first, count=count))
+            filled[owner] += count * run.numel
+            first += count
     return rounds
-
-
-def _view(whole: dict[MatrixIndex, Tensor], part: Submatrix) -> Tensor:
-    (row, column), (rows, columns) = part.box.offsets, part.box.sizes
-    return whole[part.matrix][row : row + rows, column : column + columns]

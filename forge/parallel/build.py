@@ -67,6 +67,9 @@ def build_parallel_model(
         with memory():
             builder.begin("allocate")
             engine.allocate(device)
+            heads = builder.model.heads() if hasattr(builder.model, "heads") else {}
+            for shard in engine.shards:
+                shard.heads = heads.get(shard.name, 1)
             builder.begin("initialise")
             values(engine.shards, builder.model.initial_values(), config.run.seed)
             builder.model.reset_buffers(layout.compute)

@@ -59,6 +59,11 @@ class FakeRank:
         self.trace = Trace()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.meshes = make_meshes(degrees, CPU.type)
+        if config.optimizer.name == "muon" and self.meshes.stage.size() > 1:
+            raise UserError(
+                'optimizer.name = "muon": --plan cannot follow which rank updates which matrix; plan with adamw, whose state '
+                "is larger by a moment of each matrix, or on one process"
+            )
         with _explained():
             # Real meta tensors first: parallelism is applied to these, and only what is allocated is fake.
             self.model = build_parallel_model(config, self.meshes, CPU, values=_leave, memory=self._watched)

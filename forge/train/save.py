@@ -73,6 +73,7 @@ class Saves(Hook):
         state = {
             "progress": trainer.progress.state(),
             "optimizer": trainer.optimizer.state(),
+            "optimizer_name": trainer.config.optimizer.name,
             "inputs": trainer.data.fingerprints,
         }
         tensors, layout = all_tensors(trainer.model, trainer.optimizer), vars(trainer.meshes.degrees)

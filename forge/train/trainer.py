@@ -19,7 +19,7 @@ from forge.model import ParameterCounts, flops_per_token, parameter_counts
 from forge.observe.collector import Collector
 from forge.observe.metrics import MetricsWriter
 from forge.observe.report import Reporter
-from forge.optim import build_optimizer, learning_rate
+from forge.optim import learning_rate
 from forge.parallel.build import build_meta_model, build_parallel_model
 from forge.parallel.gradients import GradientReport, clip_gradients, report_gradients
 from forge.parallel.mesh import make_meshes
@@ -28,6 +28,7 @@ from forge.resilience.spikes import SpikeWindow
 from forge.resilience.stopping import StopSignals
 from forge.resilience.watchdog import patience
 from forge.train.anomalies import AnomalyPolicy
+from forge.train.optimizers import make_optimizer
 from forge.train.origin import write_origin
 from forge.train.results import StepResults
 from forge.train.resume import Start, load_training_state, load_weights
@@ -62,7 +63,7 @@ class Trainer:
         self.model = build_parallel_model(config, self.meshes, self.device)
         compat.raise_timeouts(patience(config.resilience))  # of groups that engines have made
 
-        self.optimizer = build_optimizer(self.model.shards, config.optimizer, self.meshes.stage)
+        self.optimizer = make_optimizer(config.optimizer, self.model, self.meshes)
         reporter.memory.count_state(self.model.memory(), self.optimizer.tensors())
         # What was built is counted, which for a class of the user's own need not be what [model] says.
         whole = build_meta_model(config)
@@ -195,7 +196,8 @@ class Trainer:
         directory holds of another history, is removed.
         """
         if start.point is not None:
-            load_training_state(start.point, self.model, self.optimizer)
+            if not load_training_state(start.point, self.model, self.optimizer, self.config.optimizer.name):
+                self.optimizer = make_optimizer(self.config.optimizer, self.model, self.meshes)
             self.progress.load(start.point.state)
         # In this order: a run that is killed in between meets the same trouble again, or knows that it has rolled back; and
         # a new history is recorded when nothing of the old one is left, before it saves for the first time.

@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from benchmarks.kernels import kind_of, largest_other, shares
+from benchmarks.loops import TINY
 from benchmarks.measure import RESULTS, require_learning
 from forge.errors import UserError
 from tests.support.harness import run_ranks
@@ -129,6 +130,43 @@ def test_the_benchmark_of_engines(tmp_path):
     assert rows["zero2"]["held_mib"] > rows["fsdp2"]["held_mib"]
 
 
+@pytest.mark.slow
+def test_the_benchmark_of_optimizers(tmp_path):
+    options = ["--tiny", "--worlds", "1", "2", "--rounds", "1", "--output", str(tmp_path)]
+    assert importlib.import_module("benchmarks.optimizers").main(options) == 0
+    (file,) = tmp_path.glob("*-optimizers.json")
+    rows = {
+        (r["ranks"], r["model"], r["optimizer"]): r for r in json.loads(file.read_text())["results"]["rows"]
+    }
+    assert (
+        rows[1, "experts", "torch.optim.Muon"]["collectives"]
+        == rows[2, "dense", "adamw"]["collectives"]
+        == {}
+    )
+    assert rows[2, "dense", "muon"]["collectives"] == {"all_to_all": 2}
+    assert rows[1, "dense", "muon"]["of_torch"]
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_recipes(tmp_path):
+    held_out = '--data.validation=[{name="one",path="synthetic"}]'
+    options = ["--steps", "4", "--seeds", "2", "--rates", "1e-2", "1e-3", "--only", "adamw", "lion"]
+    data = [
+        '--data.sources=[{path="synthetic"}]',
+        held_out,
+        "--evaluate.sequences=2",
+        "--schedule.warmup_steps=0",
+    ]
+    recipes = importlib.import_module("benchmarks.recipes")
+    assert recipes.main([*options, *TINY, *data, "--output", str(tmp_path)]) == 0
+    (file,) = tmp_path.glob("*-recipes.json")
+    found = json.loads(file.read_text())["results"]
+    assert [run["lr"] for run in found["lion"]["tried"]] == [2e-3, 2e-4]
+    assert [run["seed"] for run in found["adamw"]["best"]] == [0, 1]
+    assert all(len(run["losses"]) == 4 and run["held_out"] < 5 for run in found["adamw"]["best"])
+    assert len(list(tmp_path.glob("*.svg"))) == 2
+
+
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
@@ -136,6 +174,8 @@ def test_the_benchmark_of_engines(tmp_path):
         ("throughput", ["--rounds", "0"]),
         ("moe", ["--threads", "0"]),
         ("engines", ["--worlds", "0"]),
+        ("optimizers", ["--worlds", "0"]),
+        ("recipes", ["--only", "sgd"]),
         ("gpu", []),
         ("gpu", ["--tiny", "--only", "nonsense"]),
         ("data", ["--nonsense"]),

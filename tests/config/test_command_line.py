@@ -47,7 +47,7 @@ def test_everything_on_a_command_line_is_parsed() -> None:
         (["--print_config"], "did you mean --print-config?"),
         (["--steps=5"], "did you mean --train.steps?"),
         (["--interval=5"], "did you mean --checkpoint.interval or --evaluate.interval?"),
-        (["--lr", "5"], "did you mean --optimizer.lr?"),
+        (["--lr", "5"], "did you mean --optimizer.lr or --optimizer.muon.lr?"),
         (["--wieght_decay=5"], "did you mean --optimizer.weight_decay?"),
         (["--train"], "[train] is a section; set its keys one by one, as in --train.steps=VALUE"),
         (["--zzzz"], "--help lists all options"),

@@ -1,55 +1,145 @@
-"""An optimizer of whole matrices sees the same ones under every engine and layout.
+"""Muon sees the same whole matrices under every engine and layout: losses, momentum and parameters of one process.
 
-Momentum of every matrix is made nearly orthogonal before it is applied, so an update is right only if all of the matrix
-was there.
+Three steps against a plain module in one process, by a plain form of Muon written out matrix by matrix, and PyTorch's AdamW.
 """
 
 from __future__ import annotations
 
 import functools
+from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from forge.config import parse_toml_text
+from forge.config import Config, parse_toml_text
+from forge.optim import build_optimizer, muon
 from forge.optim.matrices import WholeMatrices
 from tests.support.buffers import SMALL, batches
 from tests.support.building import built
 from tests.support.equivalence import TOLERANCE, plain_model, tiny_config, wholes
 from tests.support.harness import run_ranks
 from tests.support.layouts import experts_text
+from tests.support.random_layouts import MODELS, cases
+from tests.support.resharding import SAVED_AFTER, train_part
 
-STEPS, LR, MOMENTUM = 3, 0.02, 0.9
+STEPS, LR = 3, 0.02
 ENGINES = ("ddp", "zero1", "zero2", "fsdp2")
 REPLICAS = "dp_replicate = 2\ndp_shard = 2"
 OVER_REPLICAS = f'{REPLICAS}\nshard_optimizer_over = "dp"'
+# Attention is whole on every rank, so there may be more ranks than key/value heads.
+FEED_FORWARD_ALONE = (
+    'tp = 4\ntp_plan_styles = {"layers.*.feed_forward.w1" = "colwise", "layers.*.feed_forward.w3" = "colwise", '
+    '"layers.*.feed_forward.w2" = "rowwise"}'
+)
+OPTIONS = {
+    "plain": "",
+    "all": "lr = 0.03\nmomentum = 0.9\nnesterov = false\northogonalization = 'polar_express'\nadjust_lr = 'original'\n"
+    "second_moment = 'neuron'\ncautious_decay = true\nsplit_heads = true\nns_steps = 6",
+}
+POLAR_EXPRESS = torch.tensor(
+    [
+        [8.28721201814563, -23.595886519098837, 17.300387312530933],
+        [4.107059111542203, -2.9478499167379106, 0.5448431082926601],
+        [3.9486908534822946, -2.908902115962949, 0.5518191394370137],
+        [3.3184196573706015, -2.488488024314874, 0.51004894012372],
+        [2.300652019954817, -1.6689039845747493, 0.4188073119525673],
+        [1.891301407787398, -1.2679958271945868, 0.37680408948524835],
+    ],
+    dtype=torch.float64,
+) / torch.tensor([1.01, 1.01**3, 1.01**5], dtype=torch.float64)
 
 
-def orthogonal(matrix: Tensor) -> Tensor:
-    """The nearest orthogonal matrix, roughly: five Newton-Schulz steps (Jordan et al., "Muon", 2024)."""
-    tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if tall else matrix
-    x = x / (x.norm() + 1e-7)
-    for _ in range(5):
-        gram = x @ x.T
-        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return x.T if tall else x
-
-
-def config_text(model: str, parallel: str = "") -> str:
+def config_text(model: str, parallel: str = "", options: str = "plain") -> str:
     if model == "experts":
-        return experts_text("sequence_aux_loss", parallel, micro=2)
-    return tiny_config(parallel=parallel, micro=2)
+        text = experts_text("sequence_aux_loss", parallel, micro=2)
+    else:
+        text = tiny_config(parallel=parallel, model=MODELS.get(model, ""), micro=2)
+    return with_muon(text, options)
+
+
+def with_muon(text: str, options: str) -> str:
+    return f'{text}\n[optimizer]\nname = "muon"\nlr = {LR}\n[optimizer.muon]\n{OPTIONS[options]}\n'
+
+
+class PlainMuon:
+    """The options of OPTIONS, each matrix by itself."""
+
+    def __init__(self, config: Config, model: torch.nn.Module):
+        self.keys, self.config = config.optimizer.muon, config
+        self.named = dict(model.named_parameters())
+        self.own = [
+            n for n, p in self.named.items() if n.startswith("layers") and p.ndim > 1 and "router" not in n
+        ]
+        self.momentum = {n: torch.zeros_like(self.named[n]) for n in self.own}
+        self.row_moment = {n: torch.zeros_like(self.named[n][..., 0]) for n in self.own}
+        rest = {n: p for n, p in self.named.items() if n not in self.own}
+        plain = [n for n in rest if any(fnmatchcase(n, glob) for glob in config.optimizer.no_decay)]
+        groups = [
+            {"params": [p for n, p in rest.items() if n not in plain], "weight_decay": 0.1},
+            {"params": [rest[n] for n in plain], "weight_decay": 0.0},
+        ]
+        self.adamw = torch.optim.AdamW(
+            [g for g in groups if g["params"]], lr=LR, betas=config.optimizer.betas
+        )
+
+    def matrices(self, name: str, tensor: Tensor) -> list[Tensor]:
+        """Views of `tensor`."""
+        if tensor.ndim == 3:
+            return list(tensor)
+        model, leaf = self.config.model, name.split(".")[-2]
+        heads = {"wq": model.n_heads, "wk": model.n_kv_heads, "wv": model.n_kv_heads}.get(leaf, 1)
+        return list(tensor.chunk(heads if self.keys.split_heads else 1))
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.adamw.step()
+        lr, mu = self.keys.lr or LR, self.keys.momentum
+        for name in self.own:
+            weight, grad, mean = self.named[name], self.named[name].grad, self.momentum[name]
+            mean.mul_(mu).add_(grad, alpha=1 - mu)
+            update = (1 - mu) * grad + mu * mean if self.keys.nesterov else mean.clone()
+            moments = self.row_moment[name]
+            rows = self.matrices(name, moments) if moments.ndim == 1 else list(moments)
+            for matrix, moment in zip(self.matrices(name, update), rows, strict=True):
+                matrix.copy_(self.scaled(self.orthogonal(matrix), moment))
+            decayed = 0.1 * weight
+            if self.keys.cautious_decay:
+                decayed = torch.where(update * weight > 0, decayed, 0.0)
+            weight.sub_(lr * (decayed + update))
+
+    def orthogonal(self, x: Tensor) -> Tensor:
+        polar = self.keys.orthogonalization == "polar_express"
+        steps = POLAR_EXPRESS.tolist() if polar else [[3.4445, -4.7750, 2.0315]] * self.keys.ns_steps
+        x = x / (x.norm() * (1.01 if polar else 1.0)).clamp(min=1e-7)
+        for a, b, c in steps:
+            if x.shape[0] <= x.shape[1]:
+                gram = x @ x.T
+                x = a * x + (b * gram + c * gram @ gram) @ x
+            else:
+                gram = x.T @ x
+                x = a * x + x @ (b * gram + c * gram @ gram)
+        return x
+
+    def scaled(self, x: Tensor, moment: Tensor) -> Tensor:
+        rows, columns = x.shape
+        if self.keys.second_moment == "neuron":
+            moment.mul_(0.95).add_(x.square().mean(1), alpha=0.05)
+            divided = x / (moment.sqrt() + 1e-10)[:, None]
+            x = divided * (x.norm() / divided.norm().clamp(min=1e-7))
+        if self.keys.adjust_lr == "original":
+            return x * max(1, rows / columns) ** 0.5
+        return x * 0.2 * max(rows, columns) ** 0.5
 
 
 @functools.cache
-def expected(model: str) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses of three steps of a plain module in one process, and its parameters after them."""
-    config = parse_toml_text(config_text(model))
+def expected(text: str) -> dict[str, Any]:
+    """Losses of three steps of a plain module, and its parameters and Muon's state after them."""
+    config = parse_toml_text(text)
     net, losses = plain_model(config), []
-    momenta = {name: torch.zeros_like(p) for name, p in net.named_parameters() if p.ndim > 1}
+    optimizer = PlainMuon(config, net)
     for _, batch in zip(range(STEPS), batches(config), strict=False):
         valid = (batch.labels >= 0).sum().double()
         net.set_loss_scale(1 / valid)
@@ -57,55 +147,69 @@ def expected(model: str) -> tuple[list[float], dict[str, Tensor]]:
         net.zero_grad()
         (found[0] / valid).backward()
         losses.append((found[1] / valid).item())
-        with torch.no_grad():
-            for name, parameter in net.named_parameters():
-                update = parameter.grad
-                if name in momenta:
-                    update = momenta[name].mul_(MOMENTUM).add_(parameter.grad)
-                    flat = update.reshape(-1, *update.shape[-2:])
-                    update = torch.stack([orthogonal(one) for one in flat]).view_as(update)
-                parameter -= LR * update
-    return losses, {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+        optimizer.step()
+        for router in net.routers.values():
+            router.previous_counts = router.counts.clone()
+            if router.config.balance == "bias":
+                even = router.counts.sum() / router.config.n_experts
+                router.bias += router.config.bias_update_rate * (even - router.counts).sign()
+            router.counts.zero_()
+    parameters = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+    states = {"momentum": optimizer.momentum}
+    if optimizer.keys.second_moment == "neuron":
+        states["row_moment"] = optimizer.row_moment
+    return {"losses": losses, "parameters": parameters, **states}
 
 
 def train(rank: int, world: int, text: str) -> dict[str, Any]:
     model, config, meshes = built(text, world)
-    shards = [shard for shard in model.shards if len(shard.global_shape) > 1]
-    others = [shard for shard in model.shards if len(shard.global_shape) == 1]
-    matrices = WholeMatrices(shards, meshes.stage, dtype=torch.float64, round_numel=4000)
-    momenta = [torch.zeros_like(shard.data) for shard in shards]
+    # Several rounds; this process is this test's own.
+    muon.WholeMatrices = functools.partial(WholeMatrices, round_numel=4000)
+    optimizer = build_optimizer(model.shards, config.optimizer, meshes.stage)
     losses = []
     for _, batch in zip(range(STEPS), batches(config, meshes.data_rank, meshes.data_ranks), strict=False):
         sums = model.forward_backward(batch, model.count_tokens(batch))
         model.finalize_gradients()
         losses.append((sums.cross_entropy / sums.tokens).item())
-        for momentum, shard in zip(momenta, shards, strict=True):
-            momentum.mul_(MOMENTUM).add_(shard.grad)
-        updates = [momentum.clone() for momentum in momenta]
-        matrices.replace(updates, orthogonal)
-        for shard, update in zip(shards, updates, strict=True):
-            shard.data.sub_(LR * update)
-        for shard in others:
-            shard.data.sub_(LR * shard.grad)
+        skip = torch.zeros(())
+        optimizer.step(LR, skip)
         model.after_update()
+        model.update_router(skip)
         model.zero_gradients()
-    parameters = wholes(model.shards, [shard.data for shard in model.shards])
+    found: dict[str, Any] = {"losses": losses}
+    found["parameters"] = wholes(model.shards, [shard.data for shard in model.shards])
+    for slot in ("momentum", "row_moment"):
+        own = [(shard, values) for name, shard, values in optimizer.tensors() if name == slot]
+        if own:
+            found[slot] = wholes(*map(list, zip(*own, strict=True)))
     copies = {s.name: s.data.clone() for s in model.shards if s.replicas is not None and s.boxes}
-    ranks = {
-        s.name: tuple(torch.distributed.get_process_group_ranks(s.replicas))
-        for s in model.shards
-        if s.name in copies
-    }
-    return {"losses": losses, "parameters": parameters if rank == 0 else {}, "copies": copies, "ranks": ranks}
+    groups = {s.name: s.replicas for s in model.shards if s.name in copies}
+    ranks = {name: tuple(torch.distributed.get_process_group_ranks(group)) for name, group in groups.items()}
+    return found | {"copies": copies, "ranks": ranks}
+
+
+def assert_same(found: list[dict[str, Any]], one_process: dict[str, Any]) -> None:
+    assert all(one["losses"] == pytest.approx(one_process["losses"], rel=0, abs=TOLERANCE) for one in found)
+    for kind in one_process.keys() - {"losses"}:
+        assert found[0][kind].keys() == one_process[kind].keys()
+        for name, values in one_process[kind].items():
+            difference = (found[0][kind][name] - values).abs().max().item()
+            assert difference <= TOLERANCE, f"{kind} {name}: differs by {difference:.3e}"
+    for one in found:
+        for name, copy in one["copies"].items():
+            for rank in one["ranks"][name]:
+                assert torch.equal(copy, found[rank]["copies"][name]), f"{name} is another on rank {rank}"
 
 
 def _layouts() -> list[Any]:
-    cases = []
+    found = []
     for engine in ENGINES:
         over = OVER_REPLICAS if engine.startswith("zero") else REPLICAS
         layouts = {
             "2 ranks": (2, "", "dense"),
             "tp": (4, "tp = 2", "dense"),
+            "tp above kv heads": (4, FEED_FORWARD_ALONE, "dense"),
+            "cp": (2, "cp = 2", "dense"),
             "replicas": (4, REPLICAS, "dense"),
             "replicas that share": (4, over, "dense"),
             "pp": (4, "pp = 2", "dense"),
@@ -113,27 +217,60 @@ def _layouts() -> list[Any]:
             "ep in replicas": (4, f"ep = 2\n{REPLICAS}", "experts"),
             "tp and ep": (4, "tp = 2\nep = 2", "experts"),
         }
+        fast = {
+            "fsdp2": {"plain": {"2 ranks", "ep"}, "all": {"tp", "replicas", "ep"}},
+            "zero1": {"plain": {"tp", "ep"}, "all": {"2 ranks", "ep"}},
+        }.get(engine, {"plain": {"2 ranks"}, "all": set()})
         for name, (world, keys, model) in layouts.items():
-            fast = name in ("2 ranks", "tp", "replicas", "ep") and (
-                engine in ("fsdp2", "zero1") or world == 2
-            )
-            marks = () if fast else pytest.mark.slow
-            if name != "replicas that share" or over != REPLICAS:
-                cases.append(pytest.param(engine, world, keys, model, marks=marks, id=f"{engine}-{name}"))
-    return cases
+            for options in OPTIONS:
+                marks = () if name in fast[options] else pytest.mark.slow
+                if name != "replicas that share" or over != REPLICAS:
+                    case = (engine, world, keys, model, options)
+                    found.append(pytest.param(*case, marks=marks, id=f"{engine}-{name}-{options}"))
+    return found
 
 
-@pytest.mark.parametrize(("engine", "world", "keys", "model"), _layouts())
-def test_three_steps_are_those_of_one_plain_process(engine: str, world: int, keys: str, model: str) -> None:
+@pytest.mark.parametrize(("engine", "world", "keys", "model", "options"), _layouts())
+def test_three_steps_are_those_of_one_plain_process(
+    engine: str, world: int, keys: str, model: str, options: str
+) -> None:
     small = "" if engine == "fsdp2" else SMALL
-    found = run_ranks(train, world, config_text(model, f'data_parallel = "{engine}"\n{keys}{small}'))
-    losses, parameters = expected(model)
-    assert all(one["losses"] == pytest.approx(losses, rel=0, abs=TOLERANCE) for one in found)
-    assert found[0]["parameters"].keys() == parameters.keys()
-    for name, parameter in parameters.items():
-        difference = (found[0]["parameters"][name] - parameter).abs().max().item()
-        assert difference <= TOLERANCE, f"{name}: differs by {difference:.3e}"
-    for one in found:
-        for name, copy in one["copies"].items():
-            for rank in one["ranks"][name]:
-                assert torch.equal(copy, found[rank]["copies"][name]), f"{name} is another on rank {rank}"
+    text = config_text(model, f'data_parallel = "{engine}"\n{keys}{small}', options)
+    assert_same(run_ranks(train, world, text), expected(config_text(model, "", options)))
+
+
+@pytest.mark.parametrize("case", cases(12, 1, ["everything", "tied", "plain"]) + cases(8, 1, ["bias"]))
+def test_layouts_drawn_at_random(case: tuple[int, str, str]) -> None:
+    world, model, text = case
+    one_process = expected(with_muon(tiny_config(model=MODELS[model]), "all"))
+    assert_same(run_ranks(train, world, with_muon(text, "all")), one_process)
+
+
+# What is saved -> what continues: ranks, layout.
+MOVES = {
+    "one process to fsdp2 with tp": ((1, ""), (2, "tp = 2")),
+    "fsdp2 with ep to zero1": ((4, "ep = 2"), (2, f'data_parallel = "zero1"{SMALL}')),
+    "zero1 with tp to ddp with ep": (
+        (4, 'data_parallel = "zero1"\ntp = 2'),
+        (2, 'data_parallel = "ddp"\nep = 2'),
+    ),
+    "zero2 in replicas to one process": ((4, f'data_parallel = "zero2"\n{OVER_REPLICAS}{SMALL}'), (1, "")),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_a_checkpoint_of_one_layout_continues_under_another(move: str, tmp_path: Path) -> None:
+    (world, layout), (other_world, other_layout) = MOVES[move]
+    whole = _uninterrupted()
+    run_ranks(train_part, world, config_text("experts", layout, "all"), str(tmp_path), 0, SAVED_AFTER)
+    text = config_text("experts", other_layout, "all")
+    for found in run_ranks(train_part, other_world, text, str(tmp_path), SAVED_AFTER, STEPS):
+        assert found["losses"] == pytest.approx(whole["losses"][SAVED_AFTER:], rel=0, abs=TOLERANCE)
+        for name, parameter in whole["parameters"].items():
+            difference = (found["parameters"][name] - parameter).abs().max().item()
+            assert difference <= TOLERANCE, f"{name}: differs by {difference:.3e}"
+
+
+@functools.cache
+def _uninterrupted() -> dict[str, Any]:
+    return run_ranks(train_part, 1, config_text("experts", "", "all"), "nowhere", 0, STEPS)[0]

@@ -54,12 +54,16 @@ NARROW = ("--precision.storage=bfloat16", "--precision.reduce=bfloat16", "--opti
 COMPILED = ("--compile.enabled=true", "--compile.loss=true")
 EXPERTS = ('--model.moe={n_experts = 4, top_k = 2, expert_dim = 64, balance = "bias"}',)
 DOCUMENTS = ("--data.document_mask=true",)
+MUON = ("--optimizer.name=muon", "--optimizer.muon.second_moment=neuron", "--optimizer.muon.split_heads=true")
 # Variants of one model, which begin with the same loss but for rounding to bfloat16.
 ALIKE: dict[str, tuple[str, ...]] = {
     "fsdp2": ("--parallel.reshard_after_forward=always",),
     "zero1": ("--parallel.data_parallel=zero1",),
     "zero2": ("--parallel.data_parallel=zero2",),
     "narrow state": NARROW,
+    "muon": MUON,
+    "muon, offloaded": (*MUON, "--parallel.cpu_offload=true"),
+    "lion": ("--optimizer.name=lion", "--optimizer.lr=3e-3"),
     "offloaded": ("--parallel.cpu_offload=true",),
     "recomputed": ("--activation_checkpoint.mode=full",),
     "partly recomputed": ("--activation_checkpoint.mode=selective",),
@@ -84,6 +88,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
         *COMPILED,
         "--activation_checkpoint.mode=selective",
     ),
+    "experts, muon": (*EXPERTS, *MUON),
     "experts, deterministic": (*EXPERTS, "--run.deterministic=true"),
 }
 
@@ -141,7 +146,9 @@ def test_another_model_learns(name: str, tmp_path: Path) -> None:
     assert run.losses()[-1] < run.losses()[0] - 0.5
 
 
-@pytest.mark.parametrize("options", [(), DOCUMENTS, EXPERTS], ids=["dense", "documents", "experts"])
+@pytest.mark.parametrize(
+    "options", [(), DOCUMENTS, EXPERTS, MUON], ids=["dense", "documents", "experts", "muon"]
+)
 def test_in_float64_a_card_and_a_cpu_compute_the_same(options: tuple[str, ...], tmp_path: Path) -> None:
     wide = [f"--precision.{use}=float64" for use in ("storage", "compute", "reduce")]
     start = Run(tmp_path / "start", *wide, *options)

@@ -9,14 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forge.optim.matrices import WholeMatrices
+from forge.optim.matrices import Batch, WholeMatrices
 from forge.shard import Shard
 from tests.support.checkpoints import cut, numbers, rows, whole
 from tests.support.collectives import collectives_of
 from tests.support.harness import RankFailed, run_ranks
 
-SHAPES = [(5, 7), (9, 4), (3, 4, 5), (1, 6), (6, 1), (2, 2, 3, 3), (20, 10)]
-MATRICES = 1 + 1 + 3 + 1 + 1 + 4 + 1
+SHAPES = [(5, 7), (9, 4), (3, 4, 5), (1, 6), (6, 1), (20, 10), (12, 7), (7, 4, 5), (3, 7), (5, 7)]
+# How many matrices the rows of each are.
+HEADS = [1, 3, 1, 1, 1, 1, 4, 1, 1, 1]
+MATRICES = 1 + 3 + 3 + 1 + 1 + 1 + 4 + 7 + 1 + 1
 LAYOUTS = {
     "cut": cut,
     "rows": rows,
@@ -26,18 +28,18 @@ LAYOUTS = {
 }
 
 
-def mixed(matrix: Tensor) -> Tensor:
-    """A function whose every element depends on the whole matrix."""
-    return matrix @ matrix.T @ matrix / matrix.square().sum() + matrix[-1, 0]
+def mixed(matrices: Tensor) -> Tensor:
+    """A function of `[n, rows, columns]` by which every element depends on the whole of its matrix."""
+    squares = matrices.square().sum((1, 2), keepdim=True)
+    return matrices @ matrices.mT @ matrices / squares + matrices[:, -1:, :1]
 
 
 def full_tensors() -> list[Tensor]:
-    return [numbers(shape, torch.float64).sin() for shape in SHAPES]
+    return [numbers(shape, torch.float64).sin() + number for number, shape in enumerate(SHAPES)]
 
 
-def expected(full: Tensor) -> Tensor:
-    flat = full.reshape(-1, *full.shape[-2:])
-    return torch.stack([mixed(matrix) for matrix in flat]).view(full.shape)
+def expected(full: Tensor, heads: int) -> Tensor:
+    return mixed(full.reshape(-1, full.shape[-2] // heads, full.shape[-1])).view(full.shape)
 
 
 def shards_of(layout: str, rank: int, world: int) -> list[Shard]:
@@ -45,21 +47,26 @@ def shards_of(layout: str, rank: int, world: int) -> list[Shard]:
     return [LAYOUTS[layout](f"weight.{number}", full, rank, world) for number, full in cases]
 
 
+def made(shards: list[Shard], **options: Any) -> WholeMatrices:
+    return WholeMatrices(shards, dist.group.WORLD, **{"dtype": torch.float64} | options)
+
+
 def _replace(rank: int, world: int, layout: str, round_numel: int) -> dict[str, Any]:
     shards = shards_of(layout, rank, world)
-    matrices = WholeMatrices(shards, dist.group.WORLD, dtype=torch.float64, round_numel=round_numel)
+    matrices = made(shards, heads=HEADS, round_numel=round_numel)
     tensors = [shard.data.clone() for shard in shards]
-    owned: list[int] = []
+    owned: list[tuple[int, ...]] = []
 
-    def function(matrix: Tensor) -> Tensor:
-        owned.append(matrix.numel())
-        return mixed(matrix)
+    def function(several: Tensor, batch: Batch) -> Tensor:
+        assert several.shape == (batch.count, *batch.shape)
+        owned.append(tuple(several.shape))
+        return mixed(several)
 
     sent = collectives_of(lambda: matrices.replace(tensors, function))
-    for shard, tensor, full in zip(shards, tensors, full_tensors(), strict=True):
+    for shard, tensor, full, heads in zip(shards, tensors, full_tensors(), HEADS, strict=True):
         for box, piece in shard.pieces(tensor):
             here = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
-            torch.testing.assert_close(piece, expected(full)[here], rtol=0, atol=1e-12)
+            torch.testing.assert_close(piece, expected(full, heads)[here], rtol=0, atol=1e-12)
     return {"owned": owned, "sent": sent.calls, "tensors": tensors}
 
 
@@ -67,18 +74,34 @@ def _replace(rank: int, world: int, layout: str, round_numel: int) -> dict[str, 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_part_is_replaced_by_the_function_of_the_whole_matrix(layout: str, round_numel: int) -> None:
     found = run_ranks(_replace, 4, layout, round_numel)
-    assert sum(len(one["owned"]) for one in found) == MATRICES, "computed more than once, or not at all"
-    # In a round of 1 each owner has one matrix.
-    most = max(len(one["owned"]) for one in found)
-    rounds = {1: most, 1 << 20: 1}.get(round_numel)
+    owned = [[count for count, *_ in one["owned"]] for one in found]
+    assert sum(map(sum, owned)) == MATRICES, "computed more than once, or not at all"
+    if round_numel == 1:
+        assert all(count == 1 for one in owned for count in one), "a round has one matrix of each owner"
+    if round_numel > 60:
+        shapes = [[tuple(shape) for _, *shape in one["owned"]] for one in found]
+        assert all(len(set(one)) == len(one) for one in shapes), (
+            "matrices of one shape are not computed at once"
+        )
     for one in found:
         assert {name for name, _ in one["sent"]} == {"all_to_all"}
-        assert rounds is None or len(one["sent"]) == 2 * rounds
+        assert len(one["sent"]) == len(found[0]["sent"])
+        assert round_numel == 1 or len(one["sent"]) <= 2 * max(map(len, owned))
 
 
 def test_one_process_sends_nothing() -> None:
     (found,) = run_ranks(_replace, 1, "whole", 60)
-    assert found["sent"] == [] and len(found["owned"]) == MATRICES
+    assert found["sent"] == [] and sum(count for count, *_ in found["owned"]) == MATRICES
+
+
+def test_without_a_group_a_process_computes_all_matrices() -> None:
+    shards = shards_of("whole", 0, 1)
+    tensors = [shard.data.clone() for shard in shards]
+    WholeMatrices(shards, None, dtype=torch.float64, heads=HEADS).replace(
+        tensors, lambda several, _: mixed(several)
+    )
+    for tensor, full, heads in zip(tensors, full_tensors(), HEADS, strict=True):
+        torch.testing.assert_close(tensor, expected(full, heads), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("layout", ["whole", "copies"])
@@ -88,45 +111,81 @@ def test_copies_get_the_same_bits(layout: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found[one], found[other], strict=True))
 
 
-def _work(rank: int, world: int) -> int:
-    """Elements of the matrices that this rank computes."""
-    fulls = [torch.ones(20, 10), *torch.ones(10, 10, 10)]
-    shards = [rows(f"{number}", full, rank, world) for number, full in enumerate(fulls)]
-    seen: list[int] = []
-    matrices = WholeMatrices(shards, dist.group.WORLD, dtype=torch.float32)
-    matrices.replace([shard.data for shard in shards], lambda matrix: seen.append(matrix.numel()) or matrix)
-    return sum(seen)
+def _work(rank: int, world: int, cut: str, shapes: list[tuple[int, ...]]) -> int:
+    """Multiplications of this rank in a step of an orthogonalisation."""
+    fulls = enumerate(torch.ones(shape) for shape in shapes)
+    shards = [LAYOUTS[cut](f"{number}", full, rank, world) for number, full in fulls]
+    return sum(run.work for batch in made(shards).batches for run in batch.runs)
 
 
-def test_owners_have_equal_work() -> None:
-    assert run_ranks(_work, 3) == [400] * 3
+def test_owners_have_equal_work_where_they_have_a_choice() -> None:
+    # Ten experts lie with 4, 4 and 2 of the ranks: the last one gets the matrix that all hold parts of.
+    assert run_ranks(_work, 3, "rows", [(20, 10), (10, 10, 10)]) == [12000, 12000, 6000 + 5000]
 
 
-def test_a_matrix_that_one_rank_holds_alone_is_computed_there() -> None:
+def test_work_counts_and_not_elements() -> None:
+    # One matrix has as many elements as the four others, but takes a quarter of the work.
+    wide, square = 4 * 4 * (2 * 64 + 4), 8 * 8 * (2 * 8 + 8)
+    shapes = [(4, 64), *4 * [(8, 8)]]
+    assert sorted(run_ranks(_work, 2, "whole", shapes)) == sorted([wide + square, 3 * square])
+
+
+def test_experts_that_many_ranks_hold_are_divided_among_them() -> None:
+    assert len(set(run_ranks(_work, 4, "whole", [(8, 4, 4)]))) == 1
+
+
+def test_a_matrix_that_one_rank_holds_alone_is_computed_there_and_not_sent() -> None:
     assert run_ranks(_experts, 2) == [[0.0, 1.0], [2.0, 3.0]]
 
 
 def _experts(rank: int, world: int) -> list[float]:
     full = torch.arange(4.0).view(4, 1, 1).expand(4, 3, 3).contiguous()
     shard, seen = rows("experts", full, rank, world), []
-    matrices = WholeMatrices([shard], dist.group.WORLD, dtype=torch.float32)
-    matrices.replace([shard.data], lambda matrix: seen.append(matrix.max().item()) or matrix)
+    matrices = made([shard], dtype=torch.float32)
+    run = lambda: matrices.replace([shard.data], lambda some, _: seen.extend(some[:, 0, 0].tolist()) or some)  # noqa: E731
+    assert not collectives_of(run).calls
     return seen
+
+
+def _order(rank: int, world: int) -> list[str]:
+    """What this rank begins, in order: exchanges (between all ranks) and computations (its own)."""
+    shards = [rows(f"{i}", torch.ones(8, 8), rank, world) for i in range(6)]
+    matrices = made(shards, round_numel=64)
+    events = []
+    exchange = dist.all_to_all_single
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        events.append("exchange")
+        return exchange(*args, **kwargs)
+
+    dist.all_to_all_single = record
+    matrices.replace([s.data.double() for s in shards], lambda some, _: events.append("compute") or some)
+    return events
+
+
+def test_the_next_matrices_are_under_way_while_a_round_is_computed() -> None:
+    # Three rounds: to owners twice before the first computation, and results of each as soon as they are there.
+    first, middle, last = (
+        ["exchange"] * 2 + ["compute"],
+        ["exchange"] * 2 + ["compute"],
+        ["exchange", "compute", "exchange"],
+    )
+    assert run_ranks(_order, 2) == [[*first, *middle, *last]] * 2
 
 
 def _memory(rank: int, world: int, round_numel: int) -> int:
     """The most elements that this rank sends or receives at once."""
     shards = [rows(f"{i}", torch.ones(8, 8), rank, world) for i in range(16)]
-    matrices = WholeMatrices(shards, dist.group.WORLD, dtype=torch.float32, round_numel=round_numel)
+    matrices = made(shards, dtype=torch.float32, round_numel=round_numel)
     tensors = [shard.data for shard in shards]
-    sent = collectives_of(lambda: matrices.replace(tensors, torch.neg))
+    sent = collectives_of(lambda: matrices.replace(tensors, lambda some, _: -some))
     assert all(tensor.eq(-1).all() for tensor in tensors)
     return max(sent.sizes("all_to_all")) // 4
 
 
-@pytest.mark.parametrize(("round_numel", "most"), [(64, 64), (130, 128), (256, 256), (1 << 20, 512)])
+@pytest.mark.parametrize(("round_numel", "most"), [(64, 32), (130, 64), (256, 128), (1 << 20, 256)])
 def test_a_round_bounds_what_is_sent_at_once(round_numel: int, most: int) -> None:
-    # Of every matrix in a round a rank has half, and there are as many as owners have: so it sends what one owns.
+    # Of each of the matrices that another rank owns in a round a rank sends half.
     assert run_ranks(_memory, 2, round_numel) == [most] * 2
 
 
@@ -134,9 +193,9 @@ def _narrow(rank: int, world: int) -> None:
     shard = cut("weight", torch.full((4, 4), 1 + 2.0**-10), rank, world)
     matrices = WholeMatrices([shard], dist.group.WORLD, dtype=torch.bfloat16)
 
-    def function(matrix: Tensor) -> Tensor:
-        assert matrix.dtype == torch.bfloat16 and matrix.eq(1).all()
-        return matrix * 3
+    def function(several: Tensor, _: Batch) -> Tensor:
+        assert several.dtype == torch.bfloat16 and several.eq(1).all()
+        return several * 3
 
     matrices.replace([shard.data], function)
     assert shard.data.dtype == torch.float32 and shard.data.eq(3).all()
@@ -153,14 +212,14 @@ class Waited(Exception):
 def _no_waiting(rank: int, world: int) -> None:
     """Raise where a number is read back from the device: all ways go through one of these methods."""
     shards = shards_of("cut", rank, world)
-    matrices = WholeMatrices(shards, dist.group.WORLD, dtype=torch.float64, round_numel=60)
+    matrices = made(shards, heads=HEADS, round_numel=60)
 
     def wait(*_: object) -> None:
         raise Waited
 
     for name in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy"):
         setattr(torch.Tensor, name, wait)
-    matrices.replace([shard.data for shard in shards], mixed)
+    matrices.replace([shard.data for shard in shards], lambda several, _: mixed(several))
 
 
 def test_nothing_waits_for_the_device() -> None:

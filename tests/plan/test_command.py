@@ -69,6 +69,12 @@ def test_what_is_wrong_is_one_sentence_and_exit_code_2(tmp_path, capsys, option:
     assert part in capsys.readouterr().err
 
 
+def test_whole_matrices_are_planned_on_one_process_and_refused_on_several(tmp_path, capsys) -> None:
+    assert plan(tmp_path, "--optimizer.name=muon") == 0
+    assert plan(tmp_path, "--optimizer.name=muon", "--world-size=2") == 2
+    assert "plan with adamw" in capsys.readouterr().err
+
+
 def test_a_file_that_does_not_describe_hardware_is_refused(tmp_path, capsys) -> None:
     assert plan(tmp_path, gib=-1) == 2
     assert "memory_gib" in capsys.readouterr().err

@@ -29,7 +29,7 @@ def train_part(
     config = parse_toml_text(text)
     meshes = make_meshes(check_world(config, world), "cpu")
     model = build_parallel_model(config, meshes, torch.device("cpu"))
-    optimizer = build_optimizer(model.shards, config.optimizer)
+    optimizer = build_optimizer(model.shards, config.optimizer, meshes.stage)
     checkpoints = Checkpoints(Path(folder), mode="sync")
     if begin:
         for shard in model.shards:

@@ -1,0 +1,215 @@
+"""The time of one update by each optimizer, and what it sends; by ranks, of a dense model and of a mixture of experts.
+
+    python benchmarks/optimizers.py                        debug.toml and moe_debug.toml on 1, 2 and 4 ranks
+    python benchmarks/optimizers.py --worlds 2 --parallel.data_parallel=zero1
+    python benchmarks/optimizers.py --worlds 4 --parallel.tp=2
+
+All optimizers of one row are in the same processes and take turns. In one process, PyTorch's Muon is among them, as it is
+(it iterates in bfloat16) and with its iteration in float32; each expert is a parameter of its own there. Prints the table and
+writes it, with date, versions and settings, to benchmarks/results/. Other --section.key=value options override the config.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.loops import TINY, configure, settings_of
+from benchmarks.measure import Spread, environment, judged, markdown, parser, publish, ratio, take_turns
+from benchmarks.ranks import Row, rows_of_ranks
+from forge.config import Config, check_world
+from forge.data.build import build_dataset
+from forge.data.loader import Loader
+from forge.optim import build_optimizer
+from forge.optim.optimizer import gradient
+from forge.parallel.build import build_parallel_model
+from forge.parallel.mesh import make_meshes
+from forge.parallel.model import ParallelModel
+from scripts.options import exit_code_of, positive
+from tests.support.collectives import collectives_of
+
+MODELS = {"dense": "debug.toml", "experts": "moe_debug.toml"}
+TINY_EXPERTS = ("--model.moe.n_experts=4", "--model.moe.expert_dim=32")
+OPTIMIZERS = {
+    "adamw": ("--optimizer.name=adamw",),
+    "muon": ("--optimizer.name=muon",),
+    "muon, neuron": ("--optimizer.name=muon", "--optimizer.muon.second_moment=neuron"),
+}
+TORCH, TORCH_FLOAT32 = "torch.optim.Muon", "torch.optim.Muon, float32"
+MIB = 2**20
+# Time of PyTorch's Muon over ours, in one process on the CPU.
+BAR = 1.0
+
+
+class Update:
+    """One optimizer on the gradient of one batch."""
+
+    def __init__(self, name: str, step: Callable[[], None]):
+        self.name, self.step = name, step
+
+    def sent(self) -> tuple[dict[str, int], float]:
+        """Collectives by name, those of a few numbers left out, and MiB of the tensors that take part."""
+        calls = [(name, size) for name, size in collectives_of(self.step).calls if size > 256]
+        return dict(Counter(name for name, _ in calls)), sum(size for _, size in calls) / MIB
+
+    def losses(self) -> list[float]:
+        return []
+
+    def close(self) -> None: ...
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given, overrides = _parser().parse_known_args(arguments)
+    return exit_code_of(lambda: measure(given, overrides))
+
+
+def measure(given: argparse.Namespace, overrides: list[str]) -> None:
+    """Run every number of ranks in turn, print and write the table."""
+    about = environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    rows = [
+        row
+        for world in given.worlds
+        for model in MODELS
+        for row in rows_of_ranks(world, _measure, model, given, overrides)
+    ]
+    left_out = ("config", "layers")
+    about["settings"] = {key: value for key, value in rows[0]["settings"].items() if key not in left_out}
+    publish("optimizers", given.output, about, {"rows": rows}, _table(rows))
+
+
+def _measure(
+    device: torch.device, model_name: str, given: argparse.Namespace, overrides: list[str]
+) -> list[Row]:
+    world = dist.get_world_size()
+    tiny = (*TINY, *(TINY_EXPERTS if model_name == "experts" else ())) if given.tiny else ()
+    updates, configs = [], {}
+    for name, options in OPTIMIZERS.items():
+        config = configure(MODELS[model_name], *tiny, *overrides, *options)
+        configs[name] = config
+        updates.append(Update(name, _ours(config, device)))
+    if world == 1:
+        for name, cast in ((TORCH, True), (TORCH_FLOAT32, False)):
+            updates.append(Update(name, _torchs(configs["muon"], device, cast)))
+    seconds = take_turns(updates, rounds=given.rounds, steps=given.steps, warmup=given.warmup, device=device)
+    rows = []
+    for update in updates:
+        collectives, sent = update.sent()
+        ours = world == 1 and update.name == "muon"
+        rows.append(
+            {
+                "ranks": world,
+                "model": model_name,
+                "optimizer": update.name,
+                "ms": Spread.of([1000 * s for s in seconds[update.name]]).show(1),
+                "of_adamw": ratio(seconds[update.name], seconds["adamw"]).show(2),
+                "of_torch": ratio(seconds[TORCH], seconds[update.name]).show(2) if ours else "",
+                "bar": BAR if ours and device.type == "cpu" and not given.tiny else None,
+                "met": ratio(seconds[TORCH], seconds[update.name]).median if ours else 0.0,
+                "collectives": collectives,
+                "sent_mib": sent,
+                "settings": settings_of(given, configs["muon"], device),
+            }
+        )
+    return rows
+
+
+def _with_gradients(config: Config, device: torch.device) -> tuple[ParallelModel, Any]:
+    """The model with the gradient of one batch, and the ranks that share its matrices."""
+    degrees = check_world(config, dist.get_world_size())
+    meshes = make_meshes(degrees, device.type)
+    model = build_parallel_model(config, meshes, device)
+    batches = Loader(
+        build_dataset(config),
+        global_batch_size=config.train.global_batch_size,
+        rank=meshes.data_rank,
+        ranks=meshes.data_ranks,
+        device=device,
+    )
+    batch = next(batches)
+    batches.close()
+    model.forward_backward(batch, model.count_tokens(batch))
+    model.finalize_gradients()
+    return model, meshes.stage
+
+
+def _ours(config: Config, device: torch.device) -> Callable[[], None]:
+    model, group = _with_gradients(config, device)
+    optimizer = build_optimizer(model.shards, config.optimizer, group)
+    go = torch.zeros((), device=device)
+    return lambda: optimizer.step(config.optimizer.lr, go)
+
+
+def _torchs(config: Config, device: torch.device, cast: bool) -> Callable[[], None]:
+    """torch.optim.Muon for what forge's Muon takes and torch.optim.AdamW for the rest, on the same gradients."""
+    shards = _with_gradients(config, device)[0].shards
+    matrices: list[Tensor] = []
+    rest: list[Tensor] = []
+    for shard in shards:
+        whole = shard.data.view(shard.global_shape).clone()
+        slope = gradient(shard).reshape(shard.global_shape).to(whole.dtype)
+        own = shard.name.startswith("layers.") and len(shard.global_shape) > 1 and shard.kind != "router"
+        several = zip(whole, slope, strict=True) if own and whole.dim() == 3 else [(whole, slope)]
+        for values, grad in several:
+            parameter = torch.nn.Parameter(values.clone())
+            parameter.grad = grad.clone()
+            (matrices if own else rest).append(parameter)
+    options = {"lr": config.optimizer.lr, "adjust_lr_fn": config.optimizer.muon.adjust_lr}
+    muon = torch.optim.Muon(matrices, **options)
+    adamw = torch.optim.AdamW(rest, lr=config.optimizer.lr, fused=True)
+
+    def step() -> None:
+        bfloat16 = Tensor.bfloat16
+        if not cast:
+            Tensor.bfloat16 = Tensor.clone  # type: ignore[method-assign]
+        try:
+            muon.step()
+        finally:
+            Tensor.bfloat16 = bfloat16  # type: ignore[method-assign]
+        adamw.step()
+
+    return step
+
+
+def _table(rows: list[Row]) -> str:
+    head = ["ranks", "model", "optimizer", "ms per update", "of adamw's time"]
+    head += ["torch.optim.Muon's time of ours", "bar", "collectives", "MiB in them"]
+    lines = []
+    for row in rows:
+        sent = ", ".join(f"{number} {name}" for name, number in row["collectives"].items())
+        lines.append(
+            [
+                str(row["ranks"]),
+                row["model"],
+                row["optimizer"],
+                row["ms"],
+                row["of_adamw"],
+                row["of_torch"],
+                judged(row["bar"], row["met"]),
+                sent or "none",
+                f"{row['sent_mib']:.1f}",
+            ]
+        )
+    return f"{markdown(head, lines)}\n\nMedians of all rounds (lowest to highest); ratios are taken round by round."
+
+
+def _parser() -> argparse.ArgumentParser:
+    made = parser(__doc__, rounds=3, steps=1, warmup=1)
+    made.add_argument(
+        "--worlds", type=positive, nargs="+", default=[1, 2, 4], metavar="N", help="numbers of ranks (1 2 4)"
+    )
+    made.set_defaults(config="debug.toml and moe_debug.toml")
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main())

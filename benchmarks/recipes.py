@@ -1,0 +1,163 @@
+"""Which optimizer learns most, in as many steps and in as much time: each with the best of as many learning rates.
+
+    python benchmarks/recipes.py                                           after `make data`; two hours on two CPU cores
+    python benchmarks/recipes.py --steps 100 --seeds 1 --train.global_batch_size=4
+    python benchmarks/recipes.py --only adamw muon --rates 1e-3 3e-3 1e-2
+
+Whole runs of train.py, one after another. Every optimizer is tried with all learning rates under the first seed, and its
+best one is repeated under the others; held-out loss decides. Prints the table, draws the curves of the best runs against
+steps and against time, and writes all of it to benchmarks/results/. Other --section.key=value options override the config.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
+
+import torch
+
+from benchmarks.measure import Spread, environment, markdown, parser, publish
+from forge.config import load_config
+from forge.errors import FAILED, UserError
+from scripts.options import exit_code_of, positive
+from scripts.plot_loss import draw
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPES: dict[str, tuple[str, ...]] = {
+    "adamw": (),
+    "muon": ("--optimizer.name=muon",),
+    "muon, polar express, neuron": (
+        "--optimizer.name=muon",
+        "--optimizer.muon.orthogonalization=polar_express",
+        "--optimizer.muon.second_moment=neuron",
+    ),
+    "lion": ("--optimizer.name=lion", "--optimizer.betas=[0.9,0.99]"),
+}
+# Of lion's rates by those of the others, which Lion's authors recommend.
+SMALLER = {"lion": 0.2}
+Run = dict[str, Any]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given, overrides = _parser().parse_known_args(arguments)
+    return exit_code_of(lambda: measure(given, overrides))
+
+
+def measure(given: argparse.Namespace, overrides: list[str]) -> None:
+    """Train all, print and write the table, draw the curves."""
+    about = environment(torch.device("cpu"))
+    config = load_config(["--config", given.config, *overrides])
+    if not config.data.validation:
+        raise UserError("data.validation is empty, but held-out loss decides; name held-out data")
+    train = config.train
+    about["settings"] = {
+        "config": Path(given.config).stem,
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+        "steps": given.steps,
+        "global_batch_size": train.global_batch_size,
+        "seq_len": train.seq_len,
+        "seeds": given.seeds,
+    }
+    results = {name: _tune(name, given, overrides) for name in given.only}
+    curves_by_step, curves_by_time = {}, {}
+    for name, runs in results.items():
+        best = runs["best"][0]
+        curves_by_step[name] = list(enumerate(best["losses"], start=1))
+        times = accumulate(best["step_times"])
+        curves_by_time[name] = [(round(at), loss) for at, loss in zip(times, best["losses"], strict=True)]
+    publish("recipes", given.output, about, results, _table(results))
+    stem = f"{about['date']}-recipes"
+    (given.output / f"{stem}-steps.svg").write_text(draw(curves_by_step, []))
+    (given.output / f"{stem}-time.svg").write_text(draw(curves_by_time, [], "seconds in steps"))
+
+
+def _tune(name: str, given: argparse.Namespace, overrides: list[str]) -> dict[str, list[Run]]:
+    """Return the runs with each learning rate, and those with the best one."""
+    rates = [rate * SMALLER.get(name, 1.0) for rate in given.rates]
+    tried = [_train(name, rate, 0, given, overrides) for rate in rates]
+    best = min(tried, key=lambda run: run["held_out"])
+    others = [_train(name, best["lr"], seed, given, overrides) for seed in range(1, given.seeds)]
+    return {"tried": tried, "best": [best, *others]}
+
+
+def _train(name: str, lr: float, seed: int, given: argparse.Namespace, overrides: list[str]) -> Run:
+    with tempfile.TemporaryDirectory() as folder:
+        options = [
+            f"--run.output_dir={folder}",
+            "--run.name=run",
+            f"--run.seed={seed}",
+            f"--train.steps={given.steps}",
+            f"--optimizer.lr={lr}",
+            f"--evaluate.interval={given.steps}",
+            "--evaluate.sample_interval=0",
+            "--checkpoint.interval=0",
+            "--metrics.log_interval=1",
+            "--metrics.tensorboard=false",
+        ]
+        command = [sys.executable, str(ROOT / "train.py"), "--config", given.config, *overrides]
+        done = subprocess.run([*command, *options, *RECIPES[name]], capture_output=True, text=True)
+        if done.returncode:
+            last = "\n".join((done.stdout + done.stderr).splitlines()[-5:])
+            raise UserError(f"{name} at {lr:g}: train.py ended with {done.returncode}:\n{last}", FAILED)
+        lines = list(map(json.loads, (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()))
+    steps = [line for line in lines if "loss" in line]
+    held_out = [loss for line in lines for loss in line.get("eval", {}).values()]
+    # A loss that is not finite is null.
+    found = {
+        "lr": lr,
+        "seed": seed,
+        "held_out": sum(held_out) / len(held_out) if held_out and None not in held_out else float("inf"),
+        "seconds": sum(line["step_time_s"] for line in steps),
+        "losses": [line["loss"] or float("inf") for line in steps],
+        "step_times": [line["step_time_s"] for line in steps],
+    }
+    print(
+        f"{name} at {lr:g}, seed {seed}: {found['held_out']:.3f} in {found['seconds']:.0f} s", file=sys.stderr
+    )
+    return found
+
+
+def _table(results: dict[str, dict[str, list[Run]]]) -> str:
+    head = [
+        "recipe",
+        "held-out loss at each learning rate",
+        "best",
+        "its loss over seeds",
+        "seconds in steps",
+    ]
+    rows = []
+    for name, runs in results.items():
+        tried = ", ".join(f"{run['lr']:g}: {run['held_out']:.3f}" for run in runs["tried"])
+        losses = Spread.of([run["held_out"] for run in runs["best"]])
+        seconds = Spread.of([run["seconds"] for run in runs["best"]])
+        rows.append([name, tried, f"{runs['best'][0]['lr']:g}", losses.show(3), seconds.show(0)])
+    return f"{markdown(head, rows)}\n\nMedians over seeds (lowest to highest). The first seed chose the learning rate."
+
+
+def _parser() -> argparse.ArgumentParser:
+    made = parser(__doc__, config="what is trained", tiny=False)
+    add = made.add_argument
+    add("--steps", type=positive, default=300, metavar="N", help="steps of a run (%(default)s)")
+    add("--seeds", type=positive, default=3, metavar="N", help="runs at the best rate (%(default)s)")
+    add("--only", nargs="+", default=list(RECIPES), choices=RECIPES, metavar="NAME", help="recipes (all)")
+    add(
+        "--rates",
+        type=float,
+        nargs="+",
+        default=[1e-3, 3e-3, 1e-2],
+        metavar="LR",
+        help="learning rates of each (1e-3 3e-3 1e-2)",
+    )
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main())

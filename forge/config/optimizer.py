@@ -1,0 +1,36 @@
+"""Tables of single optimizers within [optimizer]."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Le, Lt
+from pydantic import Field
+
+from forge.config.section import NonNegativeNumber, Section
+
+
+class MuonConfig(Section):
+    """muon: matrices inside blocks are updated by Muon; all else (embedding, head, norms, biases, routers) by adamw with the
+    keys of [optimizer]."""
+
+    lr: NonNegativeNumber = Field(default=0.0, json_schema_extra={"default": "optimizer.lr"})
+    """Peak learning rate of the matrices, with the same schedule. 0: optimizer.lr."""
+    momentum: Annotated[float, Ge(0), Lt(1)] = 0.95
+    """Decay rate of the mean of gradients."""
+    nesterov: bool = True
+    """Orthogonalize a mean of the gradient and the momentum, instead of the momentum."""
+    ns_steps: Annotated[int, Ge(1), Le(99)] = 5
+    """Steps of the orthogonalization."""
+    orthogonalization: Literal["newton_schulz", "polar_express"] = "newton_schulz"
+    """Polynomials of the steps: newton_schulz takes the same one in each, polar_express the best one for each."""
+    adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Factor of the learning rate by the shape of a matrix. match_rms_adamw: 0.2 sqrt(max(rows, columns)), for updates as
+    large as those of adamw, whose learning rate fits; original: sqrt(max(1, rows / columns))."""
+    second_moment: Literal["none", "neuron"] = "none"
+    """neuron: divide each row of an update by the root of its second moment, a mean with the decay rate betas[1]
+    (NorMuon)."""
+    cautious_decay: bool = False
+    """Decay only weights that the update makes smaller."""
+    split_heads: bool = False
+    """Take the projections to queries, keys and values as one matrix per head."""

@@ -1,0 +1,64 @@
+"""Lion: steps of one size in the direction of the sign of a mean of gradients; half the state of AdamW.
+
+Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023 (arXiv:2302.06675).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from forge.config.schema import OptimizerConfig
+from forge.optim.optimizer import gradient, register, weight_decay, wide_dtype, write_unless
+from forge.optim.rounding import StochasticRounding
+from forge.shard import Shard
+
+
+@register("lion")
+class Lion:
+    """The update theta <- theta - lr * (sign(beta1 m + (1 - beta1) g) + weight_decay * theta), m <- beta2 m + (1 - beta2) g.
+
+    m has the dtype promote(float32, storage), or bfloat16 with stochastic rounding if `optimizer.moment_dtype` says so.
+    """
+
+    def __init__(self, shards: list[Shard], config: OptimizerConfig, group: ProcessGroup | None = None):
+        self._config, self._shards = config, shards
+        self._decay = {shard.name: weight_decay(shard.name, config) for shard in shards}
+        narrow = config.moment_dtype == "bfloat16"
+        self._momentum = {
+            shard.name: torch.zeros_like(shard.data, dtype=torch.bfloat16 if narrow else wide_dtype(shard))
+            for shard in shards
+        }
+        self._updates = torch.zeros((), dtype=torch.int64, device=shards[0].data.device)
+        self._rounding = StochasticRounding(shards, ("momentum",)) if narrow else None
+
+    def step(self, lr: float, skip: Tensor) -> None:
+        beta1, beta2 = self._config.betas
+        skip = skip.to(self._updates.device)
+        if self._rounding is not None:
+            self._rounding.draw(self._updates)
+        for shard in self._shards:
+            momentum, wide = self._momentum[shard.name], wide_dtype(shard)
+            mean, weight = momentum.to(wide), shard.data.to(wide)
+            # With the mean itself as the gradient the mean stays as it is.
+            new = torch.where(skip > 0, mean, gradient(shard).to(wide))
+            direction = mean.lerp(new, 1 - beta1).sign_()
+            write_unless(skip, shard.data, weight - lr * (direction + self._decay[shard.name] * weight))
+            mean.lerp_(new, 1 - beta2)
+            if self._rounding is not None:
+                self._rounding.copy_(momentum, mean, shard, "momentum")
+        write_unless(skip, self._updates, self._updates + 1)
+
+    def tensors(self) -> Iterator[tuple[str, Shard, Tensor]]:
+        for shard in self._shards:
+            yield "momentum", shard, self._momentum[shard.name]
+
+    def state(self) -> dict[str, int]:
+        """Return the number of updates, without skipped ones. Waits for the device."""
+        return {"updates": int(self._updates)}
+
+    def load_state(self, state: dict[str, int]) -> None:
+        self._updates.fill_(state["updates"])

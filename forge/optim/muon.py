@@ -1,0 +1,189 @@
+"""Muon: momentum whose matrices are made nearly orthogonal, whole ones under every engine and layout; AdamW for all else.
+
+Jordan et al., "Muon", 2024, in the form of `torch.optim.Muon`; the factor match_rms_adamw is of Liu et al., "Muon is
+Scalable for LLM Training", 2025 (arXiv:2502.16982), second_moment = neuron of Li et al., "NorMuon", 2025
+(arXiv:2510.05491), cautious_decay of Chen et al., "Cautious Weight Decay", 2025 (arXiv:2510.12402).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from functools import partial
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from forge.config.schema import OptimizerConfig
+from forge.errors import UserError
+from forge.optim.adamw import AdamW
+from forge.optim.matrices import Batch, WholeMatrices
+from forge.optim.optimizer import gradient, register, weight_decay, wide_dtype, write_unless
+from forge.optim.orthogonal import LEAST_NORM, orthogonalize
+from forge.optim.rounding import StochasticRounding
+from forge.shard import Box, Shard
+
+log = logging.getLogger(__name__)
+
+# Added to roots of moments: rows of zeros stay zeros.
+LEAST_MOMENT = 1e-10
+
+
+@register("muon")
+class Muon:
+    """The update theta <- theta - lr * (weight_decay * theta + factor * O), with O the orthogonalised momentum.
+
+    A matrix is a global tensor, or one expert of it; with `split_heads` one head of queries, keys or values. Matrices are
+    iterated in bfloat16 on CUDA and in promote(float32, storage) elsewhere, always in float64 where storage is float64.
+    Momentum is a mean of gradients laid out like the parameter; the second moments of rows lie with a matrix's owner.
+    """
+
+    def __init__(self, shards: list[Shard], config: OptimizerConfig, group: ProcessGroup | None = None):
+        self._config, self._keys = config, config.muon
+        self._shards = [shard for shard in shards if _is_muons(shard)]
+        self._rest = AdamW([shard for shard in shards if not _is_muons(shard)], config, group)
+        self._decay = {shard.name: weight_decay(shard.name, config) for shard in self._shards}
+        narrow = config.moment_dtype == "bfloat16"
+        self._momentum = {
+            shard.name: torch.zeros_like(shard.data, dtype=torch.bfloat16 if narrow else wide_dtype(shard))
+            for shard in self._shards
+        }
+        self._rounding = StochasticRounding(self._shards, ("momentum",)) if narrow else None
+        self._dtype = _iteration_dtype(self._shards)
+        heads = [shard.heads if self._keys.split_heads else 1 for shard in self._shards]
+        self._factors = [self._factor(s, n) for s, n in zip(self._shards, heads, strict=True)]
+        self._matrices = WholeMatrices(self._shards, group, dtype=self._dtype, heads=heads)
+        self._rows: _RowMoments | None = None
+        if self._keys.second_moment == "neuron":
+            self._rows = _RowMoments(self._shards, self._matrices.batches, config.betas[1])
+        elements = sum(shard.global_shape.numel() for shard in self._shards)
+        log.info("muon: %d tensors of %s elements; adamw for all others", len(self._shards), f"{elements:,}")
+
+    def step(self, lr: float, skip: Tensor) -> None:
+        if self._rounding is not None:
+            self._rounding.draw(self._rest.updates)
+        self._rest.step(lr, skip)
+        if not self._shards:
+            return
+        lr *= (self._keys.lr or self._config.lr) / self._config.lr
+        skip = skip.to(self._shards[0].data.device)
+        updates = [self._update(shard, skip) for shard in self._shards]
+        self._matrices.replace(updates, partial(self._orthogonal, skip=skip))
+        for shard, update, factor in zip(self._shards, updates, self._factors, strict=True):
+            weight = shard.data.to(wide_dtype(shard))
+            decayed = weight * (lr * self._decay[shard.name])
+            if self._keys.cautious_decay:
+                decayed *= update * weight > 0
+            write_unless(skip, shard.data, weight - decayed - update * (lr * factor))
+
+    def _update(self, shard: Shard, skip: Tensor) -> Tensor:
+        """Add the gradient to the momentum; return what is to be orthogonalised, laid out like `shard.data`."""
+        momentum, wide = self._momentum[shard.name], wide_dtype(shard)
+        mean = momentum.to(wide)
+        # With the mean itself as the gradient nothing changes, and what follows is finite.
+        new = torch.where(skip > 0, mean, gradient(shard).to(wide))
+        mean.lerp_(new, 1 - self._keys.momentum)
+        update = new.lerp_(mean, self._keys.momentum) if self._keys.nesterov else mean.clone()
+        if self._rounding is not None:
+            self._rounding.copy_(momentum, mean, shard, "momentum")
+        return update.to(self._dtype).contiguous()
+
+    def _orthogonal(self, matrices: Tensor, batch: Batch, skip: Tensor) -> Tensor:
+        result = orthogonalize(matrices, self._keys.ns_steps, self._keys.orthogonalization)
+        return result if self._rows is None else self._rows.normalize(result, batch, skip)
+
+    def _factor(self, shard: Shard, heads: int) -> float:
+        """Return the factor of the learning rate."""
+        rows, columns = shard.global_shape[-2] // heads, shard.global_shape[-1]
+        if self._keys.adjust_lr == "original":
+            return sqrt(max(1, rows / columns))
+        return 0.2 * sqrt(max(rows, columns))
+
+    def tensors(self) -> Iterator[tuple[str, Shard, Tensor]]:
+        for shard in self._shards:
+            yield "momentum", shard, self._momentum[shard.name]
+        if self._rows is not None:
+            for shard in self._rows.shards:
+                yield "row_moment", shard, shard.data
+        yield from self._rest.tensors()
+
+    def state(self) -> dict[str, Any]:
+        """Return the number of updates, without skipped ones. Waits for the device."""
+        return self._rest.state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._rest.load_state(state)
+
+
+class _RowMoments:
+    """Second moments of the rows of orthogonalised matrices, each with the owner of its matrix.
+
+    shards: of the names of `shards`, without their last dimension; what this rank owns of each.
+    """
+
+    def __init__(self, shards: list[Shard], batches: list[Batch], decay: float):
+        self._decay = decay
+        boxes: dict[int, list[Box]] = {number: [] for number in range(len(shards))}
+        for run in (run for batch in batches for run in batch.runs):
+            rows = run.shape[0]
+            if len(shards[run.number].global_shape) == 3:
+                boxes[run.number].append(Box((run.first, 0), (run.count, rows)))
+            else:
+                boxes[run.number].append(Box((run.first * rows,), (run.count * rows,)))
+        self.shards = []
+        for number, shard in enumerate(shards):
+            values = shard.data.new_zeros(sum(box.numel for box in boxes[number]), dtype=wide_dtype(shard))
+            self.shards.append(
+                Shard(shard.name, shard.global_shape[:-1], tuple(boxes[number]), values, kind=shard.kind)
+            )
+        # Views of these, in the order of runs.
+        pieces = [iter([piece for _, piece in shard.pieces(shard.data)]) for shard in self.shards]
+        self._of_batch = {
+            id(batch): [next(pieces[run.number]).view(-1, batch.shape[0]) for run in batch.runs]
+            for batch in batches
+        }
+
+    def normalize(self, matrices: Tensor, batch: Batch, skip: Tensor) -> Tensor:
+        """Divide each row of `[n, rows, columns]` by the root of its moment; norms of matrices stay as they are.
+
+        The paper scales to 0.2 sqrt(rows * columns) instead, which is the same for an orthogonal matrix under
+        match_rms_adamw.
+        """
+        moments = torch.cat(self._of_batch[id(batch)])
+        wide = matrices.to(moments.dtype)
+        new = moments.lerp(wide.square().mean(-1), 1 - self._decay)
+        counts = [run.count for run in batch.runs]
+        for held, values in zip(self._of_batch[id(batch)], new.split(counts), strict=True):
+            write_unless(skip, held, values)
+        scaled = wide / (new.sqrt() + LEAST_MOMENT).unsqueeze(-1)
+        before = torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True)
+        after = torch.linalg.vector_norm(scaled, dim=(1, 2), keepdim=True)
+        return (scaled * (before / after.clamp(min=LEAST_NORM))).to(matrices.dtype)
+
+
+def _is_muons(shard: Shard) -> bool:
+    """Return whether Muon updates this parameter: a matrix inside a block, or the experts', but no router's.
+
+    Raises UserError (exit 2) for a parameter inside a block that is neither a vector nor made of matrices.
+    """
+    dims = len(shard.global_shape)
+    if not shard.name.startswith("layers.") or shard.kind == "router" or dims < 2:
+        return False
+    if dims == 2 or (dims == 3 and shard.kind == "expert"):
+        return True
+    shape = " x ".join(map(str, shard.global_shape))
+    raise UserError(
+        f'optimizer.name = "muon": {shard.name} of {shape} is no matrix, and Muon updates matrices only; use adamw, or an '
+        "optimizer of your own (docs/extending/optimizer.md)"
+    )
+
+
+def _iteration_dtype(shards: list[Shard]) -> torch.dtype:
+    wide = {wide_dtype(shard) for shard in shards}
+    if torch.float64 in wide:
+        return torch.float64
+    on_card = any(shard.parameter.is_cuda for shard in shards)
+    return torch.bfloat16 if on_card else torch.float32

@@ -1,0 +1,46 @@
+"""Runs with Muon: one curve on any layout, through kills and moves; and the change from one optimizer to another."""
+
+import pytest
+
+from forge.checkpoint import read_state
+from forge.checkpoint.folders import step_name
+from forge.checkpoint.loading import TensorReader
+from tests.support.runs import EXPERTS, FLOAT64, Run, assert_same_history
+
+MUON = ["--optimizer.name=muon", "--optimizer.muon.second_moment=neuron", "--optimizer.muon.split_heads=true"]
+
+
+def test_muon_killed_and_moved_to_another_layout_and_engine_keeps_the_curve_of_one_process(tmp_path) -> None:
+    options = [*FLOAT64, *EXPERTS, *MUON]
+    whole, moved = Run(tmp_path / "whole", *options), Run(tmp_path / "moved", *options)
+    assert whole() == 0
+    moved.start("--parallel.ep=2", "--parallel.tp=2", world=4, fault="step:5:1:kill").join()
+    assert moved("--parallel.data_parallel=zero1", world=2) == 0
+    for a, b in zip(whole.metrics(), moved.metrics(), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=0, abs=1e-9)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=0, abs=1e-9)
+    assert whole.losses()[-1] < whole.losses()[0] - 0.2
+
+
+def test_muon_resumed_on_the_same_layout_is_bit_identical(tmp_path) -> None:
+    whole, halves = Run(tmp_path / "whole", *EXPERTS, *MUON), Run(tmp_path / "halves", *EXPERTS, *MUON)
+    assert whole(world=2) == 0
+    assert halves(world=2, fault="step:5:*:signal") == 75
+    assert halves(world=2) == 0
+    assert_same_history(halves, whole)
+
+
+def test_a_run_that_changes_its_optimizer_keeps_its_weights_and_starts_with_fresh_moments(tmp_path) -> None:
+    run = Run(tmp_path / "changed")
+    assert run("--train.steps=4") == 0
+    assert run(*MUON, "--train.steps=8", "--optimizer.lr=1e-9", world=2) == 0
+    afresh = "step-00000004 has optimizer state of adamw (exp_avg, exp_avg_sq); that of muon (exp_avg, exp_avg_sq, momentum, "
+    assert afresh + "row_moment) starts afresh" in run.said()
+    # At a learning rate of almost nothing the weights are those of step 4.
+    before, after = (TensorReader(run.path / "checkpoints" / step_name(step)) for step in (4, 8))
+    weight = "model.layers.0.attention.wq.weight"
+    assert (before.read(weight) - after.read(weight)).abs().max() < 1e-6
+    assert read_state(run.path / "checkpoints" / step_name(8))["optimizer"] == {"updates": 4}
+    # And back: nothing of AdamW's own state is lost on the way that a resume would need.
+    assert run("--train.steps=10") == 0
+    assert "that of adamw (exp_avg, exp_avg_sq) starts afresh" in run.said()
