@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import re
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import tomli
 from pydantic import ValidationError
 
 from forge.config.checks import check
@@ -220,8 +220,8 @@ def _read_file(path: Path) -> Values:
 
 def _read_text(text: str, source: str) -> Values:
     try:
-        return Values(tomli.loads(text), source)
-    except tomli.TOMLDecodeError as error:
+        return Values(tomllib.loads(text), source)
+    except tomllib.TOMLDecodeError as error:
         lines = ["", *text.splitlines()]
         match = re.search(r"at line (\d+)", str(error))
         line = lines[min(int(match[1]), len(lines) - 1) if match else -1].strip()

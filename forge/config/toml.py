@@ -5,9 +5,8 @@ from __future__ import annotations
 import datetime
 import json
 import re
+import tomllib
 from typing import Any
-
-import tomli
 
 BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -38,8 +37,8 @@ def from_literal(text: str, is_text: bool) -> Any:
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise ValueError("not UTF-8 text")
     try:
-        table = tomli.loads(f"value = {text}")
-    except tomli.TOMLDecodeError as error:
+        table = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError as error:
         if is_text or text[:1] not in ("[", "{", '"', "'"):
             return text
         reason = re.sub(r" *[(]at .*", "", str(error))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 from typing import Annotated
 
-import tomli
 from annotated_types import Ge
 from pydantic import Field, ValidationError
 
@@ -65,12 +65,12 @@ def find_hardware(name: str) -> Hardware:
     known = sorted(path.stem for path in FOLDER.glob("*.toml"))
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name.lower()}.toml"
     try:
-        return Hardware.model_validate(tomli.loads(path.read_text("utf-8")))
+        return Hardware.model_validate(tomllib.loads(path.read_text("utf-8")))
     except OSError:
         raise UserError(
             f"--hardware {name}: not known; there are {', '.join(known)}, or the path of a TOML file"
             + did_you_mean(name, known)
         ) from None
-    except (ValidationError, tomli.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValidationError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         first = " ".join(str(error).splitlines()[:3])
         raise UserError(f"--hardware {name}: {path} does not describe hardware: {first}") from error

@@ -8,10 +8,9 @@ history, and what the directory holds of the old one is set aside.
 from __future__ import annotations
 
 import json
+import tomllib
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-import tomli
 
 from forge.checkpoint import read_digest
 from forge.config import Config, to_toml
@@ -89,10 +88,10 @@ def new_history_because(config: Config, directory: RunDirectory, finished: bool)
 def _changed_settings(config: Config, directory: RunDirectory) -> str:
     """Return the sections that differ from those of the last start, as text; empty if none does."""
     try:
-        before = tomli.loads(directory.config.read_text("utf-8"))
+        before = tomllib.loads(directory.config.read_text("utf-8"))
     except (OSError, ValueError):
         return "config.toml, which cannot be read"
-    now = tomli.loads(to_toml(config))
+    now = tomllib.loads(to_toml(config))
     names = [f"[{name}]" for name in SETTINGS if before.get(name) != now.get(name)]
     names += ["run.seed"] if before.get("run", {}).get("seed") != config.run.seed else []
     names += ["checkpoint.init"] if before.get("checkpoint", {}).get("init") != config.checkpoint.init else []

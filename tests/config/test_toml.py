@@ -1,7 +1,8 @@
 """A configuration that is written loads again unchanged."""
 
+import tomllib
+
 import pytest
-import tomli
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -54,7 +55,7 @@ def test_any_config_loads_again_to_itself(tables, scaled: bool) -> None:
 
 @given(st.recursive(st.one_of(st.booleans(), st.integers(), TEXT, st.floats(allow_nan=False)), st.lists))
 def test_a_literal_reads_back_exactly(value) -> None:
-    assert tomli.loads(f"x = {to_literal(value)}")["x"] == value
+    assert tomllib.loads(f"x = {to_literal(value)}")["x"] == value
 
 
 def test_absent_keys_are_left_out_and_sections_have_a_comment() -> None:

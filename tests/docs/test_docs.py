@@ -13,10 +13,10 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
-import tomli
 
 from forge.config import load_config
 from forge.config.keys import keys, sections
@@ -61,7 +61,7 @@ def test_every_toml_block_is_accepted(page: Path) -> None:
     """A whole configuration loads; a part of one is accepted on top of the debug configuration."""
     for block in blocks(page):
         if block.language == "toml":
-            table = tomli.loads(block.text)
+            table = tomllib.loads(block.text)
             options = [
                 f"--{section}.{key}={to_literal(value)}"
                 for section, part in table.items()
