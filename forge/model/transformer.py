@@ -171,13 +171,10 @@ class Transformer(nn.Module):
         return matrix_flops(self, seq_len) + head
 
     def heads(self) -> dict[str, int]:
-        """Return the number of heads of the projections to queries, keys and values, by the name of the parameter."""
-        of_leaf = {"wq": self.config.n_heads, "wk": self.config.n_kv_heads, "wv": self.config.n_kv_heads}
-        return {
-            f"layers.{layer}.attention.{leaf}.weight": number
-            for layer in self.layers
-            for leaf, number in of_leaf.items()
-        }
+        """Return how many heads the rows of projections to queries, keys and values are, by the name of the parameter."""
+        kv = self.config.n_kv_heads
+        of = {"wq": self.config.n_heads, "wk": kv, "wv": kv}
+        return {f"layers.{layer}.attention.{leaf}.weight": of[leaf] for layer in self.layers for leaf in of}
 
     def initial_values(self) -> dict[str, float | Normal]:
         """Return the initial value of each parameter of this part, by name; it does not depend on the part."""

@@ -46,7 +46,7 @@ class AdamW:
 
     def step(self, lr: float, skip: Tensor) -> None:
         if self._rounding is not None:
-            self._rounding.draw(self.updates)
+            self._rounding.draw(self._steps.max())
         for weight_decay, shards in self._groups:
             self._update(shards, lr, weight_decay, skip)
 
@@ -95,15 +95,10 @@ class AdamW:
             yield "exp_avg", shard, self.exp_avg[shard.name]
             yield "exp_avg_sq", shard, self.exp_avg_sq[shard.name]
 
-    @property
-    def updates(self) -> Tensor:
-        """The number of updates, without skipped ones, as a scalar on the device."""
-        # Counters of parameters of which this rank holds nothing stay 0; all others are equal.
-        return self._steps.max()
-
     def state(self) -> dict[str, int]:
         """Return the number of updates, without skipped ones. Waits for the device."""
-        return {"updates": int(self.updates.item())}
+        # Counters of parameters of which this rank holds nothing stay 0; all others are equal.
+        return {"updates": int(self._steps.max().item())}
 
     def load_state(self, state: dict[str, int]) -> None:
         self._steps.fill_(float(state["updates"]))

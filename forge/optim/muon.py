@@ -52,6 +52,7 @@ class Muon:
             for shard in self._shards
         }
         self._rounding = StochasticRounding(self._shards, ("momentum",)) if narrow else None
+        self._updates = torch.zeros((), dtype=torch.int64, device=shards[0].data.device)
         self._dtype = _iteration_dtype(self._shards)
         heads = [shard.heads if self._keys.split_heads else 1 for shard in self._shards]
         self._factors = [self._factor(s, n) for s, n in zip(self._shards, heads, strict=True)]
@@ -64,12 +65,12 @@ class Muon:
 
     def step(self, lr: float, skip: Tensor) -> None:
         if self._rounding is not None:
-            self._rounding.draw(self._rest.updates)
+            self._rounding.draw(self._updates)
         self._rest.step(lr, skip)
         if not self._shards:
             return
         lr *= (self._keys.lr or self._config.lr) / self._config.lr
-        skip = skip.to(self._shards[0].data.device)
+        skip = skip.to(self._updates.device)
         updates = [self._update(shard, skip) for shard in self._shards]
         self._matrices.replace(updates, partial(self._orthogonal, skip=skip))
         for shard, update, factor in zip(self._shards, updates, self._factors, strict=True):
@@ -78,6 +79,7 @@ class Muon:
             if self._keys.cautious_decay:
                 decayed *= update * weight > 0
             write_unless(skip, shard.data, weight - decayed - update * (lr * factor))
+        write_unless(skip, self._updates, self._updates + 1)
 
     def _update(self, shard: Shard, skip: Tensor) -> Tensor:
         """Add the gradient to the momentum; return what is to be orthogonalised, laid out like `shard.data`."""
@@ -116,6 +118,7 @@ class Muon:
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._rest.load_state(state)
+        self._updates.fill_(state["updates"])
 
 
 class _RowMoments:

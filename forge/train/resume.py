@@ -12,12 +12,10 @@ from forge.config import Config
 from forge.distributed import RanksFailed, on_first_rank
 from forge.errors import NO_CHECKPOINT, UserError
 from forge.observe.run_directory import RunDirectory
-from forge.optim import Optimizer
 from forge.parallel.model import ParallelModel
 from forge.train.changes import compare_for_init, compare_for_resume
-from forge.train.optimizers import compare_optimizers
 from forge.train.origin import Origin, new_history_because, origin_of
-from forge.train.state import all_tensors, model_tensors
+from forge.train.state import model_tensors
 
 log = logging.getLogger(__name__)
 
@@ -144,21 +142,6 @@ def check_data(point: ResumePoint, inputs: dict[str, Any], allow_changed_data: b
     for change in changes:
         log.warning("%s", change)
     return changes
-
-
-def load_training_state(
-    point: ResumePoint, model: ParallelModel, optimizer: Optimizer, name: str | None = None
-) -> bool:
-    """Overwrite parameters and optimizer state with the checkpoint's. Collective.
-
-    False if its optimizer state is of another kind than `optimizer`, of this name: make a new one then.
-    """
-    same = compare_optimizers(point.path, point.state.get("optimizer_name"), optimizer, name)
-    load(point.path, all_tensors(model, optimizer) if same else model_tensors(model))
-    model.after_update()
-    if same:
-        optimizer.load_state(point.state["optimizer"])
-    return same
 
 
 def load_weights(path: Path, model: ParallelModel) -> None:

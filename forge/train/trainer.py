@@ -28,10 +28,10 @@ from forge.resilience.spikes import SpikeWindow
 from forge.resilience.stopping import StopSignals
 from forge.resilience.watchdog import patience
 from forge.train.anomalies import AnomalyPolicy
-from forge.train.optimizers import make_optimizer
+from forge.train.optimizers import load_training_state, make_optimizer
 from forge.train.origin import write_origin
 from forge.train.results import StepResults
-from forge.train.resume import Start, load_training_state, load_weights
+from forge.train.resume import Start, load_weights
 from forge.train.rollback import find_rollback_point, sync_rollback_history
 from forge.train.state import Progress, Rollback
 

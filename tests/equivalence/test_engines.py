@@ -19,7 +19,8 @@ from forge.checkpoint import Checkpoints
 from forge.config import parse_toml_text
 from forge.optim import build_optimizer
 from forge.parallel.gradients import clip_gradients, report_gradients
-from forge.train.resume import ResumePoint, load_training_state
+from forge.train.optimizers import load_training_state
+from forge.train.resume import ResumePoint
 from forge.train.state import all_tensors
 from tests.support.buffers import SMALL, batches, engine_config
 from tests.support.building import built

@@ -16,7 +16,8 @@ from forge.optim import build_optimizer
 from forge.parallel.build import build_parallel_model
 from forge.parallel.mesh import make_meshes
 from forge.shard import Box
-from forge.train.resume import ResumePoint, load_training_state
+from forge.train.optimizers import load_training_state
+from forge.train.resume import ResumePoint
 from forge.train.state import all_tensors
 from tests.support.equivalence import STEPS, TOLERANCE, whole
 from tests.support.harness import run_ranks

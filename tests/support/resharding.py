@@ -12,7 +12,8 @@ from forge.optim import build_optimizer
 from forge.parallel.build import build_parallel_model
 from forge.parallel.gradients import clip_gradients, report_gradients
 from forge.parallel.mesh import make_meshes
-from forge.train.resume import ResumePoint, load_training_state
+from forge.train.optimizers import load_training_state
+from forge.train.resume import ResumePoint
 from forge.train.state import all_tensors
 from tests.support.equivalence import STEPS, config_batches, wholes
 
