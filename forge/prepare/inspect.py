@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
+from forge.checkpoint import find_checkpoint, read_state
+from forge.checkpoint.folders import steps
+from forge.config import Config
+from forge.data.build import build_dataset
 from forge.data.dataset import PackedDataset, read_window
 from forge.data.tokenizer import Tokenizer
+from forge.errors import UserError
+from forge.observe.run_directory import RunDirectory
+from forge.train.state import Progress, Rollback
 
 
 @dataclass(frozen=True)
@@ -31,6 +41,52 @@ class Sample:
     text: str | None
     documents: list[int]
     masked: int
+
+    def describe(self) -> str:
+        """Return it as lines to read."""
+        starts = ", ".join(map(str, self.documents[:8])) + (" ..." if len(self.documents) > 8 else "")
+        lines = [
+            f"sample {self.sample}  rank {self.rank}  {self.source}  epoch {self.epoch}  window {self.window}"
+            f" (from token {self.first_token})",
+            f"  ids        {' '.join(map(str, self.tokens))} ...",
+            f"  documents  {len(self.documents)} begin"
+            + (f" at {starts}" if starts else "")
+            + (f"; {self.masked} labels masked" if self.masked else ""),
+        ]
+        if self.text is not None:
+            lines.append(f"  text       {json.dumps(self.text, ensure_ascii=False)}")
+        return "\n".join(lines)
+
+
+def dataset_of_run(config: Config) -> PackedDataset:
+    """Open the dataset, in the order of the history that the run of this config has, or would continue.
+
+    Prints what that history skips, and where its mixture changed. Raises UserError where the run reads other samples.
+    """
+    dataset = build_dataset(config)
+    directory = RunDirectory(Path(config.run.output_dir) / config.run.name)
+    own, resume = steps(directory.checkpoints), config.checkpoint.resume
+    progress = Progress(dataset.order)
+    if own or resume not in ("auto", "none"):
+        path = find_checkpoint(directory.root if own else Path(resume))
+        state = read_state(path)
+        for key, here in (("run.seed", config.run.seed), ("train.seq_len", config.train.seq_len)):
+            there = state["inputs"][key]
+            if there != here:
+                raise UserError(
+                    f"{key} = {here}: {path} was trained with {there}; set it to that, or another run.name to see the data "
+                    "of a new run"
+                )
+        progress.load(state)
+    if directory.rollbacks.exists():
+        known = [Rollback.read(one, progress.order) for one in json.loads(directory.rollbacks.read_text())]
+        progress.pass_over([*known, *(one for one in progress.rollbacks if one not in known)])
+    order = dataset.continuing(progress.order, progress.next_sample)
+    for first, end in order.gaps:
+        print(f"{directory.root}: samples {first} to {end - 1} are skipped", file=sys.stderr)
+    for segment in order.segments[1:]:
+        print(f"{directory.root}: another mixture from sample {segment.start} on", file=sys.stderr)
+    return dataset.following(order)
 
 
 def samples_of_step(
