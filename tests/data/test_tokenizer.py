@@ -168,8 +168,9 @@ def test_too_little_text_for_the_vocabulary_is_a_warning_with_what_is_needed(tmp
     train_tokenizer([PYTHON], tmp_path, 700, max_bytes=40_000)
     assert "warning: a vocabulary of 700 needs about 0.7 MB of text" in capsys.readouterr().err
     (tmp_path / "a.txt").write_text("".join(path.read_text() for path in PYTHON.glob("*.py")) * 10)
-    train_tokenizer([tmp_path / "a.txt"], tmp_path, 400)
-    assert "warning" not in capsys.readouterr().err
+    for max_bytes in (None, 400_000):  # all of the file, and a part of it
+        train_tokenizer([tmp_path / "a.txt"], tmp_path, 400, max_bytes=max_bytes)
+        assert "warning" not in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_written_is_reported_before_training(monkeypatch):
