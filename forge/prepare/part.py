@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from array import array
 from collections.abc import Iterable
+from contextlib import ExitStack
 from functools import lru_cache
 from pathlib import Path
-from typing import TypeAlias
+from typing import BinaryIO, TypeAlias
 
 import numpy as np
 from pydantic import BaseModel
@@ -60,10 +62,33 @@ def split_of(digest: bytes, holdout: float) -> str:
 def encode_chunk(
     number: int, chunk: Chunk, tokenizer_path: str, text_key: str, holdout: float, parts: Path
 ) -> None:
-    """Make the part of a chunk."""
+    """Make the part of a chunk. Memory does not grow with it: tokens are written as they come."""
     tokenizer = tokenizer_of(tokenizer_path)
-    tally = Tally()
-    tokens = {split: _Tokens(tokenizer) for split in (TRAIN, VALIDATION)}
+    tally, starts = Tally(), {}
+    with ExitStack() as files:
+        tokens = {
+            split: _Tokens(tokenizer, files.enter_context(open(tokens_path(parts, number, split), "wb")))
+            for split in (TRAIN, VALIDATION)
+        }
+        _encode(chunk, tokenizer, text_key, holdout, tokens, tally)
+        for split, found in tokens.items():
+            starts[f"{split}_starts"] = found.finish()
+            tally.tokens += found.count
+            tally.unknown += found.unknown
+    write_part(
+        part_path(parts, number),
+        starts | {"tally": np.frombuffer(tally.model_dump_json().encode(), np.uint8)},
+    )
+
+
+def _encode(
+    chunk: Chunk,
+    tokenizer: Tokenizer,
+    text_key: str,
+    holdout: float,
+    tokens: dict[str, _Tokens],
+    tally: Tally,
+) -> None:
     for piece in chunk:
         if isinstance(piece, TextPart):
             tally.documents += piece.is_first
@@ -78,23 +103,15 @@ def encode_chunk(
             split = split_of(digest_of(document.encode()), holdout)
             tally.documents += 1
             tally.text_bytes[split] += tokens[split].add(slices(document, tokenizer))
-    arrays = {}
-    for split, found in tokens.items():
-        arrays[f"{split}_tokens"], arrays[f"{split}_starts"] = found.arrays()
-        tally.tokens += found.count
-        tally.unknown += found.unknown
-    arrays["tally"] = np.frombuffer(tally.model_dump_json().encode(), np.uint8)
-    write_part(part_path(parts, number), arrays)
 
 
 class _Tokens:
-    """Documents as they are stored: [bos] ids [eos], each if the tokenizer has it, and the places where they start."""
+    """Writes documents as they are stored: [bos] ids [eos], each if the tokenizer has it; keeps where they start."""
 
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, file: BinaryIO):
+        self._tokenizer, self._file = tokenizer, file
         self._dtype = token_dtype(tokenizer.vocab_size)
-        self._ids: list[np.ndarray] = []
-        self._starts: list[int] = []
+        self._starts = array("q")
         self.count = self.unknown = 0
 
     def add(self, texts: Iterable[str], *, begins: bool = True, ends: bool = True) -> int:
@@ -114,12 +131,14 @@ class _Tokens:
         return text_bytes
 
     def _append(self, ids: list[int]) -> None:
-        self._ids.append(np.array(ids, self._dtype))
+        self._file.write(np.array(ids, self._dtype).tobytes())
         self.count += len(ids)
 
-    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids `[tokens]` and the offsets int64 `[documents]` at which documents start."""
-        return np.concatenate([np.zeros(0, self._dtype), *self._ids]), np.array(self._starts, np.int64)
+    def finish(self) -> np.ndarray:
+        """Have the tokens on disk; return the offsets int64 `[documents]` at which documents start."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return np.array(self._starts, np.int64)
 
 
 def write_part(path: Path, arrays: dict[str, np.ndarray]) -> None:
@@ -132,4 +151,15 @@ def write_part(path: Path, arrays: dict[str, np.ndarray]) -> None:
 
 
 def part_path(parts: Path, number: int) -> Path:
+    """The document starts and the tally of a chunk, written last."""
     return parts / f"part-{number:05d}.npz"
+
+
+def tokens_path(parts: Path, number: int, split: str) -> Path:
+    return parts / f"part-{number:05d}-{split}.bin"
+
+
+def read_tokens(path: Path, vocab_size: int) -> np.ndarray:
+    """Return the ids `[tokens]`, mapped from the file."""
+    dtype = token_dtype(vocab_size)
+    return np.memmap(path, dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype)

@@ -5,7 +5,8 @@ it is complete; when all parts exist they are joined in order. So after any inte
 is missing.
 
     OUTPUT/.parts/plan.json         the options and the corpus that the parts belong to
-    OUTPUT/.parts/part-00007.npz    tokens and document starts of chunk 7, for each split
+    OUTPUT/.parts/part-00007-train.bin    tokens of chunk 7, for each split
+    OUTPUT/.parts/part-00007.npz    where its documents start, and a tally; a chunk that has it is complete
     OUTPUT/ or OUTPUT/{train,validation}/    the datasets; .parts is removed when all are complete
 """
 
@@ -44,14 +45,16 @@ from forge.prepare.part import (
     Tally,
     encode_chunk,
     part_path,
+    read_tokens,
     split_of,
     tokenizer_of,
+    tokens_path,
 )
 from forge.prepare.sample import Piece
 from forge.prepare.writer import ShardWriter
 
 _PARTS = ".parts"
-_VERSION = 2  # of the way in which a corpus is cut into parts
+_VERSION = 3  # of the way in which a corpus is cut into parts
 
 
 @dataclass(frozen=True)
@@ -300,7 +303,8 @@ def _join(folder: Path, split: str, tokenizer: Tokenizer, parts: Path, count: in
     writer = ShardWriter(folder, vocab_size=tokenizer.vocab_size, tokenizer=tokenizer.fingerprint)
     for number in range(count):
         with np.load(part_path(parts, number)) as part:
-            writer.append(part[f"{split}_tokens"], part[f"{split}_starts"])
+            tokens = read_tokens(tokens_path(parts, number, split), tokenizer.vocab_size)
+            writer.append(tokens, part[f"{split}_starts"])
     return writer
 
 

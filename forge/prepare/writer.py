@@ -14,6 +14,7 @@ from forge.errors import UserError
 from forge.files import replace_atomically, sync_folder
 
 SHARD_BYTES = 512 << 20
+_AT_ONCE = 1 << 20  # tokens that are copied at once: those of a part may not fit into memory
 
 
 class ShardWriter:
@@ -49,7 +50,7 @@ class ShardWriter:
         self._max_token_id = max(self._max_token_id, largest)
         done = 0
         while done < len(tokens):
-            count = min(len(tokens) - done, self._capacity - self._filled)
+            count = min(len(tokens) - done, self._capacity - self._filled, _AT_ONCE)
             if self._token_file is None:
                 self._token_file = _HashedFile(self.folder / f"tokens-{len(self._shards):05d}.bin")
             self._token_file.write(tokens[done : done + count].astype(self._dtype))

@@ -1,6 +1,8 @@
 """A large text file is tokenized in parts, by several workers, into the ids of the whole."""
 
+import gzip
 import random
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -85,6 +87,19 @@ def test_no_long_string_is_tokenized_at_once(tmp_path, monkeypatch):
     (tmp_path / "b.jsonl").write_text('{"text": "' + "x " * 1_000_000 + '"}')
     prepare(Request((str(tmp_path),), "bytes", tmp_path / "out"))
     assert sum(lengths) == len(text) + 2_000_000 and max(lengths) <= 1 << 18
+
+
+def test_memory_does_not_grow_with_a_chunk(tmp_path):
+    """4 MB of text are 8 MB of tokens of two bytes, in one compressed file and so in one chunk."""
+    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
+        file.writelines(f'{{"text": "{number:06d} {"a b " * 100}"}}\n' for number in range(10_000))
+    tracemalloc.start()
+    try:
+        prepare(Request((str(tmp_path / "a.jsonl.gz"),), "bytes", tmp_path / "out"))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert TokenDataset(tmp_path / "out").tokens > 4_000_000 and peak < 6_000_000
 
 
 @pytest.mark.parametrize(
