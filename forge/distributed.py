@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import resource
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,9 @@ from forge.network import choose_gloo_interface, slurm_meeting_point
 
 Result = TypeVar("Result")
 log = logging.getLogger(__name__)
+
+# Enough for sockets to 8,192 ranks in eight groups.
+OPEN_FILES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,7 @@ def join(world: World, timeout: timedelta = timedelta(minutes=10)) -> None:
                 f"Start at most {cards} processes per node (torchrun --nproc-per-node {cards})."
             )
         torch.cuda.set_device(world.device)
+    _raise_file_limit()
     backend = compat.communication_backend(world.device)
     # With a device, each NCCL communicator is bound to its card now; without, PyTorch guesses at the first collective.
     bound: dict[str, Any] = {"device_id": world.device} if world.device.type == "cuda" else {}
@@ -147,6 +152,17 @@ def _meet(world: World, timeout: timedelta) -> dist.Store:
         raise UserError(
             f"port {port} is in use on {socket.gethostname()}; export another MASTER_PORT."
         ) from None
+
+
+def _raise_file_limit() -> None:
+    """Raise the limit of open files, most often 1,024, to OPEN_FILES or what the system admits.
+
+    Gloo connects each rank of a group with every other one: four groups of 1,024 ranks take 4,092 sockets.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _fresh(store: dist.Store, environment: Mapping[str, str]) -> dist.Store:

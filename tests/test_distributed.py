@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from forge.distributed import (
+    OPEN_FILES,
     RanksFailed,
     World,
     gather_from_ranks,
@@ -162,3 +164,17 @@ def _all_fail(rank: int, world: int) -> str:
     with pytest.raises(RanksFailed) as error:
         on_every_rank("writing", work)
     return str(error.value)
+
+
+def test_joining_raises_the_limit_of_open_files() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    assert run_ranks(_limit_after_joining, 1) == [needed]
+
+
+def _limit_after_joining(rank: int, world: int) -> int:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    dist.destroy_process_group()
+    join(World(0, 1, 0, "python"))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
