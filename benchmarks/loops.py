@@ -18,7 +18,6 @@ from forge.checkpoint import Checkpoints
 from forge.config import Config, check_world, load_config
 from forge.data.build import build_dataset, open_data
 from forge.data.loader import Batch, Loader
-from forge.distributed import World, join
 from forge.hook import Hooks
 from forge.model import IGNORE
 from forge.observe.hardware import peak_flops
@@ -32,6 +31,7 @@ from forge.shard import Box, Shard
 from forge.train.hooks import make_hooks
 from forge.train.save import Saves
 from forge.train.trainer import Trainer
+from forge.world import World, join
 
 # Learnable data without a file; no schedule, so that a loss falls within a few steps; no pauses of any kind.
 LEARNABLE = (

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 
-from forge.distributed import join, read_world
 from forge.errors import FAILED, UserError
+from forge.world import join, read_world
 
 Row = dict[str, Any]
 

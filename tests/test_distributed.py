@@ -10,17 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from forge.distributed import (
-    OPEN_FILES,
-    RanksFailed,
-    World,
-    gather_from_ranks,
-    join,
-    on_every_rank,
-    on_first_rank,
-    read_world,
-)
+from forge.distributed import RanksFailed, gather_from_ranks, on_every_rank, on_first_rank
 from forge.errors import FAILED, NO_CHECKPOINT, UserError
+from forge.world import OPEN_FILES, World, join, read_world
 from tests.support.harness import run_ranks
 from tests.support.runs import reserve_port
 

@@ -118,7 +118,8 @@ SLURM_PROCID=1 $other "$@" & SLURM_PROCID=0 "$@"; wait $!
 """
 CONNECT = """
 import os
-from forge.distributed import gather_from_ranks, join, read_world
+from forge.distributed import gather_from_ranks
+from forge.world import join, read_world
 join(read_world())
 found = gather_from_ranks("naming", lambda: os.environ["GLOO_SOCKET_IFNAME"])
 print(*found, flush=True)

@@ -1,10 +1,8 @@
-"""Classes and functions that a configuration names by import path, and the keys that an optimizer of one's own adds."""
+"""The keys that an optimizer of one's own adds to the configuration."""
 
 from __future__ import annotations
 
-import importlib
 import inspect
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -12,37 +10,13 @@ from pydantic import ConfigDict, create_model
 
 from forge.config.schema import Config, OptimizerConfig
 from forge.config.section import Section
-from forge.errors import did_you_mean
+from forge.imports import load_class
 
 OPTIMIZER_METHODS = ("step", "tensors", "state", "load_state")
 
 
 class _Unchecked(Section):
     model_config = ConfigDict(extra="allow")
-
-
-def load_class(path: str) -> type[Any]:
-    """Import the class at `path`, which is `package.module:Class`. Raises ValueError with one sentence."""
-    return _load(path, "class", lambda found: isinstance(found, type))
-
-
-def load_function(path: str) -> Callable[..., Any]:
-    """Import the function at `path`, which is `package.module:function`. Raises ValueError with one sentence."""
-    return _load(path, "function", callable)
-
-
-def _load(path: str, what: str, fits: Callable[[object], bool]) -> Any:
-    module_name, _, wanted = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        hint = "; is its folder in PYTHONPATH?" if isinstance(error, ModuleNotFoundError) else ""
-        raise ValueError(f"{module_name} cannot be imported: {type(error).__name__}: {error}{hint}") from None
-    found = getattr(module, wanted, None)
-    if not fits(found):
-        others = [name for name, value in vars(module).items() if fits(value)]
-        raise ValueError(f"{module_name} has no {what} {wanted}{did_you_mean(wanted, others)}")
-    return found
 
 
 def schema_for(tree: dict[str, Any], import_classes: bool) -> tuple[type[Config], str | None]:

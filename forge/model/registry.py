@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from forge.config.extensions import load_class
 from forge.config.model import ModelConfig
 from forge.errors import UserError, did_you_mean
+from forge.imports import load_class
 from forge.model.transformer import Transformer
 
 # A builder takes (config, seq_len, **parts) and returns a module with the methods and attributes of Transformer.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from forge.config import Config
-from forge.distributed import World, on_first_rank
+from forge.distributed import on_first_rank
 from forge.hook import Hook, StepResult
 from forge.observe.collector import Collector
 from forge.observe.hardware import memory_gib, peak_flops
@@ -20,6 +20,7 @@ from forge.observe.progress import StepTimes, format_line
 from forge.observe.router_load import expert_map, load_fields
 from forge.observe.run_directory import RunDirectory
 from forge.observe.tensorboard import Board
+from forge.world import World
 
 log = logging.getLogger(__name__)
 

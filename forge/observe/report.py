@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
-from forge.distributed import World
 from forge.errors import BAD_CONFIG
 from forge.files import replace_atomically
 from forge.hook import Hook
@@ -19,6 +18,7 @@ from forge.observe.goodput import Ledger, read_past
 from forge.observe.json_lines import JsonLines, encode, utc_now
 from forge.observe.memory_report import MemoryReport
 from forge.observe.run_directory import RunDirectory
+from forge.world import World
 
 log = logging.getLogger(__name__)
 

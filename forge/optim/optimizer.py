@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from forge.config.extensions import load_class
 from forge.config.schema import OptimizerConfig
+from forge.imports import load_class
 from forge.shard import Shard
 
 

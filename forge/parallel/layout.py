@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from forge.config import Config
-from forge.config.extensions import load_function
 from forge.config.layout import ActivationCheckpoint, Compile, Parallel, Precision
 from forge.config.model import ModelConfig
 from forge.errors import UserError
+from forge.imports import load_function
 from forge.parallel.mesh import Meshes
 from forge.parallel.precision import DTYPES
 

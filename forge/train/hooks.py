@@ -6,11 +6,11 @@ import time
 from typing import Any
 
 from forge.config import Config
-from forge.config.extensions import load_class
 from forge.data.epochs import epochs, log_epochs
 from forge.errors import UserError
 from forge.fault import fault_point
 from forge.hook import Hook
+from forge.imports import load_class
 from forge.observe.hardware import process_age_s
 from forge.observe.profile import StepProfiler
 from forge.resilience.stopping import TimeLimit

@@ -27,7 +27,7 @@ from forge.config import (
     to_toml,
 )
 from forge.data.build import open_data
-from forge.distributed import World, join, on_every_rank, on_first_rank, read_world
+from forge.distributed import on_every_rank, on_first_rank
 from forge.errors import FAILED, FINISHED, STOPPED, UserError
 from forge.fault import fault_point
 from forge.files import replace_atomically
@@ -42,6 +42,7 @@ from forge.train.crash import CrashReporter
 from forge.train.hooks import load_hooks, make_hooks
 from forge.train.resume import check_data, find_start
 from forge.train.trainer import Trainer
+from forge.world import World, join, read_world
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from forge import compat
 from forge.checkpoint.tensors import Stager
-from forge.distributed import World, join
 from forge.parallel.buffered.communication import AsyncCollectives, gather_parts, sum_to_parts
 from forge.shard import Shard
+from forge.world import World, join
 from tests.support.buffers import SMALL, engine_config, plain_steps, with_collectives
 
 pytestmark = [

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from forge.distributed import World
 from forge.observe.report import Reporter
 from forge.observe.run_directory import RunDirectory
+from forge.world import World
 
 
 @pytest.fixture

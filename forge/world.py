@@ -1,0 +1,172 @@
+"""This process among all ranks: who it is, as its launcher says, and how it joins the others."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from forge import compat
+from forge.errors import UserError
+from forge.network import choose_gloo_interface, slurm_meeting_point
+
+# Enough for sockets to 8,192 ranks in eight groups.
+OPEN_FILES = 1 << 16
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all. `restarts_left`: how many more times the launcher would restart the run by itself.
+
+    local_size: processes on this machine (0: unknown). bound: Slurm may have left this process a card of its own.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    launcher: str
+    restarts_left: int = 0
+    local_size: int = 0
+    bound: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        has_own_card = self.bound and torch.cuda.device_count() == 1
+        return compat.training_device(0 if has_own_card else self.local_rank)
+
+    @property
+    def first_process(self) -> int:
+        """The process id on this machine that outlives restarts: torchrun's agent, else this process."""
+        return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
+
+    @property
+    def restarted(self) -> bool:
+        """Whether torchrun, or Slurm by a requeue, has started this command before."""
+        counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+        return any(os.environ.get(name, "0") != "0" for name in counts)
+
+
+def read_world(environment: Mapping[str, str] = os.environ) -> World:
+    """Read the launcher's environment: torchrun's variables, else those of an srun step, else a single process.
+
+    Raises UserError for a variable that is missing or not a number.
+    """
+
+    def number(name: str, default: str = "") -> int:
+        text = environment.get(name, default)
+        try:
+            return int(text)
+        except ValueError:
+            problem = f"= {text} is not a whole number" if text else "is missing"
+            raise UserError(
+                f"{name} {problem} in the environment, although other variables of a launcher are set: start under "
+                f"torchrun or srun, or unset RANK, WORLD_SIZE and SLURM_STEP_NUM_TASKS for one process"
+            ) from None
+
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if name not in environment:
+                raise UserError(
+                    f"RANK and WORLD_SIZE are set in the environment, but {name}, with which ranks connect, is not: start "
+                    f"under torchrun or srun, set it, or unset RANK and WORLD_SIZE for one process"
+                )
+        return World(
+            rank=number("RANK"),
+            size=number("WORLD_SIZE"),
+            local_rank=number("LOCAL_RANK", "0"),
+            launcher="torchrun",
+            restarts_left=number("TORCHELASTIC_MAX_RESTARTS", "0")
+            - number("TORCHELASTIC_RESTART_COUNT", "0"),
+            local_size=number("LOCAL_WORLD_SIZE", "0"),
+        )
+    if number("SLURM_STEP_NUM_TASKS", "1") > 1:
+        tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
+        return World(
+            rank=number("SLURM_PROCID"),
+            size=number("SLURM_STEP_NUM_TASKS"),
+            local_rank=number("SLURM_LOCALID"),
+            launcher="srun",
+            # Such as `8(x2),4`: eight tasks on two nodes each, four on a third.
+            local_size=max(map(int, re.findall(r"(\d+)(?=\(|,|$)", tasks)), default=0),
+            bound="gpu:" in environment.get("SLURMD_TRES_BIND", "").replace("gpu:none", ""),
+        )
+    return World(rank=0, size=1, local_rank=0, launcher="python")
+
+
+def join(world: World, timeout: timedelta = timedelta(minutes=10)) -> None:
+    """Create the default process group, for a single process too, so that no later code asks whether there is one.
+
+    Raises UserError when there are more processes on this machine than CUDA cards, when srun does not say which node is
+    the first, or when the port is taken.
+    """
+    if world.device.type == "cuda":
+        cards = torch.cuda.device_count()
+        # On every rank of the machine, so that rank 0, which prints, is one of them.
+        processes = max(world.local_size, world.local_rank + 1)
+        if processes > cards and not (world.bound and cards == 1):
+            raise UserError(
+                f"{processes} processes on one machine, of which each sees {cards} CUDA cards. "
+                f"Start at most {cards} processes per node (torchrun --nproc-per-node {cards})."
+            )
+        torch.cuda.set_device(world.device)
+    _raise_file_limit()
+    backend = compat.communication_backend(world.device)
+    # With a device, each NCCL communicator is bound to its card now; without, PyTorch guesses at the first collective.
+    bound: dict[str, Any] = {"device_id": world.device} if world.device.type == "cuda" else {}
+    if world.launcher == "srun":
+        host, port = slurm_meeting_point(os.environ)
+        os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
+    store: dist.Store = dist.HashStore()
+    if world.launcher != "python":
+        store = _fresh(_meet(world, timeout), os.environ)
+        if world.local_size != world.size:
+            choose_gloo_interface(store, world.rank, world.size, os.environ["MASTER_ADDR"])
+    dist.init_process_group(
+        backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout, **bound
+    )
+    # Gloo fails on a rank whose peer exits while it still connects, as after a config error: wait until all are connected.
+    dist.barrier()
+
+
+def _meet(world: World, timeout: timedelta) -> dist.Store:
+    """Connect to the store at MASTER_ADDR and MASTER_PORT, which rank 0 opens unless torchrun has."""
+    try:
+        return next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))[0]
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        port = os.environ["MASTER_PORT"]
+        raise UserError(
+            f"port {port} is in use on {socket.gethostname()}; export another MASTER_PORT."
+        ) from None
+
+
+def _raise_file_limit() -> None:
+    """Raise the limit of open files, most often 1,024, to OPEN_FILES or what the system admits.
+
+    Gloo connects each rank of a group with every other one: four groups of 1,024 ranks take 4,092 sockets.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def _fresh(store: dist.Store, environment: Mapping[str, str]) -> dist.Store:
+    """A view of `store` without the keys that workers wrote before a restart.
+
+    torchrun keeps one store over all restarts, but PyTorch assumes a new one each time: a group could then connect to
+    the address of a dead worker, and hang. On one node the number of restarts distinguishes the starts; on several
+    nodes the agents may count differently.
+    """
+    if environment.get("LOCAL_WORLD_SIZE") != environment.get("WORLD_SIZE"):
+        return store
+    return dist.PrefixStore(f"start-{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
