@@ -1,8 +1,8 @@
 """Checkpoints: saving, finding, verifying, loading into any layout. Start reading at `store.Checkpoints`."""
 
 from forge.checkpoint.folders import find_checkpoint
-from forge.checkpoint.loading import load, read_config, read_digest, read_state
-from forge.checkpoint.manifest import find_damage
+from forge.checkpoint.loading import load, read_config, read_state
+from forge.checkpoint.manifest import find_damage, read_digest
 from forge.checkpoint.store import Checkpoints, SaveOutcome
 from forge.checkpoint.tensors import NamedTensors, ShardTensor
 

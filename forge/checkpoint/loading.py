@@ -43,14 +43,6 @@ def read_config(path: Path) -> str:
     return (path / "config.toml").read_text("utf-8")
 
 
-def read_digest(path: Path) -> str | None:
-    """Return the digest of the checkpoint's manifest, which no other checkpoint has; None without one. Not collective."""
-    try:
-        return str(read_manifest(path)["digest"])
-    except (Damaged, OSError):
-        return None
-
-
 def load(path: Path, tensors: NamedTensors, group: dist.ProcessGroup | None = None) -> None:
     """Fill the values in place from the checkpoint at `path`, cast to their dtype. Collective over `group`.
 

@@ -164,6 +164,14 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
+def read_digest(path: Path) -> str | None:
+    """Return the digest of the checkpoint's manifest, which no other checkpoint has; None without one. Not collective."""
+    try:
+        return str(read_manifest(path)["digest"])
+    except (Damaged, OSError):
+        return None
+
+
 def _spell(body: dict[str, Any]) -> str:
     canonical = json.dumps(body, sort_keys=True)
     digest = hashlib.sha256(canonical.encode()).hexdigest()

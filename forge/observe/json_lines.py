@@ -99,6 +99,7 @@ class JsonLines:
             taken += 1
             path = first.with_name(f"{first.name}.{taken}")
         replace_atomically(path, content)
+        log.warning("%s as it was is kept as %s", self.path.name, path)
         return path
 
     def _keeps(self, line: bytes, number: int, after_step: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 from forge.checkpoint import read_config
 from forge.checkpoint.folders import step_name, steps
@@ -63,6 +64,33 @@ def compare_for_init(path: Path, new: Config) -> None:
         )
     for key, before, after in changes:
         log.warning("checkpoint.init: %s = %s, the weights were trained with %s", key, after, before)
+
+
+def check_data(
+    path: Path, before: dict[str, Any], inputs: dict[str, Any], allow_changed_data: bool
+) -> list[str]:
+    """Refuse to continue on other data or with another tokenizer than the checkpoint at `path` (UserError, exit 2).
+
+    before, inputs: the fingerprints there and now. With `allow_changed_data` other data are taken; returns what of them has
+    changed, one sentence each.
+    """
+    changes = []
+    for key in sorted(set(before) | set(inputs)):
+        there, now = before.get(key), inputs.get(key)
+        if there == now:
+            continue
+        changes.append(f"{key} is not what {path} was trained on: fingerprint {there} there, {now} now")
+        # With another tokenizer the same ids mean something else. Blocks grow where weights need it (forge/data/mixture.py).
+        free = key.startswith("data.sources") or key == "data.mixture_block"
+        if not (allow_changed_data and free):
+            remedy = ", set checkpoint.allow_changed_data = true to read these from here on" if free else ""
+            raise UserError(
+                f"{changes[-1]}. Restore the files and data.sources{remedy}, or start a new run (another run.name) with "
+                f"checkpoint.init = {str(path)!r} to keep the weights."
+            )
+    for change in changes:
+        log.warning("%s", change)
+    return changes
 
 
 def _config_of(path: Path) -> Config:

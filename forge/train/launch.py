@@ -38,9 +38,10 @@ from forge.observe.report import Reporter
 from forge.observe.run_directory import RunDirectory
 from forge.resilience.stopping import StopSignals
 from forge.resilience.watchdog import Watchdog, bounds, patience
+from forge.train.changes import check_data
 from forge.train.crash import CrashReporter
 from forge.train.hooks import load_hooks, make_hooks
-from forge.train.resume import check_data, find_start
+from forge.train.resume import find_start
 from forge.train.trainer import Trainer
 from forge.world import World, join, read_world
 
@@ -181,7 +182,9 @@ def _train(
         reporter.event("fallback", problem=fallback)
     data = open_data(config)
     if point is not None:
-        for change in check_data(point, data.fingerprints, config.checkpoint.allow_changed_data):
+        for change in check_data(
+            point.path, point.state["inputs"], data.fingerprints, kept.allow_changed_data
+        ):
             reporter.event("changed_data", change=change)
         reporter.running(point.step)
         if point.step >= config.train.steps:

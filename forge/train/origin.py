@@ -8,15 +8,19 @@ history, and what the directory holds of the old one is set aside.
 from __future__ import annotations
 
 import json
+import logging
 import tomllib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from forge.checkpoint import read_digest
 from forge.config import Config, to_toml
+from forge.distributed import on_first_rank
 from forge.errors import UserError
 from forge.files import replace_atomically
 from forge.observe.run_directory import RunDirectory
+
+log = logging.getLogger(__name__)
 
 # Sections that say what a run computes. The others say where and how, which may change between two starts.
 SETTINGS = ("model", "data", "train", "optimizer", "schedule", "precision")
@@ -58,9 +62,11 @@ def read_origin(directory: RunDirectory) -> Origin | None:
         ) from None
 
 
-def write_origin(directory: RunDirectory, origin: Origin) -> None:
-    """Record where the history in `directory` begins."""
-    replace_atomically(directory.origin, json.dumps(asdict(origin), indent=1).encode())
+def write_origin(directory: RunDirectory, origin: Origin | None) -> None:
+    """Record where a history begins in `directory`; None: it goes on there. Collective."""
+    if origin is not None:
+        text = json.dumps(asdict(origin), indent=1)
+        on_first_rank("writing origin.json", lambda: replace_atomically(directory.origin, text.encode()))
 
 
 def new_history_because(config: Config, directory: RunDirectory, finished: bool) -> str | None:
@@ -83,6 +89,19 @@ def new_history_because(config: Config, directory: RunDirectory, finished: bool)
         return "the history before is finished"
     changed = _changed_settings(config, directory)
     return f"the history before began with other settings in {changed}" if changed else None
+
+
+def log_that_origins_count_once(config: Config, path: Path) -> None:
+    """Log that what `config` names as an origin was not used, because the run goes on from its own checkpoint `path`."""
+    for key, value in (("resume", config.checkpoint.resume), ("init", config.checkpoint.init)):
+        if value not in ("", "auto"):
+            log.info(
+                "checkpoint.%s = %s counts where a history begins; this one goes on from its own %s. For a new one, use "
+                "another run.name",
+                key,
+                value,
+                path.name,
+            )
 
 
 def _changed_settings(config: Config, directory: RunDirectory) -> str:

@@ -14,7 +14,7 @@ from forge.errors import NO_CHECKPOINT, UserError
 from forge.observe.run_directory import RunDirectory
 from forge.parallel.model import ParallelModel
 from forge.train.changes import compare_for_init, compare_for_resume
-from forge.train.origin import Origin, new_history_because, origin_of
+from forge.train.origin import Origin, log_that_origins_count_once, new_history_because, origin_of
 from forge.train.state import model_tensors
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ def find_start(config: Config, checkpoints: Checkpoints, directory: RunDirectory
     if replaced is None:
         step = checkpoints.latest(verify=verify)
         if step is not None:
-            _log_that_origins_count_once(config, checkpoints.path(step))
+            log_that_origins_count_once(config, checkpoints.path(step))
             return Start(_resume_point(checkpoints.path(step), config), kept=step)
     elif checkpoints.steps():
         log.warning("checkpoint.resume = %s begins a new history: %s", wanted, replaced)
@@ -89,18 +89,6 @@ def _resume_point(path: Path, config: Config) -> ResumePoint:
     return point
 
 
-def _log_that_origins_count_once(config: Config, path: Path) -> None:
-    for key, value in (("resume", config.checkpoint.resume), ("init", config.checkpoint.init)):
-        if value not in ("", "auto"):
-            log.info(
-                "checkpoint.%s = %s counts where a history begins; this one goes on from its own %s. For a new one, use "
-                "another run.name",
-                key,
-                value,
-                path.name,
-            )
-
-
 def _require_sound(path: Path, checkpoints: Checkpoints, key: str, verify: bool) -> None:
     try:
         problem = checkpoints.verify(path, contents=verify)
@@ -117,31 +105,6 @@ def _require_sound(path: Path, checkpoints: Checkpoints, key: str, verify: bool)
         raise UserError(f"{key} = {error}", exit_code=NO_CHECKPOINT) from None
     hint = "" if newest == path else f"; did you mean {str(newest)!r}?"
     raise UserError(f"{key} = {str(path)!r}: {problem}{hint}", exit_code=NO_CHECKPOINT)
-
-
-def check_data(point: ResumePoint, inputs: dict[str, Any], allow_changed_data: bool = False) -> list[str]:
-    """Refuse to continue on other data or with another tokenizer than the checkpoint's (UserError, exit 2).
-
-    With `allow_changed_data` other data are taken; returns what of them has changed, one sentence each.
-    """
-    before = point.state["inputs"]
-    changes = []
-    for key in sorted(set(before) | set(inputs)):
-        there, now = before.get(key), inputs.get(key)
-        if there == now:
-            continue
-        changes.append(f"{key} is not what {point.path} was trained on: fingerprint {there} there, {now} now")
-        # With another tokenizer the same ids mean something else. Blocks grow where weights need it (forge/data/mixture.py).
-        free = key.startswith("data.sources") or key == "data.mixture_block"
-        if not (allow_changed_data and free):
-            remedy = ", set checkpoint.allow_changed_data = true to read these from here on" if free else ""
-            raise UserError(
-                f"{changes[-1]}. Restore the files and data.sources{remedy}, or start a new run (another run.name) with "
-                f"checkpoint.init = {str(point.path)!r} to keep the weights."
-            )
-    for change in changes:
-        log.warning("%s", change)
-    return changes
 
 
 def load_weights(path: Path, model: ParallelModel) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,6 @@ from forge.checkpoint import Checkpoints
 from forge.config import Config, Degrees, unused_keys
 from forge.data.build import Data
 from forge.data.loader import Batch, Loader
-from forge.distributed import on_first_rank
 from forge.errors import RollbackRequired
 from forge.hook import Hook, Hooks, StepInfo
 from forge.model import ParameterCounts, flops_per_token, parameter_counts
@@ -205,13 +203,9 @@ class Trainer:
         names = self.checkpoints.set_aside_after(start.kept)
         sync_rollback_history(directory, start, self.progress, rollbacks)
         metrics = self.metrics.restart_from(start.kept, aside=start.replaces)
-        if metrics is not None:
-            log.warning("metrics.jsonl as it was is kept as %s", metrics)
         if names or metrics:
             self.reporter.event("set_aside", checkpoints=names, metrics=metrics and metrics.name)
-        if start.origin is not None:
-            record = functools.partial(write_origin, directory, start.origin)
-            on_first_rank("writing origin.json", record)
+        write_origin(directory, start.origin)
         return self.make_loader()
 
     def make_loader(self) -> Loader:
