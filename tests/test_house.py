@@ -49,6 +49,7 @@ MAY_IMPORT = {
     "hf": CORE,
     "inference": CORE,
     "plan": CORE,
+    "verify": CORE,
 }
 FILES = sorted(FORGE.rglob("*.py"))
 MODULES = {

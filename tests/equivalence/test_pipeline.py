@@ -16,7 +16,7 @@ from forge.parallel.mesh import make_meshes
 from forge.parallel.pipeline.execute import PipelinedModel
 from forge.parallel.pipeline.schedule import make_schedule
 from forge.parallel.pipeline.tied import Tied
-from tests.support import equivalence as compare
+from forge.verify import record as compare
 from tests.support.covering import covering, pairs
 from tests.support.equivalence import (
     Trace,

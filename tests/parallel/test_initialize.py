@@ -100,5 +100,5 @@ def _built_skipping_vectors(rank: int, world: int, text: str) -> None:
     def skipping(shards, values, seed):
         initialize([shard for shard in shards if len(shard.global_shape) > 1], values, seed)
 
-    build.initialize = skipping
+    build.build_parallel_model.__kwdefaults__["values"] = skipping
     built_on_nan(rank, world, text)

@@ -8,24 +8,23 @@ and so hides wrong ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from forge.config import Config, check_world, parse_toml_text
-from forge.data.build import build_dataset
-from forge.data.loader import Loader
-from forge.model import Normal, Transformer
-from forge.parallel.build import build_meta_model, build_parallel_model
-from forge.parallel.gradients import clip_gradients, report_gradients
-from forge.parallel.initialize import fill_normal
-from forge.parallel.mesh import make_meshes
-from forge.parallel.model import ParallelModel
-from forge.parallel.routers import RouterReport
-from forge.shard import Box, Shard
-from tests.support.harness import run_ranks
+from forge.config import Config, parse_toml_text
+from forge.data.loader import Batch
+from forge.shard import Shard
+from forge.verify.pieces import Key, part_of
+from forge.verify.plain import plain_model, record_plain
+from forge.verify.ranks import run_ranks
+from forge.verify.record import PLAIN, RankRecord, Settings, Twist, batches, record_on_rank
+
+__all__ = ["PLAIN", "Twist", "plain_model"]
 
 STEPS, LR, MAX_NORM, TOLERANCE = 3, 0.5, 0.3, 1e-9
 
@@ -70,88 +69,53 @@ class Trace:
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
     routers: list[dict[str, torch.Tensor]] = field(default_factory=list)
 
+    def add(self, step: dict[Key, torch.Tensor]) -> None:
+        """Add what a step computed, as whole tensors."""
+        kinds: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+        for (kind, name), tensor in step.items():
+            kinds[kind][name] = tensor
+        self.losses.append(kinds["loss"]["cross-entropy"].item())
+        self.norms.append(kinds["norm"]["gradient"].item())
+        self.gradients.append(kinds["gradient"])
+        self.routers.append(kinds["router"])
+        self.parameters = kinds["parameter"]
+
 
 def tiny_config(*, parallel: str = "", model: str = "", micro: int = 1) -> str:
     return TINY.format(parallel=parallel, model=model, micro=micro)
 
 
-@dataclass(frozen=True)
-class Twist:
-    """What a test does to both runs; functions at module level, so that they can be sent to ranks.
+class Descent:
+    """Plain stochastic gradient descent."""
 
-    routers: writes into the routers' weights (a rank's part of each) and biases at the start. labels: writes into the
-    labels that a data rank reads, int64 `[sequences, seq]`, of every batch.
-    """
+    def __init__(self, shards: list[Shard], _config: Config, _group: Any):
+        self._shards = shards
 
-    routers: Callable[[list[torch.Tensor], list[torch.Tensor]], None] | None = None
-    labels: Callable[[torch.Tensor, int], None] | None = None
+    def step(self, lr: float, skip: torch.Tensor) -> None:
+        for shard in self._shards:
+            if shard.grad is not None:
+                shard.data.sub_(lr * shard.grad)
 
-    def begin(self, weights: Iterable[torch.Tensor], biases: Iterable[torch.Tensor]) -> None:
-        if self.routers is not None:
-            self.routers(list(weights), list(biases))
+    def tensors(self) -> Iterator[tuple[str, Shard, torch.Tensor]]:
+        return iter(())
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        pass
 
 
-PLAIN = Twist()
+def settings(config: Config, twist: Twist) -> Settings:
+    return Settings(config.train.steps, LR, MAX_NORM, Descent, twist)
 
 
 def reference(text: str, twist: Twist = PLAIN) -> Trace:
     """The whole global batch in one forward of a plain module, clipped by PyTorch, plain SGD."""
-    config = parse_toml_text(text)
-    model = plain_model(config)
-    routers = model.routers.values()
-    twist.begin([router.weight.data for router in routers], [router.bias for router in routers])
     trace = Trace()
-    for batch in config_batches(config, 0, 1, twist):
-        valid = (batch.labels >= 0).sum().clamp(min=1)
-        model.set_loss_scale(1 / valid.double())
-        losses = model(batch.tokens, batch.labels, batch.positions, batch.documents)
-        model.zero_grad()
-        (losses[0] / valid).backward()
-        trace.losses.append((losses[1] / valid).item())
-        trace.gradients.append({n: p.grad.clone() for n, p in model.named_parameters()})
-        trace.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= LR * parameter.grad
-            trace.routers.append(_move_routers(model, valid))
-    trace.parameters = {n: p.detach().clone() for n, p in model.named_parameters()}
+    for step in record_plain(text, settings(parse_toml_text(text), twist)).steps[1:]:
+        trace.add(step)
     return trace
-
-
-def _move_routers(model: Transformer, valid: torch.Tensor) -> dict[str, torch.Tensor]:
-    """One step of every router's state, written out expert by expert; state and report as in `Trace.routers`."""
-    moved = {}
-    for layer, router in model.routers.items():
-        moe, counts = router.config, router.counts.tolist()
-        if moe.balance == "bias":
-            for expert, count in enumerate(counts):
-                even = sum(counts) / moe.n_experts
-                router.bias[expert] += moe.bias_update_rate * ((count < even) - (count > even))
-        router.previous_counts = router.counts.clone()
-        losses = (router.losses / valid).tolist()
-        ends = router.bias.min().item(), router.bias.max().item()
-        moved[f"layers.{layer}"] = torch.tensor(
-            [*counts, *losses, router.dropped.item(), *ends], dtype=torch.float64
-        )
-        moved |= {f"{layer}.{name}": getattr(router, name).clone() for name in ("bias", "previous_counts")}
-        for name in ("counts", "losses", "dropped"):
-            getattr(router, name).zero_()
-    return moved
-
-
-def plain_model(config: Config) -> Transformer:
-    """The model of `config` in one process without any layout, at its start."""
-    model = build_meta_model(config)
-    model.to_empty(device="cpu")
-    for name, parameter in model.named_parameters():
-        start = model.initial_values()[name]
-        if isinstance(start, Normal):
-            box = Box((0,) * parameter.ndim, tuple(parameter.shape))
-            fill_normal(parameter.data, box, parameter.shape, start.std, config.run.seed, name)
-        else:
-            torch.nn.init.constant_(parameter, start)
-    model.reset_buffers(torch.float64)
-    return model
 
 
 def layout(text: str, world: int, twist: Twist = PLAIN) -> Trace:
@@ -159,46 +123,41 @@ def layout(text: str, world: int, twist: Twist = PLAIN) -> Trace:
     traces = run_ranks(layout_on_rank, world, text, twist)
     for trace in traces[1:]:
         assert trace.losses == traces[0].losses and trace.norms == traces[0].norms, "ranks disagree"
-        for mine, first in zip(trace.routers, traces[0].routers, strict=True):
-            assert all(torch.equal(mine[name], state) for name, state in first.items()), "routers disagree"
     return traces[0]
 
 
 def layout_on_rank(rank: int, world: int, text: str, twist: Twist = PLAIN) -> Trace:
-    config = parse_toml_text(text)
-    meshes = make_meshes(check_world(config, world), "cpu")
-    model = build_parallel_model(config, meshes, torch.device("cpu"))
-    weights = [shard.data for shard in model.shards if shard.name.endswith("router.weight")]
-    twist.begin(weights, [shard.data for shard in model.buffers if shard.name.endswith("bias")])
+    """On rank 0 everything as whole tensors, on other ranks losses and norms only. Collective."""
+    own = record_on_rank(rank, world, text, settings(parse_toml_text(text), twist))
+    everyone: list[Any] = [None] * world
+    dist.gather_object(own, everyone if rank == 0 else None)
     trace = Trace()
-    for batch in config_batches(config, meshes.data_rank, meshes.data_ranks, twist):
-        tokens = model.count_tokens(batch)
-        sums = model.forward_backward(batch, tokens)
-        model.finalize_gradients()
-        report = report_gradients(model.shards, sums.objective, stop=False)
-        trace.losses.append((sums.cross_entropy / sums.tokens.clamp(min=1)).item())
-        trace.norms.append(report.norm.item())
-        gradients = wholes(model.shards, [shard.grad for shard in model.shards])
-        trace.gradients.append(gradients if rank == 0 else {})
-        clip_gradients(model.shards, report.norm, MAX_NORM)
-        for shard in model.shards:
-            if shard.grad is not None:
-                shard.data.sub_(LR * shard.grad)
-        model.after_update()
-        trace.routers.append(_routers(model, model.update_router(report.skip)))
-        model.zero_gradients()
-    parameters = wholes(model.shards, [shard.data for shard in model.shards])
-    trace.parameters = parameters if rank == 0 else {}
+    for number, mine in enumerate(own.steps[1:], start=1):
+        scalars = {key: pieces[0].values for key, pieces in mine.pieces.items() if key[0] in ("loss", "norm")}
+        trace.add((_put_together(everyone, number) if rank == 0 else {}) | scalars)
     return trace
 
 
-def _routers(model: ParallelModel, report: RouterReport | None) -> dict[str, torch.Tensor]:
-    """What `_move_routers` returns of the reference."""
-    if report is None:
-        return {}
-    rows = {f"layers.{layer}": row for layer, row in zip(report.layers, report.values.clone(), strict=True)}
-    state = gathered({shard.name: shard.data.clone() for shard in model.buffers})
-    return rows | {f"{n.split('.')[1]}.{n.rpartition('.')[2]}": value for n, value in state.items()}
+def _put_together(ranks: list[RankRecord], number: int) -> dict[Key, torch.Tensor]:
+    """Whole tensors of the pieces that ranks count; the state of routers, which is whole on every rank, must be equal."""
+    sizes: dict[Key, list[int]] = {}
+    for record in ranks:
+        for key, pieces in record.steps[number].pieces.items():
+            for piece in pieces:
+                ends = [part.stop if isinstance(part, slice) else 1 + max(part) for part in piece.place]
+                sizes[key] = [max(pair) for pair in zip(sizes.get(key, ends), ends, strict=True)]
+    wholes: dict[Key, torch.Tensor] = {}
+    for record in ranks:
+        for key, pieces in record.steps[number].pieces.items():
+            for piece in pieces:
+                if key[0] == "router":
+                    found = wholes.setdefault(key, piece.values)
+                    assert torch.equal(found, piece.values), "routers disagree"
+                elif piece.counted:
+                    here = wholes.setdefault(key, torch.zeros(sizes[key], dtype=piece.values.dtype))
+                    # Added: an element that two ranks count is wrong.
+                    part_of(here, piece.place).add_(piece.values)
+    return wholes
 
 
 def whole(shard: Shard, values: torch.Tensor) -> torch.Tensor:
@@ -278,19 +237,6 @@ def _close(tolerance: float, what: str, actual: torch.Tensor, expected: torch.Te
     assert difference <= tolerance, f"{what}: differs by {difference:.3e}"
 
 
-def config_batches(config: Config, rank: int, ranks: int, twist: Twist = PLAIN):
-    loader = Loader(
-        build_dataset(config),
-        global_batch_size=config.train.global_batch_size,
-        rank=rank,
-        ranks=ranks,
-        start_sample=0,
-        device=torch.device("cpu"),
-        prefetch=1,
-    )
-    for _ in range(config.train.steps):
-        batch = next(loader)
-        if twist.labels is not None:
-            twist.labels(batch.labels, rank)
-        yield batch
-    loader.close()
+def config_batches(config: Config, rank: int, ranks: int) -> Iterator[Batch]:
+    """What a data rank reads in the steps of `config`."""
+    return batches(config, rank, ranks, settings(config, PLAIN))

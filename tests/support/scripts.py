@@ -7,6 +7,8 @@ import runpy
 import sys
 from pathlib import Path
 
+from tests.support.harness import may_start_processes
+
 
 def prepare_rank(
     rank: int, world: int, environment: dict[str, str], out: Path, err: Path | None = None
@@ -35,6 +37,7 @@ def run_script(
 ) -> None:
     """Become `python WORDS`, started in `folder`."""
     prepare_rank(rank, world, environment, out, err)
+    may_start_processes()
     os.chdir(folder)
     sys.argv = words
     try:

@@ -1,4 +1,4 @@
-"""Imported once by the fork server, so that no rank pays for it: every forge module that tests use on ranks."""
+"""Imported once by the fork server, so that no rank pays for it: every module of forge."""
 
 import contextlib
 import importlib

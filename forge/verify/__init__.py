@@ -1,0 +1,13 @@
+"""The proof that a model, a configuration or a change of the code computes the same under every layout: scripts/verify.py.
+
+    shrink    the configuration, as small as its structure allows, in float64
+    layouts   every axis, every pair of axes, then layouts at random, as far as the configuration's own checks admit them
+    ranks     functions on real ranks, forked from one warmed process
+    borders   the activations at the borders of modules, each with its place in the global batch
+    record    the steps of one layout, and of a plain module in one process, with everything that they compute
+    compare   two such records, number by number
+    explain   the first place that differs, and the smallest layout that still shows it
+    run       all of it within a time budget; a layout that fails or hangs ends no other
+
+The equivalence tests of forge use the same functions.
+"""

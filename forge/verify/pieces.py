@@ -1,0 +1,65 @@
+"""Parts of global tensors as ranks hold them: values, and where they belong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from forge.shard import Box, Shard
+
+# One per dimension of the global tensor: a contiguous part, or indices.
+Place: TypeAlias = tuple[slice | tuple[int, ...], ...]
+# What a tensor is, and its name: ("gradient", "layers.0.attention.wq.weight"). Kinds: initial, input, output, loss, norm,
+# gradient, parameter, optimizer, router; saved, loaded, resumed for checkpoints.
+Key: TypeAlias = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """This rank's `values` at `place` of a global tensor. counted: true on one of the ranks that hold the same."""
+
+    values: Tensor
+    place: Place
+    counted: bool = True
+
+
+def pieces_of(kind: str, tensors: Iterable[tuple[Shard, Tensor]]) -> dict[Key, list[Piece]]:
+    """Return copies of this rank's pieces of `tensors` (each laid out like `shard.data`), under `kind` and their names."""
+    found: dict[Key, list[Piece]] = {}
+    for shard, values in tensors:
+        assert (kind, shard.name) not in found, f"{shard.name} twice"
+        found[kind, shard.name] = [
+            Piece(piece.detach().clone().cpu(), _slices(box), shard.counted)
+            for box, piece in shard.pieces(values)
+        ]
+    return found
+
+
+def whole(values: Tensor) -> Piece:
+    """Return a piece that is all of its tensor."""
+    return Piece(values, tuple(slice(0, size) for size in values.shape))
+
+
+def _slices(box: Box) -> Place:
+    return tuple(slice(o, o + size) for o, size in zip(box.offsets, box.sizes, strict=True))
+
+
+def part_of(tensor: Tensor, place: Place) -> Tensor:
+    """Return the part of a global tensor that lies at `place`."""
+    for dim, one in enumerate(place):
+        if isinstance(one, slice):
+            tensor = tensor.narrow(dim, one.start, one.stop - one.start)
+        else:
+            tensor = tensor.index_select(dim, torch.tensor(one, dtype=torch.int64))
+    return tensor
+
+
+def global_index(place: Place, index: tuple[int, ...]) -> tuple[int, ...]:
+    """Return where the element `index` of the values at `place` lies in the global tensor."""
+    return tuple(
+        one.start + i if isinstance(one, slice) else one[i] for one, i in zip(place, index, strict=True)
+    )

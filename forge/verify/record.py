@@ -1,0 +1,221 @@
+"""What a few optimizer steps compute: on a layout, as pieces on every rank, and in one process, as whole tensors.
+
+Both read the same batches and make the same steps, and share no code beyond the model itself and the optimizer: the
+reference is a plain module that computes the whole global batch in one forward, is clipped by PyTorch, and has the
+balancing of its routers written out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from forge.config import Config, check_world, parse_toml_text
+from forge.data.build import build_dataset
+from forge.data.loader import Batch, Loader
+from forge.model import IGNORE
+from forge.optim import Optimizer, build_optimizer
+from forge.optim.optimizer import gradient
+from forge.parallel.build import build_parallel_model
+from forge.parallel.gradients import clip_gradients, report_gradients
+from forge.parallel.mesh import make_meshes
+from forge.parallel.model import ParallelModel
+from forge.parallel.routers import RouterReport
+from forge.shard import Shard
+from forge.verify.borders import Borders, Part, Seen
+from forge.verify.checkpoints import load_of_one, resume, save_and_read
+from forge.verify.pieces import Key, Piece, pieces_of, whole
+
+CPU = torch.device("cpu")
+OptimizerFactory: TypeAlias = Callable[[list[Shard], Config, Any], Optimizer]
+
+
+@dataclass(frozen=True)
+class Twist:
+    """What a test does to both runs; functions at module level, so that they can be sent to ranks.
+
+    routers: writes into the routers' weights (a rank's part of each) and biases at the start. labels: writes into the
+    labels that a data rank reads, int64 `[sequences, seq]`, of every batch; called with the number of the data rank.
+    """
+
+    routers: Callable[[list[Tensor], list[Tensor]], None] | None = None
+    labels: Callable[[Tensor, int], None] | None = None
+
+    def begin(self, weights: Iterable[Tensor], biases: Iterable[Tensor]) -> None:
+        if self.routers is not None:
+            self.routers(list(weights), list(biases))
+
+
+PLAIN = Twist()
+
+
+def own_optimizer(shards: list[Shard], config: Config, group: Any) -> Optimizer:
+    """Return the optimizer of the configuration."""
+    return build_optimizer(shards, config.optimizer, group)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the steps are made, on every layout and in the reference; picklable.
+
+    borders: record activations. uneven: leave out the loss of some tokens, of another number in each sequence, so that no
+    two ranks have the same number of valid ones. folder: where one process writes its checkpoint; None: there are none.
+    own_folder: where a layout writes its own. patch: called on each rank of a layout before anything else, but not in the
+    reference.
+    """
+
+    steps: int = 3
+    lr: float = 1e-3
+    max_norm: float = 1.0
+    optimizer: OptimizerFactory = own_optimizer
+    twist: Twist = PLAIN
+    borders: bool = False
+    uneven: bool = False
+    folder: str | None = None
+    own_folder: str | None = None
+    patch: Callable[[], object] | None = None
+
+
+@dataclass
+class RankStep:
+    """What a rank computed in one step; `seen` are the borders in order."""
+
+    pieces: dict[Key, list[Piece]] = field(default_factory=dict)
+    seen: list[Seen] = field(default_factory=list)
+
+
+@dataclass
+class RankRecord:
+    """All that a rank computed; steps[0] has the initial parameters."""
+
+    part: Part
+    steps: list[RankStep]
+
+
+@dataclass
+class WholeRecord:
+    """All that one process computed: per step the tensors, and the names of modules in the order of the computation."""
+
+    steps: list[dict[Key, Tensor]]
+    order: list[str]
+
+
+def record_on_rank(
+    rank: int, world: int, text: str, settings: Settings, device: torch.device = CPU
+) -> RankRecord:
+    """Make the steps of the configuration `text` on the layout that it describes, on this of `world` ranks. Collective."""
+    if settings.patch is not None:
+        settings.patch()
+    config = parse_toml_text(text)
+    meshes = make_meshes(check_world(config, world), device.type)
+    model = build_parallel_model(config, meshes, device)
+    weights = [shard.data for shard in model.shards if shard.name.endswith("router.weight")]
+    settings.twist.begin(weights, [shard.data for shard in model.buffers if shard.name.endswith("bias")])
+    optimizer = settings.optimizer(model.shards, config, meshes.stage)
+    part = Part.of(meshes, config.train.global_batch_size, config.train.seq_len)
+    record = RankRecord(part, [RankStep(pieces_of("initial", ((s, s.data) for s in model.shards)))])
+    borders = Borders(model.parts) if settings.borders else None
+    read = list(batches(config, meshes.data_rank, meshes.data_ranks, settings, device))
+    for number, batch in enumerate(read, start=1):
+        record.steps.append(_step(model, optimizer, batch, settings, borders))
+        if settings.own_folder is not None and number == settings.steps - 1:
+            record.steps[-1].pieces |= save_and_read(model, optimizer, settings.own_folder, number)
+    if borders is not None:
+        borders.remove()
+    if settings.folder is not None and settings.own_folder is not None and settings.steps > 1:
+        resume(model, optimizer, settings.own_folder, settings.steps - 1)
+        again = _step(model, optimizer, read[-1], settings, None)
+        record.steps[-1].pieces |= {
+            ("resumed", f"{kind} {name}"): p for (kind, name), p in again.pieces.items()
+        }
+        record.steps[-2].pieces |= load_of_one(model, optimizer, settings.folder, settings.steps - 1)
+    return record
+
+
+def _step(
+    model: ParallelModel, optimizer: Optimizer, batch: Batch, settings: Settings, borders: Borders | None
+) -> RankStep:
+    """One optimizer step, as the trainer makes it."""
+    step = RankStep()
+    sums = model.forward_backward(batch, model.count_tokens(batch))
+    model.finalize_gradients()
+    report = report_gradients(model.shards, sums.objective, stop=False)
+    if borders is not None:
+        step.seen = borders.take()
+    tokens = sums.tokens.clamp(min=1)
+    step.pieces |= {
+        ("loss", "cross-entropy"): [_scalar(sums.cross_entropy / tokens)],
+        ("loss", "objective"): [_scalar(sums.objective / tokens)],
+        ("norm", "gradient"): [_scalar(report.norm)],
+    }
+    step.pieces |= pieces_of("gradient", ((shard, gradient(shard)) for shard in model.shards))
+    clip_gradients(model.shards, report.norm, settings.max_norm)
+    optimizer.step(settings.lr, report.skip)
+    model.after_update()
+    routers = _routers(model, model.update_router(report.skip))
+    model.zero_gradients()
+    step.pieces |= pieces_of("parameter", ((shard, shard.data) for shard in model.shards))
+    step.pieces |= _slots(optimizer)
+    step.pieces |= {("router", name): [whole(state)] for name, state in routers.items()}
+    return step
+
+
+def _slots(optimizer: Optimizer) -> dict[Key, list[Piece]]:
+    found: dict[Key, list[Piece]] = {}
+    for slot, shard, values in optimizer.tensors():
+        for (_, name), pieces in pieces_of("optimizer", [(shard, values)]).items():
+            found["optimizer", f"{slot} of {name}"] = pieces
+    return found
+
+
+def _routers(model: ParallelModel, report: RouterReport | None) -> dict[str, Tensor]:
+    """What `_move_routers` returns of the reference, as far as this rank has it."""
+    if report is None:
+        return {}
+    rows = {
+        f"layers.{layer}": row for layer, row in zip(report.layers, report.values.clone().cpu(), strict=True)
+    }
+    state = {shard.name: shard.data.clone().cpu() for shard in model.buffers}
+    return rows | {f"{n.split('.')[1]}.{n.rpartition('.')[2]}": value for n, value in state.items()}
+
+
+def batches(
+    config: Config, rank: int, ranks: int, settings: Settings, device: torch.device = CPU
+) -> Iterator[Batch]:
+    """Yield what the data rank `rank` of `ranks` reads in `settings.steps` steps."""
+    loader = Loader(
+        build_dataset(config),
+        global_batch_size=config.train.global_batch_size,
+        rank=rank,
+        ranks=ranks,
+        start_sample=0,
+        device=device,
+        prefetch=1,
+    )
+    try:
+        for _ in range(settings.steps):
+            batch = next(loader)
+            if settings.uneven:
+                leave_out(batch)
+            if settings.twist.labels is not None:
+                settings.twist.labels(batch.labels, rank)
+            yield batch
+    finally:
+        loader.close()
+
+
+def leave_out(batch: Batch) -> None:
+    """Leave tokens out of the loss, keyed by the global sample: another number in each sequence, and in each part of one."""
+    rows, seq = batch.labels.shape
+    for row in range(rows):
+        sample = batch.first_sample + row
+        first, width = (sample * 29) % seq, 1 + (sample * 13) % (seq // 3)
+        batch.labels[row, first : first + width] = IGNORE
+
+
+def _scalar(value: Tensor) -> Piece:
+    return Piece(value.detach().clone().double().cpu(), ())

@@ -1,0 +1,273 @@
+"""All layouts of a configuration against one process, within a time budget. A layout that fails or hangs ends no other."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from forge.config import Config, check_world, to_toml
+from forge.distributed import World, gather_from_ranks, join
+from forge.verify.against import compare_records, record_elsewhere
+from forge.verify.compare import TOLERANCE, Comparison, compare_rank, elements, merge
+from forge.verify.explain import Finding, explain
+from forge.verify.layouts import AXES, Case, at_random, systematic, why_illegal
+from forge.verify.plain import record_plain
+from forge.verify.ranks import RankFailed, run_ranks
+from forge.verify.record import Settings, record_on_rank
+from forge.verify.shrink import for_layout, shrink
+
+# A layout of a small model takes seconds: after this, times the number of processes (at least two), it hangs.
+LIMIT_S = 45.0
+Status = Literal["equal", "different", "failed"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of one layout. largest: relative difference by kind of tensor; rounded: the same of a run in the formats of
+    the configuration, where that was asked for. compared: the number of tensors."""
+
+    case: Case
+    status: Status
+    seconds: float
+    largest: dict[str, float] = field(default_factory=dict)
+    rounded: dict[str, float] = field(default_factory=dict)
+    compared: int = 0
+    unplaced: tuple[str, ...] = ()
+    finding: Finding | None = None
+    error: str = ""
+
+    @property
+    def size(self) -> float:
+        """The largest difference of all."""
+        return max(self.largest.values(), default=0.0)
+
+
+@dataclass
+class Report:
+    """All results. refused: layouts that the configuration's checks do not allow, with the reason. not_reached: systematic
+    layouts for which there was no time. smallest: the smallest layout that still shows the worst difference."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    refused: list[tuple[Case, str]] = field(default_factory=list)
+    not_reached: int = 0
+    worst: Outcome | None = None
+    smallest: Outcome | None = None
+
+    @property
+    def bad(self) -> list[Outcome]:
+        """Layouts that differ or fail."""
+        return [one for one in self.outcomes if one.status != "equal"]
+
+
+class Verifier:
+    """Compares layouts of `config`, which is small and for one process, with one process.
+
+    settings: how; its folders are set here. rounded: the same configuration in its own formats, to be compared with float64
+    as well. Raises RankFailed if one process fails.
+    """
+
+    def __init__(
+        self, config: Config, settings: Settings, tolerance: float = TOLERANCE, rounded: Config | None = None
+    ):
+        self.config, self.tolerance, self._rounded = config, tolerance, rounded
+        self._home = tempfile.TemporaryDirectory(prefix="forge-verify-")
+        self._settings = replace(settings, folder=self._home.name)
+        self._known: dict[Case, Outcome] = {}
+        self._file = os.path.join(self._home.name, "reference")
+        ((self.order, self._elements),) = run_ranks(
+            _plain_on_rank, 1, to_toml(config), self._settings, self._file, timeout=limit_s(1)
+        )
+
+    def close(self) -> None:
+        """Remove temporary files."""
+        self._home.cleanup()
+
+    def patched(self, patch: Callable[[], object] | None) -> Verifier:
+        """Return the same with `patch` called on each rank of a layout; the reference is computed without it."""
+        other = copy.copy(self)
+        other._settings, other._known = replace(self._settings, patch=patch), {}
+        return other
+
+    def check(self, case: Case) -> Outcome:
+        """Return the result of one legal layout; a layout is run once."""
+        if case not in self._known:
+            self._known[case] = self._run(case)
+        return self._known[case]
+
+    def _run(self, case: Case) -> Outcome:
+        began = time.monotonic()
+        try:
+            with tempfile.TemporaryDirectory(dir=self._home.name) as folder:
+                settings = replace(self._settings, own_folder=folder)
+                result = self._compare(self.config, case, settings, self.tolerance)
+            rounded: dict[str, float] = {}
+            if self._rounded is not None:
+                rounded = self._compare(self._rounded, case, self._settings, inf).largest
+        except RankFailed as error:
+            return Outcome(case, "failed", time.monotonic() - began, error=str(error))
+        return outcome_of(case, result, self.order, time.monotonic() - began, rounded)
+
+    def _compare(self, config: Config, case: Case, settings: Settings, tolerance: float) -> Comparison:
+        text, files = case.text(config), (settings, self._file, tolerance)
+        ranks = run_ranks(_compare_on_rank, case.world, text, *files, timeout=limit_s(case.world))
+        return merge(ranks, self._elements)
+
+    def reduce(self, worst: Outcome, time_left: Callable[[], float]) -> Outcome:
+        """Take away options and degrees one by one while the layout still fails in the same way; return the smallest."""
+        smallest, again = worst, True
+        while again:
+            again = False
+            for case in smallest.case.smaller():
+                if why_illegal(self.config, case) is not None:
+                    continue
+                if case not in self._known and time_left() <= 0:
+                    return smallest
+                outcome = self.check(case)
+                if outcome.status == worst.status:
+                    smallest, again = outcome, True
+                    break
+        return smallest
+
+
+def limit_s(world: int) -> float:
+    """Return the seconds after which a layout of `world` processes is ended."""
+    return LIMIT_S * max(2, world)
+
+
+def verify(
+    verifier: Verifier,
+    cases: Sequence[Case] | None,
+    *,
+    worlds: Sequence[int] = (1, 2, 4),
+    random: int | None = None,
+    seed: int = 0,
+    seconds: float = 300.0,
+    begin: Callable[[Case, float], None] = lambda case, left_s: None,
+    end: Callable[[Outcome], None] = lambda outcome: None,
+) -> Report:
+    """Check `cases`, else every axis and pair of axes and then `random` layouts (None: until `seconds` are over).
+
+    No layouts are drawn at random once some differ: the time goes to the smallest of these. `begin` is called before each
+    layout with the seconds that are left, `end` after it.
+    """
+    began = time.monotonic()
+
+    def left() -> float:
+        return seconds - (time.monotonic() - began)
+
+    report = Report()
+
+    def check(case: Case) -> None:
+        begin(case, left())
+        report.outcomes.append(verifier.check(case))
+        end(report.outcomes[-1])
+
+    planned = list(cases if cases is not None else systematic(verifier.config, worlds))
+    for case in _legal(verifier.config, planned, report):
+        if left() <= 0:
+            report.not_reached += 1
+            continue
+        check(case)
+    if cases is None and not report.bad:
+        fresh = (case for case in at_random(verifier.config, worlds, seed) if case not in planned)
+        for case in itertools.islice(fresh, random):
+            if left() <= 0 or report.bad:
+                break
+            check(case)
+    if report.bad:
+        # What differs says more than what fails.
+        report.worst = max(report.bad, key=lambda one: (one.status == "different", one.size))
+        report.smallest = verifier.reduce(report.worst, left)
+    return report
+
+
+def outcome_of(
+    case: Case,
+    result: Comparison,
+    order: Sequence[str],
+    seconds: float,
+    rounded: dict[str, float] | None = None,
+) -> Outcome:
+    """Return the result of a layout that was computed."""
+    finding = explain(result, order) if result.differences else None
+    unplaced = tuple(sorted(result.unplaced))
+    status: Status = "equal" if finding is None else "different"
+    return Outcome(case, status, seconds, result.largest, rounded or {}, result.compared, unplaced, finding)
+
+
+def verify_in_place(config: Config, settings: Settings, world: World) -> tuple[Config, Outcome]:
+    """Compare the layout of `config` on the processes of a launcher, on their devices, with one process. Collective.
+
+    Each rank computes the reference by itself, on its own device, whose random numbers no other kind of device draws.
+    Returns the small configuration and the result, on every rank.
+    """
+    began = time.monotonic()
+    degrees = check_world(config, world.size)
+    small = for_layout(shrink(config)[0], degrees)
+    text = to_toml(small)
+    reference = record_plain(text, settings, world.device)
+    join(world)
+    record = record_on_rank(world.rank, world.size, text, settings, world.device)
+    mine = compare_rank(reference, world.rank, record)
+    result = merge(gather_from_ranks("comparing", lambda: mine), elements(reference))
+    dist.destroy_process_group()
+    case = Case.of({axis: getattr(degrees, axis) for axis in AXES})
+    return small, outcome_of(case, result, reference.order, time.monotonic() - began)
+
+
+def verify_against(
+    config: Config,
+    cases: Sequence[Case],
+    settings: Settings,
+    checkout: Path,
+    bound: float,
+    end: Callable[[Outcome], None] = lambda outcome: None,
+) -> Report:
+    """Compute `cases` here and with the forge of `checkout`, and compare the two; layouts may differ from each other."""
+    report = Report()
+    for case in _legal(config, cases, report):
+        began, text = time.monotonic(), case.text(config)
+        new = run_ranks(record_on_rank, case.world, text, settings, timeout=limit_s(case.world))
+        result, order = compare_records(new, record_elsewhere(checkout, text, case.world, settings), bound)
+        outcome = outcome_of(case, result, order, time.monotonic() - began)
+        report.outcomes.append(outcome)
+        end(outcome)
+    report.worst = report.smallest = max(report.bad, key=lambda one: one.size, default=None)
+    return report
+
+
+def _legal(config: Config, cases: Sequence[Case], report: Report) -> Iterator[Case]:
+    for case in cases:
+        reason = why_illegal(config, case)
+        if reason is None:
+            yield case
+        else:
+            report.refused.append((case, reason))
+
+
+def _plain_on_rank(
+    _rank: int, _world: int, text: str, settings: Settings, file: str
+) -> tuple[list[str], dict]:
+    """Write the reference to `file`; return the order of its modules, and the sizes of its tensors for `merge`."""
+    reference = record_plain(text, settings)
+    torch.save(reference, file)
+    return reference.order, elements(reference)
+
+
+def _compare_on_rank(
+    rank: int, world: int, text: str, settings: Settings, file: str, tolerance: float
+) -> Comparison:
+    record = record_on_rank(rank, world, text, settings)
+    reference = torch.load(file, weights_only=False, mmap=True)
+    return compare_rank(reference, rank, record, tolerance)

@@ -1,0 +1,206 @@
+"""A configuration as small as its structure allows, in float64.
+
+Kept: the kind of model, the ratio of query to key/value heads, the pattern of sliding windows, tied weights, groups and
+shared experts, dense first layers, whether a size is odd or even, the optimizer, modules pinned to a format, the engine,
+the tensor-parallel plan and every other option. Made small: widths, layers, experts, vocabulary, sequence and batch. Data
+are synthetic: the proof needs tokens, not text.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from fractions import Fraction
+from math import ceil, gcd, lcm, sqrt
+from typing import Any
+
+from forge.config import Config, Degrees, check_world, to_toml
+from forge.config.explain import Values, raise_all
+from forge.config.load import examine
+from forge.config.model import ModelConfig, MoEConfig
+from forge.config.pipeline import ONE_PER_RANK
+
+LAYERS, SEQ_LEN, BATCH = 4, 64, 8
+
+
+def changed(config: Config, keys: Mapping[str, Any]) -> Config:
+    """Return `config` with other values for some keys, by their dotted names. Raises UserError if it is then invalid."""
+    tree = tomllib.loads(to_toml(config))
+    for key, value in keys.items():
+        *sections, last = key.split(".")
+        table = tree
+        for section in sections:
+            table = table.setdefault(section, {})
+        table[last] = value
+    result, problems = examine(Values(tree, "the small config"))
+    raise_all(problems)
+    assert result is not None
+    return result
+
+
+def shrink(config: Config, *, exact: bool = True) -> tuple[Config, list[str]]:
+    """Return the small configuration for one process, and a sentence for each thing that it cannot keep.
+
+    `exact`: in float64. Otherwise in the formats of the configuration.
+    """
+    notes: list[str] = []
+    keys = _model(config.model) | _training(config) | _layout(config, notes)
+    keys |= _left_out(config, notes)
+    if exact:
+        keys |= {f"precision.{key}": "float64" for key in ("storage", "compute", "reduce")}
+    return changed(config, keys), notes
+
+
+def for_layout(small: Config, degrees: Degrees) -> Config:
+    """Return the small configuration under a layout of any size: what its degrees divide grows until they do.
+
+    Raises UserError if that is not possible.
+    """
+    d, model, moe = degrees, small.model, small.model.moe
+    kv_heads = lcm(model.n_kv_heads, d.tp * (d.cp if small.parallel.context == "ulysses" else 1))
+    one_per_rank = small.pipeline.schedule in ONE_PER_RANK
+    microbatches = d.pp * (2 if small.pipeline.schedule == "DualPipeV" else 1)
+    keys: dict[str, Any] = {
+        **{
+            f"parallel.{axis}": getattr(d, axis)
+            for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+        },
+        "model.n_kv_heads": kv_heads,
+        "model.n_heads": kv_heads * (model.n_heads // model.n_kv_heads),
+        "model.ffn_dim": lcm(model.ffn_dim, d.tp),
+        "model.vocab_size": max(model.vocab_size, d.tp * d.tp + 1),  # so that each rank has a row
+        "model.n_layers": max(model.n_layers, d.pp * (1 if one_per_rank else 2)),
+        "train.seq_len": _multiple(SEQ_LEN, lcm(2 * d.cp, d.cp * d.tp)),
+        "train.global_batch_size": _multiple(BATCH, small.train.micro_batch_size * d.dp * microbatches),
+    }
+    if moe is not None:
+        keys |= {
+            "model.moe.n_experts": lcm(moe.n_experts, d.ep),
+            "model.moe.expert_dim": lcm(moe.expert_dim, d.tp),
+        }
+    result = changed(small, keys)
+    check_world(result, d.world)
+    return result
+
+
+def _model(model: ModelConfig) -> dict[str, Any]:
+    kv_heads = _few(model.n_kv_heads)
+    heads = kv_heads * (model.n_heads // model.n_kv_heads)
+    head_dim = 4 if heads > 2 else 8
+    # The width of all heads need not be that of the stream.
+    dim = _even(Fraction(heads * head_dim * model.dim, model.n_heads * model.head_dim))
+    keys: dict[str, Any] = {
+        "dim": dim,
+        "n_heads": heads,
+        "n_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "ffn_dim": _scaled(model.ffn_dim, Fraction(min(dim, 32), model.dim)),
+        "vocab_size": min(model.vocab_size, 64 + model.vocab_size % 8),
+        "n_layers": min(model.n_layers, LAYERS),
+        "sliding_window_pattern": min(model.sliding_window_pattern, LAYERS),
+        # So that a product keeps the size of its sums: with the weights of a wide model attention would be even.
+        "init_std": min(0.5, model.init_std * max(1.0, sqrt(model.dim / dim))),
+    }
+    if model.sliding_window:
+        keys["sliding_window"] = min(model.sliding_window, 3 * SEQ_LEN // 8)
+    keys = {f"model.{key}": value for key, value in keys.items()}
+    if model.moe is not None:
+        keys |= {f"model.moe.{key}": value for key, value in _experts(model, model.moe, dim).items()}
+    return keys
+
+
+def _experts(model: ModelConfig, moe: MoEConfig, dim: int) -> dict[str, Any]:
+    groups = _few(moe.n_expert_groups)
+    n_experts = moe.n_experts if moe.n_experts <= 8 else groups * _few(moe.n_experts // groups)
+    while n_experts < 8 and moe.n_experts % (2 * n_experts) == 0:
+        n_experts *= 2
+    limited = groups
+    if moe.n_limited_groups < moe.n_expert_groups:
+        limited = max(1, min(groups - 1, moe.n_limited_groups * groups // moe.n_expert_groups))
+    return {
+        "n_experts": n_experts,
+        "n_expert_groups": groups,
+        "n_limited_groups": limited,
+        "top_k": min(moe.top_k, max(1, n_experts // 2), limited * n_experts // groups),
+        "n_shared_experts": min(moe.n_shared_experts, 2),
+        "expert_dim": _scaled(moe.expert_dim, Fraction(min(dim, 32), model.dim)),
+        "n_dense_layers": min(moe.n_dense_layers, 1 if moe.n_dense_layers < model.n_layers else LAYERS),
+        "capacity_factor": 0.0,
+        "router_noise": 0.0,
+    }
+
+
+def _training(config: Config) -> dict[str, Any]:
+    return {
+        "train.seq_len": SEQ_LEN,
+        "train.global_batch_size": BATCH,
+        "train.micro_batch_size": 2,
+        "train.loss_chunk_tokens": min(config.train.loss_chunk_tokens, 48),  # chunks that end within a row
+        "data.sources": [{"path": "synthetic"}],
+        "data.validation": [],
+        "data.tokenizer": "none",
+    }
+
+
+def _layout(config: Config, notes: list[str]) -> dict[str, Any]:
+    degrees = dict.fromkeys(("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep"), 1)
+    keys: dict[str, Any] = {f"parallel.{name}": degree for name, degree in degrees.items()}
+    keys |= {"parallel.async_tp": False, "parallel.symmetric_memory": False}
+    if config.parallel.bucket_size == "auto":
+        keys["parallel.bucket_size"] = 3000  # several buckets
+    if isinstance(config.parallel.reshard_after_forward, int):
+        keys["parallel.reshard_after_forward"] = "always"
+        notes.append('parallel.reshard_after_forward is "always", not a number of ranks')
+    chosen = config.pipeline
+    if chosen.module_names or chosen.layers_per_stage or chosen.schedule.endswith(".csv"):
+        keys |= {"pipeline.module_names": [], "pipeline.layers_per_stage": 0}
+        notes.append("stages of a pipeline are split automatically")
+    if chosen.schedule.endswith(".csv"):
+        keys["pipeline.schedule"] = "1F1B"
+        notes.append("pipeline.schedule is 1F1B, not the CSV file")
+    return keys
+
+
+def _left_out(config: Config, notes: list[str]) -> dict[str, Any]:
+    """Keys that make results depend on more than the mathematics."""
+    keys: dict[str, Any] = {"precision.float8": "none", "optimizer.moment_dtype": "float32"}
+    if config.precision.float8 != "none":
+        notes.append("precision.float8 is off")
+    keys |= {"compile.enabled": False, "compile.loss": False}
+    if config.compile.enabled or config.compile.loss:
+        notes.append("nothing is compiled")
+    if config.activation_checkpoint.mode == "memory_budget":
+        keys["activation_checkpoint.mode"] = "full"
+        notes.append("activation_checkpoint.mode is full, because memory_budget needs the compiler")
+    moe = config.model.moe
+    if moe is not None and moe.capacity_factor:
+        notes.append("model.moe.capacity_factor is 0: what it drops depends on the layout")
+    if moe is not None and moe.router_noise:
+        notes.append("model.moe.router_noise is 0: with it results depend on the layout")
+    if config.train.hooks:
+        notes.append("hooks (train.hooks) are not called")
+    return keys
+
+
+def _multiple(least: int, unit: int) -> int:
+    """Return the smallest multiple of `unit` that is at least `least`."""
+    return -(-least // unit) * unit
+
+
+def _few(number: int) -> int:
+    """Return a small divisor of `number`, 1 only for 1: 4 for multiples of 4, else 2 for even ones, else the smallest."""
+    if number % 4 == 0:
+        return 4
+    return next((n for n in range(2, number + 1) if number % n == 0), 1)
+
+
+def _scaled(size: int, factor: Fraction) -> int:
+    """Return `size` times `factor`, rounded up to what the same powers of 2 (up to 8) divide and no others, at least 8."""
+    unit = gcd(size, 8)
+    units = max(8 // unit, ceil(size * factor / unit))
+    return unit * (units + (unit < 8 and units % 2 == 0))
+
+
+def _even(size: Fraction) -> int:
+    """Round to a multiple of 4, at least 8."""
+    return max(8, round(size / 4) * 4)
