@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from forge.config import Config, check_world, to_toml
-from forge.distributed import World, gather_from_ranks, join
+from forge.distributed import gather_from_ranks
 from forge.verify.against import compare_records, record_elsewhere
 from forge.verify.compare import TOLERANCE, Comparison, compare_rank, elements, merge
 from forge.verify.explain import Finding, explain
@@ -26,6 +26,7 @@ from forge.verify.plain import record_plain
 from forge.verify.ranks import RankFailed, run_ranks
 from forge.verify.record import Settings, record_on_rank
 from forge.verify.shrink import for_layout, shrink
+from forge.world import World, join
 
 # A layout of a small model takes seconds: after this, times the number of processes (at least two), it hangs.
 LIMIT_S = 45.0

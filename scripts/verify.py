@@ -1,0 +1,234 @@
+"""Find out whether a model, a configuration or a change of the code computes the same under every layout.
+
+    python scripts/verify.py --config debug
+    python scripts/verify.py --config debug --model.kind=mine:Model --layouts "tp=2; tp=2 cp=2; dp_shard=2 pp=2"
+
+Shrinks the configuration, computes a few steps in float64 in one process and on processes of this machine under every axis,
+every pair of axes and layouts at random, compares all that they compute, and names the first place that differs.
+
+Exit codes: 0 everything is equal, 1 something differs or fails, 2 bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
+sys.path.append(os.getcwd())  # a model of one's own
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from forge.config import Config, load_config
+from forge.errors import FAILED, FINISHED, UserError
+from forge.observe.json_lines import encode
+from forge.observe.progress import format_duration
+from forge.verify.layouts import Case, parse_layouts
+from forge.verify.ranks import RankFailed
+from forge.verify.record import Settings
+from forge.verify.report import as_json, heading, last_line, outcome_line, precision_table, summary
+from forge.verify.run import Outcome, Report, Verifier, verify, verify_against, verify_in_place
+from forge.verify.shrink import shrink
+from forge.world import read_world
+from scripts.options import count, exit_code_of, number, positive
+
+bound = number(float, lambda value: value >= 0, "at least 0")
+minutes = number(float, lambda value: value > 0, "more than 0")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given, overrides = _parser().parse_known_args(arguments)
+    if given.in_place:
+        return _in_place(given, overrides)
+    reports: list[Report] = []
+    code = exit_code_of(lambda: reports.append(_run(given, overrides)), "interrupted")
+    return FAILED if code == FINISHED and reports[0].bad else code
+
+
+def _run(given: argparse.Namespace, overrides: list[str]) -> Report:
+    cases = None if given.layouts is None else parse_layouts(given.layouts)
+    config = load_config(["--config", given.config, *overrides])
+    small, notes = shrink(config)
+    if not given.json:
+        print(heading(given.config, small, notes), flush=True)
+    settings = _settings(given, small)
+    progress = Progress(quiet=given.json)
+    rounded = shrink(config, exact=False)[0] if given.precision else None
+    if given.against is not None:
+        report = _against(given, small, cases or [Case()], settings, progress)
+    else:
+        report = _layouts(given, small, rounded, cases, settings, progress)
+    if given.layouts is not None and not report.outcomes and report.refused:
+        case, reason = report.refused[0]
+        raise UserError(f"--layouts: {case.name} is not allowed: {reason}")
+    if given.json:
+        print(encode(as_json(given.config, small, notes, report)).decode(), end="", flush=True)
+        return report
+    if rounded is not None:
+        print(f"\n{precision_table(report, rounded)}\n")
+    print(summary(report), flush=True)
+    return report
+
+
+def _settings(given: argparse.Namespace, config: Config) -> Settings:
+    return Settings(
+        steps=given.steps,
+        lr=config.optimizer.lr,
+        max_norm=config.train.grad_clip_norm,
+        borders=True,
+        uneven=True,
+    )
+
+
+def _in_place(given: argparse.Namespace, overrides: list[str]) -> int:
+    """Verify the config's own layout on the processes of a launcher; return this process's exit code. Rank 0 prints."""
+    outcomes: list[Outcome] = []
+    rank = 0
+
+    def work() -> None:
+        nonlocal rank
+        world = read_world()
+        rank = world.rank
+        if given.layouts is not None or given.against is not None or given.precision:
+            raise UserError("--in-place: cannot be combined with --layouts, --against or --precision")
+        config = load_config(["--config", given.config, *overrides])
+        small, outcome = verify_in_place(config, _settings(given, config), world)
+        outcomes.append(outcome)
+        worst = None if outcome.status == "equal" else outcome
+        report, notes = Report([outcome], worst=worst, smallest=worst), shrink(config)[1]
+        if rank == 0 and given.json:
+            print(encode(as_json(given.config, small, notes, report)).decode(), end="", flush=True)
+        elif rank == 0:
+            print(
+                f"{heading(given.config, small, notes)}\n  {outcome_line(outcome)}\n{summary(report)}",
+                flush=True,
+            )
+
+    def only_first() -> None:
+        try:
+            work()
+        except UserError as error:
+            if rank == 0:
+                raise
+            # The launcher kills the others when one ends: rank 0 must have printed by then.
+            time.sleep(2)
+            raise SystemExit(error.exit_code) from None
+
+    code = exit_code_of(only_first, "interrupted")
+    return FAILED if code == FINISHED and outcomes[0].status != "equal" else code
+
+
+def _layouts(
+    given: argparse.Namespace,
+    small: Config,
+    rounded: Config | None,
+    cases: list[Case] | None,
+    settings: Settings,
+    progress: Progress,
+) -> Report:
+    """Compare layouts with one process."""
+    try:
+        verifier = Verifier(small, settings, rounded=rounded)
+    except RankFailed as error:
+        print(str(error).rstrip(), file=sys.stderr)
+        raise UserError(f"one process alone fails: {last_line(str(error))}") from None
+    try:
+        return verify(
+            verifier,
+            cases,
+            worlds=[1, *given.world_sizes],
+            random=given.random,
+            seed=given.seed,
+            seconds=60 * given.minutes,
+            begin=progress.begin,
+            end=progress.end,
+        )
+    finally:
+        verifier.close()
+        progress.clear()
+
+
+def _against(
+    given: argparse.Namespace, small: Config, cases: list[Case], settings: Settings, progress: Progress
+) -> Report:
+    """Compare this checkout with another one."""
+    if given.precision:
+        raise UserError("--precision: cannot be combined with --against")
+    try:
+        return verify_against(small, cases, settings, given.against, given.bound, progress.end)
+    except RankFailed as error:
+        print(str(error).rstrip(), file=sys.stderr)
+        raise UserError(f"this checkout fails: {last_line(str(error))}") from None
+
+
+class Progress:
+    """Prints a line for each layout; below them, on a terminal, what runs now."""
+
+    def __init__(self, *, quiet: bool):
+        self._quiet, self._shown = quiet, sys.stderr.isatty()
+        self._done = 0
+
+    def begin(self, case: Case, left_s: float) -> None:
+        if self._shown:
+            text = f"{self._done} done, {format_duration(left_s)} left, now {case.name}"
+            print(f"\r\x1b[K{text[:100]}", end="", file=sys.stderr, flush=True)
+
+    def end(self, outcome: Outcome) -> None:
+        self._done += 1
+        self.clear()
+        if not self._quiet:
+            print(f"  {outcome_line(outcome)}", flush=True)
+
+    def clear(self) -> None:
+        if self._shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _worlds(text: str) -> list[int]:
+    try:
+        return [positive(one) for one in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError("must be numbers of processes, such as 2,4") from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.usage = "%(prog)s --config FILE [--section.key=VALUE ...] [options]"
+    add = parser.add_argument
+    add("--config", required=True, metavar="FILE", help="a TOML file, or a name in configs/")
+    add("--layouts", metavar="TEXT", help='these layouts only, such as "tp=2 cp=2; ep=4 pp=2 context=ring"')
+    add("--world-sizes", type=_worlds, default=[2, 4], metavar="2,4", help="numbers of processes (2,4)")
+    add(
+        "--random",
+        type=count,
+        metavar="N",
+        help="layouts at random, after the others (until the time is over)",
+    )
+    add("--seed", type=count, default=0, metavar="N", help="of the layouts at random (%(default)s)")
+    add("--steps", type=positive, default=3, metavar="N", help="optimizer steps (%(default)s)")
+    add("--minutes", type=minutes, default=5.0, metavar="M", help="time for all of it (%(default)g)")
+    add(
+        "--against",
+        type=Path,
+        metavar="DIR",
+        help="compare with another checkout of forge, not with one process",
+    )
+    add(
+        "--bound",
+        type=bound,
+        default=0.0,
+        metavar="X",
+        help="--against: relative difference allowed (0: not a bit)",
+    )
+    add("--in-place", action="store_true", help="under torchrun: the config's own layout, on these processes")
+    add("--precision", action="store_true", help="compare with float64 in the config's own formats, too")
+    add("--json", action="store_true", help="print one JSON object instead of text")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""scripts/verify.py: exit codes, text and JSON."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from scripts.verify import main
+from tests.support.launchers import TORCHRUN, start
+from tests.support.pages import REPOSITORY
+from tests.verify.defects import DEFECTS
+
+OWN = '''
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from forge.model import FeedForward, Transformer
+
+
+class HiddenNorm(nn.Module):
+    def forward(self, x):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+
+
+class NormedFeedForward(FeedForward):
+    def __init__(self, dim, hidden_dim):
+        super().__init__(dim, hidden_dim)
+        self.hidden_norm = HiddenNorm()
+
+    def forward(self, x):
+        return self.w2(self.hidden_norm(F.silu(self.w1(x)) * self.w3(x)))
+
+
+class Model(Transformer):
+    def __init__(self, config, seq_len, **part):
+        super().__init__(config, seq_len, **part)
+        for block in self.layers.values():
+            block.feed_forward = NormedFeedForward(config.dim, config.ffn_dim)
+
+
+class Broken(Transformer):
+    def forward(self, *args):
+        raise ValueError("a mistake of one's own")
+
+
+class Short(Transformer):
+    """Fails where it gets a part of a sequence."""
+
+    def forward(self, x, *args):
+        if x.shape[1] < self.seq_len:
+            raise ValueError("no part of a sequence, please")
+        return super().forward(x, *args)
+'''
+pytestmark = pytest.mark.processes
+
+SMALL = ("--config", "debug", "--model.n_layers=2")
+
+
+@dataclass
+class Printed:
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> Callable[..., Printed]:
+    """Runs the script's `main` here, where the fork server is warm, in a folder with a module of one's own."""
+    (tmp_path / "mine.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def run(*options: str) -> Printed:
+        code = main([*SMALL, *options])
+        return Printed(code, *capfd.readouterr())
+
+    return run
+
+
+def test_a_model_of_ones_own_with_a_defect_is_named_by_its_module(run) -> None:
+    said = run("--model.kind=mine:Model", "--layouts", "dp_shard=2; cp=2 tp=2")
+    assert said.code == 1, said.out + said.err
+    lines = [line.strip() for line in said.out.splitlines()]
+    assert "layers.0.feed_forward.hidden_norm: its output differs while its input agrees" in lines
+    assert "tp=2 alone shows it, the smallest part of cp=2 tp=2 that does" in lines
+    assert any("instead of" in line and "rank" in line for line in lines)
+    assert "1 equal, 1 different" in said.out
+
+
+def test_equal_layouts_end_with_0_and_json_has_everything(run) -> None:
+    said = run("--layouts", "dp_shard=2; tp=3", "--json")
+    assert said.code == 0, said.err
+    found = json.loads(said.out)
+    assert found["equal"] and [one["layout"] for one in found["layouts"]] == ["dp_shard=2"]
+    assert found["not_allowed"][0]["layout"] == "tp=3"
+    (one,) = found["layouts"]
+    kinds = {
+        "initial", "input", "output", "loss", "norm", "gradient", "parameter", "optimizer", "saved", "loaded"
+    }  # fmt: skip
+    assert set(one["largest"]) == kinds and max(one["largest"].values()) < 1e-9
+    assert one["not_compared"] == []
+
+
+def test_a_layout_that_fails_is_reported_and_ends_no_other(run) -> None:
+    said = run("--model.kind=mine:Short", "--layouts", "cp=2; dp_replicate=2")
+    assert said.code == 1
+    assert "no part of a sequence, please" in said.out and "1 equal, 1 failed" in said.out
+
+
+def test_rounding_stands_beside_the_mathematics(run) -> None:
+    said = run("--precision.compute=bfloat16", "--precision", "--layouts", "dp_shard=2")
+    assert said.code == 0, said.out + said.err
+    (row,) = [
+        line.split()
+        for line in said.out.splitlines()
+        if line.startswith("dp_shard=2") and "equal" not in line
+    ]
+    exact, rounded = [float(cell) for cell in row[1:5]], [float(cell) for cell in row[5:]]
+    assert max(exact) < 1e-9 and all(1e-5 < size < 0.5 for size in rounded), row
+
+
+@pytest.mark.slow
+def test_the_layout_of_a_config_on_the_processes_of_a_launcher(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+
+    def launch(*options: str) -> subprocess.Popen:
+        script = [*TORCHRUN, "--nproc-per-node", "2", str(REPOSITORY / "scripts" / "verify.py")]
+        return start([*script, *SMALL, "--in-place", *options], tmp_path, PYTHONPATH=str(tmp_path))
+
+    good, bad = launch("--parallel.cp=2"), launch("--parallel.tp=2", "--model.kind=mine:Model")
+    out, err = good.communicate(timeout=200)
+    assert good.returncode == 0 and out.count("equal") == 2, out + err
+    out, err = bad.communicate(timeout=200)
+    assert bad.returncode == 1, out + err
+    assert "layers.0.feed_forward.hidden_norm: its output differs while its input agrees" in out
+
+
+def test_bad_input_ends_with_2(run) -> None:
+    for options, message in (
+        (["--layouts", "tq=2"], "tq=2 is not KEY=VALUE"),
+        (["--layouts", "tp=0"], "tp=0: needs a whole number"),
+        (["--layouts", "tp=3"], "must divide model.ffn_dim"),
+        (["--model.dim=no"], "model.dim"),
+        (["--model.kind=mine:Broken", "--layouts", "tp=2"], "a mistake of one's own"),
+        (["--against", "nowhere", "--layouts", "dp_shard=2", "--steps=1"], "is not a checkout of forge"),
+    ):
+        said = run(*options)
+        assert said.code == 2 and message in said.err, said.err
+
+
+def test_the_page_has_every_defect_that_the_tests_plant() -> None:
+    page = (REPOSITORY / "docs" / "verify.md").read_text("utf-8")
+    missing = [defect.text for defect in DEFECTS if f"| {defect.text} |" not in page]
+    assert not missing
