@@ -10,7 +10,7 @@ import zlib
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import BinaryIO, Literal, NamedTuple, cast
+from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 from forge.errors import UserError
 
@@ -99,21 +99,21 @@ def _object(line: bytes) -> dict | None:
 
 
 def open_content(file: File, first: int | None = None) -> io.BufferedReader:
-    """Open a text file or JSON lines, decompressed; with `first` only as much as that many bytes on disk hold.
+    """Open a text file or JSON lines, decompressed; with `first` only what that many bytes of a compressed file hold.
 
     Reading raises one of UNREADABLE if the file is damaged.
     """
-    packed: BinaryIO = open(file.path, "rb")  # noqa: SIM115
+    packed: Any = file.path
     if first is not None:
-        with packed:
-            packed = io.BytesIO(packed.read(first))
+        with open(file.path, "rb") as content:
+            packed = io.BytesIO(content.read(first))
     if file.compression == "gzip":
-        return io.BufferedReader(cast(io.RawIOBase, gzip.GzipFile(fileobj=packed)), _BLOCK)
+        return io.BufferedReader(cast(io.RawIOBase, gzip.open(packed)), _BLOCK)
     if file.compression == "zstd":
         import pyarrow
 
-        return io.BufferedReader(pyarrow.CompressedInputStream(packed, "zstd"), _BLOCK)
-    return cast(io.BufferedReader, packed)
+        return io.BufferedReader(pyarrow.input_stream(packed, compression="zstd"), _BLOCK)
+    return open(file.path, "rb")
 
 
 def skip(content: BinaryIO, count: int, file: File) -> None:
