@@ -209,7 +209,7 @@ class Evaluate(Section):
     sample_interval: Count = 0
     """Steps between generated text samples, with another after the last step. 0: never."""
     sample_prompt: str = ""
-    """Prompt of the samples."""
+    """Prompt of the samples. Empty: they begin as a document does, which needs a tokenizer with a begin or end token."""
     sample_tokens: Positive = 64
     """Tokens per sample."""
     sample_temperature: NonNegativeNumber = 0.8
