@@ -75,10 +75,10 @@ class Muon:
         self._matrices.replace(updates, partial(self._orthogonal, skip=skip))
         for shard, update, factor in zip(self._shards, updates, self._factors, strict=True):
             weight = shard.data.to(wide_dtype(shard))
-            decayed = weight * (lr * self._decay[shard.name])
+            decay: float | Tensor = lr * self._decay[shard.name]
             if self._keys.cautious_decay:
-                decayed *= update * weight > 0
-            write_unless(skip, shard.data, weight - decayed - update * (lr * factor))
+                decay = (update * weight > 0).to(weight.dtype) * decay
+            write_unless(skip, shard.data, (weight * (1 - decay)).sub_(update, alpha=lr * factor))
         write_unless(skip, self._updates, self._updates + 1)
 
     def _update(self, shard: Shard, skip: Tensor) -> Tensor:
