@@ -29,6 +29,7 @@ from forge.parallel.precision import DTYPES
 from forge.resilience.stopping import StopSignals
 from forge.shard import Box, Shard
 from forge.train.hooks import make_hooks
+from forge.train.resume import Start
 from forge.train.save import Saves
 from forge.train.trainer import Trainer
 from forge.world import World, join
@@ -114,7 +115,13 @@ class ForgeLoop:
         checkpoints = Checkpoints(directory.checkpoints, keep_last=1, mode=mode)  # type: ignore[arg-type]
         signals = StopSignals()
         self.trainer = Trainer(
-            config, degrees, open_data(config), checkpoints, None, Reporter(directory, world), signals
+            config,
+            degrees,
+            open_data(config),
+            checkpoints,
+            Start(None, kept=-1),
+            Reporter(directory, world),
+            signals,
         )
         hooks = make_hooks(self.trainer, [])
         (self.saves,) = (hook for hook in hooks if isinstance(hook, Saves))
