@@ -49,7 +49,8 @@ def test_synthetic_sources_and_validation_draw_streams_of_their_own(tmp_path):
     validation = 'validation = [{name = "v", path = "synthetic"}]'
     config = configure(tmp_path, f"{sources}\n{validation}", "--evaluate.interval=5")
     streams = [
-        source.read(0, 50) for source in (*build_dataset(config).sources, build_validation(config)["v"])
+        source.read(0, 50)
+        for source in (*build_dataset(config).sources.values(), build_validation(config)["v"])
     ]
     assert not any(np.array_equal(streams[a], streams[b]) for a, b in [(0, 1), (0, 2), (1, 2)])
 
@@ -58,7 +59,7 @@ def test_files_of_what_is_off_are_not_opened(tmp_path):
     folder = write_bytes_dataset(tmp_path / "set")
     sources = f'sources = [{{path = "{folder}"}}, {{path = "/absent", weight = 0}}]'
     data = sources + '\nvalidation = [{name = "v", path = "/absent"}]'
-    config = configure(tmp_path, data)
+    config = configure(tmp_path, data, "--evaluate.interval=0")
     assert len(build_dataset(config).sources) == 1 and build_validation(config) == {}
     with pytest.raises(UserError, match="/absent: is not a folder"):
         build_validation(configure(tmp_path, data, "--evaluate.interval=1"))
