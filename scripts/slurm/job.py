@@ -153,6 +153,11 @@ def train(argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
             step(nodes, workers, limited, environment), env=step_environment(workers, environment)
         ).returncode
         code = 128 - code if code < 0 else code
+        job_state = _output_of("squeue", "-h", "-t", "all", "-j", job, "-o", "%T").strip()
+        if job_state not in ("", "RUNNING"):
+            # A node has died, or the job was cancelled or preempted.
+            _print(f"Slurm has ended this turn of job {job} ({job_state}), and requeues it where it does")
+            return code
         action, why = decide(before, Record.read(run), code, history, limits, restarts)
         if action != "restart":
             break

@@ -121,6 +121,12 @@ def test_p6_a_job_that_is_stopped_before_it_saves_anything_is_not_requeued_for_e
     assert "3 turns in a row have saved nothing new" in cluster.log()
 
 
+def test_p6_a_job_that_was_cancelled_is_not_brought_back_by_a_requeue(cluster) -> None:
+    assert cluster.submit(STANDIN_STEP=leave("stopped", 75), STANDIN_STATE="COMPLETING").wait(LONG_S) == 75
+    assert cluster.requeues() == 0
+    assert "Slurm has ended this turn" in cluster.log()
+
+
 def test_p6_the_status_of_an_earlier_turn_does_not_count(cluster) -> None:
     """A job that dies before it has written a status would otherwise be requeued for ever."""
     cluster.run.mkdir(parents=True)
