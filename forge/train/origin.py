@@ -81,8 +81,10 @@ def new_history_because(config: Config, directory: RunDirectory, finished: bool)
     if began is None:
         return "nothing records where the history before began"
     if asked.path is not None:
-        moved = asked.digest is not None and asked.digest == began.digest
-        return None if moved or asked.path == began.path else "the history before has another origin"
+        # The same text may be a link that leads elsewhere by now, and a checkpoint may have been moved.
+        same_place = asked.resume == began.resume or asked.path == began.path
+        same_content = asked.digest is not None and asked.digest == began.digest
+        return None if same_place or same_content else "the history before has another origin"
     if began.resume != "none":
         return f"the history before began with checkpoint.resume = {began.resume}"
     if finished:
