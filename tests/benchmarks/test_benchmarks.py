@@ -139,7 +139,7 @@ def test_the_benchmark_of_optimizers(tmp_path):
         (r["ranks"], r["model"], r["optimizer"]): r for r in json.loads(file.read_text())["results"]["rows"]
     }
     assert (
-        rows[1, "experts", "torch.optim.Muon"]["collectives"]
+        rows[1, "experts", "torch.optim.Muon, float32"]["collectives"]
         == rows[2, "dense", "adamw"]["collectives"]
         == {}
     )
