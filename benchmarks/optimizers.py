@@ -5,8 +5,9 @@
     python benchmarks/optimizers.py --worlds 4 --parallel.tp=2
 
 All optimizers of one row are in the same processes and take turns. In one process, PyTorch's Muon is among them, as it is
-(it iterates in bfloat16; dense model only) and with its iteration in float32; each expert is a parameter of its own there. Prints the table and
-writes it, with date, versions and settings, to benchmarks/results/. Other --section.key=value options override the config.
+(it iterates in bfloat16; of the dense model only) and with its iteration in float32; each expert is a parameter of its own
+there. Prints the table and writes it, with date, versions and settings, to benchmarks/results/. Other --section.key=value
+options override the config.
 """
 
 from __future__ import annotations
