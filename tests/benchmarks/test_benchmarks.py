@@ -119,6 +119,7 @@ def test_the_checkpoint_benchmark(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.processes
 def test_the_benchmark_of_engines(tmp_path):
     # Its ranks are processes of its own.
     options = ["--tiny", "--worlds", "2", "--accumulation", "2", "--rounds", "1", "--warmup", "20"]
@@ -131,6 +132,7 @@ def test_the_benchmark_of_engines(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.processes
 def test_the_benchmark_of_optimizers(tmp_path):
     options = ["--tiny", "--worlds", "1", "2", "--rounds", "1", "--output", str(tmp_path)]
     assert importlib.import_module("benchmarks.optimizers").main(options) == 0
@@ -148,6 +150,7 @@ def test_the_benchmark_of_optimizers(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.processes
 def test_the_benchmark_of_recipes(tmp_path):
     held_out = '--data.validation=[{name="one",path="synthetic"}]'
     options = ["--steps", "4", "--seeds", "2", "--rates", "1e-2", "1e-3", "--only", "adamw", "lion"]
