@@ -25,7 +25,7 @@ class Optimizer(Protocol):
         """Make one update with the shards' gradients. Where the device scalar `skip` is 1.0, change nothing at all."""
 
     def tensors(self) -> Iterator[tuple[str, Shard, Tensor]]:
-        """Yield (slot, shard, values) for all tensors of state: the parameter's shard, or one made for state of another shape.
+        """Yield (slot, shard, values) for all tensors; the shard is the parameter's, or one for state of another shape.
 
         Checkpoints save each as `optimizer.<parameter>.<slot>` and load into `values` in place, so they must exist from
         the start, laid out like the data of `shard`.
