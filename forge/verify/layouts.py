@@ -123,7 +123,7 @@ def at_random(config: Config, worlds: Sequence[int], seed: int) -> Iterator[Case
     generator = random.Random(seed)
     seen: set[Case] = set()
     refused = 0
-    while refused < 10_000:
+    while refused < 2_000:
         degrees = {axis: generator.choice([1, 1, 2, 2, 4]) for axis in AXES}
         if config.model.moe is None:
             degrees["ep"] = 1
