@@ -110,9 +110,11 @@ def traced(text: str, world: int) -> tuple[int, int]:
     """Of the first rank: bytes that one microbatch's forward keeps, and the peak of a step without what is there before."""
     config = plannable(parse_toml_text(text))[0]
     with fake.fake_ranks(0, world):
-        rank = fake.FakeRank(config, check_world(config, world))
-        rank.step(1)
-        rank.step(2)
+        degrees = check_world(config, world)
+        rank = fake.FakeRank(config, degrees)
+        several = degrees.accumulation if degrees.pp > 1 else 2
+        rank.step(several)
+        rank.step(several)
         return rank.trace.kept, rank.trace.peak.size - rank.trace.before
 
 
@@ -133,9 +135,12 @@ def _allocate(rank: int, world: int, text: str) -> tuple[int, int]:
         patch.object(fake, "_even", _as_counted),
         patch.object(Router, "choose", in_turn),
     ):
-        real = fake.FakeRank(config, check_world(config, world))
-        real.step(1)
-        return _net_of_forward(real), _allocations(lambda: real.step(2))[1]
+        degrees = check_world(config, world)
+        real = fake.FakeRank(config, degrees)
+        several = degrees.accumulation if degrees.pp > 1 else 2
+        real.step(several)
+        _, peak = _allocations(lambda: real.step(several))
+        return (_net_of_forward(real) if degrees.pp == 1 else 0), peak
 
 
 def _net_of_forward(real: fake.FakeRank) -> int:
