@@ -35,6 +35,8 @@ class Collective:
     kind: str
     size: int
     group: str = ""
+    background: bool = False
+    """Whether an engine or a pipeline issues it beside the computation, instead of waiting for it at once."""
 
 
 def collective_of(func: Any, args: Any, kwargs: Any = None) -> Collective | None:
@@ -43,7 +45,7 @@ def collective_of(func: Any, args: Any, kwargs: Any = None) -> Collective | None
         return None
     leaves = tree_leaves((args, kwargs or {}))
     size = max((leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor)), default=0)
-    return Collective(NAMES.get(name, name), size, _group_name(leaves))
+    return Collective(NAMES.get(name, name), size, _group_name(leaves), func.namespace == "c10d")
 
 
 def _group_name(leaves: list[Any]) -> str:

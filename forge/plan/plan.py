@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch.distributed as dist
+
 from forge.config import Config, Degrees, check_world
 from forge.errors import UserError
 from forge.parallel.model import ParallelModel
-from forge.parallel.pipeline import PipelinedModel
+from forge.parallel.pipeline import PipelinedModel, plan_pipeline
 from forge.plan.attention import as_on_cards
 from forge.plan.collectives import Collective, axes_of
+from forge.plan.estimate import StepTime, time_of
 from forge.plan.fake import FakeRank, fake_ranks
 from forge.plan.hardware import Hardware
-from forge.plan.trace import Moment
+from forge.plan.speed import Speed, speed_of
+from forge.plan.trace import Moment, Trace
 
 # A step's first, second and last microbatch differ: the first gathers, the last reduces. All others are like the second.
 TRACED = 3
@@ -31,7 +35,8 @@ class StagePlan:
 
     memory: bytes by kind, as the run's memory report counts them; `activations` is the peak without the others. kinds:
     what lived at the peak. kept: bytes of activations that one microbatch leaves to its backward. collectives: calls of one
-    optimizer step by (axis, kind, bytes of one call).
+    optimizer step by (axis, kind, bytes of one call). flops: of one microbatch and of the update. time: None without
+    hardware.
     """
 
     pp_rank: int
@@ -41,6 +46,8 @@ class StagePlan:
     moment: Moment
     kinds: dict[str, int]
     kept: int
+    flops: dict[str, float]
+    time: StepTime | None
     collectives: Counter[tuple[str, str, int]]
 
     @property
@@ -57,6 +64,8 @@ class Plan:
     stages: list[StagePlan]
     hardware: Hardware | None = None
     warnings: list[str] = field(default_factory=list)
+    speed: Speed | None = None
+    bubble: float = 0.0
 
     @property
     def worst(self) -> StagePlan:
@@ -88,7 +97,12 @@ def make_plan(config: Config, degrees: Degrees, hardware: Hardware | None = None
     """Build and trace one rank of each rank of the pp axis. Raises UserError for what cannot be planned."""
     traced, warnings = plannable(config)
     stages = [plan_stage(traced, degrees, pp_rank, hardware) for pp_rank in range(degrees.pp)]
-    return Plan(config, degrees, stages, hardware, warnings)
+    bubble = plan_pipeline(config, degrees).schedule.bubble if degrees.pp > 1 else 0.0
+    speed = None
+    if hardware is not None:
+        speed = speed_of(traced, degrees, [stage.time or StepTime() for stage in stages], hardware)
+        bubble = speed.bubble
+    return Plan(config, degrees, stages, hardware, warnings, speed, bubble)
 
 
 def plannable(config: Config) -> tuple[Config, list[str]]:
@@ -131,6 +145,10 @@ def plan_stage(config: Config, degrees: Degrees, pp_rank: int, hardware: Hardwar
             (axes.get(call.group, "?"), call.kind, call.size)
             for call in all_calls(fake.trace.calls, fake.model, traced, degrees)
         )
+        time = None
+        if hardware is not None:
+            groups = {name: dist.get_process_group_ranks(_group(name)) for name in axes}
+            time = time_of(fake.trace, hardware, groups)
         size, kinds = peak.size, dict(peak.kinds)
         layers = _layers(fake.model, config)
         if config.parallel.cpu_offload and hardware is not None and hardware.card:
@@ -139,7 +157,9 @@ def plan_stage(config: Config, degrees: Degrees, pp_rank: int, hardware: Hardwar
             state = {kind: 0 for kind in STATE}
     other = 0 if hardware is None else hardware.reserved_bytes
     memory = state | {"activations": max(0, size - sum(state.values())), "other": other, "peak": size}
-    return StagePlan(pp_rank, rank, layers, memory, peak.moment, kinds, fake.trace.kept, calls)
+    return StagePlan(
+        pp_rank, rank, layers, memory, peak.moment, kinds, fake.trace.kept, _flops(fake.trace), time, calls
+    )
 
 
 def _fewer_microbatches(config: Config, degrees: Degrees) -> Degrees:
@@ -176,6 +196,23 @@ def all_calls(
         for call, number in Counter(messages).items():
             assert number * degrees.accumulation % traced.accumulation == 0
             yield from [call] * (number * degrees.accumulation // traced.accumulation)
+
+
+def _group(name: str) -> dist.ProcessGroup:
+    """The process group of the ranks that exist with this name."""
+    return next(group for group in dist.distributed_c10d._world.pg_map if group.group_name == name)
+
+
+def _flops(trace: Trace) -> dict[str, float]:
+    """Operations of matrix products and attention: of one microbatch from the middle, and of the update."""
+    flops: dict[str, float] = defaultdict(float)
+    middle = max(microbatch for _, microbatch, _ in trace.work) // 2
+    for (phase, microbatch, work), number in trace.work.items():
+        if phase in ("forward", "backward") and microbatch == middle:
+            flops[phase] += number * work.flops
+        elif phase not in ("forward", "backward"):
+            flops["update"] += number * work.flops
+    return dict(flops)
 
 
 def _layers(model: ParallelModel, config: Config) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from forge.observe.hardware import GIB
 from forge.plan.plan import Plan, StagePlan
+from forge.plan.speed import Speed
 
 MEMORY = ("parameters", "masters", "gradients", "optimizer", "buckets", "activations", "other", "peak")
 
@@ -32,6 +33,9 @@ def as_json(plan: Plan) -> dict[str, Any]:
             for stage in plan.stages
         ],
         "collectives": _collectives(worst),
+        "flops": worst.flops,
+        "bubble": plan.bubble,
+        "time": None if plan.speed is None else asdict(plan.speed),
         "warnings": plan.warnings,
     }
 
@@ -76,6 +80,8 @@ def as_text(plan: Plan) -> str:
         "",
         *_table_of_collectives(worst),
     ]
+    if plan.speed is not None:
+        lines += ["", _estimate(plan, plan.speed)]
     if plan.warnings:
         lines += ["", *(f"note: {warning}" for warning in plan.warnings)]
     return "\n".join(lines)
@@ -89,6 +95,17 @@ def _table_of_collectives(stage: StagePlan) -> list[str]:
     if not rows:
         return ["no collectives"]
     return [f"collectives of rank {stage.rank} in one step:", *_table(["axis", "kind", "calls", "GiB"], rows)]
+
+
+def _estimate(plan: Plan, speed: Speed) -> str:
+    """Two lines on time; what is guessed stands in forge/plan/estimate.py."""
+    mfu = "" if speed.mfu is None else f", MFU {speed.mfu:.0%}"
+    steps = plan.config.train.steps
+    return (
+        f"estimate: {speed.step_s:.3g} s per step, {speed.tokens_per_second:,.0f} tokens/s{mfu}; {steps} steps take "
+        f"{speed.days:.2g} days\n  of a step: computation {speed.compute_s:.3g} s, communication that nothing hides "
+        f"{speed.communication_s:.3g} s, idle in the pipeline {speed.idle_s:.3g} s ({speed.bubble:.0%})"
+    )
 
 
 def _answer(plan: Plan) -> str:

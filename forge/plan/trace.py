@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_iter
 
 from forge.model import Transformer
 from forge.plan.collectives import Collective, collective_of
+from forge.plan.work import Work, work_of
 
 # Kinds of memory: what is there before the first step; parameters that are gathered and buffers of collectives;
 # gradients that a collective has summed; attention masks; logits and loss; all else inside of a step.
@@ -61,6 +62,8 @@ class Trace(TorchDispatchMode):
         self.live: Counter[str] = Counter()
         self.peak = Peak()
         self.calls: list[tuple[Moment, Collective]] = []
+        self.work: Counter[tuple[str, int, Work]] = Counter()
+        """Operators that compute, by phase, microbatch and what they do."""
         self.kept = 0
         """The most bytes of activations that the forward of one microbatch through one stage leaves to its backward."""
         self._forwards: Counter[Transformer] = Counter()
@@ -74,6 +77,7 @@ class Trace(TorchDispatchMode):
     def begin(self) -> None:
         """Begin a step: forget the peak and the collectives so far."""
         self.moment, self.calls, self.kept = Moment("begin"), [], 0
+        self.work.clear()
         self._forwards.clear()
         self.before = self._total
         self._note_peak()
@@ -140,6 +144,10 @@ class Trace(TorchDispatchMode):
                 self._take_part(found.kind, args)
         compute = _grouped_product if func is GROUPED_PRODUCT and isinstance(args[0], FakeTensor) else func
         output = compute(*args, **(kwargs or {}))
+        if found is None:
+            done = work_of(func, args, output)
+            if done is not None:
+                self.work[self.moment.phase, self.moment.microbatch, done] += 1
         for tensor in tree_iter(output):
             if isinstance(tensor, Tensor):
                 self._made(tensor.untyped_storage(), self._kind())

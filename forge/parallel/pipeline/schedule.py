@@ -15,7 +15,7 @@ from __future__ import annotations
 import csv
 import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -47,11 +47,18 @@ class Action(NamedTuple):
 
 
 class TimedAction(NamedTuple):
-    """`action` runs from `start` to `stop`, in units of a forward."""
+    """`action` runs from `start` to `stop`, in the unit of its duration."""
 
     action: Action
-    start: int
-    stop: int
+    start: float
+    stop: float
+
+
+def idle_share(timeline: Sequence[Sequence[TimedAction]]) -> float:
+    """Return the share of all ranks' time that they spend idle."""
+    actions = [timed for of_rank in timeline for timed in of_rank]
+    busy = sum(timed.stop - timed.start for timed in actions)
+    return 1 - busy / (max(timed.stop for timed in actions) * len(timeline))
 
 
 @dataclass(frozen=True)
@@ -65,21 +72,25 @@ class Schedule:
     @cached_property
     def timeline(self) -> list[list[TimedAction]]:
         """When each rank computes what, if messages take no time and all stages cost the same."""
-        done: dict[Action, int] = {}
-        free = [0] * len(self.order)
+        return self.timed(lambda action: DURATION[action.kind])
+
+    def timed(self, duration: Callable[[Action], float], message: float = 0) -> list[list[TimedAction]]:
+        """When each rank computes what, if actions take as long as `duration` says and a message to a rank `message`."""
+        done: dict[Action, tuple[int, float]] = {}
+        free: list[float] = [0] * len(self.order)
         timed: list[list[TimedAction]] = [[] for _ in self.order]
         for rank, action in self._sequence:
-            start = max([free[rank], *(done[needed] for needed in self._needs(action))])
-            free[rank] = done[action] = start + DURATION[action.kind]
+            ready = [done[needed] for needed in self._needs(action)]
+            start = max([free[rank], *(at + message * (other != rank) for other, at in ready)])
+            free[rank] = start + duration(action)
+            done[action] = rank, free[rank]
             timed[rank].append(TimedAction(action, start, free[rank]))
         return timed
 
     @property
     def bubble(self) -> float:
         """Share of all ranks' time that they spend idle, according to `timeline`."""
-        actions = [timed for of_rank in self.timeline for timed in of_rank]
-        busy = sum(timed.stop - timed.start for timed in actions)
-        return 1 - busy / (max(timed.stop for timed in actions) * len(self.order))
+        return idle_share(self.timeline)
 
     @cached_property
     def programs(self) -> list[list[Action]]:

@@ -1,0 +1,103 @@
+"""The estimate of time: operations as the model counts them, and rooflines, links and timelines by hand."""
+
+import pytest
+
+from forge.config import check_world, parse_toml_text
+from forge.model import flops_per_token
+from forge.parallel.build import build_meta_model
+from forge.plan.collectives import Collective
+from forge.plan.estimate import BANDWIDTH, Spent, StepTime, call_seconds, message_seconds, seconds_of
+from forge.plan.fake import FakeRank, fake_ranks
+from forge.plan.hardware import Hardware, Link, find_hardware
+from forge.plan.plan import make_plan
+from forge.plan.speed import speed_of
+from forge.plan.work import Work
+from tests.support.planning import plan_text
+
+CARD = Hardware(
+    card="",
+    memory_gib=1.0,
+    memory_gb_per_s=1000.0,
+    cards_per_node=4,
+    node=Link(gb_per_s=100.0, latency_us=1.0),
+    cluster=Link(gb_per_s=10.0, latency_us=10.0),
+    peak_tflops={"float32": 10.0},
+    efficiency=0.5,
+)
+EXPERTS = "n_kv_heads = 4\n[model.moe]\nn_experts = 4\ntop_k = 2\nexpert_dim = 24\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "world"),
+    [
+        (plan_text(), 1),
+        (plan_text("tp = 2").replace("vocab_size = 67", "vocab_size = 68"), 2),
+        (plan_text(model=EXPERTS).replace("n_kv_heads = 2\n", ""), 1),
+    ],
+)
+def test_traced_operations_are_those_that_the_model_counts(text: str, world: int) -> None:
+    config = parse_toml_text(text)
+    with fake_ranks(0, world):
+        rank = FakeRank(config, check_world(config, world))
+        rank.step(1)  # in the first step DTensor also computes what shapes come out
+        rank.step(1)
+        # Attention's backward has four products; a kernel that computes the scores again has five.
+        traced = sum(
+            number * work.flops * (0.8 if work.kind == "attention" and phase == "backward" else 1.0)
+            for (phase, _, work), number in rank.trace.work.items()
+        )
+    counted = flops_per_token(build_meta_model(config), config.train.seq_len) * config.train.seq_len
+    assert traced == pytest.approx(counted / world, rel=1e-9)
+
+
+def test_an_operator_takes_what_limits_it() -> None:
+    assert seconds_of(Work("memory", "", 0.0, 8 * 10**9), CARD) == pytest.approx(8e-3 / BANDWIDTH)
+    assert seconds_of(Work("product", "torch.float32", 5e12, 8), CARD) == pytest.approx(1.0)
+    assert seconds_of(Work("product", "torch.float32", 1.0, 10**12), CARD) == pytest.approx(1 / BANDWIDTH)
+
+
+def test_a_collective_takes_what_a_ring_moves_over_the_slowest_link() -> None:
+    def seconds(kind: str, ranks: list[int]) -> float:
+        return call_seconds(Collective(kind, 10**9), ranks, CARD)
+
+    assert seconds("all_gather", [3]) == 0
+    assert seconds("all_gather", [0, 1]) == pytest.approx(1e-6 + 0.5 / 100)
+    assert seconds("all_reduce", [0, 1, 2, 3]) == pytest.approx(1e-6 + 2 * 0.75 / 100)
+    assert seconds("all_gather", [0, 4]) == pytest.approx(1e-5 + 0.5 / 10)
+    # Two cards of each node bring a link each.
+    assert seconds("all_gather", [0, 1, 4, 5]) == pytest.approx(1e-5 + 0.75 / 20)
+    assert message_seconds(10**9, 1, CARD) == pytest.approx(1e-6 + 0.01)
+    assert message_seconds(10**9, 4, CARD) == pytest.approx(1e-5 + 0.1)
+
+
+def test_a_pipeline_takes_its_fill_and_its_drain() -> None:
+    text = plan_text("pp = 2").replace("global_batch_size = 8", "global_batch_size = 6")
+    config = parse_toml_text(text + '[pipeline]\nschedule = "1F1B"\n')
+    time = StepTime({0: Spent(compute=1.0)}, {0: Spent(compute=2.0)}, Spent(compute=0.5))
+    fast = CARD.model_copy(update={"node": Link(gb_per_s=1e12, latency_us=0.0)})
+    speed = speed_of(config, check_world(config, 2), [time, time], fast)
+    assert speed.step_s == pytest.approx((6 + 1) * 3 + 0.5)
+    assert speed.bubble == pytest.approx(1 / 7)
+    assert speed.compute_s == pytest.approx(6 * 3 + 0.5)
+
+
+def test_what_computation_does_not_hide_is_counted() -> None:
+    config = parse_toml_text(plan_text())
+    time = StepTime({0: Spent(1.0, 0.5, 0.0)}, {0: Spent(2.0, 0.0, 9.0)}, Spent(0.25, 0.25, 0.0))
+    speed = speed_of(config, check_world(config, 1), [time], CARD)
+    assert speed.step_s == pytest.approx(8 * 9 + 0.5)
+    assert speed.compute_s == pytest.approx(8 * 3 + 0.25)
+    assert speed.tokens_per_second == pytest.approx(8 * 80 / speed.step_s)
+
+
+@pytest.mark.parametrize("name", ["h100", "h200", "b200", "a100", "l40s"])
+def test_every_card_is_complete(name: str) -> None:
+    card = find_hardware(name)
+    assert card.peak_flops("bfloat16") and card.memory_bytes > 40 * 2**30
+
+
+def test_a_plan_for_a_faster_card_is_faster() -> None:
+    config = parse_toml_text(plan_text())
+    a100, h100 = (make_plan(config, check_world(config, 2), find_hardware(name)) for name in ("a100", "h100"))
+    assert a100.speed and h100.speed and h100.speed.step_s < a100.speed.step_s
+    assert h100.worst.memory == a100.worst.memory
