@@ -27,6 +27,8 @@ options:
   --plan [--world-size N] [--hardware NAME] [--json]
                            print what the run needs on N processes (default: the fewest that it can
                            run on), and whether a card (h100, ...) has it: docs/planning.md
+  --plan --search --world-size N --hardware NAME
+                           print layouts that fit, with the overrides that set them, the fastest first
   -h, --help               print this text
 
 exit codes: 0 finished; 2 configuration or command line wrong; 3 --plan: does not fit;

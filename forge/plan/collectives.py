@@ -45,6 +45,8 @@ def collective_of(func: Any, args: Any, kwargs: Any = None) -> Collective | None
         return None
     leaves = tree_leaves((args, kwargs or {}))
     size = max((leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor)), default=0)
+    if name == "all_gather_into_tensor" and func.namespace != "c10d":
+        size *= args[1]  # the result, which is not among the arguments, is that many times as large
     return Collective(NAMES.get(name, name), size, _group_name(leaves), func.namespace == "c10d")
 
 

@@ -6,9 +6,13 @@ import json
 
 from forge.config import CommandLine, Config, check_world
 from forge.errors import DOES_NOT_FIT, FINISHED, UserError
-from forge.plan.hardware import find_hardware
+from forge.plan.hardware import Hardware, find_hardware
 from forge.plan.plan import make_plan, smallest_world
-from forge.plan.show import as_json, as_text
+from forge.plan.search import fewest_ranks, search
+from forge.plan.show import as_json, as_text, layout_as_json, search_as_text
+
+# How many layouts of a search are printed.
+BEST = 10
 
 
 def plan(config: Config, command: CommandLine) -> int:
@@ -16,11 +20,28 @@ def plan(config: Config, command: CommandLine) -> int:
 
     Raises UserError (exit 2) for an invalid layout or unknown hardware.
     """
-    if command.search:
-        raise UserError("--search: the search for layouts is not built yet; leave it out to plan this one")
     hardware = None if command.hardware is None else find_hardware(command.hardware)
     world = command.world_size
+    if command.search:
+        if hardware is None or world is None:
+            raise UserError(
+                "--search: needs --world-size and --hardware, such as --world-size 64 --hardware h100"
+            )
+        return _search(config, world, hardware, as_object=command.json)
     degrees = smallest_world(config) if world is None else check_world(config, world)
     made = make_plan(config, degrees, hardware)
     print(json.dumps(as_json(made), indent=1) if command.json else as_text(made), flush=True)
     return DOES_NOT_FIT if made.fits is False else FINISHED
+
+
+def _search(config: Config, world: int, hardware: Hardware, *, as_object: bool) -> int:
+    found = search(config, world, hardware)
+    fits = found[0].needed <= hardware.memory_bytes
+    fewest = None if fits else fewest_ranks(config, world, hardware)
+    if as_object:
+        layouts = [layout_as_json(one) for one in found[:BEST]]
+        answer = {"fits": fits, "world_size": world, "layouts": layouts, "fewest_processes": fewest}
+        print(json.dumps(answer, indent=1), flush=True)
+    else:
+        print(search_as_text(config, world, hardware, found[:BEST], fewest), flush=True)
+    return FINISHED if fits else DOES_NOT_FIT

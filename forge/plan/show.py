@@ -6,8 +6,11 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
+from forge.config import Config
 from forge.observe.hardware import GIB
+from forge.plan.hardware import Hardware
 from forge.plan.plan import Plan, StagePlan
+from forge.plan.search import Found
 from forge.plan.speed import Speed
 
 MEMORY = ("parameters", "masters", "gradients", "optimizer", "buckets", "activations", "other", "peak")
@@ -95,6 +98,46 @@ def _table_of_collectives(stage: StagePlan) -> list[str]:
     if not rows:
         return ["no collectives"]
     return [f"collectives of rank {stage.rank} in one step:", *_table(["axis", "kind", "calls", "GiB"], rows)]
+
+
+def layout_as_json(found: Found) -> dict[str, Any]:
+    """Return one layout of a search."""
+    return {
+        "overrides": found.overrides,
+        "needed": found.needed,
+        "bubble": found.speed.bubble,
+        "time": asdict(found.speed),
+    }
+
+
+def search_as_text(
+    config: Config, world: int, hardware: Hardware, found: list[Found], fewest: int | None
+) -> str:
+    """Return the layouts of a search, the best first; `fewest`: processes on which one fits, if none does here."""
+    has = f"{hardware.memory_gib:g} GiB"
+    if found[0].needed > hardware.memory_bytes:
+        enough = f"at least {fewest} processes" if fewest else "other hardware, or a smaller model"
+        head = (
+            f"{config.run.name} on {world} processes: no layout that was tried fits in {has}; it needs {enough}. "
+            f"The nearest:"
+        )
+    else:
+        head = f"{config.run.name} on {world} processes: the {len(found)} fastest layouts that fit in {has}"
+    rows = [
+        [
+            f"{one.needed / GIB:.1f}",
+            f"{one.speed.tokens_per_second:,.0f}",
+            "" if one.speed.mfu is None else f"{one.speed.mfu:.0%}",
+            *(
+                f"{part / one.speed.step_s:.0%}"
+                for part in (one.speed.compute_s, one.speed.communication_s, one.speed.idle_s)
+            ),
+            " ".join(one.overrides) or "(as it is)",
+        ]
+        for one in found
+    ]
+    columns = ["GiB", "tokens/s", "MFU", "computes", "waits", "idle", "overrides"]
+    return "\n".join([head, *_table(columns, rows)])
 
 
 def _estimate(plan: Plan, speed: Speed) -> str:

@@ -61,7 +61,7 @@ def test_the_exit_code_says_whether_it_fits(tmp_path, capsys, gib: float, code: 
     [
         ("--world-size=3", "must be a multiple of"),
         ("--hardware=h10", 'did you mean "h100"?'),
-        ("--search", "not built yet"),
+        ("--search", "needs --world-size and --hardware"),
     ],
 )
 def test_what_is_wrong_is_one_sentence_and_exit_code_2(tmp_path, capsys, option: str, part: str) -> None:
