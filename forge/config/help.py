@@ -28,7 +28,7 @@ options:
                            print what the run needs on N processes (default: the fewest that it can
                            run on), and whether a card (h100, ...) has it: docs/planning.md
   --plan --search --world-size N --hardware NAME
-                           print layouts that fit, with the overrides that set them, the fastest first
+                           print layouts that fit, the fastest first, with their overrides
   -h, --help               print this text
 
 exit codes: 0 finished; 2 configuration or command line wrong; 3 --plan: does not fit;

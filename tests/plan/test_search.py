@@ -54,6 +54,7 @@ def with_memory(gib: float) -> Hardware:
     return BARE.model_copy(update={"memory_gib": gib})
 
 
+@SLOW
 def test_layouts_that_fit_come_first_and_the_fastest_before_others() -> None:
     config = parse_toml_text(plan_text())
     found = search(config, 1, BARE, tries=3)
@@ -73,7 +74,7 @@ def test_a_change_that_does_not_fit_by_its_state_is_not_tried() -> None:
 
 
 def test_what_is_printed_can_be_pasted(tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(command, "search", partial(search, tries=4))
+    monkeypatch.setattr(command, "search", partial(search, tries=2))
     (tmp_path / "tiny.toml").write_text(plan_text())
     (tmp_path / "card.toml").write_text(
         "memory_gib = 1.0\nreserved_gib = 0.0\nmemory_gb_per_s = 10\ncards_per_node = 2\n"
@@ -82,7 +83,7 @@ def test_what_is_printed_can_be_pasted(tmp_path, capsys, monkeypatch) -> None:
     argv = ["--config", str(tmp_path / "tiny.toml"), "--plan", "--world-size=2"]
     assert main([*argv, "--search", "--json", f"--hardware={tmp_path / 'card.toml'}"]) == 0
     layouts = json.loads(capsys.readouterr().out)["layouts"]
-    assert 1 < len(layouts) <= 4
+    assert len(layouts) == 2
     for layout in layouts:
         options = shlex.split(" ".join(layout["overrides"]))
         check_world(load_config([*argv[:2], *options]), 2)
