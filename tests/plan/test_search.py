@@ -73,6 +73,7 @@ def test_a_change_that_does_not_fit_by_its_state_is_not_tried() -> None:
     assert least_state(config, check_world(config, 2), 1000) == 1000 * 8 / 2
 
 
+@SLOW
 def test_what_is_printed_can_be_pasted(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(command, "search", partial(search, tries=2))
     (tmp_path / "tiny.toml").write_text(plan_text())

@@ -96,6 +96,7 @@ def test_every_card_is_complete(name: str) -> None:
     assert card.peak_flops("bfloat16") and card.memory_bytes > 40 * 2**30
 
 
+@pytest.mark.slow
 def test_a_plan_for_a_faster_card_is_faster() -> None:
     config = parse_toml_text(plan_text())
     a100, h100 = (make_plan(config, check_world(config, 2), find_hardware(name)) for name in ("a100", "h100"))
