@@ -38,7 +38,8 @@ def outcome_line(outcome: Outcome) -> str:
 
 def summary(report: Report) -> str:
     """Return the end of the report: counts, and where the worst difference arose."""
-    numbers = [f"{len(report.outcomes)} layouts"]
+    number = len(report.outcomes)
+    numbers = [f"{number} layout{'' if number == 1 else 's'}"]
     for status in ("equal", "different", "failed"):
         number = sum(one.status == status for one in report.outcomes)
         numbers += [f"{number} {status}"] if number else []
