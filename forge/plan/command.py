@@ -39,8 +39,8 @@ def _search(config: Config, world: int, hardware: Hardware, *, as_object: bool) 
     fits = found[0].needed <= hardware.memory_bytes
     fewest = None if fits else fewest_ranks(config, world, hardware)
     if as_object:
-        layouts = [layout_as_json(one) for one in found[:BEST]]
-        answer = {"fits": fits, "world_size": world, "layouts": layouts, "fewest_processes": fewest}
+        layouts = [layout_as_json(one, hardware) for one in found[:BEST]]
+        answer = layouts[0] | {"layouts": layouts, "fewest_processes": fewest}
         print(json.dumps(answer, indent=1), flush=True)
     else:
         print(search_as_text(config, world, hardware, found[:BEST], fewest), flush=True)

@@ -7,7 +7,7 @@ these, because equal layers add equal amounts. What cannot fit by its state alon
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from forge.parallel.build import build_meta_model
 from forge.parallel.precision import DTYPES
 from forge.plan.estimate import Spent, StepTime
 from forge.plan.hardware import Hardware
-from forge.plan.plan import plan_stage, plannable
+from forge.plan.plan import StagePlan, plan_stage, plannable
 from forge.plan.speed import Speed, speed_of
 
 Changes = dict[str, Any]
@@ -30,11 +30,17 @@ SIZES = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class Found:
-    """A layout that was tried: bytes that its worst rank needs, and its estimated speed."""
+    """A layout that was tried: bytes of its worst rank by kind, as in `StagePlan`, and its estimated speed."""
 
     changes: Changes
-    needed: int
+    degrees: Degrees
+    engine: str
+    memory: dict[str, int]
     speed: Speed
+
+    @property
+    def needed(self) -> int:
+        return self.memory["peak"] + self.memory["other"]
 
     @property
     def overrides(self) -> list[str]:
@@ -126,10 +132,11 @@ def attempt(
     if check(changed) or least_state(changed, degrees, parameters) > hardware.memory_bytes:
         return None
     try:
-        needed, times = extrapolated(plannable(changed)[0], degrees, hardware)
+        memory, times = extrapolated(plannable(changed)[0], degrees, hardware)
     except UserError:
         return None
-    return Found(changes, needed, speed_of(plannable(changed)[0], degrees, times, hardware))
+    speed = speed_of(plannable(changed)[0], degrees, times, hardware)
+    return Found(changes, degrees, changed.parallel.data_parallel, memory, speed)
 
 
 def least_state(config: Config, degrees: Degrees, parameters: int) -> float:
@@ -143,8 +150,10 @@ def least_state(config: Config, degrees: Degrees, parameters: int) -> float:
     return parameters * (compute / split + gradients)
 
 
-def extrapolated(config: Config, degrees: Degrees, hardware: Hardware) -> tuple[int, list[StepTime]]:
-    """Return the bytes that the worst rank needs and the time of every rank of the pp axis, from two smaller models.
+def extrapolated(
+    config: Config, degrees: Degrees, hardware: Hardware
+) -> tuple[dict[str, int], list[StepTime]]:
+    """Return the memory of the worst rank and the time of every rank of the pp axis, from two smaller models.
 
     Raises UserError if the layers do not divide evenly among stages.
     """
@@ -159,17 +168,20 @@ def extrapolated(config: Config, degrees: Degrees, hardware: Hardware) -> tuple[
     small, large = (_stages_of(config, degrees, hardware, layers, layers // stages) for layers in sizes)
     steps = (model.n_layers - sizes[1]) / (sizes[1] - sizes[0])
 
-    def whole(get: Callable[[Any], float], number: int) -> float:
-        first, second = get(small[number]), get(large[number])
-        return second + steps * (second - first)
+    def whole(first: StagePlan, second: StagePlan) -> dict[str, int]:
+        sizes = ((kind, first.memory[kind], second.memory[kind]) for kind in first.memory)
+        return {kind: round(after + steps * (after - before)) for kind, before, after in sizes}
 
     # The ranks between the first and the last are like the first, without the embedding.
-    needed = max(whole(lambda stage: stage.needed, number) for number in range(len(small)))
+    memories = [whole(first, second) for first, second in zip(small, large, strict=True)]
+    worst = max(memories, key=lambda memory: memory["peak"])
     times = [_combine(small[number].time, large[number].time, steps) for number in range(len(small))]
-    return round(needed), [times[0]] * max(1, degrees.pp - 1) + times[1:]
+    return worst, [times[0]] * max(1, degrees.pp - 1) + times[1:]
 
 
-def _stages_of(config: Config, degrees: Degrees, hardware: Hardware, layers: int, each: int) -> list[Any]:
+def _stages_of(
+    config: Config, degrees: Degrees, hardware: Hardware, layers: int, each: int
+) -> list[StagePlan]:
     """The plans of the first and the last rank of the pp axis, for a model with fewer layers."""
     update: dict[str, Any] = {"model": config.model.model_copy(update={"n_layers": layers})}
     if degrees.pp > 1:
@@ -179,7 +191,9 @@ def _stages_of(config: Config, degrees: Degrees, hardware: Hardware, layers: int
     return [plan_stage(smaller, degrees, rank, hardware) for rank in ranks]
 
 
-def _combine(small: StepTime, large: StepTime, steps: float) -> StepTime:
+def _combine(small: StepTime | None, large: StepTime | None, steps: float) -> StepTime:
+    assert small is not None and large is not None
+
     def whole(a: Spent, b: Spent) -> Spent:
         return Spent(
             *(

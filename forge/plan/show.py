@@ -100,11 +100,14 @@ def _table_of_collectives(stage: StagePlan) -> list[str]:
     return [f"collectives of rank {stage.rank} in one step:", *_table(["axis", "kind", "calls", "GiB"], rows)]
 
 
-def layout_as_json(found: Found) -> dict[str, Any]:
-    """Return one layout of a search."""
+def layout_as_json(found: Found, hardware: Hardware) -> dict[str, Any]:
+    """Return one layout of a search, with the names of `as_json`."""
     return {
+        "fits": found.needed <= hardware.memory_bytes,
+        "world_size": found.degrees.world,
         "overrides": found.overrides,
-        "needed": found.needed,
+        "layout": {"data_parallel": found.engine} | asdict(found.degrees),
+        "memory": found.memory,
         "bubble": found.speed.bubble,
         "time": asdict(found.speed),
     }

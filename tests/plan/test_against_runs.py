@@ -1,8 +1,12 @@
 """A plan says what a run over gloo does: bytes of state and every collective are equal."""
 
+from random import Random
+
 import pytest
 
-from tests.support.layouts import pipeline_text
+from forge.config import check_world, parse_toml_text
+from forge.errors import UserError
+from tests.support.layouts import SCHEDULES, pipeline_text
 from tests.support.planning import allocated, facts_of, float32, measured, plan_text, planned, traced
 
 EXPERTS = "n_kv_heads = 4\n[model.moe]\nn_experts = 4\ntop_k = 2\nexpert_dim = 24\n"
@@ -81,3 +85,53 @@ def test_activations_and_the_peak_are_what_the_allocator_gives(name: str) -> Non
     (kept, peak), (expected_kept, expected_peak) = traced(text, world), allocated(text, world)
     assert kept == pytest.approx(expected_kept, rel=0.03)
     assert peak == pytest.approx(expected_peak, rel=0.03)
+
+
+@SLOW
+@pytest.mark.parametrize(
+    ("text", "world"),
+    [
+        (larger(plan_text()), 2),
+        (larger(plan_text("reshard_after_forward = 'always'"), FULL), 4),
+        (larger(pipeline("1F1B")), 2),
+        (larger(pipeline("ZBVZeroBubble")), 4),
+    ],
+)
+def test_the_peak_with_gathered_parameters_and_pipelines_is_what_the_allocator_gives(
+    text: str, world: int
+) -> None:
+    _, peak = traced(text, world)
+    _, expected = allocated(text, world)
+    assert peak == pytest.approx(expected, rel=0.03)
+
+
+def drawn(seed: int) -> tuple[str, int]:
+    """A valid configuration on 1 to 8 ranks."""
+    draw = Random(seed)
+    while True:
+        pick, world = draw.choice, draw.choice((1, 2, 4, 8))
+        moe, pp = pick((False, True)), pick((1, 1, 2))
+        degrees = {name: pick((1, 1, 2)) for name in ("tp", "cp", "dp_replicate")} | {"pp": pp}
+        if moe:
+            degrees["ep"] = pick((1, 2, 4))
+        lines = [f"{name} = {value}" for name, value in degrees.items()]
+        lines.append(f'data_parallel = "{pick(("fsdp2", "zero2", "zero1", "ddp"))}"')
+        lines.append(f'context = "{pick(("allgather", "ring", "ulysses"))}"')
+        lines.append(f"sequence_parallel = {pick(('true', 'false'))}")
+        lines.append(f"loss_parallel = {pick(('true', 'false'))}")
+        text = experts("\n".join(lines)) if moe else plan_text("\n".join(lines))
+        text = text.replace("global_batch_size = 8", f"global_batch_size = {pick((8, 16, 32))}")
+        text += f'\n[activation_checkpoint]\nmode = "{pick(("none", "full", "selective"))}"\n'
+        if pp > 1:
+            text += f'[pipeline]\nschedule = "{pick(SCHEDULES)}"\n'
+        try:
+            check_world(parse_toml_text(text), world)
+        except UserError:
+            continue
+        return text, world
+
+
+@SLOW
+@pytest.mark.parametrize("seed", range(60))
+def test_layouts_drawn_at_random_are_planned_as_they_run(seed: int) -> None:
+    check(*drawn(seed))

@@ -44,9 +44,10 @@ def test_a_few_layers_show_what_all_need(text: str, world: int) -> None:
     config = parse_toml_text(text)
     degrees = check_world(config, world)
     whole = make_plan(config, degrees, BARE)
-    needed, times = extrapolated(config, degrees, BARE)
+    memory, times = extrapolated(config, degrees, BARE)
     assert whole.speed is not None
-    assert needed == pytest.approx(whole.worst.needed, rel=0.01)
+    for kind in memory:
+        assert memory[kind] == pytest.approx(whole.worst.memory[kind], rel=0.01), kind
     assert speed_of(config, degrees, times, BARE).step_s == pytest.approx(whole.speed.step_s, rel=0.01)
 
 
