@@ -72,11 +72,13 @@ def measure(given: argparse.Namespace, overrides: list[str]) -> None:
         best = runs["best"][0]
         curves_by_step[name] = list(enumerate(best["losses"], start=1))
         times = accumulate(best["step_times"])
-        curves_by_time[name] = [(round(at), loss) for at, loss in zip(times, best["losses"], strict=True)]
+        curves_by_time[name] = [
+            (round(1000 * at), loss) for at, loss in zip(times, best["losses"], strict=True)
+        ]
     publish("recipes", given.output, about, results, _table(results))
     stem = f"{about['date']}-recipes"
     (given.output / f"{stem}-steps.svg").write_text(draw(curves_by_step, []))
-    (given.output / f"{stem}-time.svg").write_text(draw(curves_by_time, [], "seconds in steps"))
+    (given.output / f"{stem}-time.svg").write_text(draw(curves_by_time, [], "milliseconds in steps"))
 
 
 def _tune(name: str, given: argparse.Namespace, overrides: list[str]) -> dict[str, list[Run]]:
