@@ -24,6 +24,9 @@ TESTS_OF_train := tests/end_to_end
 TESTS_OF_resilience := tests/faults
 TESTS := $(if $(ROOM),tests/$(ROOM) $(TESTS_OF_$(ROOM)))
 
+# Two processes of pytest, each with whole files: fixtures of a module are made once.
+PARALLEL := --numprocesses 2 --dist loadfile
+
 .PHONY: train data test quick test-all faults refactoring checks format docs clean
 
 train: data
@@ -50,13 +53,13 @@ data/python/train/dataset.json: data/tokenizer/tokenizer.model | $(READY)
 	    --tokenizer data/tokenizer --output data/python --holdout 0.02 --max-bytes $(CORPUS_BYTES) --workers 2
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow" $(TESTS)
+	$(BIN)/python -m pytest -m "not slow" $(PARALLEL) $(TESTS)
 
 quick: $(READY)
-	$(BIN)/python -m pytest -m "not (slow or processes or compiles or gpu)" --numprocesses 2 $(TESTS)
+	$(BIN)/python -m pytest -m "not (slow or processes or compiles or gpu)" $(PARALLEL) $(TESTS)
 
 test-all: $(READY)
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m pytest $(PARALLEL) $(TESTS)
 
 faults: $(READY)
 	$(BIN)/python -m tests.faults.table

@@ -27,7 +27,8 @@ def test_from_text_to_datasets_and_again(tmp_path):
     text = ROOT / "forge"
     trained = run("train_tokenizer", "--input", text, "--output", tmp_path / "tokenizer", "--vocab-size", 500)
     assert trained.returncode == FINISHED, trained.stderr
-    assert trained.stderr.count("\n") == 2, "SentencePiece is quiet"
+    lines = trained.stderr.splitlines()
+    assert len(lines) == 3 and ".toml" in lines[0], "SentencePiece is quiet"
     arguments = ["--input", text, "--tokenizer", tmp_path / "tokenizer", "--output", tmp_path / "data"]
     arguments += ["--holdout", "0.2", "--extensions", ".py"]
     prepared = run("prepare_data", *arguments, "--workers", 2)

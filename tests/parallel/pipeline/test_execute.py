@@ -51,8 +51,8 @@ def test_each_parameter_is_gathered_and_reduced_once_per_step(schedule: str, mes
         assert number["all_gather"] == number["reduce_scatter"] == one["units"]
         # Valid tokens before the step, losses after it.
         assert number["all_reduce"] == 2
-        assert number["send"] == messages and number["recv_"] == messages
-        assert set(number) == {"all_gather", "reduce_scatter", "all_reduce", "send", "recv_"}
+        assert number["send"] == messages and number["recv"] == messages
+        assert set(number) == {"all_gather", "reduce_scatter", "all_reduce", "send", "recv"}
 
 
 def test_gradients_are_reduced_during_the_last_backward() -> None:
@@ -66,8 +66,8 @@ def test_tied_ends_cost_one_message_there_and_one_back() -> None:
     results = run_ranks(_sent, 2, pipeline_text(2, "1F1B", "tied"))
     number = [Counter(one["names"]) for one in results]
     # Eight microbatches; the gradient of the copy goes to the first stage.
-    assert (number[0]["send"], number[0]["recv_"]) == (8, 9)
-    assert (number[1]["send"], number[1]["recv_"]) == (9, 8)
+    assert (number[0]["send"], number[0]["recv"]) == (8, 9)
+    assert (number[1]["send"], number[1]["recv"]) == (9, 8)
 
 
 def test_tied_ends_on_one_rank_cost_none() -> None:
