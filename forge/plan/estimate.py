@@ -73,6 +73,7 @@ def _place(phase: str, microbatch: int) -> tuple[str, int]:
 
 
 def seconds_of(work: Work, hardware: Hardware) -> float:
+    """Return the time of one operator: the longer of computing and moving its bytes (Williams et al., "Roofline", 2009)."""
     moved = work.size / (hardware.memory_gb_per_s * 1e9 * BANDWIDTH)
     if not work.flops:
         return moved

@@ -142,6 +142,7 @@ class _Tokens:
 
 
 def write_part(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Write the arrays to `path`, which exists only once they are on disk."""
     partial = path.with_suffix(".partial")
     with open(partial, "wb") as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]
@@ -156,6 +157,7 @@ def part_path(parts: Path, number: int) -> Path:
 
 
 def tokens_path(parts: Path, number: int, split: str) -> Path:
+    """The token ids that a chunk adds to a split."""
     return parts / f"part-{number:05d}-{split}.bin"
 
 

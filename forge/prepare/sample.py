@@ -57,6 +57,7 @@ class Piece(NamedTuple):
 
 
 def whole(file: File) -> Piece:
+    """Return the piece that is all of the file."""
     return Piece(file, end=TO_THE_END if file.compression else file.size)
 
 
