@@ -24,8 +24,8 @@ import torch.distributed as dist
 from benchmarks.loops import TINY, configure, settings_of
 from benchmarks.measure import (
     Spread,
+    against_bar,
     environment,
-    judged,
     markdown,
     parser,
     publish,
@@ -173,7 +173,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
                 row["step_ms"],
                 f"{row['tokens_per_second']:.0f}",
                 row["ratio"],
-                judged(row["bar"], row["met"]),
+                against_bar(row["bar"], row["met"]),
                 sent or "none",
                 f"{row['sent_mib']:.0f}",
                 f"{row['held_mib']:.0f}",

@@ -102,7 +102,7 @@ def take_turns(
     """Name -> seconds per step in each round.
 
     In a round every contender takes `steps` steps; who begins moves on by one each round, so that drift of the
-    machine's speed falls on all alike. Before the first, each takes `warmup` steps.
+    machine's speed falls on all equally. Before the first, each takes `warmup` steps.
     """
     for contender in contenders:
         for _ in range(warmup):
@@ -197,7 +197,7 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def judged(bar: float | None, found: float) -> str:
+def against_bar(bar: float | None, found: float) -> str:
     """Whether what was found reaches the least that is wanted."""
     return "" if bar is None else f"{bar}: {'met' if found >= bar else 'missed'}"
 

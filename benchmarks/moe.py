@@ -27,8 +27,8 @@ from torch.nn import functional as F
 from benchmarks.loops import TINY, ForgeLoop, alone, configure, known_peak, settings_of
 from benchmarks.measure import (
     Spread,
+    against_bar,
     environment,
-    judged,
     markdown,
     parser,
     publish,
@@ -170,7 +170,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
                 "peak not known" if row["mfu"] is None else f"{row['mfu']:.3f}",
                 row["base"],
                 row["ratio"].show(),
-                judged(row["bar"], row["ratio"].median),
+                against_bar(row["bar"], row["ratio"].median),
                 f"{row['first_loss']:.4f}",
                 f"{row['last_loss']:.4f}",
             ]

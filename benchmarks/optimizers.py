@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.loops import TINY, configure, settings_of
-from benchmarks.measure import Spread, environment, judged, markdown, parser, publish, ratio, take_turns
+from benchmarks.measure import Spread, against_bar, environment, markdown, parser, publish, ratio, take_turns
 from benchmarks.ranks import Row, rows_of_ranks
 from forge.config import Config, check_world
 from forge.data.build import build_dataset
@@ -196,7 +196,7 @@ def _table(rows: list[Row]) -> str:
                 row["ms"],
                 row["of_adamw"],
                 row["of_torch"],
-                judged(row["bar"], row["met"]),
+                against_bar(row["bar"], row["met"]),
                 sent or "none",
                 f"{row['sent_mib']:.1f}",
             ]

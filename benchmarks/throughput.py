@@ -35,8 +35,8 @@ from benchmarks.loops import (
 from benchmarks.measure import (
     Contender,
     Spread,
+    against_bar,
     environment,
-    judged,
     markdown,
     parser,
     publish,
@@ -174,7 +174,7 @@ def _table(rows: list[dict[str, Any]], skipped: dict[str, str]) -> str:
                 "peak not known" if row["mfu"] is None else f"{row['mfu']:.3f}",
                 row["base"],
                 row["ratio"].show(),
-                judged(row["bar"], row["ratio"].median),
+                against_bar(row["bar"], row["ratio"].median),
                 f"{row['first_loss']:.4f}",
                 f"{row['last_loss']:.4f}",
             ]

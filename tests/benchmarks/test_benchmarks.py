@@ -187,7 +187,7 @@ def test_the_benchmark_of_recipes(tmp_path):
         ("checkpoint", ["--warmup", "-1"]),
     ],
 )
-def test_a_wrong_option_is_told_with_exit_2(name, arguments, capsys):
+def test_a_wrong_option_is_reported_with_exit_2(name, arguments, capsys):
     main = importlib.import_module(f"benchmarks.{name}").main
     try:
         code = main(arguments)
@@ -218,7 +218,7 @@ def test_a_wrong_option_is_told_with_exit_2(name, arguments, capsys):
         ("Memcpy DtoD (Device -> Device)", "other"),
     ],
 )
-def test_kernels_are_told_apart_by_name(kernel, kind):
+def test_kernels_are_distinguished_by_name(kernel, kind):
     assert kind_of(kernel) == kind
 
 

@@ -1,4 +1,4 @@
-"""A failed save leaves nothing and is told to all ranks alike; a killed one leaves the old or the new."""
+"""A failed save leaves nothing and is reported to all ranks; a killed one leaves the old or the new."""
 
 import contextlib
 import os

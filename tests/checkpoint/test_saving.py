@@ -1,4 +1,4 @@
-"""Saving: what is copied when, what is kept, what the folder looks like, what is said."""
+"""Saving: what is copied when, what is kept, what the folder looks like, what is reported."""
 
 import logging
 import threading

@@ -19,7 +19,7 @@ def test_every_key_of_the_table_exists() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.toml")))
-def test_shipped_configurations_set_nothing_in_vain(name: str) -> None:
+def test_shipped_configurations_set_nothing_that_is_unused(name: str) -> None:
     assert unused(config=name) == []
 
 

@@ -34,22 +34,22 @@ def test_epochs_go_on_where_the_mixture_changes() -> None:
     assert epochs(after.following(order), 40) == {"much": 0.01, "little": 3.0}
 
 
-def said(caplog: pytest.LogCaptureFixture, *numbers: int) -> list[tuple[str, str]]:
+def logged(caplog: pytest.LogCaptureFixture, *numbers: int) -> list[tuple[str, str]]:
     with caplog.at_level(logging.INFO):
         log_epochs(*(epochs(dataset(LITTLE, MUCH), number) for number in numbers))
     return [(record.levelname, record.getMessage()) for record in caplog.records]
 
 
 def test_what_will_be_read_is_logged_and_beyond_four_epochs_warned_of(caplog) -> None:
-    first, second, warning = said(caplog, 0, 100)
+    first, second, warning = logged(caplog, 0, 100)
     assert first == ("INFO", "little: 5.00 epochs by the end of the run")
     assert second == ("INFO", "much: 0.05 epochs by the end of the run")
     assert warning[0] == "WARNING" and "reads little 5 times:" in warning[1] and "much" not in warning[1]
 
 
 def test_four_epochs_are_no_reason_to_warn(caplog) -> None:
-    assert [level for level, _ in said(caplog, 0, 80)] == ["INFO", "INFO"]
+    assert [level for level, _ in logged(caplog, 0, 80)] == ["INFO", "INFO"]
 
 
-def test_a_resumed_run_tells_what_has_been_read(caplog) -> None:
-    assert said(caplog, 40, 80)[0][1] == "little: 4.00 epochs by the end of the run, 2.00 so far"
+def test_a_resumed_run_reports_what_has_been_read(caplog) -> None:
+    assert logged(caplog, 40, 80)[0][1] == "little: 4.00 epochs by the end of the run, 2.00 so far"

@@ -66,7 +66,7 @@ def test_d4_a_dataset_smaller_than_the_batch_continues_with_its_next_epochs():
         assert sorted(firsts[3 * epoch : 3 * epoch + 3]) == [0, S, 2 * S]
 
 
-def test_fingerprint_tells_what_the_order_depends_on():
+def test_fingerprint_covers_what_the_order_depends_on():
     def fingerprint(tokens=1000, weights=(1, 3), seq_len=S, seed=0, block=32):
         sources = [Counting(tokens), SyntheticSource(0, 300)]
         return input_fingerprints(PackedDataset(sources, weights, seq_len, seed, block), None)

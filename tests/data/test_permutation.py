@@ -32,7 +32,7 @@ def test_other_keys_give_other_orders():
     assert len(orders) == 50
 
 
-def test_key_tells_purposes_and_numbers_apart():
+def test_key_distinguishes_purposes_and_numbers():
     assert (
         len(
             {key_of(1, "a", 2), key_of(1, "a", 3), key_of(1, "b", 2), key_of(2, "a", 2), key_of(1, "a", 2, 0)}

@@ -90,8 +90,8 @@ def test_every_path_exists(page: Path) -> None:
 @pages
 def test_every_command_runs(page: Path, clone: Path, tmp_path: Path) -> None:
     for command in commands(page):
-        code, said = _run(command, clone, tmp_path)
-        assert code == 0, f"{command}\nexit code {code}\n{said}"
+        code, output = _run(command, clone, tmp_path)
+        assert code == 0, f"{command}\nexit code {code}\n{output}"
 
 
 def test_a_wrong_key_path_or_command_would_be_found(tmp_path, clone) -> None:
@@ -127,8 +127,8 @@ def prepared(tmp_path_factory) -> Path:
         "python scripts/prepare_data.py --input my_text --tokenizer data/tokenizer --output data/python --holdout 0.2",
         "python train.py --config debug.toml --train.steps=300 --train.global_batch_size=2 --checkpoint.interval=100",
     ):
-        code, said = _run(command, folder, folder)
-        assert code == 0, f"{command}\n{said}"
+        code, output = _run(command, folder, folder)
+        assert code == 0, f"{command}\n{output}"
     return folder
 
 

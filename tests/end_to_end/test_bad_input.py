@@ -21,10 +21,10 @@ def shards(tmp_path_factory) -> Path:
 
 
 def test_unknown_keys_wrong_types_and_impossible_combinations_are_all_reported_at_once(tmp_path) -> None:
-    said = refused(Run(tmp_path), "--model.dimm=3", "--train.steps=ten", "--model.n_heads=5")
-    assert "model.dimm" in said and "model.dim" in said
-    assert "train.steps" in said
-    assert "model.n_heads" in said
+    output = refused(Run(tmp_path), "--model.dimm=3", "--train.steps=ten", "--model.n_heads=5")
+    assert "model.dimm" in output and "model.dim" in output
+    assert "train.steps" in output
+    assert "model.n_heads" in output
 
 
 def test_a_config_that_does_not_exist_is_reported_with_the_nearest_name(tmp_path) -> None:
@@ -34,8 +34,8 @@ def test_a_config_that_does_not_exist_is_reported_with_the_nearest_name(tmp_path
 
 
 def test_a_batch_that_does_not_divide_is_reported_with_the_equation(tmp_path) -> None:
-    said = refused(Run(tmp_path), "--train.micro_batch_size=3", world=2)
-    assert "train.global_batch_size = 8" in said and "3 * 1 * 2" in said
+    output = refused(Run(tmp_path), "--train.micro_batch_size=3", world=2)
+    assert "train.global_batch_size = 8" in output and "3 * 1 * 2" in output
 
 
 def test_degrees_whose_product_is_not_the_world_are_reported_with_the_equation(tmp_path) -> None:
@@ -51,8 +51,8 @@ def test_d1_a_truncated_shard_is_reported_with_its_file(tmp_path, shards) -> Non
     shutil.copytree(shards, broken)
     file = max(broken.iterdir(), key=lambda path: path.stat().st_size)
     file.write_bytes(file.read_bytes()[:-100])
-    said = refused(Run(tmp_path), sources(broken), "--data.tokenizer=bytes", "--model.vocab_size=258")
-    assert file.name in said
+    output = refused(Run(tmp_path), sources(broken), "--data.tokenizer=bytes", "--model.vocab_size=258")
+    assert file.name in output
 
 
 def test_shards_of_another_tokenizer_are_refused(tmp_path, shards) -> None:
@@ -62,13 +62,13 @@ def test_shards_of_another_tokenizer_are_refused(tmp_path, shards) -> None:
     key = next(key for key in index if "tokenizer" in key)
     index[key] = "0" * 64
     (other / "dataset.json").write_text(json.dumps(index))
-    said = refused(Run(tmp_path), sources(other), "--data.tokenizer=bytes", "--model.vocab_size=258")
-    assert "tokenizer" in said or "dataset.json" in said
+    output = refused(Run(tmp_path), sources(other), "--data.tokenizer=bytes", "--model.vocab_size=258")
+    assert "tokenizer" in output or "dataset.json" in output
 
 
 def test_d1_token_ids_beyond_the_vocabulary_are_refused(tmp_path, shards) -> None:
-    said = refused(Run(tmp_path), sources(shards), "--data.tokenizer=bytes", "--model.vocab_size=64")
-    assert "model.vocab_size" in said
+    output = refused(Run(tmp_path), sources(shards), "--data.tokenizer=bytes", "--model.vocab_size=64")
+    assert "model.vocab_size" in output
 
 
 def test_s3_an_output_folder_that_cannot_be_made_is_reported_at_the_start(tmp_path) -> None:
@@ -79,24 +79,24 @@ def test_s3_an_output_folder_that_cannot_be_made_is_reported_at_the_start(tmp_pa
 def test_a_checkpoint_to_resume_that_does_not_exist_is_reported(tmp_path) -> None:
     absent = tmp_path / "absent"
     for folder, why in ((tmp_path, "holds no complete checkpoint"), (absent, "does not exist")):
-        said = refused(Run(tmp_path), f"--checkpoint.resume={folder}", code=77)
-        assert f"checkpoint.resume = {folder}: {why}; name a checkpoint" in said
+        output = refused(Run(tmp_path), f"--checkpoint.resume={folder}", code=77)
+        assert f"checkpoint.resume = {folder}: {why}; name a checkpoint" in output
 
 
 def test_a_run_in_place_of_a_checkpoint_is_reported_with_its_newest(tmp_path) -> None:
     first = Run(tmp_path / "first")
     assert first("--train.steps=2") == 0
     for key in ("resume", "init"):
-        said = refused(Run(tmp_path / "second"), f"--checkpoint.{key}={first.path}", code=77)
-        assert f"did you mean '{first.path / 'checkpoints' / 'step-00000002'}'?" in said
+        output = refused(Run(tmp_path / "second"), f"--checkpoint.{key}={first.path}", code=77)
+        assert f"did you mean '{first.path / 'checkpoints' / 'step-00000002'}'?" in output
 
 
 def test_a_checkpoint_of_another_shape_to_start_from_is_reported(tmp_path) -> None:
     first = Run(tmp_path / "first")
     assert first("--train.steps=2") == 0
     folder = first.path / "checkpoints" / "step-00000002"
-    said = refused(Run(tmp_path / "second"), f"--checkpoint.init={folder}", "--model.ffn_dim=96")
-    assert "w1.weight" in said and "64x32" in said and "96x32" in said
+    output = refused(Run(tmp_path / "second"), f"--checkpoint.init={folder}", "--model.ffn_dim=96")
+    assert "w1.weight" in output and "64x32" in output and "96x32" in output
 
 
 def test_a_run_on_text_carries_its_tokenizer_in_the_checkpoint(tmp_path, shards) -> None:

@@ -12,27 +12,27 @@ from tests.support.runs import Run, reserve_port
 ROOT = Path(__file__).parents[2]
 
 
-def test_torchrun_tells_the_history_that_forked_ranks_tell(tmp_path) -> None:
+def test_torchrun_has_the_history_of_forked_ranks(tmp_path) -> None:
     forked = Run(tmp_path / "forked")
     assert forked(world=2) == 0
     process = start([*TORCHRUN, "--nproc-per-node=2", *command(f"--run.output_dir={tmp_path}")], tmp_path)
-    _, said = process.communicate(timeout=240)
-    assert process.returncode == 0, said
+    _, output = process.communicate(timeout=240)
+    assert process.returncode == 0, output
     assert Run(tmp_path).metrics() == forked.metrics()
 
 
-def test_a_wrong_command_line_is_told_once_and_before_any_training(tmp_path) -> None:
+def test_a_wrong_command_line_is_reported_once_and_before_any_training(tmp_path) -> None:
     process = start([*TORCHRUN, "--nproc-per-node=2", *command("--train.stepz=3")], tmp_path)
-    _, said = process.communicate(timeout=240)
+    _, output = process.communicate(timeout=240)
     assert process.returncode == 1
-    assert said.count("train.stepz") == 1 and "train.steps" in said
+    assert output.count("train.stepz") == 1 and "train.steps" in output
     assert not (tmp_path / "runs").exists()
 
 
 def test_plain_python_runs_from_any_folder(tmp_path) -> None:
     process = start([sys.executable, *command("--train.steps=2")], tmp_path)
-    _, said = process.communicate(timeout=240)
-    assert process.returncode == 0, said
+    _, output = process.communicate(timeout=240)
+    assert process.returncode == 0, output
     assert json.loads((tmp_path / "runs" / "run" / "status.json").read_text())["state"] == "finished"
 
 
@@ -51,8 +51,8 @@ def test_the_tasks_of_an_srun_step_find_each_other(tmp_path) -> None:
         for rank in range(2)
     ]
     for task in tasks:
-        _, said = task.communicate(timeout=240)
-        assert task.returncode == 0, said
+        _, output = task.communicate(timeout=240)
+        assert task.returncode == 0, output
     port.close()
     assert Run(tmp_path).events()[0]["world_size"] == 2
 

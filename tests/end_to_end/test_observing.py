@@ -1,4 +1,4 @@
-"""What a run tells of itself: memory, traces, and what to do when memory runs out."""
+"""What a run reports about itself: memory, traces, and what to do when memory runs out."""
 
 import pytest
 
@@ -10,7 +10,7 @@ def test_a_run_reports_its_memory_and_profiles_the_chosen_steps(tmp_path) -> Non
     assert run(world=2) == 0
     [memory] = [event for event in run.events() if event["event"] == "memory"]
     assert memory["optimizer_bytes"] == 2 * memory["parameters_bytes"] > 0
-    assert "memory of this rank" in run.said()
+    assert "memory of this rank" in run.output()
     assert [path.name for path in (run.path / "profile").iterdir()] == ["rank-1-steps-2-3.json.gz"]
 
 
@@ -20,8 +20,8 @@ def test_a_model_of_ones_own_is_reported_as_it_was_built(tmp_path) -> None:
     assert run() == 0
     built_in = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32) + 32 + 2 * 64 * 32
     total = built_in + 32 * 32 + 5 * 32 * 32
-    assert f"{total:,} parameters ({total - 32 * 32:,} active)" in run.said()
-    (unused,) = [line for line in run.said().splitlines() if "set, but not used" in line]
+    assert f"{total:,} parameters ({total - 32 * 32:,} active)" in run.output()
+    (unused,) = [line for line in run.output().splitlines() if "set, but not used" in line]
     assert '"mixer" of optimizer.no_decay (matches no parameter)' in unused and "*.mixer.weight" not in unused
 
 
@@ -38,10 +38,10 @@ def test_a_profile_changes_nothing_in_the_history(tmp_path) -> None:
 def test_x2_out_of_memory_gives_the_report_and_three_keys_and_no_traceback(tmp_path, patch: str) -> None:
     run = Run(tmp_path)
     assert run.start(patch=f"tests.end_to_end.test_observing:{patch}_is_full").join() == [1]
-    said = run.said()
-    assert "Traceback" not in said and "out of memory in step 1" in said
-    assert "optimizer" in said and "GiB" in said
-    keys = [line for line in said.splitlines() if line.startswith("  ") and " = " in line]
+    output = run.output()
+    assert "Traceback" not in output and "out of memory in step 1" in output
+    assert "optimizer" in output and "GiB" in output
+    keys = [line for line in output.splitlines() if line.startswith("  ") and " = " in line]
     assert len(keys) == 3 and "train.micro_batch_size = 1" in keys[0]
     assert run.status()["state"] == "failed" and run.status()["exit_code"] == 1
 

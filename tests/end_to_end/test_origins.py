@@ -88,7 +88,7 @@ def test_a_checkpoint_of_its_own_sets_aside_what_is_later_and_counts_once(tmp_pa
     assert [line["step"] for line in aside] == list(range(1, 7))
 
 
-def test_r6_none_begins_anew_once_finished_or_with_other_settings(tmp_path) -> None:
+def test_r6_none_begins_again_once_finished_or_with_other_settings(tmp_path) -> None:
     run = Run(tmp_path, "--checkpoint.resume=none", "--train.steps=6")
     assert run(fault="step:4:*:signal") == 75
     assert run("--parallel.dp_replicate=2", "--parallel.dp_shard=1", world=2) == 0  # where is not what
@@ -101,7 +101,7 @@ def test_r6_none_begins_anew_once_finished_or_with_other_settings(tmp_path) -> N
     assert len(asides) == 5 and visible(run) == [step_name(2), step_name(4), step_name(6)]
 
 
-def test_a_launchers_restart_of_a_finished_run_does_not_begin_it_anew(tmp_path) -> None:
+def test_a_launchers_restart_of_a_finished_run_does_not_begin_it_again(tmp_path) -> None:
     """As when another rank fails after the first has reported the end."""
     run = Run(tmp_path, "--checkpoint.resume=none", "--train.steps=2")
     assert run() == 0
@@ -110,8 +110,10 @@ def test_a_launchers_restart_of_a_finished_run_does_not_begin_it_anew(tmp_path) 
 
 
 def test_weights_of_another_function_are_refused_before_anything_is_built(tmp_path, source: Run) -> None:
-    said = refused(Run(tmp_path), f"--checkpoint.init={checkpoint(source, 6)}", "--model.norm_eps=0.1")
-    assert "model.norm_eps: 1e-05 in the checkpoint, 0.1 now" in said and "checkpoint.init_changes" in said
+    output = refused(Run(tmp_path), f"--checkpoint.init={checkpoint(source, 6)}", "--model.norm_eps=0.1")
+    assert (
+        "model.norm_eps: 1e-05 in the checkpoint, 0.1 now" in output and "checkpoint.init_changes" in output
+    )
 
 
 def requeued() -> None:

@@ -24,7 +24,7 @@ def test_a_killed_pipeline_goes_on_without_one_and_in_another(tmp_path) -> None:
     assert alone() == 0
     started = moved.start(*PIPELINE, "--pipeline.schedule=Interleaved1F1B", world=4, fault="step:5:1:kill")
     assert any(started.join())
-    assert "pipeline of 4 stages" in moved.said()
+    assert "pipeline of 4 stages" in moved.output()
     assert moved(world=2, fault="step:7:*:signal") == 75
     assert moved(*PIPELINE, "--pipeline.schedule=DualPipeV", "--parallel.tp=2", world=4) == 0
     for one, other in zip(alone.metrics(), moved.metrics(), strict=True):
@@ -48,4 +48,4 @@ def test_too_few_microbatches_end_with_2_and_the_number_needed(tmp_path) -> None
         tmp_path, *MODEL, "--parallel.pp=2", "--pipeline.schedule=DualPipeV", "--train.micro_batch_size=4"
     )
     assert run(world=2) == 2
-    assert "needs at least 4 microbatches" in run.said()
+    assert "needs at least 4 microbatches" in run.output()

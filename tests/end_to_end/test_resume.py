@@ -1,4 +1,4 @@
-"""A run that was stopped, killed or moved to other ranks tells the same history as one that was left alone."""
+"""A run that was stopped, killed or moved to other ranks has the same history as one that was left alone."""
 
 import pytest
 
@@ -99,7 +99,7 @@ def test_r4_another_model_or_data_order_is_refused_and_nothing_is_lost(
     before = run.metrics(times=True), run.checkpoints()
     assert run(option) == 2
     assert (run.metrics(times=True), run.checkpoints()) == before
-    assert key in run.said() and "Traceback" not in run.said()
+    assert key in run.output() and "Traceback" not in run.output()
 
 
 ODD = ["--model.vocab_size=61", "--model.ffn_dim=50", "--model.tie_embeddings=true"]
@@ -124,7 +124,7 @@ def _parameters(run: Run) -> dict[str, bytes]:
     return {name: reader.read(name).numpy().tobytes() for name in names}
 
 
-def test_resume_none_begins_anew_and_keeps_the_old_checkpoints_aside(tmp_path) -> None:
+def test_resume_none_begins_again_and_keeps_the_old_checkpoints_aside(tmp_path) -> None:
     run = Run(tmp_path)
     assert run("--train.steps=4") == 0
     first = run.metrics()

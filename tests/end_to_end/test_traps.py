@@ -28,7 +28,7 @@ def _with_local_token_counts(rank: int, world: int, text: str):
 
 
 def test_evaluation_is_over_all_ranks_data(tmp_path) -> None:
-    """Two ranks see different held-out sequences; the loss they tell is the one that one rank computes of all."""
+    """Two ranks see different held-out sequences; the loss they report is the one that one rank computes of all."""
     options = [
         '--data.validation=[{name="held",path="synthetic"}]',
         "--evaluate.interval=2",
@@ -89,7 +89,7 @@ def act_on_ones_own_flag() -> None:
     Trainer.step = acting_alone
 
 
-def test_a_resume_that_begins_its_data_anew_is_caught(tmp_path) -> None:
+def test_a_resume_that_begins_its_data_again_is_caught(tmp_path) -> None:
     """Put in: the position in the data is not restored. The history then differs from the undisturbed one."""
     whole, halves = Run(tmp_path / "whole"), Run(tmp_path / "halves")
     assert whole() == 0

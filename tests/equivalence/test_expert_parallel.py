@@ -86,9 +86,9 @@ def _layouts() -> list:
     def goals(case: tuple[str, str]) -> set:
         name, variant = case
         world, parallel, _ = LAYOUTS[name]
-        said = dict(line.split(" = ") for line in parallel.split("\n") if line)
+        output = dict(line.split(" = ") for line in parallel.split("\n") if line)
         axes = ("ep", "tp", "cp", "dp_replicate", "sequence_parallel")
-        return {name, (variant, world)} | {(variant, axis, said.get(axis)) for axis in axes}
+        return {name, (variant, world)} | {(variant, axis, output.get(axis)) for axis in axes}
 
     grid = list(itertools.product(LAYOUTS, BALANCE))
     fast = [(name, variant) for name, (_, _, variant) in LAYOUTS.items() if variant]

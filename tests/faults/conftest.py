@@ -17,7 +17,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
     @functools.cache
     def make(*options: str, world: int = 1) -> Run:
         run = Run(tmp_path_factory.mktemp("undisturbed"), *options)
-        assert run(world=world) == 0, run.said()
+        assert run(world=world) == 0, run.output()
         return run
 
     return make

@@ -106,8 +106,8 @@ class Results:
             f"{skipped} skipped": skipped and passed,
             f"{self.repeated[row]} repeated": self.repeated[row],
         }
-        told = ", ".join(text for text, count in counts.items() if count)
-        return f"{self.kind(row)} ({told})" if told else self.kind(row)
+        outcome = ", ".join(text for text, count in counts.items() if count)
+        return f"{self.kind(row)} ({outcome})" if outcome else self.kind(row)
 
 
 def show(results: Results) -> str:
@@ -117,15 +117,15 @@ def show(results: Results) -> str:
     chosen = [row for row in rows() if row.name in results.wanted]
     lines = [_line(("row", "result", "time", "fault", "expected"), widths), "-" * width]
     for row in chosen:
-        told, took = results.of(row.name), f"{results.seconds[row.name]:.0f} s"
-        lines.append(_line((row.name, told, took, row.fault, row.expected), widths))
+        outcome, took = results.of(row.name), f"{results.seconds[row.name]:.0f} s"
+        lines.append(_line((row.name, outcome, took, row.fault, row.expected), widths))
     lines += ["", *(f"FAILED  {test}" for row in chosen for test in results.failed[row.name])]
     lines += [
         f"skipped {row.name}: {why}" for row in chosen for why in dict.fromkeys(results.skipped[row.name])
     ]
     counts = Counter(results.kind(row.name) for row in chosen)
-    told = ", ".join(f"{count} {kind}" for kind, count in counts.items())
-    return "\n".join([*lines, f"{len(chosen)} rows in {sum(results.seconds.values()):.0f} s: {told}"])
+    outcome = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+    return "\n".join([*lines, f"{len(chosen)} rows in {sum(results.seconds.values()):.0f} s: {outcome}"])
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:

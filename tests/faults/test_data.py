@@ -41,15 +41,15 @@ def test_d1_an_id_beyond_the_vocabulary_is_found_at_the_batch_with_file_and_byte
     run = Run(tmp_path, raw(tmp_path / "ids.bin"), NONE)
     codes = run.start(world=2).join()
     assert all(codes) and 2 in codes
-    told = f"ids.bin: token id 999 at byte {2 * (window * SEQ_LEN + 5)}"
-    assert told in run.status()["reason"] and told in run.said()
+    expected = f"ids.bin: token id 999 at byte {2 * (window * SEQ_LEN + 5)}"
+    assert expected in run.status()["reason"] and expected in run.output()
     assert run.status()["state"] == "failed"
 
 
 def test_d1_raw_ids_of_less_than_one_sequence_are_refused_before_training(tmp_path) -> None:
     np.zeros(SEQ_LEN, "<u2").tofile(tmp_path / "ids.bin")
-    said = refused(Run(tmp_path), raw(tmp_path / "ids.bin"), NONE, world=2)
-    assert "32 tokens" in said and "33" in said
+    output = refused(Run(tmp_path), raw(tmp_path / "ids.bin"), NONE, world=2)
+    assert "32 tokens" in output and "33" in output
 
 
 @pytest.fixture
@@ -69,12 +69,12 @@ def changed(tmp_path) -> tuple[Run, Path]:
 def test_d2_changed_data_are_refused_on_resume_and_nothing_is_lost(changed) -> None:
     run, _ = changed
     before = run.metrics(times=True), run.checkpoints()
-    said = refused(run, world=2)
-    assert "data.sources[0].path" in said and "checkpoint.allow_changed_data = true" in said
+    output = refused(run, world=2)
+    assert "data.sources[0].path" in output and "checkpoint.allow_changed_data = true" in output
     assert (run.metrics(times=True), run.checkpoints()) == before
 
 
-def test_d2_changed_data_are_taken_when_told_so_and_are_the_run_s_own_from_then_on(changed) -> None:
+def test_d2_changed_data_are_taken_when_asked_to_and_are_the_run_s_own_from_then_on(changed) -> None:
     run, _ = changed
     assert run("--train.steps=6", "--checkpoint.allow_changed_data=true", world=2) == 0
     [event] = run.events("changed_data")
@@ -88,8 +88,8 @@ def test_d2_changed_data_are_taken_when_told_so_and_are_the_run_s_own_from_then_
 def test_d2_another_tokenizer_is_refused_even_so(changed) -> None:
     run, _ = changed
     options = ["--data.sources=[{path='synthetic'}]", "--data.tokenizer=none"]
-    said = refused(run, *options, "--checkpoint.allow_changed_data=true", world=2)
-    [sentence] = [line for line in said.splitlines() if line.startswith("forge: ")]
+    output = refused(run, *options, "--checkpoint.allow_changed_data=true", world=2)
+    [sentence] = [line for line in output.splitlines() if line.startswith("forge: ")]
     assert "data.tokenizer is not what" in sentence and "allow_changed_data" not in sentence
 
 
@@ -162,9 +162,9 @@ def test_d2_an_added_source_neither_repeats_nor_skips_what_was_there(tmp_path, c
     read = read_by(run)
     assert [len(step) for step in read] == [8] * 9
     windows = [window for step in read for window in step]
-    told = run.metrics()[-1]["epochs"]
+    expected = run.metrics()[-1]["epochs"]
     of_old = sum(window < 100 for window in windows)
-    assert told == {
+    assert expected == {
         f"{tmp_path}/data/from-0.bin": of_old / 40,
         f"{tmp_path}/data/from-100.bin": (72 - of_old) / 24,
     }
@@ -206,8 +206,8 @@ def test_d2_weights_that_need_larger_blocks_are_a_change_like_any_other(tmp_path
     entries = '{{path="synthetic",weight=1.0}},{{path="synthetic",weight={}}}'
     assert run("--train.steps=2", f"--data.sources=[{entries.format(1.0)}]") == 0
     rare = [f"--data.sources=[{entries.format(0.0001)}]", "--train.steps=4"]
-    said = refused(run, *rare)
-    assert "allow_changed_data" in said
+    output = refused(run, *rare)
+    assert "allow_changed_data" in output
     assert run(*rare, "--checkpoint.allow_changed_data=true") == 0
 
 
@@ -215,5 +215,5 @@ def test_d2_another_seed_is_refused_even_so(tmp_path) -> None:
     """It would draw the rest of each epoch in another order, and so repeat and skip samples."""
     run = Run(tmp_path)
     assert run("--train.steps=2") == 0
-    said = refused(run, "--run.seed=5", "--checkpoint.allow_changed_data=true")
-    assert "run.seed" in said
+    output = refused(run, "--run.seed=5", "--checkpoint.allow_changed_data=true")
+    assert "run.seed" in output

@@ -1,4 +1,4 @@
-"""SIGKILL, at chosen moments and at random ones: the same command then tells the history of an undisturbed run."""
+"""SIGKILL, at chosen moments and at random ones: the same command then has the history of an undisturbed run."""
 
 from __future__ import annotations
 

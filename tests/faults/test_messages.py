@@ -11,7 +11,7 @@ import pytest
 
 from tests.faults.table import PAGE, REPOSITORY
 
-# Where faults are told of.
+# Where faults are reported.
 FILES = [
     *sorted((REPOSITORY / "forge" / "resilience").glob("*.py")),
     *sorted((REPOSITORY / "forge" / "checkpoint").glob("*.py")),
@@ -32,7 +32,7 @@ FILES = [
     *(REPOSITORY / "forge" / "observe" / f"{name}.py" for name in ["run_directory", "json_lines", "report"]),
 ]
 ERRORS = {"UserError", "Alarm", "RollbackRequired", "Damaged", "RanksFailed", "OSError"}
-TELLING = {"warning", "error", "exception", "_say", "_to_stderr", "_end"} | ERRORS
+REPORTING = {"warning", "error", "exception", "_say", "_to_stderr", "_end"} | ERRORS
 # Stands for what varies.
 GAP = "\0"
 
@@ -69,12 +69,12 @@ def says(text: str, message: str) -> bool:
     return True
 
 
-def told(file: Path) -> Iterator[str]:
+def reported(file: Path) -> Iterator[str]:
     """Templates of the warnings and errors of a file, but for those that are nearly all gaps."""
     for call in (node for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, ast.Call)):
         name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
         texts = [text for argument in call.args if (text := template(argument)) is not None]
-        if name in TELLING and texts and len(re.findall("[a-z]", texts[0])) > 8:
+        if name in REPORTING and texts and len(re.findall("[a-z]", texts[0])) > 8:
             yield texts[0]
 
 
@@ -93,7 +93,7 @@ def test_every_message_of_the_page_is_one_of_the_code() -> None:
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_every_message_about_a_fault_is_on_the_page(file: Path) -> None:
     messages = quoted()
-    assert [text for text in told(file) if not any(says(text, message) for message in messages)] == []
+    assert [text for text in reported(file) if not any(says(text, message) for message in messages)] == []
 
 
 def test_a_message_that_has_changed_or_is_new_would_be_found(tmp_path) -> None:
@@ -103,4 +103,4 @@ def test_a_message_that_has_changed_or_is_new_would_be_found(tmp_path) -> None:
     (tmp_path / "x.py").write_text(
         'log.warning("rank %d of %s has lost its way", rank, name)\nlog.info("all is well")'
     )
-    assert list(told(tmp_path / "x.py")) == [f"rank {GAP} of {GAP} has lost its way"]
+    assert list(reported(tmp_path / "x.py")) == [f"rank {GAP} of {GAP} has lost its way"]

@@ -118,12 +118,12 @@ def test_n2_trouble_without_end_is_rolled_back_twice_and_then_ends_with_a_diagno
     assert [(event["from_step"], event["to_step"]) for event in run.events("rolled_back")] == [(7, 4), (7, 2)]
     status = run.status()
     assert status["state"] == "failed" and "2 roll-backs have not helped" in status["reason"]
-    assert "resilience.max_rollbacks = 2" in status["reason"] and "Traceback" not in run.said()
+    assert "resilience.max_rollbacks = 2" in status["reason"] and "Traceback" not in run.output()
     assert {event["cause"] for event in run.events("skipped")} == {"deterministic"}
 
 
 def test_n2_a_damaged_checkpoint_found_on_the_way_back_does_not_hide_the_one_behind_it(tmp_path) -> None:
-    """Step 4 has been returned to in vain, step 2 is damaged: back to 4 once more, and the end is the diagnosis."""
+    """Step 4 has been returned to without success, step 2 is damaged: back to 4 once more, and the end is the diagnosis."""
     run = Run(tmp_path, THREE)
     assert run("--train.steps=4") == 0
     flip_a_bit(run, 2)
@@ -251,7 +251,7 @@ TIED = {
 def test_n3_a_flipped_bit_in_the_last_stages_copy_of_a_tied_weight_is_found(
     tmp_path, undisturbed, layout: str
 ) -> None:
-    """Although the next update makes that copy anew."""
+    """Although the next update makes that copy again."""
     run, whole = Run(tmp_path, *TIED[layout]), undisturbed(*TIED[layout], world=2)
     assert run.start(world=2, patch="tests.support.spoil:one_bit_of_a_tied_copy_after_step_5").join() == [
         0,

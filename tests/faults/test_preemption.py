@@ -66,14 +66,14 @@ def test_p3_a_signal_at_any_time_stops_cleanly(tmp_path, undisturbed, moment: st
     assert_same_history(run, undisturbed(*EVALUATED, world=2))
 
 
-def test_p4_a_signal_after_the_save_does_not_keep_the_status_from_saying_stopped(tmp_path) -> None:
+def test_p4_a_signal_after_the_save_does_not_keep_the_status_from_being_stopped(tmp_path) -> None:
     run = Run(tmp_path)
     patch = "tests.faults.test_preemption:signal_before_the_last_status"
     assert run.start(world=2, patch=patch, fault="step:5:0:signal").join() == [75, 75]
     assert_stopped_in_good_order(run)
 
 
-def test_k1_a_signal_in_the_last_words_does_not_cut_them_short(tmp_path) -> None:
+def test_k1_a_signal_in_the_crash_report_does_not_cut_them_short(tmp_path) -> None:
     """As from torchrun, which ends the other ranks when one has died."""
     run = Run(tmp_path)
     patch = "tests.faults.test_preemption:signal_before_the_last_status"
@@ -119,7 +119,7 @@ def signal_in_the_second_microbatch() -> None:
 
 @pytest.mark.slow
 def test_p3_a_signal_while_the_first_step_is_being_compiled(tmp_path) -> None:
-    """Inductor's first files tell that it is at work."""
+    """Inductor's first files show that it is at work."""
     options = ["--compile.enabled=true", "--train.steps=4"]
     run, whole = Run(tmp_path / "run", *options), Run(tmp_path / "whole", *options)
     patch = "tests.faults.test_preemption:compile_from_nothing"
@@ -152,7 +152,7 @@ def test_p4_a_second_request_during_the_save_leaves_it_alone_and_a_third_ends_at
             for pid in ranks.pids:
                 os.kill(pid, number)
         time.sleep(1.0)
-    wait_for(lambda: "already stopping" in run.said())
+    wait_for(lambda: "already stopping" in run.output())
     wait_for(lambda: all((run.path / f"waits-{rank}").exists() for rank in (0, 1)))
     if signals == 2:
         (run.path / "go").touch()
@@ -165,14 +165,14 @@ def test_p4_a_second_request_during_the_save_leaves_it_alone_and_a_third_ends_at
         )  # first: rank 0 does without it as long as it is held, but not it without rank 0
         os.kill(ranks.pids[0], signal.SIGUSR1)
         assert ranks.join() == [75, 75]
-        assert "leaving at once" in run.said()
+        assert "leaving at once" in run.output()
         assert run.status()["state"] == "running" and partial.exists()
     assert run(world=2) == 0
     assert_same_history(run, undisturbed(world=2))
 
 
 def hold_the_save_of_step_6() -> None:
-    """On rank 0, until there is a file `go`. A rank that comes to wait for it makes a file `waits`."""
+    """On rank 0, until there is a file `go`. A rank that waits for it makes a file `waits`."""
     import forge.checkpoint.commit as commit
     import forge.resilience.stopping as stopping
     import forge.train.save as save

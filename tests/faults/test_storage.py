@@ -43,7 +43,7 @@ def test_s1_only_damaged_checkpoints_is_exit_77_with_one_sentence(tmp_path) -> N
         flip_a_bit(run, step)
     assert run() == 77
     assert run.status()["exit_code"] == 77
-    assert "Traceback" not in run.said() and run.said().count("forge: ") == 1
+    assert "Traceback" not in run.output() and run.output().count("forge: ") == 1
 
 
 # What a checkpoint of the tests' model takes, and a little more.
@@ -65,7 +65,7 @@ def test_s2_a_full_disk_costs_saves_and_not_the_run_until_too_many_fail(tmp_path
     status = run.status()
     assert status["state"] == "failed" and "checkpoint.max_failed_saves = 3" in status["reason"]
     # Two saves after the last that succeeded, training still went on.
-    assert run.metrics()[-1]["step"] >= 8 and "Traceback" not in run.said()
+    assert run.metrics()[-1]["step"] >= 8 and "Traceback" not in run.output()
     assert (run.path / "left.txt").read_text() == step_name(2)
 
 
@@ -81,20 +81,20 @@ def test_s2_a_save_is_tried_again_at_the_next_interval(tmp_path, undisturbed) ->
 
 
 def room_for_one() -> None:
-    """And what is left of the checkpoints at the end of the process is told in left.txt."""
+    """And what is left of the checkpoints at the end of the process is written to left.txt."""
     import forge.train.launch as launch
 
     folder = _folder()
     mounts.small(folder, ONE + ONE // 2)
     begin = launch.run
 
-    def run_and_tell(*arguments):
+    def run_and_list(*arguments):
         try:
             return begin(*arguments)
         finally:
             (folder.parent / "left.txt").write_text(" ".join(sorted(os.listdir(folder))))
 
-    launch.run = run_and_tell
+    launch.run = run_and_list
 
 
 def room_for_one_by_quota() -> None:
@@ -122,14 +122,14 @@ def full_until_step_6() -> None:
 
 @pytest.mark.parametrize("what", ["rollbacks.json", pytest.param("metrics.jsonl", marks=pytest.mark.slow)])
 def test_s2_a_disk_that_is_full_in_a_rollback_ends_all_ranks_with_one_sentence(tmp_path, what: str) -> None:
-    """The same command then tells the history of a run that had room."""
+    """The same command then has the history of a run that had room."""
     options, patch = "--resilience.max_skipped_steps=3", "tests.support.spoil:samples_32_to_55"
     run, whole = Run(tmp_path / "run", options), Run(tmp_path / "whole", options)
     full = f"tests.faults.test_storage:no_room_for_{what.partition('.')[0]}_in_a_rollback"
     assert run.start(world=2, patch=full).join() == [1, 1]
     reason = run.status()["reason"]
     assert "No space left on device" in reason and what in reason and "no answer" not in reason
-    assert "Traceback" not in run.said()
+    assert "Traceback" not in run.output()
     assert run.start(world=2, patch=patch).join() == whole.start(world=2, patch=patch).join() == [0, 0]
     assert_same_history(run, whole)
 
@@ -162,13 +162,13 @@ def _folder() -> Path:
 
 
 @namespaces
-def test_s3_a_read_only_output_directory_is_told_at_the_start(tmp_path) -> None:
+def test_s3_a_read_only_output_directory_is_reported_at_the_start(tmp_path) -> None:
     run = Run(tmp_path)
     (run.path / "checkpoints").mkdir(parents=True)
     assert run.start(patch="tests.faults.test_storage:read_only_checkpoints").join() == [2]
-    said = run.said()
-    assert "cannot be written to (Read-only file system)" in said and "run.output_dir" in said
-    assert "Traceback" not in said and not (run.path / "metrics.jsonl").exists()
+    output = run.output()
+    assert "cannot be written to (Read-only file system)" in output and "run.output_dir" in output
+    assert "Traceback" not in output and not (run.path / "metrics.jsonl").exists()
 
 
 def read_only_checkpoints() -> None:
@@ -177,14 +177,16 @@ def read_only_checkpoints() -> None:
 
 @namespaces
 @pytest.mark.parametrize("how", ["small", "read_only"])
-def test_s3_a_node_that_does_not_share_the_output_directory_is_told_at_the_start(tmp_path, how: str) -> None:
+def test_s3_a_node_that_does_not_share_the_output_directory_is_reported_at_the_start(
+    tmp_path, how: str
+) -> None:
     """Rank 1 takes itself for another node, and has a disk of its own where rank 0 has the run; or may not write there."""
     run = Run(tmp_path)
     (run.path / "checkpoints").mkdir(parents=True)
     codes = run.start(world=2, patch=f"tests.faults.test_storage:{how}_on_another_node").join()
     assert codes == [2, 2]
     expected = "a file system that all nodes share" if how == "small" else "Read-only file system"
-    assert expected in run.said() and "Traceback" not in run.said()
+    assert expected in run.output() and "Traceback" not in run.output()
 
 
 def small_on_another_node() -> None:
@@ -213,13 +215,13 @@ def test_s4_an_error_in_the_background_reaches_all_ranks_at_the_next_save(tmp_pa
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
-def test_s4_failures_in_a_row_end_all_ranks_alike(tmp_path, mode: str) -> None:
+def test_s4_failures_in_a_row_end_all_ranks(tmp_path, mode: str) -> None:
     run = Run(tmp_path, "--checkpoint.max_failed_saves=2", f"--checkpoint.mode={mode}")
     assert run(world=2, fault="save.between_shards:*:1:raise") == 1
     reason = run.status()["reason"]
     assert "2 saves in a row have failed (checkpoint.max_failed_saves = 2)" in reason and "rank 1" in reason
     assert [event["step"] for event in run.events("save_failed")] == [2, 4]
-    assert run.said().count("saving step 4 failed") == 1 and "Traceback" not in run.said()
+    assert run.output().count("saving step 4 failed") == 1 and "Traceback" not in run.output()
 
 
 def test_s4_without_a_limit_a_run_trains_on_and_fails_only_at_its_last_save(tmp_path, undisturbed) -> None:
@@ -259,7 +261,7 @@ def test_s6_a_second_run_on_the_same_directory_is_refused_and_names_the_first(tm
     ranks = run.start()
     wait_for(lambda: run.stepping)
     assert run(world=2) == 2  # every worker, so srun and with it a job script see it
-    assert f"process {ranks.pids[0]} on" in run.said()
+    assert f"process {ranks.pids[0]} on" in run.output()
     os.kill(ranks.pids[0], signal.SIGTERM)
     assert ranks.join() == [75]
     assert run.status()["state"] == "stopped"
@@ -270,5 +272,5 @@ def test_s6_the_lock_of_a_killed_run_is_taken_over_and_its_holder_named(tmp_path
     ranks = run.start(fault="step:5:0")
     assert ranks.join() == [-signal.SIGKILL]
     assert run() == 0
-    assert f"taking over from process {ranks.pids[0]} on" in run.said()
+    assert f"taking over from process {ranks.pids[0]} on" in run.output()
     assert_same_history(run, undisturbed())

@@ -47,8 +47,8 @@ def test_a_row_s_result_says_what_failed_what_was_left_out_and_what_is_missing()
                 longrepr=("x.py", 1, "Skipped: no tmpfs"),
             )
         )
-    said = [results.of(row) for row in ("K1", "K2", "S2", "S3", "S4")]
-    assert said == ["passed (2, 1 repeated)", "FAILED (1 of 2)", "skipped", "NO TEST", "NOT RUN"]
+    output = [results.of(row) for row in ("K1", "K2", "S2", "S3", "S4")]
+    assert output == ["passed (2, 1 repeated)", "FAILED (1 of 2)", "skipped", "NO TEST", "NOT RUN"]
     table = show(results)
     assert re.search(r"^K1   passed \(2, 1 repeated\) +4 s  +SIGKILL", table, re.M)
     assert len(re.findall("^S2 ", table, re.M)) == 1

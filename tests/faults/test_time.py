@@ -52,14 +52,14 @@ def test_the_ledger_sums_to_wall_time_over_a_kill_and_knows_repeated_steps(tmp_p
     total, accuracy = sum(seconds.values()), 0.05
     assert _when(ledger) - first - accuracy <= total <= _when(ledger) - before + accuracy
     assert 1.5 <= seconds["down"] <= second - last_sign + accuracy
-    # Resumed from 5, the second process makes 6 as its first step, and then 7 and 8, of which the first has told, again.
+    # Resumed from 5, the second process makes 6 as its first step, and then 7 and 8, of which the first has reported, again.
     assert seconds["repeated steps"] > 0 and seconds["steps"] > 0 and seconds["save"] > 0
     assert seconds["evaluation"] > 0 and seconds["set-up"] > 0 and seconds["first step"] > 0
     assert "went into steps that count" in run.log()
 
 
-def _when(told: dict[str, Any]) -> float:
-    return datetime.fromisoformat(told["time"]).timestamp()
+def _when(event: dict[str, Any]) -> float:
+    return datetime.fromisoformat(event["time"]).timestamp()
 
 
 def test_h2_a_slow_rank_is_named_with_what_it_is_slow_at_and_no_other_is(tmp_path) -> None:

@@ -48,8 +48,8 @@ def restarted(folder: Path, fault: str, *options: str) -> Run:
         folder,
         FORGE_FAULT=fault,
     )
-    _, said = process.communicate(timeout=240)
-    assert process.returncode == 0, said
+    _, output = process.communicate(timeout=240)
+    assert process.returncode == 0, output
     run = Run(folder)
     assert len(run.events("started")) == 2
     return run
@@ -65,10 +65,10 @@ def test_p1_a_signal_to_the_launcher_stops_all_ranks_after_one_checkpoint(tmp_pa
     )
     wait_for(lambda: run.stepping)
     process.send_signal(signal.Signals[name])
-    _, said = process.communicate(timeout=240)
+    _, output = process.communicate(timeout=240)
     assert process.returncode != 0
     status = run.status()
-    assert status["state"] == "stopped" and status["exit_code"] == 75 and status["reason"] == name, said
+    assert status["state"] == "stopped" and status["exit_code"] == 75 and status["reason"] == name, output
     step = status["step"]
     assert run.checkpoints() == [f"step-{step:08d}"]
     assert run.metrics()[-1]["step"] == step

@@ -56,7 +56,7 @@ EXPERTS = ('--model.moe={n_experts = 4, top_k = 2, expert_dim = 64, balance = "b
 DOCUMENTS = ("--data.document_mask=true",)
 MUON = ("--optimizer.name=muon", "--optimizer.muon.second_moment=neuron", "--optimizer.muon.split_heads=true")
 # Variants of one model, which begin with the same loss but for rounding to bfloat16.
-ALIKE: dict[str, tuple[str, ...]] = {
+SAME_ON_BOTH: dict[str, tuple[str, ...]] = {
     "fsdp2": ("--parallel.reshard_after_forward=always",),
     "zero1": ("--parallel.data_parallel=zero1",),
     "zero2": ("--parallel.data_parallel=zero2",),
@@ -127,13 +127,13 @@ def test_a_plain_run_learns(plain: list[float]) -> None:
     assert plain[-1] < plain[0] - 0.5
 
 
-@pytest.mark.parametrize("name", ALIKE)
+@pytest.mark.parametrize("name", SAME_ON_BOTH)
 def test_a_variant_of_the_same_model_learns_from_the_same_start(
     name: str, plain: list[float], tmp_path: Path
 ) -> None:
     if "float8" in name and find_spec("torchao") is None:
         pytest.skip("torchao is not installed")
-    run = Run(tmp_path, *ALIKE[name])
+    run = Run(tmp_path, *SAME_ON_BOTH[name])
     run()
     losses = run.losses()
     assert losses[0] == pytest.approx(plain[0], abs=0.05) and losses[-1] < losses[0] - 0.5

@@ -110,7 +110,7 @@ def _assert_same(folder: Path, logits: torch.Tensor) -> None:
     theirs = loaded(folder)
     assert theirs.dtype == torch.float64
     with float32_means(torch.float64), torch.no_grad():
-        # Made anew, for its table of rotary frequencies was float32.
+        # Made again, for its table of rotary frequencies was float32.
         exact = type(theirs)._from_config(theirs.config, dtype=torch.float64)
         exact.load_state_dict(theirs.state_dict())
         difference = (exact(tokens()).logits - logits).abs().max().item()

@@ -66,9 +66,9 @@ def test_a_run_begins_with_imported_weights_and_nothing_else(case: str, tmp_path
     theirs.save_pretrained(tmp_path / "theirs")
     import_weights(tmp_path / "theirs", tmp_path / "imported")
     run = Run(tmp_path / "with", *OPTIONS, *CASES[case], f"--checkpoint.init={tmp_path / 'imported'}")
-    assert run() == 0, run.said()
+    assert run() == 0, run.output()
     fresh = Run(tmp_path / "without", *OPTIONS, *CASES[case])
-    assert fresh() == 0, fresh.said()
+    assert fresh() == 0, fresh.output()
     expected = first_loss(theirs, (run.path / "config.toml").read_text())
     assert run.losses()[0] == pytest.approx(expected, abs=1e-5)
     assert abs(fresh.losses()[0] - expected) > 0.1
@@ -96,7 +96,7 @@ def test_a_run_begins_with_the_weights_of_another_run(tmp_path: Path) -> None:
         "--train.steps=1",
     ]
     second = Run(tmp_path / "second", *OPTIONS, f"--checkpoint.init={origin}", *plain)
-    assert second() == 0, second.said()
+    assert second() == 0, second.output()
     assert second.metrics()[0]["step"] == 1
     # The same first batch, with weights that have seen it.
     assert second.losses()[0] < first.losses()[0]
@@ -111,7 +111,7 @@ def test_an_imported_folder_has_no_history_to_continue(tmp_path: Path) -> None:
     import_weights(tmp_path / "theirs", tmp_path / "imported")
     run = Run(tmp_path / "run", *OPTIONS, *CASES["llama2"], f"--checkpoint.resume={tmp_path / 'imported'}")
     assert run() == 2
-    assert "checkpoint.resume" in run.said() and "checkpoint.init" in run.said()
+    assert "checkpoint.resume" in run.output() and "checkpoint.init" in run.output()
     assert Run(tmp_path / "other", *OPTIONS, f"--checkpoint.init={tmp_path / 'theirs'}")() == 2
 
 
@@ -138,7 +138,7 @@ def test_a_run_exported_writes_the_same_tokens(model: str, tmp_path: Path, capsy
         "--optimizer.lr=1e-2",
         *(mixture if model == "mixture" else []),
     )
-    assert run() == 0, run.said()
+    assert run() == 0, run.output()
     out = tmp_path / "out"
     assert convert(["to-hf", "--input", str(run.path), "--output", str(out)]) == 0
     capsys.readouterr()

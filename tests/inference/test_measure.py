@@ -140,7 +140,7 @@ def test_a_space_where_a_window_begins_is_counted(tmp_path) -> None:
     assert measure(opened(tokenizer), TokenDataset(tmp_path), 5).text_bytes == 5 * SEQ_LEN
 
 
-def test_without_a_tokenizer_only_a_whole_dataset_tells_its_bytes(tmp_path) -> None:
+def test_without_a_tokenizer_only_a_whole_dataset_knows_its_bytes(tmp_path) -> None:
     data = dataset(tmp_path, ByteTokenizer())
     part, whole = measure(opened(), data, 2), measure(opened(), data)
     assert (part.text_bytes, part.bits_per_byte, part.bytes_from) == (None, None, None)

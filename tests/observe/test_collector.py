@@ -63,7 +63,7 @@ def test_interval_zero_leaves_everything_to_python():
 
 
 @pytest.mark.parametrize("interval", [0, 1])
-def test_the_time_of_collections_is_counted_whoever_makes_them(interval):
+def test_the_time_of_collections_is_counted_wherever_they_start(interval):
     gc.disable()  # or Python makes one in between
     with running(interval) as collector:
         assert collector.take_seconds() == 0

@@ -32,14 +32,14 @@ def walk(ledger: Ledger, clock: Clock, *phases: tuple[str, int, float]) -> None:
 
 
 def test_each_phase_goes_into_its_kind_and_all_add_up(clock) -> None:
-    told: list[dict] = []
-    ledger = Ledger(Past(), began=clock.now - 3, report_event=lambda kind, **fields: told.append(fields))
+    events: list[dict] = []
+    ledger = Ledger(Past(), began=clock.now - 3, report_event=lambda kind, **fields: events.append(fields))
     walk(ledger, clock, ("set-up", 0, 7), ("first step", 1, 5), ("data", 2, 1), ("step", 2, 4))
     walk(ledger, clock, ("save", 2, 2), ("step", 2, 1), ("data", 3, 1), ("step", 3, 4), ("end", 0, 1))
     seconds = ledger.seconds()
     assert seconds["set-up"] == 10 and seconds["first step"] == 5 and seconds["data"] == 2
     assert seconds["steps"] == 9 and seconds["save"] == 3 and sum(seconds.values()) == 29
-    assert [event["step"] for event in told] == [1, 2]
+    assert [event["step"] for event in events] == [1, 2]
     assert "31.0% of 29s" in ledger.table() and "evaluation" not in ledger.table()
 
 

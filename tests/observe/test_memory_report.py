@@ -34,9 +34,9 @@ def test_state_is_counted_in_bytes_of_this_rank() -> None:
 
 
 def _first_steps(rank: int, world: int) -> tuple[int, list, str]:
-    """Bytes of activations, what was told, and the table, after steps of which the first takes 768 MiB."""
-    told: list = []
-    report = MemoryReport(CPU, lambda kind, **fields: told.append((kind, fields)))
+    """Bytes of activations, what was reported, and the table, after steps of which the first takes 768 MiB."""
+    reported: list = []
+    report = MemoryReport(CPU, lambda kind, **fields: reported.append((kind, fields)))
     report.count_state(*state(1000))
     idle = torch.ones(2 * 2**30 // 8, dtype=torch.uint8)
     report.before_step(5)
@@ -45,14 +45,14 @@ def _first_steps(rank: int, world: int) -> tuple[int, list, str]:
     del idle, step
     report.before_step(6)
     report.after_step(6)
-    return report.bytes["activations"], told, report.table()
+    return report.bytes["activations"], reported, report.table()
 
 
 def test_activations_are_what_the_first_step_adds_and_are_reported_once() -> None:
     # In a process of its own: the peak of one never falls, and that of the tests' may be above what is taken here.
-    ((activations, told, table),) = run_ranks(_first_steps, 1)
+    ((activations, reported, table),) = run_ranks(_first_steps, 1)
     assert activations == pytest.approx(768 * MIB, rel=0.2)
-    [(kind, fields)] = told
+    [(kind, fields)] = reported
     assert kind == "memory" and fields["optimizer_bytes"] == 8000 and fields["activations_bytes"] > 0
     assert "activations" in table and "growth of the process" in table
 

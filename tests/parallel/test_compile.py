@@ -153,5 +153,5 @@ def promised_gradient(rank: int, world: int, arrive: bool) -> torch.Tensor:
 def test_a_promised_tensor_arrives_before_the_first_block_and_keeps_its_gradient() -> None:
     x = torch.arange(4.0, dtype=torch.float64).view(2, 2)
     for gradient in run_ranks(promised_gradient, 2, True):
-        # Gradients of a replicated result are alike on all ranks; each keeps its own rows.
+        # Gradients of a replicated result are identical on all ranks; each keeps its own rows.
         assert torch.allclose(gradient, 2 * x * (x * x).cos())

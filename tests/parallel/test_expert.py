@@ -326,26 +326,26 @@ def test_scores_of_a_sequence_of_any_length(sequence: str) -> None:
 
 
 def _float8(rank: int, world: int, text: str) -> tuple[list[str], list[str], bool]:
-    said: list[str] = []
+    messages: list[str] = []
     log = logging.getLogger("forge.parallel.float8")
     log.addHandler(handler := logging.Handler())
     log.setLevel(logging.INFO)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     model, batch = build(text, world)
     converted = [n for n, m in model.parts[0].named_modules() if type(m).__name__ == "Float8Linear"]
     sums = model.forward_backward(batch, model.count_tokens(batch))
     model.finalize_gradients()
     finite = all(shard.grad.isfinite().all() for shard in model.shards if shard.boxes)
-    return converted, said, bool(finite and sums.objective.isfinite())
+    return converted, messages, bool(finite and sums.objective.isfinite())
 
 
 def test_float8_leaves_routers_and_routed_experts_out_and_says_so() -> None:
     keys = precise(moe("ep = 2", more="n_shared_experts = 1"))
     keys = keys.replace("[precision]", '[precision]\nfloat8 = "tensorwise"')
-    for converted, said, finite in run_ranks(_float8, 2, keys):
+    for converted, messages, finite in run_ranks(_float8, 2, keys):
         assert "layers.0.feed_forward.shared.w1" in converted and finite
         assert not any("router" in name or "experts" in name for name in converted)
-        assert any("routed experts" in line for line in said)
+        assert any("routed experts" in line for line in messages)
 
 
 def _graphs(rank: int, world: int, text: str) -> tuple[int, int]:

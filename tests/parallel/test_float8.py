@@ -135,7 +135,7 @@ def shards_on_rank(rank: int, world: int, kind: str) -> list[tuple[str, str]]:
     return [(shard.name, type(shard.data).__name__) for shard in model.shards]
 
 
-def test_scales_are_made_anew_after_an_update_in_one_collective() -> None:
+def test_scales_are_computed_again_after_an_update_in_one_collective() -> None:
     for before, after, used in run_ranks(scales_on_rank, 2):
         assert before is None and after == used
 

@@ -268,7 +268,7 @@ def test_pinned_modules_compute_in_float32_and_all_others_in_bfloat16(case: str,
 
 
 def fsdp_matches(pattern: str, name: str) -> bool:
-    """Whether a module or one that it lies in is pinned; told apart from forge's own rule on purpose."""
+    """Whether a module or one that it lies in is pinned; kept separate from forge's own rule on purpose."""
     if pattern == "*":
         return True
     parts, names = pattern.split("."), name.split(".")

@@ -72,7 +72,7 @@ LAYOUTS = {1: "", 2: "", 3: "", 4: "dp_replicate = 2\ndp_shard = 2"}
 
 @pytest.mark.parametrize("model", [pytest.param("plain", marks=pytest.mark.slow), "everything"])
 @pytest.mark.parametrize("world", LAYOUTS)
-def test_memory_full_of_nan_is_written_over_completely_and_alike_on_every_layout(
+def test_memory_full_of_nan_is_written_over_completely_and_identically_on_every_layout(
     model: str, world: int
 ) -> None:
     text = tiny_config(model=MODELS[model], parallel=LAYOUTS[world]).replace(

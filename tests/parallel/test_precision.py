@@ -297,10 +297,10 @@ def groups(model: str = "", precision: str = "") -> list[list[tuple[list[str], t
     net = build_meta_model(config)
     names = {module: name or "root" for name, module in net.named_modules()}
 
-    def told(unit: Unit) -> tuple[list[str], torch.dtype]:
+    def summary(unit: Unit) -> tuple[list[str], torch.dtype]:
         return [names[module] for module in unit.modules], unit.compute
 
-    return [[told(unit) for unit in group] for group in plan_units(net, config.precision)[0]]
+    return [[summary(unit) for unit in group] for group in plan_units(net, config.precision)[0]]
 
 
 def test_units_of_a_model_in_one_dtype() -> None:

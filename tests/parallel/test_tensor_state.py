@@ -21,7 +21,7 @@ MODELS = {
     ("world", "keys"),
     [(2, "tp = 2"), (4, "tp = 2"), (4, "tp = 2\ndp_replicate = 2\nsequence_parallel = false")],
 )
-def test_memory_full_of_nan_is_written_over_alike(model: str, world: int, keys: str) -> None:
+def test_memory_full_of_nan_is_written_over_identically(model: str, world: int, keys: str) -> None:
     values = run_ranks(built_on_nan, world, tiny_config(model=MODELS[model], parallel=keys))
     single = run_ranks(built_on_nan, 1, tiny_config(model=MODELS[model]))[0]
     for of_rank in values:

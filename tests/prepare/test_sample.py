@@ -122,8 +122,8 @@ def test_a_tokenizer_is_trained_on_files_larger_than_the_sample(tmp_path, capsys
         (tmp_path / f"{name}.txt").write_text(f"{name} {name}s\n" * 20_000)
     tokenizer = train_tokenizer([tmp_path], tmp_path / "out", 280, max_bytes=60_000)
     assert all(len(tokenizer.encode(name)) < len(name) for name in ("alpha", "beta", "gamma"))
-    said = capsys.readouterr().err
-    assert "of 3 files 3 are read in part" in said and "280 pieces from 0.1 MB in 3 files" in said
+    output = capsys.readouterr().err
+    assert "of 3 files 3 are read in part" in output and "280 pieces from 0.1 MB in 3 files" in output
 
 
 def test_a_sample_without_text_is_refused(tmp_path):

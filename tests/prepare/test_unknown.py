@@ -43,8 +43,11 @@ def test_unknown_tokens_are_counted_and_reported(tmp_path, capsys, kind):
     made.save(str(path))
     index = run(tmp_path, path)
     assert load_tokenizer(path).unk_id == 0 and index.origin["unknown_tokens"] == 20
-    said = capsys.readouterr().err
-    assert "warning: 20 of 60 tokens (33.33%) are unknown ones" in said and "no token that begins" not in said
+    output = capsys.readouterr().err
+    assert (
+        "warning: 20 of 60 tokens (33.33%) are unknown ones" in output
+        and "no token that begins" not in output
+    )
 
 
 def test_a_sentencepiece_model_without_bytes_has_unknown_tokens(tmp_path, capsys):
@@ -74,5 +77,5 @@ def test_documents_without_an_end_are_reported_once(tmp_path, capsys):
     made.save(str(path))
     index = run(tmp_path, path, "a b")
     assert index.documents == 10 and index.tokens == 20
-    said = capsys.readouterr().err
-    assert said.count("no token that begins or ends a document") == 1 and "unknown ones" not in said
+    output = capsys.readouterr().err
+    assert output.count("no token that begins or ends a document") == 1 and "unknown ones" not in output

@@ -25,15 +25,15 @@ def buried_in_python():
 
 folder, how, net = sys.argv[1:]
 watchdog.NET_S = float(net)
-# The watchdog's clock goes on only where it is told to: a process that the machine leaves waiting is not late.
+# The watchdog's clock goes on only where it is set to: a process that the machine leaves waiting is not late.
 clock = SimpleNamespace(now=0.0)
 watchdog.time = SimpleNamespace(monotonic=lambda: clock.now, sleep=time.sleep)
-said = lambda reason, step, code: print(f"last words at {step}: {reason}", flush=True)
+report = lambda reason, step, code: print(f"reported at {step}: {reason}", flush=True)
 if how == "words hang":
-    said = lambda *_: time.sleep(3600)
+    report = lambda *_: time.sleep(3600)
 bounds = {"long": (60, "k.long"), "short": (0.3, "k.short")}
 grace = 0.5 if how == "words hang" else 240
-with Watchdog(bounds, Path(folder), 3, said, grace_s=grace) as dog:
+with Watchdog(bounds, Path(folder), 3, report, grace_s=grace) as dog:
     dog.enter("long", 0)
     for step in range(1, 4):
         dog.enter("short", step)
@@ -63,7 +63,7 @@ def run(folder: Path, how: str, net: float = 240.0) -> subprocess.CompletedProce
 def test_h1_a_step_beyond_its_bound_leaves_stacks_and_a_report_and_exits_76(tmp_path) -> None:
     ended = run(tmp_path, "in python")
     assert ended.returncode == WATCHDOG
-    assert "last words at 3: short of step 3 has taken 60.2 s, and k.short = 0.3" in ended.stdout
+    assert "reported at 3: short of step 3 has taken 60.2 s, and k.short = 0.3" in ended.stdout
     assert "buried_in_python" in (tmp_path / "stacks-rank-3.txt").read_text()
     assert (tmp_path / "collectives-rank-3").exists()
 

@@ -69,7 +69,7 @@ def test_an_error_is_one_sentence_and_exit_code_2(tmp_path, name, arguments):
     assert not (tmp_path / "out").exists()
 
 
-# prepare_data.py, whose main process stops at the first progress that it makes, and tells so by a file.
+# prepare_data.py, whose main process stops at the first progress that it makes, and reports it by a file.
 HELD = """
 import pathlib, runpy, sys, time
 from forge.observe.progress import ProgressLine

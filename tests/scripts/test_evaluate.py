@@ -19,7 +19,7 @@ from forge.inference.measure import Measured
 from forge.inference.open import TrainedModel
 from scripts.evaluate import report, report_tasks
 from tests.support.runs import Run
-from tests.support.trained import Said, call, objects, prepared, refusal, trained
+from tests.support.trained import Result, call, objects, prepared, refusal, trained
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +34,12 @@ def run(folder) -> Run:
     return trained(folder)
 
 
-def evaluate(run: Run, *arguments: object) -> Said:
+def evaluate(run: Run, *arguments: object) -> Result:
     return call(run.path.parent, "evaluate", "--checkpoint", run.path, *arguments)
 
 
-def one_object(said: Said) -> dict[str, Any]:
-    (only,) = objects(said)
+def one_object(result: Result) -> dict[str, Any]:
+    (only,) = objects(result)
     return only
 
 
@@ -85,10 +85,10 @@ def test_a_whole_dataset_with_the_bytes_of_its_text(run, folder) -> None:
 
 
 def test_the_text_output_has_a_line_for_each_data(run) -> None:
-    said = evaluate(run, "--data", "data/validation", "--data", "data/train", "--sequences", 3)
-    lines = said.out.splitlines()
+    result = evaluate(run, "--data", "data/validation", "--data", "data/train", "--sequences", 3)
+    lines = result.out.splitlines()
     pattern = r"data/\w+: loss [\d.]+, perplexity [\d.]+, bits per byte [\d.]+ \(\d+ bytes of the decoded labels\), 96 tokens"
-    assert len(lines) == 2 and all(re.fullmatch(pattern, line) for line in lines), said.out
+    assert len(lines) == 2 and all(re.fullmatch(pattern, line) for line in lines), result.out
 
 
 def test_raw_tokens_and_a_synthetic_stream(run, folder, tmp_path) -> None:
@@ -144,13 +144,13 @@ def test_json_is_json_where_a_number_is_not_finite(capsys) -> None:
     ],
 )
 def test_an_error_is_one_sentence_and_exit_code_2(run, arguments, sentence) -> None:
-    said = evaluate(run, *arguments)
-    assert said.code == BAD_CONFIG and said.out == "" and sentence in refusal(said)
+    result = evaluate(run, *arguments)
+    assert result.code == BAD_CONFIG and result.out == "" and sentence in refusal(result)
 
 
 def test_data_of_another_tokenizer_is_refused(run, folder, tmp_path) -> None:
     shutil.copytree(folder / "data" / "validation", tmp_path / "other")
     index = tmp_path / "other" / "dataset.json"
     index.write_text(index.read_text().replace(ByteTokenizer.fingerprint, "0" * 64))
-    said = evaluate(run, "--data", tmp_path / "other")
-    assert said.code == BAD_CONFIG and "other: was prepared with another tokenizer" in said.err
+    result = evaluate(run, "--data", tmp_path / "other")
+    assert result.code == BAD_CONFIG and "other: was prepared with another tokenizer" in result.err

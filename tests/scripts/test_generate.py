@@ -13,7 +13,7 @@ import pytest
 from forge.errors import BAD_CONFIG, FINISHED, NO_CHECKPOINT
 from tests.support.pages import REPOSITORY
 from tests.support.runs import Run
-from tests.support.trained import Said, call, objects, prepared, refusal, trained
+from tests.support.trained import Result, call, objects, prepared, refusal, trained
 
 MOE = [
     "--model.moe.n_experts=4",
@@ -46,7 +46,7 @@ def run(folder) -> Run:
     return trained(folder, "--checkpoint.interval=10", steps=30)
 
 
-def generate(run: Run, *arguments: object) -> Said:
+def generate(run: Run, *arguments: object) -> Result:
     return call(run.path.parent, "generate", "--checkpoint", run.path, *arguments)
 
 
@@ -59,8 +59,8 @@ def test_writes_what_it_has_learnt_and_ends_where_the_document_does(run) -> None
 
 
 def test_shows_prompt_and_text_and_keeps_the_rest_for_stderr(run) -> None:
-    said = generate(run, "--prompt", "bcd", "--temperature", 0)
-    assert said.out == "bcdefgh\n" and re.search(r"5 tokens in .* tokens/s", said.err)
+    result = generate(run, "--prompt", "bcd", "--temperature", 0)
+    assert result.out == "bcdefgh\n" and re.search(r"5 tokens in .* tokens/s", result.err)
     assert generate(run, "--prompt", "bcd", "--prompt-ids", "256,100", "--temperature", 0).out == (
         "--- 1\nbcdefgh\n--- 2\ndefgh\n"
     )
@@ -160,8 +160,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_left_alone(run, tmp_path) -> No
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
     names = sorted(path.name for path in (copy / "checkpoints").iterdir())
-    said = call(tmp_path, "generate", "--checkpoint", copy, "--prompt", "b", "--json")
-    assert objects(said)[0]["step"] == 20 and "step-00000030 is damaged" in said.err
+    result = call(tmp_path, "generate", "--checkpoint", copy, "--prompt", "b", "--json")
+    assert objects(result)[0]["step"] == 20 and "step-00000030 is damaged" in result.err
     assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == names
     alone = call(tmp_path, "generate", "--checkpoint", newest, "--prompt", "b")
     assert alone.code == NO_CHECKPOINT and refusal(alone).count("wrong checksum") == 1
@@ -188,22 +188,22 @@ def test_a_damaged_checkpoint_is_passed_over_and_left_alone(run, tmp_path) -> No
     ],
 )
 def test_an_error_is_one_sentence_and_exit_code_2(run, arguments, sentence) -> None:
-    said = generate(run, *arguments)
-    assert said.code == BAD_CONFIG and sentence in refusal(said)
-    assert said.out == ""
+    result = generate(run, *arguments)
+    assert result.code == BAD_CONFIG and sentence in refusal(result)
+    assert result.out == ""
 
 
 def test_a_run_without_a_tokenizer_takes_ids_alone(tmp_path) -> None:
     run = Run(tmp_path, "--train.steps=2")
     assert run() == 0
-    said = generate(run, "--prompt-ids", "1,2,3", "--max-tokens", 4, "--temperature", 0)
-    assert re.fullmatch(r"1 2 3( \d+){4}\n", said.out)
+    result = generate(run, "--prompt-ids", "1,2,3", "--max-tokens", 4, "--temperature", 0)
+    assert re.fullmatch(r"1 2 3( \d+){4}\n", result.out)
     refused = generate(run, "--prompt", "a")
     assert refused.code == BAD_CONFIG and "holds no tokenizer: give --prompt-ids" in refusal(refused)
     (found,) = objects(
         generate(run, "--prompt-ids", "1,2,3", "--max-tokens", 4, "--temperature", 0, "--json")
     )
-    assert found["text"] is None and said.out.split()[3:] == [str(token) for token in found["tokens"]]
+    assert found["text"] is None and result.out.split()[3:] == [str(token) for token in found["tokens"]]
 
 
 def test_a_run_carries_its_tokenizer(tmp_path) -> None:
@@ -221,8 +221,8 @@ def test_a_run_carries_its_tokenizer(tmp_path) -> None:
     prepared(tmp_path, str(path))
     run = trained(tmp_path, tokenizer=str(path), steps=30)
     path.unlink()
-    said = generate(run, "--prompt", "bcd", "--temperature", 0)
-    assert said.out == "bcdefgh\n", said.err
+    result = generate(run, "--prompt", "bcd", "--temperature", 0)
+    assert result.out == "bcdefgh\n", result.err
     empty = generate(run, "--prompt", "", "--temperature", 0, "--max-tokens", 3, "--json")
     (found,) = objects(empty)
     assert found["prompt_tokens"] == [0], "a document follows the end of another"

@@ -19,5 +19,5 @@ def test_help_names_every_option(tmp_path, name: str) -> None:
     code = source(name)
     code += "".join(source(file) for function, file in SHARED.items() if function in code)
     options = set(re.findall(r"\"(--[a-z-]+)\"", code))
-    said = call(tmp_path, name, "--help")
-    assert said.code == FINISHED and len(options) > 5 and all(option in said.out for option in options)
+    output = call(tmp_path, name, "--help")
+    assert output.code == FINISHED and len(options) > 5 and all(option in output.out for option in options)

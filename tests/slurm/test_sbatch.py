@@ -89,8 +89,8 @@ def test_p6_a_run_that_slurm_stops_is_requeued_once_and_finishes_in_its_next_tur
     events = [json.loads(line) for line in (cluster.run / "events.jsonl").read_text().splitlines()]
     [stopped] = [event for event in events if event["event"] == "stopped"]
     assert stopped["step"] > 0 and stopped["exit_code"] == 75
-    told = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
-    assert told == list(range(1, max(steps, stopped["step"]) + 1))
+    steps_reported = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert steps_reported == list(range(1, max(steps, stopped["step"]) + 1))
     assert [event["world_size"] for event in events if event["event"] == "started"] == [2, 2]
 
 

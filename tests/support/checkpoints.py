@@ -70,7 +70,7 @@ def value_shards(rank: int, world: int, value: float) -> list[Shard]:
 
 
 def save_value(checkpoints: Checkpoints, step: int, value: float | None = None) -> list[SaveOutcome]:
-    """Starts to save a model all of whose elements are `value` (the step unless told)."""
+    """Starts to save a model all of whose elements are `value` (the step unless given)."""
     rank, world = dist.get_rank(), dist.get_world_size()
     shards = value_shards(rank, world, float(step) if value is None else value)
     return checkpoints.save(

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def pairs(*values: Hashable) -> set[tuple[Hashable, Hashable]]:
-    """Every two of `values`, each told apart by its place."""
+    """Every two of `values`, each distinguished by its place."""
     return set(itertools.combinations(enumerate(values), 2))
 
 

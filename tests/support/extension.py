@@ -82,10 +82,10 @@ def main(page: Path) -> None:
     layouts = [parallel] if parallel else [[one] for one in LAYOUTS if one.partition("=")[0] not in own]
     with TemporaryDirectory() as folder:
         one = Run(Path(folder) / "one", *SMALL, *plain)
-        assert one() == 0, one.said()
+        assert one() == 0, one.output()
         for number, layout in enumerate(layouts):
             two = Run(Path(folder) / f"layout-{number}", *SMALL, *plain, *layout)
-            assert two(world=2) == 0, two.said()
+            assert two(world=2) == 0, two.output()
             for ours, theirs in zip(one.metrics(), two.metrics(), strict=True):
                 for field in ("loss", "grad_norm"):
                     difference = abs(ours[field] - theirs[field])

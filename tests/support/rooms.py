@@ -23,5 +23,5 @@ def table() -> list[str]:
         (room, len(tests[room]), seconds[room]) for room in sorted(seconds, key=lambda room: -seconds[room])
     ]
     rows.append(("all", sum(map(len, tests.values())), sum(seconds.values())))
-    lines = [f"| {room:12} | {count:5} | {took:7.0f} |" for room, count, took in rows]
+    lines = [f"| {room:12} | {count:5} | {seconds:7.0f} |" for room, count, seconds in rows]
     return ["| room         | tests | seconds |", "|---|---|---|", *lines]

@@ -106,7 +106,7 @@ class Run:
         """Names in checkpoints/, those that start with a dot included."""
         return sorted(path.name for path in (self.path / "checkpoints").iterdir())
 
-    def said(self) -> str:
+    def output(self) -> str:
         """What the last start printed on the terminal, all ranks together."""
         return self._terminal.read_text()
 
@@ -115,12 +115,12 @@ class Run:
 
 
 def refused(run: Run, *options: str, world: int = 1, code: int = 2) -> str:
-    """What is said about a command that must be refused."""
+    """Run a command that must be refused; return what it printed."""
     assert run(*options, world=world) == code
-    said = run.said()
-    assert "Traceback" not in said
-    assert said.count("forge: ") == 1, said
-    return said
+    output = run.output()
+    assert "Traceback" not in output
+    assert output.count("forge: ") == 1, output
+    return output
 
 
 def sources(path: Path | str) -> str:

@@ -18,33 +18,33 @@ BYTES_VOCAB = 258
 
 
 @dataclass(frozen=True)
-class Said:
+class Result:
     code: int
     out: str
     err: str
 
 
-def call(folder: Path, script: str, *arguments: object) -> Said:
+def call(folder: Path, script: str, *arguments: object) -> Result:
     """Run `python scripts/SCRIPT.py ARGUMENTS` in `folder`; only the interpreter's start is saved."""
     out, err = folder / "out.txt", folder / "err.txt"
     words = [str(ROOT / "scripts" / f"{script}.py"), *map(str, arguments)]
     out.unlink(missing_ok=True)
     err.unlink(missing_ok=True)
     (code,) = start_ranks(run_script, 1, words, folder, {}, out, err).join()
-    return Said(code, out.read_text(), err.read_text())
+    return Result(code, out.read_text(), err.read_text())
 
 
-def objects(said: Said) -> list[dict[str, Any]]:
+def objects(result: Result) -> list[dict[str, Any]]:
     """What --json prints."""
-    assert said.code == FINISHED, said.err
-    return [json.loads(line) for line in said.out.splitlines()]
+    assert result.code == FINISHED, result.err
+    return [json.loads(line) for line in result.out.splitlines()]
 
 
-def refusal(said: Said) -> str:
+def refusal(result: Result) -> str:
     """The one sentence that a user's mistake ends in."""
-    assert "Traceback" not in said.err
-    errors = [line for line in said.err.splitlines() if "error: " in line]
-    assert len(errors) == 1 and said.err.splitlines()[-1] == errors[0], said.err
+    assert "Traceback" not in result.err
+    errors = [line for line in result.err.splitlines() if "error: " in line]
+    assert len(errors) == 1 and result.err.splitlines()[-1] == errors[0], result.err
     return errors[0]
 
 
@@ -75,5 +75,5 @@ def trained(folder: Path, *options: str, world: int = 1, tokenizer: str = "bytes
         "--optimizer.lr=0.02",
         *options,
     )
-    assert run(world=world) == 0, run.said()
+    assert run(world=world) == 0, run.output()
     return run

@@ -37,7 +37,7 @@ INSTEAD = {
 }
 # A regular expression per file (or "": everywhere) whose matches are not searched.
 ALLOWED: dict[str, list[str]] = {"": [r"\.tell\(\)"]}
-FOLDERS = ("forge", "scripts", "docs", "configs")
+FOLDERS = ("forge", "scripts", "docs", "configs", "tests", "benchmarks")
 PAGES = ("README.md", "CONTRIBUTING.md", "train.py")
 
 _BANNED = re.compile(
@@ -51,7 +51,7 @@ def files() -> list[Path]:
     found = [ROOT / page for page in PAGES]
     for folder in FOLDERS:
         found += [path for kind in ("*.py", "*.md", "*.toml") for path in (ROOT / folder).rglob(kind)]
-    return sorted(found)
+    return sorted(path for path in found if path != Path(__file__))
 
 
 def banned(path: Path) -> Iterator[tuple[int, str]]:

@@ -110,7 +110,7 @@ def test_an_empty_hook_is_never_called() -> None:
 def test_a_wrong_path_is_one_sentence_before_anything_is_made(tmp_path, path: str, message: str) -> None:
     run = Run(tmp_path, hooks(path) if ":" in path else f'--train.hooks=["{path}"]')
     assert run() == 2
-    assert message in run.said() and "train.hooks" in run.said() and "Traceback" not in run.said()
+    assert message in run.output() and "train.hooks" in run.output() and "Traceback" not in run.output()
     assert not run.path.exists()
 
 

@@ -12,6 +12,6 @@ def test_a_reader_who_has_seen_enough_is_no_error() -> None:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
-    said = process.stderr.read()
-    assert process.wait() == 0 and "Traceback" not in said
+    output = process.stderr.read()
+    assert process.wait() == 0 and "Traceback" not in output
     process.stderr.close()

@@ -27,7 +27,7 @@ def test_too_many_bad_steps_in_a_row_end_the_run_with_what_it_knows(tmp_path) ->
     assert run.start(world=2, patch="tests.train.test_skips:spoil_every_step_from_5").join() == [1, 1]
     status = run.status()
     assert status["state"] == "failed" and "max_skipped_steps" in status["reason"]
-    assert "Traceback" not in run.said()
+    assert "Traceback" not in run.output()
     assert run.checkpoints()[-1] <= "step-00000006"
 
 

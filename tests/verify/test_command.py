@@ -86,19 +86,19 @@ def run(
 
 
 def test_a_model_of_ones_own_with_a_defect_is_named_by_its_module(run) -> None:
-    said = run("--model.kind=mine:Model", "--layouts", "dp_shard=2; tp=2")
-    assert said.code == 1, said.out + said.err
-    lines = [line.strip() for line in said.out.splitlines()]
+    output = run("--model.kind=mine:Model", "--layouts", "dp_shard=2; tp=2")
+    assert output.code == 1, output.out + output.err
+    lines = [line.strip() for line in output.out.splitlines()]
     assert "layers.0.feed_forward.hidden_norm: its output differs while its input agrees" in lines
     assert "tp=2 alone shows it" in lines
     assert any("instead of" in line and "rank" in line for line in lines)
-    assert "1 equal, 1 different" in said.out
+    assert "1 equal, 1 different" in output.out
 
 
 def test_equal_layouts_end_with_0_and_json_has_everything(run) -> None:
-    said = run("--layouts", "dp_shard=2; tp=3", "--json")
-    assert said.code == 0, said.err
-    found = json.loads(said.out)
+    output = run("--layouts", "dp_shard=2; tp=3", "--json")
+    assert output.code == 0, output.err
+    found = json.loads(output.out)
     assert found["equal"] and [one["layout"] for one in found["layouts"]] == ["dp_shard=2"]
     assert found["not_allowed"][0]["layout"] == "tp=3"
     (one,) = found["layouts"]
@@ -111,18 +111,18 @@ def test_equal_layouts_end_with_0_and_json_has_everything(run) -> None:
 
 @pytest.mark.slow
 def test_a_layout_that_fails_is_reported_and_ends_no_other(run) -> None:
-    said = run("--model.kind=mine:Short", "--layouts", "cp=2; dp_replicate=2")
-    assert said.code == 1
-    assert "no part of a sequence, please" in said.out and "1 equal, 1 failed" in said.out
+    output = run("--model.kind=mine:Short", "--layouts", "cp=2; dp_replicate=2")
+    assert output.code == 1
+    assert "no part of a sequence, please" in output.out and "1 equal, 1 failed" in output.out
 
 
 @pytest.mark.slow
 def test_rounding_stands_beside_the_mathematics(run) -> None:
-    said = run("--precision.compute=bfloat16", "--precision", "--layouts", "dp_shard=2")
-    assert said.code == 0, said.out + said.err
+    output = run("--precision.compute=bfloat16", "--precision", "--layouts", "dp_shard=2")
+    assert output.code == 0, output.out + output.err
     (row,) = [
         line.split()
-        for line in said.out.splitlines()
+        for line in output.out.splitlines()
         if line.startswith("dp_shard=2") and "equal" not in line
     ]
     exact, rounded = [float(cell) for cell in row[1:5]], [float(cell) for cell in row[5:]]
@@ -154,8 +154,8 @@ def test_bad_input_ends_with_2(run) -> None:
         (["--model.kind=mine:Broken", "--layouts", "tp=2"], "a mistake of one's own"),
         (["--against", "nowhere", "--layouts", "dp_shard=2", "--steps=1"], "is not a checkout of forge"),
     ):
-        said = run(*options)
-        assert said.code == 2 and message in said.err, said.err
+        output = run(*options)
+        assert output.code == 2 and message in output.err, output.err
 
 
 def test_the_page_has_every_defect_that_the_tests_plant() -> None:

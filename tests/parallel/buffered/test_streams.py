@@ -48,7 +48,7 @@ def _late(rank: int, world: int, text: str) -> list[dict[str, torch.Tensor]]:
     release = TemporaryBuckets.release
 
     def release_poisoned(buckets: TemporaryBuckets, bucket: torch.Tensor) -> None:
-        bucket.fill_(torch.nan)  # whoever acquires it next may write anything
+        bucket.fill_(torch.nan)  # the next to acquire it may write anything
         release(buckets, bucket)
 
     TemporaryBuckets.release = release_poisoned  # type: ignore[method-assign]
