@@ -1,0 +1,151 @@
+"""The gated delta rule: a matrix that every token decays, corrects and reads (Yang et al. 2024, "Gated Delta Networks",
+arXiv:2412.06464), token by token or in chunks.
+
+    S_t = exp(g_t) S_{t-1};  S_t += beta_t k_t (v_t - S_t^T k_t)^T;  o_t = S_t^T q_t
+
+The paper writes the transpose of S. In a chunk that begins with the state S the corrected values of all tokens solve one
+triangular system (the UT transform, section 3.3), whose right side is linear in S:
+
+    corrected = u - w S;  outputs = reads S + scores corrected;  S' = transition S + addition
+
+So a chunk is one affine map of the state. All chunks are prepared at once, in large products; only the chain of these maps
+(`affine_scan`) is sequential.
+
+Sizes: batch, seq, heads, chunks of size tokens, key_dim and value_dim (rows and columns of the state).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class Chunks(NamedTuple):
+    """What chunks compute without their state. All `[chunks, batch, heads, ...]`; the last chunk is padded.
+
+    reads `[size, key_dim]`: queries, decayed from the chunk's beginning. scores `[size, size]`: of queries with the keys that
+    they see. u `[size, value_dim]`, w `[size, key_dim]`: corrected values are u - w S. transition `[key_dim, key_dim]`,
+    addition `[key_dim, value_dim]`: the state after the chunk is transition S + addition.
+    """
+
+    reads: Tensor
+    scores: Tensor
+    u: Tensor
+    w: Tensor
+    transition: Tensor
+    addition: Tensor
+
+
+def divide(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, resets: Tensor | None, size: int
+) -> Chunks:
+    """Prepare all chunks of `size` tokens.
+
+    q, k `[batch, seq, heads, key_dim]`, v `[batch, seq, heads, value_dim]`, log_decay (<= 0) and beta `[batch, seq, heads]`.
+    resets: bool `[batch, seq]`, true for a token that begins with an empty state; None: none does.
+    """
+    q, k, v = (_chunked(x, size) for x in (q, k, v))
+    log_decay, beta = (_chunked(x, size) for x in (log_decay, beta))  # [chunks, batch, heads, size]
+    total = log_decay.cumsum(-1)
+    index = torch.arange(size, device=q.device)
+    seen, begun = index[:, None] >= index, None
+    if resets is not None:
+        begun = _chunked(resets.to(torch.int32).unsqueeze(-1), size).cumsum(-1)  # [chunks, batch, 1, size]
+        seen = seen & (begun.unsqueeze(-1) == begun.unsqueeze(-2))
+    # Sums of decays from one token to a later one. Masked before the exponential: the others may overflow.
+    between = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~seen, -torch.inf).exp()
+    carried = total.exp() if begun is None else total.exp().masked_fill(begun > 0, 0.0)
+    weighted = k * beta.unsqueeze(-1)
+    right = torch.cat([v * beta.unsqueeze(-1), weighted * carried.unsqueeze(-1)], dim=-1)
+    # Only what is below the diagonal is read.
+    solved = torch.linalg.solve_triangular(weighted @ k.mT * between, right, upper=False, unitriangular=True)
+    u, w = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    left = (k * between[..., -1, :].unsqueeze(-1)).mT  # decayed to the chunk's end
+    kept = carried[..., -1, None, None] * torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
+    return Chunks(q * carried.unsqueeze(-1), q @ k.mT * between, u, w, kept - left @ w, left @ u)
+
+
+def outputs(chunks: Chunks, states: Tensor, seq: int) -> Tensor:
+    """Return `[batch, seq, heads, value_dim]`; states `[chunks, batch, heads, key_dim, value_dim]`, of each chunk's begin."""
+    corrected = chunks.u - chunks.w @ states
+    out = chunks.reads @ states + chunks.scores @ corrected  # [chunks, batch, heads, size, value_dim]
+    return out.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :seq]
+
+
+def chunked_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, resets: Tensor | None, size: int
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs `[batch, seq, heads, value_dim]` and the last state; arguments as for `divide`."""
+    chunks = divide(q, k, v, log_decay, beta, resets, size)
+    empty = torch.zeros_like(chunks.addition[0])
+    states = affine_scan(chunks.transition, chunks.addition, empty)
+    return outputs(chunks, states[:-1], q.shape[1]), states[-1]
+
+
+def recurrent_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    resets: Tensor | None = None,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `chunked_delta_rule`, token by token, from `state` `[batch, heads, key_dim, value_dim]` (None: an empty one)."""
+    if state is None:
+        state = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3])
+    outs = []
+    for t in range(q.shape[1]):
+        decay = log_decay[:, t].exp()
+        if resets is not None:
+            decay = decay.masked_fill(resets[:, t, None], 0.0)
+        state = state * decay[..., None, None]
+        read = (state * k[:, t].unsqueeze(-1)).sum(-2)
+        correction = beta[:, t].unsqueeze(-1) * (v[:, t] - read)
+        state = state + k[:, t].unsqueeze(-1) * correction.unsqueeze(-2)
+        outs.append((state * q[:, t].unsqueeze(-1)).sum(-2))
+    return torch.stack(outs, dim=1), state
+
+
+def _chunked(x: Tensor, size: int) -> Tensor:
+    """x `[batch, seq, heads, ...]` -> `[chunks, batch, heads, size, ...]`, padded with zeros, which change no state."""
+    padding = (0, 0) * (x.ndim - 2) + (0, -x.shape[1] % size)
+    parts = F.pad(x, padding).unflatten(1, (-1, size))
+    return parts.movedim(1, 0).transpose(2, 3).contiguous()
+
+
+@torch.library.custom_op("forge::affine_scan", mutates_args=())
+def affine_scan(transition: Tensor, addition: Tensor, initial: Tensor) -> Tensor:
+    """Return all states of S_{n+1} = transition_n S_n + addition_n: `[steps + 1, ..., rows, columns]`, S_0 = initial.
+
+    transition `[steps, ..., rows, rows]`, addition `[steps, ..., rows, columns]`, initial `[..., rows, columns]`.
+    An operator of its own, so that a compiler sees one node however many steps there are.
+    """
+    states = initial.new_empty(len(transition) + 1, *initial.shape)
+    states[0] = initial
+    flat, maps, added = (x.reshape(len(x), -1, *x.shape[-2:]) for x in (states, transition, addition))
+    for step in range(len(transition)):
+        torch.baddbmm(added[step], maps[step], flat[step], out=flat[step + 1])
+    return states
+
+
+@affine_scan.register_fake
+def _(transition: Tensor, addition: Tensor, initial: Tensor) -> Tensor:
+    return initial.new_empty(transition.shape[0] + 1, *initial.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0], output)
+
+
+def _scan_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of states are such a scan too, from the last to the first: G_n = transition_n^T G_{n+1} + grad_n."""
+    transition, states = ctx.saved_tensors
+    back = affine_scan(transition.mT.flip(0), grad[:-1].flip(0), grad[-1]).flip(0)
+    return back[1:] @ states[:-1].mT, back[1:], back[0]
+
+
+affine_scan.register_autograd(_scan_backward, setup_context=_keep)

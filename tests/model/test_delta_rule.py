@@ -1,0 +1,109 @@
+"""The gated delta rule in chunks computes what it computes token by token: values and gradients, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from forge.model.delta_rule import affine_scan, chunked_delta_rule, recurrent_delta_rule
+
+TOLERANCE = 1e-10
+
+
+def inputs(seq: int, strength: float = 1.0, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """q, k, v, log_decay and beta of two sequences and three heads; keys of length 1."""
+    generator = torch.Generator().manual_seed(seq)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(2, seq, 3, *shape, generator=generator, dtype=torch.float64)
+
+    q, k = (draw(4) for _ in range(2))
+    k = k / k.norm(dim=-1, keepdim=True)
+    found = [q, k, draw(6), -strength * draw().exp(), draw().sigmoid()]
+    return [x.to(dtype).requires_grad_() for x in found]
+
+
+def compare(arguments: list[Tensor], resets: Tensor | None, size: int) -> None:
+    results = [
+        chunked_delta_rule(*arguments, resets, size),
+        recurrent_delta_rule(*arguments, resets),
+    ]
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in results[0]]
+    gradients = [
+        torch.autograd.grad(sum((x * w).sum() for x, w in zip(both, weights, strict=True)), arguments)
+        for both in results
+    ]
+    for chunked, recurrent in zip(*results, strict=True):
+        assert (chunked - recurrent).abs().max() <= TOLERANCE
+    assert all(x.abs().max() > 0 for x in gradients[1][:3:2])  # of q and v; others may have no effect
+    for chunked, recurrent in zip(*gradients, strict=True):
+        assert (chunked - recurrent).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("strength", [0.01, 1.0, 300.0])
+@pytest.mark.parametrize(("seq", "size"), [(1, 4), (5, 64), (16, 4), (37, 16), (80, 64)])
+def test_chunks_compute_the_recurrence(seq: int, size: int, strength: float) -> None:
+    compare(inputs(seq, strength), None, size)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
+def test_chunks_reset_where_the_recurrence_does(share: float) -> None:
+    resets = torch.rand(2, 37, generator=torch.Generator().manual_seed(3)) < share
+    compare(inputs(37), resets, 8)
+
+
+def test_a_reset_hides_everything_before_it() -> None:
+    arguments = inputs(20)
+    resets = torch.zeros(2, 20, dtype=torch.bool)
+    resets[:, 13] = True
+    together = chunked_delta_rule(*arguments, resets, 8)[0]
+    alone = chunked_delta_rule(*(x[:, 13:] for x in arguments), None, 8)[0]
+    assert (together[:, 13:] - alone).abs().max() <= TOLERANCE
+
+
+def test_a_key_written_with_full_strength_is_read_back() -> None:
+    """beta = 1 replaces what a key of length 1 reads, whatever was there."""
+    q, k, v, log_decay, beta = (x.detach() for x in inputs(9))
+    out, _ = chunked_delta_rule(k, k, v, log_decay, torch.ones_like(beta), None, 4)
+    assert (out - v).abs().max() <= TOLERANCE
+
+
+def test_float32_stays_finite_where_decays_underflow() -> None:
+    arguments = inputs(40, 1e4, torch.float32)
+    out, state = chunked_delta_rule(*arguments, None, 16)
+    found = torch.autograd.grad(out.sum() + state.sum(), arguments)
+    assert all(x.isfinite().all() for x in (out, state, *found))
+
+
+def test_the_scan_and_its_gradients_are_those_of_the_loop() -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((5, 2, 3, 3), (5, 2, 3, 4), (2, 3, 4))
+    arguments = [
+        torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes
+    ]
+    transition, addition, state = arguments
+    states = [state]
+    for step in range(5):
+        states.append(transition[step] @ states[-1] + addition[step])
+    expected, found = torch.stack(states), affine_scan(*arguments)
+    weights = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+    assert (found - expected).abs().max() <= TOLERANCE
+    pairs = zip(
+        torch.autograd.grad((found * weights).sum(), arguments),
+        torch.autograd.grad((expected * weights).sum(), arguments),
+        strict=True,
+    )
+    assert all((ours - plain).abs().max() <= TOLERANCE for ours, plain in pairs)
+
+
+@pytest.mark.compiles
+def test_the_compiler_sees_one_graph_for_any_number_of_chunks() -> None:
+    arguments = inputs(37)
+    whole = torch.compile(chunked_delta_rule, backend="aot_eager", fullgraph=True)(*arguments, None, 8)
+    plain = chunked_delta_rule(*arguments, None, 8)
+    assert (whole[0] - plain[0]).abs().max() <= TOLERANCE
+    expected = torch.autograd.grad(plain[0].sum(), arguments)
+    found = torch.autograd.grad(whole[0].sum(), arguments)
+    assert all((a - b).abs().max() <= TOLERANCE for a, b in zip(found, expected, strict=True))
