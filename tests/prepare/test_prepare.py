@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forge.data.format import TokenDataset
+from forge.data.format import INDEX, TokenDataset
 from forge.data.tokenizer import ByteTokenizer
 from forge.errors import UserError
 from forge.prepare import part
@@ -130,6 +130,16 @@ def test_a_finished_run_is_reported_and_other_options_are_refused(text, tmp_path
     ]:
         with pytest.raises(UserError, match=f"prepared with another {name}"):
             run(text, tmp_path / "out", **options)
+
+
+def test_a_dataset_of_a_version_without_an_option_is_taken_as_finished(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("some text")
+    run(tmp_path / "a.txt", tmp_path / "out")
+    index = json.loads((tmp_path / "out" / INDEX).read_text())
+    del index["origin"]["options"]["extensions"]
+    (tmp_path / "out" / INDEX).write_text(json.dumps(index))
+    run(tmp_path / "a.txt", tmp_path / "out")
+    assert "already prepared" in capsys.readouterr().out
 
 
 def test_d3_bad_documents_are_counted_and_too_many_refused(tmp_path, capsys):
