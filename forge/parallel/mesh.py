@@ -6,17 +6,23 @@
 
 All are views of the same ranks in the same order; tp is the fastest axis, so that its ranks are neighbours on one node,
 and ep_shard * ep = dp_shard * cp * tp. Meshes and groups are made once and kept under a name here; nothing slices them
-by axis name later. Axes of size 1 stay, so that no code asks whether an axis exists, and issue no collective.
+by axis name later. Axes of size 1 stay, so that no code asks whether an axis exists, and issue no collective; all of them
+have one group.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from forge.config import Degrees
+
+# Along these axes a layer's computation waits for other ranks.
+_IN_LAYERS = frozenset(("tp", "ep", "cp"))
 
 
 @dataclass(frozen=True)
@@ -53,39 +59,87 @@ class Meshes:
 
 def make_meshes(degrees: Degrees, device_type: str) -> Meshes:
     """Make all meshes and groups. Collective over all ranks; `degrees` have been checked against the world size before."""
-
-    def view(**axes: int) -> DeviceMesh:
-        return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-
-    d = degrees
-    parameters = view(pp=d.pp, dp_replicate=d.dp_replicate, dp_shard_cp=d.dp_shard * d.cp, tp=d.tp)
-    experts = view(pp=d.pp, dp_replicate=d.dp_replicate, ep_shard=d.ep_shard, ep=d.ep)
-    data = view(pp=d.pp, dp_replicate=d.dp_replicate, dp_shard=d.dp_shard, cp=d.cp, tp=d.tp)
+    d, groups = degrees, _Groups()
+    parameters = _View(groups, pp=d.pp, dp_replicate=d.dp_replicate, dp_shard_cp=d.dp_shard * d.cp, tp=d.tp)
+    experts = _View(groups, pp=d.pp, dp_replicate=d.dp_replicate, ep_shard=d.ep_shard, ep=d.ep)
+    data = _View(groups, pp=d.pp, dp_replicate=d.dp_replicate, dp_shard=d.dp_shard, cp=d.cp, tp=d.tp)
+    dense_mesh, expert_mesh = parameters.mesh(device_type), experts.mesh(device_type)
     replicated = d.dp_replicate > 1
-    loss = parameters["dp_replicate", "dp_shard_cp"]._flatten("dp_cp").get_group()
-    stage = parameters["dp_replicate", "dp_shard_cp", "tp"]._flatten("stage").get_group()
-    pipeline = loss
-    if d.pp > 1:
-        pipeline = parameters["pp", "dp_replicate", "dp_shard_cp"]._flatten("pp_dp_cp").get_group()
+    loss = parameters.group("dp_replicate", "dp_shard_cp")
+    stage = parameters.group("dp_replicate", "dp_shard_cp", "tp")
     return Meshes(
         degrees=degrees,
-        fsdp=parameters["dp_replicate", "dp_shard_cp"] if replicated else parameters["dp_shard_cp"],
-        fsdp_experts=experts["dp_replicate", "ep_shard"] if replicated else experts["ep_shard"],
-        tp=parameters["tp"],
-        ep=experts["ep"],
-        cp=data.get_group("cp"),
-        sequence=data["cp", "tp"]._flatten("cp_tp").get_group(),
+        fsdp=dense_mesh["dp_replicate", "dp_shard_cp"] if replicated else dense_mesh["dp_shard_cp"],
+        fsdp_experts=expert_mesh["dp_replicate", "ep_shard"] if replicated else expert_mesh["ep_shard"],
+        tp=dense_mesh["tp"],
+        ep=expert_mesh["ep"],
+        cp=data.group("cp"),
+        sequence=data.group("cp", "tp"),
         loss=loss,
         stage=stage,
-        pp=parameters.get_group("pp"),
-        pipeline=pipeline,
+        pp=parameters.group("pp"),
+        pipeline=parameters.group("pp", "dp_replicate", "dp_shard_cp"),
         copies={
-            ("dp_replicate",): parameters.get_group("dp_replicate"),
-            ("tp",): parameters.get_group("tp"),
-            ("dp_replicate", "tp"): parameters["dp_replicate", "tp"]._flatten("dp_replicate_tp").get_group(),
+            ("dp_replicate",): parameters.group("dp_replicate"),
+            ("tp",): parameters.group("tp"),
+            ("dp_replicate", "tp"): parameters.group("dp_replicate", "tp"),
             ("dp_replicate", "dp_shard_cp"): loss,
             ("dp_replicate", "dp_shard_cp", "tp"): stage,
-            ("dp_replicate", "ep_shard"): experts["dp_replicate", "ep_shard"]._flatten("edp").get_group(),
+            ("dp_replicate", "ep_shard"): experts.group("dp_replicate", "ep_shard"),
         },
-        data_rank=data.get_local_rank("dp_replicate") * d.dp_shard + data.get_local_rank("dp_shard"),
+        data_rank=dist.get_rank() // (d.cp * d.tp) % d.dp,
     )
+
+
+class _View:
+    """All ranks as a grid with named axes, of which the last is the fastest."""
+
+    def __init__(self, groups: _Groups, **axes: int):
+        self._axes = tuple(axes)
+        self._ranks = torch.arange(math.prod(axes.values())).view(tuple(axes.values()))
+        self._groups = groups
+
+    def mesh(self, device_type: str) -> DeviceMesh:
+        groups = [self.group(axis) for axis in self._axes]
+        return DeviceMesh.from_group(groups, device_type, mesh=self._ranks, mesh_dim_names=self._axes)
+
+    def group(self, *axes: str) -> dist.ProcessGroup:
+        """Return the group of the ranks that have this rank's place on all other axes."""
+        places = [self._axes.index(axis) for axis in axes]
+        last = self._ranks.movedim(places, list(range(-len(places), 0)))
+        sets = last.reshape(-1, math.prod(last.shape[-len(places) :])).tolist()
+        return self._groups.one_of(sets, in_layers=_IN_LAYERS.issuperset(axes))
+
+
+class _Groups:
+    """Process groups, one per set of ranks: each costs connections, memory and time at the start.
+
+    The operations of one group wait for one another. So what layers wait for (`in_layers`: tp, ep, cp) has a group of its own
+    where FSDP, which gathers and reduces in the background, works on the same ranks.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[bool, str], dist.ProcessGroup] = {}
+
+    def one_of(self, sets: list[list[int]], in_layers: bool) -> dist.ProcessGroup:
+        """Return the group of the set that this rank is in. Collective; `sets` divide all ranks."""
+        world, size = dist.group.WORLD, len(sets[0])
+        assert world is not None
+        in_layers = in_layers and size > 1
+        if len(sets) == 1 and not in_layers:
+            return world
+        key = (in_layers, str(sets))
+        if key not in self._made:
+            self._made[key] = _new_group(world, sets)
+        return self._made[key]
+
+
+def _new_group(world: dist.ProcessGroup, sets: list[list[int]]) -> dist.ProcessGroup:
+    if world.bound_device_id is not None:  # NCCL divides the communicator of all ranks, all sets at once
+        group = dist.split_group(world, sets)
+    else:
+        own = next(ranks for ranks in sets if dist.get_rank() in ranks)
+        # Without local synchronisation, every rank would have to take part in making every set's group.
+        group = dist.new_group(own, use_local_synchronization=True)
+    assert group is not None
+    return group
