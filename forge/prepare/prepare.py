@@ -139,7 +139,11 @@ def _finished_targets(request: Request, options: dict[str, Any]) -> set[str]:
         split = next((split for split, target in request.targets.items() if target == folder), None)
         before = TokenDataset(folder).index.origin.get("options", dict.fromkeys(options))
         # An option that the version of forge which wrote the dataset did not have yet says nothing against it.
-        differing = [key for key in before if key in options and before[key] != options[key]] if split else ["holdout"]
+        differing = (
+            [key for key in before if key in options and before[key] != options[key]]
+            if split
+            else ["holdout"]
+        )
         if split is None or differing:
             raise UserError(
                 f"{folder}: already holds a dataset prepared with another {', '.join(differing)}; "

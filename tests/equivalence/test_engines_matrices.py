@@ -218,8 +218,8 @@ def _layouts() -> list[Any]:
             "tp and ep": (4, "tp = 2\nep = 2", "experts"),
         }
         fast = {
-            "fsdp2": {"plain": {"2 ranks", "ep"}, "all": {"tp", "replicas", "ep"}},
-            "zero1": {"plain": {"tp", "ep"}, "all": {"2 ranks", "ep"}},
+            "fsdp2": {"plain": {"2 ranks"}, "all": {"tp", "ep"}},
+            "zero1": {"plain": {"tp", "ep"}, "all": {"2 ranks"}},
         }.get(engine, {"plain": {"2 ranks"}, "all": set()})
         for name, (world, keys, model) in layouts.items():
             for options in OPTIONS:

@@ -86,9 +86,9 @@ def _layouts() -> list:
     def goals(case: tuple[str, str]) -> set:
         name, variant = case
         world, parallel, _ = LAYOUTS[name]
-        output = dict(line.split(" = ") for line in parallel.split("\n") if line)
+        keys = dict(line.split(" = ") for line in parallel.split("\n") if line)
         axes = ("ep", "tp", "cp", "dp_replicate", "sequence_parallel")
-        return {name, (variant, world)} | {(variant, axis, output.get(axis)) for axis in axes}
+        return {name, (variant, world)} | {(variant, axis, keys.get(axis)) for axis in axes}
 
     grid = list(itertools.product(LAYOUTS, BALANCE))
     fast = [(name, variant) for name, (_, _, variant) in LAYOUTS.items() if variant]
@@ -372,13 +372,22 @@ TENSOR = "tp = 2\nep = 2"
     [
         (same_data_on_expert_ranks, "ep = 2", "router state layers.0, step 0"),
         (expert_gradients_times_ep, "ep = 2", "norm of step 0"),
-        (norm_without_ep, "ep = 2", "norm of step 0"),
-        (experts_born_by_local_index, "ep = 2", "loss of step 0"),
-        (bias_moved_in_forward, "ep = 2", "disagree|router state|loss of step"),
-        (counted_again_in_recomputation, "ep = 2", "router state layers.0, step 0"),
-        (routers_move_by_local_counts, "ep = 2", "disagree|router state"),
+        pytest.param(norm_without_ep, "ep = 2", "norm of step 0", marks=pytest.mark.slow),
+        pytest.param(experts_born_by_local_index, "ep = 2", "loss of step 0", marks=pytest.mark.slow),
+        pytest.param(
+            bias_moved_in_forward, "ep = 2", "disagree|router state|loss of step", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            counted_again_in_recomputation, "ep = 2", "router state layers.0, step 0", marks=pytest.mark.slow
+        ),
+        pytest.param(routers_move_by_local_counts, "ep = 2", "disagree|router state", marks=pytest.mark.slow),
         (forget_the_router_gate, TENSOR, "norm of step 0"),
-        (forget_the_router_gate, TENSOR + "\nsequence_parallel = false", "norm of step 0"),
+        pytest.param(
+            forget_the_router_gate,
+            TENSOR + "\nsequence_parallel = false",
+            "norm of step 0",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_known_defects_are_caught(defect, parallel: str, found: str) -> None:

@@ -12,6 +12,7 @@ from forge.parallel.buffered.layout import PART_ALIGNMENT, SLOT_ALIGNMENT
 from tests.support.buffers import ALONE, ENGINES, SMALL, backward, build, engine_config
 from tests.support.building import built_on_nan
 from tests.support.harness import RankFailed, run_ranks
+from tests.support.layouts import slow_unless
 
 BFLOAT16 = ("float32", "bfloat16", "float32")
 
@@ -47,7 +48,9 @@ def _views(rank: int, world: int, text: str) -> None:
             assert torch.equal(memory.own, memory.master.to(memory.own.dtype))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "engine", [pytest.param(engine, marks=slow_unless(engine != "ddp")) for engine in ENGINES]
+)
 def test_parameters_and_gradients_are_views_before_and_after_a_step(engine: str) -> None:
     run_ranks(_views, 2, engine_config(engine, SMALL, formats=BFLOAT16))
     run_ranks(_views, 2, engine_config(engine, "tp = 2" + SMALL))
@@ -188,8 +191,14 @@ def _on_nan(rank: int, world: int, text: str) -> dict[str, torch.Tensor]:
     return built_on_nan(rank, world, text)
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("engine", "model"),
+    [
+        pytest.param(engine, model, marks=slow_unless(model == "everything"))
+        for engine in ENGINES
+        for model in MODELS
+    ],
+)
 def test_initial_values_are_bit_equal_to_fsdp2_in_one_process(engine: str, model: str) -> None:
     expected = run_ranks(built_on_nan, 1, engine_config("fsdp2", ALONE, model=MODELS[model], batch=12))[0]
     for world, keys in LAYOUTS.items():

@@ -23,6 +23,7 @@ from tests.support.buffers import (
 )
 from tests.support.collectives import collectives_of
 from tests.support.harness import run_ranks
+from tests.support.layouts import slow_unless
 
 
 class Late:
@@ -58,10 +59,18 @@ def _late(rank: int, world: int, text: str) -> list[dict[str, torch.Tensor]]:
 REPLICAS = "dp_replicate = 2\ndp_shard = 2"
 
 
-@pytest.mark.parametrize("formats", [("float64",) * 3, ("float32", "bfloat16", "bfloat16")])
 @pytest.mark.parametrize(
-    ("engine", "world", "keys"),
-    [*((engine, 2, "") for engine in ENGINES), ("zero2", 4, f'{REPLICAS}\nshard_optimizer_over = "dp"')],
+    ("engine", "world", "keys", "formats"),
+    [
+        pytest.param(
+            engine, world, keys, formats, marks=slow_unless(engine == "zero2" or "float64" in formats)
+        )
+        for engine, world, keys in [
+            *((engine, 2, "") for engine in ENGINES),
+            ("zero2", 4, f'{REPLICAS}\nshard_optimizer_over = "dp"'),
+        ]
+        for formats in [("float64",) * 3, ("float32", "bfloat16", "bfloat16")]
+    ],
 )
 def test_a_late_side_stream_changes_no_bit(engine: str, world: int, keys: str, formats) -> None:
     text = engine_config(engine, keys + SMALL, micro=1, formats=formats)
