@@ -19,7 +19,7 @@ from forge.errors import did_you_mean
 
 def check(config: Config) -> list[str]:
     """Return every problem of a config whose keys are valid one by one."""
-    first = (_heads, _tensor, _tensor_plan, _rope_scaling, _moe)
+    first = (_heads, _layers, _tensor, _tensor_plan, _rope_scaling, _moe)
     then = (_engine, check_stages, _precision, _float8, _optimizer, _others)
     return [problem for one in (*first, *then) for problem in one(config)]
 
@@ -46,6 +46,16 @@ def _heads(config: Config) -> Iterator[str]:
         yield f"model.head_dim must be even, because RoPE rotates pairs; {even}"
     if model.n_heads % model.n_kv_heads:
         yield f"model.n_kv_heads must divide {model.n_heads = }; use one of {divisors(model.n_heads)}"
+
+
+def _layers(config: Config) -> Iterator[str]:
+    model, pattern = config.model, config.model.layer_pattern
+    if len(pattern) > model.n_layers:
+        yield f"model.layer_pattern has {len(pattern)} kinds for {model.n_layers = }; leave some out"
+    if "sliding" in pattern and not model.sliding_window:
+        yield "model.layer_pattern has sliding layers, which need model.sliding_window; set it to their number of tokens"
+    if "linear" in pattern:  # the check goes when forge/model/layers.py builds such a layer
+        yield "model.layer_pattern has linear layers, which forge does not build yet; use full, sliding or nope"
 
 
 def _tensor(config: Config) -> Iterator[str]:
@@ -92,6 +102,11 @@ def _tensor_plan(config: Config) -> Iterator[str]:
 def _rope_scaling(config: Config) -> Iterator[str]:
     scaling, section = config.model.rope_scaling, "model.rope_scaling"
     if scaling is not None:
+        if scaling.kind == "linear":
+            return
+        if not scaling.original_max_position:
+            remedy = "set it to the context that the model was trained with"
+            yield f"{section}.original_max_position must be above 0 with {section}.kind = {scaling.kind}; {remedy}"
         pairs = {"llama3": ("high_freq_factor", "low_freq_factor"), "yarn": ("beta_fast", "beta_slow")}
         upper, lower = pairs[scaling.kind]
         if getattr(scaling, upper) <= getattr(scaling, lower):

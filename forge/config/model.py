@@ -6,18 +6,21 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from forge.config.section import Count, NonNegativeNumber, Positive, PositiveNumber, Section, Text
+from forge.config.section import Count, ListOf, NonNegativeNumber, Positive, PositiveNumber, Section, Text
+
+LayerKind = Literal["full", "sliding", "nope", "linear"]
 
 
 class RopeScalingConfig(Section):
     """RoPE scaling for contexts longer than the original training context. Absent: plain RoPE."""
 
-    kind: Literal["llama3", "yarn"]
-    """`llama3` scales low frequencies; `yarn` interpolates by the number of rotations and scales attention."""
+    kind: Literal["linear", "llama3", "yarn"]
+    """`linear` divides every frequency; `llama3` scales low ones; `yarn` interpolates by the number of rotations and scales
+    attention."""
     factor: PositiveNumber
     """How many times longer the new context is."""
-    original_max_position: Positive
-    """Original training context, in tokens."""
+    original_max_position: Count = 0
+    """llama3, yarn: original training context, in tokens, which they need."""
     low_freq_factor: PositiveNumber = 1.0
     """llama3: wavelengths longer than original_max_position / low_freq_factor are fully scaled."""
     high_freq_factor: PositiveNumber = 4.0
@@ -94,6 +97,9 @@ class ModelConfig(Section):
     """Added to the mean square in RMSNorm."""
     rope_theta: PositiveNumber = 500000.0
     """Base of the rotary frequencies."""
+    sliding_rope_theta: NonNegativeNumber = 0.0
+    """Base of the rotary frequencies in layers with a sliding window, which rope_scaling then leaves alone. 0: as in other
+    layers."""
     tie_embeddings: bool = False
     """Use the embedding matrix as the output projection."""
     qk_norm: bool = False
@@ -102,8 +108,11 @@ class ModelConfig(Section):
     """Add biases to the query, key and value projections."""
     sliding_window: Count = 0
     """Number of tokens that a token attends to, including itself. 0: all previous tokens."""
+    layer_pattern: ListOf[LayerKind] = ()
+    """Kinds of layers, repeated over the depth: full (attends to the whole context), sliding (to the last sliding_window
+    tokens), nope (to the whole context, without positions). []: all layers slide, or all are full if sliding_window is 0."""
     sliding_window_pattern: Count = 0
-    """With sliding_window: every n-th layer attends to the whole context. 0: no layer does."""
+    """With sliding_window and without layer_pattern: every n-th layer attends to the whole context. 0: no layer does."""
     logit_soft_cap: NonNegativeNumber = 0.0
     """Output logits become cap * tanh(logits / cap). 0: off."""
     attention_soft_cap: NonNegativeNumber = 0.0
@@ -112,6 +121,21 @@ class ModelConfig(Section):
     """Standard deviation of initial weights. For wo and w2 it is init_std / sqrt(2 n_layers)."""
     rope_scaling: RopeScalingConfig | None = None
     moe: MoEConfig | None = None
+
+    @property
+    def pattern(self) -> tuple[LayerKind, ...]:
+        """The kinds of layers that repeat over the depth, whichever keys they follow from."""
+        if self.layer_pattern:
+            return self.layer_pattern
+        if not self.sliding_window:
+            return ("full",)
+        sliding: tuple[LayerKind, ...] = ("sliding",)
+        every = self.sliding_window_pattern
+        return (*sliding * (every - 1), "full") if every else sliding
+
+    def kind_of(self, layer: int) -> LayerKind:
+        """Return the kind of the layer with this global index."""
+        return self.pattern[layer % len(self.pattern)]
 
     @model_validator(mode="before")
     @classmethod

@@ -190,7 +190,7 @@ class Checkpoint(Section):
     """A checkpoint or imported folder to take the initial weights from, in a new training history. Empty: random weights."""
     init_changes: ListOf[Text] = ()
     """Keys of [model] that may differ from what the weights of `init` were trained with, such as ["model.norm_eps"]. A
-    longer context (rope_theta, rope_scaling, sliding_window) needs no entry; other differences are refused."""
+    longer context (rope_theta, rope_scaling, sliding_window, layer_pattern) needs no entry; other differences are refused."""
     verify: bool = True
     """Verify all checksums before loading. false: skip those of the tensor files."""
     max_failed_saves: Count = 5

@@ -33,16 +33,35 @@ RULES: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
         lambda c: c.data.tokenizer != "none" and _synthetic(c),
     ),
     ("data.mixture_block", "there is one source", lambda c: sum(s.weight > 0 for s in c.data.sources) == 1),
-    ("model.sliding_window_pattern", "model.sliding_window is 0", lambda c: not c.model.sliding_window),
+    (
+        "model.sliding_window_pattern",
+        "model.layer_pattern is set",
+        lambda c: bool(c.model.layer_pattern),
+    ),
+    (
+        "model.sliding_window_pattern model.sliding_rope_theta",
+        "model.sliding_window is 0",
+        lambda c: not c.model.sliding_window,
+    ),
+    (
+        "model.sliding_window model.sliding_rope_theta",
+        "model.layer_pattern has no sliding layer",
+        lambda c: "sliding" not in c.model.pattern,
+    ),
     (
         "model.rope_scaling.low_freq_factor model.rope_scaling.high_freq_factor",
-        "model.rope_scaling.kind is yarn",
-        lambda c: c.model.rope_scaling is not None and c.model.rope_scaling.kind == "yarn",
+        "model.rope_scaling.kind is not llama3",
+        lambda c: c.model.rope_scaling is not None and c.model.rope_scaling.kind != "llama3",
     ),
     (
         "model.rope_scaling.beta_fast model.rope_scaling.beta_slow model.rope_scaling.attention_factor",
-        "model.rope_scaling.kind is llama3",
-        lambda c: c.model.rope_scaling is not None and c.model.rope_scaling.kind == "llama3",
+        "model.rope_scaling.kind is not yarn",
+        lambda c: c.model.rope_scaling is not None and c.model.rope_scaling.kind != "yarn",
+    ),
+    (
+        "model.rope_scaling.original_max_position",
+        "model.rope_scaling.kind is linear",
+        lambda c: c.model.rope_scaling is not None and c.model.rope_scaling.kind == "linear",
     ),
     (
         "model.moe.aux_loss_coef",

@@ -13,8 +13,8 @@ from forge.config.model import ModelConfig
 from forge.errors import UserError
 from forge.hf.architectures import ARCHITECTURES, KEYS, MUST_BE, Architecture, ConfigJson
 from forge.hf.rope import SCALINGS, read_rope, write_rope
+from forge.model.layers import window_of
 from forge.model.rope import attention_factor
-from forge.model.transformer import window_of
 
 # Keys of [model] that matter in training only.
 _TRAINING_ONLY = {
@@ -45,7 +45,7 @@ def read_model(
     model["n_kv_heads"] = model["n_kv_heads"] or model["n_heads"]
     model["head_dim"] = model["head_dim"] or model["dim"] // model["n_heads"]
     model |= read_rope(config)
-    model["sliding_window"], model["sliding_window_pattern"] = _read_windows(config, model["n_layers"])
+    model["sliding_window"], model["layer_pattern"] = _read_windows(config, model["n_layers"])
     if architecture.is_moe:
         model |= _read_moe(config, model)
     moe = {key.removeprefix("moe."): model.pop(key) for key in list(model) if key.startswith("moe.")}
@@ -115,10 +115,13 @@ def _effective(model: ModelConfig) -> dict[str, Any]:
     flat = {key: value for key, value in _flat(model).items() if key not in _TRAINING_ONLY}
     scaling = model.rope_scaling
     if scaling is not None:
-        numbers = [getattr(scaling, key) for key in ("original_max_position", *SCALINGS[scaling.kind])]
-        flat["rope_scaling"] = (scaling.kind, *numbers, attention_factor(scaling))
-    if not model.sliding_window:
-        flat["sliding_window_pattern"] = 0
+        numbers = [getattr(scaling, key) for key in SCALINGS[scaling.kind]]
+        trained = 0 if scaling.kind == "linear" else scaling.original_max_position
+        flat["rope_scaling"] = (scaling.kind, trained, *numbers, attention_factor(scaling))
+    flat["layer_pattern"] = [model.kind_of(layer) for layer in range(model.n_layers)]
+    del flat["sliding_window_pattern"]
+    if "sliding" not in flat["layer_pattern"]:
+        flat |= {"sliding_window": 0, "sliding_rope_theta": 0.0}
     if model.moe is not None:
         flat["moe.balance"] = "bias" if model.moe.balance == "bias" else "not bias"
         if model.moe.n_limited_groups == model.moe.n_expert_groups:
@@ -171,27 +174,27 @@ def _read_dense(config: ConfigJson, n_layers: int) -> int:
     return (config[key] or 0) if key else 0
 
 
-def _read_windows(config: ConfigJson, n_layers: int) -> tuple[int, int]:
-    """sliding_window and sliding_window_pattern."""
+def _read_windows(config: ConfigJson, n_layers: int) -> tuple[int, list[str]]:
+    """sliding_window and layer_pattern."""
     keys = config.architecture.window_keys
     if not keys or ("use_sliding_window" in keys and not config["use_sliding_window"]):
-        return 0, 0
+        return 0, []
     window = config["sliding_window"]
     if not window or "layer_types" not in keys:
-        return window or 0, 0
+        return window or 0, []
     types = config["layer_types"]
     if types is None:
-        key, first = "max_window_layers", config["max_window_layers"]
-        slides = [layer >= first for layer in range(n_layers)]
+        slides = [layer >= config["max_window_layers"] for layer in range(n_layers)]
     else:
-        key, slides = "layer_types", [kind == _SLIDING for kind in types]
+        slides = [kind == _SLIDING for kind in types]
         if len(types) != n_layers or not set(types) <= {_SLIDING, _FULL}:
-            raise config.error(key, f"needed: {n_layers} times {_SLIDING} or {_FULL}")
+            raise config.error("layer_types", f"needed: {n_layers} times {_SLIDING} or {_FULL}")
     if not any(slides):
-        return 0, 0
-    if all(slides):
-        return window, 0
-    for pattern in range(2, n_layers + 1):
-        if slides == [(layer + 1) % pattern != 0 for layer in range(n_layers)]:
-            return window, pattern
-    raise config.error(key, "forge slides in all layers, or in all but every n-th")
+        return 0, []
+    return window, [] if all(slides) else _shortest(["sliding" if slide else "full" for slide in slides])
+
+
+def _shortest(kinds: list[str]) -> list[str]:
+    """The shortest pattern that, repeated, gives the kind of every layer."""
+    sizes = range(1, len(kinds) + 1)
+    return next(kinds[:n] for n in sizes if all(kinds[i] == kinds[i % n] for i in range(len(kinds))))

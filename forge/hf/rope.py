@@ -11,6 +11,7 @@ from forge.hf.architectures import ConfigJson
 
 # Kind of scaling -> its numbers, which have the same names on both sides, with transformers' default (None: required).
 SCALINGS: dict[str, dict[str, float | None]] = {
+    "linear": {"factor": None},
     "llama3": {"factor": None, "low_freq_factor": None, "high_freq_factor": None},
     "yarn": {"factor": None, "beta_fast": 32.0, "beta_slow": 1.0},
 }
@@ -25,10 +26,10 @@ def write_rope(model: ModelConfig, seq_len: int) -> dict[str, Any]:
     if scaling is None:
         return written | {"max_position_embeddings": seq_len}
     theirs = {key: getattr(scaling, key) for key in SCALINGS[scaling.kind]}
-    theirs |= {
-        "rope_type": scaling.kind,
-        "original_max_position_embeddings": scaling.original_max_position,
-    }
+    theirs["rope_type"] = scaling.kind
+    if scaling.kind == "linear":
+        return written | {"rope_scaling": theirs, "max_position_embeddings": seq_len}
+    theirs["original_max_position_embeddings"] = scaling.original_max_position
     if scaling.kind == "yarn" and scaling.attention_factor is not None:
         theirs["attention_factor"] = scaling.attention_factor
     # Some versions of transformers take max_position_embeddings / original for YaRN's factor.
@@ -53,7 +54,7 @@ def read_rope(config: ConfigJson) -> dict[str, Any]:
     if kind == "default" and not set(scaling) - _COMMON:
         return {"rope_theta": theta}
     if kind not in SCALINGS:
-        raise config.error(key, f"of the scalings of RoPE forge has {' and '.join(SCALINGS)}")
+        raise config.error(key, f"of the scalings of RoPE forge has {', '.join(SCALINGS)}")
     unknown = set(scaling) - set(SCALINGS[kind]) - _COMMON - (_YARN_ONLY if kind == "yarn" else set())
     if unknown or not scaling.get("truncate", True):
         raise config.error(key, f"forge's {kind} does not have {', '.join(sorted(unknown)) or 'truncate'}")
@@ -61,7 +62,7 @@ def read_rope(config: ConfigJson) -> dict[str, Any]:
     original = scaling.get("original_max_position_embeddings") or longest
     if kind == "yarn" and scaling.get("factor") is None:
         scaling["factor"] = longest / original
-    table: dict[str, Any] = {"kind": kind, "original_max_position": original}
+    table: dict[str, Any] = {"kind": kind} | ({} if kind == "linear" else {"original_max_position": original})
     for name, default in SCALINGS[kind].items():
         value = default if scaling.get(name) is None else scaling[name]
         if value is None:

@@ -25,7 +25,7 @@ from forge.model.rope import rotate
 class Shared:
     """Inputs that all blocks of one forward share: RoPE's tables at its positions, and the mask of each window.
 
-    cos, sin: `[seq, 1, head_dim / 2]` or `[batch, seq, 1, head_dim / 2]`, promote(float32, compute).
+    cos, sin: `[tables, seq, 1, head_dim / 2]` or `[tables, batch, seq, 1, head_dim / 2]`, promote(float32, compute).
     masks: window (0: none) -> AttentionMask.
     labels: int64 `[batch, seq]`; tokens labelled IGNORE do not count in load balancing; None: all count.
     Not a dataclass, so that FSDP does not cast the tables (see AttentionMask).
@@ -51,12 +51,15 @@ class AttentionFunction(Protocol):
 
 
 class Attention(nn.Module):
-    """Projections, optional QK-norm, rotation, attention inside the layer's window, projection back."""
+    """Projections, optional QK-norm, rotation, attention inside the layer's window, projection back.
 
-    def __init__(self, config: ModelConfig, window: int):
+    rotation: which of RoPE's tables; None: no positions.
+    """
+
+    def __init__(self, config: ModelConfig, window: int, rotation: int | None = 0):
         super().__init__()
         self.head_dim = config.head_dim
-        self.window = window
+        self.window, self.rotation = window, rotation
         self.q_dim, kv_dim = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
         self.wq = nn.Linear(config.dim, self.q_dim, bias=config.attention_bias)
         self.wk = nn.Linear(config.dim, kv_dim, bias=config.attention_bias)
@@ -74,7 +77,9 @@ class Attention(nn.Module):
         v = self.wv(x).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, shared.cos, shared.sin), rotate(k, shared.cos, shared.sin)
+        if self.rotation is not None:
+            cos, sin = shared.cos[self.rotation], shared.sin[self.rotation]
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         out = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), shared.masks[self.window])
         return self.wo(out.transpose(1, 2).flatten(2))
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding, with the frequency scalings of Llama 3 and YaRN.
+"""Rotary position embedding, with linear frequency scaling and those of Llama 3 and YaRN.
 
 Half rotation: element i of a head forms a pair with element i + head_dim/2, as in transformers; Su et al.
 2021 ("RoFormer") pairs neighbours, which is the same up to a permutation of each head's elements.
@@ -16,27 +16,34 @@ from forge.model.precision import promoted
 
 
 def rope_tables(config: ModelConfig, seq_len: int) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine of every position's angles: two float64 CPU tensors `[seq_len, head_dim / 2]`.
+    """Return cosine and sine of every position's angles: two float64 CPU tensors `[tables, seq_len, head_dim / 2]`.
 
-    YaRN's attention factor is multiplied into both, so attention scores grow by its square.
+    A second table is for sliding layers, where `config.sliding_rope_theta` gives them a base of their own and no scaling.
+    YaRN's attention factor is multiplied into both tensors, so attention scores grow by its square.
     """
-    frequencies = rope_frequencies(config)
+    bases = [(config.rope_theta, config.rope_scaling)]
+    if config.sliding_rope_theta:
+        bases.append((config.sliding_rope_theta, None))
     positions = torch.arange(seq_len, dtype=torch.float64, device="cpu")
-    angles = torch.outer(positions, frequencies)
-    scale = attention_factor(config.rope_scaling)
-    return angles.cos() * scale, angles.sin() * scale
+    angles = torch.stack([torch.outer(positions, rope_frequencies(config.head_dim, *base)) for base in bases])
+    scales = torch.tensor(
+        [attention_factor(scaling) for _, scaling in bases], dtype=torch.float64, device="cpu"
+    )
+    return angles.cos() * scales.view(-1, 1, 1), angles.sin() * scales.view(-1, 1, 1)
 
 
-def rope_frequencies(config: ModelConfig) -> Tensor:
-    """Return radians per position of each pair: float64 CPU `[head_dim / 2]`, after `config.rope_scaling`."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64, device="cpu") / config.head_dim
-    frequencies = config.rope_theta**-exponents
-    scaling = config.rope_scaling
+def rope_frequencies(dim: int, theta: float, scaling: RopeScalingConfig | None) -> Tensor:
+    """Return radians per position of each pair of `dim` elements: float64 CPU `[dim / 2]`, after `scaling`."""
+    frequencies = theta ** -(torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim)
     if scaling is None:
         return frequencies
+    if (
+        scaling.kind == "linear"
+    ):  # Chen et al. 2023, "Extending Context Window ... via Positional Interpolation"
+        return frequencies / scaling.factor
     if scaling.kind == "llama3":
         return _llama3(frequencies, scaling)
-    return _yarn(frequencies, scaling, config.rope_theta)
+    return _yarn(frequencies, scaling, theta)
 
 
 def attention_factor(scaling: RopeScalingConfig | None) -> float:

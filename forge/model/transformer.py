@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from forge.config.model import ModelConfig
-from forge.model.attention import Attention, Shared
+from forge.model.attention import Shared
 from forge.model.embedding import Embedding, Head
 from forge.model.flops import matrix_flops
 from forge.model.initial import Normal, initial_values
+from forge.model.layers import attention_for
 from forge.model.loss import FusedLoss
 from forge.model.mask import AttentionMask
 from forge.model.moe import MoE, feed_forward_for
@@ -30,7 +31,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
-        self.attention = Attention(config, window_of(config, layer))
+        self.attention = attention_for(config, layer)
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = feed_forward_for(config, layer)
 
@@ -86,7 +87,7 @@ class Transformer(nn.Module):
         self.head = Head(*ends) if head and not config.tie_embeddings else None
         self.loss: nn.Module = FusedLoss(soft_cap=config.logit_soft_cap)
         for name in ("rope_cos", "rope_sin"):
-            self.register_buffer(name, torch.empty(seq_len, config.head_dim // 2), persistent=False)
+            self.register_buffer(name, torch.empty(0), persistent=False)
         self.reset_buffers(torch.get_default_dtype())
 
     def forward(
@@ -144,7 +145,7 @@ class Transformer(nn.Module):
             if attention.window not in masks:
                 rule = AttentionMask(attention.window, documents, self.config.attention_soft_cap)
                 masks[attention.window] = attention.attend.prepare(rule, like_x)
-        cos, sin = self.rope_cos[chosen].unsqueeze(-2), self.rope_sin[chosen].unsqueeze(-2)
+        cos, sin = (tables[:, chosen].unsqueeze(-2) for tables in (self.rope_cos, self.rope_sin))
         return Shared(cos, sin, masks, labels)
 
     @property
@@ -189,12 +190,3 @@ class Transformer(nn.Module):
         self.rope_sin = sin.to(device=device, dtype=promoted(dtype))
         for router in self.routers.values():
             router.reset_state()
-
-
-def window_of(config: ModelConfig, layer: int) -> int:
-    """Return the sliding window of the layer with this global index, 0 for the whole context.
-
-    With `sliding_window_pattern` n the layers n-1, 2n-1, ... have no window: n = 6 is five sliding, one full.
-    """
-    pattern = config.sliding_window_pattern
-    return 0 if pattern and (layer + 1) % pattern == 0 else config.sliding_window

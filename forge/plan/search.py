@@ -159,7 +159,7 @@ def extrapolated(
     """
     model = config.model
     dense = model.moe.n_dense_layers if model.moe else 0
-    period = max(1, model.sliding_window_pattern if model.sliding_window else 1)
+    period = len(model.pattern)
     stages = degrees.pp * (1 if degrees.pp == 1 or config.pipeline.schedule in ("GPipe", "1F1B") else 2)
     if degrees.pp > 1 and (dense or period > 1 or model.n_layers % stages or config.pipeline.module_names):
         raise UserError("the search splits equal layers evenly")

@@ -29,7 +29,10 @@ SHAPES = (
     *(f"model.moe.{key}" for key in ("n_experts", "n_shared_experts", "expert_dim", "n_dense_layers")),
 )
 # How far tokens see, and how positions are encoded: weights are adapted to a longer context by further training.
-CONTEXT = ("model.rope_theta", "model.rope_scaling.", "model.sliding_window")
+CONTEXT = (
+    *("model.rope_theta", "model.rope_scaling.", "model.sliding_window", "model.sliding_rope_theta"),
+    "model.layer_pattern",
+)
 
 
 def compare_for_resume(path: Path, step: int, new: Config) -> None:

@@ -98,6 +98,7 @@ def _model(model: ModelConfig) -> dict[str, Any]:
         "vocab_size": min(model.vocab_size, 64 + model.vocab_size % 8),
         "n_layers": min(model.n_layers, LAYERS),
         "sliding_window_pattern": min(model.sliding_window_pattern, LAYERS),
+        "layer_pattern": _kinds(model, LAYERS),
         # So that a product keeps the size of its sums: with the weights of a wide model attention would be even.
         "init_std": min(0.5, model.init_std * max(1.0, sqrt(model.dim / dim))),
     }
@@ -107,6 +108,15 @@ def _model(model: ModelConfig) -> dict[str, Any]:
     if model.moe is not None:
         keys |= {f"model.moe.{key}": value for key, value in _experts(model, model.moe, dim).items()}
     return keys
+
+
+def _kinds(model: ModelConfig, layers: int) -> tuple[str, ...]:
+    """At most `layers` kinds of the pattern, with each kind that it has as long as there is room; () as it is."""
+    kinds = model.layer_pattern
+    if len(kinds) <= layers:
+        return kinds
+    rare = [kind for kind in dict.fromkeys(kinds) if kind not in kinds[:layers]]
+    return (*kinds[: layers - len(rare)], *rare)
 
 
 def _experts(model: ModelConfig, moe: MoEConfig, dim: int) -> dict[str, Any]:

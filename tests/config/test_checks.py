@@ -21,6 +21,19 @@ ROPE = "\n[model.rope_scaling]\nfactor = 8\noriginal_max_position = 16\n"
         ),
         (["--model.head_dim=7"], "model.head_dim = 7 (command line): must be even"),
         (["--model.n_kv_heads=3"], "must divide model.n_heads = 8; use one of 1, 2, 4, 8"),
+        (
+            ['--model.layer_pattern=["full","nope","full"]'],
+            "has 3 kinds for model.n_layers = 2; leave some out",
+        ),
+        (['--model.layer_pattern=["full","sliding"]'], "which need model.sliding_window; set it"),
+        (
+            ['--model.layer_pattern=["full","linear"]'],
+            "which forge does not build yet; use full, sliding or nope",
+        ),
+        (
+            ['--model.rope_scaling={kind="yarn",factor=2}'],
+            "must be above 0 with model.rope_scaling.kind = yarn",
+        ),
         (['--data.sources=[{path="synthetic",weight=0}]'], "has no source with a weight > 0"),
         (['--data.validation=[{name="a",path="x"},{name="a",path="y"}]'], "more than one source named a"),
         (["--precision.compute=float64", "--precision.reduce=bfloat16"], "precision.reduce"),

@@ -36,9 +36,26 @@ YARN = '{kind = "yarn", factor = 2.0, original_max_position = 64, low_freq_facto
         (['--data.sources=[{path = "synthetic"}]'], "data.tokenizer (all data.sources are synthetic)"),
         (["--data.mixture_block=99"], "data.mixture_block (there is one source)"),
         (["--model.sliding_window_pattern=2"], "model.sliding_window_pattern (model.sliding_window is 0)"),
+        (["--model.sliding_rope_theta=9"], "model.sliding_rope_theta (model.sliding_window is 0)"),
+        (
+            [
+                "--model.sliding_window=9",
+                "--model.sliding_window_pattern=2",
+                '--model.layer_pattern=["nope"]',
+            ],
+            "model.sliding_window_pattern (model.layer_pattern is set)",
+        ),
+        (
+            ["--model.sliding_window=9", '--model.layer_pattern=["nope","full"]'],
+            "model.sliding_window (model.layer_pattern has no sliding layer)",
+        ),
         (
             [f"--model.rope_scaling={YARN}"],
-            "model.rope_scaling.low_freq_factor (model.rope_scaling.kind is yarn)",
+            "model.rope_scaling.low_freq_factor (model.rope_scaling.kind is not llama3)",
+        ),
+        (
+            ['--model.rope_scaling={kind = "linear", factor = 2.0, original_max_position = 9}'],
+            "model.rope_scaling.original_max_position (model.rope_scaling.kind is linear)",
         ),
         (["--parallel.context=ring"], "parallel.context (parallel.cp is 1)"),
         (["--parallel.loss_parallel=false"], "parallel.loss_parallel (parallel.tp is 1)"),

@@ -111,8 +111,8 @@ BAD: dict[str, tuple[str, Callable[[Path], None], list[str]]] = {
     "quantised": ("llama", keys(quantization_config={"bits": 4}), ["quantization_config"]),
     "rope_of_another_kind": (
         "llama",
-        keys(rope_parameters=ROPE | {"rope_type": "linear"}),
-        ["rope_parameters", "linear", "llama3 and yarn"],
+        keys(rope_parameters=ROPE | {"rope_type": "dynamic"}),
+        ["rope_parameters", "dynamic", "linear, llama3, yarn"],
     ),
     "rope_key_missing": (
         "llama",
@@ -268,7 +268,7 @@ NOT_IN_TRANSFORMERS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "attention_soft_cap": ({"attention_soft_cap": 50.0}, ["model.attention_soft_cap = 50.0"]),
     "pattern_alone": (
         {"sliding_window": 4, "sliding_window_pattern": 2},
-        ["MistralForCausalLM", "model.sliding_window_pattern = 2"],
+        ["MistralForCausalLM", "model.layer_pattern = ['sliding', 'full']"],
     ),
     "another_model": ({"kind": "mine:Model"}, ["model.kind = 'mine:Model'"]),
     "bias_with_softmax_and_qk_norm": (

@@ -20,6 +20,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "all heads": {"n_kv_heads": 4, "tie_embeddings": True},
     "window": {"sliding_window": 5},
     "window in some layers": {"sliding_window": 3, "sliding_window_pattern": 2},
+    "all kinds of layers": {
+        "n_layers": 3,
+        "layer_pattern": ["nope", "sliding", "full"],
+        "sliding_window": 3,
+        "sliding_rope_theta": 9.0,
+    },
     "soft caps": {"attention_soft_cap": 2.0, "logit_soft_cap": 3.0, "sliding_window": 4},
     "norms and biases": {"qk_norm": True, "attention_bias": True},
     "yarn": {"rope_scaling": {"kind": "yarn", "factor": 4.0, "original_max_position": 8}},

@@ -84,7 +84,7 @@ def test_float64_tables_are_computed_in_float64() -> None:
     model = Transformer(small_config(), 5000).double()
     model.reset_buffers(torch.float64)
     assert model.rope_cos.dtype == torch.float64
-    assert model.rope_cos[4999, 0] == torch.tensor(4999.0, dtype=torch.float64).cos()
+    assert model.rope_cos[0, 4999, 0] == torch.tensor(4999.0, dtype=torch.float64).cos()
 
 
 def test_the_tables_are_in_no_state_dict() -> None:

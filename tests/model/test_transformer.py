@@ -37,9 +37,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "tied": {"tie_embeddings": True},
     "window": {"sliding_window": 3},
     "window in every other layer": {"sliding_window": 3, "sliding_window_pattern": 2},
+    "a pattern of kinds": {"n_layers": 4, "layer_pattern": ["sliding", "nope", "full"], "sliding_window": 3},
+    "a theta of sliding layers": {
+        "layer_pattern": ["full", "sliding"],
+        "sliding_window": 3,
+        "sliding_rope_theta": 10.0,
+        "rope_scaling": YARN,
+    },
     "window beyond the sequence": {"sliding_window": 50},
     "logit cap": {"logit_soft_cap": 2.0},
     "attention cap": {"attention_soft_cap": 0.5},
+    "linear": {"rope_scaling": {"kind": "linear", "factor": 3.0}},
     "llama3": {"rope_scaling": LLAMA3},
     "yarn": {"rope_scaling": YARN},
     "all at once": {

@@ -77,7 +77,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}, "head_dim": 12},
     ),
     "mistral": ("MistralForCausalLM", {"sliding_window": 5}),
-    "mistral_full": ("MistralForCausalLM", {"sliding_window": None}),
+    "mistral_full": (
+        "MistralForCausalLM",
+        {"sliding_window": None, "rope_scaling": {"rope_type": "linear", "factor": 3.0}},
+    ),
     "qwen2": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
     "qwen2_some_slide": (
         "Qwen2ForCausalLM",

@@ -89,9 +89,18 @@ def _attention(
     own: Parameters, config: ModelConfig, layer: int, x: Tensor, positions: Tensor, documents: Tensor
 ):
     size, group = config.head_dim, config.n_heads // config.n_kv_heads
-    pattern = config.sliding_window_pattern
-    full = config.sliding_window == 0 or (pattern > 0 and layer % pattern == pattern - 1)
-    window = len(x) if full else config.sliding_window
+    every = config.sliding_window_pattern
+    full = config.sliding_window == 0 or (every > 0 and layer % every == every - 1)
+    kind = "full" if full else "sliding"
+    if config.layer_pattern:
+        kind = config.layer_pattern[layer % len(config.layer_pattern)]
+    window = config.sliding_window if kind == "sliding" else len(x)
+    sliding = {"rope_theta": config.sliding_rope_theta, "rope_scaling": None}
+    if kind == "sliding" and config.sliding_rope_theta:
+        config = config.model_copy(update=sliding)
+    if kind == "nope":
+        positions = torch.zeros_like(positions)
+        config = config.model_copy(update={"rope_scaling": None})
     heads = []
     for head in range(config.n_heads):
         q = _projection(own, "q", x, head, config, positions)
@@ -137,6 +146,8 @@ def reference_frequencies(config: ModelConfig) -> tuple[list[float], float]:
     scaling = config.rope_scaling
     if scaling is None:
         return plain, 1.0
+    if scaling.kind == "linear":
+        return [frequency / scaling.factor for frequency in plain], 1.0
     if scaling.kind == "llama3":
         return [_llama3(frequency, scaling) for frequency in plain], 1.0
     low, high = (
