@@ -87,7 +87,7 @@ def _tensor_plan(config: Config) -> Iterator[str]:
     if tp == 1 or parallel.tp_plan != "auto" or parallel.tp_plan_styles:
         return
     shared = {"n_heads": "query heads", "n_kv_heads": "key/value heads", "ffn_dim": "features"}
-    if model.moe is not None and not model.moe.n_dense_layers:
+    if model.moe is not None and not model.moe.n_dense_layers and model.moe.every == 1:
         del shared["ffn_dim"]
     for key, what in shared.items():
         size = getattr(model, key)
@@ -131,6 +131,9 @@ def _moe(config: Config) -> Iterator[str]:
         yield f"model.moe.n_limited_groups leaves {experts}, {remedy}"
     if moe.n_dense_layers > model.n_layers:
         yield f"model.moe.n_dense_layers must be at most {model.n_layers = }"
+    elif moe.every > 1 and model.n_layers // moe.every * moe.every <= moe.n_dense_layers:
+        after = f" with {model.moe.n_dense_layers = }" if moe.n_dense_layers else ""
+        yield f"model.moe.every leaves none of {model.n_layers = } layers with experts{after}; use a smaller number"
 
 
 def _engine(config: Config) -> Iterator[str]:

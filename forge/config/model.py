@@ -72,10 +72,16 @@ class MoEConfig(Section):
     """bias: change of the selection bias per optimizer step."""
     n_dense_layers: Count = 0
     """Number of first layers with a dense feed-forward."""
+    every: Positive = 1
+    """n: after the first n_dense_layers, only layers n - 1, 2n - 1, ... have experts, and the others are dense. 1: all do."""
+    expert_bias: bool = False
+    """Add biases to both projections of routed experts."""
+    router_bias: bool = False
+    """Add a learned bias to the router's logits."""
 
 
 class ModelConfig(Section):
-    """The model: a pre-norm Transformer decoder."""
+    """The model: a Transformer decoder."""
 
     kind: Text = "transformer"
     """A registered model, or an import path `package.module:Class`."""
@@ -90,11 +96,24 @@ class ModelConfig(Section):
     head_dim: Count = 0
     """Size of a head. Must be even. 0: dim / n_heads."""
     ffn_dim: Positive
-    """Hidden size of the SwiGLU feed-forward."""
+    """Hidden size of the dense feed-forward."""
     vocab_size: Positive
     """Rows of the embedding, at least the size of the tokenizer's vocabulary."""
+    norm_position: Literal["pre", "post", "sandwich"] = "pre"
+    """RMSNorm on the input of attention and feed-forward (pre), on their output before it is added to the stream (post, as
+    OLMo 2), or on both (sandwich, as Gemma 2)."""
     norm_eps: PositiveNumber = 1e-5
     """Added to the mean square in RMSNorm."""
+    zero_centered_norms: bool = False
+    """Norms multiply by 1 + weight, and their weights begin at 0 (Gemma)."""
+    activation: Literal["silu", "gelu_tanh", "relu2", "clamped_swiglu"] = "silu"
+    """The feed-forward, dense and of experts. silu, gelu_tanh (GELU by its tanh formula): w2(f(w1 x) * w3 x); clamped_swiglu
+    (gpt-oss): the same with gate and up clamped, f(g) = g sigmoid(1.702 g), and 1 added to up; relu2: w2(relu(w1 x)^2),
+    without w3."""
+    activation_limit: PositiveNumber = 7.0
+    """clamped_swiglu: gate is at most this, and up within plus and minus this."""
+    ffn_bias: bool = False
+    """Add biases to the projections of the dense feed-forward and of shared experts."""
     rope_theta: PositiveNumber = 500000.0
     """Base of the rotary frequencies."""
     sliding_rope_theta: NonNegativeNumber = 0.0
@@ -102,10 +121,16 @@ class ModelConfig(Section):
     layers."""
     tie_embeddings: bool = False
     """Use the embedding matrix as the output projection."""
+    scale_embeddings: bool = False
+    """Multiply embeddings by sqrt(dim), rounded to the format they are computed in (Gemma)."""
     qk_norm: bool = False
-    """Apply RMSNorm to queries and keys, per head, before RoPE."""
+    """Apply RMSNorm to queries and keys before RoPE."""
+    qk_norm_over: Literal["head", "projection"] = "head"
+    """qk_norm: over each head by itself with one weight for all, or over all heads of a token together (OLMo 2)."""
     attention_bias: bool = False
     """Add biases to the query, key and value projections."""
+    attention_output_bias: bool = False
+    """Add a bias to the output projection of attention."""
     sliding_window: Count = 0
     """Number of tokens that a token attends to, including itself. 0: all previous tokens."""
     layer_pattern: ListOf[LayerKind] = ()

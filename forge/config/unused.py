@@ -49,6 +49,12 @@ RULES: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
         lambda c: "sliding" not in c.model.pattern,
     ),
     (
+        "model.activation_limit",
+        "model.activation is not clamped_swiglu",
+        lambda c: c.model.activation != "clamped_swiglu",
+    ),
+    ("model.qk_norm_over", "model.qk_norm is false", lambda c: not c.model.qk_norm),
+    (
         "model.rope_scaling.low_freq_factor model.rope_scaling.high_freq_factor",
         "model.rope_scaling.kind is not llama3",
         lambda c: c.model.rope_scaling is not None and c.model.rope_scaling.kind != "llama3",

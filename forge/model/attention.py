@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from forge.config.model import ModelConfig
 from forge.model.flops import matrix_flops, mean_keys
 from forge.model.mask import AttentionMask, block_table, dense_table
-from forge.model.norm import RMSNorm
+from forge.model.norm import qk_norm_of
 from forge.model.precision import promoted
 from forge.model.rope import rotate
 
@@ -64,9 +64,9 @@ class Attention(nn.Module):
         self.wq = nn.Linear(config.dim, self.q_dim, bias=config.attention_bias)
         self.wk = nn.Linear(config.dim, kv_dim, bias=config.attention_bias)
         self.wv = nn.Linear(config.dim, kv_dim, bias=config.attention_bias)
-        self.wo = nn.Linear(self.q_dim, config.dim, bias=False)
-        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.wo = nn.Linear(self.q_dim, config.dim, bias=config.attention_output_bias)
+        self.q_norm = qk_norm_of(config, config.n_heads)
+        self.k_norm = qk_norm_of(config, config.n_kv_heads)
         self.attend: AttentionFunction = sdpa_attention
 
     def forward(self, x: Tensor, shared: Shared) -> Tensor:

@@ -8,15 +8,20 @@ from torch.nn import functional as F
 
 
 class Embedding(nn.Module):
-    """One vector per token; also the output head of a model with tied embeddings."""
+    """One vector per token, times `scale`; also the output head of a model with tied embeddings."""
 
-    def __init__(self, vocab_size: int, dim: int):
+    def __init__(self, vocab_size: int, dim: int, scale: float = 1.0):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, dim))
+        self.scale = scale
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens int64 `[batch, seq]` -> `[batch, seq, dim]`."""
-        return F.embedding(tokens, self.weight)
+        return self.scaled(F.embedding(tokens, self.weight))
+
+    def scaled(self, x: Tensor) -> Tensor:
+        """Return x * scale, with the scale rounded to the dtype of x, as transformers does."""
+        return x if self.scale == 1.0 else x * torch.full((), self.scale, dtype=x.dtype, device=x.device)
 
     def flops_per_token(self, seq_len: int) -> float:
         """Return 0: a look-up multiplies nothing. As a tied head the model counts it."""

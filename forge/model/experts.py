@@ -1,4 +1,4 @@
-"""The experts of a layer: SwiGLU for groups of rows, each group with its own weights."""
+"""The experts of a layer: a feed-forward for groups of rows, each group with its own weights."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from forge.model.activation import SWIGLU, Activation
+from forge.model.precision import promoted
+
 # (rows `[n, in]`, weights `[groups, in, out]`, offs=int32 `[groups]`, the end of each group's rows) -> `[n, out]`.
 # The public name is younger than the operator.
 _grouped_mm: Callable[..., Tensor] = getattr(F, "grouped_mm", None) or torch._grouped_mm
@@ -16,35 +19,53 @@ _grouped_mm: Callable[..., Tensor] = getattr(F, "grouped_mm", None) or torch._gr
 class Experts(nn.Module):
     """All experts of a layer; one weight for each projection, gate and up fused.
 
-    w13 `[n_experts, 2 * hidden_dim, dim]`: the gate's rows, then up's. w2 `[n_experts, dim, hidden_dim]`.
+    w13 `[n_experts, inputs * hidden_dim, dim]`, where the activation takes so many inputs: the gate's rows, then up's.
+    w2 `[n_experts, dim, hidden_dim]`. With `bias` also w13_bias `[n_experts, inputs * hidden_dim]` and w2_bias
+    `[n_experts, dim]`.
     """
 
-    def __init__(self, n_experts: int, dim: int, hidden_dim: int):
+    def __init__(
+        self, n_experts: int, dim: int, hidden_dim: int, activation: Activation = SWIGLU, bias: bool = False
+    ):
         super().__init__()
-        self.w13 = nn.Parameter(torch.empty(n_experts, 2 * hidden_dim, dim))
+        self.activation = activation
+        width = activation.inputs * hidden_dim
+        self.w13 = nn.Parameter(torch.empty(n_experts, width, dim))
         self.w2 = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
+        self.w13_bias = nn.Parameter(torch.empty(n_experts, width)) if bias else None
+        self.w2_bias = nn.Parameter(torch.empty(n_experts, dim)) if bias else None
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows `[n, dim]` sorted by expert, counts int64 `[n_experts]` of rows per expert -> `[n, dim]`.
 
         The output and the gradient of rows past the last counted one are undefined.
         """
-        return grouped_swiglu(rows, self.w13, self.w2, counts)
+        return self.compute(rows, counts, self.w13, self.w2, self.w13_bias, self.w2_bias)
+
+    def compute(
+        self,
+        rows: Tensor,
+        counts: Tensor,
+        w13: Tensor,
+        w2: Tensor,
+        w13_bias: Tensor | None,
+        w2_bias: Tensor | None,
+    ) -> Tensor:
+        """`forward` with the weights of some of the experts, whose counts these are."""
+        projected = grouped_linear(rows, w13, counts, w13_bias)
+        hidden = self.activation.function(*projected.chunk(self.activation.inputs, -1))
+        return grouped_linear(hidden, w2, counts, w2_bias)
 
 
-def grouped_swiglu(rows: Tensor, w13: Tensor, w2: Tensor, counts: Tensor) -> Tensor:
-    """w2[e](silu(gate) * up) with gate, up = w13[e] row, for each row of each expert e; shapes as in `Experts`."""
-    gate, up = grouped_linear(rows, w13, counts).chunk(2, -1)
-    return grouped_linear(F.silu(gate) * up, w2, counts)
-
-
-def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """rows `[n, in]` in groups of `counts` int64 `[groups]`, weight `[groups, out, in]` -> `[n, out]`.
+def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:
+    """rows `[n, in]` in groups of `counts` int64 `[groups]`, weight `[groups, out, in]`, bias `[groups, out]` -> `[n, out]`.
 
     One grouped product, without a host sync. Its gradient must not be an expanded tensor.
     For inputs that the kernels do not support (float64, row sizes that are no multiple of 16 bytes, no rows) a loop over
     the groups, with a host sync.
     """
+    if bias is not None:
+        return grouped_linear(rows, weight, counts) + _bias_of_rows(rows, bias, counts)
     aligned = all(side * rows.element_size() % 16 == 0 for side in weight.shape[1:])
     if aligned and rows.dtype != torch.float64 and rows.shape[0] > 0:
         return _grouped_mm(rows, weight.transpose(-2, -1), offs=counts.cumsum(0).to(torch.int32))
@@ -52,3 +73,16 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     parts = rows.split([*sizes, rows.shape[0] - sum(sizes)])
     products = [F.linear(part, own) for part, own in zip(parts[:-1], weight.unbind(), strict=True)]
     return torch.cat([*products, rows.new_zeros(parts[-1].shape[0], weight.shape[1])])
+
+
+def _bias_of_rows(rows: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
+    """bias `[groups, out]` -> each row's group's, `[n, out]`; zeros past the last group, where gradients mean nothing.
+
+    In promote(float32, bias) until the end, because the gradient of a group's bias is a sum over its rows.
+    """
+    index = torch.arange(rows.shape[0], device=counts.device)
+    group = torch.searchsorted(
+        counts.cumsum(0), index, right=True
+    )  # the number of groups for rows past the last one
+    padded = F.pad(bias, (0, 0, 0, 1)).to(promoted(bias.dtype))
+    return padded.index_select(0, group).to(rows.dtype)

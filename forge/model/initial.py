@@ -39,10 +39,10 @@ def initial_values(model: nn.Module, config: ModelConfig) -> dict[str, float | N
 
 def _start(module: nn.Module, path: str, leaf: str, config: ModelConfig) -> float | Normal:
     if isinstance(module, RMSNorm):
-        return 1.0
+        return module.initial
+    if isinstance(module, nn.Linear | Experts | Router) and leaf.endswith("bias"):
+        return 0.0
     if isinstance(module, nn.Linear):
-        if leaf == "bias":
-            return 0.0
         return _projection(path.rpartition(".")[2], config)
     if isinstance(module, Experts):
         return _projection(leaf, config)

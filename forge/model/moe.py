@@ -5,9 +5,11 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from forge.config.model import ModelConfig
+from forge.model.activation import activation_of
 from forge.model.dispatch import Dispatcher, LocalDispatcher
 from forge.model.experts import Experts
-from forge.model.feed_forward import FeedForward
+from forge.model.feed_forward import FeedForward, make_feed_forward
+from forge.model.flops import flops_per_token
 from forge.model.router import Router
 
 
@@ -23,12 +25,15 @@ class MoE(nn.Module):
         moe = config.moe
         assert moe is not None
         self.router = Router(config.dim, moe, layer)
-        self.experts = Experts(moe.n_experts, config.dim, moe.expert_dim)
+        activation = activation_of(config)
+        self.experts = Experts(moe.n_experts, config.dim, moe.expert_dim, activation, moe.expert_bias)
         weights = sum(weight.numel() for weight in self.experts.parameters())
         # Of the experts that a token is not routed to.
         self.idle_parameters = weights // moe.n_experts * (moe.n_experts - moe.top_k)
         shared_dim = moe.n_shared_experts * moe.expert_dim
-        self.shared = FeedForward(config.dim, shared_dim) if shared_dim else None
+        self.shared = (
+            make_feed_forward(config.dim, shared_dim, activation, config.ffn_bias) if shared_dim else None
+        )
         self.dispatch: Dispatcher = LocalDispatcher(moe.n_experts, drops=moe.capacity_factor > 0)
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
@@ -41,9 +46,22 @@ class MoE(nn.Module):
         experts, weights = self.router(x, labels)
         return self.dispatch(x.flatten(0, 1), experts, weights, self.experts).view_as(x)
 
+    def flops_per_token(self, seq_len: int) -> float:
+        """Return the operations of the router, the shared experts and the matrices of `top_k` experts."""
+        config = self.router.config
+        of_one = (self.experts.w13.numel() + self.experts.w2.numel()) // config.n_experts
+        rest = (module for module in (self.router, self.shared) if module is not None)
+        return 6 * of_one * config.top_k + sum(flops_per_token(module, seq_len) for module in rest)
+
+
+def has_experts(config: ModelConfig, layer: int) -> bool:
+    """Return whether the layer with this global index has a mixture of experts."""
+    moe = config.moe
+    return moe is not None and layer >= moe.n_dense_layers and (layer + 1) % moe.every == 0
+
 
 def feed_forward_for(config: ModelConfig, layer: int) -> FeedForward | MoE:
     """Build the feed-forward of the block with this global index."""
-    if config.moe is None or layer < config.moe.n_dense_layers:
-        return FeedForward(config.dim, config.ffn_dim)
-    return MoE(config, layer)
+    if has_experts(config, layer):
+        return MoE(config, layer)
+    return make_feed_forward(config.dim, config.ffn_dim, activation_of(config), config.ffn_bias)

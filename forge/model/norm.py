@@ -2,22 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from forge.config.model import ModelConfig
+from forge.model.precision import promoted
+
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dim, of size `dim`.
+    """x / sqrt(mean(x^2) + eps) * weight over the last dim, of size `dim`; `zero_centered`: * (1 + weight).
 
-    Keeps the dtype of x; PyTorch's kernel computes in promote(float32, dtype).
+    Keeps the dtype of x; computes in promote(float32, dtype).
     """
 
-    def __init__(self, dim: int, eps: float):
+    def __init__(self, dim: int, eps: float, zero_centered: bool = False):
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim))
+        self.initial = 0.0 if zero_centered else 1.0
+        self.normalize: Callable[..., Tensor] = zero_centered_norm if zero_centered else F.rms_norm
+        self.weight = nn.Parameter(torch.full((dim,), self.initial))
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[..., dim]` -> `[..., dim]`."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return self.normalize(x, self.weight.shape, self.weight, self.eps)
+
+
+class ProjectionNorm(RMSNorm):
+    """RMSNorm over all heads of a token together, with a weight for each of their elements."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x `[batch, seq, heads, head_dim]` -> the same shape."""
+        return super().forward(x.flatten(-2)).view_as(x)
+
+
+def zero_centered_norm(x: Tensor, shape: torch.Size, weight: Tensor, eps: float) -> Tensor:
+    """F.rms_norm with 1 + weight, which is not rounded to the dtype of x: near 1 bfloat16 has steps of 1/128."""
+    exact = promoted(x.dtype)
+    return F.rms_norm(x.to(exact), shape, 1.0 + weight.to(exact), eps).to(x.dtype)
+
+
+def norm_of(config: ModelConfig, dim: int) -> RMSNorm:
+    """Return a norm over `dim` elements as `config` has it."""
+    return RMSNorm(dim, config.norm_eps, config.zero_centered_norms)
+
+
+def qk_norm_of(config: ModelConfig, heads: int) -> RMSNorm | None:
+    """Return the norm of queries or keys `[batch, seq, heads, head_dim]`; None without one."""
+    if not config.qk_norm:
+        return None
+    if config.qk_norm_over == "head":
+        return norm_of(config, config.head_dim)
+    return ProjectionNorm(heads * config.head_dim, config.norm_eps, config.zero_centered_norms)

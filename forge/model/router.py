@@ -25,6 +25,7 @@ TINY = 1e-20
 class Router(nn.Module):
     """Scores, choice and weights of experts, in promote(float32, compute); ties go to the lower index.
 
+    With `router_bias` the logits have a learned bias, the parameter logit_bias `[n_experts]`.
     State that changes once per optimizer step and is saved in checkpoints:
         bias             float32 `[n_experts]`: added to the scores for the choice only (balance = bias)
         previous_counts  int64 `[n_experts]`: tokens per expert in the last step, over all ranks (balance = aux_loss)
@@ -50,6 +51,7 @@ class Router(nn.Module):
         self.config = config
         self.layer = layer
         self.weight = nn.Parameter(torch.empty(config.n_experts, dim))
+        self.logit_bias = nn.Parameter(torch.empty(config.n_experts)) if config.router_bias else None
         # An extension point: sums counts `[batch, n_experts]` over the processes that share a sequence.
         self.sum_over_sequence: Callable[[Tensor], Tensor] = lambda counts: counts
         for name, value in self._fresh_state().items():
@@ -83,7 +85,7 @@ class Router(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """x `[batch, seq, dim]` -> `[batch, seq, n_experts]` in the weight's dtype."""
-        return F.linear(x.to(self.weight.dtype), self.weight)
+        return F.linear(x.to(self.weight.dtype), self.weight, self.logit_bias)
 
     def choose(self, scores: Tensor) -> Tensor:
         """scores `[batch, seq, n_experts]` -> experts int64 `[batch, seq, top_k]`, best first."""

@@ -5,6 +5,7 @@ Sizes: batch (sequences), seq (tokens in each), dim (residual stream), heads and
 
 from __future__ import annotations
 
+from math import sqrt
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from forge.model.layers import attention_for
 from forge.model.loss import FusedLoss
 from forge.model.mask import AttentionMask
 from forge.model.moe import MoE, feed_forward_for
-from forge.model.norm import RMSNorm
+from forge.model.norm import norm_of
 from forge.model.precision import promoted
 from forge.model.rope import rope_tables
 from forge.model.router import Router
@@ -30,9 +31,9 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
-        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.attention_norm = norm_of(config, config.dim)
         self.attention = attention_for(config, layer)
-        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
+        self.ffn_norm = norm_of(config, config.dim)
         self.feed_forward = feed_forward_for(config, layer)
 
     def forward(self, x: Tensor, shared: Shared) -> Tensor:
@@ -45,10 +46,45 @@ class Block(nn.Module):
 
     def feed(self, x: Tensor, shared: Shared) -> Tensor:
         """Apply the feed-forward half: x `[batch, seq, dim]` -> `[batch, seq, dim]`."""
-        normed = self.ffn_norm(x)
+        return x + self.fed(self.ffn_norm(x), shared)
+
+    def fed(self, x: Tensor, shared: Shared) -> Tensor:
+        """Return what the feed-forward makes of x `[batch, seq, dim]`."""
         if isinstance(self.feed_forward, MoE):
-            return x + self.feed_forward(normed, shared.labels)
-        return x + self.feed_forward(normed)
+            return self.feed_forward(x, shared.labels)
+        return self.feed_forward(x)
+
+
+class PostNormBlock(Block):
+    """x + norm(attention(x)), then x + norm(feed_forward(x)), as in OLMo 2 (2501.00656, 3.2)."""
+
+    def attend(self, x: Tensor, shared: Shared) -> Tensor:
+        """As in `Block`."""
+        return x + self.attention_norm(self.attention(x, shared))
+
+    def feed(self, x: Tensor, shared: Shared) -> Tensor:
+        """As in `Block`."""
+        return x + self.ffn_norm(self.fed(x, shared))
+
+
+class SandwichBlock(Block):
+    """x + norm(attention(norm(x))), then x + norm(feed_forward(norm(x))), as in Gemma 2 (2408.00118, table 1)."""
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__(config, layer)
+        self.attention_post_norm = norm_of(config, config.dim)
+        self.ffn_post_norm = norm_of(config, config.dim)
+
+    def attend(self, x: Tensor, shared: Shared) -> Tensor:
+        """As in `Block`."""
+        return x + self.attention_post_norm(self.attention(self.attention_norm(x), shared))
+
+    def feed(self, x: Tensor, shared: Shared) -> Tensor:
+        """As in `Block`."""
+        return x + self.ffn_post_norm(self.fed(self.ffn_norm(x), shared))
+
+
+BLOCKS: dict[str, type[Block]] = {"pre": Block, "post": PostNormBlock, "sandwich": SandwichBlock}
 
 
 class Transformer(nn.Module):
@@ -81,9 +117,11 @@ class Transformer(nn.Module):
         self.embeds = embed
         indices = range(config.n_layers) if layers is None else layers
         ends = config.vocab_size, config.dim
-        self.embedding = Embedding(*ends) if embed or (head and config.tie_embeddings) else None
-        self.layers = nn.ModuleDict({str(layer): Block(config, layer) for layer in indices})
-        self.norm = RMSNorm(config.dim, config.norm_eps) if head else None
+        scale = sqrt(config.dim) if config.scale_embeddings else 1.0
+        self.embedding = Embedding(*ends, scale) if embed or (head and config.tie_embeddings) else None
+        block = BLOCKS[config.norm_position]
+        self.layers = nn.ModuleDict({str(layer): block(config, layer) for layer in indices})
+        self.norm = norm_of(config, config.dim) if head else None
         self.head = Head(*ends) if head and not config.tie_embeddings else None
         self.loss: nn.Module = FusedLoss(soft_cap=config.logit_soft_cap)
         for name in ("rope_cos", "rope_sin"):

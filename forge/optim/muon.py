@@ -173,7 +173,8 @@ def _is_muons(shard: Shard) -> bool:
     Raises UserError (exit 2) for a parameter inside a block that is neither a vector nor made of matrices.
     """
     dims = len(shard.global_shape)
-    if not shard.name.startswith("layers.") or shard.kind == "router" or dims < 2:
+    vectors = shard.name.endswith("bias")  # of experts, one for each
+    if not shard.name.startswith("layers.") or shard.kind == "router" or dims < 2 or vectors:
         return False
     if dims == 2 or (dims == 3 and shard.kind == "expert"):
         return True

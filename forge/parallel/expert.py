@@ -30,7 +30,6 @@ from torch.nn import functional as F
 from forge import compat
 from forge.model import Experts, MoE, Router, Transformer
 from forge.model.dispatch import Plan, combine, sort_by_expert, spread
-from forge.model.experts import grouped_swiglu
 from forge.parallel.collectives import gather_for_all, own_piece, sum_over
 from forge.parallel.layout import Layout
 from forge.parallel.modules import replace_module
@@ -65,14 +64,16 @@ class LocalExperts(Experts):
     """The experts that this rank has, of weights that are split over ep."""
 
     def __init__(self, plain: Experts, mesh: DeviceMesh):
-        n_experts, _, dim = plain.w13.shape
+        n_experts, dim, hidden_dim = plain.w2.shape
         with torch.device("meta"):
-            super().__init__(n_experts, dim, plain.w2.shape[-1])
-        self.w13, self.w2 = (distributed(weight, mesh, Split(0)) for weight in (plain.w13, plain.w2))
+            super().__init__(n_experts, dim, hidden_dim, plain.activation, plain.w2_bias is not None)
+        for name, weight in plain.named_parameters():
+            self.register_parameter(name, distributed(weight, mesh, Split(0)))
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows `[n, dim]`, sorted by expert, counts int64 `[n_experts / ep]` of each one's -> `[n, dim]`."""
-        return grouped_swiglu(rows, local_tensor(self.w13), local_tensor(self.w2), counts)
+        biases = (None if bias is None else local_tensor(bias) for bias in (self.w13_bias, self.w2_bias))
+        return self.compute(rows, counts, local_tensor(self.w13), local_tensor(self.w2), *biases)
 
 
 class PieceRoutedMoE(MoE):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forge.model import Transformer, update_routers
+from forge.model.moe import has_experts
 from forge.parallel.layout import Layout
 from forge.shard import Box, Shard
 
@@ -37,7 +38,8 @@ class Routers:
         self._stage, self._pp = layout.meshes.stage, layout.meshes.pp
         self._layers, moe = tuple(self._own), layout.model.moe
         if self._pp.size() > 1 and moe is not None:
-            self._layers = tuple(range(moe.n_dense_layers, layout.model.n_layers))
+            layers = range(layout.model.n_layers)
+            self._layers = tuple(layer for layer in layers if has_experts(layout.model, layer))
             self._columns = moe.n_experts + 5
 
     def update(self, skip: Tensor) -> RouterReport | None:

@@ -43,7 +43,9 @@ from torch.nn import functional as F
 from forge.config.layout import TENSOR_STYLES
 from forge.errors import UserError, did_you_mean
 from forge.model import Attention, Embedding, FeedForward, Head, RMSNorm, Router
-from forge.parallel.collectives import own_piece, sum_to_all, sum_to_pieces
+from forge.model.norm import ProjectionNorm
+from forge.model.precision import promoted
+from forge.parallel.collectives import own_piece, share, sum_to_all, sum_to_pieces
 from forge.parallel.layout import Layout
 from forge.parallel.modules import for_all_layers, has_all_names, matches_exact_depth
 
@@ -140,7 +142,7 @@ def _check_part(name: str, part: nn.Module, plan: Plan, tp: int) -> None:
     names = next((names for kind, names in PARTS.items() if isinstance(part, kind)), None)
     if names is None:
         return
-    into = {leaf: plan.get(f"{name}.{leaf}") for leaf in names[0]}
+    into = {leaf: plan.get(f"{name}.{leaf}") for leaf in names[0] if hasattr(part, leaf)}
     back = plan.get(f"{name}.{names[1]}")
     if any(isinstance(style, ParallelStyle) for style in (*into.values(), back)):
         return  # users check their own styles
@@ -148,7 +150,7 @@ def _check_part(name: str, part: nn.Module, plan: Plan, tp: int) -> None:
     if len(split) > 1 or split != {back == "rowwise"}:
         shown = ", ".join(f"{leaf}: {style or 'whole'}" for leaf, style in (*into.items(), (names[1], back)))
         raise UserError(
-            f"tensor parallelism cannot split {name} so ({shown}): either all of {', '.join(names[0])} are colwise "
+            f"tensor parallelism cannot split {name} so ({shown}): either all of {', '.join(into)} are colwise "
             f"and {names[1]} is rowwise, or none of them is"
         )
     if isinstance(part, Attention) and split == {True}:
@@ -180,12 +182,44 @@ class LocalNorm(RMSNorm):
     def __init__(self, plain: RMSNorm, place: Place):
         with torch.device("meta"):
             super().__init__(plain.weight.numel(), plain.eps)
+        self.normalize, self.initial = plain.normalize, plain.initial
         self.weight = distributed(plain.weight, place.mesh, Replicate())
         self.partial_gradients = place.partial
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[..., dim]` -> `[..., dim]`."""
-        return F.rms_norm(x, self.weight.shape, local_tensor(self.weight), self.eps)
+        return self.normalize(x, self.weight.shape, local_tensor(self.weight), self.eps)
+
+
+class WholeProjectionNorm(LocalNorm):
+    """A norm over all heads, which every rank has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x `[batch, seq, heads, head_dim]` -> the same shape."""
+        return super().forward(x.flatten(-2)).view_as(x)
+
+
+class LocalProjectionNorm(ProjectionNorm):
+    """A norm over all heads of which this rank has some, with their part of the weight."""
+
+    def __init__(self, plain: ProjectionNorm, place: Place):
+        with torch.device("meta"):
+            super().__init__(plain.weight.numel(), plain.eps)
+        self.initial, self.mesh = plain.initial, place.mesh
+        self.weight = distributed(plain.weight, place.mesh, Split(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x `[batch, seq, heads / tp, head_dim]` -> the same shape."""
+        exact = x.flatten(-2).to(promoted(x.dtype))
+        # All ranks need the sum over all heads, and each goes on with its own: the gradient is a sum over them, too.
+        square = share(sum_to_all(exact.square().sum(-1, keepdim=True), self.mesh), self.mesh)
+        weight = local_tensor(self.weight).to(exact.dtype) + (1.0 - self.initial)
+        return (exact * torch.rsqrt(square / self.weight.numel() + self.eps) * weight).to(x.dtype).view_as(x)
+
+
+def _local_projection_norm(plain: ProjectionNorm, place: Place) -> nn.Module:
+    """Split the norm where its projection is split."""
+    return LocalProjectionNorm(plain, place) if place.partial else WholeProjectionNorm(plain, place)
 
 
 class LocalRouter(Router):
@@ -196,11 +230,13 @@ class LocalRouter(Router):
     def __init__(self, plain: Router, place: Place):
         with torch.device("meta"):
             super().__init__(plain.weight.shape[1], plain.config, plain.layer)
-        self.weight = distributed(plain.weight, place.mesh, Replicate())
+        for name, weight in plain.named_parameters():
+            self.register_parameter(name, distributed(weight, place.mesh, Replicate()))
 
     def logits(self, x: Tensor) -> Tensor:
         """x `[batch, seq / tp, dim]` -> `[batch, seq / tp, n_experts]` in the weight's dtype."""
-        return F.linear(x.to(self.weight.dtype), local_tensor(self.weight))
+        bias = None if self.logit_bias is None else local_tensor(self.logit_bias)
+        return F.linear(x.to(self.weight.dtype), local_tensor(self.weight), bias)
 
 
 class LocalEmbedding(Embedding):
@@ -211,7 +247,7 @@ class LocalEmbedding(Embedding):
 
     def __init__(self, plain: Embedding, place: Place, *, split: bool):
         with torch.device("meta"):
-            super().__init__(*plain.weight.shape)
+            super().__init__(*plain.weight.shape, scale=plain.scale)
         self.first_row = first_row(plain.weight.shape[0], place.mesh) if split else None
         self.weight = distributed(plain.weight, place.mesh, Split(0) if split else Replicate())
         self.mesh, self.pieces = place.mesh, not place.stream.is_replicate()
@@ -220,13 +256,13 @@ class LocalEmbedding(Embedding):
         """tokens int64 `[batch, seq]` -> the stream: `[batch, seq / tp, dim]` in pieces, else `[batch, seq, dim]`."""
         weight = local_tensor(self.weight)
         if self.first_row is None:
-            x = F.embedding(tokens, weight)
+            x = self.scaled(F.embedding(tokens, weight))
             return own_piece(x, self.mesh) if self.pieces else x
         # A token of another rank's rows looks up zeros; the sum over ranks is then the one row there is.
         row = tokens - self.first_row
         here = (row >= 0) & (row < weight.shape[0])
         x = F.embedding(row.masked_fill(~here, 0), weight).masked_fill(~here.unsqueeze(-1), 0.0)
-        return sum_to_pieces(x, self.mesh) if self.pieces else sum_to_all(x, self.mesh)
+        return self.scaled(sum_to_pieces(x, self.mesh) if self.pieces else sum_to_all(x, self.mesh))
 
 
 def _take_whole_input(part: nn.Module, place: Place) -> nn.Module:
@@ -284,6 +320,7 @@ STYLES: dict[type[nn.Module], dict[str | None, Apply]] = {
         "colwise_rep": partial(_split_head, split=True),
         None: partial(_split_head, split=False),
     },
+    ProjectionNorm: {None: _local_projection_norm},
     RMSNorm: {"sequence_parallel": LocalNorm, None: LocalNorm},
     Router: {None: LocalRouter},
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import lcm
 from typing import Any
 
 from forge.config import Config, Degrees, check_world
@@ -159,7 +160,7 @@ def extrapolated(
     """
     model = config.model
     dense = model.moe.n_dense_layers if model.moe else 0
-    period = len(model.pattern)
+    period = lcm(len(model.pattern), model.moe.every if model.moe else 1)
     stages = degrees.pp * (1 if degrees.pp == 1 or config.pipeline.schedule in ("GPipe", "1F1B") else 2)
     if degrees.pp > 1 and (dense or period > 1 or model.n_layers % stages or config.pipeline.module_names):
         raise UserError("the search splits equal layers evenly")

@@ -26,7 +26,12 @@ TRAINING = (
 SHAPES = (
     *("model.dim", "model.n_layers", "model.ffn_dim", "model.vocab_size"),
     *("model.tie_embeddings", "model.qk_norm", "model.attention_bias"),
-    *(f"model.moe.{key}" for key in ("n_experts", "n_shared_experts", "expert_dim", "n_dense_layers")),
+    *("model.attention_output_bias", "model.ffn_bias", "model.qk_norm_over"),
+    *(
+        f"model.moe.{key}"
+        for key in ("n_experts", "n_shared_experts", "expert_dim", "n_dense_layers", "every")
+    ),
+    *("model.moe.expert_bias", "model.moe.router_bias"),
 )
 # How far tokens see, and how positions are encoded: weights are adapted to a longer context by further training.
 CONTEXT = (

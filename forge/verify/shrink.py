@@ -134,6 +134,7 @@ def _experts(model: ModelConfig, moe: MoEConfig, dim: int) -> dict[str, Any]:
         "top_k": min(moe.top_k, max(1, n_experts // 2), limited * n_experts // groups),
         "n_shared_experts": min(moe.n_shared_experts, 2),
         "expert_dim": _scaled(moe.expert_dim, Fraction(min(dim, 32), model.dim)),
+        "every": min(moe.every, 2),
         "n_dense_layers": min(moe.n_dense_layers, 1 if moe.n_dense_layers < model.n_layers else LAYERS),
         "capacity_factor": 0.0,
         "router_noise": 0.0,

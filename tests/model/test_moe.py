@@ -87,11 +87,22 @@ def test_loss_and_every_gradient_equal_the_plain_form(
         {"n_dense_layers": 0},
         {"n_dense_layers": 3},
         {"expert_dim": 7},
+        {"n_dense_layers": 0, "every": 2},
+        {"expert_bias": True, "router_bias": True},
     ],
     ids=str,
 )
 def test_other_shapes_equal_the_plain_form(changes: dict[str, Any]) -> None:
     assert_equals_plain_form(moe_model(moe_config(balance="sequence_aux_loss", **changes)), *batch(seq=8))
+
+
+@pytest.mark.parametrize("activation", ["gelu_tanh", "relu2", "clamped_swiglu"])
+def test_other_activations_with_biases_equal_the_plain_form(activation: str) -> None:
+    moe = moe_config(n_shared_experts=1, expert_bias=True).moe
+    config = small_config(
+        n_layers=3, moe=dict(moe or {}), activation=activation, activation_limit=0.5, ffn_bias=True
+    )
+    assert_equals_plain_form(moe_model(config), *batch(seq=8))
 
 
 @pytest.mark.parametrize("balance", BALANCES)

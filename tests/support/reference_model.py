@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from forge.config.model import ModelConfig, RopeScalingConfig
-from tests.support.reference_moe import Mixture, Parameters, swiglu
+from tests.support.reference_moe import Mixture, Parameters, feed_forward
 
 
 def reference_loss(
@@ -64,20 +64,30 @@ def _one_sequence(
     counts: list[bool],
     mixture: Mixture | None,
 ):
-    x = parameters["embedding.weight"][tokens]
+    x = parameters["embedding.weight"][tokens] * (config.dim**0.5 if config.scale_embeddings else 1.0)
     for layer in range(config.n_layers):
         own = {name: parameters[f"layers.{layer}.{name}"] for name in _names(parameters, layer)}
-        h = _norm(x, own["attention_norm.weight"], config.norm_eps)
-        x = x + _attention(own, config, layer, h, positions, documents)
-        h = _norm(x, own["ffn_norm.weight"], config.norm_eps)
+        h = _attention(own, config, layer, _before(own, "attention", x, config), positions, documents)
+        x = x + _after(own, "attention", h, config)
+        h = _before(own, "ffn", x, config)
         if "feed_forward.router.weight" in own:
             assert mixture is not None
-            x = x + mixture.feed_forward(own, layer, h, counts)
+            h = mixture.feed_forward(own, layer, h, counts, config)
         else:
-            x = x + swiglu(h, *(own[f"feed_forward.{name}.weight"] for name in ("w1", "w3", "w2")))
-    x = _norm(x, parameters["norm.weight"], config.norm_eps)
+            h = feed_forward(own, "feed_forward", h, config)
+        x = x + _after(own, "ffn", h, config)
+    x = _norm(x, parameters["norm.weight"], config)
     logits = x @ parameters["embedding.weight" if config.tie_embeddings else "head.weight"].T
     return _cap(logits, config.logit_soft_cap)
+
+
+def _before(own: Parameters, half: str, x: Tensor, config: ModelConfig) -> Tensor:
+    return x if config.norm_position == "post" else _norm(x, own[f"{half}_norm.weight"], config)
+
+
+def _after(own: Parameters, half: str, x: Tensor, config: ModelConfig) -> Tensor:
+    names = {"post": f"{half}_norm.weight", "sandwich": f"{half}_post_norm.weight"}
+    return _norm(x, own[names[config.norm_position]], config) if config.norm_position in names else x
 
 
 def _names(parameters: Parameters, layer: int) -> list[str]:
@@ -113,7 +123,8 @@ def _attention(
             weights = scores.exp() / scores.exp().sum()
             rows.append(weights @ v[seen])
         heads.append(torch.stack(rows))
-    return torch.cat(heads, dim=-1) @ own["attention.wo.weight"].T
+    out = torch.cat(heads, dim=-1) @ own["attention.wo.weight"].T
+    return out + own["attention.wo.bias"] if config.attention_output_bias else out
 
 
 def _projection(
@@ -121,13 +132,17 @@ def _projection(
 ):
     """One head's queries, keys or values `[seq, head_dim]`; normalised and rotated at positions."""
     rows = slice(head * config.head_dim, (head + 1) * config.head_dim)
-    out = x @ own[f"attention.w{letter}.weight"][rows].T
+    whole = x @ own[f"attention.w{letter}.weight"].T
     if config.attention_bias:
-        out = out + own[f"attention.w{letter}.bias"][rows]
+        whole = whole + own[f"attention.w{letter}.bias"]
     if positions is None:
-        return out
-    if config.qk_norm:
-        out = _norm(out, own[f"attention.{letter}_norm.weight"], config.norm_eps)
+        return whole[:, rows]
+    if config.qk_norm and config.qk_norm_over == "projection":
+        out = _norm(whole, own[f"attention.{letter}_norm.weight"], config)[:, rows]
+    elif config.qk_norm:
+        out = _norm(whole[:, rows], own[f"attention.{letter}_norm.weight"], config)
+    else:
+        out = whole[:, rows]
     return reference_rotation(out, positions, config)
 
 
@@ -173,8 +188,9 @@ def _llama3(frequency: float, scaling: RopeScalingConfig) -> float:
     return (1 - smooth) * frequency / scaling.factor + smooth * frequency
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x / torch.sqrt((x**2).mean(-1, keepdim=True) + eps) * weight
+def _norm(x: Tensor, weight: Tensor, config: ModelConfig) -> Tensor:
+    factor = 1 + weight if config.zero_centered_norms else weight
+    return x / torch.sqrt((x**2).mean(-1, keepdim=True) + config.norm_eps) * factor
 
 
 def _cap(x: Tensor, cap: float) -> Tensor:

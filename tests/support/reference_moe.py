@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from forge.config.model import MoEConfig
+from forge.config.model import ModelConfig, MoEConfig
 
 Parameters = dict[str, Tensor]
 
@@ -25,7 +25,9 @@ class Mixture:
         balanced = self.config.aux_loss_coef * sum(self.aux.values())
         return balanced + self.config.z_loss_coef * sum(self.z_loss.values())
 
-    def feed_forward(self, own: Parameters, layer: int, x: Tensor, counts: list[bool]) -> Tensor:
+    def feed_forward(
+        self, own: Parameters, layer: int, x: Tensor, counts: list[bool], model: ModelConfig
+    ) -> Tensor:
         """x `[seq, dim]`, one whole sequence; `counts` says which tokens do."""
         config = self.config
         here = [0] * config.n_experts
@@ -33,6 +35,8 @@ class Mixture:
         rows = []
         for token, valid in zip(x, counts, strict=True):
             logits = own["feed_forward.router.weight"] @ token
+            if config.router_bias:
+                logits = logits + own["feed_forward.router.logit_bias"]
             scores = logits.exp() / logits.exp().sum()
             if config.score_function == "sigmoid":
                 scores = 1 / (1 + (-logits).exp())
@@ -40,12 +44,10 @@ class Mixture:
             total = sum(scores[e] for e in chosen) if config.normalize_top_k and config.top_k > 1 else 1.0
             row = torch.zeros_like(token)
             for e in chosen:
-                gate, up = own["feed_forward.experts.w13"][e].chunk(2)
-                output = swiglu(token, gate, up, own["feed_forward.experts.w2"][e])
+                output = _expert(own, e, token, model)
                 row = row + config.route_scale * scores[e] / total * output
             if config.n_shared_experts:
-                names = (f"feed_forward.shared.{name}.weight" for name in ("w1", "w3", "w2"))
-                row = row + swiglu(token, *(own[name] for name in names))
+                row = row + feed_forward(own, "feed_forward.shared", token, model)
             rows.append(row)
             if valid:
                 for e in chosen:
@@ -78,6 +80,37 @@ def choose(config: MoEConfig, scores: list[float], bias: list[float]) -> list[in
     return sorted((e for group in groups for e in group), key=lambda e: (-scores[e], e))[: config.top_k]
 
 
-def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    opened = x @ gate.T
-    return (opened * torch.sigmoid(opened) * (x @ up.T)) @ down.T
+def _expert(own: Parameters, number: int, x: Tensor, config: ModelConfig) -> Tensor:
+    """What one routed expert makes of one token `[dim]`."""
+    into = own["feed_forward.experts.w13"][number] @ x
+    if config.moe is not None and config.moe.expert_bias:
+        into = into + own["feed_forward.experts.w13_bias"][number]
+    hidden = (
+        activated(into, None, config) if config.activation == "relu2" else activated(*into.chunk(2), config)
+    )
+    out = own["feed_forward.experts.w2"][number] @ hidden
+    return out + own["feed_forward.experts.w2_bias"][number] if "feed_forward.experts.w2_bias" in own else out
+
+
+def feed_forward(own: Parameters, path: str, x: Tensor, config: ModelConfig) -> Tensor:
+    """A dense feed-forward on x `[..., dim]`."""
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        out = x @ own[f"{path}.{name}.weight"].T
+        return out + own[f"{path}.{name}.bias"] if config.ffn_bias else out
+
+    up = None if config.activation == "relu2" else linear("w3", x)
+    return linear("w2", activated(linear("w1", x), up, config))
+
+
+def activated(gate: Tensor, up: Tensor | None, config: ModelConfig) -> Tensor:
+    if up is None:
+        return torch.where(gate > 0, gate * gate, 0.0)
+    if config.activation == "gelu_tanh":
+        return gate / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
+    if config.activation == "clamped_swiglu":
+        limit = config.activation_limit
+        gate = torch.where(gate > limit, limit, gate)
+        up = torch.where(up.abs() > limit, limit * up.sign(), up)
+        return gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
+    return gate * torch.sigmoid(gate) * up

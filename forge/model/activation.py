@@ -1,0 +1,55 @@
+"""The functions between the projections of a feed-forward, dense or of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from forge.config.model import ModelConfig
+
+
+class Activation(NamedTuple):
+    """`function` of what `inputs` projections return, all of one shape: gate and up, or one projection alone."""
+
+    function: Callable[..., Tensor]
+    inputs: int = 2
+
+
+def activation_of(config: ModelConfig) -> Activation:
+    """Return the activation that `config` names."""
+    clamped = partial(clamped_swiglu, limit=config.activation_limit)
+    return {
+        "silu": SWIGLU,
+        "gelu_tanh": Activation(geglu),
+        "relu2": Activation(relu2, inputs=1),
+        "clamped_swiglu": Activation(clamped),
+    }[config.activation]
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up (Shazeer 2020, "GLU Variants Improve Transformer")."""
+    return F.silu(gate) * up
+
+
+SWIGLU = Activation(swiglu)
+
+
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    """gelu(gate) * up, with GELU by its tanh formula, as Gemma has it."""
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    """g sigmoid(1.702 g) * (u + 1), with g = gate up to `limit` and u = up from -limit to limit (gpt-oss's experts)."""
+    gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1.0)
+
+
+def relu2(x: Tensor) -> Tensor:
+    """relu(x)^2 (So et al. 2021, "Primer")."""
+    return F.relu(x).square()
