@@ -48,13 +48,15 @@ class StepInfo:
 class StepResult(StepInfo):
     """What the device reports of a step, equal on all ranks.
 
-    loss, z_loss: means over the `valid_tokens` of the global batch. grad_norm: before clipping. A step that was `skipped`
-    has changed nothing; its loss and norm may be anything. waited_s: how long the host waited for the result. routers: in
-    steps that report them, the rows of a RouterReport (forge/parallel/routers.py), one for each of `router_layers`.
+    loss, z_loss, objective: means over the `valid_tokens` of the global batch. grad_norm: before clipping. A step that was
+    `skipped` has changed nothing; its loss and norm may be anything. waited_s: how long the host waited for the result.
+    routers: in steps that report them, the rows of a RouterReport (forge/parallel/routers.py), one for each of
+    `router_layers`.
     """
 
     loss: float
     z_loss: float
+    objective: float
     grad_norm: float
     valid_tokens: float
     skipped: bool

@@ -187,6 +187,8 @@ def _optimizer(config: Config) -> Iterator[str]:
 
 
 def _others(config: Config) -> Iterator[str]:
+    if config.model.mtp is not None and config.model.mtp.depth >= config.train.seq_len:
+        yield f"model.mtp.depth must be less than {config.train.seq_len = !s}, so that there is a token to predict; lower it"
     if config.activation_checkpoint.mode == "memory_budget" and not config.compile.enabled:
         yield "activation_checkpoint.mode needs compile.enabled = true, which does it; set it, or use selective"
     if not any(source.weight for source in config.data.sources):

@@ -80,6 +80,15 @@ class MoEConfig(Section):
     """Add a learned bias to the router's logits."""
 
 
+class MTPConfig(Section):
+    """Multi-token prediction: modules behind the model that predict tokens further ahead, in training. Absent: none."""
+
+    depth: Positive = 1
+    """Number of modules; the k-th predicts the token k places after the next one."""
+    loss_coef: PositiveNumber = 0.3
+    """Weight of their loss, a mean over the modules."""
+
+
 class ModelConfig(Section):
     """The model: a Transformer decoder."""
 
@@ -146,6 +155,12 @@ class ModelConfig(Section):
     """Standard deviation of initial weights. For wo and w2 it is init_std / sqrt(2 n_layers)."""
     rope_scaling: RopeScalingConfig | None = None
     moe: MoEConfig | None = None
+    mtp: MTPConfig | None = None
+
+    @property
+    def embedding_at_both_ends(self) -> bool:
+        """Whether the part of the model with the head needs the embedding, too."""
+        return self.tie_embeddings or self.mtp is not None
 
     @property
     def pattern(self) -> tuple[LayerKind, ...]:

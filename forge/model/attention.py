@@ -5,6 +5,7 @@ The attention function is an extension point: context parallelism replaces `Atte
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Protocol
@@ -38,6 +39,12 @@ class Shared:
         self.sin = sin
         self.masks = masks
         self.labels = labels
+
+    def with_labels(self, labels: Tensor) -> Shared:
+        """Return the same inputs with other labels."""
+        other = copy.copy(self)
+        other.labels = labels
+        return other
 
 
 class AttentionFunction(Protocol):

@@ -10,6 +10,7 @@ from torch import nn
 from forge.config.model import ModelConfig
 from forge.model.embedding import Embedding, Head
 from forge.model.experts import Experts
+from forge.model.mtp import Join
 from forge.model.norm import RMSNorm
 from forge.model.router import Router
 
@@ -46,7 +47,7 @@ def _start(module: nn.Module, path: str, leaf: str, config: ModelConfig) -> floa
         return _projection(path.rpartition(".")[2], config)
     if isinstance(module, Experts):
         return _projection(leaf, config)
-    if isinstance(module, Embedding | Head | Router):
+    if isinstance(module, Embedding | Head | Join | Router):
         return Normal(config.init_std)
     if (own := getattr(module, "initial_value", None)) is not None:
         return own(leaf)

@@ -20,6 +20,7 @@ from forge.model.layers import attention_for
 from forge.model.loss import FusedLoss
 from forge.model.mask import AttentionMask
 from forge.model.moe import MoE, feed_forward_for
+from forge.model.mtp import ahead_of, depth_of, look_ahead, sums_with_ahead
 from forge.model.norm import norm_of
 from forge.model.precision import promoted
 from forge.model.rope import rope_tables
@@ -85,6 +86,7 @@ class SandwichBlock(Block):
 
 
 BLOCKS: dict[str, type[Block]] = {"pre": Block, "post": PostNormBlock, "sandwich": SandwichBlock}
+AHEAD_BLOCKS = {position: ahead_of(block) for position, block in BLOCKS.items()}
 
 
 class Transformer(nn.Module):
@@ -118,9 +120,13 @@ class Transformer(nn.Module):
         indices = range(config.n_layers) if layers is None else layers
         ends = config.vocab_size, config.dim
         scale = sqrt(config.dim) if config.scale_embeddings else 1.0
-        self.embedding = Embedding(*ends, scale) if embed or (head and config.tie_embeddings) else None
-        block = BLOCKS[config.norm_position]
+        both_ends = head and config.embedding_at_both_ends
+        self.embedding = Embedding(*ends, scale) if embed or both_ends else None
+        block, ahead_block = BLOCKS[config.norm_position], AHEAD_BLOCKS[config.norm_position]
         self.layers = nn.ModuleDict({str(layer): block(config, layer) for layer in indices})
+        self.trunk = list(self.layers)
+        self.ahead = [str(config.n_layers + module) for module in range(depth_of(config) if head else 0)]
+        self.layers.update({layer: ahead_block(config, int(layer)) for layer in self.ahead})
         self.norm = norm_of(config, config.dim) if head else None
         self.head = Head(*ends) if head and not config.tie_embeddings else None
         self.loss: nn.Module = FusedLoss(soft_cap=config.logit_soft_cap)
@@ -134,6 +140,7 @@ class Transformer(nn.Module):
         labels: Tensor | None = None,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
+        ahead: Tensor | None = None,
     ) -> Tensor:
         """One pass over `[batch, seq]`; every tensor argument has the batch first.
 
@@ -142,6 +149,8 @@ class Transformer(nn.Module):
             a head need them too: ignored tokens do not count in load balancing.
         positions: int64 `[batch, seq]`, below `seq_len`, used by RoPE only; None: 0, 1, ...
         documents: int `[batch, seq]`; a token sees only its own document; None: one document.
+        ahead: int64 `[batch, seq, depth, 2]`, from `forge.model.mtp.look_ahead`; multi-token prediction needs it where x has
+            no tokens, or not of the whole sequence.
 
         Returns hidden states `[batch, seq, dim]` if another part has the head; else with labels the three
         sums of `FusedLoss`, without labels logits `[batch, seq, vocab]` in promote(float32, compute).
@@ -149,19 +158,28 @@ class Transformer(nn.Module):
         """
         # The blocks' input may be only this process's part of the sequence (sequence parallelism).
         seq = x.shape[1] if positions is None else positions.shape[1]
+        tokens = x
         if self.embeds:
             assert self.embedding is not None
             x = self.embedding(x)
         shared = self._shared(x, seq, labels, positions, documents)
-        for layer in self.layers.values():
-            x = layer(x, shared)
+        for layer in self.trunk:
+            x = self.layers[layer](x, shared)
         if self.norm is None:
             return x
         x = self.norm(x)
+        if self.ahead and labels is not None and torch.is_grad_enabled():
+            if ahead is None:
+                ahead = look_ahead(tokens, labels, documents, len(self.ahead))
+            return sums_with_ahead(self, x, labels, ahead, shared)
+        return self.output(x, labels, self.loss)
+
+    def output(self, x: Tensor, labels: Tensor | None, loss: Any) -> Tensor:
+        """Return `loss` of hidden states behind the final norm, with the head's weight; see `Head.forward`."""
         if self.head is not None:
-            return self.head(x, labels, self.loss)
+            return self.head(x, labels, loss)
         assert self.embedding is not None
-        return self.embedding.output(x, labels, self.loss)
+        return self.embedding.output(x, labels, loss)
 
     def _shared(
         self,
@@ -189,7 +207,7 @@ class Transformer(nn.Module):
     @property
     def is_whole(self) -> bool:
         """Whether this is the whole model."""
-        return self.embeds and self.norm is not None and len(self.layers) == self.config.n_layers
+        return self.embeds and self.norm is not None and len(self.trunk) == self.config.n_layers
 
     @property
     def routers(self) -> dict[int, Router]:
@@ -206,8 +224,8 @@ class Transformer(nn.Module):
     def flops_per_token(self, seq_len: int) -> float:
         """Return the operations of forward and backward of this part, as `forge.model.flops_per_token` counts them."""
         tied = self.embedding is not None and self.norm is not None and self.head is None
-        head = 6 * self.embedding.weight.numel() if tied and self.embedding is not None else 0
-        return matrix_flops(self, seq_len) + head
+        product = 6 * self.config.vocab_size * self.config.dim
+        return matrix_flops(self, seq_len) + product * (tied + len(self.ahead))
 
     def heads(self) -> dict[str, int]:
         """Return how many heads the rows of projections to queries, keys and values are, by the name of the parameter."""

@@ -156,6 +156,9 @@ class MetricsWriter(Hook):
             fields["mfu"] = fields["tokens_per_second"] * self._mfu_of_rate
         if self._config.train.z_loss_coef:
             fields["z_loss"] = result.z_loss
+        if (mtp := self._config.model.mtp) is not None:
+            others = result.loss + self._config.train.z_loss_coef * result.z_loss
+            fields["mtp_loss"] = (result.objective - others) / mtp.loss_coef
         if result.router_layers:
             moe, layers = self._config.model.moe, result.router_layers
             assert moe is not None

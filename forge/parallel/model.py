@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forge.model import IGNORE, Transformer
+from forge.model.mtp import depth_of
 from forge.parallel.context import ModelInputs, SequenceSplit
 from forge.parallel.context.sequence import Sequences
 from forge.parallel.data import DataParallel
@@ -62,7 +63,7 @@ class ParallelModel:
         self.buffers = self._routers.shards()
         self._partial = [s for p, e in zip(parts, engines, strict=True) for s in partial_shards(p, e.shards)]
         self._meshes = layout.meshes
-        self._split = SequenceSplit(layout.meshes.cp, layout.sequence_pieces)
+        self._split = SequenceSplit(layout.meshes.cp, layout.sequence_pieces, depth_of(layout.model))
         self._micro_batch_size = layout.micro_batch_size
 
     def count_tokens(self, batch: StepBatch) -> Tensor:
@@ -162,7 +163,7 @@ class SequentialModel(ParallelModel):
         return total
 
     def _forward(self, inputs: ModelInputs) -> Tensor:
-        return self.parts[0](*inputs)
+        return self.parts[0](*inputs.arguments)
 
     _logits = _forward
 

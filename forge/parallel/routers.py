@@ -14,6 +14,7 @@ from torch import Tensor
 
 from forge.model import Transformer, update_routers
 from forge.model.moe import has_experts
+from forge.model.mtp import depth_of
 from forge.parallel.layout import Layout
 from forge.shard import Box, Shard
 
@@ -38,7 +39,7 @@ class Routers:
         self._stage, self._pp = layout.meshes.stage, layout.meshes.pp
         self._layers, moe = tuple(self._own), layout.model.moe
         if self._pp.size() > 1 and moe is not None:
-            layers = range(layout.model.n_layers)
+            layers = range(layout.model.n_layers + depth_of(layout.model))
             self._layers = tuple(layer for layer in layers if has_experts(layout.model, layer))
             self._columns = moe.n_experts + 5
 

@@ -43,6 +43,7 @@ from torch.nn import functional as F
 from forge.config.layout import TENSOR_STYLES
 from forge.errors import UserError, did_you_mean
 from forge.model import Attention, Embedding, FeedForward, Head, RMSNorm, Router
+from forge.model.mtp import Join
 from forge.model.norm import ProjectionNorm
 from forge.model.precision import promoted
 from forge.parallel.collectives import own_piece, share, sum_to_all, sum_to_pieces
@@ -239,6 +240,20 @@ class LocalRouter(Router):
         return F.linear(x.to(self.weight.dtype), local_tensor(self.weight), bias)
 
 
+class LocalJoin(Join):
+    """A projection of this rank's part of the tokens; its weight is whole on every rank."""
+
+    def __init__(self, plain: Join, place: Place):
+        with torch.device("meta"):
+            super().__init__(plain.weight.shape[0])
+        self.weight = distributed(plain.weight, place.mesh, Replicate())
+        self.partial_gradients = place.partial
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        """Both `[batch, seq, dim]` or pieces of the sequence -> the same shape."""
+        return F.linear(torch.cat([first, second], dim=-1), local_tensor(self.weight))
+
+
 class LocalEmbedding(Embedding):
     """Looks up all tokens among the rows of the vocabulary that this rank has.
 
@@ -247,7 +262,8 @@ class LocalEmbedding(Embedding):
 
     def __init__(self, plain: Embedding, place: Place, *, split: bool):
         with torch.device("meta"):
-            super().__init__(*plain.weight.shape, scale=plain.scale)
+            vocab_size, dim = plain.weight.shape
+            super().__init__(vocab_size, dim, plain.scale)
         self.first_row = first_row(plain.weight.shape[0], place.mesh) if split else None
         self.weight = distributed(plain.weight, place.mesh, Split(0) if split else Replicate())
         self.mesh, self.pieces = place.mesh, not place.stream.is_replicate()
@@ -323,6 +339,7 @@ STYLES: dict[type[nn.Module], dict[str | None, Apply]] = {
     ProjectionNorm: {None: _local_projection_norm},
     RMSNorm: {"sequence_parallel": LocalNorm, None: LocalNorm},
     Router: {None: LocalRouter},
+    Join: {None: LocalJoin},
 }
 
 

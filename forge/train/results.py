@@ -50,13 +50,14 @@ class StepResults:
         if ready is None:
             return None
         (info, layers), values = ready
-        _, cross_entropy, z_loss, tokens, norm, skipped, stop, save = values[:8]
+        objective, cross_entropy, z_loss, tokens, norm, skipped, stop, save = values[:8]
         self.stop_requested |= stop > 0
         self.save_requested |= save > 0
         return StepResult(
             **vars(info),
             loss=cross_entropy / max(tokens, 1.0),
             z_loss=z_loss / max(tokens, 1.0),
+            objective=objective / max(tokens, 1.0),
             grad_norm=norm,
             valid_tokens=tokens,
             skipped=skipped > 0,

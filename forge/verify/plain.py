@@ -111,7 +111,7 @@ def _move_routers(model: Transformer, valid: Tensor) -> dict[str, Tensor]:
                 even = sum(counts) / moe.n_experts
                 router.bias[expert] += moe.bias_update_rate * ((count < even) - (count > even))
         router.previous_counts = router.counts.clone()
-        losses = (router.losses / valid).tolist()
+        losses = (router.losses / max(1, sum(counts) / moe.top_k)).tolist()
         ends = router.bias.min().item(), router.bias.max().item()
         moved[f"layers.{layer}"] = torch.tensor(
             [*counts, *losses, router.dropped.item(), *ends], dtype=torch.float64

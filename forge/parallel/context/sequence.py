@@ -20,19 +20,27 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from forge import compat
+from forge.model.mtp import look_ahead
 
 
 class ModelInputs(NamedTuple):
     """The arguments of `Transformer.forward`, for this rank's part of every sequence.
 
     tokens, labels, positions: `[batch, seq / cp]`. documents: `[batch, seq]`, of the whole sequence: every rank has
-    read it, and which token sees which depends on the documents of both.
+    read it, and which token sees which depends on the documents of both. ahead: `[batch, seq / cp, depth, 2]`, what
+    multi-token prediction needs of later tokens, which other ranks may have.
     """
 
     tokens: Tensor
     labels: Tensor | None
     positions: Tensor | None
     documents: Tensor | None
+    ahead: Tensor | None = None
+
+    @property
+    def arguments(self) -> tuple[Tensor | None, ...]:
+        """What a model is called with; without multi-token prediction there is no `ahead`."""
+        return self[:4] if self.ahead is None else self
 
 
 class Sequences(Protocol):
@@ -51,12 +59,12 @@ class Sequences(Protocol):
 class SequenceSplit:
     """The split over the ranks of `group`. With one rank every part is the whole, and nothing is sent.
 
-    `pieces`: the model divides each part further (sequence parallelism), evenly.
+    `pieces`: the model divides each part further (sequence parallelism), evenly. `depth`: of multi-token prediction.
     """
 
-    def __init__(self, group: dist.ProcessGroup, pieces: int = 1):
+    def __init__(self, group: dist.ProcessGroup, pieces: int = 1, depth: int = 0):
         self.group = group
-        self.pieces = pieces
+        self.pieces, self.depth = pieces, depth
         self.rank, self.ranks = group.rank(), group.size()
 
     def chunks(self, rank: int) -> tuple[int, int]:
@@ -91,15 +99,22 @@ class SequenceSplit:
 
     def local_part(self, batch: Sequences) -> ModelInputs:
         """Return this rank's part of `batch`, whose tensors are `[batch, seq]` and the same on all cp ranks."""
+        ahead = None
+        if self.depth and torch.is_grad_enabled():
+            ahead = look_ahead(batch.tokens, batch.labels, batch.documents, self.depth)
         if self.ranks == 1:
-            return ModelInputs(batch.tokens, batch.labels, batch.positions, batch.documents)
+            return ModelInputs(batch.tokens, batch.labels, batch.positions, batch.documents, ahead)
         positions = batch.positions
         if positions is None:
             positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(
                 batch.tokens
             )
         return ModelInputs(
-            self.part(batch.tokens), self.part(batch.labels), self.part(positions), batch.documents
+            self.part(batch.tokens),
+            self.part(batch.labels),
+            self.part(positions),
+            batch.documents,
+            None if ahead is None else self.part(ahead, dim=1),
         )
 
     def logits(self, model: Callable[[ModelInputs], Tensor], tokens: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ class PipelinedModel(ParallelModel):
         self._dim, self._vocab = layout.model.dim, layout.model.vocab_size
         self._pieces = layout.parallel.tp if layout.parallel.sequence_parallel else 1
         self._tied = None
-        if layout.model.tie_embeddings:
+        if layout.model.embedding_at_both_ends:
             first = _tied_shard([part for part in parts if part.stage.embed])
             last = _tied_shard([part for part in parts if part.stage.head])
             self._tied = Tied(first, last, plan.ends, pp, watched=layout.check_replicas)
@@ -125,7 +125,7 @@ class PipelinedModel(ParallelModel):
             # A stage that gets a piece of the sequence cannot see how long the whole is.
             rows, seq = inputs.tokens.shape
             positions = torch.arange(seq, device=x.device).expand(rows, seq)
-        return part.model(x, inputs.labels, positions, inputs.documents)
+        return part.model(x, *inputs._replace(positions=positions).arguments[1:])
 
 
 class _Run:

@@ -198,9 +198,11 @@ def layer_costs(config: Config) -> Costs:
     with torch.device("meta"):
         model = build_model(config.model, seq_len)
     # A multiply-add of the forward is six operations: two, and twice that backward.
-    layers = [round(flops_per_token(layer, seq_len) / 6) for layer in model.layers.values()]
+    blocks = list(model.layers.values())[: config.model.n_layers]
+    layers = [round(flops_per_token(layer, seq_len) / 6) for layer in blocks]
+    # Modules of multi-token prediction are blocks, too, on the last stage.
     head = round(flops_per_token(model, seq_len) / 6) - sum(layers)
-    return Costs(tuple(layers), embedding=head // 8, head=head)
+    return Costs(tuple(layers), embedding=config.model.vocab_size * config.model.dim // 8, head=head)
 
 
 def table(stages: Sequence[Stage], costs: Costs, rank_of: Sequence[int]) -> str:

@@ -1,0 +1,107 @@
+"""Multi-token prediction (DeepSeek-V3, 2412.19437, 2.2): blocks that predict tokens further ahead, one after the other.
+
+Module k = 1, 2, ... takes at token i the hidden state of the module before it (of the model behind its final norm, for the
+first one) and the embedding of token i + k, and predicts token i + k + 1 with the model's own head:
+
+    hidden_k = norm(block(projection([norm(embedding of i + k), norm(hidden_k-1)])))
+
+which is the order that DeepSeek-V3's weights have. The modules are blocks of the model behind its last one, so whatever
+is done to blocks is done to them. Their losses, averaged and times `loss_coef`, are part of the objective. Forwards without
+a gradient leave them out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from forge.config.model import ModelConfig
+from forge.model.loss import IGNORE
+from forge.model.norm import norm_of
+
+
+class Join(nn.Module):
+    """The projection of two vectors per token, one behind the other, to one."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim, 2 * dim))
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        """Both `[batch, seq, dim]` -> `[batch, seq, dim]`."""
+        return F.linear(torch.cat([first, second], dim=-1), self.weight)
+
+
+class Ahead(nn.Module):
+    """What a block has beside its own parts to predict further ahead; the block's class comes next in the order of bases."""
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__(config, layer)
+        self.embedding_norm = norm_of(config, config.dim)
+        self.hidden_norm = norm_of(config, config.dim)
+        self.projection = Join(config.dim)
+        self.output_norm = norm_of(config, config.dim)
+
+    def forward(self, x: Tensor, embedded: Tensor, shared: Any) -> Tensor:
+        """x, the hidden states of the module before, and the embeddings, both `[batch, seq, dim]` -> `[batch, seq, dim]`."""
+        joined = self.projection(self.embedding_norm(embedded), self.hidden_norm(x))
+        return self.output_norm(super().forward(joined, shared))
+
+
+def ahead_of(block: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of blocks like `block` that predict further ahead."""
+    return type(f"Ahead{block.__name__}", (Ahead, block), {})
+
+
+def depth_of(config: ModelConfig) -> int:
+    """Return how many modules the model has."""
+    return 0 if config.mtp is None else config.mtp.depth
+
+
+def look_ahead(tokens: Tensor, labels: Tensor, documents: Tensor | None, depth: int) -> Tensor:
+    """Return each module's token and label at every place: int64 `[batch, seq, depth, 2]`.
+
+    tokens, labels int64 and documents `[batch, seq]`, whole sequences. Nothing is predicted across the border of a document,
+    nor beyond the sequence: such labels are IGNORE.
+    """
+    modules = []
+    for distance in range(1, depth + 1):
+
+        def later(values: Tensor, fill: int, distance: int = distance) -> Tensor:
+            return F.pad(values[:, distance:], (0, distance), value=fill)
+
+        label = later(labels, IGNORE)
+        if documents is not None:
+            label = label.masked_fill(later(documents, -1) != documents, IGNORE)
+        modules.append(torch.stack([later(tokens, 0), label], dim=-1))
+    return torch.stack(modules, dim=2)
+
+
+def sums_with_ahead(model: Any, x: Tensor, labels: Tensor, ahead: Tensor, shared: Any) -> Tensor:
+    """Return the sums of `FusedLoss`, where the objective has the modules' losses, too.
+
+    model: a Transformer; x: its hidden states `[batch, seq, dim]` behind the final norm; ahead: from `look_ahead`.
+    """
+    hidden, targets = [x], [labels]
+    for module, layer in enumerate(model.ahead):
+        tokens, own = ahead[:, :, module].unbind(-1)
+        embedded = model.embedding(tokens)
+        hidden.append(model.layers[layer](hidden[-1], embedded, shared.with_labels(own)))
+        targets.append(own)
+    # One call of the head for all: a parallel engine gathers its weight once.
+    return model.output(torch.stack(hidden), torch.stack(targets), _Averaged(model))
+
+
+class _Averaged:
+    """In place of the loss, for hidden states and labels of the model and of each module, stacked."""
+
+    def __init__(self, model: Any):
+        self._loss, self._coefficient = model.loss, model.config.mtp.loss_coef
+
+    def __call__(self, hidden: Tensor, head_weight: Tensor, labels: Tensor) -> Tensor:
+        own, *modules = (self._loss(x, head_weight, target) for x, target in zip(hidden, labels, strict=True))
+        extra = torch.stack([sums[0] for sums in modules]).mean()
+        return torch.cat([own[:1] + self._coefficient * extra, own[1:]])
