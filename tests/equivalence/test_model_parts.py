@@ -90,10 +90,14 @@ def test_parts_in_blocks_that_are_recomputed_or_compiled(part: str, blocks: str)
 @pytest.mark.parametrize(
     ("parts", "axes", "blocks"),
     [
-        (("sandwich", "zero-centered", "biases", "norm over heads", "scaled"), ("tp", "cp"), "plain"),
+        (
+            ("sandwich", "zero-centered", "biases", "norm over heads", "scaled", "ahead"),
+            ("tp", "cp"),
+            "plain",
+        ),
         (("post", "gelu", "biases", "norm over heads"), ("tp, whole stream",), "selective, compiled"),
         (("relu2", "expert biases", "biases"), ("tp", "ep"), "plain"),
-        (("clamped", "expert biases", "some layers"), ("pp",), "full"),
+        (("clamped", "expert biases", "some layers", "ahead"), ("pp",), "full"),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, tuple) else value,
 )

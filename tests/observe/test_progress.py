@@ -128,6 +128,7 @@ def test_an_evaluation_between_two_steps_is_in_the_eta_of_the_log(tmp_path, monk
         writer.after_step(step)
         numbers = {
             "loss": 1.0,
+            "objective": 1.0,
             "z_loss": 0.0,
             "grad_norm": 1.0,
             "valid_tokens": 1.0,

@@ -18,6 +18,7 @@ PARTS: dict[str, tuple[str, str]] = {
     "scaled": ("scale_embeddings = true\ntie_embeddings = true", ""),
     "norm of heads": ("qk_norm = true", ""),
     "norm over heads": ('qk_norm = true\nqk_norm_over = "projection"', ""),
+    "ahead": ("mtp = { depth = 2, loss_coef = 0.5 }", ""),
     "expert biases": ("", "expert_bias = true\nrouter_bias = true\nn_shared_experts = 1"),
     "some layers": ("", "every = 2\nbalance = 'aux_loss'\naux_loss_coef = 0.3"),
 }

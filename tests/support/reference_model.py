@@ -64,21 +64,72 @@ def _one_sequence(
     counts: list[bool],
     mixture: Mixture | None,
 ):
-    x = parameters["embedding.weight"][tokens] * (config.dim**0.5 if config.scale_embeddings else 1.0)
+    x = _embedded(parameters, config, tokens)
     for layer in range(config.n_layers):
-        own = {name: parameters[f"layers.{layer}.{name}"] for name in _names(parameters, layer)}
-        h = _attention(own, config, layer, _before(own, "attention", x, config), positions, documents)
-        x = x + _after(own, "attention", h, config)
-        h = _before(own, "ffn", x, config)
-        if "feed_forward.router.weight" in own:
-            assert mixture is not None
-            h = mixture.feed_forward(own, layer, h, counts, config)
-        else:
-            h = feed_forward(own, "feed_forward", h, config)
-        x = x + _after(own, "ffn", h, config)
-    x = _norm(x, parameters["norm.weight"], config)
+        x = _block(parameters, config, layer, x, positions, documents, counts, mixture)
+    return _read(parameters, config, _norm(x, parameters["norm.weight"], config))
+
+
+def _embedded(parameters: Parameters, config: ModelConfig, tokens: Tensor) -> Tensor:
+    return parameters["embedding.weight"][tokens] * (config.dim**0.5 if config.scale_embeddings else 1.0)
+
+
+def _read(parameters: Parameters, config: ModelConfig, x: Tensor) -> Tensor:
     logits = x @ parameters["embedding.weight" if config.tie_embeddings else "head.weight"].T
     return _cap(logits, config.logit_soft_cap)
+
+
+def _block(
+    parameters: Parameters,
+    config: ModelConfig,
+    layer: int,
+    x: Tensor,
+    positions: Tensor,
+    documents: Tensor,
+    counts: list[bool],
+    mixture: Mixture | None,
+) -> Tensor:
+    own = {name: parameters[f"layers.{layer}.{name}"] for name in _names(parameters, layer)}
+    h = _attention(own, config, layer, _before(own, "attention", x, config), positions, documents)
+    x = x + _after(own, "attention", h, config)
+    h = _before(own, "ffn", x, config)
+    if "feed_forward.router.weight" in own:
+        assert mixture is not None
+        h = mixture.feed_forward(own, layer, h, counts, config)
+    else:
+        h = feed_forward(own, "feed_forward", h, config)
+    return x + _after(own, "ffn", h, config)
+
+
+def reference_loss_ahead(
+    parameters: Parameters, config: ModelConfig, tokens: Tensor, labels: Tensor, documents: Tensor
+) -> Tensor:
+    """What modules of multi-token prediction lose, a sum over tokens and a mean over modules: token by token."""
+    assert config.mtp is not None
+    total = torch.zeros((), dtype=torch.float64)
+    for row, label, document in zip(tokens, labels.tolist(), documents, strict=True):
+        length, where = len(row), torch.arange(len(row))
+        x = _embedded(parameters, config, row)
+        for layer in range(config.n_layers):
+            x = _block(parameters, config, layer, x, where, document, [], None)
+        x = _norm(x, parameters["norm.weight"], config)
+        for ahead in range(1, config.mtp.depth + 1):
+            layer = config.n_layers + ahead - 1
+            own = {name: parameters[f"layers.{layer}.{name}"] for name in _names(parameters, layer)}
+            later = [int(row[i + ahead]) if i + ahead < length else 0 for i in range(length)]
+            embedded = _norm(
+                _embedded(parameters, config, torch.tensor(later)), own["embedding_norm.weight"], config
+            )
+            both = torch.cat([embedded, _norm(x, own["hidden_norm.weight"], config)], dim=-1)
+            x = _block(
+                parameters, config, layer, both @ own["projection.weight"].T, where, document, [], None
+            )
+            x = _norm(x, own["output_norm.weight"], config)
+            for i, logits in enumerate(_read(parameters, config, x)):
+                there = i + ahead < length and document[i + ahead] == document[i]
+                if there and label[i + ahead] >= 0:
+                    total = total - logits.log_softmax(0)[label[i + ahead]] / config.mtp.depth
+    return total
 
 
 def _before(own: Parameters, half: str, x: Tensor, config: ModelConfig) -> Tensor:
