@@ -50,10 +50,13 @@ DEFAULTS: dict[str, Any] = {
     "routed_scaling_factor": 1.0,
     "moe_layer_end_index": -1,
     "moe_layer_interval": 1,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "rope_local_base_freq": None,
 }
 # Names of the same key in newer versions of transformers.
 ALIASES = {"num_experts": "num_local_experts"}
-# Keys that forge has no equivalent of, with the only value that it can compute.
+# Keys that forge has no equivalent of, with the only value that it can compute; null means the default.
 MUST_BE: dict[str, Any] = {
     "hidden_act": "silu",
     "mlp_bias": False,
@@ -95,6 +98,8 @@ class Architecture:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     window_keys: tuple[str, ...] = ()
     """The keys that determine which layers have a sliding window."""
+    every_other_kind: int = 0
+    """n: where layer_types is missing, every n-th layer is full and all others slide."""
     layer: Mapping[str, str] = field(default_factory=dict)
     """Modules of a layer, ours -> theirs."""
     experts: tuple[str, str, str, str] = ("mlp.experts", "gate_proj", "up_proj", "down_proj")
@@ -104,7 +109,11 @@ class Architecture:
     router_bias_is_2d: bool = False
     """The router bias has shape `[1, n_experts]`."""
     output_bias: bool = False
-    """attention_bias adds a bias to the output projection as well, which forge does not have: it must be all zeros."""
+    """attention_bias adds a bias to the output projection as well; of zeros where forge's model has none."""
+    must_be: Mapping[str, Any] = field(default_factory=dict)
+    """Added to MUST_BE, and written."""
+    rope_by_kind: bool = False
+    """Layers with a sliding window have rotary frequencies of their own, without scaling."""
     shared_experts_always: bool = False
     """A model without shared experts still has their tensors, with no elements."""
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -160,6 +169,45 @@ _DEEPSEEK_ROUTING = _EXPERTS | {
     "attention_bias": "attention_bias",
 }
 
+_OLMO: dict[str, Any] = {
+    "fixed": {"norm_position": "post", "qk_norm": True, "qk_norm_over": "projection"},
+    "keys": {"attention_bias": "attention_bias"},
+    "layer": {"attention_norm": "post_attention_layernorm", "ffn_norm": "post_feedforward_layernorm"},
+    "output_bias": True,
+}
+_GEMMA_KEYS = {
+    "attention_bias": "attention_bias",
+    "attention_soft_cap": "attn_logit_softcapping",
+    "logit_soft_cap": "final_logit_softcapping",
+}
+_GEMMA_FIXED = {
+    "norm_position": "sandwich",
+    "zero_centered_norms": True,
+    "activation": "gelu_tanh",
+    "scale_embeddings": True,
+}
+_GEMMA_DEFAULTS = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+}
+_GEMMA: dict[str, Any] = {
+    "keys": _GEMMA_KEYS,
+    "window_keys": ("sliding_window", "layer_types"),
+    "layer": {
+        "attention_post_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "ffn_post_norm": "post_feedforward_layernorm",
+    },
+    "output_bias": True,
+    "must_be": {
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "use_bidirectional_attention": False,
+    },
+}
+
 # Export takes the first class that can represent the model.
 ARCHITECTURES = (
     Architecture("LlamaForCausalLM", "llama"),
@@ -181,6 +229,33 @@ ARCHITECTURES = (
         defaults={"num_key_value_heads": 32, "head_dim": 128},
         window_keys=_QWEN_WINDOWS,
         output_bias=True,
+    ),
+    Architecture("Olmo2ForCausalLM", "olmo2", defaults={"rms_norm_eps": 1e-5}, **_OLMO),
+    Architecture(
+        "Olmo3ForCausalLM",
+        "olmo3",
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 500000.0},
+        window_keys=("sliding_window", "layer_types"),
+        every_other_kind=4,
+        rope_by_kind=True,
+        **_OLMO,
+    ),
+    Architecture(
+        "Gemma2ForCausalLM",
+        "gemma2",
+        fixed=_GEMMA_FIXED,
+        defaults=_GEMMA_DEFAULTS | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        every_other_kind=2,
+        **_GEMMA,
+    ),
+    Architecture(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        fixed=_GEMMA_FIXED | {"qk_norm": True},
+        defaults=_GEMMA_DEFAULTS | {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        every_other_kind=6,
+        rope_by_kind=True,
+        **_GEMMA,
     ),
     Architecture(
         "MixtralForCausalLM",
@@ -223,7 +298,6 @@ ARCHITECTURES = (
             "moe_intermediate_size": 768,
         },
         window_keys=("use_sliding_window", "sliding_window"),
-        extra={"decoder_sparse_step": 1},
         output_bias=True,
     ),
     Architecture(
@@ -268,6 +342,7 @@ ARCHITECTURES = (
             "moe.expert_dim": "moe_intermediate_size",
             "moe.n_shared_experts": "moe_num_shared_experts",
             "moe.n_dense_layers": "moe_layer_start_index",
+            "moe.every": "moe_layer_interval",
         },
         defaults={
             "num_key_value_heads": 4,
@@ -280,7 +355,7 @@ ARCHITECTURES = (
             "moe_num_shared_experts": 2,
             "moe_layer_start_index": 1,
         },
-        extra={"moe_layer_end_index": -1, "moe_layer_interval": 1},
+        extra={"moe_layer_end_index": -1},
         router_bias="mlp.moe_statics.e_score_correction_bias",
         router_bias_is_2d=True,
         interleaved_rope=True,
@@ -289,13 +364,11 @@ ARCHITECTURES = (
 
 # Why classes that users ask for are not in the table.
 _LATENT_ATTENTION = "its attention is multi-head latent attention, which forge does not have"
-_POST_NORMS = "it has norms after each half of a block, and its feed-forward is not SwiGLU"
 NOT_COVERED = {
     "DeepseekV2ForCausalLM": _LATENT_ATTENTION,
     "DeepseekV3ForCausalLM": _LATENT_ATTENTION,
-    "GemmaForCausalLM": "it scales embeddings, and its feed-forward is not SwiGLU",
-    "Gemma2ForCausalLM": _POST_NORMS,
-    "Gemma3ForCausalLM": _POST_NORMS,
+    "GemmaForCausalLM": "forge reads Gemma 2 and Gemma 3",
+    "Gemma3ForConditionalGeneration": "it reads images; forge reads Gemma3ForCausalLM, its text model",
     "Qwen2MoeForCausalLM": "its shared expert has a gate of its own",
     "GptOssForCausalLM": "its experts have biases and its attention has sinks",
     "Phi3ForCausalLM": "its tensors are fused in a layout that forge does not split",

@@ -164,9 +164,6 @@ def _match(
     if problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise UserError(f"{source}: {'; '.join(problems[:_SHOWN])}{more}")
-    for weight in weights:
-        if weight.ours is None and _read([stored[name] for name in weight.theirs], weight.shape).any():
-            raise UserError(f"{source}: {weight.theirs[0]} is not all zeros; forge has no such tensor")
     return dtypes
 
 

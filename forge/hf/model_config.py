@@ -6,6 +6,7 @@ come back with another value are those that prevent it.
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ _TRAINING_ONLY = {
     "moe.bias_update_rate",
     "moe.router_noise",
     "moe.capacity_factor",
+    "mtp",
 }
+_SOFT_CAPS = {"attention_soft_cap", "logit_soft_cap"}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
@@ -36,14 +39,28 @@ def read_model(
     Raises UserError (exit 2) that names the key of config.json for what forge cannot compute.
     """
     config = ConfigJson(values, architecture, source)
-    for key, needed in MUST_BE.items():
+    for key, needed in (MUST_BE | dict(architecture.must_be)).items():
         mapped = key in architecture.keys.values()
-        if not mapped and (key in config or key in architecture.defaults) and config[key] != needed:
+        if (
+            not mapped
+            and (key in config or key in architecture.defaults)
+            and config[key] not in (needed, None)
+        ):
             raise config.error(key, f"forge computes with {needed!r} only")
     model = {ours: config[theirs] for ours, theirs in (KEYS | dict(architecture.keys)).items()}
     model |= architecture.fixed
     model["n_kv_heads"] = model["n_kv_heads"] or model["n_heads"]
     model["head_dim"] = model["head_dim"] or model["dim"] // model["n_heads"]
+    if (
+        "query_pre_attn_scalar" in architecture.defaults
+        and config["query_pre_attn_scalar"] != model["head_dim"]
+    ):
+        why = f"forge computes with head_dim = {model['head_dim']} only"
+        raise config.error("query_pre_attn_scalar", why)
+    if architecture.output_bias:
+        model["attention_output_bias"] = model["attention_bias"]
+    for key in _SOFT_CAPS & model.keys():
+        model[key] = model[key] or 0.0
     model |= read_rope(config)
     model["sliding_window"], model["layer_pattern"] = _read_windows(config, model["n_layers"])
     if architecture.is_moe:
@@ -57,7 +74,8 @@ def write_model(model: ModelConfig, architecture: Architecture, seq_len: int) ->
     flat = _flat(model)
     written: dict[str, Any] = {"architectures": [architecture.name], "model_type": architecture.model_type}
     written |= {theirs: flat[ours] for ours, theirs in (KEYS | dict(architecture.keys)).items()}
-    written |= {"hidden_act": "silu", "attention_dropout": 0.0} | dict(architecture.extra)
+    written |= {"hidden_act": "silu", "attention_dropout": 0.0}
+    written |= dict(architecture.must_be) | dict(architecture.extra)
     slides = [window_of(model, layer) > 0 for layer in range(model.n_layers)]
     windows = {
         "use_sliding_window": any(slides),
@@ -65,15 +83,20 @@ def write_model(model: ModelConfig, architecture: Architecture, seq_len: int) ->
         "layer_types": [_SLIDING if slide else _FULL for slide in slides],
         "max_window_layers": slides.count(False),
     }
-    written |= write_rope(model, seq_len) | {key: windows[key] for key in architecture.window_keys}
+    written |= write_rope(model, architecture, seq_len) | {
+        key: windows[key] for key in architecture.window_keys
+    }
     moe, keys = model.moe, architecture.keys
+    written |= {keys[cap]: flat[cap] or None for cap in _SOFT_CAPS & keys.keys()}
+    if "query_pre_attn_scalar" in architecture.defaults:
+        written["query_pre_attn_scalar"] = model.head_dim
     if moe is None:
         return written
     if "moe.aux_loss_coef" in keys:
         coefficient = moe.aux_loss_coef if moe.balance in ("aux_loss", "sequence_aux_loss") else 0.0
         written[keys["moe.aux_loss_coef"]] = coefficient / moe.top_k
     if keys.get("moe.n_dense_layers") == "mlp_only_layers":
-        written["mlp_only_layers"] = list(range(moe.n_dense_layers))
+        written |= {"mlp_only_layers": list(range(moe.n_dense_layers)), "decoder_sparse_step": moe.every}
     if "moe.n_expert_groups" in keys and moe.n_limited_groups == moe.n_expert_groups:
         written |= {keys["moe.n_expert_groups"]: 1, keys["moe.n_limited_groups"]: 1}
     return written
@@ -103,6 +126,8 @@ def _differences(model: ModelConfig, architecture: Architecture) -> list[str]:
     there, here = _effective(back), _effective(model)
     if architecture.router_bias is not None:
         there["moe.balance"] = here["moe.balance"]  # a bias of zeros has no effect
+    if architecture.output_bias and model.attention_bias and not model.attention_output_bias:
+        there["attention_output_bias"] = False  # the same
     return [
         f"model.{key} = {here[key]!r} (it would be {there[key]!r})"
         for key in here
@@ -122,11 +147,17 @@ def _effective(model: ModelConfig) -> dict[str, Any]:
     del flat["sliding_window_pattern"]
     if "sliding" not in flat["layer_pattern"]:
         flat |= {"sliding_window": 0, "sliding_rope_theta": 0.0}
+    if scaling is None and model.sliding_rope_theta == model.rope_theta:
+        flat["sliding_rope_theta"] = 0.0
+    if model.activation != "clamped_swiglu":
+        del flat["activation_limit"]
+    if not model.qk_norm:
+        del flat["qk_norm_over"]
     if model.moe is not None:
         flat["moe.balance"] = "bias" if model.moe.balance == "bias" else "not bias"
         if model.moe.n_limited_groups == model.moe.n_expert_groups:
             flat["moe.n_expert_groups"] = flat["moe.n_limited_groups"] = 1
-        if model.moe.n_dense_layers == 0:
+        if model.moe.n_dense_layers == 0 and model.moe.every == 1:
             del flat["ffn_dim"]
     return flat
 
@@ -146,7 +177,8 @@ def _read_moe(config: ConfigJson, model: dict[str, Any]) -> dict[str, Any]:
     if normalized and top_k == 1:
         why = "weights of a single expert, normalised, would all be 1; forge never does so"
         raise config.error(config.architecture.keys["moe.top_k"], why)
-    read = {"moe.normalize_top_k": normalized, "moe.n_dense_layers": _read_dense(config, model["n_layers"])}
+    dense, every = _read_dense(config, model["n_layers"])
+    read = {"moe.normalize_top_k": normalized, "moe.n_dense_layers": dense, "moe.every": every}
     if "moe.n_shared_experts" in model:
         read["moe.n_shared_experts"] = model["moe.n_shared_experts"] or 0
     if config.architecture.router_bias is not None:
@@ -156,22 +188,23 @@ def _read_moe(config: ConfigJson, model: dict[str, Any]) -> dict[str, Any]:
     return read | {"moe.balance": "aux_loss" if coefficient else "none", "moe.aux_loss_coef": coefficient}
 
 
-def _read_dense(config: ConfigJson, n_layers: int) -> int:
-    """The number of leading layers without experts. Raises UserError if any later layer has none."""
+def _read_dense(config: ConfigJson, n_layers: int) -> tuple[int, int]:
+    """n_dense_layers and every. Raises UserError if no two numbers say which layers have experts."""
     key = config.architecture.keys.get("moe.n_dense_layers")
-    why = "layers without experts can only be the first ones"
     if key == "mlp_only_layers":
-        dense_layers, step = config[key] or [], config["decoder_sparse_step"]
-        dense = [layer for layer in range(n_layers) if layer in dense_layers or (layer + 1) % step]
-        if dense != list(range(len(dense))):
-            raise config.error("decoder_sparse_step" if step != 1 else key, why)
-        return len(dense)
+        without, step = config[key] or [], config["decoder_sparse_step"]
+        experts = [layer not in without and (layer + 1) % step == 0 for layer in range(n_layers)]
+        for every, dense in product(range(1, n_layers + 1), range(n_layers + 1)):
+            if experts == [layer >= dense and (layer + 1) % every == 0 for layer in range(n_layers)]:
+                return dense, every
+        why = "layers with experts can only be every n-th one, from some layer on"
+        raise config.error("decoder_sparse_step" if step != 1 else key, why)
+    every = 1
     if key == "moe_layer_start_index":
+        every = config["moe_layer_interval"]
         if config["moe_layer_end_index"] not in (-1, n_layers - 1):
-            raise config.error("moe_layer_end_index", why)
-        if config["moe_layer_interval"] != 1:
-            raise config.error("moe_layer_interval", why)
-    return (config[key] or 0) if key else 0
+            raise config.error("moe_layer_end_index", "layers without experts can only be the first ones")
+    return (config[key] or 0) if key else 0, every
 
 
 def _read_windows(config: ConfigJson, n_layers: int) -> tuple[int, list[str]]:
@@ -183,7 +216,10 @@ def _read_windows(config: ConfigJson, n_layers: int) -> tuple[int, list[str]]:
     if not window or "layer_types" not in keys:
         return window or 0, []
     types = config["layer_types"]
-    if types is None:
+    every = config.architecture.every_other_kind
+    if types is None and every:
+        slides = [(layer + 1) % every != 0 for layer in range(n_layers)]
+    elif types is None:
         slides = [layer >= config["max_window_layers"] for layer in range(n_layers)]
     else:
         slides = [kind == _SLIDING for kind in types]

@@ -7,7 +7,7 @@ from typing import Any
 
 from forge.config.model import ModelConfig
 from forge.errors import UserError
-from forge.hf.architectures import ConfigJson
+from forge.hf.architectures import Architecture, ConfigJson
 
 # Kind of scaling -> its numbers, which have the same names on both sides, with transformers' default (None: required).
 SCALINGS: dict[str, dict[str, float | None]] = {
@@ -19,8 +19,24 @@ _COMMON = {"rope_type", "type", "rope_theta", "original_max_position_embeddings"
 _YARN_ONLY = {"attention_factor", "mscale", "mscale_all_dim", "truncate"}
 
 
-def write_rope(model: ModelConfig, seq_len: int) -> dict[str, Any]:
+def write_rope(model: ModelConfig, architecture: Architecture, seq_len: int) -> dict[str, Any]:
     """Return rope_theta, rope_scaling and max_position_embeddings in the form that every version of transformers reads."""
+    written = _write_scaling(model, seq_len)
+    if not architecture.rope_by_kind:
+        return written
+    local = model.sliding_rope_theta or model.rope_theta
+    full = (written["rope_scaling"] or {"rope_type": "default"}) | {"rope_theta": model.rope_theta}
+    # Older versions read the keys beside rope_parameters.
+    return written | {
+        "rope_local_base_freq": local,
+        "rope_parameters": {
+            "full_attention": full,
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        },
+    }
+
+
+def _write_scaling(model: ModelConfig, seq_len: int) -> dict[str, Any]:
     scaling = model.rope_scaling
     written: dict[str, Any] = {"rope_theta": model.rope_theta, "rope_scaling": None}
     if scaling is None:
@@ -39,12 +55,29 @@ def write_rope(model: ModelConfig, seq_len: int) -> dict[str, Any]:
 
 
 def read_rope(config: ConfigJson) -> dict[str, Any]:
-    """Return rope_theta and, where positions are scaled, the table rope_scaling.
+    """Return rope_theta and, where positions are scaled, the table rope_scaling; sliding_rope_theta where it differs.
 
     Raises UserError (exit 2) for a scaling that forge cannot compute.
     """
     key = "rope_parameters" if "rope_parameters" in config else "rope_scaling"
     scaling = dict(config[key] or {}) if key in config else {}
+    if not config.architecture.rope_by_kind:
+        return _read_scaling(config, key, scaling)
+    local: dict[str, Any] = {}
+    if "full_attention" in scaling:
+        local = scaling.get("sliding_attention") or {}
+        scaling = dict(scaling["full_attention"] or {})
+    if local.get("rope_type", "default") != "default":
+        raise config.error(key, "forge scales the positions of full layers only")
+    read = _read_scaling(config, key, scaling)
+    theta = float(local.get("rope_theta") or config["rope_local_base_freq"] or read["rope_theta"])
+    if theta != read["rope_theta"] or "rope_scaling" in read:
+        read["sliding_rope_theta"] = theta
+    return read
+
+
+def _read_scaling(config: ConfigJson, key: str, scaling: dict[str, Any]) -> dict[str, Any]:
+    """Read one dictionary of RoPE's parameters, the value of `key`."""
     theta = float(scaling.get("rope_theta") or config["rope_theta"])
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     partial = scaling.pop("partial_rotary_factor", config["partial_rotary_factor"])

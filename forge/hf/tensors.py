@@ -52,7 +52,8 @@ class Weight:
 def weights_of(model: ModelConfig, architecture: Architecture) -> list[Weight]:
     """Return every tensor of either side, layer by layer. KeyError for a tensor of forge without a known counterpart."""
     with torch.device("meta"):
-        transformer = Transformer(model, seq_len=1)
+        # No class of transformers has modules of multi-token prediction among its own.
+        transformer = Transformer(model.model_copy(update={"mtp": None}), seq_len=1)
     parameters = dict(transformer.named_parameters())
     found: list[Weight] = []
     for name, tensor in transformer.state_dict().items():
@@ -81,7 +82,8 @@ def _parameter(
     rotated = {"attention.wq": model.n_heads, "attention.wk": model.n_kv_heads}
     heads = rotated.get(inner, 0) if architecture.interleaved_rope else 0
     yield Weight(name, shape, (f"{theirs}.{leaf}",), shape, heads=heads)
-    if inner == "attention.wo" and architecture.output_bias and model.attention_bias:
+    lacks_bias = model.attention_bias and not model.attention_output_bias
+    if inner == "attention.wo" and architecture.output_bias and lacks_bias:
         yield _zeros(f"{theirs}.bias", model.dim)
     if inner == "feed_forward.router" and architecture.shared_experts_always:
         assert model.moe is not None

@@ -133,9 +133,8 @@ BAD: dict[str, tuple[str, Callable[[Path], None], list[str]]] = {
     "dense_layers_between": (
         "qwen3_moe",
         keys(mlp_only_layers=[1]),
-        ["mlp_only_layers = [1]", "can only be the first"],
+        ["mlp_only_layers = [1]", "can only be every n-th one"],
     ),
-    "every_other_layer": ("qwen3_moe", keys(decoder_sparse_step=2), ["decoder_sparse_step = 2"]),
     "one_normalised_expert": (
         "qwen3_moe",
         keys(norm_topk_prob=True, num_experts_per_tok=1),
@@ -212,15 +211,6 @@ def test_a_bad_folder_is_refused_by_name(what: str, folders: Path, tmp_path: Pat
     damage(folder)
     message = refusal("from-hf", folder, tmp_path, capsys)
     assert all(word in message for word in [*words, str(folder)]), message
-
-
-def test_a_bias_that_forge_does_not_have_must_be_zero(tmp_path: Path, capsys) -> None:
-    theirs = their_model("qwen3_slides")
-    theirs.model.layers[1].self_attn.o_proj.bias.data[3] = 0.5
-    theirs.save_pretrained(tmp_path / "theirs")
-    capsys.readouterr()
-    message = refusal("from-hf", tmp_path / "theirs", tmp_path, capsys)
-    assert "model.layers.1.self_attn.o_proj.bias is not all zeros" in message
 
 
 @pytest.mark.parametrize("file", ["__0_3.distcp", ".metadata", "manifest.json", "config.toml"])

@@ -65,6 +65,9 @@ DEEPSEEK = {
     "n_group": 1,
     "topk_group": 1,
 }
+# The root of 16 is the same number in every format. Transformers computes no gradient of a token that pads.
+GEMMA = {"hidden_size": 16, "sliding_window": 5, "pad_token_id": None}
+OLMO = {"pad_token_id": None, "eos_token_id": None}
 # name -> (class, keys of its config.json). Together they have every key that the table of architectures has.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("LlamaForCausalLM", {"num_key_value_heads": 4}),
@@ -101,11 +104,40 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "max_window_layers": 0,
         },
     ),
+    "olmo2": ("Olmo2ForCausalLM", OLMO | {"attention_bias": True}),
+    "olmo3": (
+        "Olmo3ForCausalLM",
+        OLMO | {"num_hidden_layers": 4, "sliding_window": 5, "rope_scaling": YARN, "rope_theta": 500000.0},
+    ),
+    "olmo3_plain": (
+        "Olmo3ForCausalLM",
+        OLMO | {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    ),
+    "gemma2": ("Gemma2ForCausalLM", GEMMA | {"query_pre_attn_scalar": 16, "head_dim": 16}),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        GEMMA
+        | {
+            "head_dim": 8,
+            "query_pre_attn_scalar": 8,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            "num_hidden_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "gemma3_local": (
+        "Gemma3ForCausalLM",
+        GEMMA | {"head_dim": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": 3.0},
+    ),
     "mixtral": (
         "MixtralForCausalLM",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7, "rope_theta": 1e6},
     ),
     "qwen3_moe": ("Qwen3MoeForCausalLM", EXPERTS | {"norm_topk_prob": True, "head_dim": 16}),
+    "qwen3_moe_every_second": (
+        "Qwen3MoeForCausalLM",
+        EXPERTS | {"decoder_sparse_step": 2, "head_dim": 8, "num_hidden_layers": 4, "mlp_only_layers": []},
+    ),
     "qwen3_moe_plain": (
         "Qwen3MoeForCausalLM",
         EXPERTS | {"norm_topk_prob": False, "mlp_only_layers": [0], "head_dim": 8, "tie_word_embeddings": True},
@@ -154,7 +186,7 @@ def their_model(case: str, dtype: torch.dtype = torch.float32) -> Any:
     config = transformers.AutoConfig.for_model(model_type, **SHAPE | keys)
     config.architectures = [name]
     model = transformers.AutoModelForCausalLM.from_config(config, **WRITTEN_OUT).to(dtype)
-    fill(model, zeros=("o_proj.bias",))
+    fill(model)
     return model.eval()
 
 
