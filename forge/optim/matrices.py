@@ -23,6 +23,9 @@ from torch import Tensor
 
 from forge.shard import Box, Shard
 
+# On a CPU a larger round is not faster, and malloc returns its memory to the system each time.
+ROUND_NUMEL = {"cuda": 1 << 24, "cpu": 1 << 19}
+
 
 @dataclass(frozen=True)
 class Part:
@@ -100,7 +103,7 @@ class WholeMatrices:
     group: ranks that together hold all of them, with shards of the same parameters in the same order (`Meshes.stage`);
     None: this process alone. dtype: of matrices in transfers and in the function. heads: how many matrices the rows of a
     shard of two dimensions are, one after another; None: one. round_numel: elements of matrices that an owner has in a
-    round, or one matrix if that has more.
+    round, or one matrix if that has more; None: ROUND_NUMEL of the shards' device.
     """
 
     def __init__(
@@ -110,10 +113,12 @@ class WholeMatrices:
         *,
         dtype: torch.dtype,
         heads: Sequence[int] | None = None,
-        round_numel: int = 1 << 24,
+        round_numel: int | None = None,
     ):
         self._shards, self._dtype = shards, dtype
         self._heads = [1] * len(shards) if heads is None else list(heads)
+        if round_numel is None:
+            round_numel = ROUND_NUMEL["cuda" if any(s.parameter.is_cuda for s in shards) else "cpu"]
         runs = _choose_owners(_find_runs(shards, self._heads, group))
         held = [part for n in range(len(shards)) for part, _ in _own_parts(shards[n], n, self._heads[n])]
         self._rounds = [_Round(some, held, group) for some in _divide_into_rounds(runs, round_numel)]

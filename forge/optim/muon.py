@@ -22,7 +22,7 @@ from forge.errors import UserError
 from forge.optim.adamw import AdamW
 from forge.optim.matrices import Batch, WholeMatrices
 from forge.optim.optimizer import gradient, register, weight_decay, wide_dtype, write_unless
-from forge.optim.orthogonal import LEAST_NORM, orthogonalize
+from forge.optim.orthogonal import LEAST_NORM, orthogonalize_
 from forge.optim.rounding import StochasticRounding
 from forge.shard import Box, Shard
 
@@ -94,7 +94,7 @@ class Muon:
         return update.to(self._dtype).contiguous()
 
     def _orthogonal(self, matrices: Tensor, batch: Batch, skip: Tensor) -> Tensor:
-        result = orthogonalize(matrices, self._keys.ns_steps, self._keys.orthogonalization)
+        result = orthogonalize_(matrices, self._keys.ns_steps, self._keys.orthogonalization)
         return result if self._rows is None else self._rows.normalize(result, batch, skip)
 
     def _factor(self, shard: Shard, heads: int) -> float:

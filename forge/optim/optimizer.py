@@ -109,4 +109,4 @@ def wide_dtype(shard: Shard) -> torch.dtype:
 
 def write_unless(skip: Tensor, target: Tensor, values: Tensor) -> None:
     """Copy `values` into `target`, cast to its dtype; where the device scalar `skip` is 1.0 leave every bit of it."""
-    target.copy_(torch.where(skip.to(target.device) > 0, target, values.to(target.dtype)))
+    torch.where(skip.to(target.device) > 0, target, values.to(target.dtype), out=target)

@@ -33,16 +33,23 @@ ROOM = 1.01
 LEAST_NORM = 1e-7
 
 
-def orthogonalize(matrices: Tensor, steps: int, method: Method = "newton_schulz") -> Tensor:
-    """matrices `[n, rows, columns]` -> the same shape and dtype, in which all is computed. Zeros stay zeros."""
-    tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.mT if tall else matrices
-    norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
-    x = x / (norm if method == "newton_schulz" else norm * ROOM).clamp(min=LEAST_NORM)
-    for a, b, c in _coefficients(steps, method):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if tall else x
+def orthogonalize_(matrices: Tensor, steps: int, method: Method = "newton_schulz") -> Tensor:
+    """Overwrite matrices `[n, rows, columns]`, in the dtype of which all is computed; return them. Zeros stay zeros."""
+    # A card computes all in one product. A CPU takes one after another in any case; so its temporaries stay in its cache.
+    for some in [matrices] if matrices.is_cuda else matrices.split(1):
+        some.copy_(_iterate(some, _coefficients(steps, method), ROOM if method == "polar_express" else 1.0))
+    return matrices
+
+
+def _iterate(x: Tensor, coefficients: list[tuple[float, float, float]], room: float) -> Tensor:
+    tall = x.shape[1] > x.shape[2]
+    x = x / (torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True) * room).clamp_(min=LEAST_NORM)
+    for a, b, c in coefficients:
+        # The smaller of the two Gram matrices; from either side the polynomial is the same.
+        gram = x.mT @ x if tall else x @ x.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, x, polynomial, beta=a) if tall else torch.baddbmm(x, polynomial, x, beta=a)
+    return x
 
 
 def _coefficients(steps: int, method: Method) -> list[tuple[float, float, float]]:

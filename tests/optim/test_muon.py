@@ -9,7 +9,7 @@ from torch import Tensor
 from forge.config import load_config, parse_toml_text
 from forge.errors import BAD_CONFIG, UserError
 from forge.optim.muon import Muon
-from forge.optim.orthogonal import orthogonalize
+from forge.optim.orthogonal import orthogonalize_
 from forge.shard import Shard
 from tests.support.equivalence import tiny_config
 
@@ -171,7 +171,7 @@ def test_neurons_are_divided_by_the_root_of_their_second_moment() -> None:
         give_gradients(shards, step)
         lr, grad = 0.1 / (step + 1), shards[0].parameter.grad
         mean = 0.95 * mean + 0.05 * grad
-        update = orthogonalize((0.05 * grad + 0.95 * mean)[None], 3)[0]
+        update = orthogonalize_((0.05 * grad + 0.95 * mean)[None], 3)[0]
         moment = 0.95 * moment + 0.05 * (update**2).mean(1)
         scaled = update / moment.sqrt()[:, None]
         scaled *= update.norm() / scaled.norm()
@@ -227,13 +227,13 @@ def test_singular_values_become_one_and_singular_vectors_stay(
     generator = torch.Generator().manual_seed(0)
     for shape in ((3, 20, 30), (3, 30, 20)):
         matrices = torch.randn(shape, generator=generator, dtype=torch.float64)
-        found = orthogonalize(matrices, steps, method)
+        found = orthogonalize_(matrices.clone(), steps, method)
         left, _, right = torch.linalg.svd(matrices, full_matrices=False)
         inside = left.mT @ found @ right.mT
         diagonal = inside.diagonal(dim1=1, dim2=2)
         assert diagonal.min() > low and diagonal.max() < high
         torch.testing.assert_close(inside, torch.diag_embed(diagonal), rtol=0, atol=1e-8)
-    assert not orthogonalize(torch.zeros(2, 3, 4), 5, method).any()
+    assert not orthogonalize_(torch.zeros(2, 3, 4), 5, method).any()
 
 
 def test_a_parameter_of_a_block_that_is_no_matrix_is_refused_by_its_name() -> None:
