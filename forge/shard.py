@@ -32,6 +32,18 @@ class Box:
         return prod(self.sizes)
 
 
+@dataclass(frozen=True)
+class Logits:
+    """The largest attention logits of a step. Rows of a head by c ** power, in each parameter with one, scale its by c.
+
+    largest: float64 `[heads]`, one after another over the rows of the parameter; equal on all ranks after
+    `finalize_gradients`.
+    """
+
+    largest: Tensor
+    power: float
+
+
 @dataclass
 class Shard:
     """This rank's part of the parameter `name`.
@@ -40,6 +52,7 @@ class Shard:
     Its local elements are those of `boxes`, one box after another, each in row-major order; a rank that holds
     nothing has no boxes. `replicas` is the group of ranks that hold copies of the same elements (None: only this rank).
     `heads`: of how many attention heads the rows are, one head after another; 1 where rows are of no heads.
+    `logits`: of these heads, if the optimizer bounds them by scaling this parameter.
     """
 
     name: str
@@ -49,6 +62,7 @@ class Shard:
     replicas: ProcessGroup | None = None
     kind: Kind = "dense"
     heads: int = 1
+    logits: Logits | None = None
 
     @classmethod
     def whole(cls, name: str, parameter: Tensor) -> Shard:

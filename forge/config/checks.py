@@ -176,6 +176,9 @@ def _float8(config: Config) -> Iterator[str]:
 def _optimizer(config: Config) -> Iterator[str]:
     optimizer, default = config.optimizer, MuonConfig()
     if optimizer.name == "muon":
+        if optimizer.muon.qk_clip and config.model.qk_norm:
+            undone = "whose norms undo every scale of the projections, and bound logits themselves"
+            yield f"optimizer.muon.qk_clip has no effect with model.qk_norm = true, {undone}; use 0, or model.qk_norm = false"
         return
     # A table of another optimizer, like those of users' own, is a mistake; as long as it has values, that is.
     for key, value in optimizer.muon:

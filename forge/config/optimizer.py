@@ -34,3 +34,6 @@ class MuonConfig(Section):
     """Decay only weights that the update makes smaller."""
     split_heads: bool = False
     """Take the projections to queries, keys and values as one matrix per head."""
+    qk_clip: NonNegativeNumber = 0.0
+    """Limit of attention logits: where the largest one of a head in a step is above it, the head's projections are scaled
+    after the update, so that it would have been this (MuonClip, which takes 100). 0: off."""

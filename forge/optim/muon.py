@@ -2,7 +2,8 @@
 
 Jordan et al., "Muon", 2024, in the form of `torch.optim.Muon`; the factor match_rms_adamw is of Liu et al., "Muon is
 Scalable for LLM Training", 2025 (arXiv:2502.16982), second_moment = neuron of Li et al., "NorMuon", 2025
-(arXiv:2510.05491), cautious_decay of Chen et al., "Cautious Weight Decay", 2025 (arXiv:2510.12402).
+(arXiv:2510.05491), cautious_decay of Chen et al., "Cautious Weight Decay", 2025 (arXiv:2510.12402), qk_clip of Kimi Team,
+"Kimi K2", 2025 (arXiv:2507.20534).
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Muon:
     def __init__(self, shards: list[Shard], config: OptimizerConfig, group: ProcessGroup | None = None):
         self._config, self._keys = config, config.muon
         self._shards = [shard for shard in shards if _is_muons(shard)]
+        self._clipped = [shard for shard in shards if shard.logits is not None]
         self._rest = AdamW([shard for shard in shards if not _is_muons(shard)], config, group)
         self._decay = {shard.name: weight_decay(shard.name, config) for shard in self._shards}
         narrow = config.moment_dtype == "bfloat16"
@@ -80,6 +82,21 @@ class Muon:
                 decay = (update * weight > 0).to(weight.dtype) * decay
             write_unless(skip, shard.data, (weight * (1 - decay)).sub_(update, alpha=lr * factor))
         write_unless(skip, self._updates, self._updates + 1)
+        if self._keys.qk_clip:
+            self._clip_logits(skip)
+
+    def _clip_logits(self, skip: Tensor) -> None:
+        """Scale the heads whose largest logit of this step is above `qk_clip`."""
+        for shard in self._clipped:
+            assert shard.logits is not None
+            largest, limit = shard.logits.largest, self._keys.qk_clip
+            # Not where nothing has been observed: -inf.
+            over = (largest > limit) & (skip == 0)
+            scale = torch.where(over, limit / largest, 1.0).pow(shard.logits.power).to(wide_dtype(shard))
+            rows = scale.repeat_interleave(shard.global_shape[0] // len(scale))
+            for box, piece in shard.pieces(shard.data):
+                of_rows = rows[box.offsets[0] : box.offsets[0] + box.sizes[0]]
+                piece.mul_(of_rows.view(-1, *[1] * (piece.dim() - 1)))
 
     def _update(self, shard: Shard, skip: Tensor) -> Tensor:
         """Add the gradient to the momentum; return what is to be orthogonalised, laid out like `shard.data`."""

@@ -23,6 +23,7 @@ class Layout:
 
     tensor_plan: what `parallel.tp_plan` names, called with a model; it may import the user's code.
     check_replicas: whether ranks that compute with the same values compare them during the run.
+    observe_logits: whether the optimizer needs the largest attention logits.
     """
 
     model: ModelConfig
@@ -33,6 +34,7 @@ class Layout:
     meshes: Meshes
     micro_batch_size: int
     check_replicas: bool
+    observe_logits: bool
     tensor_plan: Callable[[nn.Module], object]
 
     @property
@@ -74,5 +76,6 @@ def make_layout(config: Config, meshes: Meshes) -> Layout:
         meshes=meshes,
         micro_batch_size=config.train.micro_batch_size,
         check_replicas=config.resilience.check_replicas,
+        observe_logits=config.optimizer.name == "muon" and config.optimizer.muon.qk_clip > 0,
         tensor_plan=tensor_plan,
     )

@@ -16,6 +16,7 @@ from forge.parallel.context import ModelInputs, SequenceSplit
 from forge.parallel.context.sequence import Sequences
 from forge.parallel.data import DataParallel
 from forge.parallel.layout import Layout
+from forge.parallel.logits import LargestLogits
 from forge.parallel.routers import RouterReport, Routers
 from forge.parallel.tensor import partial_shards, sum_partial_gradients
 
@@ -62,6 +63,7 @@ class ParallelModel:
         self._routers = Routers(parts, layout)
         self.buffers = self._routers.shards()
         self._partial = [s for p, e in zip(parts, engines, strict=True) for s in partial_shards(p, e.shards)]
+        self._largest_logits = LargestLogits(parts, self.shards, layout) if layout.observe_logits else None
         self._meshes = layout.meshes
         self._split = SequenceSplit(layout.meshes.cp, layout.sequence_pieces, depth_of(layout.model))
         self._micro_batch_size = layout.micro_batch_size
@@ -91,6 +93,8 @@ class ParallelModel:
         for engine in self._engines:
             engine.finish_gradient_sync()
         sum_partial_gradients(self._partial, self._meshes.tp)
+        if self._largest_logits is not None:
+            self._largest_logits.complete()
 
     def update_router(self, skip: Tensor) -> RouterReport | None:
         """Update the balancing state of all routers, unless `skip` (device scalar) is 1.0; None for a dense model."""
@@ -102,9 +106,11 @@ class ParallelModel:
             engine.after_update()
 
     def zero_gradients(self) -> None:
-        """Discard the gradients."""
+        """Discard the gradients, and what else was measured with them."""
         for engine in self._engines:
             engine.zero_gradients()
+        if self._largest_logits is not None:
+            self._largest_logits.reset()
 
     @torch.no_grad()
     def evaluate(self, batch: StepBatch) -> Sums:

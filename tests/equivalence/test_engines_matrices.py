@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from forge.config import Config, parse_toml_text
+from forge.model import AttentionMask
 from forge.optim import build_optimizer, muon
 from forge.optim.matrices import WholeMatrices
 from tests.support.buffers import SMALL, batches
@@ -39,6 +40,10 @@ OPTIONS = {
     "all": "lr = 0.03\nmomentum = 0.9\nnesterov = false\northogonalization = 'polar_express'\nadjust_lr = 'original'\n"
     "second_moment = 'neuron'\ncautious_decay = true\nsplit_heads = true\nns_steps = 6",
 }
+# Some of the largest logits of heads are above the limit, and some are not.
+CLIP = "qk_clip = 0.03"
+# Biases are of the logits, too, and the rule of who sees whom decides which there are.
+CLIPPED = "attention_bias = true\nsliding_window = 24"
 POLAR_EXPRESS = torch.tensor(
     [
         [8.28721201814563, -23.595886519098837, 17.300387312530933],
@@ -56,12 +61,17 @@ def config_text(model: str, parallel: str = "", options: str = "plain") -> str:
     if model == "experts":
         text = experts_text("sequence_aux_loss", parallel, micro=2)
     else:
-        text = tiny_config(parallel=parallel, model=MODELS.get(model, ""), micro=2)
+        keys = CLIPPED if model in ("clipped", "as many key heads") else MODELS.get(model, "")
+        text = tiny_config(parallel=parallel, model=keys, micro=2)
+    if model == "as many key heads":
+        text = text.replace("n_kv_heads = 2", "n_kv_heads = 4")
     return with_muon(text, options)
 
 
 def with_muon(text: str, options: str) -> str:
-    return f'{text}\n[optimizer]\nname = "muon"\nlr = {LR}\n[optimizer.muon]\n{OPTIONS[options]}\n'
+    return (
+        f'{text}\n[optimizer]\nname = "muon"\nlr = {LR}\n[optimizer.muon]\n{OPTIONS.get(options, options)}\n'
+    )
 
 
 class PlainMuon:
@@ -73,6 +83,11 @@ class PlainMuon:
         self.own = [
             n for n, p in self.named.items() if n.startswith("layers") and p.ndim > 1 and "router" not in n
         ]
+        self.logits: dict[str, Tensor] = {}
+        self.clipped: list[Tensor] = []
+        if self.keys.qk_clip:
+            for layer, block in model.layers.items():
+                block.attention.attend = self.recorded(layer, block.attention.attend)
         self.momentum = {n: torch.zeros_like(self.named[n]) for n in self.own}
         self.row_moment = {n: torch.zeros_like(self.named[n][..., 0]) for n in self.own}
         rest = {n: p for n, p in self.named.items() if n not in self.own}
@@ -84,6 +99,29 @@ class PlainMuon:
         self.adamw = torch.optim.AdamW(
             [g for g in groups if g["params"]], lr=LR, betas=config.optimizer.betas
         )
+
+    def recorded(self, layer: str, attend: Any) -> Any:
+        """`attend`, which keeps the logits of all pairs that see each other."""
+
+        def record(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+            logits = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT / q.shape[-1] ** 0.5
+            self.logits[layer] = logits.detach().masked_fill(~mask.table, -torch.inf)
+            return attend(q, k, v, mask)
+
+        record.prepare = attend.prepare
+        return record
+
+    def clip(self) -> None:
+        model = self.config.model
+        for layer, logits in self.logits.items():
+            scale = (self.keys.qk_clip / logits.amax((0, 2, 3))).clamp(max=1)
+            self.clipped.append(scale < 1)
+            several = model.n_heads > model.n_kv_heads
+            for w in ("wq",) if several else ("wq", "wk"):
+                for leaf in ("weight", "bias"):
+                    parameter = self.named[f"layers.{layer}.attention.{w}.{leaf}"]
+                    by_head = parameter.unflatten(0, (len(scale), -1))
+                    by_head *= (scale if several else scale.sqrt()).view(-1, *[1] * (by_head.ndim - 1))
 
     def matrices(self, name: str, tensor: Tensor) -> list[Tensor]:
         """Views of `tensor`."""
@@ -109,6 +147,7 @@ class PlainMuon:
             if self.keys.cautious_decay:
                 decayed = torch.where(update * weight > 0, decayed, 0.0)
             weight.sub_(lr * (decayed + update))
+        self.clip()
 
     def orthogonal(self, x: Tensor) -> Tensor:
         polar = self.keys.orthogonalization == "polar_express"
@@ -154,6 +193,8 @@ def expected(text: str) -> dict[str, Any]:
                 even = router.counts.sum() / router.config.n_experts
                 router.bias += router.config.bias_update_rate * (even - router.counts).sign()
             router.counts.zero_()
+    if optimizer.clipped:
+        assert 0.2 < torch.stack(optimizer.clipped).double().mean() < 0.8
     parameters = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
     states = {"momentum": optimizer.momentum}
     if optimizer.keys.second_moment == "neuron":
@@ -237,6 +278,37 @@ def test_three_steps_are_those_of_one_plain_process(
     small = "" if engine == "fsdp2" else SMALL
     text = config_text(model, f'data_parallel = "{engine}"\n{keys}{small}', options)
     assert_same(run_ranks(train, world, text), expected(config_text(model, "", options)))
+
+
+CLIPPED_LAYOUTS = {
+    "one process": (1, "", "clipped"),
+    "tp": (2, "tp = 2", "clipped"),
+    "keys have heads of their own, tp": (4, "tp = 2", "as many key heads"),
+    "cp by heads": (4, 'cp = 2\ncontext = "ulysses"', "clipped"),
+    "zero1, cp": (4, f'data_parallel = "zero1"\ncp = 2\ncontext = "ring"{SMALL}', "as many key heads"),
+    "pp": (4, "pp = 2", "clipped"),
+    "tp above kv heads": (4, FEED_FORWARD_ALONE, "clipped"),
+    "replicas, recomputed": (4, f'{REPLICAS}\n[activation_checkpoint]\nmode = "full"', "clipped"),
+    "compiled, selectively recomputed": (
+        2,
+        '[activation_checkpoint]\nmode = "selective"\n[compile]\nenabled = true\nbackend = "aot_eager_decomp_partition"',
+        "clipped",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("tp", "zero1, cp") else pytest.param(name, marks=pytest.mark.slow)
+        for name in CLIPPED_LAYOUTS
+    ],
+)
+def test_logits_above_the_limit_are_clipped_as_in_one_plain_process(name: str) -> None:
+    world, keys, model = CLIPPED_LAYOUTS[name]
+    assert_same(
+        run_ranks(train, world, config_text(model, keys, CLIP)), expected(config_text(model, "", CLIP))
+    )
 
 
 @pytest.mark.parametrize("case", cases(12, 1, ["everything", "tied", "plain"]) + cases(8, 1, ["bias"]))

@@ -10,7 +10,7 @@ from forge.config import load_config, parse_toml_text
 from forge.errors import BAD_CONFIG, UserError
 from forge.optim.muon import Muon
 from forge.optim.orthogonal import orthogonalize_
-from forge.shard import Shard
+from forge.shard import Logits, Shard
 from tests.support.equivalence import tiny_config
 
 GO, SKIP = torch.tensor(0.0), torch.tensor(1.0)
@@ -27,6 +27,7 @@ OTHERS = {
     "layers.0.feed_forward.router.weight": (4, 6),
     "head.weight": (9, 6),
 }
+MUON = '[optimizer]\nname = "muon"\nweight_decay = 0.5\nlr = 0.1\n[optimizer.muon]\n'
 NORM = {"norm.weight": (6,)}
 EXPERTS = {"layers.0.feed_forward.experts.w13": (3, 10, 6)}
 
@@ -37,8 +38,8 @@ def make(
     dtype: torch.dtype = torch.float64,
     general: str = "",
 ) -> tuple[list[Shard], Muon]:
-    text = tiny_config() + f'[optimizer]\nname = "muon"\nweight_decay = 0.5\nlr = 0.1\n{general}\n'
-    config = parse_toml_text(f"{text}[optimizer.muon]\n{options}").optimizer
+    text = tiny_config() + MUON.replace("[optimizer.muon]", f"{general}\n[optimizer.muon]")
+    config = parse_toml_text(f"{text}{options}").optimizer
     generator = torch.Generator().manual_seed(0)
     shards = []
     for name, shape in (shapes | NORM).items():
@@ -163,6 +164,24 @@ def test_cautious_decay_leaves_weights_that_the_update_makes_larger() -> None:
         )
 
 
+def test_heads_whose_logits_are_above_the_limit_are_scaled_and_no_others() -> None:
+    name, limit = "layers.0.attention.wq.weight", 50.0
+    for power in (0.5, 1.0):
+        (plain, _), other = make({name: MATRICES[name]})
+        (shard, norm), _ = make({name: MATRICES[name]})
+        shard.logits = Logits(torch.tensor([10.0, 200.0, -torch.inf, 50.0]).double(), power)
+        config = parse_toml_text(tiny_config() + MUON + f"qk_clip = {limit}").optimizer
+        optimizer = Muon([shard, norm], config)
+        before = shard.data.clone()
+        optimizer.step(0.1, SKIP)
+        assert torch.equal(shard.data, before)
+        for one in (optimizer, other):
+            one.step(0.1, GO)
+        expected = plain.data.unflatten(0, (4, -1)).clone()
+        expected[1] *= 0.25**power
+        torch.testing.assert_close(shard.data, expected.flatten(0, 1), rtol=0, atol=1e-15)
+
+
 def test_neurons_are_divided_by_the_root_of_their_second_moment() -> None:
     name, shape = "layers.0.feed_forward.w1.weight", (12, 6)
     shards, optimizer = make({name: shape}, "second_moment = 'neuron'\nadjust_lr = 'original'\nns_steps = 3")
@@ -251,6 +270,12 @@ def test_a_parameter_of_a_block_that_is_no_matrix_is_refused_by_its_name() -> No
             ["--optimizer.muon.lr=0.02"],
             "optimizer.muon.lr = 0.02 (command line): needs optimizer.name = muon, but it is",
         ),
+        (
+            ["--optimizer.name=muon", "--optimizer.muon.qk_clip=100", "--model.qk_norm=true"],
+            "has no effect with model.qk_norm = true, whose norms undo",
+        ),
+        (["--optimizer.name=muon", "--optimizer.muon.qk_clip=-1"], "allowed: number >= 0"),
+        (["--optimizer.muon.qk_clip=100"], "needs optimizer.name = muon, but it is adamw"),
         (["--optimizer.name=muon", "--optimizer.muon.ns_steps=0"], "allowed: integer >= 1 and <= 99"),
         (["--optimizer.name=muon", "--optimizer.muon.momentum=1.0"], "allowed: number >= 0 and < 1"),
         (["--optimizer.name=muon", "--optimizer.muon.orthogonalization=svd"], "newton_schulz, polar_express"),

@@ -1,0 +1,107 @@
+"""The largest attention logit of each head in a step, over all ranks: what QK-clip bounds (forge/optim/muon.py).
+
+Each attention function is wrapped: in a forward with a gradient it takes the maximum over this rank's queries, and one
+all-reduce per step takes it over ranks. A maximum does not depend on microbatches, on how heads, sequences and batches are
+divided, or on forwards that recomputation repeats. The logits are computed once more, some queries at a time: half of the
+work of attention's forward, and memory for ROWS queries against all keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from forge import compat
+from forge.errors import UserError
+from forge.model import AttentionFunction, AttentionMask, Transformer
+from forge.model.attention import Attention
+from forge.model.mask import dense_part
+from forge.parallel.context import SequenceSplit
+from forge.parallel.layout import Layout
+from forge.shard import Logits, Shard
+
+# Queries whose logits are in memory at once.
+ROWS = 256
+
+
+class LargestLogits:
+    """The largest logits of the layers of `parts`, which become the `logits` of shards of their projections."""
+
+    def __init__(self, parts: Sequence[Transformer], shards: Sequence[Shard], layout: Layout):
+        layers = {layer: block for part in parts for layer, block in part.layers.items()}
+        heads, kv_heads = layout.model.n_heads, layout.model.n_kv_heads
+        self._stage = layout.meshes.stage
+        device = shards[0].data.device
+        self._largest = torch.full((len(layers), heads), -torch.inf, dtype=torch.float64, device=device)
+        self._split = SequenceSplit(layout.meshes.cp)
+        of = {shard.name: shard for shard in shards}
+        for (layer, block), largest in zip(layers.items(), self._largest, strict=True):
+            attention = getattr(block, "attention", None)
+            if not isinstance(attention, Attention):
+                kind = type(attention).__name__
+                raise UserError(
+                    f"optimizer.muon.qk_clip scales the projections to queries and keys, of which the logits of {kind} in "
+                    f"layer {layer} are not products; use 0"
+                )
+            attention.attend = ObservedAttention(attention.attend, largest, layout, self._split)
+            # Keys that several query heads share stay as they are, as arXiv:2507.20534 does; else both take a half.
+            powers = {"wq": 1.0} if kv_heads < heads else {"wq": 0.5, "wk": 0.5}
+            for name in (
+                f"layers.{layer}.attention.{w}.{leaf}" for w in powers for leaf in ("weight", "bias")
+            ):
+                if name in of:
+                    of[name].logits = Logits(largest, powers[name.split(".")[-2]])
+
+    def complete(self) -> None:
+        """Take the maxima over all ranks. Collective."""
+        if self._stage.size() > 1:
+            dist.all_reduce(self._largest, dist.ReduceOp.MAX, group=self._stage)
+
+    def reset(self) -> None:
+        """Forget what has been observed."""
+        self._largest.fill_(-torch.inf)
+
+
+class ObservedAttention:
+    """An attention function that adds what it sees to `largest`, `[heads]` of the whole model."""
+
+    def __init__(self, attend: AttentionFunction, largest: Tensor, layout: Layout, split: SequenceSplit):
+        self._attend, self._largest, self._split, self._tp = attend, largest, split, layout.meshes.tp
+
+    def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
+        return self._attend.prepare(mask, x)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                found = self._observe(q.detach(), k.detach(), mask)
+                own = self._largest[self._own_heads(q.shape[1])]
+                own.copy_(torch.maximum(own, found))
+        return self._attend(q, k, v, mask)
+
+    def _own_heads(self, heads: int) -> slice:
+        """Which of the model's heads this rank has: all, or by tensor parallelism as many as every rank."""
+        first = 0 if heads == len(self._largest) else heads * self._tp.get_local_rank()
+        return slice(first, first + heads)
+
+    def _observe(self, q: Tensor, k: Tensor, mask: AttentionMask) -> Tensor:
+        """Return the largest logit of each head, float64 `[heads]`; q `[batch, heads, queries, head_dim]`, k alike."""
+        batch, heads, queries, head_dim = q.shape
+        if self._split.ranks > 1:
+            k = self._split.in_order(compat.all_gather(k.unsqueeze(0), self._split.group))
+        keys = torch.arange(k.shape[2], device=q.device)
+        positions = self._split.part(keys)
+        largest = q.new_full((heads,), -torch.inf)
+        grouped = q.unflatten(1, (k.shape[1], -1))  # [batch, kv_heads, group, queries, head_dim]
+        for start in range(0, queries, ROWS):
+            rows = slice(start, start + ROWS)
+            # Without context parallelism no query of these sees later keys.
+            seen = slice(None) if self._split.ranks > 1 else slice(min(start + ROWS, queries))
+            logits = grouped[:, :, :, rows] @ k[:, :, None, seen].mT
+            table = dense_part(mask.window, mask.documents, positions[rows], keys[seen])
+            logits = logits.masked_fill_(~table.unsqueeze(1), -torch.inf)
+            largest = torch.maximum(largest, logits.amax((0, 3, 4)).flatten())
+        return largest.double() * head_dim**-0.5
