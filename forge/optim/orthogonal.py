@@ -37,19 +37,20 @@ def orthogonalize_(matrices: Tensor, steps: int, method: Method = "newton_schulz
     """Overwrite matrices `[n, rows, columns]`, in the dtype of which all is computed; return them. Zeros stay zeros."""
     # A card computes all in one product. A CPU takes one after another in any case; so its temporaries stay in its cache.
     for some in [matrices] if matrices.is_cuda else matrices.split(1):
-        some.copy_(_iterate(some, _coefficients(steps, method), ROOM if method == "polar_express" else 1.0))
+        _iterate_(some, _coefficients(steps, method), ROOM if method == "polar_express" else 1.0)
     return matrices
 
 
-def _iterate(x: Tensor, coefficients: list[tuple[float, float, float]], room: float) -> Tensor:
-    tall = x.shape[1] > x.shape[2]
-    x = x / (torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True) * room).clamp_(min=LEAST_NORM)
-    for a, b, c in coefficients:
+def _iterate_(matrices: Tensor, coefficients: list[tuple[float, float, float]], room: float) -> None:
+    tall = matrices.shape[1] > matrices.shape[2]
+    norm = torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True)
+    x = matrices / (norm * room).clamp_(min=LEAST_NORM)
+    for number, (a, b, c) in enumerate(coefficients, start=1):
         # The smaller of the two Gram matrices; from either side the polynomial is the same.
         gram = x.mT @ x if tall else x @ x.mT
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, x, polynomial, beta=a) if tall else torch.baddbmm(x, polynomial, x, beta=a)
-    return x
+        out = matrices if number == len(coefficients) else None
+        x = torch.baddbmm(x, *((x, polynomial) if tall else (polynomial, x)), beta=a, out=out)
 
 
 def _coefficients(steps: int, method: Method) -> list[tuple[float, float, float]]:
