@@ -175,6 +175,8 @@ def _float8(config: Config) -> Iterator[str]:
 
 def _optimizer(config: Config) -> Iterator[str]:
     optimizer, default = config.optimizer, MuonConfig()
+    if optimizer.moment_dtype == "int8" and optimizer.name in ("lion", "muon"):
+        yield f"optimizer.moment_dtype = int8 needs optimizer.name = adamw, but it is {optimizer.name}; use bfloat16"
     if optimizer.name == "muon":
         if optimizer.muon.qk_clip and config.model.qk_norm:
             undone = "whose norms undo every scale of the projections, and bound logits themselves"

@@ -119,9 +119,9 @@ class OptimizerConfig(Section):
     """Added to the square root of the second moment."""
     no_decay: ListOf[Text] = ("*norm.weight", "*bias", "embedding.weight")
     """Glob patterns of parameter names without weight decay."""
-    moment_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Format of both moments. With float32, precision.storage if that is wider. bfloat16 is rounded stochastically, by noise
-    that is the same on any layout."""
+    moment_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
+    """Format of both moments. With float32, precision.storage if that is wider. bfloat16 and int8 are rounded stochastically,
+    by noise that is the same on any layout. int8, for adamw, has a scale for every 64 elements."""
     muon: MuonConfig = MuonConfig()
 
     def table(self, keys: type[S]) -> S:

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.optim.adamw import adamw
 
 from forge.config.schema import OptimizerConfig
+from forge.optim.int8 import Int8Moments
 from forge.optim.optimizer import decay_groups, gradient, register, wide_dtype
 from forge.optim.rounding import StochasticRounding
 from forge.shard import Shard
@@ -27,16 +28,19 @@ WIDENED_ELEMENTS = 1 << 26
 class AdamW:
     """The update theta <- theta - lr * (m_hat / (sqrt(v_hat) + eps) + weight_decay * theta).
 
-    Moments have the dtype promote(float32, storage), or bfloat16 with stochastic rounding if `optimizer.moment_dtype` says
-    so; arithmetic is always in promote(float32, storage). Names that match a glob of `optimizer.no_decay` are not decayed.
+    Moments have the dtype promote(float32, storage), or bfloat16 or eight bits with stochastic rounding if
+    `optimizer.moment_dtype` says so; arithmetic is always in promote(float32, storage). Names that match a glob of
+    `optimizer.no_decay` are not decayed.
     """
 
     def __init__(self, shards: list[Shard], config: OptimizerConfig, group: ProcessGroup | None = None):
         self._config = config
         self._shards = shards
         self._groups = decay_groups(shards, config, WIDENED_ELEMENTS)
-        self.exp_avg = {shard.name: self._moment(shard) for shard in shards}
-        self.exp_avg_sq = {shard.name: self._moment(shard) for shard in shards}
+        self._int8 = Int8Moments(shards, group) if config.moment_dtype == "int8" else None
+        kept = [] if self._int8 is not None else shards
+        self.exp_avg = {shard.name: self._moment(shard) for shard in kept}
+        self.exp_avg_sq = {shard.name: self._moment(shard) for shard in kept}
         # The fused kernel advances one counter per parameter; they are views of one vector, so that one copy reads them all.
         device = shards[0].parameter.device
         self._steps = torch.zeros(len(shards), dtype=torch.float32, device=device)
@@ -47,8 +51,12 @@ class AdamW:
     def step(self, lr: float, skip: Tensor) -> None:
         if self._rounding is not None:
             self._rounding.draw(self._steps.max())
+        if self._int8 is not None:
+            self._int8.draw(self._steps.max())
         for weight_decay, shards in self._groups:
             self._update(shards, lr, weight_decay, skip)
+        if self._int8 is not None:
+            self._int8.agree()
 
     def _moment(self, shard: Shard) -> Tensor:
         narrow = self._config.moment_dtype == "bfloat16"
@@ -58,8 +66,8 @@ class AdamW:
         states = [
             [shard.data for shard in shards],
             [gradient(shard) for shard in shards],
-            [self.exp_avg[shard.name] for shard in shards],
-            [self.exp_avg_sq[shard.name] for shard in shards],
+            self._moments(shards, "exp_avg"),
+            self._moments(shards, "exp_avg_sq"),
         ]
         wide = wide_dtype(shards[0])
         params, grads, exp_avg, exp_avg_sq = ([t.to(wide) for t in state] for state in states)
@@ -82,16 +90,25 @@ class AdamW:
         )
         if states[0][0].dtype != wide:
             torch._foreach_copy_(states[0], params)
-        if self._rounding is not None:
-            for slot, narrow, widened in (
-                ("exp_avg", states[2], exp_avg),
-                ("exp_avg_sq", states[3], exp_avg_sq),
-            ):
-                for shard, into, values in zip(shards, narrow, widened, strict=True):
+        for slot, narrow, widened in (("exp_avg", states[2], exp_avg), ("exp_avg_sq", states[3], exp_avg_sq)):
+            for shard, into, values in zip(shards, narrow, widened, strict=True):
+                if self._int8 is not None:
+                    self._int8.write(shard, slot, values)
+                elif self._rounding is not None:
                     self._rounding.copy_(into, values, shard, slot)
+
+    def _moments(self, shards: list[Shard], slot: str) -> list[Tensor]:
+        if self._int8 is not None:
+            return [self._int8.read(shard, slot) for shard in shards]
+        kept = self.exp_avg if slot == "exp_avg" else self.exp_avg_sq
+        return [kept[shard.name] for shard in shards]
 
     def tensors(self) -> Iterator[tuple[str, Shard, Tensor]]:
         for shard in self._shards:
+            if self._int8 is not None:
+                yield from self._int8.tensors("exp_avg", shard)
+                yield from self._int8.tensors("exp_avg_sq", shard)
+                continue
             yield "exp_avg", shard, self.exp_avg[shard.name]
             yield "exp_avg_sq", shard, self.exp_avg_sq[shard.name]
 
@@ -102,3 +119,5 @@ class AdamW:
 
     def load_state(self, state: dict[str, int]) -> None:
         self._steps.fill_(float(state["updates"]))
+        if self._int8 is not None:
+            self._int8.share_loaded()

@@ -12,13 +12,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from forge.model.noise import mix
-from forge.shard import Shard
+from forge.shard import Box, Shard
 
 # An odd 64-bit multiplier.
 _POSITION = -7046029254386353131
@@ -54,6 +54,14 @@ class StochasticRounding:
         for (which, sizes), of_shard in zip(self._sizes.items(), noise, strict=True):
             self._noise[which] = list(of_shard.split(sizes))
 
+    def noise(self, shard: Shard, slot: str) -> Iterator[tuple[Box, Tensor]]:
+        """Yield this update's noise of each box, in its shape: int32 from 0 to 2^16 - 1."""
+        vectors = iter(self._noise[slot, shard.name])
+        for box in shard.boxes:
+            dims = len(box.sizes or (1,))
+            along = [next(vectors).view(-1, *[1] * (dims - 1 - d)) for d in range(dims)]
+            yield box, functools.reduce(operator.xor, along).view(box.sizes)
+
     def copy_(self, narrow: Tensor, wide: Tensor, shard: Shard, slot: str) -> None:
         """Round `wide`, float32 or float64, into `narrow`, bfloat16; both are laid out like `shard.data`.
 
@@ -61,12 +69,9 @@ class StochasticRounding:
         """
         exact = wide.to(torch.float32)
         bits = exact.view(torch.int32)
-        vectors = iter(self._noise[slot, shard.name])
-        for box, piece in shard.pieces(bits):
-            sizes = box.sizes or (1,)
-            along = (next(vectors).view(-1, *[1] * (len(sizes) - 1 - d)) for d in range(len(sizes)))
+        for (_, piece), (_, noise) in zip(shard.pieces(bits), self.noise(shard, slot), strict=True):
             # bfloat16 is the upper half of float32: a carry out of the lower half rounds up.
-            piece.view(sizes).add_(functools.reduce(operator.xor, along))
+            piece.add_(noise)
         narrow.copy_(bits.bitwise_and_(-0x10000).view(torch.float32))
 
 

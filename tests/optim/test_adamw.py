@@ -47,7 +47,7 @@ def test_equals_torch_adamw_with_decay_on_matrices_only(dtype) -> None:
         assert torch.equal(copy, shard.parameter), shard.name
 
 
-@pytest.mark.parametrize("moment_dtype", ['"float32"', '"bfloat16"'])
+@pytest.mark.parametrize("moment_dtype", ['"float32"', '"bfloat16"', '"int8"'])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_skipped_step_leaves_every_bit_though_gradients_are_nan(moment_dtype: str, dtype) -> None:
     shards, optimizer, _ = make(dtype, moment_dtype=moment_dtype)
@@ -91,7 +91,7 @@ def test_a_bfloat16_second_moment_follows_gradients_that_became_smaller() -> Non
     assert moment.std().item() < 0.1 * exact
 
 
-@pytest.mark.parametrize("moment_dtype", ['"float32"', '"bfloat16"'])
+@pytest.mark.parametrize("moment_dtype", ['"float32"', '"bfloat16"', '"int8"'])
 def test_loading_the_state_continues_exactly(moment_dtype: str) -> None:
     shards, optimizer, _ = make(moment_dtype=moment_dtype)
     optimizer.step(0.1, GO)
