@@ -1,6 +1,6 @@
 """Moments in eight bits: blocks of numbers with one scale, the same under every layout.
 
-A block is BLOCK consecutive elements of a row (the last dimension) of the global tensor, whoever holds them; its scale is
+A block is BLOCK consecutive elements of a row (the last dimension) of the global tensor, on any rank; its scale is
 the largest magnitude in it. A first moment is scale * sign(c) (c / 127)^2, a second one scale * (c / 255)^4: fine steps near
 zero, where most of a block is. Rounding is stochastic, by the noise of `StochasticRounding`, and its expectation is exact.
 (Blocks: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021.)

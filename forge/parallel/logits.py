@@ -88,7 +88,10 @@ class ObservedAttention:
         return slice(first, first + heads)
 
     def _observe(self, q: Tensor, k: Tensor, mask: AttentionMask) -> Tensor:
-        """Return the largest logit of each head, float64 `[heads]`; q `[batch, heads, queries, head_dim]`, k alike."""
+        """Return the largest logit of each head, float64 `[heads]`.
+
+        q `[batch, heads, seq / cp, head_dim]`, k `[batch, kv_heads, seq / cp, head_dim]`.
+        """
         batch, heads, queries, head_dim = q.shape
         if self._split.ranks > 1:
             k = self._split.in_order(compat.all_gather(k.unsqueeze(0), self._split.group))
