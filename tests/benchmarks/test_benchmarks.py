@@ -170,6 +170,15 @@ def test_the_benchmark_of_recipes(tmp_path):
     assert len(list(tmp_path.glob("*.svg"))) == 2
 
 
+@pytest.mark.processes  # git, for the version
+def test_the_benchmark_of_startup(tmp_path):
+    main = importlib.import_module("benchmarks.startup").main
+    assert main(["--worlds", "--fake", "64", "--output", str(tmp_path)]) == 0
+    (file,) = tmp_path.glob("*-startup.json")
+    made = {row["maker"]: row["made"] for row in json.loads(file.read_text())["results"]["rows"]}
+    assert made["forge"] < made["init_device_mesh"]
+
+
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
@@ -177,6 +186,7 @@ def test_the_benchmark_of_recipes(tmp_path):
         ("throughput", ["--rounds", "0"]),
         ("moe", ["--threads", "0"]),
         ("engines", ["--worlds", "0"]),
+        ("startup", ["--worlds", "3"]),
         ("optimizers", ["--worlds", "0"]),
         ("recipes", ["--only", "sgd"]),
         ("gpu", []),

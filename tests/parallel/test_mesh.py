@@ -64,3 +64,20 @@ def test_replicas_copy_the_experts_as_well() -> None:
 def test_without_a_data_axis_every_group_is_one_rank() -> None:
     ranks = run_ranks(neighbours, 2, degrees(tp=2))
     assert ranks[1]["fsdp"] == [1] and ranks[1]["loss"] == [1] and ranks[1]["data_rank"] == 0
+
+
+def groups(rank: int, world: int, layout: Degrees) -> tuple[int, bool, bool]:
+    """Number of groups beside the default one; whether loss, stage and fsdp share one; whether ep and fsdp do."""
+    meshes = make_meshes(layout, "cpu")
+    fsdp = meshes.fsdp.get_group()
+    number = len(dist.distributed_c10d._world.pg_map) - 1
+    return number, meshes.loss is meshes.stage is fsdp, meshes.ep.get_group() is fsdp
+
+
+def test_equal_sets_of_ranks_share_a_group_but_for_what_layers_wait_for() -> None:
+    # One for all axes of size 1.
+    assert run_ranks(groups, 2, degrees(dp_shard=2)) == [(1, True, False)] * 2
+    # And the one of experts, whose exchanges do not wait for FSDP's.
+    assert run_ranks(groups, 2, degrees(dp_shard=2, ep=2)) == [(2, True, False)] * 2
+    # Size 1, tp and ep (the same ranks), fsdp, and the experts' own data axis; not one for each of 13 axes.
+    assert run_ranks(groups, 4, degrees(dp_shard=2, tp=2, ep=2))[0][0] == 4
