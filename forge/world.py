@@ -6,7 +6,7 @@ import os
 import re
 import resource
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -108,6 +108,7 @@ def join(world: World, timeout: timedelta = timedelta(minutes=10)) -> None:
     the first, or when the port is taken.
     """
     if world.device.type == "cuda":
+        use_expandable_segments(os.environ)
         cards = torch.cuda.device_count()
         # On every rank of the machine, so that rank 0, which prints, is one of them.
         processes = max(world.local_size, world.local_rank + 1)
@@ -147,6 +148,16 @@ def _meet(world: World, timeout: timedelta) -> dist.Store:
         raise UserError(
             f"port {port} is in use on {socket.gethostname()}; export another MASTER_PORT."
         ) from None
+
+
+def use_expandable_segments(environment: MutableMapping[str, str]) -> None:
+    """Let PyTorch's CUDA allocator grow its segments, unless the user has set it up. Call before CUDA allocates.
+
+    Batches and gathered weights of several sizes otherwise leave gaps that no later tensor fits into. Source:
+    https://docs.pytorch.org/docs/stable/notes/cuda.html (PYTORCH_ALLOC_CONF; before PyTorch 2.9 PYTORCH_CUDA_ALLOC_CONF).
+    """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & environment.keys():
+        environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def _raise_file_limit() -> None:

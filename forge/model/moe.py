@@ -38,8 +38,11 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         """x `[batch, seq, dim]`, labels int64 `[batch, seq]` (IGNORE: not balanced) -> `[batch, seq, dim]`."""
-        routed = self.routed(x, labels)
-        return routed if self.shared is None else routed + self.shared(x)
+        if self.shared is None:
+            return self.routed(x, labels)
+        # First: under expert parallelism `routed` makes the host wait for other ranks' counts, and a card computes meanwhile.
+        shared = self.shared(x)
+        return self.routed(x, labels) + shared
 
     def routed(self, x: Tensor, labels: Tensor | None) -> Tensor:
         """Return the output of the chosen experts; shapes as in `forward`."""
