@@ -96,6 +96,51 @@ PUBLISHED: dict[str, tuple[str, int, dict[str, Any]]] = {
             "use_sliding_window": False,
         },
     ),
+    "olmo3-7b": (
+        "Olmo3ForCausalLM",
+        7_298_011_136,
+        {
+            "vocab_size": 100278,
+            "rope_theta": 500000.0,
+            "rms_norm_eps": 1e-6,
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "sliding_window": 4096,
+            "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8,
+            "max_position_embeddings": 65536,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "original_max_position_embeddings": 8192,
+            },
+        },
+    ),
+    "gemma3-4b": (
+        "Gemma3ForCausalLM",
+        3_880_263_168,
+        {
+            "vocab_size": 262208,
+            "rope_theta": 1000000.0,
+            "rope_local_base_freq": 10000.0,
+            "rms_norm_eps": 1e-6,
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "num_hidden_layers": 34,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 1024,
+            "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5 + ["sliding_attention"] * 4,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            "tie_word_embeddings": True,
+        },
+    ),
     "qwen3-30b-a3b": (
         "Qwen3MoeForCausalLM",
         30_532_122_624,
@@ -148,7 +193,8 @@ def test_a_preset_is_the_published_model(name: str) -> None:
     assert architecture.name == expected
     written = write_model(model, architecture, 8192)
     assert {key: written[key] for key in published} == published
-    assert written["tie_word_embeddings"] is False and written["rope_scaling"] is None
+    for key, usual in (("tie_word_embeddings", False), ("rope_scaling", None)):
+        assert key in published or written[key] is usual
     described = {"architectures": [expected], "max_position_embeddings": 8192} | published
     assert ModelConfig.model_validate(read_model(described, architecture)) == model
     weights = weights_of(model, architecture)
@@ -156,4 +202,5 @@ def test_a_preset_is_the_published_model(name: str) -> None:
         theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**written))
     assert sum(parameter.numel() for parameter in theirs.parameters()) == parameters
     plain = {f"{n}.weight" for n, m in theirs.named_modules() if isinstance(m, torch.nn.Linear)}
+    plain -= {"lm_head.weight"} if model.tie_embeddings else set()
     assert plain <= {their_name for weight in weights for their_name in weight.theirs}
