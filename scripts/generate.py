@@ -21,7 +21,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 
 from forge.data.tokenizer import Tokenizer, begin_text, load_tokenizer
 from forge.errors import FAILED, UserError
-from forge.inference import CachedScores, NextScores, Sampling, TextStream, generate, recomputed
+from forge.inference import (
+    CachedScores,
+    DraftedScores,
+    NextScores,
+    Sampling,
+    TextStream,
+    generate,
+    recomputed,
+)
 from forge.inference.open import TrainedModel
 from scripts.model import add_model_options, open_model
 from scripts.options import count, exit_code_of, number, positive
@@ -81,6 +89,8 @@ def _run(given: argparse.Namespace) -> None:
     if live:
         print(writings[0].shown, end="", flush=True)
     scores: NextScores = CachedScores(model)
+    if given.draft:
+        scores = _drafted(opened, len(writings))
     if given.no_cache:
         scores = recomputed(lambda tokens: model(tokens.to(opened.device)), model.seq_len)
     sampling = Sampling(given.temperature, given.top_k, given.top_p, given.seed)
@@ -111,6 +121,15 @@ def _run(given: argparse.Namespace) -> None:
     if not given.json:
         count = sum(len(writing.tokens) for writing in writings)
         print(f"{count} tokens in {seconds:.1f} s ({count / seconds:.1f} tokens/s)", file=sys.stderr)
+
+
+def _drafted(opened: TrainedModel, prompts: int) -> NextScores:
+    if prompts > 1:
+        raise UserError(f"--draft continues one prompt, but there are {prompts}; run it once for each")
+    try:
+        return DraftedScores(opened.model)
+    except ValueError as error:
+        raise UserError(f"{opened.path}: --draft: {error}; leave it out") from None
 
 
 def _begin(prompt: str | list[int], tokenizer: Tokenizer | None, opened: TrainedModel) -> Writing:
@@ -171,6 +190,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--top-p", type=share, default=1.0, metavar="P", help=held)
     add("--seed", type=int, default=0, metavar="N", help="random seed (%(default)s)")
     add("--ignore-end", action="store_true", help="continue after the token that ends a document")
+    drafts = "draft tokens with [model.mtp] and check them in one forward: the same text in fewer forwards"
+    add("--draft", action="store_true", help=drafts)
     add(
         "--no-cache",
         action="store_true",

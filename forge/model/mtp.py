@@ -95,6 +95,16 @@ def sums_with_ahead(model: Any, x: Tensor, labels: Tensor, ahead: Tensor, shared
     return model.output(torch.stack(hidden), torch.stack(targets), _Averaged(model))
 
 
+def hidden_ahead(model: Any, module: int, x: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
+    """Return what one module (0: the first) makes of some tokens of a text: `[batch, n, dim]`.
+
+    x `[batch, n, dim]`: the hidden states of the module before; tokens int64 `[batch, n]`: those that the module looks at;
+    positions int64 `[batch, n]`.
+    """
+    shared = model.shared_inputs(x, x.shape[1], None, positions, None)
+    return model.layers[model.ahead[module]](x, model.embedding(tokens), shared)
+
+
 class _Averaged:
     """In place of the loss, for hidden states and labels of the model and of each module, stacked."""
 

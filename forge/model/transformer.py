@@ -162,7 +162,7 @@ class Transformer(nn.Module):
         if self.embeds:
             assert self.embedding is not None
             x = self.embedding(x)
-        shared = self._shared(x, seq, labels, positions, documents)
+        shared = self.shared_inputs(x, seq, labels, positions, documents)
         for layer in self.trunk:
             x = self.layers[layer](x, shared)
         if self.norm is None:
@@ -181,7 +181,7 @@ class Transformer(nn.Module):
         assert self.embedding is not None
         return self.embedding.output(x, labels, loss)
 
-    def _shared(
+    def shared_inputs(
         self,
         x: Tensor,
         seq: int,
