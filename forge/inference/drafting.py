@@ -139,6 +139,6 @@ class _Hidden(nn.Module):
 
 
 def _common(first: list[int], second: list[int]) -> int:
-    """Return how many tokens two texts begin with alike."""
+    """Return how many tokens at the start of two texts are equal."""
     pairs = zip(first, second, strict=False)
     return next((n for n, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))
