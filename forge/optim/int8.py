@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from forge.errors import UserError
 from forge.optim.optimizer import wide_dtype
 from forge.optim.rounding import StochasticRounding
 from forge.shard import Box, Shard
@@ -78,6 +79,11 @@ class Int8Moments:
         own = torch.cat(parts).unique() if parts else torch.empty(0, dtype=torch.int64)
         everyones = [own]
         if self._group is not None:
+            if dist.get_backend(self._group) == "fake":
+                raise UserError(
+                    "optimizer.moment_dtype = int8: --plan has no other ranks to ask which blocks they hold parts of; plan "
+                    "with bfloat16, whose moments are larger by about a byte per parameter each"
+                )
             everyones = [own] * self._group.size()
             dist.all_gather_object(everyones, own, group=self._group)
         numbers = torch.cat(everyones).unique()
