@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-Kind: TypeAlias = Literal["dense", "expert", "router"]
+Kind: TypeAlias = Literal["dense", "expert", "router", "convolution"]
 
 
 @dataclass(frozen=True)

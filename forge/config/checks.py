@@ -54,8 +54,17 @@ def _layers(config: Config) -> Iterator[str]:
         yield f"model.layer_pattern has {len(pattern)} kinds for {model.n_layers = }; leave some out"
     if "sliding" in pattern and not model.sliding_window:
         yield "model.layer_pattern has sliding layers, which need model.sliding_window; set it to their number of tokens"
-    if "linear" in pattern:  # the check goes when forge/model/layers.py builds such a layer
-        yield "model.layer_pattern has linear layers, which forge does not build yet; use full, sliding or nope"
+    linear = model.linear_attention
+    if "linear" in pattern and linear is None:
+        yield "model.layer_pattern has linear layers, which need the table [model.linear_attention]; set its keys"
+    if linear is None:
+        return
+    if "linear" not in pattern:
+        yield 'model.linear_attention needs linear layers; put "linear" into model.layer_pattern, or leave the table out'
+    if linear.n_value_heads % linear.n_key_heads:
+        near = multiples(linear.n_value_heads, linear.n_key_heads)
+        keys = f"model.linear_attention.n_key_heads = {linear.n_key_heads}"
+        yield f"model.linear_attention.n_value_heads must be a multiple of {keys}; use {near}"
 
 
 def _tensor(config: Config) -> Iterator[str]:
@@ -89,8 +98,12 @@ def _tensor_plan(config: Config) -> Iterator[str]:
     shared = {"n_heads": "query heads", "n_kv_heads": "key/value heads", "ffn_dim": "features"}
     if model.moe is not None and not model.moe.n_dense_layers and model.moe.every == 1:
         del shared["ffn_dim"]
-    for key, what in shared.items():
-        size = getattr(model, key)
+    if set(model.pattern) == {"linear"}:
+        del shared["n_heads"], shared["n_kv_heads"]
+    sizes = {key: (getattr(model, key), what) for key, what in shared.items()}
+    if model.linear_attention is not None and "linear" in model.pattern:
+        sizes["linear_attention.n_key_heads"] = model.linear_attention.n_key_heads, "key heads"
+    for key, (size, what) in sizes.items():
         if size % tp:
             yield f"parallel.tp must divide model.{key} = {size}, the {what} that it splits; use {divisors(size)}"
     number, dim = (model.moe.n_shared_experts, model.moe.expert_dim) if model.moe else (0, 0)

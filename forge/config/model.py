@@ -48,6 +48,8 @@ class MoEConfig(Section):
     """Number of groups of consecutive experts. Must divide n_experts."""
     n_limited_groups: Count = 0
     """Each token chooses its experts from this many groups, those with the highest scores. 0: all groups."""
+    shared_expert_gate: bool = False
+    """Multiply the output of the shared experts by the sigmoid of a projection of their input to one number (Qwen)."""
     expert_dim: Count = 0
     """Hidden size of an expert. 0: model.ffn_dim."""
     score_function: Literal["softmax", "sigmoid"] = "softmax"
@@ -87,6 +89,23 @@ class MTPConfig(Section):
     """Number of modules; the k-th predicts the token k places after the next one."""
     loss_coef: PositiveNumber = 0.3
     """Weight of their loss, a mean over the modules."""
+
+
+class LinearAttentionConfig(Section):
+    """Gated DeltaNet in the linear layers of model.layer_pattern. Absent: there are none."""
+
+    n_key_heads: Positive
+    """Number of query and key heads."""
+    n_value_heads: Count = 0
+    """Number of value heads, each with a state. A multiple of n_key_heads. 0: n_key_heads."""
+    key_head_dim: Positive
+    """Size of a query or key head."""
+    value_head_dim: Count = 0
+    """Size of a value head. 0: key_head_dim."""
+    conv_size: Positive = 4
+    """Tokens that the convolution of queries, keys and values spans, including the token itself."""
+    chunk_size: Positive = 64
+    """Tokens that are computed together; changes speed and memory only."""
 
 
 class ModelConfig(Section):
@@ -144,7 +163,8 @@ class ModelConfig(Section):
     """Number of tokens that a token attends to, including itself. 0: all previous tokens."""
     layer_pattern: ListOf[LayerKind] = ()
     """Kinds of layers, repeated over the depth: full (attends to the whole context), sliding (to the last sliding_window
-    tokens), nope (to the whole context, without positions). []: all layers slide, or all are full if sliding_window is 0."""
+    tokens), nope (to the whole context, without positions), linear (see [model.linear_attention]). []: all layers slide, or
+    all are full if sliding_window is 0."""
     sliding_window_pattern: Count = 0
     """With sliding_window and without layer_pattern: every n-th layer attends to the whole context. 0: no layer does."""
     logit_soft_cap: NonNegativeNumber = 0.0
@@ -154,6 +174,7 @@ class ModelConfig(Section):
     init_std: PositiveNumber = 0.02
     """Standard deviation of initial weights. For wo and w2 it is init_std / sqrt(2 n_layers)."""
     rope_scaling: RopeScalingConfig | None = None
+    linear_attention: LinearAttentionConfig | None = None
     moe: MoEConfig | None = None
     mtp: MTPConfig | None = None
 
@@ -197,6 +218,17 @@ class ModelConfig(Section):
             zeros = {key: value for key, value in fitting.items() if _is_zero(moe.get(key, 0))}
             derived["moe"] = moe | {
                 key: value for key, value in zeros.items() if type(value) is int and value > 0
+            }
+        linear = values.get("linear_attention")
+        if isinstance(linear, dict):
+            same = {
+                "n_value_heads": linear.get("n_key_heads"),
+                "value_head_dim": linear.get("key_head_dim"),
+            }
+            derived["linear_attention"] = linear | {
+                key: value
+                for key, value in same.items()
+                if _is_zero(linear.get(key, 0)) and type(value) is int
             }
         return values | derived
 

@@ -89,7 +89,8 @@ def _check_degrees(config: Config, dp_shard: int) -> Iterator[str]:
         chunks = f"2 * cp = 2 * {cp} = {2 * cp}, the number of chunks of a sequence"
         yield f"train.seq_len must be a multiple of {chunks}; set train.seq_len = {multiples(train.seq_len, 2 * cp)}"
     heads = model.n_heads // tp
-    if parallel.context == "ulysses" and model.n_heads % tp == 0 and heads % cp:
+    some = set(model.pattern) != {"linear"}
+    if parallel.context == "ulysses" and some and model.n_heads % tp == 0 and heads % cp:
         share = f"model.n_heads / tp = {model.n_heads} / {tp} = {heads}"
         reason = "because parallel.context = ulysses exchanges whole heads"
         remedy = f"use one of {divisors(heads)}, or parallel.context = allgather or ring"

@@ -10,14 +10,15 @@ lengths in one batch: shorter ones are padded at the end, where later tokens ove
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from forge.inference.sampling import padded
 from forge.inference.scoring import replaced
-from forge.model import AttentionFunction, AttentionMask
+from forge.inference.states import Places, StateCache
+from forge.model import AttentionFunction, AttentionMask, LinearAttention
 from forge.model.loss import head_logits
 from forge.model.mask import visible
 
@@ -32,12 +33,16 @@ class CachedScores:
     other texts the cache is rebuilt. As without a cache the model sees each text's last `model.seq_len` tokens, at
     positions 0, 1, ...; a longer text is recomputed for each further token, because all its positions change.
 
-    Memory: 2 * kv_heads * head_dim numbers per text, token and layer.
+    Memory: 2 * kv_heads * head_dim numbers per text, token and layer; in a linear layer a state per text and head.
     """
 
     def __init__(self, model: Any):
         self._model = model
-        self._layers = [_LayerCache(block.attention.attend) for block in model.layers.values()]
+        attentions: list[Any] = [block.attention for block in model.layers.values()]
+        self._layers: list[Any] = [
+            StateCache(one.attend) if isinstance(one, LinearAttention) else _LayerCache(one.attend)
+            for one in attentions
+        ]
         self._texts: list[list[int]] = []
 
     @torch.no_grad()
@@ -53,26 +58,19 @@ class CachedScores:
         )
         if continues:
             tokens = torch.tensor([[text[-1]] for text in seen], device=device)
-            places = _Places(last, max(map(len, seen)))
+            places = Places(last, max(map(len, seen)))
             logits = self._read(tokens, places, torch.zeros_like(last))
         else:
             logits = self._read(padded(seen).to(device), None, last)
         self._texts = seen
         return logits
 
-    def _read(self, tokens: Tensor, places: _Places | None, last: Tensor) -> Tensor:
+    def _read(self, tokens: Tensor, places: Places | None, last: Tensor) -> Tensor:
         """Logits `[texts, vocab]` at index `last` `[texts]` of tokens `[texts, seq]`, whole texts if places is None."""
         for layer in self._layers:
-            layer.places = places
+            layer.places, layer.last = places, last
         with replaced(self._model, _LastScores(last, self._model.config.logit_soft_cap), self._layers):
             return self._model(tokens, None, None if places is None else places.of_text[:, None])
-
-
-class _Places(NamedTuple):
-    """The cache place of the one new token of each text, int64 `[texts]`; all are below `end`."""
-
-    of_text: Tensor
-    end: int
 
 
 class _LayerCache:
@@ -83,7 +81,8 @@ class _LayerCache:
 
     def __init__(self, inner: AttentionFunction):
         self._inner = inner
-        self.places: _Places | None = None
+        self.places: Places | None = None
+        self.last: Tensor | None = None
         self._keys = self._values = torch.empty(0)
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:

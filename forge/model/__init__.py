@@ -5,10 +5,11 @@ from forge.model.embedding import Embedding, Head
 from forge.model.experts import Experts
 from forge.model.feed_forward import FeedForward
 from forge.model.flops import ParameterCounts, flops_per_token, parameter_counts
-from forge.model.initial import Normal
+from forge.model.initial import Normal, Uniform
+from forge.model.linear_attention import Decay, LinearAttention, Recurrence, ShortConvolution
 from forge.model.loss import IGNORE, FusedLoss
 from forge.model.mask import AttentionMask
-from forge.model.moe import MoE
+from forge.model.moe import MoE, SharedGate
 from forge.model.norm import RMSNorm
 from forge.model.registry import build_model
 from forge.model.router import Router, update_routers
@@ -19,17 +20,23 @@ __all__ = [
     "Attention",
     "AttentionFunction",
     "AttentionMask",
+    "Decay",
     "Embedding",
     "Experts",
     "FeedForward",
     "FusedLoss",
     "Head",
+    "LinearAttention",
     "MoE",
     "Normal",
     "ParameterCounts",
     "RMSNorm",
+    "Recurrence",
     "Router",
+    "SharedGate",
+    "ShortConvolution",
     "Transformer",
+    "Uniform",
     "build_model",
     "flops_per_token",
     "parameter_counts",

@@ -66,6 +66,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, window: int, rotation: int | None = 0):
         super().__init__()
         self.head_dim = config.head_dim
+        self.heads = {"wq": config.n_heads, "wk": config.n_kv_heads, "wv": config.n_kv_heads}
         self.window, self.rotation = window, rotation
         self.q_dim, kv_dim = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
         self.wq = nn.Linear(config.dim, self.q_dim, bias=config.attention_bias)

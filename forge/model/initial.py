@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import sqrt
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from forge.config.model import ModelConfig
 from forge.model.embedding import Embedding, Head
 from forge.model.experts import Experts
+from forge.model.moe import SharedGate
 from forge.model.mtp import Join
 from forge.model.norm import RMSNorm
 from forge.model.router import Router
@@ -24,8 +26,28 @@ class Normal:
 
     std: float
 
+    def of(self, drawn: Tensor) -> Tensor:
+        """Turn draws from the standard normal distribution, which are overwritten, into draws from this one."""
+        return drawn.mul_(self.std)
 
-def initial_values(model: nn.Module, config: ModelConfig) -> dict[str, float | Normal]:
+
+@dataclass(frozen=True)
+class Uniform:
+    """Independent draws from a uniform distribution; with `log` the logarithms of such draws."""
+
+    low: float
+    high: float
+    log: bool = False
+
+    def of(self, drawn: Tensor) -> Tensor:
+        """Turn draws from the standard normal distribution into draws from this one."""
+        # In float64 and then rounded: float32's own functions depend on how many elements are computed together, and each
+        # rank has others.
+        values = self.low + (self.high - self.low) * torch.special.ndtr(drawn.double())
+        return (values.log() if self.log else values).to(drawn.dtype)
+
+
+def initial_values(model: nn.Module, config: ModelConfig) -> dict[str, float | Normal | Uniform]:
     """Return the initial value of every parameter of `model`, a part or all of the model of `config`, by name.
 
     A module of a class of one's own says it itself, by a method `initial_value(name)`. Raises TypeError for a parameter of
@@ -38,7 +60,7 @@ def initial_values(model: nn.Module, config: ModelConfig) -> dict[str, float | N
     }
 
 
-def _start(module: nn.Module, path: str, leaf: str, config: ModelConfig) -> float | Normal:
+def _start(module: nn.Module, path: str, leaf: str, config: ModelConfig) -> float | Normal | Uniform:
     if isinstance(module, RMSNorm):
         return module.initial
     if isinstance(module, nn.Linear | Experts | Router) and leaf.endswith("bias"):
@@ -47,7 +69,7 @@ def _start(module: nn.Module, path: str, leaf: str, config: ModelConfig) -> floa
         return _projection(path.rpartition(".")[2], config)
     if isinstance(module, Experts):
         return _projection(leaf, config)
-    if isinstance(module, Embedding | Head | Join | Router):
+    if isinstance(module, Embedding | Head | Join | Router | SharedGate):
         return Normal(config.init_std)
     if (own := getattr(module, "initial_value", None)) is not None:
         return own(leaf)

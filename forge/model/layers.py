@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from forge.config.model import ModelConfig
 from forge.model.attention import Attention
+from forge.model.linear_attention import LinearAttention
 
 
-def attention_for(config: ModelConfig, layer: int) -> Attention:
+def attention_for(config: ModelConfig, layer: int) -> Attention | LinearAttention:
     """Build what mixes the tokens in the block with this global index; a kind of layer that does it otherwise goes here."""
+    if config.kind_of(layer) == "linear":
+        return LinearAttention(config)
     return Attention(config, window_of(config, layer), rotation_of(config, layer))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from forge.config.model import ModelConfig
 from forge.model.activation import activation_of
@@ -34,6 +36,7 @@ class MoE(nn.Module):
         self.shared = (
             make_feed_forward(config.dim, shared_dim, activation, config.ffn_bias) if shared_dim else None
         )
+        self.shared_gate = SharedGate(config.dim) if shared_dim and moe.shared_expert_gate else None
         self.dispatch: Dispatcher = LocalDispatcher(moe.n_experts, drops=moe.capacity_factor > 0)
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
@@ -42,6 +45,8 @@ class MoE(nn.Module):
             return self.routed(x, labels)
         # First: under expert parallelism `routed` makes the host wait for other ranks' counts, and a card computes meanwhile.
         shared = self.shared(x)
+        if self.shared_gate is not None:
+            shared = self.shared_gate(x) * shared
         return self.routed(x, labels) + shared
 
     def routed(self, x: Tensor, labels: Tensor | None) -> Tensor:
@@ -53,7 +58,7 @@ class MoE(nn.Module):
         """Return the operations of the router, the shared experts and the matrices of `top_k` experts."""
         config = self.router.config
         of_one = (self.experts.w13.numel() + self.experts.w2.numel()) // config.n_experts
-        rest = (module for module in (self.router, self.shared) if module is not None)
+        rest = (module for module in (self.router, self.shared, self.shared_gate) if module is not None)
         return 6 * of_one * config.top_k + sum(flops_per_token(module, seq_len) for module in rest)
 
 
@@ -61,6 +66,18 @@ def has_experts(config: ModelConfig, layer: int) -> bool:
     """Return whether the layer with this global index has a mixture of experts."""
     moe = config.moe
     return moe is not None and layer >= moe.n_dense_layers and (layer + 1) % moe.every == 0
+
+
+class SharedGate(nn.Module):
+    """How much of the shared experts a token takes: the sigmoid of a projection to one number."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x `[batch, seq, dim]` -> `[batch, seq, 1]`."""
+        return F.linear(x, self.weight).sigmoid()
 
 
 def feed_forward_for(config: ModelConfig, layer: int) -> FeedForward | MoE:

@@ -15,7 +15,7 @@ from forge.config.model import ModelConfig
 from forge.model.attention import Shared
 from forge.model.embedding import Embedding, Head
 from forge.model.flops import matrix_flops
-from forge.model.initial import Normal, initial_values
+from forge.model.initial import Normal, Uniform, initial_values
 from forge.model.layers import attention_for
 from forge.model.loss import FusedLoss
 from forge.model.mask import AttentionMask
@@ -229,11 +229,14 @@ class Transformer(nn.Module):
 
     def heads(self) -> dict[str, int]:
         """Return how many heads the rows of projections to queries, keys and values are, by the name of the parameter."""
-        kv = self.config.n_kv_heads
-        of = {"wq": self.config.n_heads, "wk": kv, "wv": kv}
-        return {f"layers.{layer}.attention.{leaf}.weight": of[leaf] for layer in self.layers for leaf in of}
+        attentions: dict[str, Any] = {layer: block.attention for layer, block in self.layers.items()}
+        return {
+            f"layers.{layer}.attention.{leaf}.weight": number
+            for layer, attention in attentions.items()
+            for leaf, number in attention.heads.items()
+        }
 
-    def initial_values(self) -> dict[str, float | Normal]:
+    def initial_values(self) -> dict[str, float | Normal | Uniform]:
         """Return the initial value of each parameter of this part, by name; it does not depend on the part."""
         return initial_values(self, self.config)
 

@@ -185,13 +185,13 @@ class _RowMoments:
 
 
 def _is_muons(shard: Shard) -> bool:
-    """Return whether Muon updates this parameter: a matrix inside a block, or the experts', but no router's.
+    """Return whether Muon updates this parameter: a matrix inside a block, or the experts', but no router's or convolution's.
 
     Raises UserError (exit 2) for a parameter inside a block that is neither a vector nor made of matrices.
     """
     dims = len(shard.global_shape)
     vectors = shard.name.endswith("bias")  # of experts, one for each
-    if not shard.name.startswith("layers.") or shard.kind == "router" or dims < 2 or vectors:
+    if not shard.name.startswith("layers.") or shard.kind in ("router", "convolution") or dims < 2 or vectors:
         return False
     if dims == 2 or (dims == 3 and shard.kind == "expert"):
         return True

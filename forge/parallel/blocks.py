@@ -73,6 +73,7 @@ KEPT = (
     "aten._scaled_dot_product_cudnn_attention",
     "aten._scaled_dot_product_attention_math",
     "higher_order.flex_attention",
+    "forge.affine_scan",
     # collectives
     "_c10d_functional.all_gather_into_tensor",
     "_c10d_functional.reduce_scatter_tensor",

@@ -28,7 +28,7 @@ from torch.distributed.tensor.placement_types import Shard as Split
 from torch.nn import functional as F
 
 from forge import compat
-from forge.model import Experts, MoE, Router, Transformer
+from forge.model import Experts, MoE, Router, SharedGate, ShortConvolution, Transformer
 from forge.model.dispatch import Plan, combine, sort_by_expert, spread
 from forge.parallel.collectives import gather_for_all, own_piece, sum_over
 from forge.parallel.layout import Layout
@@ -81,7 +81,8 @@ class PieceRoutedMoE(MoE):
 
     def __init__(self, plain: MoE, layout: Layout):
         nn.Module.__init__(self)
-        self.router, self.experts, self.shared = plain.router, plain.experts, plain.shared
+        self.router, self.experts = plain.router, plain.experts
+        self.shared, self.shared_gate = plain.shared, plain.shared_gate
         self.dispatch = plain.dispatch
         self.mesh, self.whole_stream = layout.meshes.tp, not layout.parallel.sequence_parallel
 
@@ -144,9 +145,20 @@ def _inverse(plan: Plan) -> Plan:
 
 
 def parameter_kinds(model: nn.Module) -> dict[nn.Parameter, Kind]:
-    """Return the kind of the parameters of experts and routers in `model`; all others are dense."""
-    kinds: dict[nn.Parameter, Kind] = {}
-    for module in model.modules():
-        if isinstance(module, Experts | Router):
-            kinds |= dict.fromkeys(module.parameters(), "expert" if isinstance(module, Experts) else "router")
-    return kinds
+    """Return the kind of the parameters of experts, routers and convolutions in `model`; all others are dense.
+
+    The gate of shared experts is a router of one row.
+    """
+    classes: dict[type[nn.Module], Kind] = {
+        Experts: "expert",
+        Router: "router",
+        SharedGate: "router",
+        ShortConvolution: "convolution",
+    }
+    return {
+        parameter: kind
+        for module in model.modules()
+        for known, kind in classes.items()
+        if isinstance(module, known)
+        for parameter in module.parameters()
+    }

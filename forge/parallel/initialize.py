@@ -14,7 +14,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from forge.model import Normal
+from forge.model import Normal, Uniform
 from forge.shard import Box, Shard
 
 BLOCK = 1 << 16
@@ -22,22 +22,24 @@ BLOCK = 1 << 16
 LONGEST_SPAN = 1 << 22
 
 
-def initialize(shards: list[Shard], values: dict[str, float | Normal], seed: int) -> None:
+def initialize(shards: list[Shard], values: dict[str, float | Normal | Uniform], seed: int) -> None:
     """Fill every shard in place with the start value that `values` gives for its parameter's name.
 
     Raises KeyError if a shard's name has no start value: nothing is ever left as memory came.
     """
     for shard in shards:
         start = values[shard.name]
-        if not isinstance(start, Normal):
+        if not isinstance(start, Normal | Uniform):
             shard.data.fill_(start)
             continue
         for box, piece in shard.pieces(shard.data):
-            fill_normal(piece, box, shard.global_shape, start.std, seed, shard.name)
+            fill_random(piece, box, shard.global_shape, start, seed, shard.name)
 
 
-def fill_normal(out: Tensor, box: Box, global_shape: torch.Size, std: float, seed: int, name: str) -> None:
-    """Write the elements of `box` of the global tensor `name`, drawn from N(0, std^2), into `out` (shaped like the box)."""
+def fill_random(
+    out: Tensor, box: Box, global_shape: torch.Size, start: Normal | Uniform, seed: int, name: str
+) -> None:
+    """Write the elements of `box` of the global tensor `name`, drawn from `start`, into `out` (shaped like the box)."""
     if box.numel == 0:
         return
     strides = [prod(global_shape[d + 1 :]) for d in range(len(global_shape))]
@@ -45,14 +47,14 @@ def fill_normal(out: Tensor, box: Box, global_shape: torch.Size, std: float, see
     span = 1 + sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True))
     if span <= LONGEST_SPAN:
         drawn = _draw(first, first + span, prod(global_shape), seed, name, out.device)
-        out.copy_(drawn.mul_(std).as_strided(box.sizes, strides))
+        out.copy_(start.of(drawn).as_strided(box.sizes, strides))
         return
     axis = next(d for d, size in enumerate(box.sizes) if size > 1)
     half = box.sizes[axis] // 2
     for begin, size in ((0, half), (half, box.sizes[axis] - half)):
         offsets = (*box.offsets[:axis], box.offsets[axis] + begin, *box.offsets[axis + 1 :])
         sizes = (*box.sizes[:axis], size, *box.sizes[axis + 1 :])
-        fill_normal(out.narrow(axis, begin, size), Box(offsets, sizes), global_shape, std, seed, name)
+        fill_random(out.narrow(axis, begin, size), Box(offsets, sizes), global_shape, start, seed, name)
 
 
 def _draw(start: int, stop: int, numel: int, seed: int, name: str, device: torch.device) -> Tensor:

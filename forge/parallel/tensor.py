@@ -97,8 +97,8 @@ def sum_partial_gradients(shards: Sequence[Shard], mesh: DeviceMesh) -> None:
 def _sees_a_part(name: str, plan: Plan, pieces: bool) -> bool:
     """Whether the norm `name` works on only some of the tokens or heads."""
     parent, _, leaf = name.rpartition(".")
-    if leaf in ("q_norm", "k_norm"):
-        return plan.get(f"{parent}.w{leaf[0]}") == "colwise"
+    if leaf in ("q_norm", "k_norm", "out_norm"):
+        return plan.get(f"{parent}.{'wv' if leaf == 'out_norm' else f'w{leaf[0]}'}") == "colwise"
     return pieces
 
 

@@ -42,7 +42,18 @@ from torch.nn import functional as F
 
 from forge.config.layout import TENSOR_STYLES
 from forge.errors import UserError, did_you_mean
-from forge.model import Attention, Embedding, FeedForward, Head, RMSNorm, Router
+from forge.model import (
+    Attention,
+    Decay,
+    Embedding,
+    FeedForward,
+    Head,
+    LinearAttention,
+    RMSNorm,
+    Router,
+    SharedGate,
+    ShortConvolution,
+)
 from forge.model.mtp import Join
 from forge.model.norm import ProjectionNorm
 from forge.model.precision import promoted
@@ -59,6 +70,11 @@ OWN: Mapping[str, str] = {
     "layers.*.attention.wk": "colwise",
     "layers.*.attention.wv": "colwise",
     "layers.*.attention.wo": "rowwise",
+    "layers.*.attention.wg": "colwise",
+    "layers.*.attention.wa": "colwise",
+    "layers.*.attention.wb": "colwise",
+    "layers.*.attention.conv": "colwise",
+    "layers.*.attention.decay": "colwise",
     "layers.*.feed_forward.w1": "colwise",
     "layers.*.feed_forward.w3": "colwise",
     "layers.*.feed_forward.w2": "rowwise",
@@ -70,6 +86,7 @@ OWN: Mapping[str, str] = {
 # Projections into a part of a block, and back into the residual stream.
 PARTS: dict[type[nn.Module], tuple[tuple[str, ...], str]] = {
     Attention: (("wq", "wk", "wv"), "wo"),
+    LinearAttention: (("wq", "wk", "wv", "wg", "wa", "wb", "conv", "decay"), "wo"),
     FeedForward: (("w1", "w3"), "w2"),
 }
 
@@ -158,6 +175,8 @@ def _check_part(name: str, part: nn.Module, plan: Plan, tp: int) -> None:
         heads = part.wk.out_features // part.head_dim
         if heads % tp:
             raise UserError(f"{name}: parallel.tp = {tp} does not divide its {heads} key/value heads")
+    if isinstance(part, LinearAttention) and split == {True} and part.heads["wk"] % tp:
+        raise UserError(f"{name}: parallel.tp = {tp} does not divide its {part.heads['wk']} key heads")
 
 
 @dataclass(frozen=True)
@@ -254,6 +273,46 @@ class LocalJoin(Join):
         return F.linear(torch.cat([first, second], dim=-1), local_tensor(self.weight))
 
 
+class LocalSharedGate(SharedGate):
+    """The gate of shared experts, on this rank's piece of the sequence or on all of it; its weight is whole on every rank."""
+
+    def __init__(self, plain: SharedGate, place: Place):
+        with torch.device("meta"):
+            super().__init__(plain.weight.shape[1])
+        self.weight = distributed(plain.weight, place.mesh, Replicate())
+        self.partial_gradients = place.partial
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x `[batch, seq or seq / tp, dim]` -> `[batch, seq or seq / tp, 1]`."""
+        return F.linear(x, local_tensor(self.weight)).sigmoid()
+
+
+class LocalConvolution(ShortConvolution):
+    """The convolution of this rank's channels, or of all on every rank."""
+
+    def __init__(self, plain: ShortConvolution, place: Place, *, split: bool):
+        with torch.device("meta"):
+            super().__init__(plain.q.shape[0], plain.v.shape[0], plain.q.shape[1])
+        _take_parameters(self, plain, place.mesh, Split(0) if split else Replicate())
+
+    def weights(self) -> list[Tensor]:
+        """Return this rank's part of the weights; gradients pass."""
+        return [local_tensor(weight) for weight in self.parameters()]
+
+
+class LocalDecay(Decay):
+    """The decays of this rank's heads, or of all on every rank."""
+
+    def __init__(self, plain: Decay, place: Place, *, split: bool):
+        with torch.device("meta"):
+            super().__init__(plain.a_log.numel())
+        _take_parameters(self, plain, place.mesh, Split(0) if split else Replicate())
+
+    def weights(self) -> list[Tensor]:
+        """Return this rank's part of the weights; gradients pass."""
+        return [local_tensor(weight) for weight in self.parameters()]
+
+
 class LocalEmbedding(Embedding):
     """Looks up all tokens among the rows of the vocabulary that this rank has.
 
@@ -315,6 +374,7 @@ Apply: TypeAlias = Callable[[Any, Place], nn.Module]
 # For each kind of module its styles, and what makes of a module one that is split so. None: no pattern names the module.
 STYLES: dict[type[nn.Module], dict[str | None, Apply]] = {
     Attention: {None: _take_whole_input},
+    LinearAttention: {None: _take_whole_input},
     FeedForward: {None: _take_whole_input},
     nn.Linear: {
         "colwise": partial(_split_linear, style=lambda _: ColwiseParallel()),
@@ -340,6 +400,12 @@ STYLES: dict[type[nn.Module], dict[str | None, Apply]] = {
     RMSNorm: {"sequence_parallel": LocalNorm, None: LocalNorm},
     Router: {None: LocalRouter},
     Join: {None: LocalJoin},
+    SharedGate: {None: LocalSharedGate},
+    ShortConvolution: {
+        "colwise": partial(LocalConvolution, split=True),
+        None: partial(LocalConvolution, split=False),
+    },
+    Decay: {"colwise": partial(LocalDecay, split=True), None: partial(LocalDecay, split=False)},
 }
 
 
@@ -353,6 +419,12 @@ def distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> nn.
     for name, parameter in list(module.named_parameters(recurse=False)):
         module.register_parameter(name, distributed(parameter, mesh, placement))
     return module
+
+
+def _take_parameters(module: nn.Module, plain: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
+    """Give `module` the parameters directly in `plain`, as DTensors over the 1-D `mesh`."""
+    for name, parameter in plain.named_parameters(recurse=False):
+        module.register_parameter(name, distributed(parameter, mesh, placement))
 
 
 def distributed(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:

@@ -17,6 +17,8 @@ FACTORS = {
     "bmm": (0, 1),
     "baddbmm": (1, 2),
     "_grouped_mm": (0, 1),
+    "linalg_solve_triangular": (0, 1),
+    "affine_scan": (0, 1),
 }
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 # These move nothing.

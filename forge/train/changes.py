@@ -18,10 +18,12 @@ log = logging.getLogger(__name__)
 FIXED = ("model.", "train.seq_len", "run.seed", "data.mixture_block", "data.document_mask")
 # Of [model], what says how training goes and not what the weights compute.
 TRAINING = (
-    "model.init_std",
+    *("model.init_std", "model.linear_attention.chunk_size"),
     *(f"model.moe.{key}" for key in ("balance", "aux_loss_coef", "z_loss_coef", "bias_update_rate")),
     *(f"model.moe.{key}" for key in ("router_noise", "capacity_factor")),
 )
+# What a run may change when it continues.
+FREE = ("model.init_std", "model.linear_attention.chunk_size")
 # With another value the tensors have other names or shapes, which loading compares and reports.
 SHAPES = (
     *("model.dim", "model.n_layers", "model.ffn_dim", "model.vocab_size"),
@@ -44,7 +46,7 @@ def compare_for_resume(path: Path, step: int, new: Config) -> None:
     """Log what has changed since the checkpoint at `path`. Raises UserError for what its history cannot go on with."""
     old = _config_of(path)
     changes = difference(old, new)
-    refused = [change for change in changes if change[0].startswith(FIXED) and change[0] != "model.init_std"]
+    refused = [change for change in changes if change[0].startswith(FIXED) and change[0] not in FREE]
     if refused:
         raise UserError(
             f"{path} cannot be continued with another model or data order:\n{_lines(refused)}\n"

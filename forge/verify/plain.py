@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forge.config import Config, parse_toml_text
-from forge.model import Normal, Transformer
+from forge.model import Normal, Transformer, Uniform
 from forge.optim import Optimizer
 from forge.parallel.build import build_meta_model
-from forge.parallel.initialize import fill_normal
+from forge.parallel.initialize import fill_random
 from forge.shard import Box, Shard
 from forge.verify.borders import Borders
 from forge.verify.checkpoints import ONE, save
@@ -28,9 +28,9 @@ def plain_model(config: Config, device: torch.device = CPU) -> Transformer:
     model.to_empty(device=device)
     for name, parameter in model.named_parameters():
         start = model.initial_values()[name]
-        if isinstance(start, Normal):
+        if isinstance(start, Normal | Uniform):
             box = Box((0,) * parameter.ndim, tuple(parameter.shape))
-            fill_normal(parameter.data, box, parameter.shape, start.std, config.run.seed, name)
+            fill_random(parameter.data, box, parameter.shape, start, config.run.seed, name)
         else:
             torch.nn.init.constant_(parameter, start)
     model.reset_buffers(torch.float64)

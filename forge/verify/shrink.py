@@ -78,6 +78,12 @@ def for_layout(small: Config, degrees: Degrees) -> Config:
             "model.moe.n_experts": lcm(moe.n_experts, d.ep),
             "model.moe.expert_dim": lcm(moe.expert_dim, d.tp),
         }
+    if (linear := model.linear_attention) is not None:
+        key_heads = lcm(linear.n_key_heads, d.tp)
+        keys |= {
+            "model.linear_attention.n_key_heads": key_heads,
+            "model.linear_attention.n_value_heads": key_heads * (linear.n_value_heads // linear.n_key_heads),
+        }
     result = changed(small, keys)
     check_world(result, d.world)
     return result
@@ -107,6 +113,16 @@ def _model(model: ModelConfig) -> dict[str, Any]:
     keys = {f"model.{key}": value for key, value in keys.items()}
     if model.moe is not None:
         keys |= {f"model.moe.{key}": value for key, value in _experts(model, model.moe, dim).items()}
+    if (linear := model.linear_attention) is not None:
+        key_heads = _few(linear.n_key_heads)
+        small = {
+            "n_key_heads": key_heads,
+            "n_value_heads": key_heads * (linear.n_value_heads // linear.n_key_heads),
+            "key_head_dim": 4,
+            "value_head_dim": 4 if linear.value_head_dim == linear.key_head_dim else 6,
+            "chunk_size": 16,
+        }
+        keys |= {f"model.linear_attention.{key}": value for key, value in small.items()}
     return keys
 
 

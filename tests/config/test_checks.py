@@ -5,6 +5,7 @@ import pytest
 from forge.config import load_config
 from tests.support.configs import TINY, complaint, load, write
 
+LINEAR = ['--model.layer_pattern=["linear"]', "--model.linear_attention={n_key_heads=2,key_head_dim=4}"]
 ROPE = "\n[model.rope_scaling]\nfactor = 8\noriginal_max_position = 16\n"
 
 
@@ -28,7 +29,19 @@ ROPE = "\n[model.rope_scaling]\nfactor = 8\noriginal_max_position = 16\n"
         (['--model.layer_pattern=["full","sliding"]'], "which need model.sliding_window; set it"),
         (
             ['--model.layer_pattern=["full","linear"]'],
-            "which forge does not build yet; use full, sliding or nope",
+            "has linear layers, which need the table [model.linear_attention]; set its keys",
+        ),
+        (
+            ["--model.linear_attention={n_key_heads=2,key_head_dim=4}"],
+            'needs linear layers; put "linear" into model.layer_pattern, or leave the table out',
+        ),
+        (
+            [*LINEAR, "--model.linear_attention.n_value_heads=3"],
+            "must be a multiple of model.linear_attention.n_key_heads = 2; use 2 or 4",
+        ),
+        (
+            [*LINEAR, "--parallel.tp=4"],
+            "must divide model.linear_attention.n_key_heads = 2, the key heads that it splits; use 1, 2",
         ),
         (
             ['--model.rope_scaling={kind="yarn",factor=2}'],

@@ -4,7 +4,6 @@ import functools
 import itertools
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,6 +13,7 @@ from tests.support import equivalence as compare
 from tests.support.covering import covering, pairs
 from tests.support.equivalence import Trace, assert_equal, layout, reference, tiny_config
 from tests.support.harness import run_ranks
+from tests.support.small_documents import short_documents
 
 KINDS = ["allgather", "ulysses", "ring"]
 VARIANTS = {
@@ -66,13 +66,6 @@ def test_with_tensor_parallelism(kind: str, sequence: str) -> None:
 
 
 SHORT = {"documents": "", "documents and window": "sliding_window = 3\n"}
-
-
-def short_documents(self: SyntheticSource, start: int, count: int) -> np.ndarray:
-    """Documents of 1, 2 and 3 tokens in turn, so that most chunks, and most rows of any two, share none."""
-    borders = np.isin(np.arange(count) % 6, (1, 3, 0))
-    borders[0] = False
-    return np.cumsum(borders, dtype=np.int32)
 
 
 def on_rank_with_short_documents(rank: int, world: int, text: str) -> Trace:

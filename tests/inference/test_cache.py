@@ -26,6 +26,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": 3,
         "sliding_rope_theta": 9.0,
     },
+    "linear layers": {
+        "layer_pattern": ["linear", "full"],
+        "linear_attention": {"n_key_heads": 2, "n_value_heads": 4, "key_head_dim": 4, "chunk_size": 3},
+    },
     "soft caps": {"attention_soft_cap": 2.0, "logit_soft_cap": 3.0, "sliding_window": 4},
     "norms and biases": {"qk_norm": True, "attention_bias": True},
     "yarn": {"rope_scaling": {"kind": "yarn", "factor": 4.0, "original_max_position": 8}},

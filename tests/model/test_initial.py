@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from forge.model import Normal, Transformer
-from forge.parallel.initialize import fill_normal
+from forge.parallel.initialize import fill_random
 from forge.shard import Box
 from tests.support.small_models import Wider, batch, small_config
 
@@ -64,7 +64,7 @@ def test_experts_start_as_dense_projections_do_and_differ_from_each_other() -> N
     assert values[f"{experts}.w13"] == values["layers.7.feed_forward.router.weight"] == Normal(0.02)
     assert values[f"{experts}.w2"] == values["layers.7.feed_forward.shared.w2.weight"] == into_stream
     weight = torch.empty(4, 6, 8)
-    fill_normal(weight, Box((0, 0, 0), (4, 6, 8)), weight.shape, 1.0, 0, f"{experts}.w13")
+    fill_random(weight, Box((0, 0, 0), (4, 6, 8)), weight.shape, Normal(1.0), 0, f"{experts}.w13")
     assert len({tuple(expert.flatten().tolist()) for expert in weight}) == 4
 
 

@@ -58,6 +58,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "clamped swiglu": {"activation": "clamped_swiglu", "activation_limit": 0.5},
     "scaled embeddings": {"scale_embeddings": True, "tie_embeddings": True},
     "norms over all heads": {"qk_norm": True, "qk_norm_over": "projection"},
+    "linear layers": {
+        "layer_pattern": ["linear", "full"],
+        "linear_attention": {"n_key_heads": 2, "key_head_dim": 6, "chunk_size": 5},
+    },
+    "linear layers with more value heads": {
+        "layer_pattern": ["linear"],
+        "linear_attention": {
+            "n_key_heads": 2,
+            "n_value_heads": 4,
+            "key_head_dim": 3,
+            "value_head_dim": 5,
+            "conv_size": 3,
+        },
+    },
     "all at once": {
         "qk_norm": True,
         "attention_bias": True,

@@ -5,7 +5,7 @@ import torch
 
 from forge.model import Normal
 from forge.parallel import initialize as module
-from forge.parallel.initialize import fill_normal, initialize
+from forge.parallel.initialize import fill_random, initialize
 from forge.shard import Box, Shard
 from tests.support.building import built_on_nan
 from tests.support.equivalence import tiny_config
@@ -16,7 +16,7 @@ SHAPE = torch.Size((300, 7, 101))
 
 def drawn(box: Box, seed: int = 0, name: str = "w", std: float = 1.0) -> torch.Tensor:
     out = torch.full(box.sizes, torch.nan)
-    fill_normal(out, box, SHAPE, std, seed, name)
+    fill_random(out, box, SHAPE, Normal(std), seed, name)
     return out
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from forge.config.model import ModelConfig, RopeScalingConfig
+from tests.support.reference_linear import linear_attention
 from tests.support.reference_moe import Mixture, Parameters, feed_forward
 
 
@@ -90,7 +91,11 @@ def _block(
     mixture: Mixture | None,
 ) -> Tensor:
     own = {name: parameters[f"layers.{layer}.{name}"] for name in _names(parameters, layer)}
-    h = _attention(own, config, layer, _before(own, "attention", x, config), positions, documents)
+    h = _before(own, "attention", x, config)
+    if config.kind_of(layer) == "linear":
+        h = linear_attention(own, config, h, documents)
+    else:
+        h = _attention(own, config, layer, h, positions, documents)
     x = x + _after(own, "attention", h, config)
     h = _before(own, "ffn", x, config)
     if "feed_forward.router.weight" in own:

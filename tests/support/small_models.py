@@ -89,7 +89,7 @@ def fill(model: Transformer) -> None:
     values = model.initial_values()
     for name, parameter in model.named_parameters():
         start = values[name]
-        mean, std = (0.0, start.std) if isinstance(start, Normal) else (start, 0.2)
+        mean, std = (start, 0.2) if isinstance(start, float) else (0.0, getattr(start, "std", 0.5))
         generator = torch.Generator().manual_seed(sum(map(ord, name)))
         parameter.copy_(mean + std * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
 

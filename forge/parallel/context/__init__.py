@@ -1,7 +1,8 @@
 """Context parallelism: the ranks of the cp axis share every sequence; each holds an early and a late part of it.
 
-Only attention looks across tokens, so only the attention function is replaced (`Attention.attend`). Parameters are not
-touched: data parallelism shards them over dp_shard x cp and sums their gradients there.
+Only attention looks across tokens, so only its inner function is replaced (`Attention.attend`). Linear layers pass states
+instead of keys and values, whichever form of parallel.context attention has (forge/parallel/context/states.py). Parameters
+are not touched: data parallelism shards them over dp_shard x cp and sums their gradients there.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 from forge.errors import UserError
-from forge.model import AttentionFunction, Transformer
+from forge.model import AttentionFunction, LinearAttention, Transformer
 from forge.parallel.context.gathered import AllGatherAttention
 from forge.parallel.context.ring import RingAttention
 from forge.parallel.context.sequence import ModelInputs, SequenceSplit
+from forge.parallel.context.states import PassedStates
 from forge.parallel.context.ulysses import UlyssesAttention
 from forge.parallel.layout import Layout
 
@@ -43,7 +45,7 @@ def apply_context(model: Transformer, layout: Layout) -> None:
             "parallel.context = ring does not go with compile.enabled = true on CUDA: its backward runs "
             "flex_attention's own, which the compiler cannot trace; use allgather or ulysses, or compile.enabled = false"
         )
-    attend = FUNCTIONS[layout.parallel.context](split)
+    attend, states = FUNCTIONS[layout.parallel.context](split), PassedStates(split)
     for block in model.layers.values():
         attention: Any = block.attention
-        attention.attend = attend
+        attention.attend = states if isinstance(attention, LinearAttention) else attend

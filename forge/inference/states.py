@@ -1,0 +1,71 @@
+"""The cache of a linear layer: per text the state of its recurrence, and the tokens that its convolution still sees."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from forge.model import AttentionMask, Recurrence
+from forge.model.delta_rule import chunked_delta_rule, recurrent_delta_rule
+from forge.model.linear_attention import causal_convolution
+
+
+class Places(NamedTuple):
+    """The place of the one new token of each text, int64 `[texts]`; all are below `end`."""
+
+    of_text: Tensor
+    end: int
+
+
+class StateCache:
+    """The `Recurrence` of one layer, which keeps what the next token needs.
+
+    With `places` None whole texts are read, of which the last tokens are at `last`, int64 `[texts]`, and padding follows;
+    otherwise one token of each. A text that stays as it was is read again, and changes nothing.
+    """
+
+    def __init__(self, inner: Recurrence):
+        self._inner = inner
+        self.places: Places | None = None
+        self.last: Tensor | None = None
+        # The place of each text's last token; the convolution's inputs up to it, [texts, size, channels]; the state after it.
+        self._seen = self._window = self._state = torch.empty(0)
+
+    def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
+        return self._inner.prepare(mask, x) if self.places is None else mask
+
+    def convolve(self, x: Tensor, weight: Tensor, mask: AttentionMask) -> Tensor:
+        if self.places is not None:
+            moved = torch.cat([self._window[:, 1:], x], dim=1)
+            self._window = torch.where(self._advances(self.places), moved, self._window)
+            return causal_convolution(self._window, weight, None)
+        assert self.last is not None
+        size = weight.shape[1]
+        index = self.last[:, None] + torch.arange(1, size + 1, device=x.device)
+        padded = F.pad(x, (0, 0, size, 0))
+        self._window = padded.gather(1, index.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+        return self._inner.convolve(x, weight, mask)
+
+    def recur(
+        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, mask: AttentionMask, size: int
+    ) -> Tensor:
+        # A token without decay and strength changes no state.
+        if self.places is not None:
+            stays = ~self._advances(self.places)
+            gates = log_decay.masked_fill(stays, 0.0), beta.masked_fill(stays, 0.0)
+            out, self._state = recurrent_delta_rule(q, k, v.to(q.dtype), *gates, state=self._state)
+            self._seen = self.places.of_text
+            return out
+        assert self.last is not None
+        padding = (torch.arange(q.shape[1], device=q.device) > self.last[:, None]).unsqueeze(-1)
+        gates = log_decay.masked_fill(padding, 0.0), beta.masked_fill(padding, 0.0)
+        out, self._state = chunked_delta_rule(q, k, v.to(q.dtype), *gates, None, size)
+        self._seen = self.last
+        return out
+
+    def _advances(self, places: Places) -> Tensor:
+        """Which texts are longer than before: bool `[texts, 1, 1]`."""
+        return (places.of_text > self._seen)[:, None, None]

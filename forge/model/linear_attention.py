@@ -1,0 +1,229 @@
+"""Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464), with the projections and gates of Qwen3-Next.
+
+In place of attention over all keys: each head has a state of fixed size, which tokens decay, correct and read
+(forge/model/delta_rule.py), so a layer's work is linear in the sequence. Queries, keys and values first pass a short causal
+convolution along the sequence; what is read is normalised and gated. There are no positions: the order is in the recurrence.
+
+What looks across tokens, the convolution and the recurrence, is an extension point: context parallelism and the cache of
+generation replace `LinearAttention.attend` and leave the rest.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from forge.config.model import ModelConfig
+from forge.model.attention import Shared
+from forge.model.delta_rule import chunked_delta_rule
+from forge.model.flops import matrix_flops
+from forge.model.initial import Uniform
+from forge.model.mask import AttentionMask
+from forge.model.norm import RMSNorm
+from forge.model.precision import promoted
+
+# What `AttentionMask.window` is for these layers, which share a mask as those of one sliding window do.
+LINEAR = -1
+# Added to the squared length of queries and keys before they are divided by it.
+NORM_EPS = 1e-6
+
+
+class Recurrence(Protocol):
+    """The parameterless inner part of `LinearAttention`: all that looks across tokens."""
+
+    def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
+        """Return the mask with its table, once per forward: the age of every token (see `ages`); None: one document.
+
+        x `[batch, seq, dim]` gives dtype, device, sizes.
+        """
+
+    def convolve(self, x: Tensor, weight: Tensor, mask: AttentionMask) -> Tensor:
+        """x `[batch, seq, channels]`, weight `[channels, size]`, the last element for the token itself -> shaped like x."""
+
+    def recur(
+        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, mask: AttentionMask, size: int
+    ) -> Tensor:
+        """Read the states: q, k `[batch, seq, heads, key_dim]`, v `[..., value_dim]`, log_decay, beta `[batch, seq, heads]`.
+
+        The result is shaped like v. All are in promote(float32, compute), only v is in the compute dtype. size: tokens per
+        chunk.
+        """
+
+
+class LinearAttention(nn.Module):
+    """Projections, convolution, the gated delta rule, gated norm, projection back."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        chosen = config.linear_attention
+        assert chosen is not None
+        self.window = LINEAR
+        self.key_dim, self.value_dim, self.chunk_size = (
+            chosen.key_head_dim,
+            chosen.value_head_dim,
+            chosen.chunk_size,
+        )
+        n_keys, n_values = chosen.n_key_heads, chosen.n_value_heads
+        self.heads = {"wq": n_keys, "wk": n_keys, "wv": n_values}
+        keys, values = n_keys * self.key_dim, n_values * self.value_dim
+        self.wq = nn.Linear(config.dim, keys, bias=False)
+        self.wk = nn.Linear(config.dim, keys, bias=False)
+        self.wv = nn.Linear(config.dim, values, bias=False)
+        self.wg = nn.Linear(config.dim, values, bias=False)
+        self.wa = nn.Linear(config.dim, n_values, bias=False)
+        self.wb = nn.Linear(config.dim, n_values, bias=False)
+        self.conv = ShortConvolution(keys, values, chosen.conv_size)
+        self.decay = Decay(n_values)
+        self.out_norm = RMSNorm(self.value_dim, config.norm_eps)
+        self.wo = nn.Linear(values, config.dim, bias=False)
+        self.attend: Recurrence = local_recurrence
+
+    def forward(self, x: Tensor, shared: Shared) -> Tensor:
+        """x `[batch, seq, dim]` -> `[batch, seq, dim]`."""
+        mask = shared.masks[self.window]
+        q, k, v = self.conv(self.wq(x), self.wk(x), self.wv(x), self.attend.convolve, mask)
+        log_decay = self.decay(self.wa(x))  # [batch, seq, heads]
+        beta = self.wb(x).to(log_decay.dtype).sigmoid()
+        exact = promoted(v.dtype)
+        q, k = (_unit(part.to(exact).unflatten(-1, (-1, self.key_dim))) for part in (q, k))
+        values = v.unflatten(-1, (-1, self.value_dim))
+        # A key head serves consecutive value heads. Under tensor parallelism this rank has only some of both.
+        repeats = values.shape[2] // k.shape[2]
+        q, k = (part.repeat_interleave(repeats, dim=2) for part in (q * self.key_dim**-0.5, k))
+        out = self.attend.recur(q, k, values, log_decay, beta, mask, self.chunk_size).to(v.dtype)
+        gate = self.wg(x).unflatten(-1, (-1, self.value_dim))
+        return self.wo((self.out_norm(out) * F.silu(gate)).flatten(2))
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Return the operations of the matrices, and of three products with the state: read, correct, read.
+
+        As for a recurrence; what chunks compute beyond that is not counted.
+        """
+        return matrix_flops(self, seq_len) + 18 * self.heads["wv"] * self.key_dim * self.value_dim
+
+
+class ShortConvolution(nn.Module):
+    """silu of a causal convolution along the sequence, each channel by itself; weights `[channels, size]`."""
+
+    def __init__(self, keys: int, values: int, size: int):
+        super().__init__()
+        self.q = nn.Parameter(torch.empty(keys, size))
+        self.k = nn.Parameter(torch.empty(keys, size))
+        self.v = nn.Parameter(torch.empty(values, size))
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, convolve: Callable[..., Tensor], mask: AttentionMask
+    ) -> list[Tensor]:
+        """q, k `[batch, seq, keys]`, v `[batch, seq, values]` -> the same shapes. `convolve`: of `Recurrence`."""
+        mixed = convolve(torch.cat([q, k, v], dim=-1), torch.cat(self.weights()), mask)
+        return list(F.silu(mixed).split([x.shape[-1] for x in (q, k, v)], dim=-1))
+
+    def weights(self) -> list[Tensor]:
+        """Return the weights of queries, keys and values; tensor parallelism overrides this."""
+        return [self.q, self.k, self.v]
+
+    def initial_value(self, name: str) -> Uniform:
+        """Return PyTorch's distribution for such a convolution."""
+        return Uniform(-(self.q.shape[1] ** -0.5), self.q.shape[1] ** -0.5)
+
+
+class Decay(nn.Module):
+    """The logarithm of a head's decay: -exp(a_log) softplus(a + dt_bias), in promote(float32, compute).
+
+    As in Mamba 2 (Dao and Gu 2024, "Transformers are SSMs"): exp(a_log) is the rate, the softplus a length of time.
+    """
+
+    exact_output = True
+
+    def __init__(self, heads: int):
+        super().__init__()
+        self.a_log = nn.Parameter(torch.empty(heads))
+        self.dt_bias = nn.Parameter(torch.empty(heads))
+
+    def forward(self, a: Tensor) -> Tensor:
+        """a `[batch, seq, heads]` -> `[batch, seq, heads]`, at most 0."""
+        exact = promoted(a.dtype)
+        a_log, dt_bias = (weight.to(exact) for weight in self.weights())
+        return -a_log.exp() * F.softplus(a.to(exact) + dt_bias)
+
+    def weights(self) -> list[Tensor]:
+        """Return a_log and dt_bias; tensor parallelism overrides this."""
+        return [self.a_log, self.dt_bias]
+
+    def initial_value(self, name: str) -> float | Uniform:
+        """Return the values of Qwen3-Next: rates from 0.01 to 16, times around softplus(1)."""
+        return Uniform(0.01, 16.0, log=True) if name == "a_log" else 1.0
+
+
+class LocalRecurrence:
+    """Convolution and recurrence of sequences that are whole in this process."""
+
+    def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
+        table = None if mask.documents is None else ages(mask.documents)
+        return AttentionMask(mask.window, mask.documents, table=table)
+
+    def convolve(self, x: Tensor, weight: Tensor, mask: AttentionMask) -> Tensor:
+        return causal_convolution(F.pad(x, (0, 0, weight.shape[1] - 1, 0)), weight, mask.table)
+
+    def recur(
+        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, mask: AttentionMask, size: int
+    ) -> Tensor:
+        kernel = _fused_kernel() if mask.table is None and _is_for_kernels(v) else None
+        if kernel is not None:
+            return kernel(q.to(v.dtype), k.to(v.dtype), v, log_decay, beta, scale=1.0)[0].to(q.dtype)
+        resets = None if mask.table is None else mask.table == 0
+        return chunked_delta_rule(q, k, v.to(q.dtype), log_decay, beta, resets, size)[0]
+
+
+local_recurrence = LocalRecurrence()
+
+
+def ages(documents: Tensor) -> Tensor:
+    """Return how many tokens of its document precede each token: int64 `[batch, seq]`; documents int `[batch, seq]`.
+
+    A document ends where its number changes.
+    """
+    index = torch.arange(documents.shape[1], device=documents.device)
+    begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    return index - (index * begins).cummax(dim=1).values
+
+
+def causal_convolution(x: Tensor, weight: Tensor, age: Tensor | None) -> Tensor:
+    """Convolve along the sequence, each channel by itself, within documents.
+
+    x `[batch, size - 1 + seq, channels]` begins with the tokens before the sequence; weight `[channels, size]`; age
+    `[batch, seq]` as of `ages` -> `[batch, seq, channels]`. Sums in promote(float32, x.dtype).
+    """
+    size, exact = weight.shape[1], promoted(x.dtype)
+    seq = x.shape[1] - size + 1
+    taps = weight.to(exact).unbind(1)
+    out = x[:, size - 1 :].to(exact) * taps[size - 1]
+    for back in range(1, size):
+        product = x[:, size - 1 - back : size - 1 - back + seq].to(exact) * taps[size - 1 - back]
+        out = out + (product if age is None else product.masked_fill((age < back).unsqueeze(-1), 0.0))
+    return out.to(x.dtype)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """x `[..., key_dim]` divided by its length."""
+    return x * (x.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()
+
+
+def _is_for_kernels(v: Tensor) -> bool:
+    """Whether fla's kernels are of use: they compute in bfloat16 on CUDA, and cannot be part of a compiled graph."""
+    return v.is_cuda and v.dtype == torch.bfloat16 and not torch.compiler.is_compiling()
+
+
+@functools.cache
+def _fused_kernel() -> Callable[..., Any] | None:
+    """The chunked kernel of flash-linear-attention (fla), if that is installed."""
+    try:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    except ImportError:
+        return None
+    return chunk_gated_delta_rule

@@ -1,0 +1,87 @@
+"""Context parallelism of linear layers: what passes between ranks is the state of the recurrence, not keys and values.
+
+A run of tokens is one affine map of the state (forge/model/delta_rule.py). Each rank computes the maps of its two chunks of
+the sequence from an identity beside an empty state, one all-gather brings the maps of all 2 * cp chunks to every rank, and
+composing those of earlier chunks gives the state that enters each of its own. The convolution needs the last few tokens
+before each chunk: another, small all-gather.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from forge import compat
+from forge.model import AttentionMask
+from forge.model.delta_rule import affine_scan, divide, outputs
+from forge.model.linear_attention import ages, causal_convolution
+from forge.parallel.context.sequence import SequenceSplit
+
+
+class PassedStates:
+    """The `Recurrence` of this rank's part of every sequence."""
+
+    def __init__(self, split: SequenceSplit):
+        self.split = split
+
+    def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
+        table = None if mask.documents is None else self.split.part(ages(mask.documents))
+        return AttentionMask(mask.window, mask.documents, table=table)
+
+    def convolve(self, x: Tensor, weight: Tensor, mask: AttentionMask) -> Tensor:
+        before = self._before(x, weight.shape[1] - 1)
+        padded = torch.cat([before, _halves(x)], dim=1)
+        age = None if mask.table is None else _halves(mask.table)
+        return causal_convolution(padded, weight, age).view_as(x)
+
+    def recur(
+        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, mask: AttentionMask, size: int
+    ) -> Tensor:
+        q, k, values, log_decay, beta = (_halves(x) for x in (q, k, v.to(q.dtype), log_decay, beta))
+        resets = None if mask.table is None else _halves(mask.table) == 0
+        chunks = divide(q, k, values, log_decay, beta, resets, size)
+        key_dim, empty = k.shape[-1], torch.zeros_like(chunks.addition[0])
+        unit = torch.eye(key_dim, dtype=k.dtype, device=k.device).expand(*empty.shape[:-1], key_dim)
+        # [chunks + 1, 2 batch, heads, key_dim, key_dim + value_dim]: what becomes of the identity and of the empty state.
+        maps = affine_scan(
+            chunks.transition, F.pad(chunks.addition, (key_dim, 0)), torch.cat([unit, empty], -1)
+        )
+        states = _apply(maps[:-1], self._entering(maps[-1]))
+        return outputs(chunks, states, q.shape[1]).reshape(v.shape)
+
+    def _before(self, x: Tensor, tokens: int) -> Tensor:
+        """Return the `tokens` tokens before each chunk, zeros before the first: x `[batch, seq / cp, channels]` ->
+        `[2 batch, tokens, channels]`."""
+        ends = x.unflatten(1, (2, -1))[:, :, max(0, x.shape[1] // 2 - tokens) :]
+        # A chunk may be shorter than what is needed: then it is sent whole, and several are read.
+        each = ends.shape[2]
+        gathered = compat.all_gather(ends.flatten(1, 2).unsqueeze(0), self.split.group)
+        whole = F.pad(self.split.in_order(gathered), (0, 0, tokens, 0))
+        chunks = self.split.chunks(self.split.rank)
+        return torch.stack([whole[:, c * each : c * each + tokens] for c in chunks], dim=1).flatten(0, 1)
+
+    def _entering(self, maps: Tensor) -> Tensor:
+        """Return the state that enters each chunk of this rank.
+
+        maps `[2 batch, heads, key_dim, key_dim + value_dim]`, of its chunks -> `[2 batch, heads, key_dim, value_dim]`.
+        """
+        flat = maps.unflatten(0, (-1, 2)).flatten(2)  # [batch, 2, ...]
+        gathered = compat.all_gather(flat.unsqueeze(0), self.split.group)
+        ordered = self.split.in_order(gathered).unflatten(-1, maps.shape[1:]).movedim(1, 0)[:-1]
+        transition, addition = ordered.split([maps.shape[-2], maps.shape[-1] - maps.shape[-2]], dim=-1)
+        states = affine_scan(transition, addition, torch.zeros_like(addition[0]))
+        return torch.stack([states[chunk] for chunk in self.split.chunks(self.split.rank)], dim=1).flatten(
+            0, 1
+        )
+
+
+def _halves(x: Tensor) -> Tensor:
+    """The two chunks of each sequence as sequences of their own: `[batch, seq / cp, ...]` -> `[2 batch, seq / 2 cp, ...]`."""
+    return x.reshape(2 * x.shape[0], x.shape[1] // 2, *x.shape[2:])
+
+
+def _apply(maps: Tensor, state: Tensor) -> Tensor:
+    """Apply maps `[..., key_dim, key_dim + value_dim]` to the state `[..., key_dim, value_dim]`."""
+    transition, addition = maps.split([state.shape[-2], state.shape[-1]], dim=-1)
+    return transition @ state + addition

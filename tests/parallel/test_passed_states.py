@@ -1,0 +1,71 @@
+"""Linear layers whose sequences lie on several ranks compute what they compute on one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from forge.model import AttentionMask, Recurrence
+from forge.model.linear_attention import LINEAR, local_recurrence
+from forge.parallel.context import SequenceSplit
+from forge.parallel.context.states import PassedStates
+from tests.support.harness import run_ranks
+
+BATCH, HEADS, CHUNK = 2, 3, 3
+
+
+def inputs(seq: int) -> list[Tensor]:
+    """What is convolved and the weights; q, k, v, log_decay and beta."""
+    generator = torch.Generator().manual_seed(seq)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    q, k, v = (draw(BATCH, seq, HEADS, size) for size in (4, 4, 5))
+    gates = -draw(BATCH, seq, HEADS).exp(), draw(BATCH, seq, HEADS).sigmoid()
+    return [draw(BATCH, seq, 6), draw(6, 4), q, k / k.norm(dim=-1, keepdim=True), v, *gates]
+
+
+def documents(seq: int, kind: str) -> Tensor | None:
+    if kind == "one document":
+        return None
+    borders = torch.rand(BATCH, seq, generator=torch.Generator().manual_seed(1)) < 0.25
+    return borders.long().cumsum(1)
+
+
+def compute(function: Recurrence, own: list[Tensor], numbers: Tensor | None) -> list[Tensor]:
+    mask = function.prepare(AttentionMask(LINEAR, numbers), own[0])
+    return [function.convolve(*own[:2], mask), function.recur(*own[2:], mask, CHUNK)]
+
+
+def on_rank(rank: int, world: int, seq: int, kind: str) -> None:
+    split, whole, numbers = SequenceSplit(dist.group.WORLD), inputs(seq), documents(seq, kind)
+    whole = [x.requires_grad_() for x in whole]
+    expected = compute(local_recurrence, whole, numbers)
+    generator = torch.Generator().manual_seed(2)
+    weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in expected]
+    gradients = torch.autograd.grad(sum((x * w).sum() for x, w in zip(expected, weights, strict=True)), whole)
+    # The weights of the convolution are whole on every rank, and their gradients sums over ranks.
+    own = [x.detach() if n == 1 else split.part(x.detach(), 1) for n, x in enumerate(whole)]
+    own = [x.clone().requires_grad_() for x in own]
+    found = compute(PassedStates(split), own, numbers)
+    pairs = zip(found, weights, strict=True)
+    partial = torch.autograd.grad(sum((x * split.part(w, 1)).sum() for x, w in pairs), own)
+    dist.all_reduce(partial[1])
+    for ours, plain in zip(found, expected, strict=True):
+        assert (ours - split.part(plain, 1)).abs().max() <= 1e-10
+    for n, (ours, plain) in enumerate(zip(partial, gradients, strict=True)):
+        assert (ours - (plain if n == 1 else split.part(plain, 1))).abs().max() <= 1e-10
+
+
+def slow(*values: int) -> object:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("kind", ["one document", "documents"])
+@pytest.mark.parametrize(("world", "seq"), [(2, 40), (4, 16), slow(4, 40), slow(2, 4)])
+def test_values_and_gradients_are_those_of_one_process(world: int, seq: int, kind: str) -> None:
+    """Also where the part of a rank is shorter than the convolution."""
+    run_ranks(on_rank, world, seq, kind)
