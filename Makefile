@@ -31,7 +31,9 @@ PARALLEL := --numprocesses 2 --dist loadfile
 
 train: data
 	@$(BIN)/python train.py --config debug.toml
+	@$(BIN)/python scripts/report.py runs/debug --output runs/debug/report.html
 	@echo
+	@echo "The page about this run:  runs/debug/report.html    (open it in a browser)"
 	@echo "Next:  $(BIN)/python train.py --config debug.toml --train.steps=800    trains on from here"
 	@echo "       $(BIN)/torchrun --nproc-per-node 2 train.py --config debug.toml --run.name=two    on two processes"
 	@echo "       $(BIN)/tensorboard --logdir runs    shows the curves"

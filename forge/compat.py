@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -180,6 +182,15 @@ def flight_record() -> bytes | None:
     name = "_dump_nccl_trace" if torch.cuda.is_initialized() else "_dump_fr_trace"
     dump = getattr(c10d, name, None)
     return None if dump is None else dump()
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the libraries that a run computes with."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in ("forge", "numpy"):
+        with suppress(PackageNotFoundError):  # run from a source tree
+            found[package] = version(package)
+    return found
 
 
 def forget_meshes() -> None:

@@ -50,6 +50,7 @@ MAY_IMPORT = {
     "inference": CORE,
     "plan": CORE,
     "verify": CORE,
+    "report": CORE,
 }
 FILES = sorted(FORGE.rglob("*.py"))
 MODULES = {

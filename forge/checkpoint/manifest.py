@@ -10,16 +10,14 @@ import errno
 import hashlib
 import json
 import os
-import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from forge import compat
 from forge.distributed import gather_from_ranks, on_first_rank
 from forge.errors import NO_CHECKPOINT, UserError
 
@@ -129,19 +127,13 @@ def entry(path: Path) -> dict[str, Any]:
 
 def compose(step: int, world_size: int, layout: dict[str, Any], files: dict[str, dict[str, Any]]) -> str:
     """Return the manifest's text; `files` maps relative paths to `entry`s."""
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    for package in ("forge", "numpy"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:  # run from a source tree
-            continue
     return _spell(
         {
             "format": FORMAT,
             "step": step,
             "world_size": world_size,
             "layout": layout,
-            "versions": versions,
+            "versions": compat.versions(),
             "files": files,
         }
     )

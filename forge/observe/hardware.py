@@ -1,14 +1,17 @@
-"""Peak throughput of cards, memory in use, and the age of a process."""
+"""Peak throughput of cards, memory in use, the age of a process, and the versions that it runs on."""
 
 from __future__ import annotations
 
 import os
+import platform
 import resource
 import sys
 import time
 from pathlib import Path
 
 import torch
+
+from forge import compat
 
 GIB = 1024**3
 
@@ -63,6 +66,13 @@ def card_peak_flops(card: str, dtype: torch.dtype | str) -> float | None:
         "float64": float64,
     }.get(str(dtype).removeprefix("torch."))
     return None if tflops is None else tflops * 1e12
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """Return what a run computes with: versions of the libraries, the machine's system and its card."""
+    card = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({os.cpu_count()} cores)"
+    cuda = {"cuda": str(torch.version.cuda)} if device.type == "cuda" else {}
+    return {**compat.versions(), **cuda, "system": platform.platform(), "device": card}
 
 
 def memory_gib(device: torch.device) -> float:

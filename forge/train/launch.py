@@ -32,7 +32,7 @@ from forge.errors import FAILED, FINISHED, STOPPED, UserError
 from forge.fault import fault_point
 from forge.files import replace_atomically
 from forge.hook import Hook
-from forge.observe.hardware import process_age_s
+from forge.observe.hardware import environment, process_age_s
 from forge.observe.log import setup_logging
 from forge.observe.report import Reporter
 from forge.observe.run_directory import RunDirectory
@@ -171,7 +171,13 @@ def _train(
         torch.use_deterministic_algorithms(True)
     finished = world.rank == 0 and reporter.was_finished and not world.restarted
     reporter.running(0)
-    reporter.event("started", world_size=world.size, launcher=world.launcher, layout=vars(degrees))
+    reporter.event(
+        "started",
+        world_size=world.size,
+        launcher=world.launcher,
+        layout=vars(degrees),
+        environment=environment(world.device),
+    )
     fault_point("set-up", 0)
 
     kept, folder = config.checkpoint, directory.checkpoints

@@ -1,0 +1,271 @@
+"""Figures as inline SVG, drawn by matplotlib."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm, Normalize
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from forge.report.read import Points
+
+# Okabe and Ito's colours, which readers with any colour vision can distinguish; and dashes, for paper.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+DASHES = ("-", "--", ":", "-.")
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",  # text stays text: it can be searched, and read aloud
+    "font.family": "sans-serif",
+    "font.sans-serif": ["Helvetica", "Arial", "Liberation Sans", "DejaVu Sans"],
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#888",
+    "axes.grid": True,
+    "grid.color": "#e6e6e6",
+    "grid.linewidth": 0.8,
+    "xtick.color": "#444",
+    "ytick.color": "#444",
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "lines.linewidth": 1.4,
+}
+WIDE, HALF = (10.4, 3.0), (5.2, 2.7)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points of one name. `run` chooses its dash, `color` its colour."""
+
+    name: str
+    points: Points
+    color: int = 0
+    run: int = 0
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A vertical line at a step: an event. `kind` is one of MARKS."""
+
+    step: float
+    kind: str
+
+
+MARKS = {
+    "restart": ("#555555", ":"),
+    "skipped": ("#D55E00", "--"),
+    "spike": ("#E69F00", "--"),
+    "rolled back": ("#b00020", "-"),
+    "slow rank": ("#CC79A7", "-."),
+    "watchdog": ("#b00020", "-."),
+    "failed": ("#b00020", "-"),
+}
+
+
+def curves(
+    key: str,
+    drawn: Sequence[Curve],
+    unit: str,
+    *,
+    size: tuple[float, float] = HALF,
+    log: bool = False,
+    marks: Sequence[Mark] = (),
+    share: bool = False,
+    x: str = "step",
+) -> str:
+    """Draw curves over steps. log: the axis of values is logarithmic; share: it is from 0 up, in per cent."""
+    with matplotlib.rc_context(STYLE):
+        outside = len(drawn) > 6
+        figure = _figure(*size, right=1.5 if outside else 0.12)
+        axes = figure.add_subplot()
+        for curve in drawn:
+            steps, values = curve.points
+            values = [100 * value for value in values] if share else values
+            style = {"color": COLORS[curve.color % len(COLORS)], "linestyle": DASHES[curve.run % len(DASHES)]}
+            points = {"marker": "o", "markersize": 3} if len(steps) < 20 else {}
+            axes.plot(steps, values, label=curve.name, **style, **points)  # type: ignore[arg-type]
+        if log and any(value > 0 for curve in drawn for value in curve.points[1]):
+            axes.set_yscale("log")
+        elif share:
+            axes.set_ylim(bottom=0)
+        _mark(axes, marks)
+        axes.set_ylabel(unit)
+        axes.set_xlabel(x)
+        if len(drawn) > 1 or marks:
+            place: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)} if outside else {}
+            axes.legend(**place)
+        return _svg(figure, key)
+
+
+def _mark(axes: Axes, marks: Sequence[Mark]) -> None:
+    """Draw events as lines; each kind is named once."""
+    named: set[str] = set()
+    for mark in marks:
+        color, dash = MARKS[mark.kind]
+        name = None if mark.kind in named else mark.kind
+        axes.axvline(mark.step, color=color, linestyle=dash, linewidth=1.0, alpha=0.8, label=name)
+        named.add(mark.kind)
+
+
+@dataclass(frozen=True)
+class Heat:
+    """values `[rows, steps]`, NaN where there is none."""
+
+    title: str
+    rows: Sequence[str]
+    steps: Sequence[int]
+    values: np.ndarray
+
+
+def heat_maps(
+    key: str, maps: Sequence[Heat], unit: str, *, log: bool = True, even: bool = False, columns: int = 3
+) -> str:
+    """Draw maps side by side on one scale of colours: rows (layers) over steps.
+
+    even: the scale is around 1, blue below and red above, by doublings, for loads relative to an even share.
+    """
+    columns = min(columns, len(maps))
+    rows = -(-len(maps) // columns)
+    tall = max(len(one.rows) for one in maps)
+    every = np.concatenate([one.values[np.isfinite(one.values)].ravel() for one in maps] or [np.zeros(0)])
+    with matplotlib.rc_context(STYLE | {"axes.grid": False, "axes.spines.left": False}):
+        height = rows * min(4.0, 0.75 + 0.16 * max(tall, 4)) + 0.4
+        figure = _figure(10.4, height, left=0.4, right=1.3, top=0.25)
+        spread = {"wspace": 0.12, "hspace": 0.75 if rows > 1 else 0.2}
+        grid = figure.subplots(rows, columns, squeeze=False, gridspec_kw=spread)
+        norm, colors = _scale(every, log, even)
+        image = None
+        for place, one in zip(grid.flat, maps, strict=False):
+            place.set_title(one.title)
+            edges = _edges(one.steps)
+            values = np.log2(np.maximum(one.values, 2.0**-4)) if even else one.values
+            image = place.pcolormesh(
+                edges,
+                np.arange(len(one.rows) + 1) - 0.5,
+                np.ma.masked_invalid(values),
+                norm=norm,
+                cmap=colors,
+                edgecolors="face",  # or a browser shows lines between the cells
+                linewidth=0.3,
+                rasterized=values.size > 4000,
+            )
+            place.invert_yaxis()
+            shown = range(0, len(one.rows), max(1, -(-len(one.rows) // 16)))
+            place.set_yticks(list(shown), [one.rows[row] for row in shown])
+            place.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+        for place in list(grid.flat)[len(maps) :]:
+            place.set_axis_off()
+        if image is not None:
+            bar = figure.colorbar(image, cax=figure.add_axes((1 - 1.15 / 10.4, 0.25, 0.012, 0.5)))
+            bar.ax.minorticks_off()
+            bar.set_label(unit)
+            if even:
+                bar.set_ticks([-2, -1, 0, 1, 2], labels=["1/4", "1/2", "1", "2", "4"])
+        figure.supxlabel("step", fontsize=9)
+        return _svg(figure, key)
+
+
+def _scale(every: np.ndarray, log: bool, even: bool) -> tuple[Normalize, str]:
+    if even:
+        return Normalize(-2, 2), "RdBu_r"
+    positive = every[every > 0]
+    if log and positive.size and positive.max() > positive.min():
+        return LogNorm(positive.min(), positive.max()), "viridis"
+    low, high = (float(every.min()), float(every.max())) if every.size else (0.0, 1.0)
+    return Normalize(low, high if high > low else low + 1), "viridis"
+
+
+def _edges(steps: Sequence[int]) -> np.ndarray:
+    """Return the borders of the cells whose centres are `steps`."""
+    centres = np.asarray(steps, dtype=float)
+    if len(centres) == 1:
+        return np.array([centres[0] - 0.5, centres[0] + 0.5])
+    middle = (centres[1:] + centres[:-1]) / 2
+    return np.concatenate([[centres[0] - (middle[0] - centres[0])], middle, [2 * centres[-1] - middle[-1]]])
+
+
+def shares(key: str, bars: Mapping[str, Mapping[str, float]], unit: str) -> str:
+    """Draw one horizontal bar for each run, of parts that follow each other."""
+    names = list(dict.fromkeys(part for parts in bars.values() for part in parts))
+    with matplotlib.rc_context(STYLE):
+        figure = _figure(10.4, 1.0 + 0.45 * len(bars), left=1.1, top=0.4)
+        axes = figure.add_subplot()
+        left = np.zeros(len(bars))
+        for number, name in enumerate(names):
+            widths = np.array([parts.get(name, 0.0) for parts in bars.values()])
+            axes.barh(
+                list(bars),
+                widths,
+                left=left,
+                label=name,
+                height=0.6,
+                color=COLORS[number % len(COLORS)],
+                edgecolor="white",
+            )
+            left += widths
+        axes.invert_yaxis()
+        axes.set_xlabel(unit)
+        axes.grid(axis="y", visible=False)
+        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=min(8, len(names)))
+        return _svg(figure, key)
+
+
+@dataclass
+class Lane:
+    """Events of one kind: when (in minutes) they were."""
+
+    name: str
+    minutes: list[float] = field(default_factory=list)
+
+
+def lanes(key: str, drawn: Sequence[Lane]) -> str:
+    """Draw events over the time of the clock, a lane for each kind."""
+    with matplotlib.rc_context(STYLE):
+        figure = _figure(10.4, 0.7 + 0.26 * len(drawn), left=1.1)
+        axes = figure.add_subplot()
+        for number, lane in enumerate(drawn):
+            color = COLORS[number % len(COLORS)]
+            axes.scatter(lane.minutes, [lane.name] * len(lane.minutes), s=26, color=color, zorder=3)
+        axes.invert_yaxis()
+        axes.margins(y=0.12)
+        axes.set_xlabel("minutes since the first start")
+        return _svg(figure, key)
+
+
+def _figure(
+    width: float,
+    height: float,
+    *,
+    left: float = 0.75,
+    right: float = 0.12,
+    top: float = 0.1,
+    bottom: float = 0.42,
+) -> Figure:
+    """Return a figure with these margins, all in inches: matplotlib's own layout takes most of the time of a page."""
+    figure = Figure(figsize=(width, height))
+    figure.subplots_adjust(left / width, bottom / height, 1 - right / width, 1 - top / height)
+    return figure
+
+
+def _svg(figure: Figure, key: str) -> str:
+    """Return the figure as an element for a page. Its ids begin with `key`, so that figures do not share any."""
+    written = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": key}):
+        figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
+    text = written.getvalue()
+    text = text[text.index("<svg") :]
+    used = set(re.findall(r"#([\w-]+)", text))
+    text = re.sub(r' id="([^"]+)"', lambda match: f' id="{key}-{match[1]}"' if match[1] in used else "", text)
+    text = re.sub(r'(href="|url\()#', rf"\g<1>#{key}-", text)
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
+    return re.sub(r'(<svg [^>]*?) height="[^"]*"', r"\1", text, count=1).replace(
+        ' width="', ' data-width="', 1
+    )

@@ -1,0 +1,121 @@
+"""Sections about what a run was: layout, configuration, plan against measurement, environment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from forge.report.parts import Part, Section, Table
+from forge.report.read import RunRecord
+
+GIB = 1024**3
+
+
+def setting_sections(runs: Sequence[RunRecord]) -> list[Section]:
+    """Return the sections on layout, configuration, plan and environment."""
+    return [
+        Section("Layout", parts=_layout(runs)),
+        Section("Memory", parts=_memory(runs)),
+        Section("Planned and measured", parts=_planned(runs)),
+        Section("Configuration", parts=_config(runs)),
+        Section("Environment", parts=_environment(runs)),
+    ]
+
+
+def _columns(caption: str, of_runs: dict[str, dict[str, Any]]) -> list[Part]:
+    """Return a table with a column for each run, without rows that no run has."""
+    keys = list(dict.fromkeys(key for values in of_runs.values() for key in values))
+    rows = [[key, *(values.get(key) for values in of_runs.values())] for key in keys]
+    return [Table(caption, ["", *of_runs], rows)] if rows else []
+
+
+def _layout(runs: Sequence[RunRecord]) -> list[Part]:
+    found = {}
+    for run in runs:
+        started = run.events_of("started")
+        if started:
+            last = started[-1]
+            engine = run.config.get("parallel", {}).get("data_parallel")
+            found[run.name] = {
+                "ranks": last.get("world_size"),
+                "launcher": last.get("launcher"),
+                "engine": engine,
+            }
+            found[run.name] |= last.get("layout", {})
+    return _columns("Degrees of parallelism of the latest start", found)
+
+
+def _memory(runs: Sequence[RunRecord]) -> list[Part]:
+    found = {
+        run.name: {
+            key.removesuffix("_bytes"): value / GIB
+            for key, value in run.events_of("memory")[-1].items()
+            if key.endswith("_bytes")
+        }
+        for run in runs
+        if run.events_of("memory")
+    }
+    return _columns("What rank 0 holds, in GiB", found)
+
+
+def _planned(runs: Sequence[RunRecord]) -> list[Part]:
+    parts: list[Part] = []
+    for run in runs:
+        if not run.plan:
+            continue
+        planned, memory = run.plan.get("memory", {}), run.events_of("memory")
+        measured = memory[-1] if memory else {}
+        rows: list[list[Any]] = []
+        for kind in ("parameters", "masters", "gradients", "optimizer", "buckets", "activations"):
+            pair = planned.get(kind), measured.get(f"{kind}_bytes")
+            if any(pair):
+                rows.append([f"{kind}, GiB", *(None if one is None else one / GIB for one in pair)])
+        if "peak" in planned:
+            held = run.series("memory_gib")[1]
+            rows.append(["most memory, GiB", planned["peak"] / GIB, max(held, default=None)])
+        times = sorted(run.series("step_time_s")[1])
+        step = run.plan.get("time", {}).get("step_s")
+        if step is not None or times:
+            rows.append(["time of a step, s", step, times[len(times) // 2] if times else None])
+        parts.append(Table(f"{run.name}: plan.json against the run", ["", "planned", "measured"], rows))
+    return parts
+
+
+def flat(section: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the keys of a configuration, such as `train.steps`, with their values."""
+    for key, value in section.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", value
+
+
+def _config(runs: Sequence[RunRecord]) -> list[Part]:
+    configs = [dict(flat(run.config)) for run in runs]
+    keys = list(dict.fromkeys(key for config in configs for key in config))
+    names = [run.name for run in runs]
+    if len(runs) > 1:
+        rows = [
+            [key, *(_text(config.get(key)) for config in configs)]
+            for key in keys
+            if len({_text(config.get(key)) for config in configs}) > 1
+        ]
+        return [Table("Keys that differ", ["key", *names], rows)] if rows else []
+    return (
+        [Table("config.toml", ["key", names[0]], [[key, _text(configs[0][key])] for key in keys])]
+        if keys
+        else []
+    )
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value)
+
+
+def _environment(runs: Sequence[RunRecord]) -> list[Part]:
+    found = {}
+    for run in runs:
+        started = run.events_of("started")
+        environment = dict(started[-1].get("environment", {})) if started else {}
+        found[run.name] = environment | {"host of rank 0": run.status.get("host")}
+    return _columns("The latest start", found)

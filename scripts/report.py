@@ -1,0 +1,76 @@
+#!/usr/bin/env python
+"""Make one page about runs: curves, events, goodput, layout, differences of configurations, the inside of the model.
+
+    python scripts/report.py runs/debug --output report.html
+    python scripts/report.py runs/a runs/b --output both.html
+    python scripts/report.py runs/debug --live
+
+The page is a single file that needs no network. --live serves it to browsers on this machine, where it follows the run.
+Needs the extra forge[report].
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
+
+from forge.errors import UserError
+from forge.files import replace_atomically
+from forge.report.read import read_run
+from forge.report.serve import make_server
+from scripts.options import count, exit_code_of, positive
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("runs", type=Path, nargs="+", metavar="RUN", help="a run's directory, such as runs/debug")
+    add("--output", type=Path, default=Path("report.html"), help="the page to write (%(default)s)")
+    add("--live", action="store_true", help="serve the page instead of writing it, until Ctrl-C")
+    add("--port", type=count, default=8642, help="with --live: port on 127.0.0.1, 0 for any (%(default)s)")
+    add(
+        "--refresh",
+        type=positive,
+        default=10,
+        metavar="S",
+        help="with --live: seconds between loads (%(default)s)",
+    )
+    given = parser.parse_args(arguments)
+    return exit_code_of(lambda: _run(given))
+
+
+def _run(given: argparse.Namespace) -> None:
+    try:
+        from forge.report.page import make_page
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
+        raise UserError("the page is drawn by matplotlib: pip install 'forge[report]'") from None
+    if not given.live:
+        replace_atomically(given.output, make_page([read_run(path) for path in given.runs]).encode())
+        print(f"wrote {given.output}")
+        return
+    for path in given.runs:
+        read_run(path)
+    server = make_server(
+        lambda: make_page([read_run(path) for path in given.runs], given.refresh), given.port
+    )
+    print(
+        f"http://127.0.0.1:{server.server_port}/ follows {', '.join(map(str, given.runs))}; Ctrl-C ends it",
+        flush=True,
+    )
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        print()
+    finally:
+        server.server_close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

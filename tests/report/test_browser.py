@@ -1,0 +1,59 @@
+"""The page in a real browser: it is drawn, nothing is missing, and its tables are there for a screen reader."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from forge.errors import FINISHED
+from tests.support.recorded import write_run
+from tests.support.trained import call
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(BROWSER is None, reason="no chromium: apt-get install chromium")
+def test_a_browser_draws_the_page_without_an_error(tmp_path: Path) -> None:
+    run, page = write_run(tmp_path / "run", bad_layer=2), tmp_path / "page.html"
+    made = call(tmp_path, "report", str(run), "--output", str(page))
+    assert made.code == FINISHED and f"wrote {page}" in made.out
+    shot = tmp_path / "shot.png"
+    browser = subprocess.run(
+        [
+            str(BROWSER),
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            f"--user-data-dir={tmp_path / 'profile'}",
+            "--enable-logging=stderr",
+            "--window-size=1240,3000",
+            f"--screenshot={shot}",
+            "--dump-dom",
+            page.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert browser.returncode == 0
+    assert "CONSOLE" not in browser.stderr
+    assert browser.stdout.count("<table>") > 15 and browser.stdout.count("<caption>") == browser.stdout.count(
+        "<table>"
+    )
+    assert len(re.findall(r"<svg [^>]*role=\"img\"", browser.stdout)) > 12
+    assert _colors(shot) > 200
+
+
+def _colors(shot: Path) -> int:
+    """How many colours a picture has; a blank one has one."""
+    from matplotlib.image import imread
+
+    pixels = (imread(shot)[..., :3] * 255).astype(np.uint32)
+    assert pixels.shape[:2] == (3000, 1240)
+    return len(np.unique(pixels @ np.array([1 << 16, 1 << 8, 1], dtype=np.uint32)))
