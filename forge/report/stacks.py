@@ -1,0 +1,93 @@
+"""Where ranks stood when the watchdog ended them: Python stacks, and PyTorch's record of the latest collectives."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_FRAME = re.compile(r'  File "(.+)", line (\d+) in (\S+)')
+_FILE = re.compile(r"(?:stacks|collectives)-rank-(\d+)")
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What the main thread of a rank was doing: `where` in forge or in the user's code, and the collective it waits in, if
+    any."""
+
+    reason: str
+    where: str
+    collective: str
+
+
+def read_stacks(logs: Path) -> dict[int, Standing]:
+    """Return where each rank that left a stack stood, in the order of ranks."""
+    found = {}
+    for path in logs.glob("stacks-rank-*.txt"):
+        with suppress(OSError):
+            found[_rank(path)] = standing(path.read_text("utf-8", errors="replace"))
+    return dict(sorted(found.items()))
+
+
+def standing(text: str) -> Standing:
+    """Read what the watchdog has written of one rank. Threads follow each other, the main thread last."""
+    head, *threads = re.split(r"^(?:Current thread|Thread) .*\n", text, flags=re.M)
+    frames = _FRAME.findall(threads[-1]) if threads else []
+    collective = next((name for file, _, name in frames if file.endswith("distributed_c10d.py")), "")
+    own = [frame for frame in frames if "/torch/" not in frame[0] and "/site-packages/" not in frame[0]]
+    where = "unknown"
+    if own:
+        file, line, name = own[0]
+        where = f"{name} ({'/'.join(Path(file).parts[-2:])}:{line})"
+    return Standing(head.strip().partition(": ")[2], where, collective)
+
+
+def odd_ranks(standings: Mapping[int, Standing]) -> list[int]:
+    """Return the ranks that stand elsewhere than most, outside any collective; those the others wait for."""
+    if len(standings) < 2:
+        return []
+    outside = [rank for rank, one in standings.items() if not one.collective]
+    if outside and len(outside) < len(standings):
+        return outside
+    (_, most), *_ = Counter(one.where for one in standings.values()).most_common(1)
+    usual = Counter(one.where for one in standings.values()).most_common(1)[0][0]
+    return (
+        [rank for rank, one in standings.items() if one.where != usual] if most * 2 > len(standings) else []
+    )
+
+
+def read_collectives(logs: Path) -> dict[int, str]:
+    """Return, by rank, the last collective of its flight record: its number, its name, and whether it was completed."""
+    found = {}
+    for path in logs.glob("collectives-rank-*"):
+        with suppress(OSError, pickle.UnpicklingError, EOFError, ValueError, AttributeError, IndexError):
+            record = _Plain(io.BytesIO(path.read_bytes())).load()
+            entries = record.get("entries", []) if isinstance(record, dict) else []
+            if entries:
+                found[_rank(path)] = _last(entries)
+    return dict(sorted(found.items()))
+
+
+def _last(entries: list[dict[str, Any]]) -> str:
+    last = max(entries, key=lambda entry: entry.get("record_id", 0))
+    number = last.get("collective_seq_id", last.get("record_id"))
+    return f"{last.get('profiling_name', 'a collective')}, number {number} of its group: {last.get('state', 'unknown')}"
+
+
+class _Plain(pickle.Unpickler):
+    """Reads plain values only: nothing in a file of a run can run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"{module}.{name} in a record of collectives")
+
+
+def _rank(path: Path) -> int:
+    match = _FILE.match(path.name)
+    assert match is not None
+    return int(match[1])

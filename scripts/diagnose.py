@@ -1,0 +1,32 @@
+#!/usr/bin/env python
+"""Explain a run that failed, hangs or crawls: what happened first, on which rank, and what to try.
+
+    python scripts/diagnose.py runs/debug
+
+Reads status.json, events.jsonl, and in logs/ the messages, stacks and records of collectives of all ranks; and traces in
+profile/. Prints a page of text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
+
+from forge.report.diagnose import diagnose
+from scripts.options import exit_code_of
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run's directory, such as runs/debug")
+    given = parser.parse_args(arguments)
+    return exit_code_of(lambda: print(diagnose(given.run)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

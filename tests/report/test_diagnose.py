@@ -1,0 +1,101 @@
+"""A diagnosis says what happened first, on which rank, and what to try. Each fault of the table is named after its own test
+too (tests/faults/conftest.py), from the directory that the real run left."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import socket
+from pathlib import Path
+
+import pytest
+
+from forge.errors import UserError
+from forge.report.diagnose import diagnose
+from forge.report.stacks import odd_ranks, read_collectives, standing
+from tests.support.recorded import write_lines
+
+STACK = """rank {rank}: step of step 5 has taken 10.0 s, and resilience.step_timeout_s = 10
+
+Thread 0x00007f01 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 324 in wait
+
+Current thread 0x00007f02 (most recent call first):
+  File "/w/forge/resilience/watchdog.py", line 188 in _write_report
+
+Thread 0x00007f03 (most recent call first):
+{frames}
+  File "/w/forge/train/trainer.py", line 130 in step
+"""
+WAITING = """  File "/site-packages/torch/distributed/distributed_c10d.py", line 3000 in all_reduce
+  File "/w/forge/parallel/model.py", line 204 in count_tokens"""
+ASLEEP = '  File "/w/forge/fault.py", line 60 in fault_point'
+
+
+def hung(folder: Path) -> Path:
+    """Two ranks, of which the second sleeps, as tests/faults/test_hangs.py leaves them."""
+    logs = folder / "logs"
+    logs.mkdir(parents=True)
+    reason = "step of step 5 has taken 10.0 s, and resilience.step_timeout_s = 10"
+    at = "2026-01-01T00:00:"
+    write_lines(
+        folder / "events.jsonl",
+        [
+            {"time": at + "00+00:00", "event": "started", "world_size": 2},
+            {"time": at + "01+00:00", "event": "fresh", "step": 0},
+            {"time": at + "20+00:00", "event": "failed", "step": 4, "reason": reason, "exit_code": 76},
+            {"time": at + "21+00:00", "event": "watchdog", "step": 5, "reason": reason, "cause": ""},
+        ],
+    )
+    status = {"state": "failed", "step": 4, "reason": reason, "exit_code": 76, "host": "one", "pid": 1}
+    (folder / "status.json").write_text(json.dumps(status))
+    for rank, frames in enumerate((WAITING, ASLEEP)):
+        (logs / f"stacks-rank-{rank}.txt").write_text(STACK.format(rank=rank, frames=frames))
+    entries = [
+        {"record_id": n, "collective_seq_id": n, "profiling_name": "gloo:all_reduce", "state": "scheduled"}
+        for n in (6, 7)
+    ]
+    (logs / "collectives-rank-0").write_bytes(pickle.dumps({"entries": entries}))
+    return folder
+
+
+def test_of_ranks_that_hung_the_one_outside_a_collective_is_named(tmp_path) -> None:
+    text = diagnose(hung(tmp_path / "run"))
+    assert "failed at step 4, exit code 76" in text
+    assert "WHAT HAPPENED FIRST: a phase outlasted its bound: a rank hangs\nRANK: 1\n" in text
+    assert "rank 0: count_tokens (parallel/model.py:204), waiting in all_reduce" in text
+    assert "rank 1: fault_point (forge/fault.py:60), in no collective   <- the others wait for it" in text
+    assert "last collective: gloo:all_reduce, number 7 of its group: scheduled" in text
+
+
+def test_where_all_ranks_wait_none_is_called_odd() -> None:
+    one = standing(STACK.format(rank=0, frames=WAITING))
+    assert odd_ranks({0: one, 1: one}) == [] and odd_ranks({0: one}) == []
+
+
+def test_a_record_of_collectives_cannot_run_code(tmp_path) -> None:
+    class Harmful:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "made"),)
+
+    (tmp_path / "collectives-rank-0").write_bytes(pickle.dumps(Harmful()))
+    assert read_collectives(tmp_path) == {} and not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_run_that_reports_no_end_runs_or_was_killed(tmp_path, alive: bool) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints" / ".partial-step-00000004").mkdir(parents=True)
+    write_lines(run / "events.jsonl", [{"time": "2026-01-01T00:00:00+00:00", "event": "started"}])
+    (run / "status.json").write_text(json.dumps({"state": "running", "step": 3}))
+    pid = os.getpid() if alive else 2**22 + 1  # beyond the largest number of a process
+    (run / ".lock").write_text(json.dumps({"host": socket.gethostname(), "pid": pid, "started": ""}))
+    text = diagnose(run)
+    assert (f"still running, as process {pid}" in text) is alive
+    assert ("the processes were killed during a save (.partial-step-00000004 was left)" in text) is not alive
+
+
+def test_what_is_no_run_is_refused(tmp_path) -> None:
+    with pytest.raises(UserError, match="is not the directory of a run"):
+        diagnose(tmp_path)
