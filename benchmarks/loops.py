@@ -136,7 +136,8 @@ class ForgeLoop:
     def losses(self) -> list[float]:
         self.trainer.process_last_result()
         lines = map(json.loads, self._metrics.read_text().splitlines())
-        return [float("nan") if line["loss"] is None else line["loss"] for line in lines]
+        losses = [line["loss"] for line in lines if "loss" in line]
+        return [float("nan") if loss is None else loss for loss in losses]
 
     def close(self) -> None:
         self._run.__exit__(None, None, None)

@@ -29,6 +29,8 @@ FileName = Annotated[
     Phrase("a file name without /"),
 ]
 S = TypeVar("S", bound=Section)
+Monitor = Literal["activations", "gradients", "weights", "updates", "attention", "experts"]
+MONITORS: tuple[Monitor, ...] = ("activations", "gradients", "weights", "updates", "attention", "experts")
 Beta = Annotated[float, Ge(0), Lt(1)]
 # Less is 0 in float32, and divides 0 by 0 where a gradient is 0.
 Epsilon = Annotated[float, Ge(1e-30)]
@@ -226,6 +228,13 @@ class Metrics(Section):
     expert_map_interval: Count = 1000
     """Mixture of experts: steps between images of the load per layer and expert in TensorBoard, with their counts in
     metrics.jsonl. 0: never."""
+    monitor_interval: Count = 0
+    """Steps between reports from inside the model: see docs/metrics.md. 0: never."""
+    monitors: Annotated[ListOf[Monitor], MinLen(1)] = MONITORS
+    """What is monitored, for each layer or matrix: activations (with dead and saturated units), gradients, weights, updates,
+    attention (logits and entropy), experts (entropy of scores and load)."""
+    sources: bool = False
+    """Report the loss of each of data.sources, and by position in the sequence, on each line."""
     peak_tflops: NonNegativeNumber = 0.0
     """Peak of one device in TFLOP/s, for MFU. 0: look it up by the GPU's name; without an entry, MFU is not reported."""
 

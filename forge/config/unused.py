@@ -79,6 +79,7 @@ RULES: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
         "model.moe.balance is not bias",
         lambda c: c.model.moe is not None and c.model.moe.balance != "bias",
     ),
+    ("metrics.monitors", "metrics.monitor_interval is 0", lambda c: not c.metrics.monitor_interval),
     (
         "parallel.ep metrics.expert_map_interval",
         "there is no [model.moe]",

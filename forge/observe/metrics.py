@@ -16,6 +16,7 @@ from forge.hook import Hook, StepResult
 from forge.observe.collector import Collector
 from forge.observe.hardware import memory_gib, peak_flops
 from forge.observe.json_lines import JsonLines
+from forge.observe.monitors import is_monitored
 from forge.observe.progress import StepTimes, format_line
 from forge.observe.router_load import expert_map, load_fields
 from forge.observe.run_directory import RunDirectory
@@ -41,6 +42,8 @@ class MetricsWriter(Hook):
         self._report_step = report_step
         self.epochs: Callable[[int], dict[str, float]] = lambda sample: {}
         """How often each source, by name, has been read before a global sample."""
+        self.more_fields: Callable[[int], dict[str, Any]] = lambda step: {}
+        """What else belongs into the training line of a step."""
         self._log = JsonLines(directory.metrics) if world.rank == 0 else None
         self._board = Board(directory.tensorboard, world.rank == 0 and config.metrics.tensorboard)
         self._mfu_of_rate = mfu_of_rate(config, world.device, world.size, flops_per_token)
@@ -52,7 +55,7 @@ class MetricsWriter(Hook):
 
     def wants_routers(self, step: int) -> bool:
         """Whether routers' values of this step are written."""
-        return self._is_due(step)
+        return self.is_due(step) or is_monitored(self._config.metrics, step)
 
     def before_data(self, step: int) -> None:
         self._step_began = time.perf_counter()
@@ -82,7 +85,7 @@ class MetricsWriter(Hook):
         if self._step_began is None:  # between steps: the wait belongs to the step that it is for
             self._seconds += result.waited_s
         self._steps += 1
-        if self._is_due(result.step) or result.skipped:
+        if self.is_due(result.step) or result.skipped:
             if self._log is not None:
                 self._write(self._log, result)
             self._restart_means()
@@ -118,13 +121,21 @@ class MetricsWriter(Hook):
         self._board.scalars(step, {f"eval/{name}": loss for name, loss in losses.items()})
         log.info("step %d  %s", step, "  ".join(f"eval {name} {loss:.4f}" for name, loss in losses.items()))
 
-    def text(self, step: int, name: str, text: str) -> None:
-        """Log a text and show it in TensorBoard."""
+    def monitors(self, step: int, found: Mapping[str, Any]) -> None:
+        """Write a line of monitors: numbers by name, in groups of layers or parameters."""
         if self._log is not None:
+            self._log.append(step=step, monitors=dict(found))
+            self._board.scalars(step, dict(_nested("monitors", found)))
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Log a text, write it as a line, and show it in TensorBoard."""
+        if self._log is not None:
+            self._log.append(step=step, text={name: text})
             self._board.text(step, name, text)
             log.info("step %d  %s:\n%s", step, name, text)
 
-    def _is_due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
+        """Whether a line is written about this step, whatever comes of it."""
         return self._is_multiple(step, self._config.metrics.log_interval) or self._map_is_due(step)
 
     def _map_is_due(self, step: int) -> bool:
@@ -163,6 +174,7 @@ class MetricsWriter(Hook):
             moe, layers = self._config.model.moe, result.router_layers
             assert moe is not None
             fields |= load_fields(result.routers, layers, moe, counts=self._map_is_due(step))
+        fields |= self.more_fields(step)
         if result.skipped:
             fields["skipped"] = True
         lines.append(**fields)
@@ -188,6 +200,15 @@ def mfu_of_rate(
     return flops_per_token / (peak * world_size) if peak else None
 
 
+def _nested(name: str, found: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Names and values of numbers in groups: `monitors/activations/3/rms`."""
+    for key, value in found.items():
+        if isinstance(value, Mapping):
+            yield from _nested(f"{name}/{key}", value)
+        else:
+            yield f"{name}/{key}", value
+
+
 def _curves(fields: dict[str, Any]) -> Iterator[tuple[str, float]]:
     """Names and values for TensorBoard."""
     for name, value in fields.items():
@@ -195,7 +216,7 @@ def _curves(fields: dict[str, Any]) -> Iterator[tuple[str, float]]:
             for layer, of_layer in value.items():
                 numbers = ((key, number) for key, number in of_layer.items() if key != "counts")
                 yield from ((f"routers/{layer}/{key}", number) for key, number in numbers)
-        elif name == "epochs":
-            yield from ((f"epochs/{source}", number) for source, number in value.items())
-        elif name not in ("step", "skipped"):
+        elif name in ("epochs", "sources"):
+            yield from ((f"{name}/{source}", number) for source, number in value.items())
+        elif name not in ("step", "skipped", "positions"):
             yield f"train/{name}", value

@@ -150,6 +150,14 @@ def test_the_benchmark_of_optimizers(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_benchmark_of_monitors(tmp_path):
+    code, found = run(tmp_path, "monitors", "--tiny", "--threads", "1", *FAST)
+    assert code == 0
+    plain, watched = found["results"]["operators"]
+    assert plain < watched < 3 * plain and found["results"]["share"]["median"] < 1
+
+
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_benchmark_of_recipes(tmp_path):
     held_out = '--data.validation=[{name="one",path="synthetic"}]'

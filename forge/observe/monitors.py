@@ -1,0 +1,342 @@
+"""Monitors: what a step is like inside the model, in few numbers for each layer and each matrix, equal on all layouts.
+
+Every number is a sum, a count or a maximum over what this rank has, so that the numbers of all ranks add up to those of one
+process: a mean is a sum divided by a count that was summed in the same way, so what several ranks compute twice cancels
+out. All of them are in two device vectors, which take two all-reduces over all ranks, one of sums and one of maxima: a
+collective reduces all its elements by the same operation. Nothing waits for the device.
+
+    activations  behind each block: root mean square and largest absolute value; and of each feed-forward the share of
+                 dead units (open for less than one token in a thousand) and of saturated ones (for all but one in a
+                 thousand). A unit is open for a token where its gate w1 x is positive
+    attention    largest logit and mean entropy of the softmax, of QUERIES queries evenly spread over each sequence: all of
+                 them would cost as much as attention itself
+    experts      mean entropy of a router's scores, and of the load: 1 is even, 0 is one expert for all
+    gradients    L2 norm of the gradient of each parameter, before clipping
+    weights      L2 norm of each parameter, after the update
+    updates      L2 norm of the change of each parameter, relative to its own
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from forge import compat
+from forge.config.schema import Metrics
+from forge.model import Transformer
+from forge.model.feed_forward import FeedForward
+from forge.model.mask import dense_part
+from forge.model.moe import MoE
+from forge.model.precision import promoted
+from forge.shard import Shard, local
+
+QUERIES = 32
+RARELY = 1e-3
+MATRICES = ("gradients", "weights", "updates")
+
+
+def is_monitored(config: Metrics, step: int) -> bool:
+    """Whether `step` is one whose monitors are reported."""
+    return config.monitor_interval > 0 and (step == 1 or step % config.monitor_interval == 0)
+
+
+class Monitors:
+    """The monitors `chosen` of a model, of which this rank has `parts` and `shards`; begun anew in each monitored step.
+
+    names: the parameters of the whole model. n_layers, units: its layers, and the most units of a feed-forward in them.
+    tp: this rank's number among the ranks of tensor parallelism, and how many there are. compiled: what lies within the
+    graph of a compiled block, attention and units, is not measured.
+    """
+
+    def __init__(
+        self,
+        chosen: Sequence[str],
+        parts: Sequence[Transformer],
+        names: Sequence[str],
+        *,
+        n_layers: int,
+        units: int,
+        tp: tuple[int, int] = (0, 1),
+        compiled: bool = False,
+        device: torch.device,
+    ):
+        self._chosen = set(chosen)
+        self._blocks: dict[int, Any] = {
+            int(name): block for part in parts for name, block in part.layers.items()
+        }
+        self._rows = {name: row for row, name in enumerate(names)}
+        self._tp, self._compiled, self._device = tp, compiled, device
+        sums: dict[str, tuple[int, ...]] = {
+            "activations": (n_layers, 2),
+            "attention": (n_layers, 2),
+            "experts": (n_layers, 2),
+        }
+        if "activations" in chosen and not compiled:
+            sums["units"] = (n_layers, 2, units)
+        sums |= {name: (len(names),) for name in MATRICES if name in chosen}
+        if "updates" in chosen:
+            sums["weights"] = (len(names),)
+        self._sums, self._sums_flat = _views(sums, device)
+        self._maxima, self._maxima_flat = _views(
+            {"activations": (n_layers,), "attention": (n_layers,)}, device
+        )
+        self._handles: list[Callable[[], None]] = []
+        self._seen: dict[int, list[tuple[Any, ...]]] = {}
+        self._before: list[tuple[Shard, Tensor]] = []
+        self._index: dict[tuple[int, ...], Tensor] = {}
+
+    def begin(self) -> None:
+        """Begin a monitored step: install what watches the forwards."""
+        self.remove()
+        self._sums_flat.zero_()
+        self._maxima_flat.fill_(-torch.inf)
+        for layer, block in self._blocks.items():
+            self._watch(layer, block)
+
+    def remove(self) -> None:
+        """Remove what watches the forwards; nothing is left in the model."""
+        for handle in self._handles:
+            handle()
+        self._handles.clear()
+        self._seen.clear()
+        self._before = []
+
+    def count_gradients(self, shards: Sequence[Shard]) -> None:
+        """Call when the gradients of the global batch are in the shards."""
+        if "gradients" in self._chosen:
+            self._add_squares(
+                "gradients", [(shard, shard.grad) for shard in shards if shard.grad is not None]
+            )
+
+    def before_update(self, shards: Sequence[Shard]) -> None:
+        """Keep the parameters of before the update; by now the activations of the step are freed."""
+        if "updates" in self._chosen:
+            self._before = [(shard, shard.data.clone()) for shard in _counted(shards)]
+
+    def after_update(self, shards: Sequence[Shard]) -> None:
+        """Count what the update has changed."""
+        if "updates" in self._chosen:
+            changes = [(shard, before.sub_(shard.data)) for shard, before in self._before]
+            self._add_squares("updates", changes)
+            self._before = []
+        if "weights" in self._sums:
+            self._add_squares("weights", [(shard, shard.data) for shard in shards])
+
+    def reduce(self) -> Tensor:
+        """Return the numbers of the step as a device vector for `read`, equal on all ranks. Collective over all ranks."""
+        dist.all_reduce(self._sums_flat)
+        dist.all_reduce(self._maxima_flat, op=dist.ReduceOp.MAX)
+        parts = [self._sums[name] for name in self._reported_sums]
+        if "units" in self._sums:
+            opened, tokens = self._sums["units"].unbind(1)
+            share, there = opened / tokens.clamp(min=1), tokens > 0
+            count = there.sum(1).clamp(min=1)
+            parts.append(
+                torch.stack(
+                    [(there & (share < RARELY)).sum(1) / count, (share > 1 - RARELY).sum(1) / count, count]
+                )
+            )
+        return torch.cat([self._maxima_flat, *(part.flatten() for part in parts)])
+
+    @property
+    def _reported_sums(self) -> list[str]:
+        return [name for name in self._sums if name != "units"]
+
+    def read(self, values: Sequence[float]) -> dict[str, Any]:
+        """Return the monitors by name, from the numbers that `reduce` returned; layers and parameters by name."""
+        vector, found = torch.tensor(values, dtype=torch.float64), dict[str, Any]()
+        cut: dict[str, Tensor] = {}
+        at = 0
+        for kind, shapes in (
+            ("max", self._maxima),
+            ("sum", {name: self._sums[name] for name in self._reported_sums}),
+        ):
+            for name, view in shapes.items():
+                cut[f"{kind} {name}"] = vector[at : at + view.numel()].view(view.shape)
+                at += view.numel()
+        if "activations" in self._chosen:
+            squares, count = cut["sum activations"].unbind(1)
+            found["activations"] = _by_layer(count, rms=(squares / count).sqrt(), max=cut["max activations"])
+            if "units" in self._sums:
+                dead, saturated, _ = vector[at:].view(3, -1)
+                found["units"] = _by_layer(self._with_units(), dead=dead, saturated=saturated)
+        if "attention" in self._chosen and not self._compiled:
+            entropy, count = cut["sum attention"].unbind(1)
+            found["attention"] = _by_layer(count, max_logit=cut["max attention"], entropy=entropy / count)
+        if "experts" in self._chosen:
+            entropy, count = cut["sum experts"].unbind(1)
+            found["experts"] = _by_layer(count, score_entropy=entropy / count)
+        norms = {name: cut[f"sum {name}"].sqrt() for name in MATRICES if f"sum {name}" in cut}
+        if "updates" in norms:
+            norms["updates"] = norms["updates"] / norms["weights"]
+        for name in MATRICES:
+            if name in self._chosen:
+                found[name] = dict(zip(self._rows, norms[name].tolist(), strict=True))
+        return {name: values for name, values in found.items() if values}
+
+    def _with_units(self) -> Tensor:
+        return torch.ones(len(self._maxima["activations"]))
+
+    def _add_squares(self, name: str, tensors: Sequence[tuple[Shard, Tensor]]) -> None:
+        """Add the sum of squares of each shard's tensor to the row of its parameter; each element on one rank only."""
+        kinds: dict[tuple[torch.dtype, torch.device], list[tuple[int, Tensor]]] = {}
+        for shard, tensor in tensors:
+            if shard.boxes and shard.counted and shard.name in self._rows:
+                kinds.setdefault((tensor.dtype, tensor.device), []).append((self._rows[shard.name], tensor))
+        for (dtype, _), found in kinds.items():
+            norms = torch._foreach_norm([tensor for _, tensor in found], 2, dtype=promoted(dtype))
+            squares = torch.stack(norms).double().square().to(self._device)
+            self._sums[name].index_add_(0, self._indices(tuple(row for row, _ in found)), squares)
+
+    def _indices(self, rows: tuple[int, ...]) -> Tensor:
+        if rows not in self._index:
+            self._index[rows] = torch.tensor(rows, device=self._device)
+        return self._index[rows]
+
+    def _watch(self, layer: int, block: Any) -> None:
+        """Install what measures a block. Inside of it tensors are only kept: what is computed there would be recorded by
+        activation checkpointing; when the block has returned, they are measured."""
+        seen = self._seen[layer] = []
+        if "attention" in self._chosen and not self._compiled and hasattr(block.attention, "attend"):
+            watched = _WatchedAttention(block.attention.attend, seen)
+            self._handles.append(
+                functools.partial(setattr, block.attention, "attend", block.attention.attend)
+            )
+            block.attention.attend = watched
+        for module in block.modules():
+            if isinstance(module, FeedForward) and "units" in self._sums:
+                handle = module.w1.register_forward_hook(
+                    functools.partial(_keep_gate, seen, module.w1.out_features)
+                )
+                self._handles.append(handle.remove)
+        if "experts" in self._chosen and isinstance(block.feed_forward, MoE):
+            router: Any = block.feed_forward.router
+            router.choose = functools.partial(_keep_scores, seen, router.choose)
+            self._handles.append(functools.partial(router.__dict__.pop, "choose", None))
+        handle = block.register_forward_hook(functools.partial(self._measure, layer))
+        self._handles.append(handle.remove)
+
+    @torch.no_grad()
+    def _measure(self, layer: int, _block: nn.Module, _inputs: Any, output: Any) -> None:
+        """Measure what a block's forward returned, and what was kept inside."""
+        kept, self._seen[layer][:] = list(self._seen[layer]), []
+        if torch._C._current_graph_task_id() != -1 or not torch.is_tensor(output):
+            return  # backward computes the block again
+        if "activations" in self._chosen:
+            x = local(output)
+            square = torch.linalg.vector_norm(x, dtype=promoted(x.dtype)).double().square()
+            _add(self._sums["activations"][layer], square, x.numel())
+            _raise_to(self._maxima["activations"][layer], torch.linalg.vector_norm(x, torch.inf).double())
+        for kind, *tensors in kept:
+            getattr(self, f"_measure_{kind}")(layer, *tensors)
+
+    def _measure_gate(self, layer: int, gate: Tensor, units: int) -> None:
+        """gate `[batch, seq, n]`, of all `units` or of those that this rank of tensor parallelism has."""
+        opened = (local(gate) > 0).flatten(0, -2)
+        tokens, own = opened.shape
+        sums, (rank, ranks) = self._sums["units"][layer], self._tp
+        first = rank * -(-units // ranks) if own < units else 0
+        sums[0, first : first + own] += opened.sum(0)
+        sums[1, first : first + own] += tokens
+
+    def _measure_scores(self, layer: int, scores: Tensor) -> None:
+        """scores `[..., n_experts]`, not negative."""
+        scores = scores.flatten(0, -2)
+        share = scores / scores.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
+        entropy = torch.special.entr(share).sum().double() / math.log(max(scores.shape[-1], 2))
+        _add(self._sums["experts"][layer], entropy, len(scores))
+
+    def _measure_attention(self, layer: int, q: Tensor, k: Tensor, mask: Any, split: Any) -> None:
+        """q `[batch, heads, seq, head_dim]`, k `[batch, kv_heads, seq, head_dim]`, of this rank's part of the sequence."""
+        if split is not None:
+            k = split.in_order(compat.all_gather(k.contiguous().unsqueeze(0), split.group))
+        where, positions = chosen_queries(k.shape[2], split, q.device)
+        if not len(where):
+            return
+        exact = promoted(q.dtype)
+        q = q[:, :, where].to(exact).unflatten(1, (k.shape[1], -1))
+        logits = (q @ k.to(exact).unsqueeze(2).transpose(-1, -2)).flatten(1, 2) * q.shape[-1] ** -0.5
+        keys = torch.arange(k.shape[2], device=k.device)
+        hidden = ~dense_part(mask.window, mask.documents, positions, keys)
+        _raise_to(self._maxima["attention"][layer], logits.masked_fill(hidden, -torch.inf).amax().double())
+        if mask.soft_cap:
+            logits = mask.soft_cap * torch.tanh(logits / mask.soft_cap)
+        shares = logits.masked_fill(hidden, -torch.inf).softmax(-1)
+        _add(
+            self._sums["attention"][layer], torch.special.entr(shares).sum().double(), logits[..., 0].numel()
+        )
+
+
+class _WatchedAttention:
+    """The attention function `attend`, which also keeps queries, keys and mask."""
+
+    def __init__(self, attend: Any, seen: list[tuple[Any, ...]]):
+        self._attend, self._seen = attend, seen
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, *more: Any, **named: Any) -> Tensor:
+        self._seen.append(("attention", q, k, mask, getattr(self._attend, "split", None)))
+        return self._attend(q, k, v, mask, *more, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._attend, name)
+
+
+def _keep_gate(
+    seen: list[tuple[Any, ...]], units: int, _module: nn.Module, _inputs: Any, gate: Tensor
+) -> None:
+    seen.append(("gate", gate, units))
+
+
+def _keep_scores(seen: list[tuple[Any, ...]], choose: Callable[[Tensor], Tensor], scores: Tensor) -> Tensor:
+    seen.append(("scores", scores))
+    return choose(scores)
+
+
+@functools.lru_cache(maxsize=8)
+def chosen_queries(seq: int, split: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return which of this rank's queries are measured, and their positions in the sequence; both int64 `[n]`.
+
+    They are the last positions of QUERIES equal parts of the sequence; all of a shorter one.
+    """
+    count = min(QUERIES, seq)
+    wanted = torch.tensor([(part + 1) * seq // count - 1 for part in range(count)])
+    own = torch.arange(seq) if split is None else split.indices(seq, torch.device("cpu"))
+    where = torch.isin(own, wanted).nonzero().flatten()
+    return where.to(device), own[where].to(device)
+
+
+def _counted(shards: Sequence[Shard]) -> Iterator[Shard]:
+    return (shard for shard in shards if shard.boxes and shard.counted)
+
+
+def _add(place: Tensor, value: Tensor, count: int) -> None:
+    """Add to a sum and to its count; a number of the host is the argument of a kernel, so nothing is copied."""
+    place[0] += value
+    place[1] += count
+
+
+def _raise_to(place: Tensor, value: Tensor) -> None:
+    torch.maximum(place, value, out=place)
+
+
+def _views(shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> tuple[dict[str, Tensor], Tensor]:
+    """Return float64 tensors of these shapes, and the one vector that they are views of."""
+    sizes = [torch.Size(shape).numel() for shape in shapes.values()]
+    flat = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
+    parts = flat.split(sizes)
+    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}, flat
+
+
+def _by_layer(count: Tensor, **values: Tensor) -> dict[str, dict[str, float]]:
+    """Return layer -> name -> value, for the layers that were measured."""
+    return {
+        str(layer): {name: float(of_layers[layer]) for name, of_layers in values.items()}
+        for layer in range(len(count))
+        if count[layer] > 0
+    }
