@@ -16,19 +16,23 @@ from forge.data.dataset import PackedDataset, read_window
 from forge.data.sources import Source, count_windows, held_out_windows
 from forge.model import IGNORE
 
+TENSORS = ("tokens", "labels", "positions", "documents", "sources")
+
 
 @dataclass(frozen=True)
 class Batch:
     """`tokens` and `labels`: int64 `[batch, seq]`; a label is the next token or IGNORE (-100).
 
     `documents`: int32 `[batch, seq]`, the document of each token, or None (all tokens of a row may attend to each
-    other); `positions`: int64 `[batch, seq]` or None (0, 1, ...); `first_sample`: the global number of row 0.
+    other); `positions`: int64 `[batch, seq]` or None (0, 1, ...); `sources`: int64 `[batch]`, of which source each row is, or
+    None (not asked for); `first_sample`: the global number of row 0.
     """
 
     tokens: Tensor
     labels: Tensor
     positions: Tensor | None = None
     documents: Tensor | None = None
+    sources: Tensor | None = None
     first_sample: int = 0
 
     def microbatches(self, size: int) -> Iterator[Batch]:
@@ -44,7 +48,7 @@ class Batch:
         return self._map(lambda tensor: tensor.pin_memory(), self.first_sample)
 
     def _map(self, function: Callable[[Tensor], Tensor], first_sample: int) -> Batch:
-        tensors = {name: getattr(self, name) for name in ("tokens", "labels", "positions", "documents")}
+        tensors = {name: getattr(self, name) for name in TENSORS}
         made = {name: function(tensor) for name, tensor in tensors.items() if tensor is not None}
         return replace(self, first_sample=first_sample, **made)
 
@@ -54,7 +58,8 @@ class Loader:
 
     Each step takes the next `global_batch_size` samples, of which rank r has the r-th contiguous part; so the
     samples of a step do not depend on `ranks`. Samples that the dataset's order passes over are skipped. A thread
-    prefetches `prefetch` batches; the next `next` raises its exceptions.
+    prefetches `prefetch` batches; the next `next` raises its exceptions. `with_sources`: batches say of which source each
+    row is, by its place in the dataset.
     """
 
     def __init__(
@@ -67,9 +72,10 @@ class Loader:
         start_sample: int = 0,
         device: torch.device | str = "cpu",
         prefetch: int = 2,
+        with_sources: bool = False,
     ):
         assert global_batch_size % ranks == 0 and 0 <= rank < ranks
-        self._dataset = dataset
+        self._dataset, self._with_sources = dataset, with_sources
         self._global_batch_size = global_batch_size
         self._rows = global_batch_size // ranks
         self._first_row = rank * self._rows
@@ -107,6 +113,8 @@ class Loader:
                 batch = stack_windows(
                     rows, self._rows, self._dataset.seq_len, self._dataset.document_mask, samples[0]
                 )
+                if self._with_sources:
+                    batch = replace(batch, sources=torch.tensor(list(map(self._dataset.source_of, samples))))
                 self._position = self._sample(self._global_batch_size)
                 self._put(batch.pin_memory() if self._device.type == "cuda" else batch)
         except BaseException as error:  # raised by `__next__`

@@ -35,6 +35,8 @@ class FusedLoss(nn.Module):
         self.soft_cap = soft_cap
         # An attribute, so that it can be replaced by its compiled form.
         self.chunk = chunk_loss
+        self.report: Callable[[Tensor], None] | None = None
+        """An extension point: called with the cross-entropy of each token, `[batch * seq]`, 0 where it is not valid."""
 
     def forward(self, hidden: Tensor, head_weight: Tensor, labels: Tensor | None) -> Tensor:
         """hidden `[batch, seq, dim]`, head_weight `[vocab, dim]`, labels int64 `[batch, seq]` -> `[3]`.
@@ -53,6 +55,7 @@ class FusedLoss(nn.Module):
             # needs_input_grad is true under no_grad too, and inside forward the grad mode is always off.
             torch.is_grad_enabled(),
             self.chunk,
+            self.report,
         )
 
 
@@ -74,22 +77,26 @@ class _ChunkedLoss(torch.autograd.Function):
         soft_cap: float,
         grad_enabled: bool,
         chunk: Callable[..., tuple[Tensor, Tensor | None]],
+        report: Callable[[Tensor], None] | None,
     ) -> Tensor:
         exact = promoted(hidden.dtype)
         wants_hidden, wants_weight = (needed and grad_enabled for needed in ctx.needs_input_grad[:2])
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=exact) if wants_weight else None
         sums = torch.zeros(2, dtype=exact, device=hidden.device)
+        of_tokens: list[Tensor] = []
         for start in range(0, hidden.shape[0], chunk_tokens):
             rows = slice(start, start + chunk_tokens)
             valid = labels[rows, None] != IGNORE  # [chunk, 1]
             # Filled, not multiplied by 0: an ignored position contributes exactly 0 even if it is infinite.
             x = hidden[rows].masked_fill(~valid, 0.0)
             target = labels[rows, None].masked_fill(~valid, 0)
-            chunk_sums, grad = chunk(
+            losses, grad = chunk(
                 x, weight, target, valid, z_loss_coef, soft_cap, wants_hidden or wants_weight
             )
-            sums += chunk_sums
+            sums += torch.stack([loss.sum() for loss in losses.unbind()])
+            if report is not None:
+                of_tokens.append(losses[0].flatten())
             if grad is not None and grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[rows])
             if grad is not None and grad_weight is not None:
@@ -97,6 +104,8 @@ class _ChunkedLoss(torch.autograd.Function):
                     grad_weight.addmm_(grad.T, x)
                 else:
                     grad_weight += grad.T @ x
+        if report is not None:
+            report(torch.cat(of_tokens))
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtypes = hidden.dtype, weight.dtype
         return torch.stack([sums[0] + z_loss_coef * sums[1], sums[0], sums[1]])
@@ -110,7 +119,7 @@ class _ChunkedLoss(torch.autograd.Function):
             None if saved is None else (saved.to(scale.dtype) * scale).to(dtype)
             for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
-        return (*scaled, None, None, None, None, None, None)
+        return (*scaled, None, None, None, None, None, None, None)
 
 
 def whole_vocabulary(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | float]:
@@ -133,20 +142,20 @@ def chunk_loss(
 ) -> tuple[Tensor, Tensor | None]:
     """One chunk: hidden `[chunk, dim]`, weight `[vocab, dim]`, target int64 and valid bool `[chunk, 1]`.
 
-    Returns `[cross_entropy, z_loss]` summed over its valid tokens in promote(float32, compute), and the gradient
+    Returns `[cross_entropy, z_loss]` of its tokens, `[2, chunk, 1]` in promote(float32, compute), and the gradient
     of their objective with respect to the logits before the cap, `[chunk, vocab]` in hidden's dtype (None unless wanted).
     """
     logits = head_logits(hidden, weight, soft_cap)  # [chunk, vocab]
     lse, target_logit, column, here = read(logits, target)
     cross_entropy = (lse - target_logit).masked_fill(~valid, 0.0)
     z_loss = lse.square().masked_fill(~valid, 0.0)
-    sums = torch.stack([cross_entropy.sum(), z_loss.sum()])
+    losses = torch.stack([cross_entropy, z_loss])
     if not wants_grad:
-        return sums, None
+        return losses, None
     grad = torch.exp(logits - lse)
     if z_loss_coef:
         grad *= 1.0 + 2.0 * z_loss_coef * lse
     grad.scatter_(-1, column, grad.gather(-1, column) - here)
     if soft_cap:
         grad *= 1.0 - (logits / soft_cap).square()
-    return sums, grad.masked_fill_(~valid, 0.0).to(hidden.dtype)
+    return losses, grad.masked_fill_(~valid, 0.0).to(hidden.dtype)

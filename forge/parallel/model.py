@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -66,6 +66,8 @@ class ParallelModel:
         self._largest_logits = LargestLogits(parts, self.shards, layout) if layout.observe_logits else None
         self._meshes = layout.meshes
         self._split = SequenceSplit(layout.meshes.cp, layout.sequence_pieces, depth_of(layout.model))
+        self.watch: Callable[[ModelInputs], object] = lambda inputs: None
+        """An extension point: called with the inputs of each forward, before it."""
         self._micro_batch_size = layout.micro_batch_size
 
     def count_tokens(self, batch: StepBatch) -> Tensor:
@@ -169,6 +171,7 @@ class SequentialModel(ParallelModel):
         return total
 
     def _forward(self, inputs: ModelInputs) -> Tensor:
+        self.watch(inputs)
         return self.parts[0](*inputs.arguments)
 
     _logits = _forward

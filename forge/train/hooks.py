@@ -16,7 +16,9 @@ from forge.observe.profile import StepProfiler
 from forge.resilience.stopping import TimeLimit
 from forge.resilience.stragglers import Stragglers
 from forge.train.evaluate import Evaluation
+from forge.train.monitor import StepMonitors
 from forge.train.save import Saves
+from forge.train.source_losses import SourceLosses
 from forge.train.trainer import Trainer
 
 # Loaded by its path, as users' hooks are: the core does not import what uses a trained model.
@@ -43,10 +45,14 @@ def make_hooks(trainer: Trainer, loaded: list[tuple[str, type[Hook]]]) -> list[H
         hooks.append(
             Stragglers(config.resilience, trainer.model.parts, trainer.device, trainer.reporter.event)
         )
+    if config.metrics.sources:
+        hooks.append(SourceLosses(trainer))
     hooks += [Epochs(trainer), trainer.metrics, trainer.reporter.memory]
     if config.profile.span and world.rank in config.profile.ranks:
         hooks.append(StepProfiler(config.profile, world.rank, directory.profile, trainer.device))
     hooks.append(trainer.collector)
+    if config.metrics.monitor_interval:
+        hooks.append(StepMonitors(trainer))
     if trainer.data.validation:
         hooks.append(Evaluation(trainer))
     for path, kind in loaded:

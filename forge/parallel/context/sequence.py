@@ -28,7 +28,8 @@ class ModelInputs(NamedTuple):
 
     tokens, labels, positions: `[batch, seq / cp]`. documents: `[batch, seq]`, of the whole sequence: every rank has
     read it, and which token sees which depends on the documents of both. ahead: `[batch, seq / cp, depth, 2]`, what
-    multi-token prediction needs of later tokens, which other ranks may have.
+    multi-token prediction needs of later tokens, which other ranks may have. sources: int64 `[batch]`, of which source each
+    row is, where that is asked for; no argument of the model.
     """
 
     tokens: Tensor
@@ -36,11 +37,12 @@ class ModelInputs(NamedTuple):
     positions: Tensor | None
     documents: Tensor | None
     ahead: Tensor | None = None
+    sources: Tensor | None = None
 
     @property
     def arguments(self) -> tuple[Tensor | None, ...]:
         """What a model is called with; without multi-token prediction there is no `ahead`."""
-        return self[:4] if self.ahead is None else self
+        return self[:4] if self.ahead is None else self[:5]
 
 
 class Sequences(Protocol):
@@ -99,11 +101,11 @@ class SequenceSplit:
 
     def local_part(self, batch: Sequences) -> ModelInputs:
         """Return this rank's part of `batch`, whose tensors are `[batch, seq]` and the same on all cp ranks."""
-        ahead = None
+        ahead, sources = None, getattr(batch, "sources", None)
         if self.depth and torch.is_grad_enabled():
             ahead = look_ahead(batch.tokens, batch.labels, batch.documents, self.depth)
         if self.ranks == 1:
-            return ModelInputs(batch.tokens, batch.labels, batch.positions, batch.documents, ahead)
+            return ModelInputs(batch.tokens, batch.labels, batch.positions, batch.documents, ahead, sources)
         positions = batch.positions
         if positions is None:
             positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(
@@ -115,6 +117,7 @@ class SequenceSplit:
             self.part(positions),
             batch.documents,
             None if ahead is None else self.part(ahead, dim=1),
+            sources,
         )
 
     def logits(self, model: Callable[[ModelInputs], Tensor], tokens: Tensor) -> Tensor:

@@ -125,6 +125,7 @@ class PipelinedModel(ParallelModel):
             # A stage that gets a piece of the sequence cannot see how long the whole is.
             rows, seq = inputs.tokens.shape
             positions = torch.arange(seq, device=x.device).expand(rows, seq)
+        self.watch(inputs)
         return part.model(x, *inputs._replace(positions=positions).arguments[1:])
 
 
