@@ -208,6 +208,14 @@ class Evaluate(Section):
     """Steps between evaluations on data.validation, if any, with another after the last step. 0: never."""
     sequences: Positive = 64
     """Sequences per held-out source, from all over it and the same in every evaluation."""
+    tasks: ListOf[Text] = ()
+    """Names of lm-eval's tasks, or of your own, that the model is scored on; needs the extra forge[eval] and a tokenizer."""
+    tasks_interval: Count = 1000
+    """Steps between scores on the tasks, with another after the last step. 0: never."""
+    tasks_path: str = ""
+    """A folder with tasks of your own, as lm-eval's --include_path. Empty: none."""
+    tasks_limit: Count = 0
+    """Only the first questions of each task. 0: all."""
     sample_interval: Count = 0
     """Steps between generated text samples, with another after the last step. 0: never."""
     sample_prompt: str = ""
@@ -235,8 +243,19 @@ class Metrics(Section):
     attention (logits and entropy), experts (entropy of scores and load)."""
     sources: bool = False
     """Report the loss of each of data.sources, and by position in the sequence, on each line."""
+    wandb: str = ""
+    """Project at Weights & Biases that gets the curves; needs the package wandb. Empty: none."""
+    mlflow: str = ""
+    """Experiment at MLflow that gets the curves; needs the package mlflow. Empty: none."""
+    live: bool = False
+    """On a terminal, show a view that is redrawn instead of a line for each step; elsewhere lines, as without it."""
     peak_tflops: NonNegativeNumber = 0.0
     """Peak of one device in TFLOP/s, for MFU. 0: look it up by the GPU's name; without an entry, MFU is not reported."""
+
+    @property
+    def trackers(self) -> dict[str, str]:
+        """Return the project or experiment at each tracker, by its key."""
+        return {"wandb": self.wandb, "mlflow": self.mlflow}
 
 
 class Profile(Section):

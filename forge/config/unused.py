@@ -18,6 +18,11 @@ RULES: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
         lambda c: bool(c.evaluate.interval) and not c.data.validation,
     ),
     (
+        "evaluate.tasks_interval evaluate.tasks_path evaluate.tasks_limit",
+        "evaluate.tasks is empty",
+        lambda c: not c.evaluate.tasks,
+    ),
+    (
         "evaluate.sample_prompt evaluate.sample_tokens evaluate.sample_temperature",
         "evaluate.sample_interval is 0",
         lambda c: not c.evaluate.sample_interval,

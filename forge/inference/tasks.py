@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from torch import Tensor
 
-from forge.data.tokenizer import begin_text
+from forge.data.tokenizer import Tokenizer, begin_text
 from forge.errors import UserError
 from forge.inference import CachedScores, Sampling, TextStream, generate, token_scores
 from forge.inference.open import TrainedModel
-from forge.inference.sampling import padded
+from forge.inference.sampling import NextScores, padded, recomputed
 from forge.model import IGNORE
 from forge.observe.progress import ProgressLine
 
@@ -41,13 +44,30 @@ def run_tasks(
     """
     if include_path is not None and not Path(include_path).is_dir():
         raise UserError(f"--include-path {include_path}: is not a folder")
-    scorer = Scorer(opened, batch_size)
-    manager = TaskManager(include_path=include_path)
+    manager = find_tasks(tasks, include_path, "--tasks", "--include-path")
+    return evaluate_tasks(Scorer(opened, batch_size), tasks, manager, num_fewshot=num_fewshot, limit=limit)
+
+
+def find_tasks(tasks: Sequence[str], folder: str | None, key: str, folder_key: str) -> TaskManager:
+    """Return lm-eval's manager, which knows these tasks. Raises UserError, which names the keys, for an unknown one."""
+    manager = TaskManager(include_path=folder)
     for task in tasks:
         if not manager.match_tasks([task]):
             raise UserError(
-                f"--tasks {task}: lm-eval has no such task; --include-path names a folder with your own"
+                f"{key} {task}: lm-eval has no such task; {folder_key} names a folder with your own"
             )
+    return manager
+
+
+def evaluate_tasks(
+    scorer: Scorer,
+    tasks: Sequence[str],
+    manager: TaskManager,
+    *,
+    num_fewshot: int | None = None,
+    limit: int | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Return task or group -> metric -> value, under lm-eval's own names."""
     found = simple_evaluate(
         scorer,
         tasks=list(tasks),
@@ -133,8 +153,7 @@ class Scorer(TemplateLM):
             for row, (number, text) in enumerate(zip(batch, texts, strict=True)):
                 labels[row, : len(text) - 1 - len(requests[number][2])] = IGNORE
                 labels[row, len(text) - 1 :] = IGNORE
-            device = self._opened.device
-            scores, likeliest = token_scores(self._model, tokens.to(device), labels.to(device))
+            scores, likeliest = self._scores(tokens, labels)
             greedy = (likeliest.cpu() | (labels == IGNORE)).all(1).tolist()
             for number, score, is_greedy in zip(batch, scores.double().sum(1).tolist(), greedy, strict=True):
                 found[number] = (score, is_greedy)
@@ -166,7 +185,7 @@ class Scorer(TemplateLM):
             streams[row].add(new[-1])
             return new[-1] == self._text.eos_id or any(end in streams[row].text for end in until)
 
-        for _ in generate(CachedScores(self._model), prompts, length, _sampling(options), stop):
+        for _ in generate(self._next_scores(), prompts, length, _sampling(options), stop):
             pass
         texts = []
         for stream in streams:
@@ -175,6 +194,14 @@ class Scorer(TemplateLM):
             for end in until:
                 texts[-1] = texts[-1].split(end)[0]
         return texts
+
+    def _scores(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what `token_scores` does."""
+        device = self._opened.device
+        return token_scores(self._model, tokens.to(device), labels.to(device))
+
+    def _next_scores(self) -> NextScores:
+        return CachedScores(self._model)
 
     def _batches(self, done: str, lengths: Sequence[int]) -> Iterator[list[int]]:
         """Yield indices of items with these lengths, in batches, the longest first, with a progress line."""
@@ -194,3 +221,33 @@ def _sampling(options: dict[str, Any]) -> Sampling:
     elif options.get("do_sample") and "temperature" not in options:
         temperature = 1.0
     return Sampling(temperature, int(options.get("top_k") or 0), float(options.get("top_p") or 1.0))
+
+
+class LoopScorer(Scorer):
+    """The same for a model in training, on any layout: each rank has the same requests and calls `model_logits` with them.
+
+    model_logits: maps tokens int64 `[batch, seq]` to logits `[batch, seq, vocab]`, on every rank; collective.
+    """
+
+    def __init__(
+        self,
+        model_logits: Callable[[Tensor], Tensor],
+        tokenizer: Tokenizer,
+        seq_len: int,
+        device: torch.device,
+        batch_size: int,
+    ):
+        model: Any = SimpleNamespace(seq_len=seq_len)
+        opened: Any = SimpleNamespace(path="this run", model=model, tokenizer=tokenizer, device=device)
+        super().__init__(opened, batch_size)
+        self._logits = lambda tokens: model_logits(tokens.to(device))
+
+    def _scores(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logits, labels = self._logits(tokens), labels.to(self._opened.device)
+        valid = labels != IGNORE
+        target = labels.masked_fill(~valid, 0).unsqueeze(-1)
+        scores = (logits.gather(-1, target) - logits.logsumexp(-1, keepdim=True)).squeeze(-1)
+        return scores.masked_fill(~valid, 0.0), logits.argmax(-1) == labels
+
+    def _next_scores(self) -> NextScores:
+        return recomputed(self._logits, self.max_length)

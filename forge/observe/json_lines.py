@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,26 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(inner) for inner in value]
     return value
+
+
+def read_lines(path: Path, needed: str) -> list[dict[str, Any]]:
+    """Return the objects of a .jsonl file that have the key `needed`; a line torn by a kill is left out."""
+    lines = []
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with suppress(ValueError):
+            fields = json.loads(line)
+            if isinstance(fields, dict) and needed in fields:
+                lines.append(fields)
+    return lines
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object in a .json file; an empty one if it cannot be read."""
+    with suppress(OSError, ValueError):
+        found = json.loads(path.read_text("utf-8"))
+        if isinstance(found, dict):
+            return found
+    return {}
 
 
 class JsonLines:

@@ -8,13 +8,17 @@ import sys
 import time
 from pathlib import Path
 
+from forge.observe.live import LiveHandler
+
 # It warns at every redistribution on a mesh of two axes, such as that of each gradient norm; ours are intended.
 _NOISY = "torch.distributed.tensor._redistribute"
 _handlers: list[logging.Handler] = []
 
 
-def setup_logging(rank: int, folder: Path) -> None:
+def setup_logging(rank: int, folder: Path, live: bool = False) -> None:
     """Send log messages to stderr and to `folder`/rank-R.log. A repeated call replaces the earlier set-up.
+
+    live: where stderr is a terminal, rank 0 keeps a live view below its messages.
 
     forge's own messages are logged from INFO up, all others, with Python's warnings, from WARNING up. On stderr rank 0
     prints them all, other ranks only errors, with their rank. If the folder cannot be written to, one warning is logged.
@@ -25,7 +29,8 @@ def setup_logging(rank: int, folder: Path) -> None:
     _route_torch()
     logging.captureWarnings(True)
 
-    terminal = logging.StreamHandler(sys.stderr)
+    handler = LiveHandler if live and rank == 0 and sys.stderr.isatty() else logging.StreamHandler
+    terminal: logging.Handler = handler(sys.stderr)
     terminal.setLevel(logging.INFO if rank == 0 else logging.ERROR)
     terminal.setFormatter(_Short(rank))
     _add(terminal)

@@ -15,12 +15,14 @@ from forge.distributed import on_first_rank
 from forge.hook import Hook, StepResult
 from forge.observe.collector import Collector
 from forge.observe.hardware import memory_gib, peak_flops
-from forge.observe.json_lines import JsonLines
+from forge.observe.json_lines import JsonLines, read_lines
+from forge.observe.live import Progress
 from forge.observe.monitors import is_monitored
-from forge.observe.progress import StepTimes, format_line
+from forge.observe.progress import StepTimes
 from forge.observe.router_load import expert_map, load_fields
 from forge.observe.run_directory import RunDirectory
 from forge.observe.tensorboard import Board
+from forge.observe.trackers import Tracker, make_trackers
 from forge.world import World
 
 log = logging.getLogger(__name__)
@@ -46,11 +48,22 @@ class MetricsWriter(Hook):
         """What else belongs into the training line of a step."""
         self._log = JsonLines(directory.metrics) if world.rank == 0 else None
         self._board = Board(directory.tensorboard, world.rank == 0 and config.metrics.tensorboard)
+        self._trackers: list[Tracker] = []
+        if world.rank == 0:
+            settings = dict(flat(config.model_dump(mode="json")))
+            self._trackers = make_trackers(
+                config.metrics.trackers,
+                directory.root,
+                config.run.name,
+                settings,
+                lambda: history(directory.metrics),
+            )
         self._mfu_of_rate = mfu_of_rate(config, world.device, world.size, flops_per_token)
         self._tokens_per_step = config.train.global_batch_size * config.train.seq_len
         self._times = StepTimes()
         self._step_began: float | None = None
         self._step_ended: float | None = None
+        self._has_run = False
         self._restart_means()
 
     def wants_routers(self, step: int) -> bool:
@@ -96,6 +109,8 @@ class MetricsWriter(Hook):
 
     def after_run(self) -> None:
         self._board.close()
+        for tracker in self._trackers:
+            tracker.close()
 
     def restart_from(self, step: int, aside: bool = False) -> Path | None:
         """Remove what has been written about later steps than `step` (-1: everything): they are made again.
@@ -105,27 +120,49 @@ class MetricsWriter(Hook):
         """
         self._restart_means()
         self._board.discard_after(max(step, 0))
-        return on_first_rank(
+        kept = on_first_rank(
             "cutting metrics.jsonl", lambda: None if self._log is None else self._log.cut(step, aside)
         )
+        for tracker in self._trackers:
+            # A resumed run makes the steps behind its checkpoint again as they were; after a roll-back they are others.
+            tracker.discard_after(step, self._has_run or step < 0)
+        self._has_run = True
+        return kept
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Add numbers to curves of TensorBoard, by name such as `my/number`."""
-        self._board.scalars(step, values)
+        self._show(step, values)
 
     def evaluation(self, step: int, losses: Mapping[str, float]) -> None:
         """Write an evaluation line."""
         if self._log is None:
             return
         self._log.append(step=step, eval=dict(losses))
-        self._board.scalars(step, {f"eval/{name}": loss for name, loss in losses.items()})
+        self._show(step, dict(_curves({"eval": losses})))
         log.info("step %d  %s", step, "  ".join(f"eval {name} {loss:.4f}" for name, loss in losses.items()))
 
     def monitors(self, step: int, found: Mapping[str, Any]) -> None:
         """Write a line of monitors: numbers by name, in groups of layers or parameters."""
         if self._log is not None:
             self._log.append(step=step, monitors=dict(found))
-            self._board.scalars(step, dict(_nested("monitors", found)))
+            self._show(step, dict(_curves({"monitors": found})))
+
+    def tasks(self, step: int, scores: Mapping[str, Mapping[str, Any]]) -> None:
+        """Write a line of scores: task -> metric -> value."""
+        if self._log is not None:
+            numbers = {
+                task: {name: value for name, value in found.items() if isinstance(value, int | float)}
+                for task, found in scores.items()
+            }
+            self._log.append(step=step, tasks=numbers)
+            self._show(step, dict(_curves({"tasks": numbers})))
+            for task, found in numbers.items():
+                log.info(
+                    "step %d  %s: %s",
+                    step,
+                    task,
+                    "  ".join(f"{name} {value:.4g}" for name, value in found.items()),
+                )
 
     def text(self, step: int, name: str, text: str) -> None:
         """Log a text, write it as a line, and show it in TensorBoard."""
@@ -133,6 +170,11 @@ class MetricsWriter(Hook):
             self._log.append(step=step, text={name: text})
             self._board.text(step, name, text)
             log.info("step %d  %s:\n%s", step, name, text)
+
+    def _show(self, step: int, values: Mapping[str, float | None]) -> None:
+        self._board.scalars(step, values)
+        for tracker in self._trackers:
+            tracker.scalars(step, values)
 
     def is_due(self, step: int) -> bool:
         """Whether a line is written about this step, whatever comes of it."""
@@ -178,12 +220,13 @@ class MetricsWriter(Hook):
         if result.skipped:
             fields["skipped"] = True
         lines.append(**fields)
-        self._board.scalars(step, dict(_curves(fields)))
+        self._show(step, dict(_curves(fields)))
         if result.router_layers and self._map_is_due(step):
             counts = [of_layer["counts"] for of_layer in fields["routers"].values()]
             self._board.image(step, "routers/load", expert_map(counts))
         self._report_step(step)
-        log.info(format_line(fields, total_steps=steps, eta_s=self._times.eta(steps - step)))
+        progress = Progress(fields, steps, self._times.eta(steps - step))
+        log.info("%s", progress.text(), extra={"progress": progress})
 
     def _restart_means(self) -> None:
         """Times since the last line."""
@@ -200,23 +243,35 @@ def mfu_of_rate(
     return flops_per_token / (peak * world_size) if peak else None
 
 
-def _nested(name: str, found: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Names and values of numbers in groups: `monitors/activations/3/rms`."""
+def _nested(name: str, found: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
+    """Names and values of numbers in groups: `monitors/activations/3/rms`. Lists, such as counts of experts, are left out."""
     for key, value in found.items():
         if isinstance(value, Mapping):
             yield from _nested(f"{name}/{key}", value)
-        else:
+        elif not isinstance(value, list):
             yield f"{name}/{key}", value
 
 
-def _curves(fields: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Names and values for TensorBoard."""
+def history(path: Path) -> Iterator[tuple[int, dict[str, float | None]]]:
+    """Yield step and curves of each line of metrics.jsonl."""
+    for line in read_lines(path, "step"):
+        if curves := dict(_curves(line)):
+            yield line["step"], curves
+
+
+def flat(section: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the keys of a configuration, such as `train.steps`, with their values."""
+    for key, value in section.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", value
+
+
+def _curves(fields: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
+    """Names and values for TensorBoard and trackers, from the fields of a line."""
     for name, value in fields.items():
-        if name == "routers":
-            for layer, of_layer in value.items():
-                numbers = ((key, number) for key, number in of_layer.items() if key != "counts")
-                yield from ((f"routers/{layer}/{key}", number) for key, number in numbers)
-        elif name in ("epochs", "sources"):
-            yield from ((f"{name}/{source}", number) for source, number in value.items())
-        elif name not in ("step", "skipped", "positions"):
+        if name in ("eval", "monitors", "routers", "epochs", "sources", "tasks"):
+            yield from _nested(name, value)
+        elif name not in ("step", "skipped", "positions", "text"):
             yield f"train/{name}", value

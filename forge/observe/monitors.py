@@ -47,7 +47,7 @@ def is_monitored(config: Metrics, step: int) -> bool:
 
 
 class Monitors:
-    """The monitors `chosen` of a model, of which this rank has `parts` and `shards`; begun anew in each monitored step.
+    """The monitors `chosen` of a model, of which this rank has `parts` and `shards`; which begin in each monitored step.
 
     names: the parameters of the whole model. n_layers, units: its layers, and the most units of a feed-forward in them.
     tp: this rank's number among the ranks of tensor parallelism, and how many there are. compiled: what lies within the
@@ -226,7 +226,7 @@ class Monitors:
     def _measure(self, layer: int, _block: nn.Module, _inputs: Any, output: Any) -> None:
         """Measure what a block's forward returned, and what was kept inside."""
         kept, self._seen[layer][:] = list(self._seen[layer]), []
-        if torch._C._current_graph_task_id() != -1 or not torch.is_tensor(output):
+        if torch._C._current_graph_task_id() != -1:
             return  # backward computes the block again
         if "activations" in self._chosen:
             x = local(output)
@@ -280,21 +280,27 @@ class _WatchedAttention:
         self._attend, self._seen = attend, seen
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, *more: Any, **named: Any) -> Tensor:
-        self._seen.append(("attention", q, k, mask, getattr(self._attend, "split", None)))
+        _keep(self._seen, "attention", q, k, mask, getattr(self._attend, "split", None))
         return self._attend(q, k, v, mask, *more, **named)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._attend, name)
 
 
+def _keep(seen: list[tuple[Any, ...]], *found: Any) -> None:
+    """Keep what was found in a forward, but not where backward computes it again."""
+    if torch._C._current_graph_task_id() == -1:
+        seen.append(found)
+
+
 def _keep_gate(
     seen: list[tuple[Any, ...]], units: int, _module: nn.Module, _inputs: Any, gate: Tensor
 ) -> None:
-    seen.append(("gate", gate, units))
+    _keep(seen, "gate", gate, units)
 
 
 def _keep_scores(seen: list[tuple[Any, ...]], choose: Callable[[Tensor], Tensor], scores: Tensor) -> Tensor:
-    seen.append(("scores", scores))
+    _keep(seen, "scores", scores)
     return choose(scores)
 
 

@@ -16,7 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from forge.report.read import RunRecord, read_object, read_run
+from forge.observe.json_lines import read_object
+from forge.report.read import RunRecord, read_run
 from forge.report.rules import AGAIN, MACHINE, RULES, Rule
 from forge.report.stacks import odd_ranks, read_collectives, read_stacks
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Iterator
 from contextlib import suppress
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.errors import UserError
+from forge.observe.json_lines import read_lines, read_object
 
 Points = tuple[list[int], list[float]]
 
@@ -80,23 +80,3 @@ def read_run(path: Path) -> RunRecord:
         read_lines(path / "metrics.jsonl", "step"),
         read_lines(path / "events.jsonl", "event"),
     )
-
-
-def read_lines(path: Path, needed: str) -> list[dict[str, Any]]:
-    """Return the objects of a .jsonl file that have the key `needed`; a line torn by a kill is left out."""
-    lines = []
-    for line in path.read_bytes().splitlines() if path.exists() else ():
-        with suppress(ValueError):
-            fields = json.loads(line)
-            if isinstance(fields, dict) and needed in fields:
-                lines.append(fields)
-    return lines
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Return the object in a .json file; an empty one if it cannot be read."""
-    with suppress(OSError, ValueError):
-        found = json.loads(path.read_text("utf-8"))
-        if isinstance(found, dict):
-            return found
-    return {}

@@ -125,7 +125,8 @@ RULES = (
     ),
     _rule(
         "something beside training failed",
-        r"no evaluation at step|no sample at step|is off from now on|sampling failed|kept in memory for now|no log file for",
+        r"no (?:evaluation|sample|tasks) at step|is off from now on|sampling failed|scoring tasks failed|"
+        r"kept in memory for now|no log file for",
         "Training goes on without it; fix what the message names before the next start.",
         grave=False,
     ),

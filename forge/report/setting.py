@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from forge.observe.metrics import flat
 from forge.report.parts import Part, Section, Table
 from forge.report.read import RunRecord
 
@@ -79,15 +80,6 @@ def _planned(runs: Sequence[RunRecord]) -> list[Part]:
             rows.append(["time of a step, s", step, times[len(times) // 2] if times else None])
         parts.append(Table(f"{run.name}: plan.json against the run", ["", "planned", "measured"], rows))
     return parts
-
-
-def flat(section: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the keys of a configuration, such as `train.steps`, with their values."""
-    for key, value in section.items():
-        if isinstance(value, dict):
-            yield from flat(value, f"{before}{key}.")
-        else:
-            yield f"{before}{key}", value
 
 
 def _config(runs: Sequence[RunRecord]) -> list[Part]:

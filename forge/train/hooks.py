@@ -23,12 +23,14 @@ from forge.train.trainer import Trainer
 
 # Loaded by its path, as users' hooks are: the core does not import what uses a trained model.
 TEXT_SAMPLES = "forge.inference.text_samples:TextSamples"
+TASK_SCORES = "forge.inference.task_scores:TaskScores"
 
 
 def load_hooks(config: Config) -> list[tuple[str, type[Hook]]]:
     """Path and class of each hook that the config asks for. Raises UserError."""
     samples = [TEXT_SAMPLES] if config.evaluate.sample_interval else []
-    return [(path, _load(path)) for path in [*samples, *config.train.hooks]]
+    tasks = [TASK_SCORES] if config.evaluate.tasks and config.evaluate.tasks_interval else []
+    return [(path, _load(path)) for path in [*samples, *tasks, *config.train.hooks]]
 
 
 def make_hooks(trainer: Trainer, loaded: list[tuple[str, type[Hook]]]) -> list[Hook]:

@@ -36,6 +36,7 @@ from forge.observe.hardware import environment, process_age_s
 from forge.observe.log import setup_logging
 from forge.observe.report import Reporter
 from forge.observe.run_directory import RunDirectory
+from forge.observe.trackers import require_packages
 from forge.resilience.stopping import StopSignals
 from forge.resilience.watchdog import Watchdog, bounds, patience
 from forge.train.changes import check_data
@@ -95,6 +96,7 @@ def run(config: Config, degrees: Degrees, world: World, signals: StopSignals) ->
     Raises UserError for what the user can fix. By then `status.json` is written, unless another run has the directory.
     """
     hooks = on_every_rank("loading hooks", lambda: load_hooks(config))
+    on_first_rank("looking for trackers", lambda: require_packages(config.metrics.trackers))
     directory = RunDirectory(Path(config.run.output_dir) / config.run.name)
     holder = on_first_rank("locking the run directory", directory.acquire)
     try:
@@ -116,7 +118,7 @@ def _run_in(
     hooks: list[tuple[str, type[Hook]]],
 ) -> int:
     """Train in the locked run directory, watched over; report every kind of end."""
-    setup_logging(world.rank, directory.logs)
+    setup_logging(world.rank, directory.logs, config.metrics.live)
     if world.size > 1:
         at = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         log.info("%d ranks under %s, which meet at %s", world.size, world.launcher, at)

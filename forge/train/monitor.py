@@ -20,12 +20,12 @@ LOADS = ("load_max", "load_min", "load_entropy")
 
 def make_monitors(config: Config, model: ParallelModel, meshes: Meshes, device: torch.device) -> Monitors:
     """Return the monitors that `metrics.monitors` names, for the model of `config`."""
-    tp, names = meshes.tp, [name for name, _ in build_meta_model(config).named_parameters()]
+    tp, whole = meshes.tp, build_meta_model(config)
     return Monitors(
         config.metrics.monitors,
         model.parts,
-        names,
-        n_layers=config.model.n_layers,
+        [name for name, _ in whole.named_parameters()],
+        n_layers=len(whole.layers),
         units=most_units(config.model),
         tp=(tp.get_local_rank(), tp.size()),
         compiled=config.compile.enabled,

@@ -32,9 +32,14 @@ class LossCounter:
         self._inputs = inputs
 
     def count(self, losses: Tensor) -> None:
-        """Add the losses of the tokens of the forward under way: `[batch * seq]`."""
-        inputs = self._inputs
-        assert inputs is not None and inputs.labels is not None and inputs.sources is not None
+        """Add the losses of the tokens of the forward under way: `[batch * seq]`.
+
+        Only the first call of a forward counts: multi-token prediction calls the loss again, for tokens further ahead.
+        """
+        inputs, self._inputs = self._inputs, None
+        if inputs is None:
+            return
+        assert inputs.labels is not None and inputs.sources is not None
         valid = inputs.labels != IGNORE
         pairs = torch.stack([losses.view(valid.shape).double(), valid.double()], dim=-1)  # [batch, seq, 2]
         self.sums.index_add_(0, inputs.sources, pairs.sum(1))

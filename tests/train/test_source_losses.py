@@ -30,7 +30,7 @@ def test_each_token_counts_for_its_source_and_its_part_of_the_sequence() -> None
     loss = FusedLoss(chunk_tokens=10)
     loss.report = counter.count
     for rows in (slice(0, 3), slice(3, 4)):
-        counter.watch(ModelInputs(labels[rows], labels[rows], None, None, sources[rows]))
+        counter.watch(ModelInputs(labels[rows], labels[rows], None, None, sources=sources[rows]))
         loss(hidden[rows], weight, labels[rows])
     each = F.cross_entropy((hidden @ weight.T).flatten(0, 1), labels.flatten(), reduction="none").view(
         ROWS, SEQ

@@ -1,0 +1,112 @@
+"""A live view of a run on a terminal: the curve of the loss, rates, remaining time, and what happened last.
+
+The view is the last lines of the terminal. Log messages go above it, and each new line of the metrics redraws it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TextIO
+
+from forge.observe.progress import format_line
+
+ROWS, LEAST_COLUMNS = 6, 40
+BLOCKS = " ▁▂▃▄▅▆▇█"
+PLAIN = " .:-=+*##"
+UP_AND_CLEAR = "\033[{}A\033[J"
+
+
+class Progress(NamedTuple):
+    """What a training line of the metrics has for people: `fields` as in metrics.jsonl."""
+
+    fields: Mapping[str, Any]
+    total_steps: int
+    eta_s: float | None
+
+    def text(self) -> str:
+        return format_line(self.fields, total_steps=self.total_steps, eta_s=self.eta_s)
+
+
+class LiveHandler(logging.StreamHandler[TextIO]):
+    """Writes log messages to a terminal and keeps the view below them.
+
+    A record whose `progress` is a Progress is shown in the view instead of as a line.
+    """
+
+    def __init__(self, stream: TextIO):
+        super().__init__(stream)
+        self._losses: list[float] = []
+        self._progress: Progress | None = None
+        self._height = 0
+        encoding = (stream.encoding or "").lower().replace("-", "")
+        self._blocks = BLOCKS if encoding == "utf8" else PLAIN
+
+    def emit(self, record: logging.LogRecord) -> None:
+        progress = getattr(record, "progress", None)
+        try:
+            if self._height:
+                self.stream.write(UP_AND_CLEAR.format(self._height))
+                self._height = 0
+            if isinstance(progress, Progress):
+                self._progress = progress
+                loss = progress.fields.get("loss")
+                if isinstance(loss, float) and loss == loss and abs(loss) != float("inf"):
+                    self._losses.append(loss)
+            else:
+                self.stream.write(self.format(record) + "\n")
+            if self._progress is not None:
+                lines = self._view(self._progress, self._columns())
+                self.stream.write("\n".join(lines) + "\n")
+                self._height = len(lines)
+            self.stream.flush()
+        except (OSError, ValueError):  # the terminal is gone
+            self.handleError(record)
+
+    def _columns(self) -> int:
+        try:
+            return max(LEAST_COLUMNS, os.get_terminal_size(self.stream.fileno()).columns)
+        except (OSError, ValueError):
+            return 80
+
+    def _view(self, progress: Progress, columns: int) -> list[str]:
+        """Return the lines of the view, none of which is as wide as the terminal: it would break them."""
+        step, total = progress.fields["step"], progress.total_steps
+        width = columns - 1
+        share = min(1.0, step / max(1, total))
+        room = width - 9
+        done = round(share * room)
+        bar = f"[{'#' * done}{'-' * (room - done)}] {share:5.1%}"
+        words, line = [], ""
+        for part in progress.text().split("  "):
+            if line and len(line) + len(part) + 2 > width:
+                words.append(line)
+                line = ""
+            line = f"{line}  {part}" if line else part
+        curve = draw_curve(self._losses, ROWS, width - 10, self._blocks)
+        return [line[:width] for line in (*curve, bar, *words, line)]
+
+
+def draw_curve(values: Sequence[float], rows: int, columns: int, blocks: str) -> list[str]:
+    """Return the curve as `rows` lines of text with the largest and the smallest value at their left; none of no values.
+
+    Where there are more values than columns, each column shows the mean of its share of them.
+    """
+    if not values:
+        return []
+    count = min(columns, len(values))
+    means = []
+    for column in range(count):
+        part = values[column * len(values) // count : (column + 1) * len(values) // count]
+        means.append(sum(part) / len(part))
+    low, high = min(means), max(means)
+    steps = rows * (len(blocks) - 1)
+    # At least one step, so that the smallest value is seen.
+    heights = [1 + round((mean - low) / (high - low or 1.0) * (steps - 1)) for mean in means]
+    lines = []
+    for row in reversed(range(rows)):
+        label = f"{high:9.3f} " if row == rows - 1 else f"{low:9.3f} " if row == 0 else " " * 10
+        full = len(blocks) - 1
+        lines.append(label + "".join(blocks[min(full, max(0, height - row * full))] for height in heights))
+    return lines

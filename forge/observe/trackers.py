@@ -1,0 +1,251 @@
+"""Trackers: a run's curves at Weights & Biases or MLflow. No failure of theirs ends or delays a run.
+
+A run keeps one record at each. Which, and the last step in it, stands in `trackers.json` in the run's folder: a resumed run
+continues that record, and leaves out the steps that it has already. After a roll-back, or where a new history begins in the
+folder, the record would have steps that no longer count: it is marked as superseded, and a new one gets the whole history so
+far from metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from forge.errors import UserError
+from forge.files import replace_atomically
+from forge.observe.json_lines import encode, read_object
+
+log = logging.getLogger(__name__)
+
+# How long the end of a run waits for what is on its way to a tracker.
+PATIENCE_S = 30.0
+Curves = tuple[int, Mapping[str, float | None]]
+
+
+class Service(Protocol):
+    """One record at a tracker; methods may raise anything."""
+
+    def open(self, record: str | None, name: str, config: Mapping[str, Any]) -> str:
+        """Continue `record`, or begin a new one (None); return its id."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+    def supersede(self) -> None:
+        """Mark the record as one whose history goes on elsewhere, and close it."""
+
+    def close(self) -> None: ...
+
+
+class Wandb:
+    """A run at Weights & Biases, of the project `where`; WANDB_MODE=offline keeps it in `folder`."""
+
+    def __init__(self, where: str, folder: Path):
+        self._project, self._folder = where, folder
+        self._run: Any = None
+
+    def open(self, record: str | None, name: str, config: Mapping[str, Any]) -> str:
+        import wandb
+
+        self._run = wandb.init(
+            project=self._project,
+            name=name,
+            id=record,
+            resume=None if record is None else "allow",
+            config=dict(config),
+            dir=str(self._folder),
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        # By our own step, not by the number of calls.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        return str(self._run.id)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **values})
+
+    def supersede(self) -> None:
+        self._run.tags = (*(self._run.tags or ()), "superseded")
+        self.close()
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Mlflow:
+    """A run at MLflow, of the experiment `where`, at the address that MLFLOW_TRACKING_URI names."""
+
+    def __init__(self, where: str, folder: Path):
+        self._experiment = where
+        self._client: Any = None
+        self._id = ""
+
+    def open(self, record: str | None, name: str, config: Mapping[str, Any]) -> str:
+        from mlflow.tracking import MlflowClient
+
+        self._client = client = MlflowClient()
+        if record is not None:
+            self._id = record
+            client.update_run(record, status="RUNNING")
+            return record
+        found = client.get_experiment_by_name(self._experiment)
+        experiment = client.create_experiment(self._experiment) if found is None else found.experiment_id
+        self._id = client.create_run(experiment, run_name=name).info.run_id
+        for key, value in config.items():
+            client.log_param(self._id, key, str(value)[:500])
+        return self._id
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        metrics = [
+            Metric(re.sub(r"[^\w\-. :/]", "_", name), value, now, step) for name, value in values.items()
+        ]
+        for first in range(0, len(metrics), 1000):  # the most that one request may have
+            self._client.log_batch(self._id, metrics=metrics[first : first + 1000])
+
+    def supersede(self) -> None:
+        self._client.set_tag(self._id, "superseded", "true")
+        self._client.set_terminated(self._id, "KILLED")
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+SERVICES: dict[str, Callable[[str, Path], Service]] = {"wandb": Wandb, "mlflow": Mlflow}
+
+
+class Tracker:
+    """Writes curves to a `service` in a thread of its own; for rank 0 only. After a failure it is off, with one warning.
+
+    kind: its key of [metrics]. folder: the run's. config: the keys and values of the run. history: returns the curves of
+    metrics.jsonl so far.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        service: Service,
+        folder: Path,
+        name: str,
+        config: Mapping[str, Any],
+        history: Callable[[], Iterable[Curves]],
+    ):
+        self._kind, self._service, self._name, self._config = kind, service, name, config
+        self._path, self._history = folder / "trackers.json", history
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._open = self._off = False
+        self._record: str | None = None
+        self._last = self._known = -1
+
+    def scalars(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Add a point to each curve; None is left out."""
+        numbers = {name: float(value) for name, value in values.items() if value is not None}
+        self._do(lambda: self._write(step, numbers))
+
+    def discard_after(self, step: int, history_ends: bool) -> None:
+        """The run goes on after `step`. history_ends: what the record has of later steps will not come again as it is."""
+        self._do(lambda: self._restart(step, history_ends))
+
+    def close(self) -> None:
+        """Wait for what is on its way, at most PATIENCE_S seconds."""
+        if self._thread is not None:
+            self._do(self._close)
+            self._work.put(None)
+            self._thread.join(PATIENCE_S)
+            if self._thread.is_alive():
+                log.warning("metrics.%s: what was on its way after %g s is lost", self._kind, PATIENCE_S)
+            self._thread = None
+
+    def _do(self, action: Callable[[], None]) -> None:
+        if self._off:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._kind, daemon=True)
+            self._thread.start()
+        self._work.put(action)
+
+    def _run(self) -> None:
+        while (action := self._work.get()) is not None:
+            if self._off:
+                continue
+            try:
+                action()
+            # Any exception of that package, or of its network: training goes on without it.
+            except Exception as error:
+                self._off = True
+                log.warning("metrics.%s is off from now on: %s: %s", self._kind, type(error).__name__, error)
+
+    def _restart(self, step: int, history_ends: bool) -> None:
+        saved = read_object(self._path).get(self._kind, {})
+        record, last = saved.get("record"), int(saved.get("step", -1))
+        if record is not None and history_ends and last > step:
+            self._require_open(record)
+            self._service.supersede()
+            self._open, record = False, None
+        if record is not None:
+            self._record, self._last = record, last
+            # What the record has is not written again: the same steps have the same numbers.
+            self._known = last
+            return
+        self._record, self._last, self._known = None, -1, -1
+        for at, values in self._history():
+            if at <= step:
+                self._write(at, {name: float(value) for name, value in values.items() if value is not None})
+
+    def _write(self, step: int, values: Mapping[str, float]) -> None:
+        if step <= self._known or not values:
+            return
+        self._require_open(self._record)
+        if step > self._last:
+            # Before the point itself: where the run is killed in between, a point is missing and none is twice.
+            self._last = step
+            self._save()
+        self._service.log(step, values)
+
+    def _require_open(self, record: str | None) -> None:
+        if not self._open:
+            self._record = self._service.open(record, self._name, self._config)
+            self._open = True
+            self._save()
+
+    def _save(self) -> None:
+        saved = read_object(self._path) | {self._kind: {"record": self._record, "step": self._last}}
+        replace_atomically(self._path, encode(saved))
+
+    def _close(self) -> None:
+        if self._open:
+            self._service.close()
+            self._open = False
+
+
+def require_packages(wanted: Mapping[str, str]) -> None:
+    """Raise UserError (exit 2) where the package of a tracker that is wanted is not installed."""
+    for kind, where in wanted.items():
+        if where and find_spec(kind) is None:
+            raise UserError(
+                f"metrics.{kind} = \"{where}\": the package {kind} is not installed; pip install 'forge[{kind}]', or leave "
+                "the key empty"
+            )
+
+
+def make_trackers(
+    wanted: Mapping[str, str],
+    folder: Path,
+    name: str,
+    config: Mapping[str, Any],
+    history: Callable[[], Iterable[Curves]],
+) -> list[Tracker]:
+    """Return a tracker for each kind of SERVICES that has a project or experiment in `wanted`."""
+    return [
+        Tracker(kind, SERVICES[kind](where, folder), folder, name, config, history)
+        for kind, where in wanted.items()
+        if where
+    ]

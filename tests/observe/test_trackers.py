@@ -1,0 +1,212 @@
+"""Trackers have each step once, as it counts, whatever happens to the run; and their own trouble costs one warning."""
+
+from __future__ import annotations
+
+import json
+import logging
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge.errors import UserError
+from forge.observe.trackers import Mlflow, Service, Tracker, Wandb, require_packages
+
+
+class Kept:
+    """A service that keeps what it gets, by record; `fails` as soon as it is asked to log."""
+
+    def __init__(self, fails: bool = False):
+        self.records: dict[str, list[tuple[int, dict[str, float]]]] = {}
+        self.superseded: list[str] = []
+        self.closed = 0
+        self._fails, self._now = fails, ""
+
+    def open(self, record: str | None, name: str, config: Any) -> str:
+        self._now = record or f"record-{len(self.records)}"
+        self.records.setdefault(self._now, [])
+        return self._now
+
+    def log(self, step: int, values: Any) -> None:
+        if self._fails:
+            raise OSError("no network")
+        self.records[self._now].append((step, dict(values)))
+
+    def supersede(self) -> None:
+        self.superseded.append(self._now)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def tracker(
+    folder: Path, service: Service, history: list[tuple[int, dict[str, float | None]]] | None = None
+) -> Tracker:
+    return Tracker("kept", service, folder, "run", {"train.steps": 5}, lambda: history or [])
+
+
+def write(one: Tracker, *steps: int, loss: float = 1.0) -> None:
+    for step in steps:
+        one.scalars(step, {"train/loss": loss + step, "train/mfu": None})
+
+
+def test_a_resumed_run_goes_on_in_the_same_record_without_a_step_twice(tmp_path) -> None:
+    service = Kept()
+    first = tracker(tmp_path, service)
+    first.discard_after(-1, history_ends=True)
+    write(first, 1, 2, 3, 4)
+    first.close()
+    second = tracker(tmp_path, service)
+    second.discard_after(2, history_ends=False)
+    write(second, 3, 4, 5)
+    second.close()
+    assert [step for step, _ in service.records["record-0"]] == [1, 2, 3, 4, 5]
+    assert list(service.records) == ["record-0"] and service.closed == 2
+    assert service.records["record-0"][0] == (1, {"train/loss": 2.0})
+
+
+def test_several_points_of_one_step_are_all_kept(tmp_path) -> None:
+    service = Kept()
+    one = tracker(tmp_path, service)
+    one.discard_after(-1, history_ends=True)
+    write(one, 1)
+    one.scalars(1, {"eval/held": 3.0})
+    one.close()
+    assert [values for _, values in service.records["record-0"]] == [{"train/loss": 2.0}, {"eval/held": 3.0}]
+
+
+@pytest.mark.parametrize("behind", [True, False], ids=["of steps that it has", "of steps to come"])
+def test_after_a_roll_back_a_new_record_has_the_history_that_counts(tmp_path, behind: bool) -> None:
+    service, history = Kept(), [(1, {"train/loss": 2.0}), (2, {"train/loss": 3.0}), (9, {"train/loss": 0.0})]
+    one = tracker(tmp_path, service, history)
+    one.discard_after(-1, history_ends=True)
+    write(one, 1, 2, *((3, 4) if behind else ()))
+    one.discard_after(2, history_ends=True)
+    write(one, 3, 4, loss=7.0)
+    one.close()
+    wanted = [(1, 2.0), (2, 3.0), (3, 10.0), (4, 11.0)]
+    last = service.records["record-1" if behind else "record-0"]
+    assert [(step, values["train/loss"]) for step, values in last] == wanted
+    assert service.superseded == (["record-0"] if behind else [])
+    assert json.loads((tmp_path / "trackers.json").read_text())["kept"]["step"] == 4
+
+
+def test_a_tracker_that_is_added_later_gets_the_whole_history(tmp_path) -> None:
+    service = Kept()
+    one = tracker(tmp_path, service, [(1, {"train/loss": 2.0}), (2, {"train/loss": 3.0})])
+    one.discard_after(2, history_ends=False)
+    write(one, 3)
+    one.close()
+    assert [step for step, _ in service.records["record-0"]] == [1, 2, 3]
+
+
+def test_a_failure_costs_one_warning_and_the_tracker(tmp_path, caplog) -> None:
+    caplog.set_level(logging.WARNING)
+    one = tracker(tmp_path, Kept(fails=True))
+    one.discard_after(-1, history_ends=True)
+    write(one, 1, 2, 3)
+    one.close()
+    write(one, 4)
+    assert [record.message for record in caplog.records] == [
+        "metrics.kept is off from now on: OSError: no network"
+    ]
+
+
+def test_a_package_that_is_missing_is_reported_before_the_run() -> None:
+    require_packages({"wandb": "", "mlflow": ""})
+    with pytest.raises(
+        UserError, match=r'metrics\.no_such_package = "here": the package no_such_package is not installed'
+    ):
+        require_packages({"no_such_package": "here"})
+
+
+@pytest.mark.processes
+def test_mlflow_has_the_points_of_two_starts_and_of_a_roll_back(tmp_path, monkeypatch) -> None:
+    pytest.importorskip("mlflow", reason="pip install 'forge[mlflow]'")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
+    from mlflow.tracking import MlflowClient
+
+    _two_starts(tmp_path, lambda: Mlflow("experiment", tmp_path))
+    client = MlflowClient()
+    experiment = client.get_experiment_by_name("experiment")
+    runs = client.search_runs([experiment.experiment_id], order_by=["attributes.start_time ASC"])
+    old, new = runs
+    assert old.data.tags["superseded"] == "true" and new.info.status == "FINISHED"
+    points = {
+        metric.step: metric.value for metric in client.get_metric_history(old.info.run_id, "train/loss")
+    }
+    assert points == {1: 2.0, 2: 3.0, 3: 4.0, 4: 5.0}
+    assert len(client.get_metric_history(old.info.run_id, "train/loss")) == 4
+    assert [m.value for m in client.get_metric_history(new.info.run_id, "train/loss")] == [2.0, 3.0, 10.0]
+    assert new.data.params["train.steps"] == "5"
+
+
+@pytest.mark.processes
+def test_wandb_has_the_points_of_two_starts_and_of_a_roll_back(tmp_path, monkeypatch) -> None:
+    pytest.importorskip("wandb", reason="pip install 'forge[wandb]'")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    _two_starts(tmp_path, lambda: Wandb("project", tmp_path))
+    files = sorted(
+        (tmp_path / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime
+    )
+    found = [_points(file) for file in files]
+    # Two starts of one record, and the record after the roll-back.
+    assert [points for _, points in found] == [
+        [(1, 2.0), (2, 3.0), (3, 4.0)],
+        [(4, 5.0)],
+        [(1, 2.0), (2, 3.0), (3, 10.0)],
+    ]
+    assert found[0][0] == found[1][0] != found[2][0]
+
+
+def _two_starts(folder: Path, service: Any) -> None:
+    """Steps 1 to 3; a resume behind step 2 up to step 4; a roll-back to step 2, and step 3 again."""
+    first = tracker(folder, service())
+    first.discard_after(-1, history_ends=True)
+    write(first, 1, 2, 3)
+    first.close()
+    second = tracker(folder, service(), [(1, {"train/loss": 2.0}), (2, {"train/loss": 3.0})])
+    second.discard_after(2, history_ends=False)
+    write(second, 3, 4)
+    second.discard_after(2, history_ends=True)
+    write(second, 3, loss=7.0)
+    second.close()
+    assert set(json.loads((folder / "trackers.json").read_text())) == {"kept"}
+
+
+def _points(file: Path) -> tuple[str, list[tuple[int, float]]]:
+    """The record's id and its points, from the file that a run of W&B writes offline."""
+    from wandb.proto import wandb_internal_pb2
+
+    points, record_id = [], ""
+    for data in _log_records(file.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "run":
+            record_id = record.run.run_id
+        if record.WhichOneof("record_type") == "history":
+            row = {
+                item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                for item in record.history.item
+            }
+            if "train/loss" in row:
+                points.append((row["step"], row["train/loss"]))
+    return record_id, points
+
+
+def _log_records(content: bytes) -> Iterator[bytes]:
+    """The records of a file in LevelDB's log format, behind W&B's header of 7 bytes: blocks of 32 KiB, whose parts have a
+    checksum (4 bytes), a length (2) and a kind (1: whole, 2: first, 3: middle, 4: last)."""
+    at, whole = 7, b""
+    while at + 7 <= len(content):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        length, kind = struct.unpack_from("<HB", content, at + 4)
+        whole += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield whole
+            whole = b""
