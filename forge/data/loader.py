@@ -16,16 +16,14 @@ from forge.data.dataset import PackedDataset, read_window
 from forge.data.sources import Source, count_windows, held_out_windows
 from forge.model import IGNORE
 
-TENSORS = ("tokens", "labels", "positions", "documents", "sources")
-
 
 @dataclass(frozen=True)
 class Batch:
     """`tokens` and `labels`: int64 `[batch, seq]`; a label is the next token or IGNORE (-100).
 
     `documents`: int32 `[batch, seq]`, the document of each token, or None (all tokens of a row may attend to each
-    other); `positions`: int64 `[batch, seq]` or None (0, 1, ...); `sources`: int64 `[batch]`, of which source each row is, or
-    None (not asked for); `first_sample`: the global number of row 0.
+    other); `positions`: int64 `[batch, seq]` or None (0, 1, ...); `sources`: int64 `[batch]`, the source of each row by its
+    place in the dataset, or None; `first_sample`: the global number of row 0.
     """
 
     tokens: Tensor
@@ -48,8 +46,7 @@ class Batch:
         return self._map(lambda tensor: tensor.pin_memory(), self.first_sample)
 
     def _map(self, function: Callable[[Tensor], Tensor], first_sample: int) -> Batch:
-        tensors = {name: getattr(self, name) for name in TENSORS}
-        made = {name: function(tensor) for name, tensor in tensors.items() if tensor is not None}
+        made = {name: function(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, first_sample=first_sample, **made)
 
 
@@ -58,8 +55,7 @@ class Loader:
 
     Each step takes the next `global_batch_size` samples, of which rank r has the r-th contiguous part; so the
     samples of a step do not depend on `ranks`. Samples that the dataset's order passes over are skipped. A thread
-    prefetches `prefetch` batches; the next `next` raises its exceptions. `with_sources`: batches say of which source each
-    row is, by its place in the dataset.
+    prefetches `prefetch` batches; the next `next` raises its exceptions. `with_sources`: batches have `sources`.
     """
 
     def __init__(

@@ -33,10 +33,8 @@ class FusedLoss(nn.Module):
         self.z_loss_coef = z_loss_coef
         self.chunk_tokens = chunk_tokens
         self.soft_cap = soft_cap
-        # An attribute, so that it can be replaced by its compiled form.
+        # An extension point: replaced by its compiled form, and by one that also looks at the losses of tokens.
         self.chunk = chunk_loss
-        self.report: Callable[[Tensor], None] | None = None
-        """An extension point: called with the cross-entropy of each token, `[batch * seq]`, 0 where it is not valid."""
 
     def forward(self, hidden: Tensor, head_weight: Tensor, labels: Tensor | None) -> Tensor:
         """hidden `[batch, seq, dim]`, head_weight `[vocab, dim]`, labels int64 `[batch, seq]` -> `[3]`.
@@ -55,7 +53,6 @@ class FusedLoss(nn.Module):
             # needs_input_grad is true under no_grad too, and inside forward the grad mode is always off.
             torch.is_grad_enabled(),
             self.chunk,
-            self.report,
         )
 
 
@@ -77,14 +74,12 @@ class _ChunkedLoss(torch.autograd.Function):
         soft_cap: float,
         grad_enabled: bool,
         chunk: Callable[..., tuple[Tensor, Tensor | None]],
-        report: Callable[[Tensor], None] | None,
     ) -> Tensor:
         exact = promoted(hidden.dtype)
         wants_hidden, wants_weight = (needed and grad_enabled for needed in ctx.needs_input_grad[:2])
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=exact) if wants_weight else None
         sums = torch.zeros(2, dtype=exact, device=hidden.device)
-        of_tokens: list[Tensor] = []
         for start in range(0, hidden.shape[0], chunk_tokens):
             rows = slice(start, start + chunk_tokens)
             valid = labels[rows, None] != IGNORE  # [chunk, 1]
@@ -95,8 +90,6 @@ class _ChunkedLoss(torch.autograd.Function):
                 x, weight, target, valid, z_loss_coef, soft_cap, wants_hidden or wants_weight
             )
             sums += torch.stack([loss.sum() for loss in losses.unbind()])
-            if report is not None:
-                of_tokens.append(losses[0].flatten())
             if grad is not None and grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[rows])
             if grad is not None and grad_weight is not None:
@@ -104,8 +97,6 @@ class _ChunkedLoss(torch.autograd.Function):
                     grad_weight.addmm_(grad.T, x)
                 else:
                     grad_weight += grad.T @ x
-        if report is not None:
-            report(torch.cat(of_tokens))
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtypes = hidden.dtype, weight.dtype
         return torch.stack([sums[0] + z_loss_coef * sums[1], sums[0], sums[1]])
@@ -119,7 +110,7 @@ class _ChunkedLoss(torch.autograd.Function):
             None if saved is None else (saved.to(scale.dtype) * scale).to(dtype)
             for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
-        return (*scaled, None, None, None, None, None, None, None)
+        return (*scaled, None, None, None, None, None, None)
 
 
 def whole_vocabulary(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | float]:

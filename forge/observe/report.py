@@ -15,6 +15,7 @@ from forge.errors import BAD_CONFIG
 from forge.files import replace_atomically
 from forge.hook import Hook
 from forge.observe.goodput import Ledger, read_past
+from forge.observe.hardware import environment
 from forge.observe.json_lines import JsonLines, encode, utc_now
 from forge.observe.memory_report import MemoryReport
 from forge.observe.run_directory import RunDirectory
@@ -87,6 +88,13 @@ class Reporter:
         """Append a line to events.jsonl."""
         if self._events is not None:
             self._events.append(time=utc_now(), event=kind, **fields)
+
+    def started(self, layout: dict[str, Any]) -> None:
+        """Report that the ranks have met, to train on this layout."""
+        world, about = self.world, environment(self.world.device)
+        self.event(
+            "started", world_size=world.size, launcher=world.launcher, layout=layout, environment=about
+        )
 
     def running(self, step: int) -> None:
         """Report that the run has made `step` updates."""

@@ -13,6 +13,7 @@ from forge.hook import Hook
 from forge.imports import load_class
 from forge.observe.hardware import process_age_s
 from forge.observe.profile import StepProfiler
+from forge.observe.trackers import require_packages
 from forge.resilience.stopping import TimeLimit
 from forge.resilience.stragglers import Stragglers
 from forge.train.evaluate import Evaluation
@@ -27,7 +28,8 @@ TASK_SCORES = "forge.inference.task_scores:TaskScores"
 
 
 def load_hooks(config: Config) -> list[tuple[str, type[Hook]]]:
-    """Path and class of each hook that the config asks for. Raises UserError."""
+    """Path and class of each hook that the config asks for. Raises UserError, also for a tracker that is not installed."""
+    require_packages(config.metrics.trackers)
     samples = [TEXT_SAMPLES] if config.evaluate.sample_interval else []
     tasks = [TASK_SCORES] if config.evaluate.tasks and config.evaluate.tasks_interval else []
     return [(path, _load(path)) for path in [*samples, *tasks, *config.train.hooks]]

@@ -32,11 +32,10 @@ from forge.errors import FAILED, FINISHED, STOPPED, UserError
 from forge.fault import fault_point
 from forge.files import replace_atomically
 from forge.hook import Hook
-from forge.observe.hardware import environment, process_age_s
+from forge.observe.hardware import process_age_s
 from forge.observe.log import setup_logging
 from forge.observe.report import Reporter
 from forge.observe.run_directory import RunDirectory
-from forge.observe.trackers import require_packages
 from forge.resilience.stopping import StopSignals
 from forge.resilience.watchdog import Watchdog, bounds, patience
 from forge.train.changes import check_data
@@ -96,7 +95,6 @@ def run(config: Config, degrees: Degrees, world: World, signals: StopSignals) ->
     Raises UserError for what the user can fix. By then `status.json` is written, unless another run has the directory.
     """
     hooks = on_every_rank("loading hooks", lambda: load_hooks(config))
-    on_first_rank("looking for trackers", lambda: require_packages(config.metrics.trackers))
     directory = RunDirectory(Path(config.run.output_dir) / config.run.name)
     holder = on_first_rank("locking the run directory", directory.acquire)
     try:
@@ -173,13 +171,7 @@ def _train(
         torch.use_deterministic_algorithms(True)
     finished = world.rank == 0 and reporter.was_finished and not world.restarted
     reporter.running(0)
-    reporter.event(
-        "started",
-        world_size=world.size,
-        launcher=world.launcher,
-        layout=vars(degrees),
-        environment=environment(world.device),
-    )
+    reporter.started(vars(degrees))
     fault_point("set-up", 0)
 
     kept, folder = config.checkpoint, directory.checkpoints

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,28 +27,40 @@ class LossCounter:
         self._n_sources, self._seq_len = n_sources, seq_len
         self.sums = torch.zeros(n_sources + PARTS, 2, dtype=torch.float64, device=device)
         self._inputs: ModelInputs | None = None
+        self._done = 0
 
     def watch(self, inputs: ModelInputs) -> None:
         """Call before each forward: the next losses are of these tokens."""
-        self._inputs = inputs
+        self._inputs, self._done = inputs, 0
+
+    def counting(self, chunk: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `chunk` (see `FusedLoss`), which computes the losses of the next tokens, and counts them now."""
+
+        def counted(*arguments: Any) -> Any:
+            losses, gradient = chunk(*arguments)
+            self.count(losses[0].flatten())
+            return losses, gradient
+
+        return counted
 
     def count(self, losses: Tensor) -> None:
-        """Add the losses of the tokens of the forward under way: `[batch * seq]`.
+        """Add the losses of the next tokens of the forward under way: `[n]`, of `[batch, seq]` in rows.
 
-        Only the first call of a forward counts: multi-token prediction calls the loss again, for tokens further ahead.
+        Those beyond the forward's own do not count: multi-token prediction calls the loss again, for tokens further ahead.
         """
-        inputs, self._inputs = self._inputs, None
-        if inputs is None:
+        inputs, first = self._inputs, self._done
+        assert inputs is not None and inputs.labels is not None and inputs.sources is not None
+        rows, seq = inputs.labels.shape
+        self._done += len(losses)
+        if self._done > rows * seq:
             return
-        assert inputs.labels is not None and inputs.sources is not None
-        valid = inputs.labels != IGNORE
-        pairs = torch.stack([losses.view(valid.shape).double(), valid.double()], dim=-1)  # [batch, seq, 2]
-        self.sums.index_add_(0, inputs.sources, pairs.sum(1))
-        positions = inputs.positions
-        if positions is None:
-            positions = torch.arange(valid.shape[1], device=valid.device).expand_as(valid)
-        part = self._n_sources + positions * PARTS // self._seq_len
-        self.sums.index_add_(0, part.flatten(), pairs.flatten(0, 1))
+        places = torch.arange(first, self._done, device=losses.device)
+        labels, positions = inputs.labels.flatten()[places], places % seq
+        if inputs.positions is not None:
+            positions = inputs.positions.flatten()[places]
+        pairs = torch.stack([losses.double(), (labels != IGNORE).double()], dim=-1)  # [n, 2]
+        self.sums.index_add_(0, inputs.sources[places // seq], pairs)
+        self.sums.index_add_(0, self._n_sources + positions * PARTS // self._seq_len, pairs)
 
 
 class SourceLosses(Hook):
@@ -59,6 +72,7 @@ class SourceLosses(Hook):
         self._counter = LossCounter(len(self._names), trainer.config.train.seq_len, trainer.device)
         self._delayed = DelayedRead(trainer.device)
         self._watching = False
+        self._chunks: list[Any] = []
         self._fields: dict[str, Any] = {}
         trainer.metrics.more_fields = self._take
 
@@ -108,11 +122,13 @@ class SourceLosses(Hook):
         model: Any = self._trainer.model
         self._watching, model.watch = True, self._counter.watch
         for part in model.parts:
-            part.loss.report = self._counter.count
+            self._chunks.append(part.loss.chunk)
+            part.loss.chunk = self._counter.counting(part.loss.chunk)
 
     def _unwatch(self) -> None:
         if self._watching:
             model: Any = self._trainer.model
             self._watching, model.watch = False, lambda inputs: None
-            for part in model.parts:
-                part.loss.report = None
+            for part, chunk in zip(model.parts, self._chunks, strict=True):
+                part.loss.chunk = chunk
+            self._chunks = []

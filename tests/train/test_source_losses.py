@@ -28,7 +28,7 @@ def test_each_token_counts_for_its_source_and_its_part_of_the_sequence() -> None
     sources = torch.tensor([2, 0, 2, 1])
     counter = LossCounter(3, SEQ, torch.device("cpu"))
     loss = FusedLoss(chunk_tokens=10)
-    loss.report = counter.count
+    loss.chunk = counter.counting(loss.chunk)
     for rows in (slice(0, 3), slice(3, 4)):
         counter.watch(ModelInputs(labels[rows], labels[rows], None, None, sources=sources[rows]))
         loss(hidden[rows], weight, labels[rows])
