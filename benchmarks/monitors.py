@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.loops import TINY, ForgeLoop, alone, configure, settings_of
 from benchmarks.measure import (
     Spread,
+    against_bar,
     environment,
-    judged,
     markdown,
     parser,
     publish,
@@ -82,7 +82,7 @@ def measure(given: argparse.Namespace, overrides: list[str]) -> None:
     more = Spread.of([mine / base - 1 for base, mine in zip(base, mine, strict=True)])
     share = Spread.of([m / INTERVAL for m in (more.low, more.median, more.high)])
     result = {"more": more, "share": share, "operators": operators}
-    bar = "" if given.tiny else judged(1 - BAR, 1 - share.median)
+    bar = "" if given.tiny else against_bar(1 - BAR, 1 - share.median)
     table = markdown(
         [
             "operators of a step",

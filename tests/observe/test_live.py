@@ -110,8 +110,8 @@ def test_where_there_is_no_terminal_lines_are_plain(tmp_path, capsys) -> None:
         report(1, 8.0)
     finally:
         reset_logging()
-    said = capsys.readouterr().err
-    assert "\x1b" not in said and said.count("\n") == 1 and "step   1/200  loss 8.000" in said
+    shown = capsys.readouterr().err
+    assert "\x1b" not in shown and shown.count("\n") == 1 and "step   1/200  loss 8.000" in shown
 
 
 def test_a_curve_falls_from_the_top_left_to_the_bottom_right() -> None:

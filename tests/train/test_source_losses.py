@@ -49,7 +49,7 @@ def alone(tmp_path_factory) -> list[dict[str, Any]]:
     run = Run(
         tmp_path_factory.mktemp("alone"), *FLOAT64, MIXTURE, "--train.steps=3", "--metrics.sources=true"
     )
-    assert run() == 0, run.said()
+    assert run() == 0, run.output()
     return [line for line in run.metrics() if "loss" in line]
 
 
@@ -75,7 +75,7 @@ def test_the_sources_and_the_parts_add_up_to_the_loss(alone) -> None:
 )
 def test_they_are_equal_on_every_layout(tmp_path, alone, layout: list[str]) -> None:
     run = Run(tmp_path, *FLOAT64, MIXTURE, "--train.steps=3", "--metrics.sources=true", *layout)
-    assert run(world=2) == 0, run.said()
+    assert run(world=2) == 0, run.output()
     lines = [line for line in run.metrics() if "loss" in line]
     assert len(lines) == len(alone) == 3
     for line, wanted in zip(lines, alone, strict=True):
