@@ -65,10 +65,6 @@ class PackedDataset:
         epoch, index = divmod(sample, self.windows[name])
         return name, epoch, self._permutation(self.windows[name], self.order.key(number, epoch))(index)
 
-    def source_of(self, global_sample: int) -> int:
-        """Return the place in `sources` of the source that a global sample is of."""
-        return list(self.sources).index(self.order.sources[self.order.locate(global_sample)[0]])
-
     def __getitem__(self, global_sample: int) -> tuple[np.ndarray, np.ndarray | None]:
         """Return tokens `[seq_len + 1]`, and with `document_mask` each token's document, int32 `[seq_len + 1]`, from 0."""
         name, _, window = self.locate(global_sample)

@@ -1,8 +1,12 @@
-"""How often each source is read."""
+"""Which source a sample is of, and how often each source is read."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
 
 from forge.data.dataset import PackedDataset
 from forge.data.order import numbered
@@ -25,6 +29,12 @@ def epochs(dataset: PackedDataset, sample: int) -> dict[str, float]:
     }
     paths = numbered(source.name for source in files.values())
     return {path: drawn[name] / dataset.windows[name] for path, name in zip(paths, files, strict=True)}
+
+
+def sources_of(dataset: PackedDataset, samples: Sequence[int]) -> Tensor:
+    """Return the source of each global sample of the dataset's order, by its place in `dataset.sources`: int64 `[n]`."""
+    places = {name: place for place, name in enumerate(dataset.sources)}
+    return torch.tensor([places[dataset.order.sources[dataset.order.locate(one)[0]]] for one in samples])
 
 
 def log_epochs(before: dict[str, float], after: dict[str, float]) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from forge.data.dataset import PackedDataset, read_window
+from forge.data.epochs import sources_of
 from forge.data.sources import Source, count_windows, held_out_windows
 from forge.model import IGNORE
 
@@ -55,7 +56,7 @@ class Loader:
 
     Each step takes the next `global_batch_size` samples, of which rank r has the r-th contiguous part; so the
     samples of a step do not depend on `ranks`. Samples that the dataset's order passes over are skipped. A thread
-    prefetches `prefetch` batches; the next `next` raises its exceptions. `with_sources`: batches have `sources`.
+    prefetches `prefetch` batches; the next `next` raises its exceptions.
     """
 
     def __init__(
@@ -68,10 +69,9 @@ class Loader:
         start_sample: int = 0,
         device: torch.device | str = "cpu",
         prefetch: int = 2,
-        with_sources: bool = False,
     ):
         assert global_batch_size % ranks == 0 and 0 <= rank < ranks
-        self._dataset, self._with_sources = dataset, with_sources
+        self._dataset = dataset
         self._global_batch_size = global_batch_size
         self._rows = global_batch_size // ranks
         self._first_row = rank * self._rows
@@ -109,8 +109,7 @@ class Loader:
                 batch = stack_windows(
                     rows, self._rows, self._dataset.seq_len, self._dataset.document_mask, samples[0]
                 )
-                if self._with_sources:
-                    batch = replace(batch, sources=torch.tensor(list(map(self._dataset.source_of, samples))))
+                batch = replace(batch, sources=sources_of(self._dataset, samples))
                 self._position = self._sample(self._global_batch_size)
                 self._put(batch.pin_memory() if self._device.type == "cuda" else batch)
         except BaseException as error:  # raised by `__next__`

@@ -66,8 +66,7 @@ class ParallelModel:
         self._largest_logits = LargestLogits(parts, self.shards, layout) if layout.observe_logits else None
         self._meshes = layout.meshes
         self._split = SequenceSplit(layout.meshes.cp, layout.sequence_pieces, depth_of(layout.model))
-        self.watch: Callable[[ModelInputs], object] = lambda inputs: None
-        """An extension point: called with the inputs of each forward, before it."""
+        self.watch: Callable[[ModelInputs], object] = lambda inputs: None  # called before each forward
         self._micro_batch_size = layout.micro_batch_size
 
     def count_tokens(self, batch: StepBatch) -> Tensor:

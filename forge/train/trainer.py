@@ -220,7 +220,6 @@ class Trainer:
             start_sample=progress.next_sample,
             device=self.device,
             prefetch=self.config.data.prefetch,
-            with_sources=self.config.metrics.sources,
         )
 
     def _log_model_summary(self, counts: ParameterCounts) -> None:
