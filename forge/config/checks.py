@@ -37,6 +37,11 @@ def multiples(number: int, unit: int) -> str:
 
 def _heads(config: Config) -> Iterator[str]:
     model = config.model
+    if (mla := model.latent) is not None:
+        if mla.qk_rope_head_dim % 2:
+            even = f"use {mla.qk_rope_head_dim + 1}"
+            yield f"model.mla.qk_rope_head_dim must be even, because RoPE rotates pairs; {even}"
+        return
     if model.head_dim == 0:
         near = multiples(model.dim, model.n_heads)
         yield f"model.dim must be a multiple of {model.n_heads = }; use {near}, or set model.head_dim"
@@ -44,6 +49,10 @@ def _heads(config: Config) -> Iterator[str]:
         default = f"model.dim / model.n_heads = {model.dim} / {model.n_heads}"
         even = f"use {model.head_dim + 1} (the default is {default})"
         yield f"model.head_dim must be even, because RoPE rotates pairs; {even}"
+    elif model.rope_dim % 2 or abs(model.rope_dim - model.head_dim * model.rope_fraction) > 1e-6:
+        share = f"{model.head_dim * model.rope_fraction:g} of {model.head_dim = }"
+        whole = max(2, model.rope_dim // 2 * 2)
+        yield f"model.rope_fraction rotates {share}, but RoPE rotates pairs; use {whole / model.head_dim:g}"
     if model.n_heads % model.n_kv_heads:
         yield f"model.n_kv_heads must divide {model.n_heads = }; use one of {divisors(model.n_heads)}"
 
@@ -96,6 +105,8 @@ def _tensor_plan(config: Config) -> Iterator[str]:
     if tp == 1 or parallel.tp_plan != "auto" or parallel.tp_plan_styles:
         return
     shared = {"n_heads": "query heads", "n_kv_heads": "key/value heads", "ffn_dim": "features"}
+    if model.latent is not None:
+        del shared["n_kv_heads"]
     if model.moe is not None and not model.moe.n_dense_layers and model.moe.every == 1:
         del shared["ffn_dim"]
     if set(model.pattern) == {"linear"}:

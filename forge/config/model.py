@@ -6,7 +6,16 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from forge.config.section import Count, ListOf, NonNegativeNumber, Positive, PositiveNumber, Section, Text
+from forge.config.section import (
+    Count,
+    ListOf,
+    NonNegativeNumber,
+    Positive,
+    PositiveNumber,
+    PositiveShare,
+    Section,
+    Text,
+)
 
 LayerKind = Literal["full", "sliding", "nope", "linear"]
 
@@ -33,6 +42,23 @@ class RopeScalingConfig(Section):
         default=None, json_schema_extra={"default": "0.1 ln(factor) + 1"}
     )
     """yarn: multiplies the rotary tables, and so attention scores by its square."""
+    mscale_all_dim: NonNegativeNumber = 0.0
+    """yarn, with model.attention = mla: multiplies scores by (0.1 mscale_all_dim ln(factor) + 1) squared. 0: by 1."""
+
+
+class MLAConfig(Section):
+    """Multi-head latent attention, with model.attention = mla: keys and values are products of one small vector per token."""
+
+    q_lora_rank: Count = 1536
+    """Size of the latent vector of queries. 0: queries are projected from the input."""
+    kv_lora_rank: Positive = 512
+    """Size of the latent vector of keys and values."""
+    qk_nope_head_dim: Positive = 128
+    """Elements of a head of queries and keys without positions."""
+    qk_rope_head_dim: Positive = 64
+    """Elements of a head of queries that RoPE rotates, and of the one key part that all heads share. Must be even."""
+    v_head_dim: Positive = 128
+    """Size of a head of values."""
 
 
 class MoEConfig(Section):
@@ -144,6 +170,8 @@ class ModelConfig(Section):
     """Add biases to the projections of the dense feed-forward and of shared experts."""
     rope_theta: PositiveNumber = 500000.0
     """Base of the rotary frequencies."""
+    rope_fraction: PositiveShare = 1.0
+    """Share of each head's elements that RoPE rotates, the first ones. head_dim times it must be an even number."""
     sliding_rope_theta: NonNegativeNumber = 0.0
     """Base of the rotary frequencies in layers with a sliding window, which rope_scaling then leaves alone. 0: as in other
     layers."""
@@ -155,6 +183,12 @@ class ModelConfig(Section):
     """Apply RMSNorm to queries and keys before RoPE."""
     qk_norm_over: Literal["head", "projection"] = "head"
     """qk_norm: over each head by itself with one weight for all, or over all heads of a token together (OLMo 2)."""
+    attention: Literal["gqa", "mla"] = "gqa"
+    """gqa: grouped-query attention, n_kv_heads heads of keys and values. mla: multi-head latent attention, [model.mla]."""
+    attention_gate: Literal["none", "head", "element"] = "none"
+    """Multiply attention's output by the sigmoid of a projection of its input: one number per head, or per element of it."""
+    attention_sinks: bool = False
+    """Add a learned logit per head to the softmax, so that a token may attend to nothing."""
     attention_bias: bool = False
     """Add biases to the query, key and value projections."""
     attention_output_bias: bool = False
@@ -175,6 +209,7 @@ class ModelConfig(Section):
     """Standard deviation of initial weights. For wo and w2 it is init_std / sqrt(2 n_layers)."""
     rope_scaling: RopeScalingConfig | None = None
     linear_attention: LinearAttentionConfig | None = None
+    mla: MLAConfig | None = None
     moe: MoEConfig | None = None
     mtp: MTPConfig | None = None
 
@@ -182,6 +217,17 @@ class ModelConfig(Section):
     def embedding_at_both_ends(self) -> bool:
         """Whether the part of the model with the head needs the embedding, too."""
         return self.tie_embeddings or self.mtp is not None
+
+    @property
+    def rope_dim(self) -> int:
+        """How many elements of each head RoPE rotates."""
+        mla = self.latent
+        return round(self.head_dim * self.rope_fraction) if mla is None else mla.qk_rope_head_dim
+
+    @property
+    def latent(self) -> MLAConfig | None:
+        """[model.mla], if attention is multi-head latent attention."""
+        return self.mla if self.attention == "mla" else None
 
     @property
     def pattern(self) -> tuple[LayerKind, ...]:
@@ -211,6 +257,8 @@ class ModelConfig(Section):
                 derived["n_kv_heads"] = n_heads
             if _is_zero(values.get("head_dim", 0)) and type(dim) is int and dim % n_heads == 0:
                 derived["head_dim"] = max(0, dim // n_heads)
+        if values.get("attention") == "mla" and values.get("mla") is None:
+            derived["mla"] = {}
         moe, ffn_dim = values.get("moe"), values.get("ffn_dim")
         if isinstance(moe, dict):
             groups = moe.get("n_expert_groups", 1)

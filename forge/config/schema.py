@@ -119,7 +119,14 @@ class OptimizerConfig(Section):
     """Decay rates of the first and second moment; lion: of the mean that gives the direction, and of the momentum."""
     eps: Epsilon = 1e-8
     """Added to the square root of the second moment."""
-    no_decay: ListOf[Text] = ("*norm.weight", "*bias", "embedding.weight", "*.conv.*", "*.decay.*")
+    no_decay: ListOf[Text] = (
+        "*norm.weight",
+        "*bias",
+        "embedding.weight",
+        "*.conv.*",
+        "*.decay.*",
+        "*.sinks.weight",
+    )
     """Glob patterns of parameter names without weight decay."""
     moment_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     """Format of both moments. With float32, precision.storage if that is wider. bfloat16 and int8 are rounded stochastically,

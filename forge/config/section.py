@@ -37,6 +37,7 @@ Count = Annotated[int, Ge(0)]
 PositiveNumber = Annotated[float, Gt(0)]
 NonNegativeNumber = Annotated[float, Ge(0)]
 Share = Annotated[float, Ge(0), Le(1)]
+PositiveShare = Annotated[float, Gt(0), Le(1)]
 Text = Annotated[str, MinLen(1)]
 ImportPath = Annotated[
     str,

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from forge.config.keys import sections
+from forge.config.model import MLAConfig
 from forge.config.schema import Config, OptimizerConfig
 
 # (keys, what makes them unused, whether it holds). A key is not named while it has its default, which asks for nothing.
@@ -39,6 +40,31 @@ RULES: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
     ),
     ("data.mixture_block", "there is one source", lambda c: sum(s.weight > 0 for s in c.data.sources) == 1),
     (
+        "model.rope_fraction model.qk_norm",
+        "model.attention is mla",
+        lambda c: c.model.latent is not None,
+    ),
+    (
+        "model.n_kv_heads",
+        "model.attention is mla",
+        lambda c: c.model.latent is not None and c.model.n_kv_heads != c.model.n_heads,
+    ),
+    (
+        "model.head_dim",
+        "model.attention is mla",
+        lambda c: c.model.latent is not None and c.model.head_dim * c.model.n_heads != c.model.dim,
+    ),
+    (
+        " ".join(f"model.mla.{key}" for key in MLAConfig.model_fields),
+        "model.attention is not mla",
+        lambda c: c.model.latent is None,
+    ),
+    (
+        "model.rope_scaling.mscale_all_dim",
+        "model.attention is not mla",
+        lambda c: c.model.latent is None,
+    ),
+    (
         "model.sliding_window_pattern",
         "model.layer_pattern is set",
         lambda c: bool(c.model.layer_pattern),
@@ -65,7 +91,8 @@ RULES: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
         lambda c: c.model.rope_scaling is not None and c.model.rope_scaling.kind != "llama3",
     ),
     (
-        "model.rope_scaling.beta_fast model.rope_scaling.beta_slow model.rope_scaling.attention_factor",
+        "model.rope_scaling.beta_fast model.rope_scaling.beta_slow model.rope_scaling.attention_factor "
+        "model.rope_scaling.mscale_all_dim",
         "model.rope_scaling.kind is not yarn",
         lambda c: c.model.rope_scaling is not None and c.model.rope_scaling.kind != "yarn",
     ),

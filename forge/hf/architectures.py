@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from forge.config.model import MLAConfig
 from forge.errors import UserError
 
 # Ours -> theirs in every config.json.
@@ -63,6 +64,7 @@ MUST_BE: dict[str, Any] = {
     "attention_bias": False,
     "use_bias": False,
     "quantization_config": None,
+    "rope_interleave": True,
 }
 # Modules, ours -> theirs; those of a layer are below `layers.N` in forge and `model.layers.N` in transformers.
 ENDS = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
@@ -74,6 +76,11 @@ LAYER = {
     "attention.wo": "self_attn.o_proj",
     "attention.q_norm": "self_attn.q_norm",
     "attention.k_norm": "self_attn.k_norm",
+    "attention.wq_a": "self_attn.q_a_proj",
+    "attention.wq_b": "self_attn.q_b_proj",
+    "attention.wkv_a": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_norm": "self_attn.kv_a_layernorm",
+    "attention.wkv_b": "self_attn.kv_b_proj",
     "ffn_norm": "post_attention_layernorm",
     "feed_forward.w1": "mlp.gate_proj",
     "feed_forward.w3": "mlp.up_proj",
@@ -120,6 +127,11 @@ class Architecture:
     """Theirs -> a value to write because transformers' default means something else."""
     interleaved_rope: bool = False
     """RoPE rotates neighbouring elements of a head; forge and the other classes rotate elements half a head apart."""
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether its attention is multi-head latent attention."""
+        return self.fixed.get("attention") == "mla"
 
     @property
     def is_moe(self) -> bool:
@@ -333,6 +345,37 @@ ARCHITECTURES = (
         shared_experts_always=True,
     ),
     Architecture(
+        "DeepseekV3ForCausalLM",
+        "deepseek_v3",
+        # The norms of latents have this eps, whatever config.json says.
+        fixed={"attention": "mla", "moe.score_function": "sigmoid", "norm_eps": 1e-6},
+        keys=_DEEPSEEK_ROUTING | {f"mla.{key}": key for key in MLAConfig.model_fields},
+        defaults={
+            "num_key_value_heads": 128,
+            "n_routed_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 2048,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "first_k_dense_replace": 3,
+            "routed_scaling_factor": 2.5,
+            "n_group": 8,
+            "topk_group": 4,
+            "q_lora_rank": 1536,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "rope_interleave": True,
+        },
+        layer={"attention.q_norm": "self_attn.q_a_layernorm"},
+        extra={"rope_interleave": True, "num_nextn_predict_layers": 0},
+        router_bias="mlp.gate.e_score_correction_bias",
+        output_bias=True,
+        shared_experts_always=True,
+        interleaved_rope=True,
+    ),
+    Architecture(
         "Ernie4_5_MoeForCausalLM",
         "ernie4_5_moe",
         fixed={"moe.normalize_top_k": True},
@@ -363,10 +406,8 @@ ARCHITECTURES = (
 )
 
 # Why classes that users ask for are not in the table.
-_LATENT_ATTENTION = "its attention is multi-head latent attention, which forge does not have"
 NOT_COVERED = {
-    "DeepseekV2ForCausalLM": _LATENT_ATTENTION,
-    "DeepseekV3ForCausalLM": _LATENT_ATTENTION,
+    "DeepseekV2ForCausalLM": "of the models with latent attention forge reads DeepseekV3ForCausalLM",
     "GemmaForCausalLM": "forge reads Gemma 2 and Gemma 3",
     "Gemma3ForConditionalGeneration": "it reads images; forge reads Gemma3ForCausalLM, its text model",
     "Qwen2MoeForCausalLM": "its shared expert has a gate of its own",

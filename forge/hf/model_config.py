@@ -15,7 +15,7 @@ from forge.errors import UserError
 from forge.hf.architectures import ARCHITECTURES, KEYS, MUST_BE, Architecture, ConfigJson
 from forge.hf.rope import SCALINGS, read_rope, write_rope
 from forge.model.layers import window_of
-from forge.model.rope import attention_factor
+from forge.model.rope import attention_factor, score_factor
 
 # Keys of [model] that matter in training only.
 _TRAINING_ONLY = {
@@ -48,9 +48,18 @@ def read_model(
         ):
             raise config.error(key, f"forge computes with {needed!r} only")
     model = {ours: config[theirs] for ours, theirs in (KEYS | dict(architecture.keys)).items()}
+    for ours, needed in architecture.fixed.items():
+        if ours in model and model[ours] != needed:
+            raise config.error(
+                (KEYS | dict(architecture.keys))[ours], f"{architecture.name} has {needed!r} in part"
+            )
     model |= architecture.fixed
-    model["n_kv_heads"] = model["n_kv_heads"] or model["n_heads"]
-    model["head_dim"] = model["head_dim"] or model["dim"] // model["n_heads"]
+    if architecture.is_latent:
+        del model["n_kv_heads"], model["head_dim"]
+        model["mla.q_lora_rank"] = model["mla.q_lora_rank"] or 0
+    else:
+        model["n_kv_heads"] = model["n_kv_heads"] or model["n_heads"]
+        model["head_dim"] = model["head_dim"] or model["dim"] // model["n_heads"]
     if (
         "query_pre_attn_scalar" in architecture.defaults
         and config["query_pre_attn_scalar"] != model["head_dim"]
@@ -65,15 +74,19 @@ def read_model(
     model["sliding_window"], model["layer_pattern"] = _read_windows(config, model["n_layers"])
     if architecture.is_moe:
         model |= _read_moe(config, model)
-    moe = {key.removeprefix("moe."): model.pop(key) for key in list(model) if key.startswith("moe.")}
-    return model | ({"moe": moe} if moe else {})
+    for table in ("mla", "moe"):
+        inner = [key for key in model if key.startswith(f"{table}.")]
+        if inner:
+            model[table] = {key.partition(".")[2]: model.pop(key) for key in inner}
+    return model
 
 
 def write_model(model: ModelConfig, architecture: Architecture, seq_len: int) -> dict[str, Any]:
     """Return the keys of config.json that describe `model`; `seq_len` is the longest sequence it is intended for."""
     flat = _flat(model)
     written: dict[str, Any] = {"architectures": [architecture.name], "model_type": architecture.model_type}
-    written |= {theirs: flat[ours] for ours, theirs in (KEYS | dict(architecture.keys)).items()}
+    names = KEYS | dict(architecture.keys)
+    written |= {theirs: flat[ours] for ours, theirs in names.items() if ours in flat}
     written |= {"hidden_act": "silu", "attention_dropout": 0.0}
     written |= dict(architecture.must_be) | dict(architecture.extra)
     slides = [window_of(model, layer) > 0 for layer in range(model.n_layers)]
@@ -90,6 +103,8 @@ def write_model(model: ModelConfig, architecture: Architecture, seq_len: int) ->
     written |= {keys[cap]: flat[cap] or None for cap in _SOFT_CAPS & keys.keys()}
     if "query_pre_attn_scalar" in architecture.defaults:
         written["query_pre_attn_scalar"] = model.head_dim
+    if architecture.is_latent:
+        written["q_lora_rank"] = written.get("q_lora_rank") or None
     if moe is None:
         return written
     if "moe.aux_loss_coef" in keys:
@@ -142,7 +157,11 @@ def _effective(model: ModelConfig) -> dict[str, Any]:
     if scaling is not None:
         numbers = [getattr(scaling, key) for key in SCALINGS[scaling.kind]]
         trained = 0 if scaling.kind == "linear" else scaling.original_max_position
-        flat["rope_scaling"] = (scaling.kind, trained, *numbers, attention_factor(scaling))
+        scores = score_factor(scaling) if model.latent is not None else 1.0
+        flat["rope_scaling"] = (scaling.kind, trained, *numbers, attention_factor(scaling), scores)
+    if model.latent is not None:
+        for unused in ("n_kv_heads", "head_dim", "rope_fraction", "qk_norm"):
+            del flat[unused]
     flat["layer_pattern"] = [model.kind_of(layer) for layer in range(model.n_layers)]
     del flat["sliding_window_pattern"]
     if "sliding" not in flat["layer_pattern"]:
@@ -164,7 +183,10 @@ def _effective(model: ModelConfig) -> dict[str, Any]:
 
 def _flat(model: ModelConfig) -> dict[str, Any]:
     """Dotted keys below [model] -> values; as in transformers, the weight of a single expert is never normalised."""
-    flat = {key: getattr(model, key) for key in ModelConfig.model_fields if key != "moe"}
+    flat = {key: getattr(model, key) for key in ModelConfig.model_fields if key not in ("mla", "moe")}
+    if model.latent is not None:
+        flat |= {f"mla.{key}": getattr(model.latent, key) for key in type(model.latent).model_fields}
+        flat |= {"n_kv_heads": model.n_heads, "head_dim": model.latent.qk_rope_head_dim}
     moe = model.moe
     if moe is not None:
         flat |= {f"moe.{key}": getattr(moe, key) for key in type(moe).model_fields}

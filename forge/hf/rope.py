@@ -48,6 +48,8 @@ def _write_scaling(model: ModelConfig, seq_len: int) -> dict[str, Any]:
     theirs["original_max_position_embeddings"] = scaling.original_max_position
     if scaling.kind == "yarn" and scaling.attention_factor is not None:
         theirs["attention_factor"] = scaling.attention_factor
+    if scaling.kind == "yarn" and model.latent is not None and scaling.mscale_all_dim:
+        theirs["mscale_all_dim"] = scaling.mscale_all_dim
     # Some versions of transformers take max_position_embeddings / original for YaRN's factor.
     stretched = round(scaling.factor * scaling.original_max_position)
     longest = stretched if scaling.kind == "yarn" else max(seq_len, stretched)
@@ -104,6 +106,8 @@ def _read_scaling(config: ConfigJson, key: str, scaling: dict[str, Any]) -> dict
     factor = _attention_factor(scaling, table["factor"]) if kind == "yarn" else None
     if factor is not None:
         table["attention_factor"] = factor
+    if kind == "yarn" and config.architecture.is_latent and scaling.get("mscale_all_dim"):
+        table["mscale_all_dim"] = float(scaling["mscale_all_dim"])
     return {"rope_theta": theta, "rope_scaling": table}
 
 

@@ -22,8 +22,9 @@ class Weight:
     """`ours` `[shape]` holds the elements of `theirs`, each `[their_shape]`, in this order.
 
     ours None: forge has no such tensor, and theirs are zeros. theirs empty: they have no such tensor, and ours is zeros.
-    is_state: not a parameter; `dtype` is the one that forge keeps it in. heads: RoPE pairs neighbours in theirs, and
-    elements half a head apart in ours (0: the same in both).
+    is_state: not a parameter; `dtype` is the one that forge keeps it in. heads: of the rows of each of so many heads RoPE
+    pairs neighbours in theirs, and rows half of the rotated ones apart in ours (0: the same in both); `first`: where the
+    rotated rows of a head begin, which go to its end.
     """
 
     ours: str | None
@@ -33,20 +34,23 @@ class Weight:
     is_state: bool = False
     dtype: torch.dtype = torch.float32
     heads: int = 0
+    first: int = 0
 
     def split(self, ours: Tensor) -> list[Tensor]:
         """ours `[shape]` -> theirs, each `[their_shape]`: views, or copies where elements change places."""
         if self.heads:
-            pairs = ours.unflatten(0, (self.heads, 2, -1))
-            ours = pairs.transpose(1, 2).flatten(0, 2)
+            ours = self._with_pairs(ours, 2, -1)
         return list(ours.reshape(len(self.theirs), *self.their_shape).unbind())
 
     def joined(self, out: Tensor) -> Tensor:
         """`out` `[shape]`, in whose memory theirs lie one after another -> ours `[shape]`."""
-        if not self.heads:
-            return out
-        pairs = out.unflatten(0, (self.heads, -1, 2))
-        return pairs.transpose(1, 2).flatten(0, 2).contiguous()
+        return self._with_pairs(out, -1, 2) if self.heads else out
+
+    def _with_pairs(self, rows: Tensor, *sizes: int) -> Tensor:
+        """Swap the two `sizes` that the rotated rows of each head are made of."""
+        heads = rows.unflatten(0, (self.heads, -1))
+        turned = heads[:, self.first :].unflatten(1, sizes).transpose(1, 2).flatten(1, 2)
+        return torch.cat([heads[:, : self.first], turned], dim=1).flatten(0, 1)
 
 
 def weights_of(model: ModelConfig, architecture: Architecture) -> list[Weight]:
@@ -79,9 +83,8 @@ def _parameter(
     """The parameter `name` of module `inner` of a layer, and tensors that only transformers has beside it."""
     leaf = name.rpartition(".")[2]
     theirs = f"{prefix}.{(LAYER | dict(architecture.layer))[inner]}"
-    rotated = {"attention.wq": model.n_heads, "attention.wk": model.n_kv_heads}
-    heads = rotated.get(inner, 0) if architecture.interleaved_rope else 0
-    yield Weight(name, shape, (f"{theirs}.{leaf}",), shape, heads=heads)
+    heads, first = _rotated(model).get(inner, (0, 0)) if architecture.interleaved_rope else (0, 0)
+    yield Weight(name, shape, (f"{theirs}.{leaf}",), shape, heads=heads, first=first)
     lacks_bias = model.attention_bias and not model.attention_output_bias
     if inner == "attention.wo" and architecture.output_bias and lacks_bias:
         yield _zeros(f"{theirs}.bias", model.dim)
@@ -90,6 +93,18 @@ def _parameter(
         if model.moe.n_shared_experts == 0:
             for module, sizes in (("w1", (0, model.dim)), ("w3", (0, model.dim)), ("w2", (model.dim, 0))):
                 yield _zeros(f"{prefix}.{LAYER[f'feed_forward.shared.{module}']}.weight", *sizes)
+
+
+def _rotated(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Projections whose rows RoPE rotates -> the number of their heads, and where the rotated rows of a head begin."""
+    if model.latent is None:
+        return {"attention.wq": (model.n_heads, 0), "attention.wk": (model.n_kv_heads, 0)}
+    queries = (model.n_heads, model.latent.qk_nope_head_dim)
+    return {
+        "attention.wq": queries,
+        "attention.wq_b": queries,
+        "attention.wkv_a": (1, model.latent.kv_lora_rank),
+    }
 
 
 def _zeros(theirs: str, *shape: int) -> Weight:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from forge.inference.sampling import padded
 from forge.inference.scoring import replaced
 from forge.inference.states import Places, StateCache
-from forge.model import AttentionFunction, AttentionMask, LinearAttention
+from forge.model import AttentionFunction, AttentionMask, LatentAttention, LinearAttention
 from forge.model.loss import head_logits
 from forge.model.mask import visible
 
@@ -33,7 +33,8 @@ class CachedScores:
     other texts the cache is rebuilt. As without a cache the model sees each text's last `model.seq_len` tokens, at
     positions 0, 1, ...; a longer text is recomputed for each further token, because all its positions change.
 
-    Memory: 2 * kv_heads * head_dim numbers per text, token and layer; in a linear layer a state per text and head.
+    Memory: 2 * kv_heads * head_dim numbers per text, token and layer; kv_lora_rank + qk_rope_head_dim of latent attention;
+    in a linear layer a state per text and head.
     """
 
     def __init__(self, model: Any):
@@ -92,18 +93,34 @@ class _LayerCache:
         queries, keys = self.places.of_text.view(-1, 1, 1, 1), torch.arange(self.places.end, device=x.device)
         # Without documents the rule does not depend on the batch or head index.
         table = sees(queries, queries, queries, keys)  # [texts, 1, 1, places]
-        return AttentionMask(mask.window, None, mask.soft_cap, table)
+        return mask.with_table(table)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
-        """q `[texts, heads, seq, head_dim]`, k and v `[texts, kv_heads, seq, head_dim]` -> shaped like q."""
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sinks: Tensor | None = None
+    ) -> Tensor:
+        """See `AttentionFunction`."""
+        k, v = self._kept(k, v)
+        return self._inner(q, k, v, mask, sinks)
+
+    def attend_latent(
+        self, layer: LatentAttention, q: Tensor, latent: Tensor, key: Tensor, mask: AttentionMask
+    ) -> Tensor:
+        """See `LatentAttention`: the latents are kept, and one token of each text is compared with them as they are."""
+        latent, key = (kept.squeeze(1) for kept in self._kept(latent.unsqueeze(1), key.unsqueeze(1)))
+        if self.places is None:
+            return self._inner(q, *layer.expand(latent, key), mask, layer.sink_logits())
+        return layer.absorbed(self._inner, q, latent, key, mask)
+
+    def _kept(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep k and v `[texts, kv_heads, seq, any size]`; return all that is kept up to the last token."""
         if self.places is None:
             self._keys, self._values = k.contiguous(), v.contiguous()
-            return self._inner(q, k, v, mask)
+            return k, v
         places, end = self.places
         self._keys, self._values = _with_room(self._keys, end), _with_room(self._values, end)
         at = (torch.arange(len(places), device=places.device), slice(None), places)
         self._keys[at], self._values[at] = k[:, :, 0], v[:, :, 0]
-        return self._inner(q, self._keys[:, :, :end], self._values[:, :, :end], mask)
+        return self._keys[:, :, :end], self._values[:, :, :end]
 
 
 def _with_room(kept: Tensor, places: int) -> Tensor:

@@ -115,13 +115,15 @@ class _TextCache:
         placed.table = visible(mask.window, None)(queries, queries, queries, keys)  # [1, 1, tokens, keys]
         return placed
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *more: Any) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sinks: Tensor | None = None
+    ) -> Tensor:
         """As the attention function inside, for queries, keys and values of the new tokens."""
         if self.begin:
             k = torch.cat([self._keys[:, :, : self.begin], k], dim=2)
             v = torch.cat([self._values[:, :, : self.begin], v], dim=2)
         self._keys, self._values = k, v
-        return self._inner(q, k, v, mask, *more)
+        return self._inner(q, k, v, mask, sinks)
 
 
 class _Hidden(nn.Module):

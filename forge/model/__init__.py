@@ -1,6 +1,6 @@
 """The mathematics, on tensors, with the loss: knows no rank, mesh, file or config path."""
 
-from forge.model.attention import Attention, AttentionFunction, sdpa_attention
+from forge.model.attention import Attention, AttentionFunction, GroupedAttention, Sinks
 from forge.model.embedding import Embedding, Head
 from forge.model.experts import Experts
 from forge.model.feed_forward import FeedForward
@@ -9,10 +9,12 @@ from forge.model.initial import Normal, Uniform
 from forge.model.linear_attention import Decay, LinearAttention, Recurrence, ShortConvolution
 from forge.model.loss import IGNORE, FusedLoss
 from forge.model.mask import AttentionMask
+from forge.model.mla import LatentAttention
 from forge.model.moe import MoE, SharedGate
 from forge.model.norm import RMSNorm
 from forge.model.registry import build_model
 from forge.model.router import Router, update_routers
+from forge.model.sdpa import sdpa_attention
 from forge.model.transformer import Transformer
 
 __all__ = [
@@ -25,7 +27,9 @@ __all__ = [
     "Experts",
     "FeedForward",
     "FusedLoss",
+    "GroupedAttention",
     "Head",
+    "LatentAttention",
     "LinearAttention",
     "MoE",
     "Normal",
@@ -35,6 +39,7 @@ __all__ = [
     "Router",
     "SharedGate",
     "ShortConvolution",
+    "Sinks",
     "Transformer",
     "Uniform",
     "build_model",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from forge.config.model import ModelConfig
+from forge.model.attention import Sinks
 from forge.model.embedding import Embedding, Head
 from forge.model.experts import Experts
 from forge.model.moe import SharedGate
@@ -69,7 +70,7 @@ def _start(module: nn.Module, path: str, leaf: str, config: ModelConfig) -> floa
         return _projection(path.rpartition(".")[2], config)
     if isinstance(module, Experts):
         return _projection(leaf, config)
-    if isinstance(module, Embedding | Head | Join | Router | SharedGate):
+    if isinstance(module, Embedding | Head | Join | Router | SharedGate | Sinks):
         return Normal(config.init_std)
     if (own := getattr(module, "initial_value", None)) is not None:
         return own(leaf)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from forge.config.model import ModelConfig
-from forge.model.attention import Attention
+from forge.model.attention import Attention, GroupedAttention
 from forge.model.linear_attention import LinearAttention
+from forge.model.mla import LatentAttention
 
 
 def attention_for(config: ModelConfig, layer: int) -> Attention | LinearAttention:
     """Build what mixes the tokens in the block with this global index; a kind of layer that does it otherwise goes here."""
     if config.kind_of(layer) == "linear":
         return LinearAttention(config)
-    return Attention(config, window_of(config, layer), rotation_of(config, layer))
+    kind = GroupedAttention if config.latent is None else LatentAttention
+    return kind(config, window_of(config, layer), rotation_of(config, layer))
 
 
 def window_of(config: ModelConfig, layer: int) -> int:

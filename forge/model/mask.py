@@ -18,6 +18,7 @@ class AttentionMask:
 
     `documents`: int `[batch, seq]` or None.
     `soft_cap`: scores become soft_cap * tanh(scores / soft_cap); 0: off.
+    `sinks`: the softmax has a further logit per head, given to the attention function.
     `table`: built by the attention function's `prepare` for this forward, and shared by all layers; None: causal only.
 
     Not a dataclass: FSDP rebuilds dataclasses among a module's inputs and casts the tensors in them.
@@ -29,11 +30,22 @@ class AttentionMask:
         documents: Tensor | None = None,
         soft_cap: float = 0.0,
         table: Any = None,
+        sinks: bool = False,
     ):
         self.window = window
         self.documents = documents
         self.soft_cap = soft_cap
         self.table = table
+        self.sinks = sinks
+
+    def with_table(self, table: Any) -> AttentionMask:
+        """Return the same rule with `table`."""
+        return AttentionMask(self.window, self.documents, self.soft_cap, table, self.sinks)
+
+    def is_causal(self, seq: int) -> bool:
+        """Whether the causal mask is all there is to it, for `seq` tokens, as PyTorch's own kernels compute it."""
+        reaches = not self.window or self.window >= seq
+        return reaches and self.documents is None and not self.soft_cap and not self.sinks
 
 
 def visible(window: int, documents: Tensor | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:

@@ -1,6 +1,6 @@
 """Rotary position embedding, with linear frequency scaling and those of Llama 3 and YaRN.
 
-Half rotation: element i of a head forms a pair with element i + head_dim/2, as in transformers; Su et al.
+Half rotation: element i of a head forms a pair with element i + rope_dim/2, as in transformers; Su et al.
 2021 ("RoFormer") pairs neighbours, which is the same up to a permutation of each head's elements.
 """
 
@@ -16,7 +16,7 @@ from forge.model.precision import promoted
 
 
 def rope_tables(config: ModelConfig, seq_len: int) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine of every position's angles: two float64 CPU tensors `[tables, seq_len, head_dim / 2]`.
+    """Return cosine and sine of every position's angles: two float64 CPU tensors `[tables, seq_len, rope_dim / 2]`.
 
     A second table is for sliding layers, where `config.sliding_rope_theta` gives them a base of their own and no scaling.
     YaRN's attention factor is multiplied into both tensors, so attention scores grow by its square.
@@ -25,7 +25,7 @@ def rope_tables(config: ModelConfig, seq_len: int) -> tuple[Tensor, Tensor]:
     if config.sliding_rope_theta:
         bases.append((config.sliding_rope_theta, None))
     positions = torch.arange(seq_len, dtype=torch.float64, device="cpu")
-    angles = torch.stack([torch.outer(positions, rope_frequencies(config.head_dim, *base)) for base in bases])
+    angles = torch.stack([torch.outer(positions, rope_frequencies(config.rope_dim, *base)) for base in bases])
     scales = torch.tensor(
         [attention_factor(scaling) for _, scaling in bases], dtype=torch.float64, device="cpu"
     )
@@ -53,6 +53,13 @@ def attention_factor(scaling: RopeScalingConfig | None) -> float:
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     return 0.1 * log(scaling.factor) + 1.0 if scaling.factor > 1.0 else 1.0
+
+
+def score_factor(scaling: RopeScalingConfig | None) -> float:
+    """Return what `mscale_all_dim` multiplies all attention scores by (DeepSeek-V2's code, `yarn_get_mscale`)."""
+    if scaling is None or scaling.kind != "yarn" or scaling.factor <= 1.0:
+        return 1.0
+    return (0.1 * scaling.mscale_all_dim * log(scaling.factor) + 1.0) ** 2
 
 
 def _llama3(frequencies: Tensor, scaling: RopeScalingConfig) -> Tensor:
@@ -90,7 +97,11 @@ def _yarn(frequencies: Tensor, scaling: RopeScalingConfig, theta: float) -> Tens
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate every pair of every head by its position's angle, in promote(float32, x.dtype); keep x's dtype.
 
-    x `[batch, seq, heads, head_dim]`; cos, sin `[seq or batch x seq, 1, head_dim / 2]`.
+    x `[batch, seq, heads, head_dim]`; cos, sin `[seq or batch x seq, 1, rope_dim / 2]`: the first rope_dim elements of each
+    head are rotated.
     """
-    first, second = x.to(promoted(x.dtype)).chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    pairs = cos.shape[-1]
+    first, second, rest = x.split([pairs, pairs, x.shape[-1] - 2 * pairs], dim=-1)
+    first, second = first.to(promoted(x.dtype)), second.to(promoted(x.dtype))
+    turned = first * cos - second * sin, second * cos + first * sin
+    return torch.cat([*(half.to(x.dtype) for half in turned), rest], dim=-1)

@@ -199,7 +199,8 @@ class Transformer(nn.Module):
         for block in self.layers.values():
             attention: Any = block.attention
             if attention.window not in masks:
-                rule = AttentionMask(attention.window, documents, self.config.attention_soft_cap)
+                cap, sinks = self.config.attention_soft_cap, self.config.attention_sinks
+                rule = AttentionMask(attention.window, documents, cap, sinks=sinks)
                 masks[attention.window] = attention.attend.prepare(rule, like_x)
         cos, sin = (tables[:, chosen].unsqueeze(-2) for tables in (self.rope_cos, self.rope_sin))
         return Shared(cos, sin, masks, labels)

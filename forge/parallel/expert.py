@@ -33,7 +33,7 @@ from forge.model.dispatch import Plan, combine, sort_by_expert, spread
 from forge.parallel.collectives import gather_for_all, own_piece, sum_over
 from forge.parallel.layout import Layout
 from forge.parallel.modules import replace_module
-from forge.parallel.tensor_plan import distributed, local_tensor
+from forge.parallel.tensor_local import distributed, local_tensor
 from forge.shard import Kind
 
 log = logging.getLogger(__name__)

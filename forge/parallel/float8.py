@@ -27,6 +27,7 @@ from forge.errors import UserError, did_you_mean
 from forge.model import Experts
 from forge.parallel.layout import Layout
 from forge.parallel.modules import carry_hooks, count_hooks, has_all_names
+from forge.parallel.tensor_local import LocalLinear
 from forge.shard import local
 
 log = logging.getLogger(__name__)
@@ -103,6 +104,8 @@ def choose_layers(model: nn.Module, exclude: tuple[str, ...]) -> tuple[dict[str,
         pattern = next((pattern for pattern in exclude if fnmatchcase(name, pattern)), None)
         if pattern is not None:
             left_out[name] = f'is in precision.float8_exclude ("{pattern}")'
+        elif isinstance(module, LocalLinear):
+            left_out[name] = "computes on local tensors under tensor parallelism"
         elif any(side % MULTIPLE for side in sides):
             left_out[name] = f"is {sides[0]} x {sides[1]} on each rank, not multiples of {MULTIPLE}"
         else:

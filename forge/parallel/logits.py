@@ -16,8 +16,7 @@ from torch import Tensor
 
 from forge import compat
 from forge.errors import UserError
-from forge.model import AttentionFunction, AttentionMask, LinearAttention, Transformer
-from forge.model.attention import Attention
+from forge.model import AttentionFunction, AttentionMask, GroupedAttention, LinearAttention, Transformer
 from forge.model.mask import dense_part
 from forge.parallel.context import SequenceSplit
 from forge.parallel.layout import Layout
@@ -42,7 +41,7 @@ class LargestLogits:
             attention = getattr(block, "attention", None)
             if isinstance(attention, LinearAttention):
                 continue  # its queries and keys have length 1
-            if not isinstance(attention, Attention):
+            if not isinstance(attention, GroupedAttention):
                 kind = type(attention).__name__
                 raise UserError(
                     f"optimizer.muon.qk_clip scales the projections to queries and keys, of which the logits of {kind} in "
@@ -76,13 +75,15 @@ class ObservedAttention:
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
         return self._attend.prepare(mask, x)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sinks: Tensor | None = None
+    ) -> Tensor:
         if torch.is_grad_enabled():
             with torch.no_grad():
                 found = self._observe(q.detach(), k.detach(), mask)
                 own = self._largest[self._own_heads(q.shape[1])]
                 own.copy_(torch.maximum(own, found))
-        return self._attend(q, k, v, mask)
+        return self._attend(q, k, v, mask, sinks)
 
     def _own_heads(self, heads: int) -> slice:
         """Which of the model's heads this rank has: all, or by tensor parallelism as many as every rank."""

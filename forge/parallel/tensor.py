@@ -33,12 +33,13 @@ from torch.distributed.tensor.placement_types import Shard as Split
 
 from forge import compat
 from forge.errors import UserError
-from forge.model import FusedLoss, Transformer
+from forge.model import FusedLoss, LatentAttention, Transformer
 from forge.model.loss import chunk_loss
 from forge.parallel.collectives import SEQUENCE, gather_for_all, gather_for_parts, share
 from forge.parallel.layout import Layout
 from forge.parallel.modules import replace_module
-from forge.parallel.tensor_plan import PARTS, Place, Plan, first_row, plan_for, styles_of
+from forge.parallel.tensor_local import Place, first_row
+from forge.parallel.tensor_plan import PARTS, Plan, input_of, plan_for, styles_of
 from forge.shard import Shard
 
 # Names end so in a block's last projections, which write into the residual stream.
@@ -64,9 +65,9 @@ def apply_tensor(model: Transformer, layout: Layout) -> None:
         if isinstance(style, ParallelStyle):
             parallelize_module(module, mesh, style, src_data_rank=None)
         elif styles := styles_of(module):
-            partial = _sees_a_part(name, plan, parallel.sequence_parallel)
+            partial = _sees_a_part(model, name, plan, parallel.sequence_parallel)
             output = stream if name.endswith(INTO_STREAM) else Replicate()
-            split = styles[style](module, Place(mesh, stream, output, partial))
+            split = styles[style](module, Place(mesh, stream, input_of(model, name, stream), output, partial))
             if split is not module:
                 replace_module(model, name, split)
     model.loss = _loss(model, plan, layout)
@@ -94,11 +95,14 @@ def sum_partial_gradients(shards: Sequence[Shard], mesh: DeviceMesh) -> None:
     torch._foreach_copy_(grads, [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)])
 
 
-def _sees_a_part(name: str, plan: Plan, pieces: bool) -> bool:
+def _sees_a_part(model: nn.Module, name: str, plan: Plan, pieces: bool) -> bool:
     """Whether the norm `name` works on only some of the tokens or heads."""
     parent, _, leaf = name.rpartition(".")
-    if leaf in ("q_norm", "k_norm", "out_norm"):
-        return plan.get(f"{parent}.{'wv' if leaf == 'out_norm' else f'w{leaf[0]}'}") == "colwise"
+    if leaf == "latents":
+        return plan.get(f"{parent}.wkv_b") == "colwise"
+    of_heads = {"q_norm": "wq", "k_norm": "wk", "out_norm": "wv"}
+    if leaf in of_heads and not isinstance(model.get_submodule(parent), LatentAttention):
+        return plan.get(f"{parent}.{of_heads[leaf]}") == "colwise"
     return pieces
 
 

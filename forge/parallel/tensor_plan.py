@@ -9,6 +9,8 @@ sequence with parallel.sequence_parallel, else whole on every rank; attention an
     rowwise_rep        rowwise, but the input has all features on every rank
     sequence_parallel  a norm on its piece of the sequence
 
+Latent attention computes its latents on pieces of the sequence, and gathers these, which are smaller than the stream.
+
 For the embedding `rowwise` splits the vocabulary, for the head `colwise` does. What no pattern names stays whole on
 every rank.
 
@@ -21,14 +23,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
-import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
+from torch import nn
+from torch.distributed.tensor import Placement, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -38,7 +37,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.distributed.tensor.placement_types import Shard as Split
-from torch.nn import functional as F
 
 from forge.config.layout import TENSOR_STYLES
 from forge.errors import UserError, did_you_mean
@@ -47,19 +45,36 @@ from forge.model import (
     Decay,
     Embedding,
     FeedForward,
+    GroupedAttention,
     Head,
+    LatentAttention,
     LinearAttention,
     RMSNorm,
     Router,
     SharedGate,
     ShortConvolution,
+    Sinks,
 )
+from forge.model.mla import Down, Latents, Up
 from forge.model.mtp import Join
 from forge.model.norm import ProjectionNorm
-from forge.model.precision import promoted
-from forge.parallel.collectives import own_piece, share, sum_to_all, sum_to_pieces
 from forge.parallel.layout import Layout
 from forge.parallel.modules import for_all_layers, has_all_names, matches_exact_depth
+from forge.parallel.tensor_local import (
+    LocalConvolution,
+    LocalDecay,
+    LocalEmbedding,
+    LocalJoin,
+    LocalLinear,
+    LocalNorm,
+    LocalRouter,
+    LocalSharedGate,
+    LocalSinks,
+    Place,
+    SharedLatents,
+    distribute,
+    local_projection_norm,
+)
 
 Plan: TypeAlias = dict[str, str | ParallelStyle]
 
@@ -69,6 +84,9 @@ OWN: Mapping[str, str] = {
     "layers.*.attention.wq": "colwise",
     "layers.*.attention.wk": "colwise",
     "layers.*.attention.wv": "colwise",
+    "layers.*.attention.wq_b": "colwise",
+    "layers.*.attention.wkv_b": "colwise",
+    "layers.*.attention.sinks": "colwise",
     "layers.*.attention.wo": "rowwise",
     "layers.*.attention.wg": "colwise",
     "layers.*.attention.wa": "colwise",
@@ -83,9 +101,10 @@ OWN: Mapping[str, str] = {
     "layers.*.feed_forward.shared.w2": "rowwise",
     "head": "colwise",
 }
-# Projections into a part of a block, and back into the residual stream.
+# Projections into a part of a block, of which it may lack some, and back into the residual stream.
 PARTS: dict[type[nn.Module], tuple[tuple[str, ...], str]] = {
-    Attention: (("wq", "wk", "wv"), "wo"),
+    GroupedAttention: (("wq", "wk", "wv", "wg", "sinks"), "wo"),
+    LatentAttention: (("wq", "wq_b", "wkv_b", "wg", "sinks"), "wo"),
     LinearAttention: (("wq", "wk", "wv", "wg", "wa", "wb", "conv", "decay"), "wo"),
     FeedForward: (("w1", "w3"), "w2"),
 }
@@ -160,7 +179,8 @@ def _check_part(name: str, part: nn.Module, plan: Plan, tp: int) -> None:
     names = next((names for kind, names in PARTS.items() if isinstance(part, kind)), None)
     if names is None:
         return
-    into = {leaf: plan.get(f"{name}.{leaf}") for leaf in names[0] if hasattr(part, leaf)}
+    present = [leaf for leaf in names[0] if getattr(part, leaf, None) is not None]
+    into = {leaf: plan.get(f"{name}.{leaf}") for leaf in present}
     back = plan.get(f"{name}.{names[1]}")
     if any(isinstance(style, ParallelStyle) for style in (*into.values(), back)):
         return  # users check their own styles
@@ -168,176 +188,20 @@ def _check_part(name: str, part: nn.Module, plan: Plan, tp: int) -> None:
     if len(split) > 1 or split != {back == "rowwise"}:
         shown = ", ".join(f"{leaf}: {style or 'whole'}" for leaf, style in (*into.items(), (names[1], back)))
         raise UserError(
-            f"tensor parallelism cannot split {name} so ({shown}): either all of {', '.join(into)} are colwise "
+            f"tensor parallelism cannot split {name} so ({shown}): either all of {', '.join(present)} are colwise "
             f"and {names[1]} is rowwise, or none of them is"
         )
-    if isinstance(part, Attention) and split == {True}:
-        heads = part.wk.out_features // part.head_dim
-        if heads % tp:
-            raise UserError(f"{name}: parallel.tp = {tp} does not divide its {heads} key/value heads")
-    if isinstance(part, LinearAttention) and split == {True} and part.heads["wk"] % tp:
-        raise UserError(f"{name}: parallel.tp = {tp} does not divide its {part.heads['wk']} key heads")
+    if isinstance(part, GroupedAttention | LatentAttention | LinearAttention) and split == {True}:
+        kinds = {"wk": "key heads" if isinstance(part, LinearAttention) else "key/value heads"}
+        for leaf, heads in part.heads.items():
+            if heads % tp:
+                what = kinds.get(leaf, "heads")
+                raise UserError(f"{name}: parallel.tp = {tp} does not divide its {heads} {what}")
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where in the model a module lies.
-
-    stream: the layout of the residual stream, in pieces of the sequence or whole on every rank. output: the layout of a
-    linear layer's output that has all features. partial: the module works on only some of the tokens or heads.
-    """
-
-    mesh: DeviceMesh
-    stream: Placement
-    output: Placement
-    partial: bool
-
-
-class LocalNorm(RMSNorm):
-    """A norm on this rank's part of the activations; its weight is whole on every rank.
-
-    partial_gradients: ranks see different tokens or heads, so the weight's gradient is a sum over them.
-    """
-
-    def __init__(self, plain: RMSNorm, place: Place):
-        with torch.device("meta"):
-            super().__init__(plain.weight.numel(), plain.eps)
-        self.normalize, self.initial = plain.normalize, plain.initial
-        self.weight = distributed(plain.weight, place.mesh, Replicate())
-        self.partial_gradients = place.partial
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x `[..., dim]` -> `[..., dim]`."""
-        return self.normalize(x, self.weight.shape, local_tensor(self.weight), self.eps)
-
-
-class WholeProjectionNorm(LocalNorm):
-    """A norm over all heads, which every rank has."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x `[batch, seq, heads, head_dim]` -> the same shape."""
-        return super().forward(x.flatten(-2)).view_as(x)
-
-
-class LocalProjectionNorm(ProjectionNorm):
-    """A norm over all heads of which this rank has some, with their part of the weight."""
-
-    def __init__(self, plain: ProjectionNorm, place: Place):
-        with torch.device("meta"):
-            super().__init__(plain.weight.numel(), plain.eps)
-        self.initial, self.mesh = plain.initial, place.mesh
-        self.weight = distributed(plain.weight, place.mesh, Split(0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x `[batch, seq, heads / tp, head_dim]` -> the same shape."""
-        exact = x.flatten(-2).to(promoted(x.dtype))
-        # All ranks need the sum over all heads, and each goes on with its own: the gradient is a sum over them, too.
-        square = share(sum_to_all(exact.square().sum(-1, keepdim=True), self.mesh), self.mesh)
-        weight = local_tensor(self.weight).to(exact.dtype) + (1.0 - self.initial)
-        return (exact * torch.rsqrt(square / self.weight.numel() + self.eps) * weight).to(x.dtype).view_as(x)
-
-
-def _local_projection_norm(plain: ProjectionNorm, place: Place) -> nn.Module:
-    """Split the norm where its projection is split."""
-    return LocalProjectionNorm(plain, place) if place.partial else WholeProjectionNorm(plain, place)
-
-
-class LocalRouter(Router):
-    """A router of this rank's piece of the sequence; its weight is whole on every rank."""
-
-    partial_gradients = True
-
-    def __init__(self, plain: Router, place: Place):
-        with torch.device("meta"):
-            super().__init__(plain.weight.shape[1], plain.config, plain.layer)
-        for name, weight in plain.named_parameters():
-            self.register_parameter(name, distributed(weight, place.mesh, Replicate()))
-
-    def logits(self, x: Tensor) -> Tensor:
-        """x `[batch, seq / tp, dim]` -> `[batch, seq / tp, n_experts]` in the weight's dtype."""
-        bias = None if self.logit_bias is None else local_tensor(self.logit_bias)
-        return F.linear(x.to(self.weight.dtype), local_tensor(self.weight), bias)
-
-
-class LocalJoin(Join):
-    """A projection of this rank's part of the tokens; its weight is whole on every rank."""
-
-    def __init__(self, plain: Join, place: Place):
-        with torch.device("meta"):
-            super().__init__(plain.weight.shape[0])
-        self.weight = distributed(plain.weight, place.mesh, Replicate())
-        self.partial_gradients = place.partial
-
-    def forward(self, first: Tensor, second: Tensor) -> Tensor:
-        """Both `[batch, seq, dim]` or pieces of the sequence -> the same shape."""
-        return F.linear(torch.cat([first, second], dim=-1), local_tensor(self.weight))
-
-
-class LocalSharedGate(SharedGate):
-    """The gate of shared experts, on this rank's piece of the sequence or on all of it; its weight is whole on every rank."""
-
-    def __init__(self, plain: SharedGate, place: Place):
-        with torch.device("meta"):
-            super().__init__(plain.weight.shape[1])
-        self.weight = distributed(plain.weight, place.mesh, Replicate())
-        self.partial_gradients = place.partial
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x `[batch, seq or seq / tp, dim]` -> `[batch, seq or seq / tp, 1]`."""
-        return F.linear(x, local_tensor(self.weight)).sigmoid()
-
-
-class LocalConvolution(ShortConvolution):
-    """The convolution of this rank's channels, or of all on every rank."""
-
-    def __init__(self, plain: ShortConvolution, place: Place, *, split: bool):
-        with torch.device("meta"):
-            super().__init__(plain.q.shape[0], plain.v.shape[0], plain.q.shape[1])
-        _take_parameters(self, plain, place.mesh, Split(0) if split else Replicate())
-
-    def weights(self) -> list[Tensor]:
-        """Return this rank's part of the weights; gradients pass."""
-        return [local_tensor(weight) for weight in self.parameters()]
-
-
-class LocalDecay(Decay):
-    """The decays of this rank's heads, or of all on every rank."""
-
-    def __init__(self, plain: Decay, place: Place, *, split: bool):
-        with torch.device("meta"):
-            super().__init__(plain.a_log.numel())
-        _take_parameters(self, plain, place.mesh, Split(0) if split else Replicate())
-
-    def weights(self) -> list[Tensor]:
-        """Return this rank's part of the weights; gradients pass."""
-        return [local_tensor(weight) for weight in self.parameters()]
-
-
-class LocalEmbedding(Embedding):
-    """Looks up all tokens among the rows of the vocabulary that this rank has.
-
-    first_row: where these begin; None: all rows are on every rank.
-    """
-
-    def __init__(self, plain: Embedding, place: Place, *, split: bool):
-        with torch.device("meta"):
-            vocab_size, dim = plain.weight.shape
-            super().__init__(vocab_size, dim, plain.scale)
-        self.first_row = first_row(plain.weight.shape[0], place.mesh) if split else None
-        self.weight = distributed(plain.weight, place.mesh, Split(0) if split else Replicate())
-        self.mesh, self.pieces = place.mesh, not place.stream.is_replicate()
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """tokens int64 `[batch, seq]` -> the stream: `[batch, seq / tp, dim]` in pieces, else `[batch, seq, dim]`."""
-        weight = local_tensor(self.weight)
-        if self.first_row is None:
-            x = self.scaled(F.embedding(tokens, weight))
-            return own_piece(x, self.mesh) if self.pieces else x
-        # A token of another rank's rows looks up zeros; the sum over ranks is then the one row there is.
-        row = tokens - self.first_row
-        here = (row >= 0) & (row < weight.shape[0])
-        x = F.embedding(row.masked_fill(~here, 0), weight).masked_fill(~here.unsqueeze(-1), 0.0)
-        return self.scaled(sum_to_pieces(x, self.mesh) if self.pieces else sum_to_all(x, self.mesh))
+def _take_stream(part: nn.Module, place: Place) -> nn.Module:
+    """Leave the input as it is: the projections gather what they need."""
+    return part
 
 
 def _take_whole_input(part: nn.Module, place: Place) -> nn.Module:
@@ -361,7 +225,7 @@ def _split_linear(linear: nn.Linear, place: Place, *, style: Callable[[Place], P
 
 def _compute_on_every_rank(linear: nn.Linear, place: Place) -> nn.Module:
     style = PrepareModuleInputOutput(
-        input_layouts=Replicate(),
+        input_layouts=place.input,
         desired_input_layouts=Replicate(),
         output_layouts=Replicate(),
         desired_output_layouts=place.output,
@@ -373,13 +237,24 @@ Apply: TypeAlias = Callable[[Any, Place], nn.Module]
 
 # For each kind of module its styles, and what makes of a module one that is split so. None: no pattern names the module.
 STYLES: dict[type[nn.Module], dict[str | None, Apply]] = {
+    LatentAttention: {None: _take_stream},
     Attention: {None: _take_whole_input},
     LinearAttention: {None: _take_whole_input},
     FeedForward: {None: _take_whole_input},
+    Down: {None: lambda linear, at: LocalLinear(linear, at, split=False, partial=at.partial)},
+    Up: {
+        "colwise": partial(LocalLinear, split=True, partial=False),
+        None: partial(LocalLinear, split=False, partial=False),
+    },
+    Latents: {None: SharedLatents},
+    Sinks: {"colwise": partial(LocalSinks, split=True), None: partial(LocalSinks, split=False)},
     nn.Linear: {
-        "colwise": partial(_split_linear, style=lambda _: ColwiseParallel()),
+        "colwise": partial(_split_linear, style=lambda at: ColwiseParallel(input_layouts=at.input)),
         "rowwise": partial(_split_linear, style=lambda at: RowwiseParallel(output_layouts=at.output)),
-        "colwise_rep": partial(_split_linear, style=lambda at: ColwiseParallel(output_layouts=at.output)),
+        "colwise_rep": partial(
+            _split_linear,
+            style=lambda at: ColwiseParallel(input_layouts=at.input, output_layouts=at.output),
+        ),
         "rowwise_rep": partial(
             _split_linear,
             style=lambda at: RowwiseParallel(input_layouts=Replicate(), output_layouts=at.output),
@@ -396,7 +271,7 @@ STYLES: dict[type[nn.Module], dict[str | None, Apply]] = {
         "colwise_rep": partial(_split_head, split=True),
         None: partial(_split_head, split=False),
     },
-    ProjectionNorm: {None: _local_projection_norm},
+    ProjectionNorm: {None: local_projection_norm},
     RMSNorm: {"sequence_parallel": LocalNorm, None: LocalNorm},
     Router: {None: LocalRouter},
     Join: {None: LocalJoin},
@@ -414,31 +289,8 @@ def styles_of(module: nn.Module) -> dict[str | None, Apply]:
     return next((styles for kind, styles in STYLES.items() if isinstance(module, kind)), {})
 
 
-def distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> nn.Module:
-    """Make the parameters directly in `module` (on the meta device) DTensors over the 1-D `mesh`, in place."""
-    for name, parameter in list(module.named_parameters(recurse=False)):
-        module.register_parameter(name, distributed(parameter, mesh, placement))
-    return module
-
-
-def _take_parameters(module: nn.Module, plain: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
-    """Give `module` the parameters directly in `plain`, as DTensors over the 1-D `mesh`."""
-    for name, parameter in plain.named_parameters(recurse=False):
-        module.register_parameter(name, distributed(parameter, mesh, placement))
-
-
-def distributed(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
-    """Return `parameter` (on the meta device) as a DTensor over the 1-D `mesh`."""
-    whole = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
-    return nn.Parameter(whole, requires_grad=parameter.requires_grad)
-
-
-def first_row(vocabulary: int, mesh: DeviceMesh) -> int:
-    """Return where this rank's rows begin: all ranks but the last ones have ceil(vocabulary / tp) of them."""
-    return min(vocabulary, -(-vocabulary // mesh.size()) * mesh.get_local_rank())
-
-
-def local_tensor(weight: nn.Parameter) -> Tensor:
-    """Return this rank's part of `weight`, a DTensor; gradients pass."""
-    assert isinstance(weight, DTensor)
-    return weight.to_local()
+def input_of(model: nn.Module, name: str, stream: Placement) -> Placement:
+    """Return the layout of the input with all features of the linear layer `name`."""
+    parent, _, leaf = name.rpartition(".")
+    latent = isinstance(model.get_submodule(parent), LatentAttention) and leaf != "wo"
+    return stream if latent else Replicate()

@@ -57,7 +57,8 @@ def for_layout(small: Config, degrees: Degrees) -> Config:
     Raises UserError if that is not possible.
     """
     d, model, moe = degrees, small.model, small.model.moe
-    kv_heads = lcm(model.n_kv_heads, d.tp * (d.cp if small.parallel.context == "ulysses" else 1))
+    own = model.n_heads if model.latent else model.n_kv_heads
+    kv_heads = lcm(own, d.tp * (d.cp if small.parallel.context == "ulysses" else 1))
     one_per_rank = small.pipeline.schedule in ONE_PER_RANK
     microbatches = d.pp * (2 if small.pipeline.schedule == "DualPipeV" else 1)
     keys: dict[str, Any] = {
@@ -66,7 +67,7 @@ def for_layout(small: Config, degrees: Degrees) -> Config:
             for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
         },
         "model.n_kv_heads": kv_heads,
-        "model.n_heads": kv_heads * (model.n_heads // model.n_kv_heads),
+        "model.n_heads": kv_heads * (model.n_heads // own),
         "model.ffn_dim": lcm(model.ffn_dim, d.tp),
         "model.vocab_size": max(model.vocab_size, d.tp * d.tp + 1),  # so that each rank has a row
         "model.n_layers": max(model.n_layers, d.pp * (1 if one_per_rank else 2)),
@@ -90,11 +91,12 @@ def for_layout(small: Config, degrees: Degrees) -> Config:
 
 
 def _model(model: ModelConfig) -> dict[str, Any]:
-    kv_heads = _few(model.n_kv_heads)
-    heads = kv_heads * (model.n_heads // model.n_kv_heads)
+    own = model.n_heads if model.latent else model.n_kv_heads
+    kv_heads = _few(own)
+    heads = kv_heads * (model.n_heads // own)
     head_dim = 4 if heads > 2 else 8
     # The width of all heads need not be that of the stream.
-    dim = _even(Fraction(heads * head_dim * model.dim, model.n_heads * model.head_dim))
+    dim = _even(Fraction(heads * head_dim * model.dim, model.n_heads * model.head_dim or model.dim))
     keys: dict[str, Any] = {
         "dim": dim,
         "n_heads": heads,
@@ -110,6 +112,11 @@ def _model(model: ModelConfig) -> dict[str, Any]:
     }
     if model.sliding_window:
         keys["sliding_window"] = min(model.sliding_window, 3 * SEQ_LEN // 8)
+    if model.rope_fraction < 1.0:
+        keys["rope_fraction"] = 0.5
+    if model.latent is not None:
+        sizes = {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4}
+        keys["mla"] = {"q_lora_rank": min(model.latent.q_lora_rank, 12), **sizes}
     keys = {f"model.{key}": value for key, value in keys.items()}
     if model.moe is not None:
         keys |= {f"model.moe.{key}": value for key, value in _experts(model, model.moe, dim).items()}

@@ -26,6 +26,11 @@ ROPE = "\n[model.rope_scaling]\nfactor = 8\noriginal_max_position = 16\n"
             ['--model.layer_pattern=["full","nope","full"]'],
             "has 3 kinds for model.n_layers = 2; leave some out",
         ),
+        (["--model.rope_fraction=0.3"], "but RoPE rotates pairs; use 0.25"),
+        (
+            ["--model.attention=mla", "--model.mla={qk_rope_head_dim=7}"],
+            "must be even, because RoPE rotates pairs; use 8",
+        ),
         (['--model.layer_pattern=["full","sliding"]'], "which need model.sliding_window; set it"),
         (
             ['--model.layer_pattern=["full","linear"]'],
@@ -87,6 +92,11 @@ ROPE = "\n[model.rope_scaling]\nfactor = 8\noriginal_max_position = 16\n"
 )
 def test_impossible_combinations_are_refused_with_a_remedy(tmp_path, overrides, part) -> None:
     assert part in complaint(tmp_path, *overrides)
+
+
+def test_keys_of_grouped_attention_mean_nothing_to_latent_attention(tmp_path) -> None:
+    options = ["--model.attention=mla", "--model.n_kv_heads=3", "--model.head_dim=7", "--parallel.tp=4"]
+    assert load(tmp_path, *options).model.latent is not None
 
 
 def test_a_sequence_shorter_than_its_pieces_is_offered_one_length(tmp_path) -> None:

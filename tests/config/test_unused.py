@@ -36,6 +36,11 @@ YARN = '{kind = "yarn", factor = 2.0, original_max_position = 64, low_freq_facto
         (['--data.sources=[{path = "synthetic"}]'], "data.tokenizer (all data.sources are synthetic)"),
         (["--data.mixture_block=99"], "data.mixture_block (there is one source)"),
         (["--model.sliding_window_pattern=2"], "model.sliding_window_pattern (model.sliding_window is 0)"),
+        (
+            ["--model.attention=mla", "--model.n_kv_heads=1", "--model.qk_norm=true"],
+            "model.n_kv_heads (model.attention is mla)",
+        ),
+        (["--model.mla.v_head_dim=9"], "model.mla.v_head_dim (model.attention is not mla)"),
         (["--model.sliding_rope_theta=9"], "model.sliding_rope_theta (model.sliding_window is 0)"),
         (
             [

@@ -178,6 +178,36 @@ PUBLISHED: dict[str, tuple[str, int, dict[str, Any]]] = {
             "sliding_window": None,
         },
     ),
+    # With the bias on the choice of experts, which is no parameter, 671,026,419,200.
+    "deepseek-v3": (
+        "DeepseekV3ForCausalLM",
+        671_026_404_352,
+        {
+            "vocab_size": 129280,
+            "rope_theta": 10000.0,
+            "rms_norm_eps": 1e-6,
+            "hidden_size": 7168,
+            "intermediate_size": 18432,
+            "moe_intermediate_size": 2048,
+            "num_hidden_layers": 61,
+            "num_attention_heads": 128,
+            "num_key_value_heads": 128,
+            "n_shared_experts": 1,
+            "n_routed_experts": 256,
+            "routed_scaling_factor": 2.5,
+            "kv_lora_rank": 512,
+            "q_lora_rank": 1536,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "qk_nope_head_dim": 128,
+            "n_group": 8,
+            "topk_group": 4,
+            "num_experts_per_tok": 8,
+            "first_k_dense_replace": 3,
+            "norm_topk_prob": True,
+            "initializer_range": 0.006,  # as trained; config.json has transformers' default
+        },
+    ),
 }
 
 

@@ -14,6 +14,9 @@ from forge.model import Transformer
 from tests.support.small_models import VOCAB, small_config, small_model
 
 MOE = {"n_experts": 6, "top_k": 2, "n_shared_experts": 1, "expert_dim": 8}
+MLA = {"q_lora_rank": 10, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
+YARN = {"kind": "yarn", "factor": 4.0, "original_max_position": 8, "mscale_all_dim": 1.0}
+LATENT = {"attention": "mla", "mla": MLA, "rope_scaling": YARN}
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {},
     "one kv head": {"n_kv_heads": 1},
@@ -29,6 +32,21 @@ MODELS: dict[str, dict[str, Any]] = {
     "linear layers": {
         "layer_pattern": ["linear", "full"],
         "linear_attention": {"n_key_heads": 2, "n_value_heads": 4, "key_head_dim": 4, "chunk_size": 3},
+    },
+    "sinks, gates, part of each head rotated": {
+        "attention_sinks": True,
+        "attention_gate": "element",
+        "rope_fraction": 1 / 3,
+    },
+    "latent attention": LATENT,
+    "latent attention with everything": LATENT
+    | {
+        "mla": MLA | {"q_lora_rank": 0},
+        "layer_pattern": ["nope", "sliding"],
+        "sliding_window": 3,
+        "attention_sinks": True,
+        "attention_gate": "head",
+        "attention_soft_cap": 2.0,
     },
     "soft caps": {"attention_soft_cap": 2.0, "logit_soft_cap": 3.0, "sliding_window": 4},
     "norms and biases": {"qk_norm": True, "attention_bias": True},
@@ -123,3 +141,10 @@ def _write(
 ) -> list[list[int]]:
     steps = list(generate(next_scores, prompts, max_tokens, sampling))
     return [[step[row] for step in steps] for row in range(len(prompts))]  # type: ignore[misc]
+
+
+def test_of_latent_attention_only_the_latents_are_kept() -> None:
+    cached = CachedScores(model_of("latent attention"))
+    cached([[1, 2, 3, 4]])
+    kept = {tuple(part.shape) for layer in cached._layers for part in (layer._keys, layer._values)}
+    assert kept == {(1, 1, 4, MLA["kv_lora_rank"]), (1, 1, 4, MLA["qk_rope_head_dim"])}

@@ -32,6 +32,23 @@ def test_biases_and_qk_norm_are_parameters_but_no_matrix_products() -> None:
     assert flops_of(changed, 64) == flops_of(plain, 64)
 
 
+def test_latent_attention_multiplies_its_projections_and_keys_and_values_of_their_own_sizes() -> None:
+    mla = {
+        "q_lora_rank": 10,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 5,
+    }
+    config = small_config(attention="mla", mla=mla, attention_sinks=True, attention_gate="head")
+    down, up = 24 * 10 + 24 * (8 + 4), 10 * 4 * 10 + 8 * 4 * (6 + 5)
+    attention = down + up + 4 * 5 * 24 + 24 * 4  # with the output and the gate
+    matrices = 2 * (attention + 3 * 24 * 20) + 23 * 24
+    assert flops_of(config, 64) == 6 * matrices + 2 * 6 * 4 * (10 + 5) * 65 / 2
+    norms = 5 * 24 + 2 * (10 + 8)
+    assert counts_of(config).total == matrices + 23 * 24 + norms + 2 * 4
+
+
 def test_a_tied_head_is_computed_with_but_counted_once() -> None:
     untied, tied = small_config(), small_config(tie_embeddings=True)
     assert counts_of(untied).total - counts_of(tied).total == 23 * 24

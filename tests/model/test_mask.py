@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.testing import assert_close
 
-from forge.model.attention import sdpa_attention
 from forge.model.mask import AttentionMask, block_table, dense_table, visible
+from forge.model.sdpa import sdpa_attention
 
 CPU = torch.device("cpu")
 # Three tiles and a bit, so that some are empty, some full and the last is cut off.

@@ -32,7 +32,7 @@ def frequencies_of(config: ModelConfig) -> Tensor:
 @pytest.mark.parametrize("scaling", [None, LINEAR, LLAMA31, YARN, YARN | {"attention_factor": 1.3}], ids=str)
 def test_frequencies_and_factor_equal_the_published_formulas(scaling: dict | None) -> None:
     config = small_config(head_dim=128, rope_theta=500000.0, rope_scaling=scaling)
-    frequencies, factor = reference_frequencies(config)
+    frequencies, factor = reference_frequencies(config, 128)
     assert_close(frequencies_of(config), torch.tensor(frequencies, dtype=torch.float64), rtol=1e-13, atol=0.0)
     assert rope_tables(config, 4)[0][0, 0].tolist() == pytest.approx([factor] * 64, rel=1e-14)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from forge.model import IGNORE, AttentionMask, FusedLoss, Transformer
-from forge.model.attention import SdpaAttention
+from forge.model.sdpa import SdpaAttention
 from tests.support.reference_model import reference_logits, reference_loss
 from tests.support.small_models import batch, gradients, small_config, small_model
 
@@ -24,6 +24,8 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
 }
 YARN = {"kind": "yarn", "factor": 4.0, "original_max_position": 32, "beta_fast": 4.0, "beta_slow": 1.0}
+MLA = {"q_lora_rank": 10, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
+LATENT = {"attention": "mla", "mla": MLA, "rope_scaling": YARN | {"mscale_all_dim": 1.0}}
 DOCUMENTS = torch.tensor([[0] * 4 + [1] * 7 + [2], [5] + [6] * 11])
 POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 0], [0, *range(11)]])
 
@@ -43,6 +45,22 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "sliding_window": 3,
         "sliding_rope_theta": 10.0,
         "rope_scaling": YARN,
+    },
+    "part of each head rotated": {"head_dim": 12, "rope_fraction": 0.5, "rope_scaling": YARN},
+    "gate per head": {"attention_gate": "head"},
+    "gate per element": {"attention_gate": "element"},
+    "sinks": {"attention_sinks": True},
+    "sinks, a window and a cap": {"attention_sinks": True, "sliding_window": 3, "attention_soft_cap": 0.5},
+    "latent attention": LATENT,
+    "latent attention with everything": LATENT
+    | {
+        "mla": LATENT["mla"] | {"q_lora_rank": 0},
+        "attention_bias": True,
+        "attention_gate": "head",
+        "attention_sinks": True,
+        "layer_pattern": ["sliding", "nope"],
+        "sliding_window": 3,
+        "rope_scaling": YARN | {"mscale_all_dim": 0.7, "attention_factor": 1.1},
     },
     "window beyond the sequence": {"sliding_window": 50},
     "logit cap": {"logit_soft_cap": 2.0},
@@ -196,9 +214,9 @@ class CountingAttention(SdpaAttention):
         self.prepared.append(super().prepare(mask, x))
         return self.prepared[-1]
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *sinks: Any) -> Tensor:
         self.used.append(mask)
-        return super().__call__(q, k, v, mask)
+        return super().__call__(q, k, v, mask, *sinks)
 
 
 def test_masks_are_made_once_per_forward_and_window_by_the_attention_function_in_place() -> None:

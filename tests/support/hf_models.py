@@ -68,6 +68,14 @@ DEEPSEEK = {
 # The root of 16 is the same number in every format. Transformers computes no gradient of a token that pads.
 GEMMA = {"hidden_size": 16, "sliding_window": 5, "pad_token_id": None}
 OLMO = {"pad_token_id": None, "eos_token_id": None}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 7,
+}
 # name -> (class, keys of its config.json). Together they have every key that the table of architectures has.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("LlamaForCausalLM", {"num_key_value_heads": 4}),
@@ -151,6 +159,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe_no_shared": (
         "Glm4MoeForCausalLM",
         DEEPSEEK | {"n_shared_experts": 0, "partial_rotary_factor": 1.0, "use_qk_norm": True, "head_dim": 8},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        DEEPSEEK
+        | LATENT
+        | {"n_group": 4, "topk_group": 2, "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+    "deepseek_v3_direct": (
+        "DeepseekV3ForCausalLM",
+        DEEPSEEK | LATENT | {"q_lora_rank": None, "attention_bias": True, "rope_scaling": YARN | {"mscale_all_dim": 0.7}},
     ),
     "ernie4_5_moe": (
         "Ernie4_5_MoeForCausalLM",

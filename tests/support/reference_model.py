@@ -154,7 +154,7 @@ def _names(parameters: Parameters, layer: int) -> list[str]:
 def _attention(
     own: Parameters, config: ModelConfig, layer: int, x: Tensor, positions: Tensor, documents: Tensor
 ):
-    size, group = config.head_dim, config.n_heads // config.n_kv_heads
+    group = config.n_heads // config.n_kv_heads
     every = config.sliding_window_pattern
     full = config.sliding_window == 0 or (every > 0 and layer % every == every - 1)
     kind = "full" if full else "sliding"
@@ -166,21 +166,60 @@ def _attention(
         config = config.model_copy(update=sliding)
     if kind == "nope":
         positions = torch.zeros_like(positions)
-        config = config.model_copy(update={"rope_scaling": None})
+        if config.rope_scaling is not None:
+            unchanged = config.rope_scaling.model_copy(update={"attention_factor": 1.0})
+            config = config.model_copy(update={"rope_scaling": unchanged})
     heads = []
     for head in range(config.n_heads):
-        q = _projection(own, "q", x, head, config, positions)
-        k = _projection(own, "k", x, head // group, config, positions)
-        v = _projection(own, "v", x, head // group, config, None)
+        if config.attention == "mla":
+            q, k, v = _latent_head(own, x, head, config, positions)
+        else:
+            q = _projection(own, "q", x, head, config, positions)
+            k = _projection(own, "k", x, head // group, config, positions)
+            v = _projection(own, "v", x, head // group, config, None)
         rows = []
         for i in range(len(x)):
             seen = [j for j in range(i + 1) if i - j < window and documents[i] == documents[j]]
-            scores = _cap((k[seen] @ q[i]) / math.sqrt(size), config.attention_soft_cap)
-            weights = scores.exp() / scores.exp().sum()
+            scores = _cap((k[seen] @ q[i]) / math.sqrt(len(q[i])), config.attention_soft_cap)
+            sink = own["attention.sinks.weight"][head].exp() if config.attention_sinks else 0.0
+            weights = scores.exp() / (scores.exp().sum() + sink)
             rows.append(weights @ v[seen])
-        heads.append(torch.stack(rows))
+        out = torch.stack(rows)
+        if config.attention_gate != "none":
+            size = out.shape[-1] if config.attention_gate == "element" else 1
+            gate = x @ own["attention.wg.weight"][head * size : (head + 1) * size].T
+            out = out / (1 + (-gate).exp())
+        heads.append(out)
     out = torch.cat(heads, dim=-1) @ own["attention.wo.weight"].T
     return out + own["attention.wo.bias"] if config.attention_output_bias else out
+
+
+def _latent_head(own: Parameters, x: Tensor, head: int, config: ModelConfig, positions: Tensor):
+    """Queries, keys and values of one head of latent attention, as DeepSeek-V2's paper has them."""
+    mla = config.mla
+    assert mla is not None
+    nope, rope, rank = mla.qk_nope_head_dim, mla.qk_rope_head_dim, mla.kv_lora_rank
+
+    def down(name: str) -> Tensor:
+        out = x @ own[f"attention.{name}.weight"].T
+        return out + own[f"attention.{name}.bias"] if config.attention_bias else out
+
+    rows = slice(head * (nope + rope), (head + 1) * (nope + rope))
+    if mla.q_lora_rank:
+        latent = _norm(down("wq_a"), own["attention.q_norm.weight"], config)
+        q = latent @ own["attention.wq_b.weight"][rows].T
+    else:
+        q = x @ own["attention.wq.weight"][rows].T
+    both = down("wkv_a")
+    latent = _norm(both[:, :rank], own["attention.kv_norm.weight"], config)
+    size = nope + mla.v_head_dim
+    up = latent @ own["attention.wkv_b.weight"][head * size : (head + 1) * size].T
+    q = torch.cat([q[:, :nope], reference_rotation(q[:, nope:], positions, config)], dim=-1)
+    k = torch.cat([up[:, :nope], reference_rotation(both[:, rank:], positions, config)], dim=-1)
+    scaling = config.rope_scaling
+    if scaling is not None and scaling.kind == "yarn":
+        q = q * (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0) ** 2
+    return q, k, up[:, nope:]
 
 
 def _projection(
@@ -203,17 +242,18 @@ def _projection(
 
 
 def reference_rotation(x: Tensor, positions: Tensor, config: ModelConfig) -> Tensor:
-    """x `[seq, head_dim]`: complex numbers x[i] + j x[i + head_dim/2], turned by position * frequency i."""
-    half = config.head_dim // 2
-    frequencies, factor = reference_frequencies(config)
+    """x `[seq, head_dim]`: complex numbers x[i] + j x[i + rope_dim/2], turned by position * frequency i."""
+    half = (x.shape[-1] if config.attention == "mla" else round(config.head_dim * config.rope_fraction)) // 2
+    x, rest = x[:, : 2 * half], x[:, 2 * half :]
+    frequencies, factor = reference_frequencies(config, 2 * half)
     angles = positions.double()[:, None] * torch.tensor(frequencies, dtype=torch.float64)
     turned = torch.complex(x[:, :half], x[:, half:]) * torch.polar(torch.full_like(angles, factor), angles)
-    return torch.cat([turned.real, turned.imag], dim=-1)
+    return torch.cat([turned.real, turned.imag, rest], dim=-1)
 
 
-def reference_frequencies(config: ModelConfig) -> tuple[list[float], float]:
-    """Frequency of every pair, and the factor on the rotated vectors."""
-    plain = [config.rope_theta ** (-2 * i / config.head_dim) for i in range(config.head_dim // 2)]
+def reference_frequencies(config: ModelConfig, dim: int) -> tuple[list[float], float]:
+    """Frequency of every pair of `dim` elements, and the factor on the rotated vectors."""
+    plain = [config.rope_theta ** (-2 * i / dim) for i in range(dim // 2)]
     scaling = config.rope_scaling
     if scaling is None:
         return plain, 1.0
@@ -222,12 +262,12 @@ def reference_frequencies(config: ModelConfig) -> tuple[list[float], float]:
     if scaling.kind == "llama3":
         return [_llama3(frequency, scaling) for frequency in plain], 1.0
     low, high = (
-        config.head_dim
+        dim
         * math.log(scaling.original_max_position / (beta * 2 * math.pi))
         / (2 * math.log(config.rope_theta))
         for beta in (scaling.beta_fast, scaling.beta_slow)
     )
-    low, high = max(math.floor(low), 0), min(math.ceil(high), config.head_dim - 1)
+    low, high = max(math.floor(low), 0), min(math.ceil(high), dim - 1)
     shares = [min(max((i - low) / (high - low), 0.0), 1.0) for i in range(len(plain))]
     blended = [f / scaling.factor * share + f * (1 - share) for f, share in zip(plain, shares, strict=True)]
     return blended, scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1.0

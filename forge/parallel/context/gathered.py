@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from forge import compat
-from forge.model import AttentionMask, sdpa_attention
+from forge.model import AttentionMask, LatentAttention, sdpa_attention
 from forge.model.mask import block_part, dense_part
 from forge.parallel.context.sequence import SequenceSplit
 
@@ -25,23 +25,36 @@ class AllGatherAttention:
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
         seq = x.shape[1] * self.split.ranks
-        window = mask.window if mask.window < seq else 0
-        if x.is_cuda and not window and mask.documents is None and not mask.soft_cap:
+        if x.is_cuda and mask.is_causal(seq):
             # Made here, once per forward: the compiler takes such masks as arguments, but cannot trace their making.
-            return AttentionMask(table=lower_right(self.split, x.shape[1]))
+            return mask.with_table(lower_right(self.split, x.shape[1]))
         # flex's kernels stop at float32.
         make_table = block_part if x.is_cuda and x.dtype != torch.float64 else dense_part
         queries, keys = self.split.indices(seq, x.device), torch.arange(seq, device=x.device)
-        table = make_table(window, mask.documents, queries, keys)
-        return AttentionMask(window, mask.documents, mask.soft_cap, table)
+        return mask.with_table(make_table(mask.window, mask.documents, queries, keys))
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
-        # One collective for both: [2, batch, kv_heads, seq / cp, head_dim] of each rank.
-        gathered = compat.all_gather(torch.stack([k, v]).unsqueeze(0), self.split.group)
-        k, v = self.split.in_order(gathered).unbind(0)
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sinks: Tensor | None = None
+    ) -> Tensor:
+        k, v = self._whole(k, v)
+        return self._attend(q, k, v, mask, sinks)
+
+    def attend_latent(
+        self, layer: LatentAttention, q: Tensor, latent: Tensor, key: Tensor, mask: AttentionMask
+    ) -> Tensor:
+        """See `LatentAttention`. The latents travel, which are smaller than what each rank makes of all of them."""
+        k, v = layer.expand(*self._whole(latent, key))
+        return self._attend(q, k, v, mask, layer.sink_logits())
+
+    def _whole(self, *parts: Tensor) -> list[Tensor]:
+        """Gather several `[..., seq / cp, width]` over the ranks, in one collective: each `[..., seq, width]`."""
+        gathered = compat.all_gather(torch.cat(parts, dim=-1).unsqueeze(0), self.split.group)
+        return list(self.split.in_order(gathered).split([part.shape[-1] for part in parts], dim=-1))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sinks: Tensor | None) -> Tensor:
         if isinstance(mask.table, tuple):
             return causal_chunks(q, k, v, mask.table)
-        return sdpa_attention(q, k, v, mask)
+        return sdpa_attention(q, k, v, mask, sinks)
 
 
 def lower_right(split: SequenceSplit, tokens: int) -> tuple[CausalBias, ...]:

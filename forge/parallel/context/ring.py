@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask
+from torch.nn.attention.flex_attention import BlockMask
 
 from forge import compat
 from forge.model import AttentionMask
-from forge.model.attention import capped, flex_for
 from forge.model.mask import block_part, dense_part
 from forge.model.precision import promoted
+from forge.model.sdpa import flex_with_lse
 from forge.parallel.context.sequence import SequenceSplit
 
 
@@ -43,7 +43,7 @@ class RingAttention:
         """The table becomes the pairs of chunks to compute after 0, 1, ... exchanges: `list[list[Pair]]`."""
         split, ranks = self.split, self.split.ranks
         steps = [self._pairs(mask, x, split.chunks((split.rank - step) % ranks)) for step in range(ranks)]
-        return AttentionMask(mask.window, mask.documents, mask.soft_cap, steps)
+        return mask.with_table(steps)
 
     def _pairs(self, mask: AttentionMask, x: Tensor, keys: tuple[int, int]) -> list[Pair]:
         size = x.shape[1] // 2
@@ -69,12 +69,14 @@ class RingAttention:
                     pairs.append(Pair(i, j, table))
         return pairs
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
-        return _Ring.apply(q, k, v, mask.table, mask.soft_cap, self.split)
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sinks: Tensor | None = None
+    ) -> Tensor:
+        return _Ring.apply(q, k, v, sinks, mask.table, mask.soft_cap, self.split)
 
 
 class _Ring(torch.autograd.Function):
-    """q `[batch, heads, seq / cp, head_dim]`, k and v `[batch, kv_heads, seq / cp, head_dim]` -> shaped like q."""
+    """Shapes as for `AttentionFunction`, of seq / cp tokens. A sink is a key without a value that every row sees first."""
 
     @staticmethod
     def forward(
@@ -82,14 +84,17 @@ class _Ring(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sinks: Tensor | None,
         steps: list[list[Pair]],
         soft_cap: float,
         split: SequenceSplit,
     ) -> Tensor:
         kernel, exact = kernel_for(q), promoted(q.dtype)
-        out = torch.zeros_like(q, dtype=exact)
+        out = torch.zeros((*q.shape[:-1], v.shape[-1]), dtype=exact, device=q.device)
         lse = torch.full(q.shape[:-1], -torch.inf, dtype=exact, device=q.device)
-        kv = torch.stack([k, v])
+        if sinks is not None:
+            lse.copy_(sinks[:, None])
+        kv = torch.cat([k, v], dim=-1)
         for step, pairs in enumerate(steps):
             # Start the next exchange before the computation that hides it.
             arriving = compat.pass_on(kv, split.group) if step < len(steps) - 1 else kv
@@ -98,19 +103,23 @@ class _Ring(torch.autograd.Function):
                 merge(out[:, :, rows], lse[:, :, rows], *kernel.forward(block))
             kv = arriving
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.rest = steps, soft_cap, split
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, sinks, out, lse = ctx.saved_tensors
         steps, soft_cap, split = ctx.rest
         kernel, exact = kernel_for(q), promoted(q.dtype)
         delta = (grad.to(exact) * out.to(exact)).sum(-1)
         grad_q = torch.zeros_like(q, dtype=exact)
-        kv = torch.stack([k, v])
+        grad_sinks = None
+        if sinks is not None:
+            weights = torch.exp(sinks.to(exact)[:, None] - lse)  # [batch, heads, rows]
+            grad_sinks = -(weights * delta).sum((0, 2)).to(sinks.dtype)
+        kv = torch.cat([k, v], dim=-1)
         travelling = None
         for step, pairs in enumerate(steps):
             arriving = compat.pass_on(kv, split.group) if step < len(steps) - 1 else kv
@@ -119,8 +128,7 @@ class _Ring(torch.autograd.Function):
                 rows, columns, block = _block_of(pair, q, kv, soft_cap)
                 found = kernel.backward(block, grad[:, :, rows], delta[:, :, rows], lse[:, :, rows])
                 grad_q[:, :, rows] += found[0]
-                grad_kv[0, :, :, columns] += found[1]
-                grad_kv[1, :, :, columns] += found[2]
+                grad_kv[:, :, columns] += torch.cat(found[1:], dim=-1)
             # The gradients arrive from the rank that had these keys and values before, and go on with this rank's share.
             # The last exchange brings each back to the rank that it belongs to.
             if travelling is not None:
@@ -128,8 +136,8 @@ class _Ring(torch.autograd.Function):
             travelling = compat.pass_on(grad_kv, split.group)
             kv = arriving
         assert travelling is not None
-        grad_k, grad_v = travelling.to(k.dtype)
-        return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
+        grad_k, grad_v = travelling.to(k.dtype).split([k.shape[-1], v.shape[-1]], dim=-1)
+        return grad_q.to(q.dtype), grad_k, grad_v, grad_sinks, None, None, None
 
 
 def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
@@ -147,17 +155,17 @@ def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
 
 
 def _block_of(pair: Pair, q: Tensor, kv: Tensor, soft_cap: float) -> tuple[slice, slice, AttentionBlock]:
-    """Which rows of q and which columns of kv `[2, batch, kv_heads, seq / cp, head_dim]` the pair is, and its block."""
-    size = q.shape[2] // 2
+    """Which rows of q and which columns of kv `[batch, kv_heads, seq / cp, head_dim + v_dim]` the pair is, and its block."""
+    size, head_dim = q.shape[2] // 2, q.shape[-1]
     rows, columns = (slice(half * size, (half + 1) * size) for half in (pair.queries, pair.keys))
-    keys, values = kv[:, :, :, columns].unbind(0)
+    keys, values = kv[:, :, columns].split([head_dim, kv.shape[-1] - head_dim], dim=-1)
     return rows, columns, AttentionBlock(q[:, :, rows], keys, values, pair.table, soft_cap)
 
 
 class AttentionBlock(NamedTuple):
     """Some queries and some keys: what a kernel computes, with the logsumexp by which it is merged with other blocks.
 
-    q `[batch, heads, rows, head_dim]`, k and v `[batch, kv_heads, columns, head_dim]`; results are in
+    q `[batch, heads, rows, head_dim]`, k and v `[batch, kv_heads, columns, head_dim or v_dim]`; results are in
     promote(float32, q.dtype). A row that sees no key has out = 0 and lse = -inf. (The CPU's fused kernel returns lse = 0,
     and such rows would then weigh as much as a key of score 0; so it is not used.)
     table: a BlockMask for flex_attention, else bool `[batch or 1, 1, rows, columns]`; None: every query sees every key.
@@ -176,7 +184,7 @@ class PlainKernel:
     flex = False
 
     def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
-        """out, shaped like q, and lse `[batch, heads, rows]`, the logarithm of each row's sum of exp(score)."""
+        """out `[batch, heads, rows, v_dim]`, lse `[batch, heads, rows]`, the logarithm of each row's sum of exp(score)."""
         q, k, v, table, soft_cap = block
         exact = promoted(q.dtype)
         scores, _ = _scores(_grouped(q, k), k.to(exact), table, soft_cap)
@@ -184,7 +192,7 @@ class PlainKernel:
         # exp(-inf - 0) = 0 for rows that see no key; -inf - -inf would be NaN.
         weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0))
         out = weights @ v.to(exact)
-        return out.view(q.shape), lse.view(q.shape[:-1])
+        return out.view(*q.shape[:-1], v.shape[-1]), lse.view(q.shape[:-1])
 
     def backward(
         self, block: AttentionBlock, grad: Tensor, delta: Tensor, lse: Tensor
@@ -234,7 +242,7 @@ class FlexKernel:
     flex = True
 
     def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
-        out, lse = _flex_with_lse(*block)
+        out, lse = flex_with_lse(*block)
         exact = promoted(block.q.dtype)
         return out.to(exact), lse.to(exact)
 
@@ -243,7 +251,7 @@ class FlexKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = (x.detach().requires_grad_() for x in block[:3])
         with torch.enable_grad():
-            out, own_lse = _flex_with_lse(q, k, v, block.table, block.soft_cap)
+            out, own_lse = flex_with_lse(q, k, v, block.table, block.soft_cap)
         # The whole is the sum of weight * out over blocks, where weight = exp(own_lse - lse) sums to 1.
         exact = promoted(q.dtype)
         weight = torch.exp(own_lse.detach().to(exact) - lse)
@@ -260,17 +268,3 @@ class FlexKernel:
 def kernel_for(x: Tensor) -> PlainKernel | FlexKernel:
     """flex_attention on CUDA up to float32; the formula written out elsewhere."""
     return FlexKernel() if x.is_cuda and x.dtype != torch.float64 else PlainKernel()
-
-
-def _flex_with_lse(q: Tensor, k: Tensor, v: Tensor, table: Any, soft_cap: float) -> tuple[Tensor, Tensor]:
-    attend: Any = flex_for(q.device.type)
-    out, further = attend(
-        q,
-        k,
-        v,
-        score_mod=capped(soft_cap),
-        block_mask=table,
-        enable_gqa=True,
-        return_aux=AuxRequest(lse=True),
-    )
-    return out, further.lse

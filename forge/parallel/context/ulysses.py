@@ -30,17 +30,29 @@ class UlyssesAttention:
         # Only shape, dtype and device of x are used: a view is enough, and nothing is gathered.
         return sdpa_attention.prepare(mask, x[:, :1].expand(-1, x.shape[1] * self.split.ranks, -1))
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sinks: Tensor | None = None
+    ) -> Tensor:
         ranks = self.split.ranks
         repeats = ranks // gcd(ranks, k.shape[1])
         if repeats > 1:
             k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
-        heads = [x.shape[1] // ranks for x in (q, k, v)]
-        by_rank = torch.cat([x.unflatten(1, (ranks, -1)) for x in (q, k, v)], dim=2)
-        # [cp: whose sequence, batch, heads of q, k and v, seq / cp, head_dim]
-        received = compat.all_to_all(by_rank.movedim(1, 0).contiguous(), self.split.group)
-        q, k, v = self.split.in_order(received).split(heads, dim=1)
-        out = sdpa_attention(q, k, v, mask)
-        # [cp: whose heads, batch, heads / cp, seq / cp, head_dim]
+        by_rank = [_features(x.unflatten(1, (ranks, -1)).movedim(1, 0)) for x in (q, k, v)]
+        # [cp: whose sequence, batch, seq / cp, features of the heads of q, k and v]
+        received = compat.all_to_all(torch.cat(by_rank, dim=-1), self.split.group)
+        whole = self.split.in_order(received).split([part.shape[-1] for part in by_rank], dim=-1)
+        q, k, v = (
+            part.unflatten(-1, (-1, x.shape[-1])).transpose(1, 2)
+            for part, x in zip(whole, (q, k, v), strict=True)
+        )
+        if sinks is not None:
+            sinks = sinks.unflatten(0, (ranks, -1))[self.split.rank]
+        out = sdpa_attention(q, k, v, mask, sinks)
+        # [cp: whose heads, batch, heads / cp, seq / cp, v_dim]
         received = compat.all_to_all(self.split.by_rank(out), self.split.group)
         return received.movedim(0, 1).flatten(1, 2)
+
+
+def _features(x: Tensor) -> Tensor:
+    """`[..., heads, seq, head_dim]` -> `[..., seq, heads * head_dim]`."""
+    return x.transpose(-3, -2).flatten(-2)

@@ -1,0 +1,100 @@
+"""The attention function for a sequence that is whole in this process: PyTorch's kernels, one choice per device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from forge.model.mask import AttentionMask, block_table, dense_table
+from forge.model.precision import promoted
+
+
+class SdpaAttention:
+    """PyTorch's kernels: causal SDPA for a plain causal mask; otherwise flex_attention on CUDA, SDPA with a dense table
+    elsewhere.
+
+    float64 on CUDA uses the dense table too, because flex_attention does not support it.
+    """
+
+    def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
+        if mask.is_causal(x.shape[1]):
+            return mask
+        make_table = block_table if x.is_cuda and x.dtype != torch.float64 else dense_table
+        return mask.with_table(make_table(mask.window, mask.documents, x.shape[1], x.device))
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sinks: Tensor | None = None
+    ) -> Tensor:
+        if isinstance(mask.table, BlockMask):
+            if sinks is None:
+                attend = flex_for(q.device.type)
+                return attend(
+                    q, k, v, score_mod=capped(mask.soft_cap), block_mask=mask.table, enable_gqa=True
+                )
+            out, lse = flex_with_lse(q, k, v, mask.table, mask.soft_cap)
+            # A key of score `sink` without a value would take this share of the weights away.
+            return out * torch.sigmoid(lse - sinks.to(lse.dtype)[:, None]).unsqueeze(-1).to(out.dtype)
+        if mask.soft_cap or sinks is not None:
+            assert mask.table is not None
+            return _plain_attention(q, k, v, mask.table, mask.soft_cap, sinks)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask.table, is_causal=mask.table is None, enable_gqa=True
+        )
+
+
+sdpa_attention = SdpaAttention()
+
+
+def _plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, soft_cap: float, sinks: Tensor | None
+) -> Tensor:
+    """Attention from its formula, for what SDPA does not support: capped scores and sinks; in promote(float32, q.dtype).
+
+    Shapes as for `AttentionFunction`; table bool `[batch, 1, seq, keys]`.
+    """
+    exact, repeats = promoted(q.dtype), q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeats, dim=1).to(exact), v.repeat_interleave(repeats, dim=1).to(exact)
+    scores = q.to(exact) @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    if soft_cap:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    scores = scores.masked_fill(~table, -torch.inf)
+    if sinks is not None:
+        sink = sinks.to(exact).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
+        return (torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1] @ v).to(q.dtype)
+    return (scores.softmax(-1) @ v).to(q.dtype)
+
+
+def flex_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, table: BlockMask, soft_cap: float
+) -> tuple[Tensor, Tensor]:
+    """flex_attention's result and `[batch, heads, seq]` float32, the logarithm of each row's sum of exp(score)."""
+    attend: Any = flex_for(q.device.type)
+    aux = AuxRequest(lse=True)
+    mod = capped(soft_cap)
+    out, more = attend(q, k, v, score_mod=mod, block_mask=table, enable_gqa=True, return_aux=aux)
+    return out, more.lse
+
+
+@functools.cache
+def flex_for(device_type: str) -> Callable[..., Tensor]:
+    """flex_attention, compiled at first use on CUDA; eager (unfused) elsewhere."""
+    attend: Callable[..., Tensor] = flex_attention
+    return torch.compile(attend) if device_type == "cuda" else attend
+
+
+@functools.cache
+def capped(soft_cap: float) -> Callable[..., Tensor] | None:
+    """flex's score_mod for a soft cap; one function object per value, so that flex compiles it once."""
+    if not soft_cap:
+        return None
+
+    def cap(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return soft_cap * torch.tanh(score / soft_cap)
+
+    return cap
