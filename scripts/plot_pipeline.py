@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
 from forge.config.pipeline import ONE_PER_RANK
-from forge.parallel.pipeline.schedule import Schedule, make_schedule, read_schedule
+from forge.parallel.pipeline.schedule import Schedule, TimedAction, make_schedule, read_schedule
 from scripts import svg
 from scripts.options import positive
 
@@ -58,15 +59,20 @@ def _schedule(chosen: argparse.Namespace) -> Schedule:
 
 def draw(schedule: Schedule, title: str) -> str:
     """Draw one row per stage, grouped by rank, with time from left to right in units of a forward pass."""
-    unit = (WIDTH - LEFT) / max(slot.stop for slots in schedule.timeline for slot in slots)
-    ranks, stages = len(schedule.order), len(schedule.rank_of)
-    facts = (
-        f"{ranks} ranks, {stages} stages, {schedule.microbatches} microbatches; idle {schedule.bubble:.1%}"
+    return draw_timeline(
+        schedule.timeline,
+        f"{Path(title).name}: {schedule.microbatches} microbatches; idle {schedule.bubble:.1%}",
     )
-    parts = [svg.label(LEFT, 16, f"{Path(title).name}: {facts}")]
+
+
+def draw_timeline(timeline: Sequence[Sequence[TimedAction]], title: str) -> str:
+    """Draw what each rank does when: one row per stage, grouped by rank, with time from left to right."""
+    own_stages = [sorted({slot.action.stage for slot in slots}) for slots in timeline]
+    facts = f"{len(timeline)} ranks, {sum(map(len, own_stages))} stages"
+    unit = (WIDTH - LEFT) / max(slot.stop for slots in timeline for slot in slots)
+    parts = [svg.label(LEFT, 16, f"{title}; {facts}")]
     rows, y = {}, TOP
-    for rank in range(ranks):
-        own = [stage for stage in range(stages) if schedule.rank_of[stage] == rank]
+    for rank, own in enumerate(own_stages):
         height = ROW * len(own)
         parts.append(svg.element("rect", x=LEFT, y=y, width=WIDTH - LEFT, height=height, fill="#f3f4f6"))
         parts.append(svg.label(4, y + height // 2 + 4, f"rank {rank}"))
@@ -75,7 +81,7 @@ def draw(schedule: Schedule, title: str) -> str:
             parts.append(svg.label(LEFT - 6, y + 17, stage, "end", fill="#888"))
             y += ROW
         y += GAP
-    for slots in schedule.timeline:
+    for slots in timeline:
         for (stage, kind, microbatch), start, stop in slots:
             x, width = LEFT + unit * start, unit * (stop - start)
             name, look = (
@@ -87,7 +93,7 @@ def draw(schedule: Schedule, title: str) -> str:
             )
             if width > 12:
                 parts.append(svg.label(x + width / 2, rows[stage] + 17, microbatch, "middle"))
-    kinds = {action.kind for order in schedule.order for action in order}
+    kinds = {slot.action.kind for slots in timeline for slot in slots}
     for place, kind in enumerate(sorted(kinds, key="FBIW".index)):
         x = LEFT + 150 * place
         parts.append(svg.element("rect", x=x, y=y, width=14, height=14, fill=COLORS[kind]))

@@ -79,6 +79,12 @@ class ShardTensor(torch.Tensor):
         return self._pieces[tuple(index.offset)]
 
 
+def writes(name: str, shard: Shard) -> bool:
+    """Whether this rank writes its part of the tensor `name`: one of those that hold it, and not the same for all names."""
+    copies = shard.replicas
+    return copies is None or crc32(name.encode()) % copies.size() == copies.rank()
+
+
 class Stager:
     """Copies tensors into CPU buffers that it keeps from one save to the next: only the latest copy is valid."""
 
@@ -89,9 +95,7 @@ class Stager:
         """Copy what this rank will write. The originals may change as soon as it returns."""
         staged, on_cuda = {}, False
         for name, (shard, values) in tensors.items():
-            # One of the ranks that hold the same elements writes them; names are spread over these ranks.
-            copies = shard.replicas
-            if copies is not None and crc32(name.encode()) % copies.size() != copies.rank():
+            if not writes(name, shard):
                 continue
             values = local(values).detach()
             buffer = self._buffers.get(name)

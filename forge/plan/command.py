@@ -7,12 +7,9 @@ import json
 from forge.config import CommandLine, Config, check_world
 from forge.errors import DOES_NOT_FIT, FINISHED, UserError
 from forge.plan.hardware import Hardware, find_hardware
-from forge.plan.plan import make_plan, smallest_world
-from forge.plan.search import fewest_ranks, search
+from forge.plan.plan import crowded_bytes, make_plan, smallest_world
+from forge.plan.search import BEST, fewest_ranks, search
 from forge.plan.show import as_json, as_text, layout_as_json, search_as_text
-
-# How many layouts of a search are printed.
-BEST = 10
 
 
 def plan(config: Config, command: CommandLine) -> int:
@@ -30,16 +27,18 @@ def plan(config: Config, command: CommandLine) -> int:
         return _search(config, world, hardware, as_object=command.json)
     degrees = smallest_world(config) if world is None else check_world(config, world)
     made = make_plan(config, degrees, hardware)
-    print(json.dumps(as_json(made), indent=1) if command.json else as_text(made), flush=True)
+    crowded = crowded_bytes(config, degrees, hardware)
+    text = json.dumps(as_json(made, crowded), indent=1) if command.json else as_text(made, crowded)
+    print(text, flush=True)
     return DOES_NOT_FIT if made.fits is False else FINISHED
 
 
 def _search(config: Config, world: int, hardware: Hardware, *, as_object: bool) -> int:
     found = search(config, world, hardware)
-    fits = found[0].needed <= hardware.memory_bytes
+    fits = found[0].fits
     fewest = None if fits else fewest_ranks(config, world, hardware)
     if as_object:
-        layouts = [layout_as_json(one, hardware) for one in found[:BEST]]
+        layouts = [layout_as_json(one) for one in found[:BEST]]
         answer = layouts[0] | {"layouts": layouts, "fewest_processes": fewest}
         print(json.dumps(answer, indent=1), flush=True)
     else:

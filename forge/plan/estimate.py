@@ -1,9 +1,9 @@
 """How long a step takes: a roofline over the operators that were traced, and the links that collectives cross.
 
 An operator takes as long as its operations at the card's peak, or its bytes at the bandwidth of its memory, whichever is
-longer. What is guessed: the share of the peak that is reached (Hardware.efficiency for products, ATTENTION_SHARE of it for
-attention, BANDWIDTH for memory), that launches cost nothing, and that collectives in the background are hidden as long as
-there is computation.
+longer. What is guessed where it was not measured by scripts/measure_hardware.py: the share of the peak that is reached
+(Hardware.efficiency for products, ATTENTION_SHARE of it for attention, Hardware.memory_efficiency), and that launches cost
+nothing; and always, that collectives in the background are hidden as long as there is computation.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from forge.plan.collectives import Collective
-from forge.plan.hardware import Hardware
+from forge.plan.hardware import Hardware, rate_at
 from forge.plan.trace import Trace
 from forge.plan.work import Work
 
 ATTENTION_SHARE = 0.75
-BANDWIDTH = 0.8
 
 
 @dataclass
@@ -50,8 +49,8 @@ class StepTime:
 def time_of(trace: Trace, hardware: Hardware, ranks_of: dict[str, list[int]]) -> StepTime:
     """Return the time of the traced step. ranks_of: the ranks of each process group, by its name."""
     spent: dict[tuple[str, int], Spent] = defaultdict(Spent)
-    for (phase, microbatch, work), number in trace.work.items():
-        spent[_place(phase, microbatch)].compute += number * seconds_of(work, hardware)
+    for (moment, work), number in trace.work.items():
+        spent[_place(moment.phase, moment.microbatch)].compute += number * seconds_of(work, hardware)
     for moment, call in trace.calls:
         if call.kind in ("send", "recv"):
             continue  # the pipeline's timeline has them
@@ -74,12 +73,22 @@ def _place(phase: str, microbatch: int) -> tuple[str, int]:
 
 def seconds_of(work: Work, hardware: Hardware) -> float:
     """Return the time of one operator: the longer of computing and moving its bytes (Williams et al., "Roofline", 2009)."""
-    moved = work.size / (hardware.memory_gb_per_s * 1e9 * BANDWIDTH)
+    bandwidth = hardware.memory_gb_per_s * hardware.memory_efficiency
+    if hardware.elementwise and not work.flops:
+        bandwidth = rate_at(hardware.elementwise, max(work.size, 1))
+    moved = work.size / (bandwidth * 1e9)
     if not work.flops:
-        return moved
-    peak = hardware.peak_flops(work.dtype.removeprefix("torch.")) or hardware.peak_flops("bfloat16") or 1e12
-    share = hardware.efficiency * (ATTENTION_SHARE if work.kind == "attention" else 1.0)
-    return max(moved, work.flops / (peak * share))
+        return hardware.operator_us * 1e-6 + moved
+    dtype = work.dtype.removeprefix("torch.")
+    curves = hardware.attention if work.kind == "attention" else hardware.products
+    if dtype in curves:
+        computed = work.flops / (rate_at(curves[dtype], work.flops) * 1e12)
+    else:
+        peak = hardware.peak_flops(dtype) or hardware.peak_flops("bfloat16") or 1e12
+        computed = work.flops / (
+            peak * hardware.efficiency * (ATTENTION_SHARE if work.kind == "attention" else 1)
+        )
+    return hardware.operator_us * 1e-6 + max(moved, computed)
 
 
 def call_seconds(call: Collective, ranks: list[int], hardware: Hardware) -> float:

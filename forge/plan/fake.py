@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from torch._subclasses.fake_tensor import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from forge import compat
+from forge.checkpoint.tensors import writes
 from forge.config import Config, Degrees
 from forge.data.loader import Batch
 from forge.errors import UserError
@@ -35,6 +37,8 @@ from forge.parallel.expert import AllToAllDispatcher
 from forge.parallel.gradients import clip_gradients, report_gradients
 from forge.parallel.mesh import make_meshes
 from forge.plan.trace import Moment, Trace
+from forge.shard import local
+from forge.train.state import all_tensors
 
 CPU = torch.device("cpu")
 
@@ -44,17 +48,33 @@ def fake_ranks(rank: int, world: int) -> Iterator[None]:
     """In the body this process is `rank` of a default process group of `world` ranks, of which no other exists."""
     compat.forget_meshes()
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    send = dist.isend
     try:
-        yield
+        # The fake group never says that a message has arrived, so its tensor would be kept until the end of the step.
+        with patch.object(dist, "isend", lambda *args, **kwargs: _Sent(send(*args, **kwargs))):
+            yield
     finally:
         dist.destroy_process_group()
         compat.forget_meshes()
 
 
-class FakeRank:
-    """Model and optimizer of this rank. Needs `fake_ranks`."""
+class _Sent:
+    """A message that has arrived."""
 
-    def __init__(self, config: Config, degrees: Degrees):
+    def __init__(self, work: Any):
+        self.wait = work.wait
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class FakeRank:
+    """Model and optimizer of this rank. Needs `fake_ranks`.
+
+    load: of tokens that reach this rank's experts, times their share if all experts had equal loads.
+    """
+
+    def __init__(self, config: Config, degrees: Degrees, load: float = 1.0):
         self.config, self.degrees = config, degrees
         self.trace = Trace()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -74,13 +94,26 @@ class FakeRank:
             for module in part.modules():
                 dispatch = getattr(module, "dispatch", None)
                 if isinstance(dispatch, AllToAllDispatcher):
-                    dispatch.sizes = functools.partial(_even, self._rows())
+                    dispatch.sizes = functools.partial(_loads, self._rows(), load)
 
     def state_bytes(self) -> dict[str, int]:
         """Return what a run's memory report says of this rank, without activations."""
         report = MemoryReport(CPU)
         report.count_state(self.model.memory(), self.optimizer.tensors())
         return report.bytes
+
+    def buckets(self) -> int:
+        """Return the number of buckets that contiguous buffers are sent in; 0 for engines without."""
+        buffers = [buffer for engine in self.model._engines for buffer in getattr(engine, "buffers", ())]
+        return sum(len(buffer.buckets) for buffer in buffers)
+
+    def saved_bytes(self) -> tuple[int, int]:
+        """Return the host memory of this rank's asynchronous save, and the bytes that its tensors have in a checkpoint."""
+        host = whole = 0
+        for name, (shard, values) in all_tensors(self.model, self.optimizer).items():
+            host += local(values).nbytes if writes(name, shard) else 0
+            whole += shard.global_shape.numel() * values.dtype.itemsize
+        return host, whole
 
     def step(self, microbatches: int) -> None:
         """Make the calls of one optimizer step (`Trainer.step`), with this many microbatches."""
@@ -120,11 +153,11 @@ def _leave(*_: Any) -> None:
     """Fake parameters have no values."""
 
 
-def _even(rows: int, leaving: Tensor, _arriving: Tensor) -> tuple[list[int], list[int]]:
-    """Return how many rows go to each rank and come from it if experts have equal loads."""
+def _loads(rows: int, load: float, leaving: Tensor, _arriving: Tensor) -> tuple[list[int], list[int]]:
+    """Return how many rows go to each rank, equally, and how many come from it."""
     ranks = leaving.shape[0]
     sends = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
-    return sends, [sends[0]] * ranks
+    return sends, [round(load * sends[0])] * ranks
 
 
 @contextmanager

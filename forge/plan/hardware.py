@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 from annotated_types import Ge
 from pydantic import Field, ValidationError
@@ -14,6 +17,9 @@ from forge.errors import UserError, did_you_mean
 from forge.observe.hardware import GIB, card_peak_flops
 
 FOLDER = Path(__file__).parent / "cards"
+
+Curve: TypeAlias = list[tuple[PositiveNumber, PositiveNumber]]
+"""(size, rate), by increasing size. Between two the rate is taken along a straight line over the logarithm of the size."""
 
 
 class Link(Section):
@@ -44,6 +50,17 @@ class Hardware(Section):
     """Peak by dtype, for what forge/observe/hardware.py does not know."""
     efficiency: Annotated[PositiveNumber, Ge(0.01)] = 0.7
     """Share of the peak that large matrix products reach. 0.7 is a guess for cards."""
+    memory_efficiency: PositiveNumber = 0.8
+    """Share of the memory's bandwidth that operators reach. 0.8 is a guess for cards."""
+    operator_us: NonNegativeNumber = 0.0
+    """Time that each operator takes beside its work, in microseconds. 0: launches are hidden, as on a card that has enough
+    to do."""
+    products: dict[str, Curve] = Field(default_factory=dict)
+    """Measured, by dtype: [operations of a matrix product, 10^12 of them per second]. In place of peak and efficiency."""
+    attention: dict[str, Curve] = Field(default_factory=dict)
+    """The same of attention."""
+    elementwise: Curve = Field(default_factory=list)
+    """Measured: [bytes that an elementwise operator reads and writes, 10^9 of them per second]. In place of the memory's."""
 
     @property
     def memory_bytes(self) -> int:
@@ -58,6 +75,17 @@ class Hardware(Section):
         if dtype in self.peak_tflops:
             return self.peak_tflops[dtype] * 1e12
         return card_peak_flops(self.card, dtype)
+
+
+def rate_at(curve: Sequence[tuple[float, float]], size: float) -> float:
+    """Return the rate of a curve at `size`; outside of it that of its nearest end."""
+    if size <= curve[0][0]:
+        return curve[0][1]
+    for (left, slow), (right, fast) in pairwise(curve):
+        if size <= right:
+            share = math.log(size / left) / math.log(right / left)
+            return slow + share * (fast - slow)
+    return curve[-1][1]
 
 
 def find_hardware(name: str) -> Hardware:

@@ -9,16 +9,18 @@ from typing import Any
 from forge.config import Config
 from forge.observe.hardware import GIB
 from forge.plan.hardware import Hardware
-from forge.plan.plan import Plan, StagePlan
+from forge.plan.plan import CROWDED, Plan
 from forge.plan.search import Found
 from forge.plan.speed import Speed
+from forge.plan.stage import StagePlan
+from forge.plan.trace import Peak
 
 MEMORY = ("parameters", "masters", "gradients", "optimizer", "buckets", "activations", "other", "peak")
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
-    """Return one object; bytes are integers."""
-    worst = plan.worst
+def as_json(plan: Plan, crowded: int | None = None) -> dict[str, Any]:
+    """Return one object; bytes are integers. crowded: from `crowded_bytes`."""
+    worst, train = plan.worst, plan.config.train
     return {
         "fits": plan.fits,
         "world_size": plan.degrees.world,
@@ -31,36 +33,74 @@ def as_json(plan: Plan) -> dict[str, Any]:
                 "layers": stage.layers,
                 "memory": stage.memory,
                 "peak": _peak(stage),
+                "peaks": [_peak_as_json(peak) for peak in stage.peaks.values()],
                 "collectives": _collectives(stage),
+                "flops": _flops(stage),
+                "host_bytes_of_save": stage.host,
             }
             for stage in plan.stages
         ],
         "collectives": _collectives(worst),
-        "flops": worst.flops,
+        "flops": _flops(worst),
         "bubble": plan.bubble,
-        "time": None if plan.speed is None else asdict(plan.speed),
+        "timeline": _timeline(plan),
+        "time": None if plan.speed is None else _time(plan.speed),
+        "tokens_per_step": train.global_batch_size * train.seq_len,
+        "steps": train.steps,
+        "checkpoint_bytes": sum(stage.checkpoint for stage in plan.stages),
+        "needed_when_crowded": crowded,
         "warnings": plan.warnings,
     }
 
 
 def _peak(stage: StagePlan) -> dict[str, Any]:
-    return {"at": str(stage.moment), "kinds": {kind: size for kind, size in stage.kinds.items() if size}}
+    peak = stage.peak
+    return {"at": str(peak.moment), "kinds": {kind: size for kind, size in peak.kinds.items() if size}}
+
+
+def _peak_as_json(peak: Peak) -> dict[str, Any]:
+    return asdict(peak.moment) | {"bytes": {kind: size for kind, size in peak.kinds.items() if size}}
+
+
+def _flops(stage: StagePlan) -> dict[str, Any]:
+    """By phase and part: those of one microbatch, and of the update."""
+    flops: dict[str, Any] = {}
+    for (phase, part), number in stage.flops.items():
+        flops |= {phase: flops.get(phase, {}) | {part: number}} if part else {phase: number}
+    return flops
+
+
+def _timeline(plan: Plan) -> list[list[tuple[str, float, float]]] | None:
+    """What each rank of the pp axis does when: (action, start, end), in seconds if the hardware is known."""
+    if plan.timeline is None:
+        return None
+    return [[(str(action), start, stop) for action, start, stop in of_rank] for of_rank in plan.timeline]
+
+
+def _time(speed: Speed) -> dict[str, Any]:
+    return {name: value for name, value in vars(speed).items() if name != "timeline"}
 
 
 def _collectives(stage: StagePlan) -> list[dict[str, Any]]:
-    calls: Counter[tuple[str, str]] = Counter()
-    sizes: Counter[tuple[str, str]] = Counter()
-    for (axis, kind, size), number in stage.collectives.items():
-        calls[axis, kind] += number
-        sizes[axis, kind] += number * size
+    calls: Counter[tuple[str, str, bool]] = Counter()
+    sizes: Counter[tuple[str, str, bool]] = Counter()
+    for (axis, kind, size, hidden), number in stage.collectives.items():
+        calls[axis, kind, hidden] += number
+        sizes[axis, kind, hidden] += number * size
     return [
-        {"axis": axis, "kind": kind, "calls": number, "bytes": sizes[axis, kind]}
-        for (axis, kind), number in sorted(calls.items(), key=lambda item: -sizes[item[0]])
+        {
+            "axis": axis,
+            "kind": kind,
+            "calls": number,
+            "bytes": sizes[axis, kind, hidden],
+            "can_be_hidden": hidden,
+        }
+        for (axis, kind, hidden), number in sorted(calls.items(), key=lambda item: -sizes[item[0]])
     ]
 
 
-def as_text(plan: Plan) -> str:
-    """Return the plan as a page of text; memory in GiB."""
+def as_text(plan: Plan, crowded: int | None = None) -> str:
+    """Return the plan as a page of text; memory in GiB. crowded: from `crowded_bytes`."""
     degrees, worst, train = plan.degrees, plan.worst, plan.config.train
     named = {name: getattr(degrees, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")}
     layout = " ".join(f"{name}={value}" for name, value in named.items() if value > 1)
@@ -78,13 +118,22 @@ def as_text(plan: Plan) -> str:
                 for stage in plan.stages
             ],
         ),
-        f"The peak of rank {worst.rank} is in the {worst.moment}: "
-        + ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in worst.kinds.items() if size > GIB / 1000),
+        f"The peak of rank {worst.rank} is in the {worst.peak.moment}: "
+        + ", ".join(
+            f"{kind} {size / GIB:.2f}" for kind, size in worst.peak.kinds.items() if size > GIB / 1000
+        ),
         "",
         *_table_of_collectives(worst),
+        "",
+        *_lines_of_work(plan),
     ]
     if plan.speed is not None:
         lines += ["", _estimate(plan, plan.speed)]
+    if crowded is not None:
+        lines += [
+            "",
+            f"with {CROWDED:g} times their share of tokens for the experts of a rank, it needs {crowded / GIB:.1f} GiB",
+        ]
     if plan.warnings:
         lines += ["", *(f"note: {warning}" for warning in plan.warnings)]
     return "\n".join(lines)
@@ -92,25 +141,38 @@ def as_text(plan: Plan) -> str:
 
 def _table_of_collectives(stage: StagePlan) -> list[str]:
     rows = [
-        [row["axis"], row["kind"], str(row["calls"]), f"{row['bytes'] / GIB:.3f}"]
+        [
+            *(row["axis"], row["kind"], str(row["calls"]), f"{row['bytes'] / GIB:.3f}"),
+            "yes" if row["can_be_hidden"] else "no",
+        ]
         for row in _collectives(stage)
     ]
     if not rows:
         return ["no collectives"]
-    return [f"collectives of rank {stage.rank} in one step:", *_table(["axis", "kind", "calls", "GiB"], rows)]
+    return [
+        f"collectives of rank {stage.rank} in one step:",
+        *_table(["axis", "kind", "calls", "GiB", "can be hidden"], rows),
+    ]
 
 
-def layout_as_json(found: Found, hardware: Hardware) -> dict[str, Any]:
-    """Return one layout of a search, with the names of `as_json`."""
-    return {
-        "fits": found.needed <= hardware.memory_bytes,
-        "world_size": found.degrees.world,
-        "overrides": found.overrides,
-        "layout": {"data_parallel": found.engine} | asdict(found.degrees),
-        "memory": found.memory,
-        "bubble": found.speed.bubble,
-        "time": asdict(found.speed),
-    }
+def _lines_of_work(plan: Plan) -> list[str]:
+    worst, train = plan.worst, plan.config.train
+    of = {phase: found for phase, found in _flops(worst).items() if isinstance(found, dict)}
+    flops = "; ".join(
+        f"{phase} " + ", ".join(f"{part} {number / 1e12:.3g}" for part, number in found.items())
+        for phase, found in of.items()
+    )
+    checkpoint = sum(stage.checkpoint for stage in plan.stages)
+    return [
+        f"operations of one microbatch on rank {worst.rank}, in 10^12: {flops}",
+        f"a step trains on {train.global_batch_size * train.seq_len:,} tokens; a checkpoint has "
+        f"{checkpoint / GIB:.1f} GiB, and saving it takes {worst.host / GIB:.2f} GiB of host memory for rank {worst.rank}",
+    ]
+
+
+def layout_as_json(found: Found) -> dict[str, Any]:
+    """Return one layout of a search: the object of `as_json`, and its overrides."""
+    return as_json(found.plan) | {"overrides": found.overrides}
 
 
 def search_as_text(
@@ -118,7 +180,7 @@ def search_as_text(
 ) -> str:
     """Return the layouts of a search, the best first; `fewest`: processes on which one fits, if none does here."""
     has = f"{hardware.memory_gib:g} GiB"
-    if found[0].needed > hardware.memory_bytes:
+    if not found[0].fits:
         enough = f"at least {fewest} processes" if fewest else "other hardware, or a smaller model"
         head = (
             f"{config.run.name} on {world} processes: no layout that was tried fits in {has}; it needs {enough}. "
@@ -131,16 +193,20 @@ def search_as_text(
             f"{one.needed / GIB:.1f}",
             f"{one.speed.tokens_per_second:,.0f}",
             "" if one.speed.mfu is None else f"{one.speed.mfu:.0%}",
-            *(
-                f"{part / one.speed.step_s:.0%}"
-                for part in (one.speed.compute_s, one.speed.communication_s, one.speed.idle_s)
-            ),
+            *(f"{share:.0%}" for share in _shares(one.speed).values()),
+            max(_shares(one.speed).items(), key=lambda item: item[1])[0],
             " ".join(one.overrides) or "(as it is)",
         ]
         for one in found
     ]
-    columns = ["GiB", "tokens/s", "MFU", "computes", "waits", "idle", "overrides"]
+    columns = ["GiB", "tokens/s", "MFU", "computes", "waits", "idle", "limit", "overrides"]
     return "\n".join([head, *_table(columns, rows)])
+
+
+def _shares(speed: Speed) -> dict[str, float]:
+    """Shares of a step, by what limits it where that is the largest."""
+    parts = {"compute": speed.compute_s, "communication": speed.communication_s, "bubble": speed.idle_s}
+    return {name: seconds / speed.step_s for name, seconds in parts.items()}
 
 
 def _estimate(plan: Plan, speed: Speed) -> str:

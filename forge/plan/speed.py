@@ -9,7 +9,7 @@ from forge.model import flops_per_token
 from forge.parallel.build import build_meta_model
 from forge.parallel.pipeline import plan_pipeline
 from forge.parallel.pipeline.plan import layer_costs
-from forge.parallel.pipeline.schedule import Action, idle_share
+from forge.parallel.pipeline.schedule import Action, TimedAction, idle_share
 from forge.parallel.precision import DTYPES
 from forge.plan.estimate import Spent, StepTime, message_seconds
 from forge.plan.hardware import Hardware
@@ -18,7 +18,8 @@ from forge.plan.hardware import Hardware
 @dataclass(frozen=True)
 class Speed:
     """An estimate. Seconds of one step, and of the slowest rank its computation, the collectives that it waits for or that
-    nothing hides, and the time that it is idle in a pipeline. mfu: None if the peak is not known."""
+    nothing hides, and the time that it is idle in a pipeline. mfu: None if the peak is not known. timeline: of a pipeline,
+    for each rank, in seconds."""
 
     step_s: float
     compute_s: float
@@ -28,6 +29,7 @@ class Speed:
     tokens_per_second: float
     days: float
     mfu: float | None
+    timeline: list[list[TimedAction]] | None = None
 
 
 def speed_of(config: Config, degrees: Degrees, times: list[StepTime], hardware: Hardware) -> Speed:
@@ -36,8 +38,10 @@ def speed_of(config: Config, degrees: Degrees, times: list[StepTime], hardware: 
         (time,) = times
         seconds, compute = _sequential(time, degrees.accumulation)
         bubble = idle = 0.0
+        timeline = None
     else:
-        seconds, compute, bubble = _pipelined(config, degrees, times, hardware)
+        seconds, compute, timeline = _pipelined(config, degrees, times, hardware)
+        bubble = idle_share(timeline)
         idle = bubble * seconds
     train = config.train
     tokens = train.global_batch_size * train.seq_len / seconds
@@ -52,6 +56,7 @@ def speed_of(config: Config, degrees: Degrees, times: list[StepTime], hardware: 
         tokens_per_second=tokens,
         days=train.steps * seconds / 86400,
         mfu=flops * tokens / (peak * degrees.world) if peak else None,
+        timeline=timeline,
     )
 
 
@@ -64,8 +69,8 @@ def _sequential(time: StepTime, microbatches: int) -> tuple[float, float]:
 
 def _pipelined(
     config: Config, degrees: Degrees, times: list[StepTime], hardware: Hardware
-) -> tuple[float, float, float]:
-    """Return seconds of a step, of computation on the busiest rank, and the share that ranks are idle."""
+) -> tuple[float, float, list[list[TimedAction]]]:
+    """Return seconds of a step, of computation on the busiest rank, and what each rank does when."""
     plan, costs = plan_pipeline(config, degrees), layer_costs(config)
     rank_of = plan.schedule.rank_of
     work = [costs.of(stage) for stage in plan.stages]
@@ -96,7 +101,7 @@ def _pipelined(
         degrees.accumulation * (forward[rank].compute + backward[rank].compute) + times[rank].update.compute
         for rank in range(degrees.pp)
     ]
-    return seconds + max(time.update.total for time in times), max(compute), idle_share(timeline)
+    return seconds + max(time.update.total for time in times), max(compute), timeline
 
 
 def _typical(spent: dict[int, Spent]) -> Spent:

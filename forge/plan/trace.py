@@ -28,6 +28,7 @@ KINDS = ("state", "gathered", "gradients", "masks", "loss", "activations")
 
 
 GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
+DEVICE = torch.ops.prim.device.default
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,11 @@ class Trace(TorchDispatchMode):
         super().__init__()
         self.moment = Moment()
         self.live: Counter[str] = Counter()
-        self.peak = Peak()
+        self.peaks: dict[tuple[str, str], Peak] = {}
+        """The peak of each (phase, part of the model)."""
         self.calls: list[tuple[Moment, Collective]] = []
-        self.work: Counter[tuple[str, int, Work]] = Counter()
-        """Operators that compute, by phase, microbatch and what they do."""
+        self.work: Counter[tuple[Moment, Work]] = Counter()
+        """Operators that compute, by their moment and what they do."""
         self.kept = 0
         """The most bytes of activations that the forward of one microbatch through one stage leaves to its backward."""
         self._forwards: Counter[Transformer] = Counter()
@@ -79,8 +81,14 @@ class Trace(TorchDispatchMode):
         self.moment, self.calls, self.kept = Moment("begin"), [], 0
         self.work.clear()
         self._forwards.clear()
+        self.peaks.clear()
         self.before = self._total
         self._note_peak()
+
+    @property
+    def peak(self) -> Peak:
+        """The most bytes of the step."""
+        return max(self.peaks.values(), key=lambda peak: peak.size)
 
     def watch(self, parts: Sequence[Transformer]) -> None:
         """Let hooks on the parts of a model, one for each stage, say where a step is."""
@@ -137,6 +145,8 @@ class Trace(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # which works on plain tensors, under this mode
+        if func is DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # half of all calls, which would go through all of FakeTensorMode
         found = collective_of(func, args, kwargs)
         if found is not None:
             self.calls.append((self.moment, found))
@@ -147,7 +157,7 @@ class Trace(TorchDispatchMode):
         if found is None:
             done = work_of(func, args, output)
             if done is not None:
-                self.work[self.moment.phase, self.moment.microbatch, done] += 1
+                self.work[self.moment, done] += 1
         for tensor in tree_iter(output):
             if isinstance(tensor, Tensor):
                 self._made(tensor.untyped_storage(), self._kind())
@@ -200,11 +210,13 @@ class Trace(TorchDispatchMode):
         self._size_of[key] = size
         self.live[self._kind_of[key]] += grown
         self._total += grown
-        if self._total > self.peak.size:
+        if grown > 0:
             self._note_peak()
 
     def _note_peak(self) -> None:
-        self.peak = Peak(self._total, self.moment, dict(self.live))
+        place = self.moment.phase, self.moment.part
+        if place not in self.peaks or self._total > self.peaks[place].size:
+            self.peaks[place] = Peak(self._total, self.moment, dict(self.live))
 
 
 def _grouped_product(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -7,8 +7,7 @@ import pytest
 from forge.config import check_world, load_config
 from forge.config.load import CONFIGS
 from forge.plan.hardware import find_hardware
-from forge.plan.plan import plannable
-from forge.plan.search import extrapolated
+from forge.plan.plan import make_plan
 
 CARDS = {"80": "h100", "141": "h200"}
 FIRST = re.compile(r"# For (\d+) process(?:es)?: .*GPUs with (\d+) GB\.(?: By count it fits on (\d+)\.)?")
@@ -32,6 +31,5 @@ def test_most_configs_say_what_they_are_for() -> None:
 @pytest.mark.parametrize(("name", "world", "card"), claims())
 def test_it_fits_on_the_cards_that_it_is_for(name: str, world: int, card: str) -> None:
     config, hardware = load_config(["--config", name]), find_hardware(card)
-    memory, _ = extrapolated(plannable(config)[0], check_world(config, world), hardware)
-    needed = memory["peak"] + memory["other"]
+    needed = make_plan(config, check_world(config, world), hardware).worst.needed
     assert needed <= hardware.memory_bytes, f"{needed / 2**30:.1f} GiB"

@@ -6,9 +6,9 @@ from forge.config import check_world, parse_toml_text
 from forge.model import flops_per_token
 from forge.parallel.build import build_meta_model
 from forge.plan.collectives import Collective
-from forge.plan.estimate import BANDWIDTH, Spent, StepTime, call_seconds, message_seconds, seconds_of
+from forge.plan.estimate import Spent, StepTime, call_seconds, message_seconds, seconds_of
 from forge.plan.fake import FakeRank, fake_ranks
-from forge.plan.hardware import Hardware, Link, find_hardware
+from forge.plan.hardware import Hardware, Link, find_hardware, rate_at
 from forge.plan.plan import make_plan
 from forge.plan.speed import speed_of
 from forge.plan.work import Work
@@ -43,17 +43,27 @@ def test_traced_operations_are_those_that_the_model_counts(text: str, world: int
         rank.step(1)
         # Attention's backward has four products; a kernel that computes the scores again has five.
         traced = sum(
-            number * work.flops * (0.8 if work.kind == "attention" and phase == "backward" else 1.0)
-            for (phase, _, work), number in rank.trace.work.items()
+            number * work.flops * (0.8 if work.kind == "attention" and moment.phase == "backward" else 1.0)
+            for (moment, work), number in rank.trace.work.items()
         )
     counted = flops_per_token(build_meta_model(config), config.train.seq_len) * config.train.seq_len
     assert traced == pytest.approx(counted / world, rel=1e-9)
 
 
 def test_an_operator_takes_what_limits_it() -> None:
-    assert seconds_of(Work("memory", "", 0.0, 8 * 10**9), CARD) == pytest.approx(8e-3 / BANDWIDTH)
+    assert seconds_of(Work("memory", "", 0.0, 8 * 10**9), CARD) == pytest.approx(8e-3 / 0.8)
     assert seconds_of(Work("product", "torch.float32", 5e12, 8), CARD) == pytest.approx(1.0)
-    assert seconds_of(Work("product", "torch.float32", 1.0, 10**12), CARD) == pytest.approx(1 / BANDWIDTH)
+    assert seconds_of(Work("product", "torch.float32", 1.0, 10**12), CARD) == pytest.approx(1 / 0.8)
+
+
+def test_an_operator_takes_what_was_measured() -> None:
+    curve = [(1e6, 1.0), (1e8, 3.0)]
+    assert [rate_at(curve, size) for size in (1, 1e6, 1e7, 1e8, 1e9)] == pytest.approx([1, 1, 2, 3, 3])
+    measured = CARD.model_copy(
+        update={"operator_us": 1.0, "products": {"float32": curve}, "elementwise": [(1.0, 2.0)]}
+    )
+    assert seconds_of(Work("product", "torch.float32", 1e7, 8), measured) == pytest.approx(1e-6 + 1e7 / 2e12)
+    assert seconds_of(Work("memory", "", 0.0, 10**6), measured) == pytest.approx(1e-6 + 1e6 / 2e9)
 
 
 def test_a_collective_takes_what_a_ring_moves_over_the_slowest_link() -> None:

@@ -25,7 +25,8 @@ from forge.parallel.initialize import initialize
 from forge.parallel.mesh import make_meshes
 from forge.plan import fake
 from forge.plan.hardware import Hardware, Link
-from forge.plan.plan import StagePlan, plan_stage, plannable
+from forge.plan.plan import plannable
+from forge.plan.stage import StagePlan, plan_stage
 from tests.support.collectives import collectives_of
 from tests.support.equivalence import config_batches, tiny_config
 from tests.support.harness import run_ranks
@@ -62,7 +63,7 @@ def planned(text: str, world: int) -> list[StagePlan]:
 
 def facts_of(plan: StagePlan) -> Facts:
     calls: Counter[tuple[str, int]] = Counter()
-    for (_, kind, size), number in plan.collectives.items():
+    for (_, kind, size, _), number in plan.collectives.items():
         calls[kind, size] += number
     return Facts({kind: plan.memory[kind] for kind in STATE}, calls)
 

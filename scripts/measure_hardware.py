@@ -1,0 +1,227 @@
+#!/usr/bin/env python
+"""Measure this machine for train.py --plan, in about a minute, and write what --hardware takes.
+
+python scripts/measure_hardware.py --output here.toml
+python train.py --config debug.toml --plan --world-size 2 --hardware here.toml
+
+Measures matrix products and attention by size, an elementwise operator by bytes, what an operator takes beside its work,
+and an all-reduce of two ranks: on a CUDA card where there is one (NCCL needs two), else on the CPU over gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
+import torch.nn.functional as F
+
+from forge.observe.hardware import GIB
+from scripts.options import exit_code_of, positive
+
+Rates = list[list[float]]
+
+
+def main(argv: list[str]) -> int:
+    """Measure, write the file and return the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--output", type=Path, default=Path("hardware.toml"), help="file to write (default: hardware.toml)")
+    add(
+        "--threads", type=positive, default=torch.get_num_threads(), help="of PyTorch on a CPU (default: all)"
+    )
+    add("--tiny", action="store_true", help="of toy size: shows that it works, measures nothing")
+    given = parser.parse_args(argv)
+    return exit_code_of(lambda: _write(given.output, measure(given.threads, tiny=given.tiny)))
+
+
+def measure(threads: int, *, tiny: bool = False) -> dict[str, Any]:
+    """Return the keys of a hardware file."""
+    torch.set_num_threads(threads)
+    card = torch.cuda.is_available()
+    device = torch.device("cuda" if card else "cpu")
+    largest = 64 if tiny else 8192 if card else 2048
+    dtypes = (torch.bfloat16, torch.float32) if card else (torch.float32, torch.bfloat16)
+    products = {_name(dtype): _products(device, dtype, largest) for dtype in dtypes}
+    attention = {_name(dtype): _attention(device, dtype, largest) for dtype in dtypes}
+    elementwise = _elementwise(device, 1 << (16 if tiny else 30 if card else 27))
+    link = _link(card, 1 << (16 if tiny else 28 if card else 24))
+    memory = (
+        torch.cuda.mem_get_info()[1] if card else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    )
+    return {
+        "card": torch.cuda.get_device_name() if card else "",
+        "memory_gib": round(memory / GIB, 2),
+        "reserved_gib": 2.0 if card else 0.0,
+        "memory_gb_per_s": elementwise[-1][1],
+        "memory_efficiency": 1.0,
+        "cards_per_node": max(1, torch.cuda.device_count()) if card else len(os.sched_getaffinity(0)),
+        # On a card the launch of an operator is hidden by the one before.
+        "operator_us": 0.0 if card else _operator_us(device),
+        "node": link,
+        "cluster": link,
+        "elementwise": elementwise,
+        "products": products,
+        "attention": attention,
+    }
+
+
+def _products(device: torch.device, dtype: torch.dtype, largest: int) -> Rates:
+    found = []
+    size = 32
+    while size <= largest:
+        a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+        operations = 2.0 * size**3
+        found.append([operations, operations / _seconds(partial(torch.matmul, a, b), device) / 1e12])
+        size *= 2
+    return found
+
+
+def _attention(device: torch.device, dtype: torch.dtype, largest: int) -> Rates:
+    """Causal attention of 8 heads of 64, forward and backward: 2 and 5 products of half the scores."""
+    found = []
+    seq = 32
+    while seq <= largest:
+        q, k, v = (
+            torch.randn(1, 8, seq, 64, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
+        )
+
+        def both(q: torch.Tensor = q, k: torch.Tensor = k, v: torch.Tensor = v) -> None:
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).backward(v.detach())
+
+        operations = 7 * 2.0 * 8 * 64 * seq * (seq + 1) / 2
+        # Forward and backward are two operators, of which each has about half.
+        found.append([operations / 2, operations / _seconds(both, device) / 1e12])
+        seq *= 2
+    return found
+
+
+def _elementwise(device: torch.device, largest: int) -> Rates:
+    found = []
+    size = 1 << 14
+    while size <= largest:
+        a, b = (torch.randn(size // 12, device=device) for _ in range(2))
+        found.append([float(size), size / _seconds(partial(torch.mul, a, b), device) / 1e9])
+        size *= 4
+    return found
+
+
+def _operator_us(device: torch.device, number: int = 100) -> float:
+    """Time of an operator on a few numbers, forward and backward, as the mean of both."""
+    x = torch.zeros(8, device=device, requires_grad=True)
+
+    def chain() -> None:
+        y = x
+        for _ in range(number):
+            y = y * 1.0
+        y.sum().backward()
+
+    return _seconds(chain, device) / (2 * number) * 1e6
+
+
+def _seconds(action: Callable[[], object], device: torch.device, least: float = 0.05) -> float:
+    """Return the median time of one call."""
+    action()
+    action()
+    found: list[float] = []
+    while sum(found) < least or len(found) < 5:
+        start = _now(device)
+        action()
+        found.append(_now(device) - start)
+    return statistics.median(found)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _link(card: bool, size: int) -> dict[str, float]:
+    """Latency and bandwidth of an all-reduce of two ranks: what a ring sends in one direction."""
+    if card and torch.cuda.device_count() < 2:
+        print(
+            "one card: the link between cards is not measured; write it into [node] and [cluster]",
+            file=sys.stderr,
+        )
+        return {"gb_per_s": 50.0, "latency_us": 20.0}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = processes.get_context("spawn")
+    answer = context.SimpleQueue()
+    processes.spawn(_rank, (port, card, size, answer), nprocs=2)
+    latency, seconds = answer.get()
+    # A ring of two moves every byte once each way.
+    return {"gb_per_s": size / max(seconds - latency, 1e-9) / 1e9, "latency_us": latency * 1e6}
+
+
+def _rank(rank: int, port: int, card: bool, size: int, answer: Any) -> None:
+    if card:
+        torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank) if card else torch.device("cpu")
+    store = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("nccl" if card else "gloo", init_method=store, rank=rank, world_size=2)
+    few, many = torch.zeros(8, device=device), torch.zeros(size // 4, device=device)
+    found = [_together(tensor, device) for tensor in (few, many)]
+    if rank == 0:
+        answer.put(found)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _together(tensor: torch.Tensor, device: torch.device, times: int = 20) -> float:
+    """Median time of an all-reduce; both ranks make the same number of calls."""
+    found = []
+    for _ in range(times):
+        start = _now(device)
+        dist.all_reduce(tensor)
+        found.append(_now(device) - start)
+    return statistics.median(found[2:])
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _write(path: Path, measured: dict[str, Any]) -> None:
+    path.write_text(to_toml(measured))
+    print(f"wrote {path}")
+
+
+def to_toml(measured: dict[str, Any]) -> str:
+    """Return the file: keys, then tables."""
+    head = f"# Measured on {time.strftime('%Y-%m-%d')} with PyTorch {torch.__version__}."
+    lines = [
+        head,
+        *(f"{key} = {_literal(value)}" for key, value in measured.items() if not isinstance(value, dict)),
+    ]
+    for key, table in measured.items():
+        if isinstance(table, dict):
+            lines += ["", f"[{key}]", *(f"{name} = {_literal(value)}" for name, value in table.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, list):
+        return json.dumps([[float(f"{number:.4g}") for number in pair] for pair in value])
+    return json.dumps(float(f"{value:.4g}") if isinstance(value, float) else value)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

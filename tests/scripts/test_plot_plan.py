@@ -1,0 +1,54 @@
+"""The drawings of a plan show every part of a step, and every action of a pipeline."""
+
+import json
+import re
+import runpy
+from pathlib import Path
+
+SCRIPT = runpy.run_path(str(Path(__file__).resolve().parents[2] / "scripts" / "plot_plan.py"))
+
+
+def peak(phase: str, part: str, state: int, activations: int) -> dict:
+    size = {"state": state, "activations": activations}
+    return {"phase": phase, "part": part, "microbatch": 0, "bytes": size}
+
+
+def plan(timeline: list | None) -> dict:
+    peaks = [
+        peak("forward", "layers.0", 2**30, 0),
+        peak("forward", "layers.9", 2**30, 2**30),
+        peak("backward", "layers.9", 2**30, 2**31),
+        peak("update", "", 2**30, 0),
+    ]
+    stage = {"rank": 4, "memory": {"peak": 3 * 2**30}, "peak": {"at": "backward of layers.9"}, "peaks": peaks}
+    smaller = {"rank": 0, "memory": {"peak": 1}, "peak": {"at": ""}, "peaks": peaks[:1]}
+    return {"stages": [smaller, stage], "timeline": timeline, "time": None}
+
+
+def draw(folder: Path, timeline: list | None) -> int:
+    (folder / "plan.json").write_text(json.dumps(plan(timeline)))
+    return SCRIPT["main"](["--plan", str(folder / "plan.json"), "--output", str(folder / "drawings")])
+
+
+def test_memory_is_drawn_of_the_stage_that_needs_most(tmp_path: Path) -> None:
+    assert draw(tmp_path, None) == 0
+    text = (tmp_path / "drawings" / "memory.svg").read_text()
+    assert "memory of rank 4 over one step: at most 3.00 GiB in the backward of layers.9" in text
+    assert text.count("<polygon") == 6 and not (tmp_path / "drawings" / "pipeline.svg").exists()
+    # Layers that are left out leave their place: from layer 0 to layer 9 is nine times as far as a step to the next part.
+    lines = [float(x) for x in re.findall(r'd="M([\d.]+) 56V', text)]
+    forward, backward, update = lines
+    assert (update - backward) / (backward - forward) == 0.1
+
+
+def test_a_pipeline_is_drawn_along_its_times(tmp_path: Path) -> None:
+    assert draw(tmp_path, [[["0F0", 0, 1], ["0B0", 2, 4]], [["1F0", 1, 2]]]) == 0
+    text = (tmp_path / "drawings" / "pipeline.svg").read_text()
+    assert re.findall(r"<title>(\w+)</title>", text) == ["0F0", "0B0", "1F0"]
+    assert "idle 50.0%" in text and "2 ranks, 2 stages" in text
+
+
+def test_what_is_no_plan_is_refused(tmp_path: Path, capsys) -> None:
+    (tmp_path / "plan.json").write_text("{}")
+    assert SCRIPT["main"](["--plan", str(tmp_path / "plan.json"), "--output", str(tmp_path)]) == 2
+    assert "not a plan" in capsys.readouterr().err
