@@ -104,8 +104,9 @@ class MemoryReport(Hook):
             first_line = next(iter(str(error).splitlines()), type(error).__name__)
             keys = advice(config, degrees, self._state_dominates(), self._on_card)
             log.error(
-                "out of memory %s: %s\n%s\nThe card or host holds no more. Change one of:\n  %s",
-                *(when, first_line, self.table(), "\n  ".join(keys)),
+                "out of memory %s: %s\n%s\nThe card or host holds no more. Change one of:\n  %s\n"
+                "or look for a layout that fits: add --plan --search --world-size %d --hardware NAME to the command line",
+                *(when, first_line, self.table(), "\n  ".join(keys), degrees.world),
             )
             raise UserError(
                 f"out of memory {when}; what takes it and three keys to change are above", exit_code=FAILED

@@ -56,6 +56,20 @@ def test_the_exit_code_says_whether_it_fits(tmp_path, capsys, gib: float, code: 
     assert ("does not fit" in capsys.readouterr().out) is (code == 3)
 
 
+def test_a_plan_says_what_a_rank_with_crowded_experts_needs(tmp_path, capsys) -> None:
+    experts = "n_kv_heads = 4\n[model.moe]\nn_experts = 4\nexpert_dim = 24\n"
+    (tmp_path / "experts.toml").write_text(plan_text("ep = 2", model=experts).replace("n_kv_heads = 2\n", ""))
+    assert main(["--config", str(tmp_path / "experts.toml"), "--plan", "--world-size=2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["memory"]["peak"] < found["needed_when_crowded"] < 2 * found["memory"]["peak"]
+    (exchange,) = (row for row in found["collectives"] if row["kind"] == "all_to_all" and row["axis"] == "ep")
+    assert not exchange["can_be_hidden"]
+    assert (
+        found["checkpoint_bytes"] > found["stages"][0]["host_bytes_of_save"] > found["checkpoint_bytes"] / 3
+    )
+    assert {"layers", "attention", "head"} == set(found["flops"]["backward"])
+
+
 @pytest.mark.parametrize(
     ("option", "part"),
     [

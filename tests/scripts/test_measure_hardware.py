@@ -1,0 +1,42 @@
+"""What measures a machine writes a file that --hardware takes."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+from forge.plan.hardware import find_hardware
+
+SCRIPT = runpy.run_path(str(Path(__file__).resolve().parents[2] / "scripts" / "measure_hardware.py"))
+
+
+def test_a_file_has_what_was_measured(tmp_path: Path) -> None:
+    measured = {
+        "card": "",
+        "memory_gib": 4.0,
+        "memory_gb_per_s": 12.3456,
+        "cards_per_node": 2,
+        "operator_us": 3.0,
+        "elementwise": [[1000.0, 2.0], [4000.0, 12.3456]],
+        "node": {"gb_per_s": 1.0, "latency_us": 50.0},
+        "cluster": {"gb_per_s": 1.0, "latency_us": 50.0},
+        "products": {"float32": [[1e6, 0.01], [1e9, 0.1]]},
+        "attention": {"float32": [[1e6, 0.01]]},
+    }
+    (tmp_path / "here.toml").write_text(SCRIPT["to_toml"](measured))
+    found = find_hardware(str(tmp_path / "here.toml"))
+    assert found.memory_gb_per_s == 12.35 and found.operator_us == 3.0
+    assert found.products == {"float32": [(1e6, 0.01), (1e9, 0.1)]} and found.elementwise[1] == (
+        4000.0,
+        12.35,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_machine_is_measured(tmp_path: Path) -> None:
+    assert SCRIPT["main"](["--tiny", "--threads=1", "--output", str(tmp_path / "here.toml")]) == 0
+    found = find_hardware(str(tmp_path / "here.toml"))
+    assert (
+        found.operator_us > 0 and found.node.gb_per_s > 0 and set(found.products) == {"float32", "bfloat16"}
+    )
