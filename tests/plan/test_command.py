@@ -56,6 +56,7 @@ def test_the_exit_code_says_whether_it_fits(tmp_path, capsys, gib: float, code: 
     assert ("does not fit" in capsys.readouterr().out) is (code == 3)
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_a_rank_with_crowded_experts_needs(tmp_path, capsys) -> None:
     experts = "n_kv_heads = 4\n[model.moe]\nn_experts = 4\nexpert_dim = 24\n"
     (tmp_path / "experts.toml").write_text(plan_text("ep = 2", model=experts).replace("n_kv_heads = 2\n", ""))
@@ -67,7 +68,8 @@ def test_a_plan_says_what_a_rank_with_crowded_experts_needs(tmp_path, capsys) ->
     assert (
         found["checkpoint_bytes"] > found["stages"][0]["host_bytes_of_save"] > found["checkpoint_bytes"] / 3
     )
-    assert {"layers", "attention", "head"} == set(found["flops"]["backward"])
+    # The loss computes its gradient in forward.
+    assert set(found["flops"]["forward"]) == {"layers", "attention", "head"} > set(found["flops"]["backward"])
 
 
 @pytest.mark.parametrize(
