@@ -9,12 +9,19 @@ import pytest
 import torch
 from torch import nn
 
+from forge.config import parse_toml_text
 from forge.errors import BAD_CONFIG, UserError
-from forge.model import AttentionMask, sdpa_attention
+from forge.model import AttentionMask, build_model, sdpa_attention
 from forge.model.mask import dense_table
 from forge.parallel import logits
 from forge.shard import Shard
+from tests.support.equivalence import tiny_config
 
+HYBRID = """layer_pattern = ["linear", "linear", "full"]
+[model.linear_attention]
+n_key_heads = 2
+key_head_dim = 8
+"""
 ONE: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
 LAYOUT: Any = SimpleNamespace(
     meshes=SimpleNamespace(tp=None, cp=ONE, stage=ONE), model=SimpleNamespace(n_heads=4, n_kv_heads=2)
@@ -49,6 +56,17 @@ def test_logits_of_pairs_that_see_each_other_count_whatever_is_computed_at_once(
     torch.testing.assert_close(largest, expected, rtol=0, atol=1e-14)
     attend(2 * q, k, v, mask)
     torch.testing.assert_close(largest, 2 * expected.clamp(min=0) + expected.clamp(max=0), rtol=0, atol=1e-14)
+
+
+def test_linear_layers_have_no_logits_and_the_others_are_observed() -> None:
+    config = parse_toml_text(tiny_config(model=HYBRID)).model
+    with torch.device("meta"):
+        model = build_model(config, 80)
+    shards = [Shard.whole(name, nn.Parameter(torch.zeros(4, 4))) for name, _ in model.named_parameters()]
+    logits.LargestLogits([model], shards, LAYOUT)
+    assert {shard.name for shard in shards if shard.logits} == {"layers.2.attention.wq.weight"}
+    attends = [block.attention.attend for block in model.layers.values()]
+    assert [isinstance(attend, logits.ObservedAttention) for attend in attends] == [False, False, True]
 
 
 def test_attention_of_another_kind_is_refused_by_its_name_and_layer() -> None:
