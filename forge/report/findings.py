@@ -45,7 +45,9 @@ def _diverged(run: RunRecord) -> str:
     losses = run.series("loss")[1]
     if len(losses) < 10:
         return ""
-    low, last = min(losses), median(losses[-3:])
+    # Over five lines: one batch may be much easier than the next.
+    smooth = [median(losses[at : at + 5]) for at in range(len(losses) - 4)]
+    low, last = min(smooth), smooth[-1]
     if last > low + 0.5:
         return f"The loss is at {last:.3f} and was at {low:.3f} before: the run has diverged, or its data has changed."
     return ""
