@@ -16,7 +16,10 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
+
+import forge
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
@@ -48,6 +51,7 @@ def run_ranks(
     function: Callable[..., Any], world: int, *arguments: Any, timeout: float = TIMEOUT_S
 ) -> list[Any]:
     """Results of `function(rank, world, *arguments)` for every rank, or `RankFailed` with what went wrong."""
+    _search_here_first()
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         processes, pipes = [], []
@@ -65,6 +69,14 @@ def run_ranks(
     if failures:
         raise RankFailed("\n".join(failures))
     return [results[rank][1] for rank in range(world)]
+
+
+def _search_here_first() -> None:
+    """Let the fork server import the forge of this process: where another checkout is installed, it would import that one."""
+    here = str(Path(forge.__file__).parent.parent)
+    before = os.environ.get("PYTHONPATH", "")
+    if before.split(os.pathsep)[0] != here:
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, before]))
 
 
 def _collect(processes: list[Any], pipes: list[Any], timeout: float) -> dict[int, tuple[bool, Any]]:
