@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.support.covering import covering
+from tests.support.defects import routers_move_by_local_counts
 from tests.support.equivalence import (
     Trace,
     Twist,
@@ -336,21 +337,6 @@ def bias_moved_in_forward() -> None:
 
 def counted_again_in_recomputation() -> None:
     torch._C._current_graph_task_id = lambda: -1
-
-
-def routers_move_by_local_counts() -> None:
-    """Nobody sums the counts of the ranks."""
-    from forge.parallel import routers
-
-    update = routers.Routers.update
-
-    def alone(self, skip):
-        summed, routers.dist.all_reduce = routers.dist.all_reduce, lambda *args, **options: None
-        report = update(self, skip)
-        routers.dist.all_reduce = summed
-        return report
-
-    routers.Routers.update = alone
 
 
 def forget_the_router_gate() -> None:

@@ -1,0 +1,284 @@
+"""Defects that others have had, planted in forge on the ranks of a layout.
+
+Functions at module level, so that they can be sent to ranks; each patches what it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from forge.model import Transformer
+from forge.shard import Box, Shard
+
+
+def bias_on_every_rank() -> None:
+    """A bias added on every tp rank."""
+    from torch.distributed.tensor import DTensor, Partial
+
+    from forge.parallel import tensor_plan
+
+    split = tensor_plan.STYLES[nn.Linear]["rowwise"]
+
+    def rowwise(linear: Any, place: Any) -> nn.Module:
+        module = split(linear, place)
+        if linear.bias is None:
+            return module
+
+        def forward(x: Any) -> Any:
+            own = F.linear(x.to_local(), module.weight.to_local(), module.bias.to_local())
+            return DTensor.from_local(own, place.mesh, [Partial()])
+
+        module.forward = forward
+        return module
+
+    tensor_plan.STYLES[nn.Linear]["rowwise"] = rowwise
+
+
+def mean_of_means() -> None:
+    """A loss averaged over ranks."""
+    from forge.parallel.model import SequentialModel
+
+    SequentialModel.count_tokens = lambda self, batch: (
+        (batch.labels >= 0).sum().double() * dist.get_world_size()
+    )
+
+
+def expert_gradients_times_ep() -> None:
+    """Gradients of experts times ep."""
+    _after_finalizing(lambda shard: 2.0 if shard.kind == "expert" else 1.0)
+
+
+def divided_by_microbatches() -> None:
+    """Gradients divided by the number of microbatches a second time."""
+    _after_finalizing(lambda shard: 0.25)
+
+
+def _after_finalizing(factor: Callable[[Shard], float]) -> None:
+    from forge.parallel.model import ParallelModel
+
+    finalize = ParallelModel.finalize_gradients
+
+    def scaled(self: Any) -> None:
+        finalize(self)
+        for shard in self.shards:
+            if shard.grad is not None:
+                shard.grad.mul_(factor(shard))
+
+    ParallelModel.finalize_gradients = scaled
+
+
+def partial_gradients_left_apart() -> None:
+    """Partial gradients of replicated weights never summed."""
+    from forge.parallel import model
+
+    model.partial_shards = lambda model, shards: []
+
+
+def positions_from_0() -> None:
+    """Positions that start at 0 on every cp rank."""
+    from forge.parallel.context.sequence import SequenceSplit
+
+    local = SequenceSplit.local_part
+
+    def part(self: Any, batch: Any) -> Any:
+        inputs = local(self, batch)
+        seq = inputs.tokens.shape[1]
+        return inputs._replace(positions=torch.arange(seq).expand_as(inputs.tokens))
+
+    SequenceSplit.local_part = part
+
+
+def documents_counted_from_each_chunk() -> None:
+    """A mask that forgets documents at the borders of cp."""
+    from forge.parallel.context.sequence import SequenceSplit
+
+    local = SequenceSplit.local_part
+
+    def part(self: Any, batch: Any) -> Any:
+        inputs = local(self, batch)
+        chunks = inputs.documents.unflatten(1, (2 * self.ranks, -1))
+        return inputs._replace(documents=(chunks - chunks[:, :, :1]).flatten(1))
+
+    SequenceSplit.local_part = part
+
+
+def keys_keep_their_own_gradient() -> None:
+    """Keys and values without the gradient of other cp ranks."""
+    from forge import compat
+    from forge.parallel.context import gathered
+
+    def all_gather(x: Tensor, group: Any) -> Tensor:
+        whole = compat.all_gather(x.detach(), group)
+        own = torch.zeros_like(whole)
+        own[group.rank()] = 1.0
+        return whole + own * (x - x.detach())
+
+    gathered.compat = type("Compat", (), {"all_gather": staticmethod(all_gather)})
+
+
+def tied_gradients_left_apart() -> None:
+    """The tied gradient of the last stage dropped."""
+    from forge.parallel.pipeline.tied import Tied
+
+    Tied.sum_gradients = lambda self: None
+
+
+def tied_values_left_behind() -> None:
+    """The tied weight of the last stage not updated."""
+    from forge.parallel.pipeline.tied import Tied
+
+    Tied.copy_values = lambda self: None
+
+
+def one_ranks_experts_are_saved() -> None:
+    """A checkpoint that saves one rank's experts."""
+    from forge.checkpoint.tensors import Stager
+
+    stage = Stager.stage
+
+    def staged(self: Any, tensors: Any) -> Any:
+        tensors = dict(tensors)
+        for name, (shard, values) in tensors.items():
+            if shard.kind == "expert":
+                values = values.clone().contiguous()
+                dist.broadcast(values, 0)
+                tensors[name] = shard, values
+        return stage(self, tensors)
+
+    Stager.stage = staged
+
+
+def stale_scale() -> None:
+    """A stale scale of the balancing loss."""
+    set_scale, seen = Transformer.set_loss_scale, set()
+
+    def once(self: Any, scale: Tensor) -> None:
+        if id(self) not in seen:
+            seen.add(id(self))
+            set_scale(self, scale)
+
+    Transformer.set_loss_scale = once
+
+
+def overwritten_input() -> None:
+    """A write into an activation that recomputation reads."""
+    from forge.model.transformer import Block
+
+    forward = Block.forward
+
+    def overwriting(self: Any, x: Tensor, shared: Any) -> Tensor:
+        out = forward(self, x, shared)
+        if torch._C._current_graph_task_id() == -1:
+            x.data.mul_(0.5)
+        return out
+
+    Block.forward = overwriting
+
+
+def norm_of_own_shards() -> None:
+    """A gradient norm of the rank's own shards."""
+    from forge.parallel import gradients
+
+    class Silent:
+        get_world_size = staticmethod(lambda: 1)
+
+    gradients.dist = Silent
+
+
+def weights_of_the_step_before() -> None:
+    """Weights of the step before."""
+    from forge.parallel.buffered import Buffered
+
+    Buffered.after_update = lambda self: None
+
+
+def experts_drawn_by_local_index() -> None:
+    """Experts drawn by their index on the rank."""
+    from forge.parallel import build
+    from forge.parallel.initialize import initialize
+
+    def local(shards: Any, values: Any, seed: int) -> None:
+        true = {shard.name: shard.boxes for shard in shards}
+        for shard in shards:
+            if shard.kind == "expert":
+                shard.boxes = tuple(Box((0,) * len(box.offsets), box.sizes) for box in shard.boxes)
+        initialize(shards, values, seed)
+        for shard in shards:
+            shard.boxes = true[shard.name]
+
+    build.build_parallel_model.__kwdefaults__["values"] = local
+
+
+def routers_move_by_local_counts() -> None:
+    """Routers balanced by one rank's counts."""
+    from forge.parallel import routers
+
+    update = routers.Routers.update
+
+    def alone(self: Any, skip: Tensor) -> Any:
+        summed, routers.dist.all_reduce = routers.dist.all_reduce, lambda *args, **options: None
+        report = update(self, skip)
+        routers.dist.all_reduce = summed
+        return report
+
+    routers.Routers.update = alone
+
+
+def same_samples_on_all_ranks() -> None:
+    """The same samples on all data ranks."""
+    from forge.verify import record
+
+    loader = record.Loader
+    record.Loader = lambda *args, **options: loader(*args, **options | {"rank": 0})
+
+
+def only_local_logsumexp() -> None:
+    """A softmax over a rank's part of the vocabulary."""
+    from forge.parallel.tensor import SplitHead
+
+    combine = SplitHead.combine
+    SplitHead.combine = lambda self, lse, target: (lse, combine(self, lse, target)[1])
+
+
+def rows_of_other_ranks_not_masked() -> None:
+    """Tokens of other ranks' rows not masked."""
+    from forge.parallel import tensor_plan
+
+    def forward(self: Any, tokens: Tensor) -> Tensor:
+        weight = tensor_plan.local_tensor(self.weight)
+        x = F.embedding((tokens - self.first_row).clamp(0, weight.shape[0] - 1), weight)
+        return tensor_plan.sum_to_pieces(x, self.mesh)
+
+    tensor_plan.LocalEmbedding.forward = forward
+
+
+def updates_not_restored() -> None:
+    """A count of updates that a resume forgets."""
+    from forge.optim.adamw import AdamW
+
+    AdamW.load_state = lambda self, state: None
+
+
+def every_piece_from_the_first_file() -> None:
+    """A loader that takes every piece of a tensor from the first rank that saved some."""
+    from forge.checkpoint import loading
+
+    create = loading.DefaultLoadPlanner.create_local_plan
+
+    def create_local_plan(self: Any) -> Any:
+        plan, first, items = create(self), {}, []
+        for item in plan.items:
+            one = first.setdefault(item.storage_index.fqn, item)
+            if item.lengths == one.lengths:
+                item = replace(item, storage_index=one.storage_index, storage_offsets=one.storage_offsets)
+            items.append(item)
+        return replace(plan, items=items)
+
+    loading.DefaultLoadPlanner.create_local_plan = create_local_plan
