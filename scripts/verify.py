@@ -25,11 +25,14 @@ from forge.config import Config, load_config
 from forge.errors import FAILED, FINISHED, UserError
 from forge.observe.json_lines import encode
 from forge.observe.progress import format_duration
-from forge.verify.layouts import Case, parse_layouts
+from forge.train.hooks import load_hooks
+from forge.verify.compare import TOLERANCE
+from forge.verify.in_place import verify_in_place, write_digests
+from forge.verify.layouts import Case, parse_layouts, require_any
 from forge.verify.ranks import RankFailed
 from forge.verify.record import Settings
 from forge.verify.report import as_json, heading, last_line, outcome_line, precision_table, summary
-from forge.verify.run import Outcome, Report, Verifier, verify, verify_against, verify_in_place
+from forge.verify.run import Outcome, Report, Verifier, verify, verify_against
 from forge.verify.shrink import shrink
 from forge.world import read_world
 from scripts.options import count, exit_code_of, number, positive
@@ -42,6 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
     given, overrides = _parser().parse_known_args(arguments)
     if given.in_place:
         return _in_place(given, overrides)
+    if given.digests is not None:
+        return exit_code_of(lambda: _write_digests(given, overrides), "interrupted")
     reports: list[Report] = []
     code = exit_code_of(lambda: reports.append(_run(given, overrides)), "interrupted")
     return FAILED if code == FINISHED and reports[0].bad else code
@@ -51,6 +56,9 @@ def _run(given: argparse.Namespace, overrides: list[str]) -> Report:
     cases = None if given.layouts is None else parse_layouts(given.layouts)
     config = load_config(["--config", given.config, *overrides])
     small, notes = shrink(config)
+    load_hooks(small)  # so that a path that names none is an error of the configuration
+    for world in given.world_sizes or ():
+        require_any(small, world)
     if not given.json:
         print(heading(given.config, small, notes), flush=True)
     settings = _settings(given, small)
@@ -74,7 +82,7 @@ def _run(given: argparse.Namespace, overrides: list[str]) -> Report:
 
 def _settings(given: argparse.Namespace, config: Config) -> Settings:
     return Settings(
-        steps=given.steps,
+        steps=given.steps or (3 if given.digests is None else 10),
         lr=config.optimizer.lr,
         max_norm=config.train.grad_clip_norm,
         borders=True,
@@ -94,7 +102,9 @@ def _in_place(given: argparse.Namespace, overrides: list[str]) -> int:
         if given.layouts is not None or given.against is not None or given.precision:
             raise UserError("--in-place: cannot be combined with --layouts, --against or --precision")
         config = load_config(["--config", given.config, *overrides])
-        small, outcome = verify_in_place(config, _settings(given, config), world)
+        small, outcome = verify_in_place(
+            config, _settings(given, config), world, given.digests, given.bound or TOLERANCE
+        )
         outcomes.append(outcome)
         worst = None if outcome.status == "equal" else outcome
         report, notes = Report([outcome], worst=worst, smallest=worst), shrink(config)[1]
@@ -120,6 +130,17 @@ def _in_place(given: argparse.Namespace, overrides: list[str]) -> int:
     return FAILED if code == FINISHED and outcomes[0].status != "equal" else code
 
 
+def _write_digests(given: argparse.Namespace, overrides: list[str]) -> None:
+    """Write what `--in-place --digests` reads."""
+    if given.world_sizes is None or len(given.world_sizes) != 1:
+        raise UserError(
+            "--digests: needs --world-sizes N, the number of processes of the run that is to read the file"
+        )
+    config = load_config(["--config", given.config, *overrides])
+    small = write_digests(config, _settings(given, config), given.world_sizes[0], given.digests)
+    print(f"{heading(given.config, small, shrink(config)[1])}\n{given.digests}: written", flush=True)
+
+
 def _layouts(
     given: argparse.Namespace,
     small: Config,
@@ -129,6 +150,7 @@ def _layouts(
     progress: Progress,
 ) -> Report:
     """Compare layouts with one process."""
+    began = time.monotonic()
     try:
         verifier = Verifier(small, settings, rounded=rounded)
     except RankFailed as error:
@@ -138,10 +160,10 @@ def _layouts(
         return verify(
             verifier,
             cases,
-            worlds=[1, *given.world_sizes],
+            worlds=[1, *(given.world_sizes or (2, 4))],
             random=given.random,
             seed=given.seed,
-            seconds=60 * given.minutes,
+            seconds=60 * given.minutes - (time.monotonic() - began),
             begin=progress.begin,
             end=progress.end,
         )
@@ -201,7 +223,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--config", required=True, metavar="FILE", help="a TOML file, or a name in configs/")
     add("--layouts", metavar="TEXT", help='these layouts only, such as "tp=2 cp=2; ep=4 pp=2 context=ring"')
-    add("--world-sizes", type=_worlds, default=[2, 4], metavar="2,4", help="numbers of processes (2,4)")
+    add("--world-sizes", type=_worlds, metavar="2,4", help="numbers of processes (2,4)")
     add(
         "--random",
         type=count,
@@ -209,7 +231,7 @@ def _parser() -> argparse.ArgumentParser:
         help="layouts at random, after the others (until the time is over)",
     )
     add("--seed", type=count, default=0, metavar="N", help="of the layouts at random (%(default)s)")
-    add("--steps", type=positive, default=3, metavar="N", help="optimizer steps (%(default)s)")
+    add("--steps", type=positive, metavar="N", help="optimizer steps (3; with --digests 10)")
     add("--minutes", type=minutes, default=5.0, metavar="M", help="time for all of it (%(default)g)")
     add(
         "--against",
@@ -222,9 +244,15 @@ def _parser() -> argparse.ArgumentParser:
         type=bound,
         default=0.0,
         metavar="X",
-        help="--against: relative difference allowed (0: not a bit)",
+        help="relative difference allowed (--against: 0, not a bit; --digests: 1e-9)",
     )
     add("--in-place", action="store_true", help="under torchrun: the config's own layout, on these processes")
+    add(
+        "--digests",
+        type=Path,
+        metavar="FILE",
+        help="write digests of one process; with --in-place compare with them",
+    )
     add("--precision", action="store_true", help="compare with float64 in the config's own formats, too")
     add("--json", action="store_true", help="print one JSON object instead of text")
     return parser

@@ -25,13 +25,17 @@ LIMIT_S = 300.0
 _CODE = "import sys; from forge.verify.against import record_to; record_to(*sys.argv[1:])"
 
 
+def require_checkout(checkout: Path) -> None:
+    """Raise UserError if there is no forge in the folder `checkout`."""
+    if not (checkout / "forge" / "parallel" / "build.py").is_file():
+        raise UserError(f"--against {checkout}: is not a checkout of forge")
+
+
 def record_elsewhere(checkout: Path, text: str, world: int, settings: Settings) -> list[RankRecord]:
     """Return what the forge of `checkout` computes with the configuration `text` on `world` ranks.
 
-    Raises UserError if there is no forge, or if it fails.
+    Raises UserError if it fails.
     """
-    if not (checkout / "forge" / "parallel" / "build.py").is_file():
-        raise UserError(f"--against {checkout}: is not a checkout of forge")
     with tempfile.TemporaryDirectory(prefix="forge-against-") as name:
         folder = Path(name)
         (folder / "forge").mkdir()

@@ -1,4 +1,8 @@
-"""Checkpoints of a layout: what it saved, what it loads of another layout's, and what it goes on from."""
+"""Checkpoints of a layout: what it saved, what it loads of another layout's, and what it goes on from.
+
+A folder has the checkpoint of one layout, and its tensors once more as whole ones, read by one rank: what any other layout
+that loads the checkpoint must have, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +22,13 @@ from forge.train.resume import ResumePoint
 from forge.train.state import all_tensors
 from forge.verify.pieces import Key, Piece, pieces_of, whole
 
-LAYOUT, ONE = "layout", "one"
+WHOLE = "whole.pt"
 
 
-def save(
-    folder: str, name: str, step: int, tensors: dict[str, tuple[Shard, Tensor]], optimizer: Optimizer
-) -> None:
-    """Save tensors and the optimizer's state as the checkpoint of `step` in `folder`/`name`. Collective."""
+def save(folder: str, step: int, tensors: dict[str, tuple[Shard, Tensor]], optimizer: Optimizer) -> None:
+    """Save tensors and the optimizer's state as the checkpoint of `step` in `folder`. Collective."""
     state: dict[str, Any] = {"progress": {"step": step}, "optimizer": optimizer.state()}
-    (outcome,) = Checkpoints(Path(folder) / name, mode="sync").save(step, tensors, state, {}, {})
+    (outcome,) = Checkpoints(Path(folder), mode="sync").save(step, tensors, state, {}, {})
     if outcome.error is not None:
         raise RuntimeError(f"the checkpoint cannot be saved: {outcome.error}")
 
@@ -36,7 +38,7 @@ def save_and_read(
 ) -> dict[Key, list[Piece]]:
     """Save the layout's checkpoint, and return its tensors (kind `saved`), read as whole ones, on rank 0. Collective."""
     tensors = all_tensors(model, optimizer)
-    save(folder, LAYOUT, step, tensors, optimizer)
+    save(folder, step, tensors, optimizer)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, {name: (s.global_shape, v.dtype) for name, (s, v) in tensors.items()})
     formats = {name: value for one in everyone for name, value in one.items()}
@@ -44,30 +46,35 @@ def save_and_read(
         name: torch.full(tuple(shape), torch.nan if dtype.is_floating_point else -1, dtype=dtype)
         for name, (shape, dtype) in formats.items()
     }
-    checkpoints = Checkpoints(Path(folder) / LAYOUT, mode="sync")
+    checkpoints = Checkpoints(Path(folder), mode="sync")
     checkpoints.load(
         checkpoints.path(step), {name: (Shard.whole(name, values), values) for name, values in wholes.items()}
     )
-    return {("saved", name): [whole(values)] for name, values in wholes.items() if dist.get_rank() == 0}
+    if dist.get_rank() != 0:
+        return {}
+    keep_whole(folder, wholes)
+    return {("saved", name): [whole(values)] for name, values in wholes.items()}
 
 
-def resume(model: ParallelModel, optimizer: Optimizer, folder: str, step: int) -> None:
-    """Go back to the layout's own checkpoint. Collective."""
-    _load(model, optimizer, Path(folder) / LAYOUT, step)
+def keep_whole(folder: str, wholes: dict[str, Tensor]) -> None:
+    """Write the whole tensors of the checkpoint in `folder` beside it, for `read_whole`."""
+    torch.save(wholes, Path(folder) / WHOLE)
 
 
-def load_of_one(model: ParallelModel, optimizer: Optimizer, folder: str, step: int) -> dict[Key, list[Piece]]:
-    """Load the checkpoint of one process, and return what this rank then has of its tensors (kind `loaded`). Collective."""
-    _load(model, optimizer, Path(folder) / ONE, step)
+def read_whole(folder: str) -> dict[Key, Tensor]:
+    """Return what a layout must have (kind `loaded`) that has loaded the checkpoint in `folder`."""
+    wholes: dict[str, Tensor] = torch.load(Path(folder) / WHOLE)
+    return {("loaded", name): values for name, values in wholes.items()}
+
+
+def load(model: ParallelModel, optimizer: Optimizer, folder: str, step: int) -> dict[Key, list[Piece]]:
+    """Load the checkpoint in `folder`; return what this rank then has of its tensors (kind `loaded`). Collective."""
+    for _, values in all_tensors(model, optimizer).values():
+        # What a checkpoint leaves out must not look right.
+        values.fill_(torch.nan if values.is_floating_point() else -1)
+    path = Checkpoints(Path(folder), mode="sync").path(step)
+    load_training_state(ResumePoint(path, read_state(path)), model, optimizer)
     found: dict[Key, list[Piece]] = {}
     for name, (shard, values) in all_tensors(model, optimizer).items():
         found["loaded", name] = pieces_of("", [(shard, values)])["", shard.name]
     return found
-
-
-def _load(model: ParallelModel, optimizer: Optimizer, folder: Path, step: int) -> None:
-    for _, values in all_tensors(model, optimizer).values():
-        # What a checkpoint leaves out must not look right.
-        values.fill_(torch.nan if values.is_floating_point() else -1)
-    path = Checkpoints(folder, mode="sync").path(step)
-    load_training_state(ResumePoint(path, read_state(path)), model, optimizer)

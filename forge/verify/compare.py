@@ -21,8 +21,10 @@ from forge.verify.record import RankRecord, RankStep, WholeRecord
 
 TOLERANCE, FLOOR = 1e-9, 1e-3
 EXACT = ("initial", "loaded", "resumed")
+# The last step made again from a checkpoint: the layout's own, and another layout's.
+AGAIN = ("resumed", "continued")
 # Of these the ranks together must hold every element.
-COMPLETE = ("initial", "gradient", "parameter", "optimizer", "router", "saved", "loaded")
+COMPLETE = ("initial", "gradient", "parameter", "optimizer", "router", "hooked", "saved", "loaded")
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Difference:
     """The largest difference of one tensor, on one rank.
 
     step: 0 for the initial parameters. index: in the global tensor. size: relative, as in this file's docstring. Where part
-    of the tensor is on no rank, rank is -1 and `found` is NaN.
+    of the tensor is on no rank, rank is -1 and `found` is NaN. digest: the numbers are digests of the whole tensor.
     """
 
     step: int
@@ -41,6 +43,7 @@ class Difference:
     found: float
     expected: float
     size: float
+    digest: bool = False
 
     @property
     def what(self) -> str:
@@ -51,8 +54,9 @@ class Difference:
 @dataclass
 class Comparison:
     """differences: one per tensor, those above the tolerance. largest: by kind, of all tensors, equal ones included.
-    compared: the number of tensors. counted: how many elements of each tensor are held, copies not counted. unplaced: modules
-    whose shapes do not say which part of the global tensor a rank has."""
+    compared: the number of tensors. counted: how many elements of each tensor are held, copies not counted. unplaced: what
+    cannot be compared: modules whose shapes do not say which part of the global tensor a rank has, curves of hooks that
+    differ from one run to the next."""
 
     differences: list[Difference] = field(default_factory=list)
     largest: dict[str, float] = field(default_factory=dict)
@@ -79,9 +83,13 @@ def compare_rank(
         for key, pieces in _held(whole, record.part, step, result).items():
             if key[0] == "resumed":
                 continue
-            scale = 1.0 if absolute else max(sizes[key], floors[key[0]])
+            same = _first_time(key)
+            if same not in whole:
+                result.unplaced.add(key[1])
+                continue
+            scale = 1.0 if absolute else max(sizes[same], floors[same[0]])
             found = difference_of(
-                Difference(number, *key, rank, (), 0.0, 0.0, 0.0), whole[key], pieces, scale or 1.0
+                Difference(number, *key, rank, (), 0.0, 0.0, 0.0), whole[same], pieces, scale or 1.0
             )
             result.compared += 1
             result.largest[key[0]] = max(result.largest.get(key[0], 0.0), found.size)
@@ -170,13 +178,18 @@ def _resumed(rank: int, record: RankRecord) -> Iterator[Difference]:
     for (kind, name), pieces in last.items():
         if kind != "resumed":
             continue
-        before, _, rest = name.partition(" ")
-        for now, then in zip(pieces, last[before, rest], strict=True):
+        for now, then in zip(pieces, last[_first_time((kind, name))], strict=True):
             here = tuple(slice(0, size) for size in then.values.shape)
             equal = Difference(len(record.steps) - 1, kind, name, rank, (), 0.0, 0.0, 0.0)
             found = difference_of(equal, then.values, [Piece(now.values, here)], _largest(then.values) or 1.0)
             if found is not equal:
                 yield replace(found, index=global_index(then.place, found.index))
+
+
+def _first_time(key: Key) -> Key:
+    """The tensor of the last step that one of a step made again from a checkpoint repeats; any other is itself."""
+    kind, _, name = key[1].partition(" ")
+    return (kind, name) if key[0] in AGAIN else key
 
 
 def _largest(tensor: Tensor) -> float:

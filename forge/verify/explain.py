@@ -19,8 +19,15 @@ class Finding:
     others: tuple[str, ...] = ()
 
 
-def explain(comparison: Comparison, order: Sequence[str]) -> Finding:
-    """Return the first place that differs; there must be a difference. order: modules in the order of the computation."""
+# Methods of hooks that are called before the forward of their step.
+EARLY = ("before_run", "before_step", "before_data", "after_data", "before_gradients")
+
+
+def explain(comparison: Comparison, order: Sequence[str], other: str = "one process") -> Finding:
+    """Return the first place that differs; there must be a difference.
+
+    order: modules in the order of the computation. other: whose checkpoint was loaded.
+    """
     first = min(one.step for one in comparison.differences)
     by_kind: dict[str, list[Difference]] = {}
     for one in comparison.differences:
@@ -28,6 +35,9 @@ def explain(comparison: Comparison, order: Sequence[str]) -> Finding:
             by_kind.setdefault(one.kind, []).append(one)
     if found := by_kind.get("initial"):
         return _several(found, "the initial values differ, which must be the same bit for bit")
+    hooked = _hooks(by_kind.get("hooked", []))
+    if hooked is not None and hooked.culprit.rpartition(".")[2] in EARLY:
+        return hooked
     if "output" in by_kind or "input" in by_kind:
         return _module(by_kind, order)
     if found := by_kind.get("loss"):
@@ -36,15 +46,46 @@ def explain(comparison: Comparison, order: Sequence[str]) -> Finding:
         return _gradient(found, order)
     if found := by_kind.get("norm"):
         return Finding("norm", "all gradients agree, but not their global norm", found[0])
+    if hooked is not None:
+        return hooked
     if found := by_kind.get("router"):
         return _several(found, "all gradients agree; the state of routers differs after the step")
     if found := by_kind.get("optimizer", []) + by_kind.get("parameter", []):
         return _several(found, "all gradients agree; the optimizer's update differs")
     if found := by_kind.get("saved"):
         return _several(found, "the layout's checkpoint does not hold what the model had")
+    if found := by_kind.get("curve"):
+        return _curve(found)
     if found := by_kind.get("loaded"):
-        return _several(found, "a checkpoint of one process is not loaded as it was saved")
-    return _several(by_kind["resumed"], "a run that resumes does not continue as one that was not stopped")
+        return _several(found, f"a checkpoint of {other} is not loaded as it was saved")
+    if found := by_kind.get("resumed"):
+        return _several(found, "a run that resumes does not continue as one that was not stopped")
+    if found := by_kind.get("continued"):
+        return _several(
+            found, f"from a checkpoint of {other}, the next step does not compute what one process computes"
+        )
+    return _several(by_kind["hooked"], "it differs already before the hook, although all else agrees")
+
+
+def _hooks(found: list[Difference]) -> Finding | None:
+    """The first call of a hook that leaves a difference and was given none; names are `CALL before|after KIND PARAMETER`."""
+    calls: dict[str, dict[str, list[Difference]]] = {}
+    for one in found:
+        call, when, _ = one.name.split(" ", 2)
+        calls.setdefault(call, {}).setdefault(when, []).append(one)
+    for call, of in calls.items():
+        if "before" not in of:
+            first, *others = of["after"]
+            kind, name = first.name.split(" ")[2:]
+            why = f"this hook leaves another {kind} of {name} than in one process, although it gets the same"
+            return Finding(call, why, first, tuple(one.name.split(" ")[3] for one in others))
+    return None
+
+
+def _curve(found: list[Difference]) -> Finding:
+    call, curve = found[0].name.split(" ", 1)
+    why = f"the number {curve} that this hook reports differs, although all parameters and gradients agree"
+    return Finding(call, why, found[0], tuple(one.name for one in found[1:]))
 
 
 def _module(by_kind: dict[str, list[Difference]], order: Sequence[str]) -> Finding:

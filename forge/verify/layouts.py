@@ -150,10 +150,39 @@ def _value(config: Config, key: str) -> Any:
 
 def parse_layouts(text: str) -> list[Case]:
     """Read `tp=2 cp=2; ep=4 pp=2 context=ring`. Raises UserError for a key or value that cannot be meant."""
-    return [_parse(part) for part in text.split(";") if part.strip()]
+    cases = [_parse(part) for part in text.split(";") if part.strip()]
+    if not cases:
+        raise UserError('--layouts: names no layout; give some such as "tp=2; dp_shard=2 pp=2"')
+    return cases
+
+
+def require_any(config: Config, world: int) -> None:
+    """Raise UserError if no layout of `world` processes goes with the configuration."""
+    axes = [axis for axis in AXES if axis != "ep"]
+    refused = ""
+    for degrees in _factors(world, len(axes)):
+        case = Case.of(dict(zip(axes, degrees, strict=True)))
+        reason = why_illegal(config, case)
+        if reason is None:
+            return
+        refused = refused or f"{case.name}: {reason}"
+    raise UserError(f"--world-sizes: no layout of {world} processes goes with this configuration; {refused}")
+
+
+def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
+    """Yield all ways to write `number` as a product of `count` numbers, the first of them as large as possible first."""
+    if count == 1:
+        yield (number,)
+        return
+    for first in range(number, 0, -1):
+        if number % first == 0:
+            for rest in _factors(number // first, count - 1):
+                yield (first, *rest)
 
 
 def _parse(part: str) -> Case:
+    if part.strip() == Case().name:
+        return Case()
     degrees: dict[str, int] = {}
     options: dict[str, Any] = {}
     for word in part.split():

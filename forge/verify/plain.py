@@ -13,13 +13,16 @@ from torch import Tensor
 from forge.config import Config, parse_toml_text
 from forge.model import Normal, Transformer, Uniform
 from forge.optim import Optimizer
+from forge.optim.optimizer import gradient
 from forge.parallel.build import build_meta_model
 from forge.parallel.initialize import fill_random
 from forge.shard import Box, Shard
 from forge.verify.borders import Borders
-from forge.verify.checkpoints import ONE, save
+from forge.verify.checkpoints import keep_whole, save
+from forge.verify.hooks import UserHooks
 from forge.verify.pieces import Key
 from forge.verify.record import CPU, Settings, WholeRecord, batches
+from forge.verify.shrink import one_process
 
 
 def plain_model(config: Config, device: torch.device = CPU) -> Transformer:
@@ -40,7 +43,7 @@ def plain_model(config: Config, device: torch.device = CPU) -> Transformer:
 def record_plain(text: str, settings: Settings, device: torch.device = CPU) -> WholeRecord:
     """Return what the steps of the configuration `text` compute in one process; its layout is not looked at.
 
-    Needs a process group, of one rank, only for an optimizer that does and for `settings.folder`.
+    Needs a process group, of one rank, only for an optimizer that does, for hooks and for `settings.own_folder`.
     """
     config = parse_toml_text(text)
     model = plain_model(config, device)
@@ -51,40 +54,62 @@ def record_plain(text: str, settings: Settings, device: torch.device = CPU) -> W
     initial = {("initial", shard.name): shard.data.detach().clone().cpu() for shard in shards}
     record = WholeRecord([initial], [])
     borders = Borders([model]) if settings.borders else None
+    hooks = UserHooks.of(one_process(config), device, model, optimizer, shards, settings.own_folder)
+    hooks.begin(0)
     for number, batch in enumerate(batches(config, 0, 1, settings, device), start=1):
         step: dict[Key, Tensor] = {}
-        valid = (batch.labels >= 0).sum().clamp(min=1)
-        model.set_loss_scale(1 / valid.double())
-        losses = model(batch.tokens, batch.labels, batch.positions, batch.documents)
-        model.zero_grad()
-        (losses[0] / valid).backward()
-        step["loss", "cross-entropy"] = (losses[1] / valid).detach().double()
-        step["loss", "objective"] = (losses[0] / valid).detach().double()
-        if borders is not None:
-            seen = borders.take()
-            step |= {("output" if one.output else "input", one.name): one.values for one in seen}
-            record.order = [one.name for one in seen if one.output]
-        for name, parameter in model.named_parameters():
-            gradient = parameter.grad
-            step["gradient", name] = torch.zeros_like(parameter) if gradient is None else gradient.clone()
+        hooks.call("before_step", number)
+        hooks.call("before_data", number)
+        hooks.call("after_data", number)
+        with hooks.around("gradients", number):
+            valid = (batch.labels >= 0).sum().clamp(min=1)
+            model.set_loss_scale(1 / valid.double())
+            losses = model(batch.tokens, batch.labels, batch.positions, batch.documents)
+            model.zero_grad()
+            (losses[0] / valid).backward()
+            step["loss", "cross-entropy"] = (losses[1] / valid).detach().double()
+            step["loss", "objective"] = (losses[0] / valid).detach().double()
+            if borders is not None:
+                seen = borders.take()
+                step |= {("output" if one.output else "input", one.name): one.values for one in seen}
+                record.order = [one.name for one in seen if one.output]
+            for shard in shards:
+                shard.parameter.grad = gradient(shard)
+                step["gradient", shard.name] = gradient(shard).clone()
+            norm = torch.nn.utils.get_total_norm([gradient(shard) for shard in shards])
+            step["norm", "gradient"] = norm.double()
+            hooks.process_last_result()
         limit = settings.max_norm or float("inf")
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
-        step["norm", "gradient"] = norm.double()
-        optimizer.step(settings.lr, torch.zeros((), device=device))
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), limit, norm)
+        with hooks.around("optimizer", number):
+            optimizer.step(settings.lr, torch.zeros((), device=device))
         with torch.no_grad():
-            step |= {("router", name): state for name, state in _move_routers(model, valid).items()}
+            moved = _move_routers(model, valid)
+        sums = torch.cat([losses.detach().double(), valid.double().reshape(1)])
+        hooks.launched(number, settings.lr, sums, norm, moved)
+        hooks.call("after_step", number)
+        step |= {("router", name): state for name, state in moved.items()}
         step |= {("parameter", name): p.detach().clone() for name, p in model.named_parameters()}
         step |= {
             ("optimizer", f"{slot} of {shard.name}"): values.clone()
             for slot, shard, values in optimizer.tensors()
         }
-        if settings.folder is not None and number == settings.steps - 1:
+        record.steps.append(step)
+        if settings.own_folder is not None and number == settings.steps - 1:
+            hooks.process_last_result()
+            hooks.call("before_save", number)
             saved = _checkpoint(model, shards, optimizer)
-            save(settings.folder, ONE, number, saved, optimizer)
-            step |= {
-                (kind, name): v.clone() for name, (_, v) in saved.items() for kind in ("saved", "loaded")
-            }
-        record.steps.append({key: tensor.cpu() for key, tensor in step.items()})
+            save(settings.own_folder, number, saved, optimizer)
+            wholes = {name: v.clone() for name, (_, v) in saved.items()}
+            keep_whole(settings.own_folder, wholes)
+            step |= {(kind, name): v for name, v in wholes.items() for kind in ("saved", "loaded")}
+        if number == settings.steps:
+            hooks.end()
+        step |= {key: pieces[0].values for key, pieces in hooks.take().items()}
+    hooks.close()
+    for step in record.steps:
+        for key, tensor in step.items():
+            step[key] = tensor.cpu()
     return record
 
 

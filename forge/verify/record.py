@@ -7,8 +7,10 @@ balancing of its routers written out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+import contextlib
+import itertools
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -22,12 +24,14 @@ from forge.optim import Optimizer, build_optimizer
 from forge.optim.optimizer import gradient
 from forge.parallel.build import build_parallel_model
 from forge.parallel.gradients import clip_gradients, report_gradients
+from forge.parallel.initialize import initialize
 from forge.parallel.mesh import make_meshes
 from forge.parallel.model import ParallelModel
 from forge.parallel.routers import RouterReport
 from forge.shard import Shard
 from forge.verify.borders import Borders, Part, Seen
-from forge.verify.checkpoints import load_of_one, resume, save_and_read
+from forge.verify.checkpoints import load, save_and_read
+from forge.verify.hooks import UserHooks
 from forge.verify.pieces import Key, Piece, pieces_of, whole
 
 CPU = torch.device("cpu")
@@ -63,9 +67,9 @@ class Settings:
     """How the steps are made, on every layout and in the reference; picklable.
 
     borders: record activations. uneven: leave out the loss of some tokens, of another number in each sequence, so that no
-    two ranks have the same number of valid ones. folder: where one process writes its checkpoint; None: there are none.
-    own_folder: where a layout writes its own. patch: called on each rank of a layout before anything else, but not in the
-    reference.
+    two ranks have the same number of valid ones. own_folder: where the checkpoint is written (None: there is none); that of
+    another layout, which is loaded, is in other_folder. draw_on_cpu: initial values are those of a CPU on any device. patch:
+    called on each rank of a layout before anything else, but not in the reference.
     """
 
     steps: int = 3
@@ -75,8 +79,9 @@ class Settings:
     twist: Twist = PLAIN
     borders: bool = False
     uneven: bool = False
-    folder: str | None = None
     own_folder: str | None = None
+    other_folder: str | None = None
+    draw_on_cpu: bool = False
     patch: Callable[[], object] | None = None
 
 
@@ -112,7 +117,8 @@ def record_on_rank(
         settings.patch()
     config = parse_toml_text(text)
     meshes = make_meshes(check_world(config, world), device.type)
-    model = build_parallel_model(config, meshes, device)
+    other: dict[str, Any] = {"values": _drawn_on_cpu} if settings.draw_on_cpu else {}
+    model = build_parallel_model(config, meshes, device, **other)
     weights = [shard.data for shard in model.shards if shard.name.endswith("router.weight")]
     settings.twist.begin(weights, [shard.data for shard in model.buffers if shard.name.endswith("bias")])
     optimizer = settings.optimizer(model.shards, config, meshes.stage)
@@ -120,47 +126,86 @@ def record_on_rank(
     record = RankRecord(part, [RankStep(pieces_of("initial", ((s, s.data) for s in model.shards)))])
     borders = Borders(model.parts) if settings.borders else None
     read = list(batches(config, meshes.data_rank, meshes.data_ranks, settings, device))
+    hooks = UserHooks.of(config, device, model, optimizer, model.shards, settings.own_folder)
+    hooks.begin(0)
     for number, batch in enumerate(read, start=1):
-        record.steps.append(_step(model, optimizer, batch, settings, borders))
+        record.steps.append(make_step(model, optimizer, batch, number, settings, borders, hooks))
         if settings.own_folder is not None and number == settings.steps - 1:
+            hooks.process_last_result()
+            hooks.call("before_save", number)
+            record.steps[-1].pieces |= hooks.take()
             record.steps[-1].pieces |= save_and_read(model, optimizer, settings.own_folder, number)
+    hooks.end()
+    record.steps[-1].pieces |= hooks.take()
     if borders is not None:
         borders.remove()
-    if settings.folder is not None and settings.own_folder is not None and settings.steps > 1:
-        resume(model, optimizer, settings.own_folder, settings.steps - 1)
-        again = _step(model, optimizer, read[-1], settings, None)
-        record.steps[-1].pieces |= {
-            ("resumed", f"{kind} {name}"): p for (kind, name), p in again.pieces.items()
-        }
-        record.steps[-2].pieces |= load_of_one(model, optimizer, settings.folder, settings.steps - 1)
+    if settings.own_folder is not None and settings.steps > 1:
+        last = record.steps[-1].pieces
+        for kind, folder in (("resumed", settings.own_folder), ("continued", settings.other_folder)):
+            if folder is not None:
+                loaded = load(model, optimizer, folder, settings.steps - 1)
+                hooks.begin(settings.steps - 1)
+                again = make_step(model, optimizer, read[-1], settings.steps, settings, None, hooks)
+                last |= {
+                    (kind, f"{of} {name}"): pieces
+                    for (of, name), pieces in again.pieces.items()
+                    # A hook has no state in checkpoints: a curve need not continue.
+                    if of != "curve" and (of, name) in last
+                }
+                if kind == "continued":
+                    record.steps[-2].pieces |= loaded
+    hooks.close()
     return record
 
 
-def _step(
-    model: ParallelModel, optimizer: Optimizer, batch: Batch, settings: Settings, borders: Borders | None
+def _drawn_on_cpu(shards: list[Shard], values: dict[str, Any], seed: int) -> None:
+    """Like `initialize`, with the random numbers of a CPU: a card draws others."""
+    for shard in shards:
+        mine = torch.empty_like(shard.data, device=CPU)
+        initialize([replace(shard, parameter=mine)], values, seed)
+        shard.data.copy_(mine)
+
+
+def make_step(
+    model: ParallelModel,
+    optimizer: Optimizer,
+    batch: Batch,
+    number: int,
+    settings: Settings,
+    borders: Borders | None = None,
+    hooks: UserHooks | None = None,
 ) -> RankStep:
-    """One optimizer step, as the trainer makes it."""
-    step = RankStep()
-    sums = model.forward_backward(batch, model.count_tokens(batch))
-    model.finalize_gradients()
-    report = report_gradients(model.shards, sums.objective, stop=False)
-    if borders is not None:
-        step.seen = borders.take()
-    tokens = sums.tokens.clamp(min=1)
-    step.pieces |= {
-        ("loss", "cross-entropy"): [_scalar(sums.cross_entropy / tokens)],
-        ("loss", "objective"): [_scalar(sums.objective / tokens)],
-        ("norm", "gradient"): [_scalar(report.norm)],
-    }
-    step.pieces |= pieces_of("gradient", ((shard, gradient(shard)) for shard in model.shards))
+    """Make the optimizer step `number`, as the trainer does, and return what it computed. Collective."""
+    step, hooks = RankStep(), hooks or UserHooks()
+    hooks.call("before_step", number)
+    hooks.call("before_data", number)
+    hooks.call("after_data", number)
+    with hooks.around("gradients", number):
+        sums = model.forward_backward(batch, model.count_tokens(batch))
+        model.finalize_gradients()
+        report = report_gradients(model.shards, sums.objective, stop=False)
+        if borders is not None:
+            step.seen = borders.take()
+        tokens = sums.tokens.clamp(min=1)
+        step.pieces |= {
+            ("loss", "cross-entropy"): [_scalar(sums.cross_entropy / tokens)],
+            ("loss", "objective"): [_scalar(sums.objective / tokens)],
+            ("norm", "gradient"): [_scalar(report.norm)],
+        }
+        step.pieces |= pieces_of("gradient", ((shard, gradient(shard)) for shard in model.shards))
+        hooks.process_last_result()
     clip_gradients(model.shards, report.norm, settings.max_norm)
-    optimizer.step(settings.lr, report.skip)
+    with hooks.around("optimizer", number):
+        optimizer.step(settings.lr, report.skip)
     model.after_update()
     routers = _routers(model, model.update_router(report.skip))
     model.zero_gradients()
+    hooks.launched(number, settings.lr, sums.values, report.norm, routers)
+    hooks.call("after_step", number)
     step.pieces |= pieces_of("parameter", ((shard, shard.data) for shard in model.shards))
     step.pieces |= _slots(optimizer)
     step.pieces |= {("router", name): [whole(state)] for name, state in routers.items()}
+    step.pieces |= hooks.take()
     return step
 
 
@@ -187,6 +232,19 @@ def batches(
     config: Config, rank: int, ranks: int, settings: Settings, device: torch.device = CPU
 ) -> Iterator[Batch]:
     """Yield what the data rank `rank` of `ranks` reads in `settings.steps` steps."""
+    with contextlib.closing(every_batch(config, rank, ranks, device)) as every:
+        for batch in itertools.islice(every, settings.steps):
+            if settings.uneven:
+                leave_out(batch)
+            if settings.twist.labels is not None:
+                settings.twist.labels(batch.labels, rank)
+            yield batch
+
+
+def every_batch(
+    config: Config, rank: int = 0, ranks: int = 1, device: torch.device = CPU
+) -> Generator[Batch, None, None]:
+    """Yield what the data rank `rank` of `ranks` reads, step after step without end."""
     loader = Loader(
         build_dataset(config),
         global_batch_size=config.train.global_batch_size,
@@ -197,13 +255,7 @@ def batches(
         prefetch=1,
     )
     try:
-        for _ in range(settings.steps):
-            batch = next(loader)
-            if settings.uneven:
-                leave_out(batch)
-            if settings.twist.labels is not None:
-                settings.twist.labels(batch.labels, rank)
-            yield batch
+        yield from loader
     finally:
         loader.close()
 

@@ -49,7 +49,10 @@ def summary(report: Report) -> str:
     lines += [f"not allowed: {case.name}: {reason}" for case, reason in report.refused]
     unplaced = sorted({_general(name) for one in report.outcomes for name in one.unplaced})
     if unplaced:
-        lines.append(f"not compared, because their shapes do not say what a rank has: {', '.join(unplaced)}")
+        lines.append(
+            "not compared, because shapes do not say what a rank has, or one process alone changes from run to run: "
+            + ", ".join(unplaced)
+        )
     worst, smallest = report.worst, report.smallest
     if worst is not None and smallest is not None:
         lines += ["", *_explained(worst, smallest)]
@@ -82,6 +85,8 @@ def _explained(worst: Outcome, smallest: Outcome) -> list[str]:
         return [f"{smallest.case.name} {shown}:", *smallest.error.rstrip().splitlines()[-25:]]
     finding = smallest.finding
     lines = [f"{finding.culprit}: {finding.why}", f"    {smallest.case.name} alone {shown}"]
+    if finding.difference.kind in ("loaded", "continued"):
+        lines.append(f"    the checkpoint was saved under {smallest.other.name}")
     lines.append(f"    {_numbers(finding.difference)}")
     if finding.others:
         names = sorted({_general(name) for name in finding.others})
@@ -93,11 +98,16 @@ def _numbers(one: Difference) -> str:
     if one.rank < 0:
         return f"step {one.step}: no rank has all of the {one.kind} {one.name}"
     place = f"[{', '.join(map(str, one.index))}]" if one.index else ""
+    what = f"{one.kind} {one.name}{place}"
+    if one.kind == "hooked":
+        _, _, kind, name = one.name.split(" ")
+        what = f"{kind} {name}{place} after the call"
     relative = f" (relative difference {one.size:.1e})" if isfinite(one.size) else ""
-    return (
-        f"step {one.step}, rank {one.rank}, {one.kind} {one.name}{place}: "
-        f"{one.found:.12g} instead of {one.expected:.12g}{relative}"
-    )
+    where = f"rank {one.rank}, {what}"
+    if one.digest:
+        copy = f", of which rank {one.rank} has another copy" if one.rank else ""
+        where = f"digest of the {what}{copy}"
+    return f"step {one.step}, {where}: {one.found:.12g} instead of {one.expected:.12g}{relative}"
 
 
 def last_line(error: str) -> str:
@@ -129,12 +139,16 @@ def _outcome(one: Outcome) -> dict[str, Any]:
     return {
         "layout": one.case.name,
         "processes": one.case.world,
+        "equal": one.status == "equal",
         "status": one.status,
+        "worst": _number(one.size),
+        "where": None if one.finding is None else one.finding.culprit,
         "seconds": round(one.seconds, 2),
         "largest": {kind: _number(size) for kind, size in one.largest.items()},
         "rounded": {kind: _number(size) for kind, size in one.rounded.items()},
         "tensors": one.compared,
         "not_compared": list(one.unplaced),
+        "loaded_from": one.other.name,
         "finding": None if one.finding is None else _finding(one.finding),
         "error": one.error,
     }

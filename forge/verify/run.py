@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,29 +16,27 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 
-from forge.config import Config, check_world, to_toml
-from forge.distributed import gather_from_ranks
-from forge.verify.against import compare_records, record_elsewhere
+from forge.config import Config, to_toml
+from forge.verify.against import compare_records, record_elsewhere, require_checkout
+from forge.verify.checkpoints import read_whole
 from forge.verify.compare import TOLERANCE, Comparison, compare_rank, elements, merge
 from forge.verify.explain import Finding, explain
-from forge.verify.layouts import AXES, Case, at_random, systematic, why_illegal
+from forge.verify.layouts import Case, at_random, systematic, why_illegal
 from forge.verify.plain import record_plain
 from forge.verify.ranks import RankFailed, run_ranks
-from forge.verify.record import Settings, record_on_rank
-from forge.verify.shrink import for_layout, shrink
-from forge.world import World, join
+from forge.verify.record import Settings, WholeRecord, record_on_rank
 
 # A layout of a small model takes seconds: after this, times the number of processes (at least two), it hangs.
 LIMIT_S = 45.0
+ALONE = Case()
 Status = Literal["equal", "different", "failed"]
 
 
 @dataclass(frozen=True)
 class Outcome:
     """The result of one layout. largest: relative difference by kind of tensor; rounded: the same of a run in the formats of
-    the configuration, where that was asked for. compared: the number of tensors."""
+    the configuration, where that was asked for. compared: the number of tensors. other: whose checkpoint was loaded."""
 
     case: Case
     status: Status
@@ -47,6 +47,7 @@ class Outcome:
     unplaced: tuple[str, ...] = ()
     finding: Finding | None = None
     error: str = ""
+    other: Case = ALONE
 
     @property
     def size(self) -> float:
@@ -74,8 +75,8 @@ class Report:
 class Verifier:
     """Compares layouts of `config`, which is small and for one process, with one process.
 
-    settings: how; its folders are set here. rounded: the same configuration in its own formats, to be compared with float64
-    as well. Raises RankFailed if one process fails.
+    settings: how; its folders are set here. other: the layout whose checkpoint the next one loads. rounded: the same
+    configuration in its own formats, to be compared with float64 as well. Raises RankFailed if one process fails.
     """
 
     def __init__(
@@ -83,8 +84,12 @@ class Verifier:
     ):
         self.config, self.tolerance, self._rounded = config, tolerance, rounded
         self._home = tempfile.TemporaryDirectory(prefix="forge-verify-")
-        self._settings = replace(settings, folder=self._home.name)
+        one = self._folder()
+        self._settings = replace(settings, own_folder=one)
         self._known: dict[Case, Outcome] = {}
+        # Where the checkpoints of layouts are: of one process, of the last layout that was equal, of those that others need.
+        self._saved = {ALONE: one}
+        self.other = ALONE
         self._file = os.path.join(self._home.name, "reference")
         ((self.order, self._elements),) = run_ranks(
             _plain_on_rank, 1, to_toml(config), self._settings, self._file, timeout=limit_s(1)
@@ -101,23 +106,39 @@ class Verifier:
         return other
 
     def check(self, case: Case) -> Outcome:
-        """Return the result of one legal layout; a layout is run once."""
+        """Return the result of one legal layout; a layout is run once.
+
+        It loads the checkpoint of the layout of several processes that was the last to be equal, else of one process.
+        """
         if case not in self._known:
-            self._known[case] = self._run(case)
+            self._known[case] = self._run(case, self.other, keep=True)
         return self._known[case]
 
-    def _run(self, case: Case) -> Outcome:
-        began = time.monotonic()
+    def _folder(self) -> str:
+        return tempfile.mkdtemp(dir=self._home.name)
+
+    def _run(self, case: Case, other: Case, keep: bool = False) -> Outcome:
+        """Run a layout that loads the checkpoint of `other`. keep: its own is loaded by the next layout, if it is equal."""
+        began, folder = time.monotonic(), self._folder()
         try:
-            with tempfile.TemporaryDirectory(dir=self._home.name) as folder:
-                settings = replace(self._settings, own_folder=folder)
-                result = self._compare(self.config, case, settings, self.tolerance)
+            settings = replace(self._settings, own_folder=folder, other_folder=self._saved[other])
+            result = self._compare(self.config, case, settings, self.tolerance)
             rounded: dict[str, float] = {}
             if self._rounded is not None:
-                rounded = self._compare(self._rounded, case, self._settings, inf).largest
+                settings = replace(self._settings, own_folder=None)
+                rounded = self._compare(self._rounded, case, settings, inf).largest
         except RankFailed as error:
-            return Outcome(case, "failed", time.monotonic() - began, error=str(error))
-        return outcome_of(case, result, self.order, time.monotonic() - began, rounded)
+            shutil.rmtree(folder)
+            return Outcome(case, "failed", time.monotonic() - began, error=str(error), other=other)
+        found = outcome_of(case, result, self.order, time.monotonic() - began, rounded, other)
+        if keep and found.status == "equal" and case.world > 1 and self._settings.patch is None:
+            self._saved[case], self.other = folder, case
+            needed = {one.other for one in self._known.values() if one.status == "different"}
+            if other != ALONE and other not in needed:
+                shutil.rmtree(self._saved.pop(other))
+        else:
+            shutil.rmtree(folder)
+        return found
 
     def _compare(self, config: Config, case: Case, settings: Settings, tolerance: float) -> Comparison:
         text, files = case.text(config), (settings, self._file, tolerance)
@@ -126,15 +147,20 @@ class Verifier:
 
     def reduce(self, worst: Outcome, time_left: Callable[[], float]) -> Outcome:
         """Take away options and degrees one by one while the layout still fails in the same way; return the smallest."""
-        smallest, again = worst, True
+        smallest, other, again = worst, worst.other, True
+        loads = worst.finding is not None and worst.finding.difference.kind in ("loaded", "continued")
+        if loads and other != ALONE and time_left() > 0:
+            outcome = self._run(worst.case, ALONE)
+            if outcome.status == worst.status:
+                smallest, other = outcome, ALONE
         while again:
             again = False
             for case in smallest.case.smaller():
                 if why_illegal(self.config, case) is not None:
                     continue
-                if case not in self._known and time_left() <= 0:
+                if (loads or case not in self._known) and time_left() <= 0:
                     return smallest
-                outcome = self.check(case)
+                outcome = self._run(case, other) if loads else self.check(case)
                 if outcome.status == worst.status:
                     smallest, again = outcome, True
                     break
@@ -199,32 +225,15 @@ def outcome_of(
     order: Sequence[str],
     seconds: float,
     rounded: dict[str, float] | None = None,
+    other: Case = ALONE,
 ) -> Outcome:
-    """Return the result of a layout that was computed."""
-    finding = explain(result, order) if result.differences else None
+    """Return the result of a layout that was computed, having loaded a checkpoint of `other`."""
+    finding = explain(result, order, other.name) if result.differences else None
     unplaced = tuple(sorted(result.unplaced))
     status: Status = "equal" if finding is None else "different"
-    return Outcome(case, status, seconds, result.largest, rounded or {}, result.compared, unplaced, finding)
-
-
-def verify_in_place(config: Config, settings: Settings, world: World) -> tuple[Config, Outcome]:
-    """Compare the layout of `config` on the processes of a launcher, on their devices, with one process. Collective.
-
-    Each rank computes the reference by itself, on its own device, whose random numbers no other kind of device draws.
-    Returns the small configuration and the result, on every rank.
-    """
-    began = time.monotonic()
-    degrees = check_world(config, world.size)
-    small = for_layout(shrink(config)[0], degrees)
-    text = to_toml(small)
-    reference = record_plain(text, settings, world.device)
-    join(world)
-    record = record_on_rank(world.rank, world.size, text, settings, world.device)
-    mine = compare_rank(reference, world.rank, record)
-    result = merge(gather_from_ranks("comparing", lambda: mine), elements(reference))
-    dist.destroy_process_group()
-    case = Case.of({axis: getattr(degrees, axis) for axis in AXES})
-    return small, outcome_of(case, result, reference.order, time.monotonic() - began)
+    return Outcome(
+        case, status, seconds, result.largest, rounded or {}, result.compared, unplaced, finding, other=other
+    )
 
 
 def verify_against(
@@ -235,7 +244,11 @@ def verify_against(
     bound: float,
     end: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Report:
-    """Compute `cases` here and with the forge of `checkout`, and compare the two; layouts may differ from each other."""
+    """Compute `cases` here and with the forge of `checkout`, and compare the two; layouts may differ from each other.
+
+    Raises UserError if `checkout` has no forge, or if it fails.
+    """
+    require_checkout(checkout)
     report = Report()
     for case in _legal(config, cases, report):
         began, text = time.monotonic(), case.text(config)
@@ -261,14 +274,31 @@ def _plain_on_rank(
     _rank: int, _world: int, text: str, settings: Settings, file: str
 ) -> tuple[list[str], dict]:
     """Write the reference to `file`; return the order of its modules, and the sizes of its tensors for `merge`."""
+    logging.disable(logging.WARNING)
     reference = record_plain(text, settings)
+    drop_unsteady(reference, text, settings)
     torch.save(reference, file)
     return reference.order, elements(reference)
+
+
+def drop_unsteady(reference: WholeRecord, text: str, settings: Settings) -> None:
+    """Remove curves of hooks, such as times, which are not the same in a second run."""
+    if not any(kind == "curve" for step in reference.steps for kind, _ in step):
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        again = record_plain(text, replace(settings, own_folder=settings.own_folder and folder))
+    for step, second in zip(reference.steps, again.steps, strict=True):
+        for key in [key for key in step if key[0] == "curve"]:
+            if key not in second or not torch.equal(step[key], second[key]):
+                del step[key]
 
 
 def _compare_on_rank(
     rank: int, world: int, text: str, settings: Settings, file: str, tolerance: float
 ) -> Comparison:
+    logging.disable(logging.WARNING)
     record = record_on_rank(rank, world, text, settings)
-    reference = torch.load(file, weights_only=False, mmap=True)
+    reference: WholeRecord = torch.load(file, weights_only=False, mmap=True)
+    if settings.other_folder is not None and settings.steps > 1:
+        reference.steps[-2] |= read_whole(settings.other_folder)
     return compare_rank(reference, rank, record, tolerance)

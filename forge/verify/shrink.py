@@ -19,8 +19,13 @@ from forge.config.explain import Values, raise_all
 from forge.config.load import examine
 from forge.config.model import ModelConfig, MoEConfig
 from forge.config.pipeline import ONE_PER_RANK
+from forge.config.section import Section
+from forge.errors import UserError
 
 LAYERS, SEQ_LEN, BATCH = 4, 64, 8
+# How the names of keys end that are widths.
+WIDTHS = ("dim", "rank", "size")
+DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 
 
 def changed(config: Config, keys: Mapping[str, Any]) -> Config:
@@ -48,7 +53,17 @@ def shrink(config: Config, *, exact: bool = True) -> tuple[Config, list[str]]:
     keys |= _left_out(config, notes)
     if exact:
         keys |= {f"precision.{key}": "float64" for key in ("storage", "compute", "reduce")}
-    return changed(config, keys), notes
+    parts = other_parts(config.model, Fraction(keys["model.dim"], config.model.dim))
+    try:
+        return changed(config, parts | keys), notes
+    except UserError:
+        # Sizes of such a part may depend on each other: then it stays as it is.
+        return changed(config, keys), notes
+
+
+def one_process(config: Config) -> Config:
+    """Return `config` with all degrees 1."""
+    return changed(config, {f"parallel.{axis}": 1 for axis in DEGREES})
 
 
 def for_layout(small: Config, degrees: Degrees) -> Config:
@@ -62,10 +77,7 @@ def for_layout(small: Config, degrees: Degrees) -> Config:
     one_per_rank = small.pipeline.schedule in ONE_PER_RANK
     microbatches = d.pp * (2 if small.pipeline.schedule == "DualPipeV" else 1)
     keys: dict[str, Any] = {
-        **{
-            f"parallel.{axis}": getattr(d, axis)
-            for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
-        },
+        **{f"parallel.{axis}": getattr(d, axis) for axis in DEGREES},
         "model.n_kv_heads": kv_heads,
         "model.n_heads": kv_heads * (model.n_heads // own),
         "model.ffn_dim": lcm(model.ffn_dim, d.tp),
@@ -142,6 +154,16 @@ def _kinds(model: ModelConfig, layers: int) -> tuple[str, ...]:
     return (*kinds[: layers - len(rare)], *rare)
 
 
+def other_parts(model: ModelConfig, factor: Fraction) -> dict[str, Any]:
+    """Return the widths of parts of the model that have a section of their own, such as `[model.mla]`, times `factor`."""
+    keys: dict[str, Any] = {}
+    for name, part in model:
+        if isinstance(part, Section) and not isinstance(part, MoEConfig):
+            widths = {key: size for key, size in part if key.endswith(WIDTHS) and type(size) is int}
+            keys |= {f"model.{name}.{key}": min(size, _scaled(size, factor)) for key, size in widths.items()}
+    return keys
+
+
 def _experts(model: ModelConfig, moe: MoEConfig, dim: int) -> dict[str, Any]:
     groups = _few(moe.n_expert_groups)
     n_experts = moe.n_experts if moe.n_experts <= 8 else groups * _few(moe.n_experts // groups)
@@ -177,8 +199,7 @@ def _training(config: Config) -> dict[str, Any]:
 
 
 def _layout(config: Config, notes: list[str]) -> dict[str, Any]:
-    degrees = dict.fromkeys(("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep"), 1)
-    keys: dict[str, Any] = {f"parallel.{name}": degree for name, degree in degrees.items()}
+    keys: dict[str, Any] = {f"parallel.{axis}": 1 for axis in DEGREES}
     keys |= {"parallel.async_tp": False, "parallel.symmetric_memory": False}
     if config.parallel.bucket_size == "auto":
         keys["parallel.bucket_size"] = 3000  # several buckets
@@ -211,8 +232,7 @@ def _left_out(config: Config, notes: list[str]) -> dict[str, Any]:
         notes.append("model.moe.capacity_factor is 0: what it drops depends on the layout")
     if moe is not None and moe.router_noise:
         notes.append("model.moe.router_noise is 0: with it results depend on the layout")
-    if config.train.hooks:
-        notes.append("hooks (train.hooks) are not called")
+    keys |= {"evaluate.interval": 0, "evaluate.sample_interval": 0}
     return keys
 
 

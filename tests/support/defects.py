@@ -249,14 +249,14 @@ def only_local_logsumexp() -> None:
 
 def rows_of_other_ranks_not_masked() -> None:
     """Tokens of other ranks' rows not masked."""
-    from forge.parallel import tensor_plan
+    from forge.parallel import tensor_local
 
     def forward(self: Any, tokens: Tensor) -> Tensor:
-        weight = tensor_plan.local_tensor(self.weight)
+        weight = tensor_local.local_tensor(self.weight)
         x = F.embedding((tokens - self.first_row).clamp(0, weight.shape[0] - 1), weight)
-        return tensor_plan.sum_to_pieces(x, self.mesh)
+        return tensor_local.sum_to_pieces(x, self.mesh)
 
-    tensor_plan.LocalEmbedding.forward = forward
+    tensor_local.LocalEmbedding.forward = forward
 
 
 def updates_not_restored() -> None:

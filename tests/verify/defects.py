@@ -1,7 +1,4 @@
-"""Defects that others have had, planted in forge on the ranks of a layout, or in a model or optimizer of one's own.
-
-Functions at module level, so that they can be sent to ranks; each patches what it needs.
-"""
+"""The table of planted defects: those of tests/support/defects.py, and models, an optimizer and hooks that have one."""
 
 from __future__ import annotations
 
@@ -10,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from forge.hook import Hook, StepResult
 from forge.model import FeedForward, Normal, Transformer
 from forge.optim.optimizer import gradient, write_unless
-from forge.shard import Box, Shard
+from forge.train.trainer import Trainer
+from tests.support import defects
 from tests.support.equivalence import Descent
 
 CONFIG = """
@@ -35,25 +33,41 @@ document_mask = true
 steps = 3
 seq_len = 64
 global_batch_size = 8
+{train}
 [optimizer]
 {optimizer}
 """
+HERE = "tests.verify.defects"
 MOE = "[model.moe]\nn_experts = 4\ntop_k = 2\nexpert_dim = 32\n"
+
+
+def config(model: str = "", optimizer: str = "", train: str = "") -> str:
+    return CONFIG.format(model=model, optimizer=optimizer, train=train)
+
+
+def hooked(name: str) -> str:
+    return config(train=f'hooks = ["{HERE}:{name}"]')
+
+
 CONFIGS = {
-    "dense": CONFIG.format(model="", optimizer=""),
-    "tied": CONFIG.format(model="tie_embeddings = true", optimizer=""),
-    "experts": CONFIG.format(model=MOE, optimizer=""),
-    "balancing loss": CONFIG.format(model=f'{MOE}balance = "aux_loss"\naux_loss_coef = 0.3', optimizer=""),
-    "local norm": CONFIG.format(model='kind = "tests.verify.defects:LocalNormModel"', optimizer=""),
-    "biased": CONFIG.format(model='kind = "tests.verify.defects:BiasedModel"', optimizer=""),
-    "trust": CONFIG.format(model="", optimizer='name = "tests.verify.defects:Trust"'),
+    "dense": config(),
+    "tied": config("tie_embeddings = true"),
+    "experts": config(MOE),
+    "balancing loss": config(f'{MOE}balance = "aux_loss"\naux_loss_coef = 0.3'),
+    "local norm": config(f'kind = "{HERE}:LocalNormModel"'),
+    "biased": config(f'kind = "{HERE}:BiasedModel"'),
+    "trust": config(optimizer=f'name = "{HERE}:Trust"'),
+    "good hook": hooked("GoodHook"),
+    "shard clip": hooked("ShardClip"),
+    "first rank": hooked("FirstRankDecays"),
+    "local curve": hooked("LocalCurve"),
 }
 
 
 @dataclass(frozen=True)
 class Defect:
     """`what` plants it on the ranks of a layout, or is a class that `config` names. `culprit`: a regular expression for the
-    module or parameter that has to be named; `kind`: of the tensor."""
+    module or parameter that has to be named; `kind`: of the tensor; `origin`: the layout whose checkpoint is loaded."""
 
     what: Callable[..., object]
     config: str
@@ -61,6 +75,7 @@ class Defect:
     kind: str
     culprit: str
     fast: bool = False
+    origin: str = ""
 
     @property
     def text(self) -> str:
@@ -119,252 +134,50 @@ class Trust(Descent):
             write_unless(skip, shard.data, shard.data - lr * ratio * direction)
 
 
-def bias_on_every_rank() -> None:
-    """A bias added on every tp rank."""
-    from torch.distributed.tensor import DTensor, Partial
+class GoodHook(Hook):
+    """Halves gradients and decays parameters on every rank, and reports numbers that are the same on every layout."""
 
-    from forge.parallel import tensor_plan
+    def __init__(self, trainer: Trainer):
+        self.trainer = trainer
 
-    split = tensor_plan.STYLES[nn.Linear]["rowwise"]
-
-    def rowwise(linear: Any, place: Any) -> nn.Module:
-        module = split(linear, place)
-        if linear.bias is None:
-            return module
-
-        def forward(x: Any) -> Any:
-            own = F.linear(x.to_local(), module.weight.to_local(), module.bias.to_local())
-            return DTensor.from_local(own, place.mesh, [Partial()])
-
-        module.forward = forward
-        return module
-
-    tensor_plan.STYLES[nn.Linear]["rowwise"] = rowwise
-
-
-def mean_of_means() -> None:
-    """A loss averaged over ranks."""
-    from forge.parallel.model import SequentialModel
-
-    SequentialModel.count_tokens = lambda self, batch: (
-        (batch.labels >= 0).sum().double() * dist.get_world_size()
-    )
-
-
-def expert_gradients_times_ep() -> None:
-    """Gradients of experts times ep."""
-    _after_finalizing(lambda shard: 2.0 if shard.kind == "expert" else 1.0)
-
-
-def divided_by_microbatches() -> None:
-    """Gradients divided by the number of microbatches a second time."""
-    _after_finalizing(lambda shard: 0.25)
-
-
-def _after_finalizing(factor: Callable[[Shard], float]) -> None:
-    from forge.parallel.model import ParallelModel
-
-    finalize = ParallelModel.finalize_gradients
-
-    def scaled(self: Any) -> None:
-        finalize(self)
-        for shard in self.shards:
+    def after_gradients(self, step: int) -> None:
+        for shard in self.trainer.model.shards:
             if shard.grad is not None:
-                shard.grad.mul_(factor(shard))
+                shard.grad.mul_(0.5)
 
-    ParallelModel.finalize_gradients = scaled
+    def before_step(self, step: int) -> None:
+        for shard in self.trainer.model.shards:
+            shard.data.mul_(0.999)
 
+    def after_result(self, result: StepResult) -> None:
+        self.trainer.metrics.scalars(result.step, {"my/loss": result.loss, "my/tokens": float(result.tokens)})
+        self.trainer.request_stop("enough")
 
-def partial_gradients_left_apart() -> None:
-    """Partial gradients of replicated weights never summed."""
-    from forge.parallel import model
 
-    model.partial_shards = lambda model, shards: []
+class ShardClip(GoodHook):
+    """A hook that clips each gradient by the norm of the rank's shard."""
 
+    def after_gradients(self, step: int) -> None:
+        for shard in self.trainer.model.shards:
+            if shard.grad is not None:
+                shard.grad.div_(1 + shard.grad.norm())
 
-def positions_from_0() -> None:
-    """Positions that start at 0 on every cp rank."""
-    from forge.parallel.context.sequence import SequenceSplit
 
-    local = SequenceSplit.local_part
+class FirstRankDecays(GoodHook):
+    """A hook that decays parameters on the first rank only."""
 
-    def part(self: Any, batch: Any) -> Any:
-        inputs = local(self, batch)
-        seq = inputs.tokens.shape[1]
-        return inputs._replace(positions=torch.arange(seq).expand_as(inputs.tokens))
+    def before_step(self, step: int) -> None:
+        if self.trainer.reporter.world.rank == 0:
+            super().before_step(step)
 
-    SequenceSplit.local_part = part
 
+class LocalCurve(GoodHook):
+    """A hook that reports the norm of the rank's own shards."""
 
-def documents_counted_from_each_chunk() -> None:
-    """A mask that forgets documents at the borders of cp."""
-    from forge.parallel.context.sequence import SequenceSplit
-
-    local = SequenceSplit.local_part
-
-    def part(self: Any, batch: Any) -> Any:
-        inputs = local(self, batch)
-        chunks = inputs.documents.unflatten(1, (2 * self.ranks, -1))
-        return inputs._replace(documents=(chunks - chunks[:, :, :1]).flatten(1))
-
-    SequenceSplit.local_part = part
-
-
-def keys_keep_their_own_gradient() -> None:
-    """Keys and values without the gradient of other cp ranks."""
-    from forge import compat
-    from forge.parallel.context import gathered
-
-    def all_gather(x: Tensor, group: Any) -> Tensor:
-        whole = compat.all_gather(x.detach(), group)
-        own = torch.zeros_like(whole)
-        own[group.rank()] = 1.0
-        return whole + own * (x - x.detach())
-
-    gathered.compat = type("Compat", (), {"all_gather": staticmethod(all_gather)})
-
-
-def tied_gradients_left_apart() -> None:
-    """The tied gradient of the last stage dropped."""
-    from forge.parallel.pipeline.tied import Tied
-
-    Tied.sum_gradients = lambda self: None
-
-
-def tied_values_left_behind() -> None:
-    """The tied weight of the last stage not updated."""
-    from forge.parallel.pipeline.tied import Tied
-
-    Tied.copy_values = lambda self: None
-
-
-def one_ranks_experts_are_saved() -> None:
-    """A checkpoint that saves one rank's experts."""
-    from forge.checkpoint.tensors import Stager
-
-    stage = Stager.stage
-
-    def staged(self: Any, tensors: Any) -> Any:
-        tensors = dict(tensors)
-        for name, (shard, values) in tensors.items():
-            if shard.kind == "expert":
-                values = values.clone().contiguous()
-                dist.broadcast(values, 0)
-                tensors[name] = shard, values
-        return stage(self, tensors)
-
-    Stager.stage = staged
-
-
-def stale_scale() -> None:
-    """A stale scale of the balancing loss."""
-    set_scale, seen = Transformer.set_loss_scale, set()
-
-    def once(self: Any, scale: Tensor) -> None:
-        if id(self) not in seen:
-            seen.add(id(self))
-            set_scale(self, scale)
-
-    Transformer.set_loss_scale = once
-
-
-def overwritten_input() -> None:
-    """A write into an activation that recomputation reads."""
-    from forge.model.transformer import Block
-
-    forward = Block.forward
-
-    def overwriting(self: Any, x: Tensor, shared: Any) -> Tensor:
-        out = forward(self, x, shared)
-        if torch._C._current_graph_task_id() == -1:
-            x.data.mul_(0.5)
-        return out
-
-    Block.forward = overwriting
-
-
-def norm_of_own_shards() -> None:
-    """A gradient norm of the rank's own shards."""
-    from forge.parallel import gradients
-
-    class Silent:
-        get_world_size = staticmethod(lambda: 1)
-
-    gradients.dist = Silent
-
-
-def weights_of_the_step_before() -> None:
-    """Weights of the step before."""
-    from forge.parallel.buffered import Buffered
-
-    Buffered.after_update = lambda self: None
-
-
-def experts_drawn_by_local_index() -> None:
-    """Experts drawn by their index on the rank."""
-    from forge.parallel import build
-    from forge.parallel.initialize import initialize
-
-    def local(shards: Any, values: Any, seed: int) -> None:
-        true = {shard.name: shard.boxes for shard in shards}
-        for shard in shards:
-            if shard.kind == "expert":
-                shard.boxes = tuple(Box((0,) * len(box.offsets), box.sizes) for box in shard.boxes)
-        initialize(shards, values, seed)
-        for shard in shards:
-            shard.boxes = true[shard.name]
-
-    build.build_parallel_model.__kwdefaults__["values"] = local
-
-
-def routers_move_by_local_counts() -> None:
-    """Routers balanced by one rank's counts."""
-    from forge.parallel import routers
-
-    update = routers.Routers.update
-
-    def alone(self: Any, skip: Tensor) -> Any:
-        summed, routers.dist.all_reduce = routers.dist.all_reduce, lambda *args, **options: None
-        report = update(self, skip)
-        routers.dist.all_reduce = summed
-        return report
-
-    routers.Routers.update = alone
-
-
-def same_samples_on_all_ranks() -> None:
-    """The same samples on all data ranks."""
-    from forge.verify import record
-
-    loader = record.Loader
-    record.Loader = lambda *args, **options: loader(*args, **options | {"rank": 0})
-
-
-def only_local_logsumexp() -> None:
-    """A softmax over a rank's part of the vocabulary."""
-    from forge.parallel.tensor import SplitHead
-
-    combine = SplitHead.combine
-    SplitHead.combine = lambda self, lse, target: (lse, combine(self, lse, target)[1])
-
-
-def rows_of_other_ranks_not_masked() -> None:
-    """Tokens of other ranks' rows not masked."""
-    from forge.parallel import tensor_local
-
-    def forward(self: Any, tokens: Tensor) -> Tensor:
-        weight = tensor_local.local_tensor(self.weight)
-        x = F.embedding((tokens - self.first_row).clamp(0, weight.shape[0] - 1), weight)
-        return tensor_local.sum_to_pieces(x, self.mesh)
-
-    tensor_local.LocalEmbedding.forward = forward
-
-
-def updates_not_restored() -> None:
-    """A count of updates that a resume forgets."""
-    from forge.optim.adamw import AdamW
-
-    AdamW.load_state = lambda self, state: None
+    def before_optimizer(self, step: int) -> None:
+        grads = [shard.grad for shard in self.trainer.model.shards if shard.grad is not None]
+        norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
+        self.trainer.metrics.scalars(step, {"my/norm": norm.item()})
 
 
 EXPERTS = r"feed_forward\.experts\.w\w+"
@@ -372,28 +185,61 @@ FULL = "dp_shard=2 activation_checkpoint.mode=full"
 
 DEFECTS = [
     Defect(LocalNormModel, "local norm", "tp=2", "output", r"layers\.0\.feed_forward\.hidden_norm"),
-    Defect(bias_on_every_rank, "biased", "tp=2", "output", r"layers\.0\.attention\.wo"),
-    Defect(mean_of_means, "dense", "dp_shard=2", "loss", "loss", fast=True),
-    Defect(expert_gradients_times_ep, "experts", "dp_shard=2 ep=2", "gradient", rf"layers\.1\.{EXPERTS}"),
-    Defect(divided_by_microbatches, "dense", "pp=2", "gradient", r"head\.weight"),
-    Defect(partial_gradients_left_apart, "dense", "tp=2", "gradient", r"norm\.weight"),
-    Defect(positions_from_0, "dense", "cp=2", "output", r"layers\.0\.attention"),
-    Defect(documents_counted_from_each_chunk, "dense", "cp=2", "output", r"layers\.0\.attention"),
-    Defect(keys_keep_their_own_gradient, "dense", "cp=2", "gradient", r"layers\.1\.attention\.w[kv]\.weight"),
-    Defect(tied_gradients_left_apart, "tied", "pp=2", "gradient", r"embedding\.weight", fast=True),
-    Defect(tied_values_left_behind, "tied", "pp=2", "loss", "loss"),
-    Defect(one_ranks_experts_are_saved, "experts", "dp_shard=2 ep=2", "saved", rf"layers\.0\.{EXPERTS}"),
+    Defect(defects.bias_on_every_rank, "biased", "tp=2", "output", r"layers\.0\.attention\.wo"),
+    Defect(defects.mean_of_means, "dense", "dp_shard=2", "loss", "loss", fast=True),
     Defect(
-        stale_scale, "balancing loss", "dp_shard=2", "gradient", r"layers\.1\.feed_forward\.router\.weight"
+        defects.expert_gradients_times_ep, "experts", "dp_shard=2 ep=2", "gradient", rf"layers\.1\.{EXPERTS}"
     ),
-    Defect(overwritten_input, "dense", FULL, "gradient", r"layers\.1\..*"),
-    Defect(norm_of_own_shards, "dense", "dp_shard=2", "norm", "norm", fast=True),
-    Defect(weights_of_the_step_before, "dense", "dp_shard=2 data_parallel=zero1", "output", "embedding"),
-    Defect(experts_drawn_by_local_index, "experts", "dp_shard=2 ep=2", "initial", rf"layers\.0\.{EXPERTS}"),
-    Defect(routers_move_by_local_counts, "experts", "dp_shard=2", "router", r"layers\.0"),
-    Defect(same_samples_on_all_ranks, "dense", "dp_shard=2", "input", "embedding", fast=True),
-    Defect(only_local_logsumexp, "dense", "tp=2", "loss", "loss"),
-    Defect(rows_of_other_ranks_not_masked, "dense", "tp=2", "output", "embedding"),
-    Defect(updates_not_restored, "dense", "dp_shard=2", "resumed", r"parameter embedding\.weight"),
+    Defect(defects.divided_by_microbatches, "dense", "pp=2", "gradient", r"head\.weight"),
+    Defect(defects.partial_gradients_left_apart, "dense", "tp=2", "gradient", r"norm\.weight"),
+    Defect(defects.positions_from_0, "dense", "cp=2", "output", r"layers\.0\.attention"),
+    Defect(defects.documents_counted_from_each_chunk, "dense", "cp=2", "output", r"layers\.0\.attention"),
+    Defect(
+        defects.keys_keep_their_own_gradient,
+        "dense",
+        "cp=2",
+        "gradient",
+        r"layers\.1\.attention\.w[kv]\.weight",
+    ),
+    Defect(defects.tied_gradients_left_apart, "tied", "pp=2", "gradient", r"embedding\.weight", fast=True),
+    Defect(defects.tied_values_left_behind, "tied", "pp=2", "loss", "loss"),
+    Defect(
+        defects.one_ranks_experts_are_saved, "experts", "dp_shard=2 ep=2", "saved", rf"layers\.0\.{EXPERTS}"
+    ),
+    Defect(
+        defects.stale_scale,
+        "balancing loss",
+        "dp_shard=2",
+        "gradient",
+        r"layers\.1\.feed_forward\.router\.weight",
+    ),
+    Defect(defects.overwritten_input, "dense", FULL, "gradient", r"layers\.1\..*"),
+    Defect(defects.norm_of_own_shards, "dense", "dp_shard=2", "norm", "norm", fast=True),
+    Defect(
+        defects.weights_of_the_step_before, "dense", "dp_shard=2 data_parallel=zero1", "output", "embedding"
+    ),
+    Defect(
+        defects.experts_drawn_by_local_index,
+        "experts",
+        "dp_shard=2 ep=2",
+        "initial",
+        rf"layers\.0\.{EXPERTS}",
+    ),
+    Defect(defects.routers_move_by_local_counts, "experts", "dp_shard=2", "router", r"layers\.0"),
+    Defect(defects.same_samples_on_all_ranks, "dense", "dp_shard=2", "input", "embedding", fast=True),
+    Defect(defects.only_local_logsumexp, "dense", "tp=2", "loss", "loss"),
+    Defect(defects.rows_of_other_ranks_not_masked, "dense", "tp=2", "output", "embedding"),
+    Defect(defects.updates_not_restored, "dense", "dp_shard=2", "resumed", r"parameter embedding\.weight"),
     Defect(Trust, "trust", "dp_shard=2", "parameter", r"embedding\.weight", fast=True),
+    Defect(ShardClip, "shard clip", "dp_shard=2", "hooked", rf"{HERE}:ShardClip\.after_gradients", fast=True),
+    Defect(FirstRankDecays, "first rank", "dp_shard=2", "hooked", rf"{HERE}:FirstRankDecays\.before_step"),
+    Defect(LocalCurve, "local curve", "dp_shard=2", "curve", rf"{HERE}:LocalCurve\.before_optimizer"),
+    Defect(
+        defects.every_piece_from_the_first_file,
+        "dense",
+        "dp_replicate=2",
+        "loaded",
+        r"layers\.0\.attention_norm\.weight",
+        origin="dp_shard=2",
+    ),
 ]

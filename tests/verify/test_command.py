@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,10 +105,11 @@ def test_equal_layouts_end_with_0_and_json_has_everything(run) -> None:
     assert found["not_allowed"][0]["layout"] == "tp=3"
     (one,) = found["layouts"]
     kinds = {
-        "initial", "input", "output", "loss", "norm", "gradient", "parameter", "optimizer", "saved", "loaded"
+        "initial", "input", "output", "loss", "norm", "gradient", "parameter", "optimizer", "saved", "loaded", "continued"
     }  # fmt: skip
     assert set(one["largest"]) == kinds and max(one["largest"].values()) < 1e-9
-    assert one["not_compared"] == []
+    assert one["not_compared"] == [] and one["loaded_from"] == "one process"
+    assert one["equal"] and one["worst"] < 1e-9 and one["where"] is None
 
 
 @pytest.mark.slow
@@ -145,6 +148,46 @@ def test_the_layout_of_a_config_on_the_processes_of_a_launcher(tmp_path: Path) -
     assert "layers.0.feed_forward.hidden_norm: its output differs while its input agrees" in out
 
 
+@pytest.mark.slow
+def test_a_checkout_verifies_itself_and_not_the_forge_that_is_installed(tmp_path: Path) -> None:
+    for name in ("forge", "scripts", "configs"):
+        shutil.copytree(REPOSITORY / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    file = tmp_path / "forge" / "parallel" / "gradients.py"
+    code = file.read_text()
+    assert code.count("norm = entries[0].sqrt()") == 1
+    file.write_text(code.replace("norm = entries[0].sqrt()", "norm = 2 * entries[0].sqrt()"))
+    command = [sys.executable, str(tmp_path / "scripts" / "verify.py"), *SMALL, "--layouts", "dp_shard=2"]
+    (tmp_path / "elsewhere").mkdir()
+    out, err = start(command, tmp_path / "elsewhere", PYTHONPATH="").communicate(timeout=200)
+    assert "norm: all gradients agree, but not their global norm" in out, out + err
+
+
+@pytest.mark.slow
+def test_a_layout_on_the_processes_of_a_launcher_has_the_digests_of_a_small_run(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    script = str(REPOSITORY / "scripts" / "verify.py")
+
+    def ended(*options: str, launcher: Sequence[str]) -> tuple[int, str]:
+        process = start(
+            [*launcher, script, *SMALL, "--digests", "own", *options], tmp_path, PYTHONPATH=str(tmp_path)
+        )
+        out, err = process.communicate(timeout=200)
+        return process.returncode, out + err
+
+    two = [*TORCHRUN, "--nproc-per-node", "2"]
+    own = "--model.kind=mine:Model"
+    code, out = ended(own, "--world-sizes=2", launcher=[sys.executable])
+    assert code == 0 and "own: written" in out, out
+    code, out = ended(own, "--in-place", "--parallel.cp=2", launcher=two)
+    assert code == 0 and "1 equal" in out, out
+    code, out = ended(own, "--in-place", "--parallel.tp=2", launcher=two)
+    assert code == 1, out
+    assert "layers.0.feed_forward.hidden_norm: its output differs while its input agrees" in out
+    assert "step 1, digest of the output layers.0.feed_forward.hidden_norm" in out
+    code, out = ended(own, "--in-place", "--run.seed=5", launcher=two)
+    assert code != 0 and "run.seed is 0 there and 5 here" in out, out  # torchrun ends with its own code
+
+
 def test_bad_input_ends_with_2(run) -> None:
     for options, message in (
         (["--layouts", "tq=2"], "tq=2 is not KEY=VALUE"),
@@ -153,6 +196,8 @@ def test_bad_input_ends_with_2(run) -> None:
         (["--model.dim=no"], "model.dim"),
         (["--model.kind=mine:Broken", "--layouts", "tp=2"], "a mistake of one's own"),
         (["--against", "nowhere", "--layouts", "dp_shard=2", "--steps=1"], "is not a checkout of forge"),
+        (["--digests", "file"], "needs --world-sizes N"),
+        (["--train.hooks=['mine:Nothing']", "--layouts", "tp=2"], "mine has no class Nothing"),
     ):
         output = run(*options)
         assert output.code == 2 and message in output.err, output.err

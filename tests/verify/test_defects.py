@@ -29,7 +29,13 @@ def verifier(config: str) -> Verifier:
 
 def outcome(defect: Defect) -> Outcome:
     (case,) = parse_layouts(defect.layout)
-    return verifier(defect.config).patched(defect.patch).check(case)
+    without = verifier(defect.config)
+    if defect.origin:
+        without = verifier.__wrapped__(defect.config)  # one that has checked nothing else
+        (origin,) = parse_layouts(defect.origin)
+        without.check(origin)
+        assert without.other == origin
+    return without.patched(defect.patch).check(case)
 
 
 @pytest.mark.parametrize(
@@ -52,6 +58,15 @@ def test_without_the_defect_the_layout_is_equal(config: str, layout: str) -> Non
     (case,) = parse_layouts(layout)
     found = verifier(config).check(case)
     assert found.status == "equal", found.finding or found.error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dp_shard=2", "tp=2", "pp=2", "cp=2", "dp_shard=2 data_parallel=zero1"])
+def test_a_hook_that_is_the_same_on_every_rank_is_no_difference(layout: str) -> None:
+    (case,) = parse_layouts(layout)
+    found = verifier("good hook").check(case)
+    assert found.status == "equal", found.finding or found.error
+    assert {"hooked", "curve"} <= found.largest.keys()
 
 
 @pytest.mark.slow

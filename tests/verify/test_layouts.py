@@ -6,7 +6,7 @@ import pytest
 
 from forge.config import check_world
 from forge.errors import UserError
-from forge.verify.layouts import AXES, Case, at_random, parse_layouts, systematic, why_illegal
+from forge.verify.layouts import AXES, Case, at_random, parse_layouts, require_any, systematic, why_illegal
 from forge.verify.shrink import changed, shrink
 from tests.support.configs import tiny
 
@@ -44,7 +44,7 @@ def test_few_layouts_end_a_draw() -> None:
     "text", ["cp=2 tp=2", "dp_shard=2 tp=2 ep=4 context=ring", "one process", "pp=2 pipeline.schedule=GPipe"]
 )
 def test_the_name_of_a_layout_reads_back(text: str) -> None:
-    (case,) = parse_layouts(text) if text != "one process" else [Case()]
+    (case,) = parse_layouts(text)
     assert case.name == text
 
 
@@ -60,11 +60,21 @@ def test_experts_over_more_ranks_than_named_get_them_from_dp_shard() -> None:
         ("tp", "KEY=VALUE"),
         ("tp=0", "whole number"),
         ("tp=two", "whole number"),
+        (" ; ", "names no layout"),
     ],
 )
 def test_a_layout_that_cannot_be_meant_is_refused(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         parse_layouts(text)
+
+
+def test_a_number_of_processes_that_no_layout_has_is_refused() -> None:
+    for world in (1, 2, 16):
+        require_any(SMALL, world)
+    with pytest.raises(
+        UserError, match="no layout of 7 processes goes with this configuration; dp_shard=7: "
+    ):
+        require_any(SMALL, 7)
 
 
 def test_what_the_configuration_refuses_is_reported_with_its_reason() -> None:

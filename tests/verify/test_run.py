@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from math import inf
 
 import pytest
@@ -24,11 +25,11 @@ class Fake(Verifier):
     """A verifier in which `status` of a layout is known, and each layout takes a second of `clock`."""
 
     def __init__(self, status: Callable[[Case], str], monkeypatch: pytest.MonkeyPatch):
-        self.config, self._known, self.ran = SMALL, {}, []
+        self.config, self._known, self.ran, self.other = SMALL, {}, [], Case()
         self._status, self.clock = status, 0.0
         monkeypatch.setattr(run.time, "monotonic", lambda: self.clock)
 
-    def _run(self, case: Case) -> Outcome:
+    def _run(self, case: Case, other: Case, keep: bool = False) -> Outcome:
         self.clock += 1.0
         self.ran.append(case)
         status = self._status(case)
@@ -72,6 +73,28 @@ def test_the_smallest_layout_that_still_differs_is_found_and_no_random_one_is_dr
     assert report.worst is not None and report.worst.case == cases[0]
     assert report.smallest is not None and report.smallest.case.name == "tp=2"
     assert verify(Fake(with_tp, monkeypatch), None, worlds=[1, 2], seconds=inf).bad  # ends
+
+
+class FakeLoads(Fake):
+    """One whose layouts with pipelines differ when they load a checkpoint of a layout with tensor parallelism."""
+
+    def _run(self, case: Case, other: Case, keep: bool = False) -> Outcome:
+        loads = "tp" in dict(other.degrees) and "pp" in dict(case.degrees)
+        found = super()._run(case, other, keep)
+        self.other = case if keep else self.other
+        kind = Difference(2, "loaded", "embedding.weight", 0, (), 1.0, 2.0, 1.0)
+        finding = Finding("embedding.weight", "why", kind) if loads else None
+        return replace(found, status="different" if loads else "equal", finding=finding, other=other)
+
+
+def test_a_checkpoint_that_does_not_load_is_searched_with_the_layout_that_saved_it(monkeypatch) -> None:
+    fake = FakeLoads(equal, monkeypatch)
+    cases = parse_layouts("pp=2; tp=2; cp=2 pp=2")
+    report = verify(fake, cases, seconds=100.0)
+    assert [one.case for one in report.bad] == [cases[2]]
+    # Alone it was equal before, with the checkpoint of one process.
+    assert report.smallest is not None and report.smallest.case.name == "pp=2"
+    assert report.smallest.other.name == "tp=2"
 
 
 def test_the_search_ends_with_the_time(monkeypatch) -> None:

@@ -1,13 +1,16 @@
 """A small configuration keeps the structure of the large one."""
 
+from fractions import Fraction
 from math import prod
 
 import pytest
 
 from forge.config import Config, Degrees, check_world, load_config, parse_toml_text
 from forge.config.load import CONFIGS
+from forge.config.model import ModelConfig
+from forge.config.section import Positive, Section
 from forge.verify.layouts import AXES
-from forge.verify.shrink import changed, for_layout, shrink
+from forge.verify.shrink import changed, for_layout, other_parts, shrink
 from tests.support.configs import TINY, tiny
 
 SHIPPED = sorted(path.stem for path in CONFIGS.glob("*.toml"))
@@ -47,6 +50,27 @@ def test_layers_of_two_kinds_of_windows_both_stay() -> None:
     text = TINY.replace("n_layers = 2", "n_layers = 30\nsliding_window = 16\nsliding_window_pattern = 6")
     model = shrink(parse_toml_text(text))[0].model
     assert 1 < model.sliding_window_pattern <= model.n_layers
+
+
+class Latent(Section):
+    kv_lora_rank: Positive = 512
+    rope_head_dim: Positive = 4
+    conv_size: Positive = 3
+    depth: Positive = 100
+    on: bool = True
+
+
+class WithPart(ModelConfig):
+    narrow: Latent = Latent()
+
+
+def test_the_widths_of_parts_that_this_room_does_not_know_shrink_too() -> None:
+    model = WithPart(dim=1024, n_layers=2, n_heads=8, ffn_dim=2048, vocab_size=100)
+    assert other_parts(model, Fraction(1, 32)) == {
+        "model.narrow.kv_lora_rank": 16,
+        "model.narrow.rope_head_dim": 4,
+        "model.narrow.conv_size": 3,
+    }
 
 
 def test_what_cannot_be_kept_is_reported() -> None:
