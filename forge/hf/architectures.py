@@ -118,7 +118,7 @@ class Architecture:
     output_bias: bool = False
     """attention_bias adds a bias to the output projection as well; of zeros where forge's model has none."""
     must_be: Mapping[str, Any] = field(default_factory=dict)
-    """Added to MUST_BE, and written."""
+    """Added to MUST_BE; written, unless it is false, which is the default."""
     rope_by_kind: bool = False
     """Layers with a sliding window have rotary frequencies of their own, without scaling."""
     shared_experts_always: bool = False

@@ -88,7 +88,7 @@ def write_model(model: ModelConfig, architecture: Architecture, seq_len: int) ->
     names = KEYS | dict(architecture.keys)
     written |= {theirs: flat[ours] for ours, theirs in names.items() if ours in flat}
     written |= {"hidden_act": "silu", "attention_dropout": 0.0}
-    written |= dict(architecture.must_be) | dict(architecture.extra)
+    written |= {key: value for key, value in architecture.must_be.items() if value} | dict(architecture.extra)
     slides = [window_of(model, layer) > 0 for layer in range(model.n_layers)]
     windows = {
         "use_sliding_window": any(slides),

@@ -187,6 +187,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 @contextlib.contextmanager
 def float32_means(dtype: torch.dtype) -> Iterator[None]:
     """transformers says torch.float32 where forge says promote(float32, compute): this makes the two the same."""
+    import safetensors.torch  # noqa: F401  it makes a table of formats when it is imported
+
     with contextlib.ExitStack() as stack:
         if dtype == torch.float64:
             for name in ("float32", "float"):
