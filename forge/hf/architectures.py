@@ -12,6 +12,7 @@ from typing import Any
 
 from forge.config.model import MLAConfig
 from forge.errors import UserError
+from forge.hf.fused import QWEN3_NEXT
 
 # Ours -> theirs in every config.json.
 KEYS = {
@@ -125,6 +126,12 @@ class Architecture:
     """A model without shared experts still has their tensors, with no elements."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Theirs -> a value to write because transformers' default means something else."""
+    fused: bool = False
+    """Queries and gates are one tensor, and so are several projections of a linear layer (forge/hf/fused.py)."""
+    partial_rope: bool = False
+    """partial_rotary_factor is model.rope_fraction; in other classes it must be 1."""
+    ignored: tuple[str, ...] = ()
+    """How names of tensors begin that are left out, as transformers does."""
     interleaved_rope: bool = False
     """RoPE rotates neighbouring elements of a head; forge and the other classes rotate elements half a head apart."""
 
@@ -312,6 +319,7 @@ ARCHITECTURES = (
         window_keys=("use_sliding_window", "sliding_window"),
         output_bias=True,
     ),
+    Architecture("Qwen3NextForCausalLM", "qwen3_next", **QWEN3_NEXT),
     Architecture(
         "Dots1ForCausalLM",
         "dots1",

@@ -19,7 +19,7 @@ from forge.files import replace_atomically, sync_folder
 from forge.hf.folder import Conversion, Progress, new_folder, no_progress
 from forge.hf.model_config import choose_architecture, write_model
 from forge.hf.safetensors import DTYPES, Planned, write_tensors
-from forge.hf.tensors import Weight, weights_of
+from forge.hf.tensors import Weight, their_tensors, weights_of
 from forge.hf.tokenizer import export_files
 
 SHARD_BYTES = 5_000_000_000
@@ -61,7 +61,8 @@ def export_weights(
                 needed = f"its config.toml requires {weight.shape}"
                 raise UserError(f"{checkpoint}: {name} is {tuple(shape)} of {own}; {needed}")
         target = own if weight.is_state or dtype is None else dtype
-        planned += [Planned(theirs, target, weight.their_shape) for theirs in weight.theirs]
+        if weight.rows is None or weight.rows.start == 0:
+            planned += [Planned(theirs, target, weight.their_shape) for theirs in weight.theirs]
     folder = checkpoint / "tokenizer"
     files: dict[str, bytes] = {}
     ends: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None}
@@ -101,12 +102,12 @@ def _verify(checkpoint: Path, progress: Progress) -> None:
 
 
 def _tensors(weights: list[Weight], reader: TensorReader, planned: list[Planned]) -> Iterator[Tensor]:
-    targets = iter(planned)
-    for weight in weights:
+    def read(weight: Weight) -> Tensor:
         if weight.ours is None:
-            parts = [torch.zeros(weight.their_shape)] * len(weight.theirs)
-        else:
-            parts = weight.split(reader.read(f"model.{weight.ours}"))
-        for part in parts:
-            yield part.to(next(targets).dtype)
-        del parts, part  # or they would stay in memory while the next tensor is read
+            return torch.zeros(len(weight.theirs), *weight.their_shape)
+        return reader.read(f"model.{weight.ours}")
+
+    targets = iter(planned)
+    for tensor in their_tensors(weights, read):
+        yield tensor.to(next(targets).dtype)
+        del tensor  # or it would stay in memory while the next one is read

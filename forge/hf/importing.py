@@ -57,14 +57,14 @@ def import_weights(source: Path, output: Path, *, progress: Progress = no_progre
     dtype = DTYPES.get(embedding.dtype, torch.float32) if embedding else torch.float32
     config = _config(model, values, described, output, dtype, tokenizer=bool(files))
     weights = weights_of(config.model, architecture)
-    dtypes = _match(source, config, weights, stored)
+    dtypes = _match(source, config, weights, stored, architecture.ignored)
     total = sum(prod(weight.shape) * dtypes[weight.ours].itemsize for weight in weights if weight.ours)
     done = 0
 
     def read(weight: Weight, dtype: torch.dtype) -> Tensor:
         nonlocal done
         if weight.theirs:
-            values = weight.joined(_read([stored[name] for name in weight.theirs], weight.shape))
+            values = weight.joined(_read([stored[name] for name in weight.theirs], weight.read_shape))
         else:
             values = torch.zeros(weight.shape, dtype=dtype)
         done += values.nbytes
@@ -130,7 +130,11 @@ def _config(
 
 
 def _match(
-    source: Path, config: Config, weights: list[Weight], stored: dict[str, Stored]
+    source: Path,
+    config: Config,
+    weights: list[Weight],
+    stored: dict[str, Stored],
+    ignored: tuple[str, ...],
 ) -> dict[str, torch.dtype]:
     """Return the dtype of every tensor of forge by name, after checking that all of theirs exist and fit."""
     problems: list[str] = []
@@ -159,7 +163,7 @@ def _match(
     problems += [
         f"{name} is no part of the model that config.json describes"
         for name in stored
-        if name not in known and not name.endswith("rotary_emb.inv_freq")
+        if name not in known and not name.endswith("rotary_emb.inv_freq") and not name.startswith(ignored)
     ]
     if problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""

@@ -26,9 +26,10 @@ _TRAINING_ONLY = {
     "moe.router_noise",
     "moe.capacity_factor",
     "mtp",
+    "linear_attention.chunk_size",
 }
 _SOFT_CAPS = {"attention_soft_cap", "logit_soft_cap"}
-_SLIDING, _FULL = "sliding_attention", "full_attention"
+_SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
 
 
 def read_model(
@@ -72,12 +73,16 @@ def read_model(
         model[key] = model[key] or 0.0
     model |= read_rope(config)
     model["sliding_window"], model["layer_pattern"] = _read_windows(config, model["n_layers"])
+    if architecture.fused:
+        model["layer_pattern"] = _read_linear(config, model["n_layers"])
     if architecture.is_moe:
         model |= _read_moe(config, model)
-    for table in ("mla", "moe"):
+    for table in ("mla", "moe", "linear_attention"):
         inner = [key for key in model if key.startswith(f"{table}.")]
         if inner:
             model[table] = {key.partition(".")[2]: model.pop(key) for key in inner}
+    if "linear" not in model["layer_pattern"]:
+        model.pop("linear_attention", None)
     return model
 
 
@@ -99,6 +104,9 @@ def write_model(model: ModelConfig, architecture: Architecture, seq_len: int) ->
     written |= write_rope(model, architecture, seq_len) | {
         key: windows[key] for key in architecture.window_keys
     }
+    if architecture.fused:
+        names = {"linear": _LINEAR}
+        written["layer_types"] = [names.get(model.kind_of(n), _FULL) for n in range(model.n_layers)]
     moe, keys = model.moe, architecture.keys
     written |= {keys[cap]: flat[cap] or None for cap in _SOFT_CAPS & keys.keys()}
     if "query_pre_attn_scalar" in architecture.defaults:
@@ -107,6 +115,8 @@ def write_model(model: ModelConfig, architecture: Architecture, seq_len: int) ->
         written["q_lora_rank"] = written.get("q_lora_rank") or None
     if moe is None:
         return written
+    if architecture.fused:
+        written["shared_expert_intermediate_size"] = moe.n_shared_experts * moe.expert_dim
     if "moe.aux_loss_coef" in keys:
         coefficient = moe.aux_loss_coef if moe.balance in ("aux_loss", "sequence_aux_loss") else 0.0
         written[keys["moe.aux_loss_coef"]] = coefficient / moe.top_k
@@ -183,7 +193,10 @@ def _effective(model: ModelConfig) -> dict[str, Any]:
 
 def _flat(model: ModelConfig) -> dict[str, Any]:
     """Dotted keys below [model] -> values; as in transformers, the weight of a single expert is never normalised."""
-    flat = {key: getattr(model, key) for key in ModelConfig.model_fields if key not in ("mla", "moe")}
+    tables = ("mla", "moe", "linear_attention")
+    flat = {key: getattr(model, key) for key in ModelConfig.model_fields if key not in tables}
+    if (linear := model.linear_attention) is not None:
+        flat |= {f"linear_attention.{key}": getattr(linear, key) for key in type(linear).model_fields}
     if model.latent is not None:
         flat |= {f"mla.{key}": getattr(model.latent, key) for key in type(model.latent).model_fields}
         flat |= {"n_kv_heads": model.n_heads, "head_dim": model.latent.qk_rope_head_dim}
@@ -201,6 +214,12 @@ def _read_moe(config: ConfigJson, model: dict[str, Any]) -> dict[str, Any]:
         raise config.error(config.architecture.keys["moe.top_k"], why)
     dense, every = _read_dense(config, model["n_layers"])
     read = {"moe.normalize_top_k": normalized, "moe.n_dense_layers": dense, "moe.every": every}
+    if config.architecture.fused:
+        size, shared = model["moe.expert_dim"], config["shared_expert_intermediate_size"]
+        if shared % size:
+            why = f"forge's shared experts are as wide as the others, {size}"
+            raise config.error("shared_expert_intermediate_size", why)
+        read["moe.n_shared_experts"] = shared // size
     if "moe.n_shared_experts" in model:
         read["moe.n_shared_experts"] = model["moe.n_shared_experts"] or 0
     if config.architecture.router_bias is not None:
@@ -250,6 +269,18 @@ def _read_windows(config: ConfigJson, n_layers: int) -> tuple[int, list[str]]:
     if not any(slides):
         return 0, []
     return window, [] if all(slides) else _shortest(["sliding" if slide else "full" for slide in slides])
+
+
+def _read_linear(config: ConfigJson, n_layers: int) -> list[str]:
+    """layer_pattern of a class with linear layers."""
+    types = config["layer_types"]
+    key = "full_attention_interval"
+    every = config[key] if key in config else 4  # noqa: SIM401
+    if types is None:
+        return _shortest(["full" if (layer + 1) % every == 0 else "linear" for layer in range(n_layers)])
+    if len(types) != n_layers or not set(types) <= {_LINEAR, _FULL}:
+        raise config.error("layer_types", f"needed: {n_layers} times {_LINEAR} or {_FULL}")
+    return _shortest(["linear" if kind == _LINEAR else "full" for kind in types])
 
 
 def _shortest(kinds: list[str]) -> list[str]:

@@ -22,6 +22,8 @@ _YARN_ONLY = {"attention_factor", "mscale", "mscale_all_dim", "truncate"}
 def write_rope(model: ModelConfig, architecture: Architecture, seq_len: int) -> dict[str, Any]:
     """Return rope_theta, rope_scaling and max_position_embeddings in the form that every version of transformers reads."""
     written = _write_scaling(model, seq_len)
+    if architecture.partial_rope:
+        written["partial_rotary_factor"] = model.rope_fraction
     if not architecture.rope_by_kind:
         return written
     local = model.sliding_rope_theta or model.rope_theta
@@ -63,6 +65,9 @@ def read_rope(config: ConfigJson) -> dict[str, Any]:
     """
     key = "rope_parameters" if "rope_parameters" in config else "rope_scaling"
     scaling = dict(config[key] or {}) if key in config else {}
+    if config.architecture.partial_rope:
+        fraction = scaling.get("partial_rotary_factor", config["partial_rotary_factor"])
+        return _read_scaling(config, key, scaling) | {"rope_fraction": float(fraction)}
     if not config.architecture.rope_by_kind:
         return _read_scaling(config, key, scaling)
     local: dict[str, Any] = {}
@@ -83,7 +88,7 @@ def _read_scaling(config: ConfigJson, key: str, scaling: dict[str, Any]) -> dict
     theta = float(scaling.get("rope_theta") or config["rope_theta"])
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     partial = scaling.pop("partial_rotary_factor", config["partial_rotary_factor"])
-    if partial != 1.0:
+    if partial != 1.0 and not config.architecture.partial_rope:
         where = f"{config.source}: partial_rotary_factor = {partial!r}"
         raise UserError(f"{where}: forge rotates whole heads only, which is 1.0")
     if kind == "default" and not set(scaling) - _COMMON:

@@ -1,19 +1,22 @@
 """Names and shapes of tensors: which tensors of transformers make up each tensor of forge.
 
 One rule covers all of them: a tensor of forge is the concatenation of tensors of theirs that have one shape. A plain
-weight is a single tensor; the fused weight of experts is gate of 0, up of 0, gate of 1, and so on.
+weight is a single tensor; the fused weight of experts is gate of 0, up of 0, gate of 1, and so on. The exception is a tensor
+of theirs that holds several of forge's (forge/hf/fused.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from forge.config.model import ModelConfig
 from forge.hf.architectures import ENDS, LAYER, Architecture
+from forge.hf.fused import Rows, join, places
 from forge.model import Transformer
 
 
@@ -24,7 +27,8 @@ class Weight:
     ours None: forge has no such tensor, and theirs are zeros. theirs empty: they have no such tensor, and ours is zeros.
     is_state: not a parameter; `dtype` is the one that forge keeps it in. heads: of the rows of each of so many heads RoPE
     pairs neighbours in theirs, and rows half of the rotated ones apart in ours (0: the same in both); `first`: where the
-    rotated rows of a head begin, which go to its end.
+    rotated rows of a head begin, which go to its end. rows: ours are only these
+    rows of theirs.
     """
 
     ours: str | None
@@ -35,6 +39,12 @@ class Weight:
     dtype: torch.dtype = torch.float32
     heads: int = 0
     first: int = 0
+    rows: Rows | None = None
+
+    @property
+    def read_shape(self) -> tuple[int, ...]:
+        """The shape of all of theirs together."""
+        return self.shape if self.rows is None else self.their_shape
 
     def split(self, ours: Tensor) -> list[Tensor]:
         """ours `[shape]` -> theirs, each `[their_shape]`: views, or copies where elements change places."""
@@ -43,7 +53,9 @@ class Weight:
         return list(ours.reshape(len(self.theirs), *self.their_shape).unbind())
 
     def joined(self, out: Tensor) -> Tensor:
-        """`out` `[shape]`, in whose memory theirs lie one after another -> ours `[shape]`."""
+        """`out` `[read_shape]`, in whose memory theirs lie one after another -> ours `[shape]`."""
+        if self.rows is not None:
+            return self.rows.of(out, self.shape)
         return self._with_pairs(out, -1, 2) if self.heads else out
 
     def _with_pairs(self, rows: Tensor, *sizes: int) -> Tensor:
@@ -68,13 +80,40 @@ def weights_of(model: ModelConfig, architecture: Architecture) -> list[Weight]:
             continue
         _, layer, inner = path.split(".", 2)
         prefix = f"model.layers.{layer}"
+        place = places(model, int(layer)).get(f"{inner}.{leaf}") if architecture.fused else None
+        if place is not None:
+            theirs = f"{prefix}.{place.theirs}"
+            found.append(Weight(name, shape, (theirs,), place.shape, rows=place.rows))
+            continue
         if name not in parameters:
             found.append(_router_state(model, architecture, name, tensor, prefix))
         elif inner == "feed_forward.experts":
             found.append(_experts(architecture, name, shape, prefix))
         else:
             found += _parameter(model, architecture, name, shape, prefix, inner)
-    return found
+    return _in_order(found)
+
+
+def _in_order(weights: list[Weight]) -> list[Weight]:
+    """The parts of one tensor of theirs one after another, in its order."""
+    first = {theirs: n for n, weight in reversed(list(enumerate(weights))) for theirs in weight.theirs}
+
+    def key(numbered: tuple[int, Weight]) -> tuple[int, int]:
+        number, weight = numbered
+        return (number, 0) if weight.rows is None else (first[weight.theirs[0]], weight.rows.start)
+
+    return [weight for _, weight in sorted(enumerate(weights), key=key)]
+
+
+def their_tensors(weights: list[Weight], read: Callable[[Weight], Tensor]) -> Iterator[Tensor]:
+    """Return all tensors of theirs that `weights` make up, in their order; `read` returns a tensor of forge."""
+    for _, group in groupby(weights, key=lambda weight: weight.theirs):
+        weight, *others = group
+        if weight.rows is None:
+            yield from weight.split(read(weight))
+        else:
+            parts = [weight, *others]
+            yield join([read(part) for part in parts], [p.rows for p in parts if p.rows], weight.their_shape)
 
 
 def _parameter(

@@ -150,6 +150,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3MoeForCausalLM",
         EXPERTS | {"norm_topk_prob": False, "mlp_only_layers": [0], "head_dim": 8, "tie_word_embeddings": True},
     ),
+    "qwen3_next": (
+        "Qwen3NextForCausalLM",
+        EXPERTS
+        | {
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+            "rms_norm_eps": 0.1,  # what states return is so small that with less float32 shows mostly rounding
+            "head_dim": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 6,
+            "linear_conv_kernel_dim": 3,
+            "shared_expert_intermediate_size": 32,
+        },
+    ),
     "dots1": ("Dots1ForCausalLM", DEEPSEEK | {"head_dim": 8, "sliding_window": None}),
     "glm4_moe": (
         "Glm4MoeForCausalLM",
