@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, TypeAlias
 
 from annotated_types import Ge
-from pydantic import Field, ValidationError
+from pydantic import Field, Strict, ValidationError
 
 from forge.config.section import NonNegativeNumber, Positive, PositiveNumber, Section
 from forge.errors import UserError, did_you_mean
@@ -18,7 +18,8 @@ from forge.observe.hardware import GIB, card_peak_flops
 
 FOLDER = Path(__file__).parent / "cards"
 
-Curve: TypeAlias = list[tuple[PositiveNumber, PositiveNumber]]
+# TOML has lists, not tuples.
+Curve: TypeAlias = list[Annotated[tuple[PositiveNumber, PositiveNumber], Strict(False)]]
 """(size, rate), by increasing size. Between two the rate is taken along a straight line over the logarithm of the size."""
 
 

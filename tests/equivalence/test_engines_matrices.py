@@ -103,10 +103,12 @@ class PlainMuon:
     def recorded(self, layer: str, attend: Any) -> Any:
         """`attend`, which keeps the logits of all pairs that see each other."""
 
-        def record(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+        def record(
+            q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sinks: Tensor | None = None
+        ) -> Tensor:
             logits = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT / q.shape[-1] ** 0.5
             self.logits[layer] = logits.detach().masked_fill(~mask.table, -torch.inf)
-            return attend(q, k, v, mask)
+            return attend(q, k, v, mask, sinks)
 
         record.prepare = attend.prepare
         return record

@@ -10,6 +10,7 @@ import re
 import struct
 import sys
 import termios
+import threading
 from collections.abc import Iterator
 from typing import TextIO
 
@@ -21,19 +22,45 @@ from forge.observe.log import reset_logging, setup_logging
 COLUMNS = 60
 
 
+class Terminal:
+    """A pseudo-terminal. `stream` is the program's end; a thread reads the other, as a full terminal makes writers wait."""
+
+    def __init__(self) -> None:
+        self._reader, writer = pty.openpty()
+        fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
+        self.stream: TextIO = os.fdopen(writer, "w", encoding="utf-8")
+        self._read = b""
+        self._thread = threading.Thread(target=self._follow)
+        self._thread.start()
+
+    def _follow(self) -> None:
+        while True:
+            try:
+                found = os.read(self._reader, 1 << 16)
+            except OSError:  # EIO: the program's end is closed
+                return
+            if not found:
+                return
+            self._read += found
+
+    def close(self) -> str:
+        """Close the program's end and return all that it wrote."""
+        if not self.stream.closed:
+            self.stream.close()
+            self._thread.join()
+            os.close(self._reader)
+        return self._read.decode()
+
+
 @pytest.fixture
-def terminal() -> Iterator[tuple[int, TextIO]]:
-    """What reads the terminal, and the program's end of it."""
-    reader, writer = pty.openpty()
-    fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
-    with os.fdopen(writer, "w", encoding="utf-8") as stream:
-        yield reader, stream
-    os.close(reader)
+def terminal() -> Iterator[Terminal]:
+    opened = Terminal()
+    yield opened
+    opened.close()
 
 
-def screen(reader: int) -> list[str]:
+def screen(text: str) -> list[str]:
     """What a person sees: the lines after all movements of the cursor."""
-    text = os.read(reader, 1 << 20).decode()
     lines, at = [""], 0
     for piece in re.findall(r"\x1b\[\d*[AJ]|\r?\n|[^\x1b\r\n]+", text):
         if piece.endswith("A") and piece.startswith("\x1b"):
@@ -63,8 +90,7 @@ def report(step: int, loss: float | None) -> None:
 
 
 def test_messages_stand_above_and_the_view_is_drawn_over(terminal, tmp_path, monkeypatch) -> None:
-    reader, stream = terminal
-    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(sys, "stderr", terminal.stream)
     setup_logging(0, tmp_path, live=True)
     try:
         logging.getLogger("forge.test").info("before")
@@ -75,7 +101,7 @@ def test_messages_stand_above_and_the_view_is_drawn_over(terminal, tmp_path, mon
         report(100, None)
     finally:
         reset_logging()
-    seen = screen(reader)
+    seen = screen(terminal.close())
     assert seen[0].endswith("before") and seen[1].endswith("WARNING step 50 is a spike")
     view = seen[2:]
     assert view[0].startswith("    7.9") and view[5].startswith("    3.0")
@@ -92,15 +118,14 @@ def test_messages_stand_above_and_the_view_is_drawn_over(terminal, tmp_path, mon
 def test_without_the_key_and_on_other_ranks_a_terminal_gets_plain_lines(
     terminal, tmp_path, monkeypatch, live, rank
 ) -> None:
-    reader, stream = terminal
-    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(sys, "stderr", terminal.stream)
     setup_logging(rank, tmp_path, live=live)
     try:
         report(1, 8.0)
         logging.getLogger("forge.test").error("seen")
     finally:
         reset_logging()
-    text = os.read(reader, 1 << 16).decode()
+    text = terminal.close()
     assert "\x1b" not in text and ("step   1/200" in text) is (rank == 0) and "seen" in text
 
 

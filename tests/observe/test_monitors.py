@@ -59,9 +59,9 @@ def test_numbers_are_those_of_a_plain_computation(monkeypatch) -> None:
     monitors.begin()
     watched = attention.attend
 
-    def noting(q, k, v, mask):
+    def noting(q, k, v, mask, sinks=None):
         logits.append(q @ k.repeat_interleave(HEADS, 1).transpose(-1, -2) * 8**-0.5)
-        return watched(q, k, v, mask)
+        return watched(q, k, v, mask, sinks)
 
     noting.prepare = attend.prepare  # type: ignore[attr-defined]
     attention.attend = noting

@@ -31,10 +31,7 @@ def _losses(rank: int, world: int, text: str, backwards: bool = False) -> list[f
     """Losses of training and evaluation in turns; `backwards`: forward runs the blocks in reverse order."""
     model, engine, batches = build(text, world)
     if backwards:
-        blocks = model.parts[0].layers._modules
-        for name in sorted(blocks, reverse=True):
-            blocks[name] = blocks.pop(name)
-        assert list(blocks) == ["2", "1", "0"]
+        model.parts[0].trunk.reverse()
     found = []
     for _ in range(3):
         batch = next(batches)

@@ -57,7 +57,7 @@ def _by_hand(rank: int, world: int, text: str, hooked: bool) -> Gradients:
     """Gradients that are set without hooks, as by a pipeline schedule with split backwards."""
     model, engine, batches = build(text, world)
     engine.begin_microbatch(last=True)
-    losses = model.parts[0](*model._split.local_part(next(batches)))
+    losses = model.parts[0](*model._split.local_part(next(batches)).arguments)
     loss = losses[0] / 100.0
     if hooked:
         loss.backward()
@@ -84,7 +84,7 @@ def _late_and_early(rank: int, world: int, text: str) -> Gradients:
     net = model.parts[0]
     net.layers["0"].forward = lambda x, shared: x
     engine.begin_microbatch(last=True)
-    (net(*model._split.local_part(next(batches)))[0] / 100.0).backward()
+    (net(*model._split.local_part(next(batches)).arguments)[0] / 100.0).backward()
     more = torch.ones_like(net.norm.weight)
     if net.norm.weight.grad is None:
         net.norm.weight.grad = more
@@ -149,7 +149,7 @@ def _frozen(rank: int, world: int, text: str) -> tuple[Gradients, int]:
     building.build_meta_model = freeze
     model, engine, batches = build(text, world)
     engine.begin_microbatch(last=True)
-    (model.parts[0](*model._split.local_part(next(batches)))[0] / 100.0).backward()
+    (model.parts[0](*model._split.local_part(next(batches)).arguments)[0] / 100.0).backward()
     launched = engine._reduction._next
     engine.finish_gradient_sync()
     return gradients(model), launched - len(engine._reduction.buckets)
@@ -193,7 +193,7 @@ def _before_the_last(rank: int, world: int, text: str) -> dict[str, int]:
     def forward_backward() -> None:
         for micro in most:
             engine.begin_microbatch(last=False)
-            (model.parts[0](*model._split.local_part(micro))[0] / 100.0).backward()
+            (model.parts[0](*model._split.local_part(micro).arguments)[0] / 100.0).backward()
 
     return collectives_of(forward_backward).number()
 
