@@ -418,8 +418,8 @@ NOT_COVERED = {
     "DeepseekV2ForCausalLM": "of the models with latent attention forge reads DeepseekV3ForCausalLM",
     "GemmaForCausalLM": "forge reads Gemma 2 and Gemma 3",
     "Gemma3ForConditionalGeneration": "it reads images; forge reads Gemma3ForCausalLM, its text model",
-    "Qwen2MoeForCausalLM": "its shared expert has a gate of its own",
-    "GptOssForCausalLM": "its experts have biases and its attention has sinks",
+    "Qwen2MoeForCausalLM": "forge has no table of its tensors' names",
+    "GptOssForCausalLM": "its experts' tensors, interleaved and in MXFP4, are in a layout that forge does not read",
     "Phi3ForCausalLM": "its tensors are fused in a layout that forge does not split",
 }
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}

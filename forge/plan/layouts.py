@@ -220,5 +220,6 @@ def with_changes(config: Config, changes: Changes) -> Config:
 
 
 def value_of(config: Config, key: str) -> Any:
+    """Return the value of `section.key` in `config`."""
     section, _, name = key.partition(".")
     return getattr(getattr(config, section), name)

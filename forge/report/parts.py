@@ -13,6 +13,8 @@ ROWS = 12
 
 
 class Part(Protocol):
+    """What a section of the page consists of: a table, a figure, a list of findings."""
+
     def html(self) -> str:
         """Return the part as HTML."""
 
@@ -86,6 +88,8 @@ class Findings:
 
 @dataclass
 class Section:
+    """A numbered heading of the page, a sentence below it, and its parts in order."""
+
     title: str
     intro: str = ""
     parts: list[Part] = field(default_factory=list)
