@@ -38,6 +38,8 @@ class RopeScalingConfig(Section):
     """yarn: frequencies with more rotations than this over the original context are not scaled."""
     beta_slow: PositiveNumber = 1.0
     """yarn: frequencies with fewer rotations than this over the original context are fully scaled."""
+    truncate: bool = True
+    """yarn: widen the range of frequencies between these two to whole ones, as its authors do. gpt-oss does not."""
     attention_factor: PositiveNumber | None = Field(
         default=None, json_schema_extra={"default": "0.1 ln(factor) + 1"}
     )

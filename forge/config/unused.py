@@ -92,7 +92,7 @@ RULES: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
     ),
     (
         "model.rope_scaling.beta_fast model.rope_scaling.beta_slow model.rope_scaling.attention_factor "
-        "model.rope_scaling.mscale_all_dim",
+        "model.rope_scaling.mscale_all_dim model.rope_scaling.truncate",
         "model.rope_scaling.kind is not yarn",
         lambda c: c.model.rope_scaling is not None and c.model.rope_scaling.kind != "yarn",
     ),

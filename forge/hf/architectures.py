@@ -1,18 +1,18 @@
-"""The classes of transformers that forge can read and write: their config keys and the names of their tensors, as a table.
+"""What forge knows of a class of transformers: its config keys and the names of its tensors; forge/hf/table.py has them.
 
 `ours` is a key of [model] ("dim", "moe.top_k") or a module of forge; `theirs` one of config.json or transformers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forge.config.model import MLAConfig
+from forge.config.model import ModelConfig
 from forge.errors import UserError
-from forge.hf.fused import QWEN3_NEXT
+from forge.hf.fused import Place
 
 # Ours -> theirs in every config.json.
 KEYS = {
@@ -120,14 +120,16 @@ class Architecture:
     """attention_bias adds a bias to the output projection as well; of zeros where forge's model has none."""
     must_be: Mapping[str, Any] = field(default_factory=dict)
     """Added to MUST_BE; written, unless it is false, which is the default."""
+    default_scaling: Mapping[str, Any] | None = None
+    """What rope_scaling is where config.json has none."""
     rope_by_kind: bool = False
     """Layers with a sliding window have rotary frequencies of their own, without scaling."""
     shared_experts_always: bool = False
     """A model without shared experts still has their tensors, with no elements."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Theirs -> a value to write because transformers' default means something else."""
-    fused: bool = False
-    """Queries and gates are one tensor, and so are several projections of a linear layer (forge/hf/fused.py)."""
+    places: Callable[[ModelConfig, int], dict[str, Place]] | None = None
+    """Returns the tensors of a layer that lie otherwise than in the other classes (forge/hf/fused.py)."""
     partial_rope: bool = False
     """partial_rotary_factor is model.rope_fraction; in other classes it must be 1."""
     ignored: tuple[str, ...] = ()
@@ -139,6 +141,11 @@ class Architecture:
     def is_latent(self) -> bool:
         """Whether its attention is multi-head latent attention."""
         return self.fixed.get("attention") == "mla"
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether it has linear layers."""
+        return "linear_attention.n_key_heads" in self.keys
 
     @property
     def is_moe(self) -> bool:
@@ -172,266 +179,3 @@ class ConfigJson:
     def error(self, key: str, why: str) -> UserError:
         """A UserError about the value of `key`."""
         return UserError(f"{self.source}: {key} = {self[key]!r}: {why}")
-
-
-_QWEN_WINDOWS = ("use_sliding_window", "sliding_window", "layer_types", "max_window_layers")
-_EXPERTS = {"moe.top_k": "num_experts_per_tok", "moe.expert_dim": "moe_intermediate_size"}
-# DeepSeek-V3's routing over grouped-query attention.
-_DEEPSEEK_ROUTING = _EXPERTS | {
-    "moe.n_experts": "n_routed_experts",
-    "moe.n_shared_experts": "n_shared_experts",
-    "moe.n_expert_groups": "n_group",
-    "moe.n_limited_groups": "topk_group",
-    "moe.route_scale": "routed_scaling_factor",
-    "moe.normalize_top_k": "norm_topk_prob",
-    "moe.n_dense_layers": "first_k_dense_replace",
-    "attention_bias": "attention_bias",
-}
-
-_OLMO: dict[str, Any] = {
-    "fixed": {"norm_position": "post", "qk_norm": True, "qk_norm_over": "projection"},
-    "keys": {"attention_bias": "attention_bias"},
-    "layer": {"attention_norm": "post_attention_layernorm", "ffn_norm": "post_feedforward_layernorm"},
-    "output_bias": True,
-}
-_GEMMA_KEYS = {
-    "attention_bias": "attention_bias",
-    "attention_soft_cap": "attn_logit_softcapping",
-    "logit_soft_cap": "final_logit_softcapping",
-}
-_GEMMA_FIXED = {
-    "norm_position": "sandwich",
-    "zero_centered_norms": True,
-    "activation": "gelu_tanh",
-    "scale_embeddings": True,
-}
-_GEMMA_DEFAULTS = {
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "tie_word_embeddings": True,
-    "query_pre_attn_scalar": 256,
-}
-_GEMMA: dict[str, Any] = {
-    "keys": _GEMMA_KEYS,
-    "window_keys": ("sliding_window", "layer_types"),
-    "layer": {
-        "attention_post_norm": "post_attention_layernorm",
-        "ffn_norm": "pre_feedforward_layernorm",
-        "ffn_post_norm": "post_feedforward_layernorm",
-    },
-    "output_bias": True,
-    "must_be": {
-        "hidden_act": "gelu_pytorch_tanh",
-        "hidden_activation": "gelu_pytorch_tanh",
-        "use_bidirectional_attention": False,
-    },
-}
-
-# Export takes the first class that can represent the model.
-ARCHITECTURES = (
-    Architecture("LlamaForCausalLM", "llama"),
-    Architecture(
-        "MistralForCausalLM", "mistral", defaults={"num_key_value_heads": 8}, window_keys=("sliding_window",)
-    ),
-    Architecture(
-        "Qwen2ForCausalLM",
-        "qwen2",
-        fixed={"attention_bias": True},
-        defaults={"num_key_value_heads": 32},
-        window_keys=_QWEN_WINDOWS,
-    ),
-    Architecture(
-        "Qwen3ForCausalLM",
-        "qwen3",
-        fixed={"qk_norm": True},
-        keys={"attention_bias": "attention_bias"},
-        defaults={"num_key_value_heads": 32, "head_dim": 128},
-        window_keys=_QWEN_WINDOWS,
-        output_bias=True,
-    ),
-    Architecture("Olmo2ForCausalLM", "olmo2", defaults={"rms_norm_eps": 1e-5}, **_OLMO),
-    Architecture(
-        "Olmo3ForCausalLM",
-        "olmo3",
-        defaults={"rms_norm_eps": 1e-5, "rope_theta": 500000.0},
-        window_keys=("sliding_window", "layer_types"),
-        every_other_kind=4,
-        rope_by_kind=True,
-        **_OLMO,
-    ),
-    Architecture(
-        "Gemma2ForCausalLM",
-        "gemma2",
-        fixed=_GEMMA_FIXED,
-        defaults=_GEMMA_DEFAULTS | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-        every_other_kind=2,
-        **_GEMMA,
-    ),
-    Architecture(
-        "Gemma3ForCausalLM",
-        "gemma3_text",
-        fixed=_GEMMA_FIXED | {"qk_norm": True},
-        defaults=_GEMMA_DEFAULTS | {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
-        every_other_kind=6,
-        rope_by_kind=True,
-        **_GEMMA,
-    ),
-    Architecture(
-        "MixtralForCausalLM",
-        "mixtral",
-        fixed={"moe.normalize_top_k": True},
-        keys={
-            "moe.n_experts": "num_local_experts",
-            "moe.top_k": "num_experts_per_tok",
-            "moe.expert_dim": "intermediate_size",
-            "moe.aux_loss_coef": "router_aux_loss_coef",
-        },
-        defaults={
-            "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1e6,
-            "sliding_window": None,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-        },
-        window_keys=("sliding_window",),
-        layer={"feed_forward.router": "block_sparse_moe.gate"},
-        experts=("block_sparse_moe.experts", "w1", "w3", "w2"),
-    ),
-    Architecture(
-        "Qwen3MoeForCausalLM",
-        "qwen3_moe",
-        fixed={"qk_norm": True},
-        keys=_EXPERTS
-        | {
-            "attention_bias": "attention_bias",
-            "moe.n_experts": "num_experts",
-            "moe.normalize_top_k": "norm_topk_prob",
-            "moe.aux_loss_coef": "router_aux_loss_coef",
-            "moe.n_dense_layers": "mlp_only_layers",
-        },
-        defaults={
-            "num_key_value_heads": 4,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 768,
-        },
-        window_keys=("use_sliding_window", "sliding_window"),
-        output_bias=True,
-    ),
-    Architecture("Qwen3NextForCausalLM", "qwen3_next", **QWEN3_NEXT),
-    Architecture(
-        "Dots1ForCausalLM",
-        "dots1",
-        fixed={"qk_norm": True, "moe.score_function": "sigmoid"},
-        keys=_DEEPSEEK_ROUTING,
-        defaults={"num_key_value_heads": 32, "first_k_dense_replace": 0, "max_window_layers": 62},
-        window_keys=("sliding_window", "layer_types", "max_window_layers"),
-        router_bias="mlp.gate.e_score_correction_bias",
-        output_bias=True,
-        shared_experts_always=True,
-    ),
-    Architecture(
-        "Glm4MoeForCausalLM",
-        "glm4_moe",
-        fixed={"moe.score_function": "sigmoid"},
-        keys=_DEEPSEEK_ROUTING | {"qk_norm": "use_qk_norm"},
-        defaults={
-            "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-5,
-            "partial_rotary_factor": 0.5,
-            "n_routed_experts": 128,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 1408,
-            "n_shared_experts": 1,
-            "norm_topk_prob": True,
-            "first_k_dense_replace": 1,
-            "use_qk_norm": False,
-        },
-        extra={"partial_rotary_factor": 1.0, "num_nextn_predict_layers": 0},
-        router_bias="mlp.gate.e_score_correction_bias",
-        shared_experts_always=True,
-    ),
-    Architecture(
-        "DeepseekV3ForCausalLM",
-        "deepseek_v3",
-        # The norms of latents have this eps, whatever config.json says.
-        fixed={"attention": "mla", "moe.score_function": "sigmoid", "norm_eps": 1e-6},
-        keys=_DEEPSEEK_ROUTING | {f"mla.{key}": key for key in MLAConfig.model_fields},
-        defaults={
-            "num_key_value_heads": 128,
-            "n_routed_experts": 256,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 2048,
-            "n_shared_experts": 1,
-            "norm_topk_prob": True,
-            "first_k_dense_replace": 3,
-            "routed_scaling_factor": 2.5,
-            "n_group": 8,
-            "topk_group": 4,
-            "q_lora_rank": 1536,
-            "kv_lora_rank": 512,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "rope_interleave": True,
-        },
-        layer={"attention.q_norm": "self_attn.q_a_layernorm"},
-        extra={"rope_interleave": True, "num_nextn_predict_layers": 0},
-        router_bias="mlp.gate.e_score_correction_bias",
-        output_bias=True,
-        shared_experts_always=True,
-        interleaved_rope=True,
-    ),
-    Architecture(
-        "Ernie4_5_MoeForCausalLM",
-        "ernie4_5_moe",
-        fixed={"moe.normalize_top_k": True},
-        keys={
-            "moe.n_experts": "moe_num_experts",
-            "moe.top_k": "moe_k",
-            "moe.expert_dim": "moe_intermediate_size",
-            "moe.n_shared_experts": "moe_num_shared_experts",
-            "moe.n_dense_layers": "moe_layer_start_index",
-            "moe.every": "moe_layer_interval",
-        },
-        defaults={
-            "num_key_value_heads": 4,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 500000.0,
-            "tie_word_embeddings": True,
-            "moe_num_experts": 64,
-            "moe_k": 6,
-            "moe_intermediate_size": 1536,
-            "moe_num_shared_experts": 2,
-            "moe_layer_start_index": 1,
-        },
-        extra={"moe_layer_end_index": -1},
-        router_bias="mlp.moe_statics.e_score_correction_bias",
-        router_bias_is_2d=True,
-        interleaved_rope=True,
-    ),
-)
-
-# Why classes that users ask for are not in the table.
-NOT_COVERED = {
-    "DeepseekV2ForCausalLM": "of the models with latent attention forge reads DeepseekV3ForCausalLM",
-    "GemmaForCausalLM": "forge reads Gemma 2 and Gemma 3",
-    "Gemma3ForConditionalGeneration": "it reads images; forge reads Gemma3ForCausalLM, its text model",
-    "Qwen2MoeForCausalLM": "forge has no table of its tensors' names",
-    "GptOssForCausalLM": "its experts' tensors, interleaved and in MXFP4, are in a layout that forge does not read",
-    "Phi3ForCausalLM": "its tensors are fused in a layout that forge does not split",
-}
-BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
-
-
-def architecture_of(values: dict[str, Any], source: Path | str) -> Architecture:
-    """Return the architecture that a config.json names. Raises UserError (exit 2) if forge does not read it."""
-    names = values.get("architectures") or []
-    kind = values.get("model_type")
-    name = names[0] if names else f'of model_type "{kind}"'
-    for architecture in ARCHITECTURES:
-        if architecture.name == name or (not names and architecture.model_type == kind):
-            return architecture
-    why = NOT_COVERED.get(name, f"forge reads {', '.join(sorted(BY_NAME))}")
-    raise UserError(f"{source}: the architecture {name} cannot be read: {why}")

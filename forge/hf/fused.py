@@ -1,65 +1,21 @@
-"""Tensors of transformers that hold several of forge's, row by row: Qwen3-Next's gates and its linear layers.
+"""Tensors of transformers that lie otherwise than in most classes: those of Qwen3-Next and of gpt-oss.
 
-A projection to queries and gates is, head by head, the rows of queries and then those of the gate. Linear layers have all
-projections in two tensors: for each key head its rows of queries, keys, values and output gates, and for each key head
-those of the strength and the decay.
+Qwen3-Next has tensors that hold several of forge's, row by row. A projection to queries and gates is, head by head, the rows
+of queries and then those of the gate. Linear layers have all projections in two tensors: for each key head its rows of
+queries, keys, values and output gates, and for each key head those of the strength and the decay.
+
+gpt-oss has one tensor for each projection of all experts, with inputs before outputs, and with rows of gate and up in turn.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from forge.config.model import ModelConfig
-
-# The entry of Qwen3-Next in forge/hf/architectures.py.
-QWEN3_NEXT: dict[str, Any] = dict(
-    fixed={
-        "qk_norm": True,
-        "zero_centered_norms": True,
-        "attention_gate": "element",
-        "moe.shared_expert_gate": True,
-    },
-    keys={
-        "moe.top_k": "num_experts_per_tok",
-        "moe.expert_dim": "moe_intermediate_size",
-        "linear_attention.n_key_heads": "linear_num_key_heads",
-        "linear_attention.n_value_heads": "linear_num_value_heads",
-        "linear_attention.key_head_dim": "linear_key_head_dim",
-        "linear_attention.value_head_dim": "linear_value_head_dim",
-        "linear_attention.conv_size": "linear_conv_kernel_dim",
-        "moe.n_experts": "num_experts",
-        "moe.normalize_top_k": "norm_topk_prob",
-        "moe.aux_loss_coef": "router_aux_loss_coef",
-        "moe.n_dense_layers": "mlp_only_layers",
-    },
-    defaults={
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "partial_rotary_factor": 0.25,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
-        "num_experts": 512,
-        "num_experts_per_tok": 10,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-        "norm_topk_prob": True,
-    },
-    layer={
-        "feed_forward.shared_gate": "mlp.shared_expert_gate",
-        "feed_forward.shared.w1": "mlp.shared_expert.gate_proj",
-        "feed_forward.shared.w3": "mlp.shared_expert.up_proj",
-        "feed_forward.shared.w2": "mlp.shared_expert.down_proj",
-    },
-    fused=True,
-    partial_rope=True,
-    ignored=("mtp.",),
-)
+from forge.model.moe import has_experts
 
 
 class Rows(NamedTuple):
@@ -75,18 +31,40 @@ class Rows(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A tensor of theirs below `model.layers.N`, its shape, and the rows of it that are ours (None: all)."""
+    """A tensor of theirs below `model.layers.N`, its shape, and the rows of it that are ours (None: all).
+
+    paired: its rows are of gate and up in turn, not one after the other. transposed: inputs come before outputs.
+    """
 
     theirs: str
     shape: tuple[int, ...]
     rows: Rows | None = None
+    paired: bool = False
+    transposed: bool = False
 
 
-def places(model: ModelConfig, layer: int) -> dict[str, Place]:
-    """Return where the tensors of one layer lie in the classes that fuse them, by their name below `layers.N`.
+def gpt_oss_places(model: ModelConfig, layer: int) -> dict[str, Place]:
+    """Return where the tensors of one layer of gpt-oss lie, by their name below `layers.N`."""
+    found = {"attention.sinks.weight": Place("self_attn.sinks", (model.n_heads,))}
+    if not has_experts(model, layer) or model.moe is None:
+        return found
+    number, dim, hidden, experts = model.moe.n_experts, model.dim, model.moe.expert_dim, "mlp.experts"
+    return found | {
+        "feed_forward.router.weight": Place("mlp.router.weight", (number, dim)),
+        "feed_forward.router.logit_bias": Place("mlp.router.bias", (number,)),
+        "feed_forward.experts.w13": Place(
+            f"{experts}.gate_up_proj", (number, dim, 2 * hidden), paired=True, transposed=True
+        ),
+        "feed_forward.experts.w13_bias": Place(
+            f"{experts}.gate_up_proj_bias", (number, 2 * hidden), paired=True
+        ),
+        "feed_forward.experts.w2": Place(f"{experts}.down_proj", (number, hidden, dim), transposed=True),
+        "feed_forward.experts.w2_bias": Place(f"{experts}.down_proj_bias", (number, dim)),
+    }
 
-    Those that lie where every class has them are left out.
-    """
+
+def qwen3_next_places(model: ModelConfig, layer: int) -> dict[str, Place]:
+    """Return where the tensors of one layer of Qwen3-Next lie, by their name below `layers.N`; without the usual places."""
     linear = model.linear_attention
     if model.kind_of(layer) != "linear" or linear is None:
         if model.attention_gate != "element":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -20,10 +20,12 @@ from forge.config import Config, parse_toml_text, to_toml
 from forge.config.toml import to_literal
 from forge.distributed import RanksFailed, single_process_group
 from forge.errors import FAILED, UserError
-from forge.hf.architectures import ENDS, architecture_of
+from forge.hf.architectures import ENDS
 from forge.hf.folder import Conversion, Progress, new_folder, no_progress
 from forge.hf.model_config import read_model
+from forge.hf.mxfp4 import Blocks, is_mxfp4, with_blocks
 from forge.hf.safetensors import DTYPES, Stored, find_tensors
+from forge.hf.table import architecture_of
 from forge.hf.tensors import Weight, weights_of
 from forge.hf.tokenizer import import_files
 from forge.shard import Shard
@@ -51,8 +53,11 @@ def import_weights(source: Path, output: Path, *, progress: Progress = no_progre
     except ValueError as error:
         raise UserError(f"{described}: is not a JSON object: {error}") from None
     architecture = architecture_of(values, described)
+    found = find_tensors(source)
+    stored: Mapping[str, Stored | Blocks] = found
+    if is_mxfp4(values):
+        stored, values = with_blocks(found), values | {"quantization_config": None}
     model = read_model(values, architecture, described)
-    stored = find_tensors(source)
     embedding = stored.get(f"{ENDS['embedding']}.weight")
     dtype = DTYPES.get(embedding.dtype, torch.float32) if embedding else torch.float32
     config = _config(model, values, described, output, dtype, tokenizer=bool(files))
@@ -133,7 +138,7 @@ def _match(
     source: Path,
     config: Config,
     weights: list[Weight],
-    stored: dict[str, Stored],
+    stored: Mapping[str, Stored | Blocks],
     ignored: tuple[str, ...],
 ) -> dict[str, torch.dtype]:
     """Return the dtype of every tensor of forge by name, after checking that all of theirs exist and fit."""
@@ -171,7 +176,7 @@ def _match(
     return dtypes
 
 
-def _read(stored: list[Stored], shape: tuple[int, ...]) -> Tensor:
+def _read(stored: list[Stored | Blocks], shape: tuple[int, ...]) -> Tensor:
     """Read `stored`, all of one dtype and shape, one after another into one tensor of `shape`."""
     out = torch.empty(shape, dtype=DTYPES[stored[0].dtype])
     for part, one in zip(out.view(len(stored), -1), stored, strict=True):

@@ -12,8 +12,9 @@ from typing import Any
 
 from forge.config.model import ModelConfig
 from forge.errors import UserError
-from forge.hf.architectures import ARCHITECTURES, KEYS, MUST_BE, Architecture, ConfigJson
+from forge.hf.architectures import KEYS, MUST_BE, Architecture, ConfigJson
 from forge.hf.rope import SCALINGS, read_rope, write_rope
+from forge.hf.table import ARCHITECTURES
 from forge.model.layers import window_of
 from forge.model.rope import attention_factor, score_factor
 
@@ -73,7 +74,7 @@ def read_model(
         model[key] = model[key] or 0.0
     model |= read_rope(config)
     model["sliding_window"], model["layer_pattern"] = _read_windows(config, model["n_layers"])
-    if architecture.fused:
+    if architecture.is_hybrid:
         model["layer_pattern"] = _read_linear(config, model["n_layers"])
     if architecture.is_moe:
         model |= _read_moe(config, model)
@@ -104,7 +105,7 @@ def write_model(model: ModelConfig, architecture: Architecture, seq_len: int) ->
     written |= write_rope(model, architecture, seq_len) | {
         key: windows[key] for key in architecture.window_keys
     }
-    if architecture.fused:
+    if architecture.is_hybrid:
         names = {"linear": _LINEAR}
         written["layer_types"] = [names.get(model.kind_of(n), _FULL) for n in range(model.n_layers)]
     moe, keys = model.moe, architecture.keys
@@ -115,7 +116,7 @@ def write_model(model: ModelConfig, architecture: Architecture, seq_len: int) ->
         written["q_lora_rank"] = written.get("q_lora_rank") or None
     if moe is None:
         return written
-    if architecture.fused:
+    if "shared_expert_intermediate_size" in architecture.defaults:
         written["shared_expert_intermediate_size"] = moe.n_shared_experts * moe.expert_dim
     if "moe.aux_loss_coef" in keys:
         coefficient = moe.aux_loss_coef if moe.balance in ("aux_loss", "sequence_aux_loss") else 0.0
@@ -168,7 +169,14 @@ def _effective(model: ModelConfig) -> dict[str, Any]:
         numbers = [getattr(scaling, key) for key in SCALINGS[scaling.kind]]
         trained = 0 if scaling.kind == "linear" else scaling.original_max_position
         scores = score_factor(scaling) if model.latent is not None else 1.0
-        flat["rope_scaling"] = (scaling.kind, trained, *numbers, attention_factor(scaling), scores)
+        flat["rope_scaling"] = (
+            scaling.kind,
+            trained,
+            *numbers,
+            scaling.truncate,
+            attention_factor(scaling),
+            scores,
+        )
     if model.latent is not None:
         for unused in ("n_kv_heads", "head_dim", "rope_fraction", "qk_norm"):
             del flat[unused]
@@ -214,7 +222,7 @@ def _read_moe(config: ConfigJson, model: dict[str, Any]) -> dict[str, Any]:
         raise config.error(config.architecture.keys["moe.top_k"], why)
     dense, every = _read_dense(config, model["n_layers"])
     read = {"moe.normalize_top_k": normalized, "moe.n_dense_layers": dense, "moe.every": every}
-    if config.architecture.fused:
+    if "shared_expert_intermediate_size" in config.architecture.defaults:
         size, shared = model["moe.expert_dim"], config["shared_expert_intermediate_size"]
         if shared % size:
             why = f"forge's shared experts are as wide as the others, {size}"

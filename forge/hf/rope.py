@@ -21,7 +21,7 @@ _YARN_ONLY = {"attention_factor", "mscale", "mscale_all_dim", "truncate"}
 
 def write_rope(model: ModelConfig, architecture: Architecture, seq_len: int) -> dict[str, Any]:
     """Return rope_theta, rope_scaling and max_position_embeddings in the form that every version of transformers reads."""
-    written = _write_scaling(model, seq_len)
+    written = _write_scaling(model, architecture, seq_len)
     if architecture.partial_rope:
         written["partial_rotary_factor"] = model.rope_fraction
     if not architecture.rope_by_kind:
@@ -38,16 +38,20 @@ def write_rope(model: ModelConfig, architecture: Architecture, seq_len: int) -> 
     }
 
 
-def _write_scaling(model: ModelConfig, seq_len: int) -> dict[str, Any]:
+def _write_scaling(model: ModelConfig, architecture: Architecture, seq_len: int) -> dict[str, Any]:
     scaling = model.rope_scaling
-    written: dict[str, Any] = {"rope_theta": model.rope_theta, "rope_scaling": None}
+    written: dict[str, Any] = {"rope_theta": model.rope_theta}
     if scaling is None:
-        return written | {"max_position_embeddings": seq_len}
+        # Not null where that means a scaling.
+        plain = {"rope_type": "default"} if architecture.default_scaling else None
+        return written | {"rope_scaling": plain, "max_position_embeddings": seq_len}
     theirs = {key: getattr(scaling, key) for key in SCALINGS[scaling.kind]}
     theirs["rope_type"] = scaling.kind
     if scaling.kind == "linear":
         return written | {"rope_scaling": theirs, "max_position_embeddings": seq_len}
     theirs["original_max_position_embeddings"] = scaling.original_max_position
+    if scaling.kind == "yarn" and not scaling.truncate:
+        theirs["truncate"] = False
     if scaling.kind == "yarn" and scaling.attention_factor is not None:
         theirs["attention_factor"] = scaling.attention_factor
     if scaling.kind == "yarn" and model.latent is not None and scaling.mscale_all_dim:
@@ -65,6 +69,7 @@ def read_rope(config: ConfigJson) -> dict[str, Any]:
     """
     key = "rope_parameters" if "rope_parameters" in config else "rope_scaling"
     scaling = dict(config[key] or {}) if key in config else {}
+    scaling = scaling or dict(config.architecture.default_scaling or {})
     if config.architecture.partial_rope:
         fraction = scaling.get("partial_rotary_factor", config["partial_rotary_factor"])
         return _read_scaling(config, key, scaling) | {"rope_fraction": float(fraction)}
@@ -96,8 +101,8 @@ def _read_scaling(config: ConfigJson, key: str, scaling: dict[str, Any]) -> dict
     if kind not in SCALINGS:
         raise config.error(key, f"of the scalings of RoPE forge has {', '.join(SCALINGS)}")
     unknown = set(scaling) - set(SCALINGS[kind]) - _COMMON - (_YARN_ONLY if kind == "yarn" else set())
-    if unknown or not scaling.get("truncate", True):
-        raise config.error(key, f"forge's {kind} does not have {', '.join(sorted(unknown)) or 'truncate'}")
+    if unknown:
+        raise config.error(key, f"forge's {kind} does not have {', '.join(sorted(unknown))}")
     longest = config["max_position_embeddings"]
     original = scaling.get("original_max_position_embeddings") or longest
     if kind == "yarn" and scaling.get("factor") is None:
@@ -108,6 +113,8 @@ def _read_scaling(config: ConfigJson, key: str, scaling: dict[str, Any]) -> dict
         if value is None:
             raise config.error(key, f"lacks {name}")
         table[name] = float(value)
+    if kind == "yarn" and scaling.get("truncate") is False:
+        table["truncate"] = False
     factor = _attention_factor(scaling, table["factor"]) if kind == "yarn" else None
     if factor is not None:
         table["attention_factor"] = factor

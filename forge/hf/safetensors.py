@@ -37,6 +37,16 @@ class Stored(NamedTuple):
     def read_into(self, out: Tensor) -> None:
         """Fill `out`, a contiguous CPU tensor of this dtype and number of elements."""
         assert out.is_contiguous() and out.dtype == DTYPES[self.dtype] and out.numel() == prod(self.shape)
+        self._fill(out)
+
+    def read_bytes(self) -> Tensor:
+        """Return a tensor of bytes: uint8 `[shape]`."""
+        assert self.dtype == "U8"
+        out = torch.empty(self.shape, dtype=torch.uint8)
+        self._fill(out)
+        return out
+
+    def _fill(self, out: Tensor) -> None:
         with self.file.open("rb") as stream:
             stream.seek(self.begin)
             if stream.readinto(_bytes_of(out)) != out.nbytes:
@@ -87,7 +97,8 @@ def read_header(file: Path) -> dict[str, Stored]:
             shape, dtype = tuple(entry["shape"]), DTYPES.get(entry["dtype"])
             if first != end or last < first or not all(type(n) is int and n >= 0 for n in shape):
                 raise ValueError(f"{name} does not begin where the tensor before it ends")
-            if dtype is not None and last - first != prod(shape) * dtype.itemsize:
+            size_of = 1 if entry["dtype"] == "U8" else dtype and dtype.itemsize
+            if size_of and last - first != prod(shape) * size_of:
                 raise ValueError(f"{name} has {last - first} bytes for {prod(shape)} of {entry['dtype']}")
             tensors[name], end = Stored(file, entry["dtype"], shape, first), last
     except OSError as error:

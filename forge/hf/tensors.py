@@ -1,8 +1,8 @@
 """Names and shapes of tensors: which tensors of transformers make up each tensor of forge.
 
 One rule covers all of them: a tensor of forge is the concatenation of tensors of theirs that have one shape. A plain
-weight is a single tensor; the fused weight of experts is gate of 0, up of 0, gate of 1, and so on. The exception is a tensor
-of theirs that holds several of forge's (forge/hf/fused.py).
+weight is a single tensor; the fused weight of experts is gate of 0, up of 0, gate of 1, and so on. The exceptions are
+tensors of theirs that hold several of forge's, or hold them transposed (forge/hf/fused.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from forge.config.model import ModelConfig
 from forge.hf.architectures import ENDS, LAYER, Architecture
-from forge.hf.fused import Rows, join, places
+from forge.hf.fused import Rows, join
 from forge.model import Transformer
 
 
@@ -25,10 +25,10 @@ class Weight:
     """`ours` `[shape]` holds the elements of `theirs`, each `[their_shape]`, in this order.
 
     ours None: forge has no such tensor, and theirs are zeros. theirs empty: they have no such tensor, and ours is zeros.
-    is_state: not a parameter; `dtype` is the one that forge keeps it in. heads: of the rows of each of so many heads RoPE
-    pairs neighbours in theirs, and rows half of the rotated ones apart in ours (0: the same in both); `first`: where the
-    rotated rows of a head begin, which go to its end. rows: ours are only these
-    rows of theirs.
+    is_state: not a parameter; `dtype` is the one that forge keeps it in. heads: of the rows of each of so many heads (or
+    experts) neighbours are a pair in theirs, and rows half of the paired ones apart in ours (0: the same in both); `first`:
+    where the paired rows of a head begin, which go to its end. rows: ours are only these rows of theirs. transposed: the last
+    two dimensions change places.
     """
 
     ours: str | None
@@ -40,29 +40,34 @@ class Weight:
     heads: int = 0
     first: int = 0
     rows: Rows | None = None
+    transposed: bool = False
 
     @property
     def read_shape(self) -> tuple[int, ...]:
         """The shape of all of theirs together."""
-        return self.shape if self.rows is None else self.their_shape
+        return self.shape if self.rows is None and not self.transposed else self.their_shape
 
     def split(self, ours: Tensor) -> list[Tensor]:
         """ours `[shape]` -> theirs, each `[their_shape]`: views, or copies where elements change places."""
         if self.heads:
             ours = self._with_pairs(ours, 2, -1)
+        if self.transposed:
+            ours = ours.mT
         return list(ours.reshape(len(self.theirs), *self.their_shape).unbind())
 
     def joined(self, out: Tensor) -> Tensor:
         """`out` `[read_shape]`, in whose memory theirs lie one after another -> ours `[shape]`."""
         if self.rows is not None:
             return self.rows.of(out, self.shape)
+        if self.transposed:
+            out = out.mT.contiguous()
         return self._with_pairs(out, -1, 2) if self.heads else out
 
     def _with_pairs(self, rows: Tensor, *sizes: int) -> Tensor:
-        """Swap the two `sizes` that the rotated rows of each head are made of."""
-        heads = rows.unflatten(0, (self.heads, -1))
+        """Swap the two `sizes` that the paired rows of each head are made of."""
+        heads = rows if rows.shape[0] == self.heads else rows.unflatten(0, (self.heads, -1))
         turned = heads[:, self.first :].unflatten(1, sizes).transpose(1, 2).flatten(1, 2)
-        return torch.cat([heads[:, : self.first], turned], dim=1).flatten(0, 1)
+        return torch.cat([heads[:, : self.first], turned], dim=1).reshape(rows.shape)
 
 
 def weights_of(model: ModelConfig, architecture: Architecture) -> list[Weight]:
@@ -80,10 +85,20 @@ def weights_of(model: ModelConfig, architecture: Architecture) -> list[Weight]:
             continue
         _, layer, inner = path.split(".", 2)
         prefix = f"model.layers.{layer}"
-        place = places(model, int(layer)).get(f"{inner}.{leaf}") if architecture.fused else None
-        if place is not None:
-            theirs = f"{prefix}.{place.theirs}"
-            found.append(Weight(name, shape, (theirs,), place.shape, rows=place.rows))
+        places = architecture.places(model, int(layer)) if architecture.places else {}
+        if (place := places.get(f"{inner}.{leaf}")) is not None:
+            theirs, heads = f"{prefix}.{place.theirs}", shape[0] if place.paired else 0
+            found.append(
+                Weight(
+                    name,
+                    shape,
+                    (theirs,),
+                    place.shape,
+                    heads=heads,
+                    rows=place.rows,
+                    transposed=place.transposed,
+                )
+            )
             continue
         if name not in parameters:
             found.append(_router_state(model, architecture, name, tensor, prefix))

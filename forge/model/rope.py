@@ -78,8 +78,9 @@ def _yarn(frequencies: Tensor, scaling: RopeScalingConfig, theta: float) -> Tens
     """YaRN (Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large Language Models").
 
     The paper writes the blend between kept and divided frequencies as linear in the number of rotations; the
-    authors' code, and transformers after it, make it linear in the pair's index between the (rounded) indices
-    that rotate beta_fast and beta_slow times. Trained models follow the code, and so does this function.
+    authors' code, and transformers after it, make it linear in the pair's index between the indices that rotate
+    beta_fast and beta_slow times, rounded outward unless `truncate` is off. Trained models follow the code, and so does
+    this function.
     """
     pairs = len(frequencies)
 
@@ -87,8 +88,10 @@ def _yarn(frequencies: Tensor, scaling: RopeScalingConfig, theta: float) -> Tens
         """The (real-valued) pair that rotates this often over the original context."""
         return pairs * log(scaling.original_max_position / (rotations * 2 * pi)) / log(theta)
 
-    low = max(floor(index_of(scaling.beta_fast)), 0)
-    high = min(ceil(index_of(scaling.beta_slow)), 2 * pairs - 1)
+    low, high = index_of(scaling.beta_fast), index_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = floor(low), ceil(high)
+    low, high = max(low, 0), min(high, 2 * pairs - 1)
     width = high - low if high != low else 0.001
     divided = ((torch.arange(pairs, dtype=torch.float64, device="cpu") - low) / width).clamp(0.0, 1.0)
     return (1.0 - divided) * frequencies + divided * frequencies / scaling.factor

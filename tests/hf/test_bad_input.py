@@ -119,11 +119,6 @@ BAD: dict[str, tuple[str, Callable[[Path], None], list[str]]] = {
         keys(rope_parameters=ROPE | {"rope_type": "llama3"}),
         ["rope_parameters", "lacks low_freq_factor"],
     ),
-    "rope_not_truncated": (
-        "llama",
-        keys(rope_parameters=ROPE | {"rope_type": "yarn", "truncate": False}),
-        ["rope_parameters", "truncate"],
-    ),
     "rope_of_part_of_a_head": (
         "llama",
         keys(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from forge.hf import export_weights, import_weights
-from forge.hf.architectures import BY_NAME
+from forge.hf.table import BY_NAME
 from tests.support.hf_models import (
     CASES,
     as_ours,

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from forge.config.model import ModelConfig
-from forge.hf.architectures import BY_NAME
 from forge.hf.model_config import write_model
 from forge.hf.safetensors import Planned, write_tensors
+from forge.hf.table import BY_NAME
 from forge.hf.tensors import weights_of
 from tests.support.harness import start_ranks
 

@@ -8,8 +8,9 @@ import pytest
 
 from forge.config import load_config
 from forge.config.model import ModelConfig
-from forge.hf.architectures import ARCHITECTURES, KEYS, MUST_BE, Architecture
+from forge.hf.architectures import KEYS, MUST_BE, Architecture
 from forge.hf.model_config import choose_architecture, read_model, write_model
+from forge.hf.table import ARCHITECTURES, BY_NAME
 from forge.hf.tensors import weights_of
 from forge.model import parameter_counts
 from tests.support.hf_models import CASES
@@ -58,6 +59,36 @@ def test_every_architecture_is_among_the_cases() -> None:
 # What the folders of the published models say in their config.json, and their numbers of parameters.
 LLAMA: dict[str, Any] = {"vocab_size": 128256, "rope_theta": 500000.0, "rms_norm_eps": 1e-5}
 QWEN: dict[str, Any] = {"vocab_size": 151936, "rope_theta": 1000000, "rms_norm_eps": 1e-6, "head_dim": 128}
+GPT_OSS: dict[str, Any] = {
+    "vocab_size": 201088,
+    "rope_theta": 150000,
+    "rms_norm_eps": 1e-5,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "head_dim": 64,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "attention_bias": True,
+    "max_position_embeddings": 131072,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+}
+
+
+def gpt_oss_layers(layers: int, experts: int) -> dict[str, Any]:
+    kinds = ["sliding_attention", "full_attention"] * (layers // 2)
+    return {"num_hidden_layers": layers, "num_local_experts": experts, "layer_types": kinds}
+
+
 PUBLISHED: dict[str, tuple[str, int, dict[str, Any]]] = {
     "llama3-8b": (
         "LlamaForCausalLM",
@@ -164,30 +195,21 @@ PUBLISHED: dict[str, tuple[str, int, dict[str, Any]]] = {
         "Qwen3NextForCausalLM",
         79_674_391_296,
         QWEN
+        # Its other numbers are transformers' defaults, which the first test compares.
+        | dict(BY_NAME["Qwen3NextForCausalLM"].defaults)
         | {
             "rope_theta": 10000000,
-            "head_dim": 256,
             "hidden_size": 2048,
             "intermediate_size": 5120,
             "num_hidden_layers": 48,
             "num_attention_heads": 16,
-            "num_key_value_heads": 2,
-            "partial_rotary_factor": 0.25,
-            "linear_num_key_heads": 16,
-            "linear_num_value_heads": 32,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "linear_conv_kernel_dim": 4,
-            "num_experts": 512,
-            "num_experts_per_tok": 10,
-            "moe_intermediate_size": 512,
-            "shared_expert_intermediate_size": 512,
-            "norm_topk_prob": True,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
             "router_aux_loss_coef": 0.001,
         },
     ),
+    "gpt-oss-20b": ("GptOssForCausalLM", 20_914_757_184, GPT_OSS | gpt_oss_layers(24, 32)),
+    "gpt-oss-120b": ("GptOssForCausalLM", 116_829_156_672, GPT_OSS | gpt_oss_layers(36, 128)),
     "mixtral-8x7b": (
         "MixtralForCausalLM",
         46_702_792_704,

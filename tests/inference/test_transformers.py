@@ -16,8 +16,9 @@ pytest.importorskip("transformers")
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2], [7, 18, 28, 18]]
 NEW = 12
-# One of each kind: scaled positions and a tied head, a window, norms on heads, mixtures by softmax and by sigmoid.
-FAST = {"llama3", "mistral", "qwen3", "mixtral", "glm4_moe"}
+# One of each kind: scaled positions and a tied head, a window, norms on heads, mixtures by softmax and by sigmoid, sinks,
+# and states of linear layers.
+FAST = {"llama3", "mistral", "qwen3", "mixtral", "glm4_moe", "gpt_oss", "qwen3_next"}
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from forge.checkpoint import read_config
 from forge.checkpoint.loading import TensorReader
 from forge.config import Config, parse_toml_text
-from forge.hf.architectures import BY_NAME, Architecture
+from forge.hf.architectures import Architecture
+from forge.hf.table import BY_NAME
 from forge.hf.tensors import weights_of
 from forge.model import Transformer
 
@@ -166,12 +167,40 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_expert_intermediate_size": 32,
         },
     ),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": 5,
+            "head_dim": 12,
+            "rope_theta": 150000.0,
+            "rope_scaling": YARN | {"truncate": False},
+            "swiglu_limit": 0.5,
+        },
+    ),
+    "gpt_oss_plain": (
+        "GptOssForCausalLM",
+        {
+            "num_hidden_layers": 2,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "sliding_window": 7,
+            "head_dim": 8,
+            "attention_bias": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+            "router_aux_loss_coef": 0.0,
+        },
+    ),
     "dots1": ("Dots1ForCausalLM", DEEPSEEK | {"head_dim": 8, "sliding_window": None}),
     "glm4_moe": (
         "Glm4MoeForCausalLM",
         DEEPSEEK
-        | {"n_group": 4, "topk_group": 2, "partial_rotary_factor": 1.0, "attention_bias": True, "head_dim": 8},
+        | {"n_group": 4, "topk_group": 2, "attention_bias": True, "head_dim": 8, "use_qk_norm": True},
     ),
+    "glm4_moe_quarter": ("Glm4MoeForCausalLM", DEEPSEEK | {"partial_rotary_factor": 0.25, "head_dim": 16}),
     "glm4_moe_no_shared": (
         "Glm4MoeForCausalLM",
         DEEPSEEK | {"n_shared_experts": 0, "partial_rotary_factor": 1.0, "use_qk_norm": True, "head_dim": 8},
@@ -213,13 +242,13 @@ def float32_means(dtype: torch.dtype) -> Iterator[None]:
         yield
 
 
-def their_model(case: str, dtype: torch.dtype = torch.float32) -> Any:
-    """The model of `case` with random weights, none of them a round number."""
+def their_model(case: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
+    """The model of `case`, with `more` keys, and with random weights, none of them a round number."""
     import transformers
 
     name, keys = CASES[case]
     model_type = BY_NAME[name].model_type
-    config = transformers.AutoConfig.for_model(model_type, **SHAPE | keys)
+    config = transformers.AutoConfig.for_model(model_type, **SHAPE | keys | more)
     config.architectures = [name]
     model = transformers.AutoModelForCausalLM.from_config(config, **WRITTEN_OUT).to(dtype)
     fill(model)
@@ -309,7 +338,7 @@ def as_ours(model: Transformer, architecture: Architecture, theirs: dict[str, Te
         if weight.ours not in parameters:
             continue
         path, _, leaf = weight.ours.rpartition(".")
-        if path.endswith("feed_forward.experts"):
+        if len(weight.theirs) > 1:
             ours[weight.ours] = theirs[f"model.layers.{path.split('.')[1]}.{fused[leaf]}"]
         else:
             (name,) = weight.theirs
