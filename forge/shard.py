@@ -34,14 +34,14 @@ class Box:
 
 @dataclass(frozen=True)
 class Logits:
-    """The largest attention logits of a step. Rows of a head by c ** power, in each parameter with one, scale its by c.
+    """The largest attention logits of a step. Rows of a head times c ** power, in each parameter with one, scale its by c.
 
     largest: float64 `[heads]`, one after another over the rows of the parameter; equal on all ranks after
-    `finalize_gradients`.
+    `finalize_gradients`. powers: float64 `[rows of a head]`.
     """
 
     largest: Tensor
-    power: float
+    powers: Tensor
 
 
 @dataclass

@@ -202,7 +202,7 @@ def _optimizer(config: Config) -> Iterator[str]:
     if optimizer.moment_dtype == "int8" and optimizer.name in ("lion", "muon"):
         yield f"optimizer.moment_dtype = int8 needs optimizer.name = adamw, but it is {optimizer.name}; use bfloat16"
     if optimizer.name == "muon":
-        if optimizer.muon.qk_clip and config.model.qk_norm:
+        if optimizer.muon.qk_clip and config.model.qk_norm and config.model.latent is None:
             undone = "whose norms undo every scale of the projections, and bound logits themselves"
             yield f"optimizer.muon.qk_clip has no effect with model.qk_norm = true, {undone}; use 0, or model.qk_norm = false"
         return

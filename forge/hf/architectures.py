@@ -90,6 +90,10 @@ LAYER = {
     "feed_forward.shared.w1": "mlp.shared_experts.gate_proj",
     "feed_forward.shared.w3": "mlp.shared_experts.up_proj",
     "feed_forward.shared.w2": "mlp.shared_experts.down_proj",
+    "embedding_norm": "enorm",
+    "hidden_norm": "hnorm",
+    "projection": "eh_proj",
+    "output_norm": "shared_head.norm",
 }
 
 
@@ -130,6 +134,8 @@ class Architecture:
     """Theirs -> a value to write because transformers' default means something else."""
     places: Callable[[ModelConfig, int], dict[str, Place]] | None = None
     """Returns the tensors of a layer that lie otherwise than in the other classes (forge/hf/fused.py)."""
+    predicts_ahead: bool = False
+    """It has the modules of [model.mtp], as layers behind the last one."""
     partial_rope: bool = False
     """partial_rotary_factor is model.rope_fraction; in other classes it must be 1."""
     ignored: tuple[str, ...] = ()

@@ -26,7 +26,7 @@ from forge.hf.model_config import read_model
 from forge.hf.mxfp4 import Blocks, is_mxfp4, with_blocks
 from forge.hf.safetensors import DTYPES, Stored, find_tensors
 from forge.hf.table import architecture_of
-from forge.hf.tensors import Weight, weights_of
+from forge.hf.tensors import Weight, modules_ahead, weights_of
 from forge.hf.tokenizer import import_files
 from forge.shard import Shard
 
@@ -58,11 +58,15 @@ def import_weights(source: Path, output: Path, *, progress: Progress = no_progre
     if is_mxfp4(values):
         stored, values = with_blocks(found), values | {"quantization_config": None}
     model = read_model(values, architecture, described)
+    # Transformers writes the number of modules, but not their tensors.
+    if architecture.predicts_ahead and (depth := modules_ahead(stored, model["n_layers"])):
+        model["mtp"] = {"depth": depth}
     embedding = stored.get(f"{ENDS['embedding']}.weight")
     dtype = DTYPES.get(embedding.dtype, torch.float32) if embedding else torch.float32
     config = _config(model, values, described, output, dtype, tokenizer=bool(files))
     weights = weights_of(config.model, architecture)
     dtypes = _match(source, config, weights, stored, architecture.ignored)
+    weights = [weight for weight in weights if not weight.is_copy]
     total = sum(prod(weight.shape) * dtypes[weight.ours].itemsize for weight in weights if weight.ours)
     done = 0
 
@@ -146,6 +150,8 @@ def _match(
     dtypes: dict[str, torch.dtype] = {}
     for weight in weights:
         for name in weight.theirs:
+            if weight.is_copy:
+                continue
             tensor, shape = stored.get(name), list(weight.their_shape)
             if tensor is None:
                 problems.append(f"{name} is missing")
@@ -158,7 +164,7 @@ def _match(
             problems.append(
                 f"{weight.theirs[0]} and its siblings differ in dtype: {', '.join(sorted(found))}"
             )
-        if weight.ours is not None:
+        if weight.ours is not None and not weight.is_copy:
             dtypes[weight.ours] = DTYPES.get(next(iter(found), ""), weight.dtype)
     known = {name for weight in weights for name in weight.theirs}
     if config.model.tie_embeddings:

@@ -16,6 +16,7 @@ from forge.hf.architectures import KEYS, MUST_BE, Architecture, ConfigJson
 from forge.hf.rope import SCALINGS, read_rope, write_rope
 from forge.hf.table import ARCHITECTURES
 from forge.model.layers import window_of
+from forge.model.mtp import depth_of
 from forge.model.rope import attention_factor, score_factor
 
 # Keys of [model] that matter in training only.
@@ -108,6 +109,8 @@ def write_model(model: ModelConfig, architecture: Architecture, seq_len: int) ->
     if architecture.is_hybrid:
         names = {"linear": _LINEAR}
         written["layer_types"] = [names.get(model.kind_of(n), _FULL) for n in range(model.n_layers)]
+    if architecture.predicts_ahead:
+        written["num_nextn_predict_layers"] = depth_of(model)
     moe, keys = model.moe, architecture.keys
     written |= {keys[cap]: flat[cap] or None for cap in _SOFT_CAPS & keys.keys()}
     if "query_pre_attn_scalar" in architecture.defaults:

@@ -7,9 +7,9 @@ tensors of theirs that hold several of forge's, or hold them transposed (forge/h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import groupby
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass, replace
+from itertools import count, groupby
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class Weight:
     is_state: not a parameter; `dtype` is the one that forge keeps it in. heads: of the rows of each of so many heads (or
     experts) neighbours are a pair in theirs, and rows half of the paired ones apart in ours (0: the same in both); `first`:
     where the paired rows of a head begin, which go to its end. rows: ours are only these rows of theirs. transposed: the last
-    two dimensions change places.
+    two dimensions change places. is_copy: theirs is written, but not read, because ours is read from another one.
     """
 
     ours: str | None
@@ -41,6 +41,7 @@ class Weight:
     first: int = 0
     rows: Rows | None = None
     transposed: bool = False
+    is_copy: bool = False
 
     @property
     def read_shape(self) -> tuple[int, ...]:
@@ -73,8 +74,8 @@ class Weight:
 def weights_of(model: ModelConfig, architecture: Architecture) -> list[Weight]:
     """Return every tensor of either side, layer by layer. KeyError for a tensor of forge without a known counterpart."""
     with torch.device("meta"):
-        # No class of transformers has modules of multi-token prediction among its own.
-        transformer = Transformer(model.model_copy(update={"mtp": None}), seq_len=1)
+        written = model if architecture.predicts_ahead else model.model_copy(update={"mtp": None})
+        transformer = Transformer(written, seq_len=1)
     parameters = dict(transformer.named_parameters())
     found: list[Weight] = []
     for name, tensor in transformer.state_dict().items():
@@ -106,7 +107,19 @@ def weights_of(model: ModelConfig, architecture: Architecture) -> list[Weight]:
             found.append(_experts(architecture, name, shape, prefix))
         else:
             found += _parameter(model, architecture, name, shape, prefix, inner)
+    ends = {weight.theirs[0]: weight for weight in found if weight.theirs}
+    for layer in transformer.ahead:
+        for end, theirs in (("embedding", "embed_tokens"), ("head", "shared_head.head")):
+            whole = ends[f"{ENDS['embedding' if model.tie_embeddings else end]}.weight"]
+            found.append(replace(whole, theirs=(f"model.layers.{layer}.{theirs}.weight",), is_copy=True))
     return _in_order(found)
+
+
+def modules_ahead(names: Container[str], n_layers: int) -> int:
+    """Return how many modules of multi-token prediction are among tensors of theirs behind `n_layers` layers."""
+    return next(
+        n for n in count() if f"model.layers.{n_layers + n}.{LAYER['projection']}.weight" not in names
+    )
 
 
 def _in_order(weights: list[Weight]) -> list[Weight]:

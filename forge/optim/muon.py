@@ -92,8 +92,8 @@ class Muon:
             largest, limit = shard.logits.largest, self._keys.qk_clip
             # Not where nothing has been observed: -inf.
             over = (largest > limit) & (skip == 0)
-            scale = torch.where(over, limit / largest, 1.0).pow(shard.logits.power).to(wide_dtype(shard))
-            rows = scale.repeat_interleave(shard.global_shape[0] // len(scale))
+            scale = torch.where(over, limit / largest, 1.0).unsqueeze(-1)  # [heads, 1]
+            rows = scale.pow(shard.logits.powers).flatten().to(wide_dtype(shard))
             for box, piece in shard.pieces(shard.data):
                 of_rows = rows[box.offsets[0] : box.offsets[0] + box.sizes[0]]
                 piece.mul_(of_rows.view(-1, *[1] * (piece.dim() - 1)))

@@ -9,6 +9,7 @@ work of attention's forward, and memory for ROWS queries against all keys.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,14 @@ from torch import Tensor
 
 from forge import compat
 from forge.errors import UserError
-from forge.model import AttentionFunction, AttentionMask, GroupedAttention, LinearAttention, Transformer
+from forge.model import (
+    AttentionFunction,
+    AttentionMask,
+    GroupedAttention,
+    LatentAttention,
+    LinearAttention,
+    Transformer,
+)
 from forge.model.mask import dense_part
 from forge.parallel.context import SequenceSplit
 from forge.parallel.layout import Layout
@@ -38,23 +46,24 @@ class LargestLogits:
         self._split = SequenceSplit(layout.meshes.cp)
         of = {shard.name: shard for shard in shards}
         for (layer, block), largest in zip(layers.items(), self._largest, strict=True):
-            attention = getattr(block, "attention", None)
+            attention: Any = getattr(block, "attention", None)
             if isinstance(attention, LinearAttention):
                 continue  # its queries and keys have length 1
-            if not isinstance(attention, GroupedAttention):
+            powers = _powers(attention, kv_heads < heads)
+            if powers is None:
                 kind = type(attention).__name__
                 raise UserError(
                     f"optimizer.muon.qk_clip scales the projections to queries and keys, of which the logits of {kind} in "
                     f"layer {layer} are not products; use 0"
                 )
-            attention.attend = ObservedAttention(attention.attend, largest, layout, self._split)
-            # Keys that several query heads share stay as they are, as arXiv:2507.20534 does; else both take a half.
-            powers = {"wq": 1.0} if kv_heads < heads else {"wq": 0.5, "wk": 0.5}
-            for name in (
-                f"layers.{layer}.attention.{w}.{leaf}" for w in powers for leaf in ("weight", "bias")
-            ):
-                if name in of:
-                    of[name].logits = Logits(largest, powers[name.split(".")[-2]])
+            latent = hasattr(attention.attend, "attend_latent")
+            observed = ObservedLatents if latent else ObservedAttention
+            attention.attend = observed(attention.attend, largest, layout, self._split)
+            for name, of_rows in powers.items():
+                rows = torch.tensor(of_rows, dtype=torch.float64, device=device)
+                for leaf in ("weight", "bias"):
+                    if (shard := of.get(f"layers.{layer}.attention.{name}.{leaf}")) is not None:
+                        shard.logits = Logits(largest, rows)
 
     def complete(self) -> None:
         """Take the maxima over all ranks. Collective."""
@@ -64,6 +73,22 @@ class LargestLogits:
     def reset(self) -> None:
         """Forget what has been observed."""
         self._largest.fill_(-torch.inf)
+
+
+def _powers(attention: Any, shared_keys: bool) -> dict[str, list[float]] | None:
+    """Return the powers of the rows of a head, by projection (see `Logits`); None for an unknown kind of attention.
+
+    Queries and keys take a half each. What several query heads share stays as it is, as arXiv:2507.20534 does: grouped
+    keys, and of latent attention the one key part with positions.
+    """
+    if isinstance(attention, LatentAttention):
+        nope, rope, v = attention.nope_dim, attention.rope_dim, attention.v_dim
+        queries = "wq" if attention.wq_a is None else "wq_b"
+        return {queries: [0.5] * nope + [1.0] * rope, "wkv_b": [0.5] * nope + [0.0] * v}
+    if not isinstance(attention, GroupedAttention):
+        return None
+    size = attention.head_dim
+    return {"wq": [1.0] * size} if shared_keys else {"wq": [0.5] * size, "wk": [0.5] * size}
 
 
 class ObservedAttention:
@@ -79,11 +104,14 @@ class ObservedAttention:
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sinks: Tensor | None = None
     ) -> Tensor:
         if torch.is_grad_enabled():
-            with torch.no_grad():
-                found = self._observe(q.detach(), k.detach(), mask)
-                own = self._largest[self._own_heads(q.shape[1])]
-                own.copy_(torch.maximum(own, found))
+            self._add(q, k, mask)
         return self._attend(q, k, v, mask, sinks)
+
+    @torch.no_grad()
+    def _add(self, q: Tensor, k: Tensor, mask: AttentionMask) -> None:
+        found = self._observe(q.detach(), k.detach(), mask)
+        own = self._largest[self._own_heads(q.shape[1])]
+        own.copy_(torch.maximum(own, found))
 
     def _own_heads(self, heads: int) -> slice:
         """Which of the model's heads this rank has: all, or by tensor parallelism as many as every rank."""
@@ -111,3 +139,18 @@ class ObservedAttention:
             logits = logits.masked_fill_(~table.unsqueeze(1), -torch.inf)
             largest = torch.maximum(largest, logits.amax((0, 3, 4)).flatten())
         return largest.double() * head_dim**-0.5
+
+
+class ObservedLatents(ObservedAttention):
+    """The same for an attention function that takes the latents of latent attention."""
+
+    def attend_latent(
+        self, layer: LatentAttention, q: Tensor, latent: Tensor, key: Tensor, mask: AttentionMask
+    ) -> Tensor:
+        """See `LatentAttention`."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                k, _ = layer.expand(latent, key)
+            self._add(q, k, mask)
+        inner: Any = self._attend
+        return inner.attend_latent(layer, q, latent, key, mask)

@@ -44,6 +44,16 @@ OPTIONS = {
 CLIP = "qk_clip = 0.03"
 # Biases are of the logits, too, and the rule of who sees whom decides which there are.
 CLIPPED = "attention_bias = true\nsliding_window = 24"
+LATENT = (
+    'attention = "mla"\n[model.mla]\nq_lora_rank = 12\nkv_lora_rank = 10\nqk_nope_head_dim = 6\nqk_rope_head_dim = 4\n'
+    "v_head_dim = 5\n"
+)
+OF_ALL = {
+    "clipped": CLIPPED,
+    "as many key heads": CLIPPED,
+    "latent": LATENT,
+    "latent, queries direct": LATENT.replace("q_lora_rank = 12", "q_lora_rank = 0"),
+}
 POLAR_EXPRESS = torch.tensor(
     [
         [8.28721201814563, -23.595886519098837, 17.300387312530933],
@@ -61,7 +71,7 @@ def config_text(model: str, parallel: str = "", options: str = "plain") -> str:
     if model == "experts":
         text = experts_text("sequence_aux_loss", parallel, micro=2)
     else:
-        keys = CLIPPED if model in ("clipped", "as many key heads") else MODELS.get(model, "")
+        keys = OF_ALL.get(model, MODELS.get(model, ""))
         text = tiny_config(parallel=parallel, model=keys, micro=2)
     if model == "as many key heads":
         text = text.replace("n_kv_heads = 2", "n_kv_heads = 4")
@@ -118,12 +128,24 @@ class PlainMuon:
         for layer, logits in self.logits.items():
             scale = (self.keys.qk_clip / logits.amax((0, 2, 3))).clamp(max=1)
             self.clipped.append(scale < 1)
+            if model.latent is not None:
+                self.clip_latent(layer, scale)
+                continue
             several = model.n_heads > model.n_kv_heads
             for w in ("wq",) if several else ("wq", "wk"):
                 for leaf in ("weight", "bias"):
                     parameter = self.named[f"layers.{layer}.attention.{w}.{leaf}"]
                     by_head = parameter.unflatten(0, (len(scale), -1))
                     by_head *= (scale if several else scale.sqrt()).view(-1, *[1] * (by_head.ndim - 1))
+
+    def clip_latent(self, layer: str, scale: Tensor) -> None:
+        """Queries: 6 elements of a head without positions, 4 with them. Keys and values: 6, and 5 of values."""
+        queries = "wq_b" if self.config.model.latent.q_lora_rank else "wq"
+        q, kv = (self.named[f"layers.{layer}.attention.{w}.weight"] for w in (queries, "wkv_b"))
+        for head, factor in enumerate(scale):
+            q[10 * head : 10 * head + 6] *= factor.sqrt()
+            q[10 * head + 6 : 10 * head + 10] *= factor
+            kv[11 * head : 11 * head + 6] *= factor.sqrt()
 
     def matrices(self, name: str, tensor: Tensor) -> list[Tensor]:
         """Views of `tensor`."""
@@ -282,6 +304,7 @@ def test_three_steps_are_those_of_one_plain_process(
     assert_same(run_ranks(train, world, text), expected(config_text(model, "", options)))
 
 
+SELECTIVE_COMPILED = '[activation_checkpoint]\nmode = "selective"\n[compile]\nenabled = true\nbackend = "aot_eager_decomp_partition"'
 CLIPPED_LAYOUTS = {
     "one process": (1, "", "clipped"),
     "tp": (2, "tp = 2", "clipped"),
@@ -290,10 +313,23 @@ CLIPPED_LAYOUTS = {
     "zero1, cp": (4, f'data_parallel = "zero1"\ncp = 2\ncontext = "ring"{SMALL}', "as many key heads"),
     "pp": (4, "pp = 2", "clipped"),
     "tp above kv heads": (4, FEED_FORWARD_ALONE, "clipped"),
+    "latent, cp that moves latents": (2, "cp = 2", "latent"),
+    "latent, tp, cp by heads": (4, 'tp = 2\ncp = 2\ncontext = "ulysses"', "latent"),
+    "latent, queries direct, zero2, ring": (
+        4,
+        f'data_parallel = "zero2"\ncp = 2\ncontext = "ring"{SMALL}',
+        "latent, queries direct",
+    ),
+    "latent, tp, pp": (4, "tp = 2\npp = 2", "latent, queries direct"),
+    "latent, compiled": (
+        4,
+        f"cp = 2\n{SELECTIVE_COMPILED}",
+        "latent",
+    ),
     "replicas, recomputed": (4, f'{REPLICAS}\n[activation_checkpoint]\nmode = "full"', "clipped"),
     "compiled, selectively recomputed": (
         2,
-        '[activation_checkpoint]\nmode = "selective"\n[compile]\nenabled = true\nbackend = "aot_eager_decomp_partition"',
+        SELECTIVE_COMPILED,
         "clipped",
     ),
 }
@@ -302,7 +338,9 @@ CLIPPED_LAYOUTS = {
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in ("tp", "zero1, cp") else pytest.param(name, marks=pytest.mark.slow)
+        name
+        if name in ("tp", "zero1, cp", "latent, cp that moves latents")
+        else pytest.param(name, marks=pytest.mark.slow)
         for name in CLIPPED_LAYOUTS
     ],
 )
