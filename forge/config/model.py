@@ -205,6 +205,8 @@ class ModelConfig(Section):
     """With sliding_window and without layer_pattern: every n-th layer attends to the whole context. 0: no layer does."""
     logit_soft_cap: NonNegativeNumber = 0.0
     """Output logits become cap * tanh(logits / cap). 0: off."""
+    attention_scale_dim: NonNegativeNumber = 0.0
+    """Attention scores are divided by the root of this number. 0: the size of a head (Gemma's 27B models have others)."""
     attention_soft_cap: NonNegativeNumber = 0.0
     """Attention scores become cap * tanh(scores / cap). 0: off."""
     init_std: PositiveNumber = 0.02

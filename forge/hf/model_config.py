@@ -31,6 +31,7 @@ _TRAINING_ONLY = {
     "linear_attention.chunk_size",
 }
 _SOFT_CAPS = {"attention_soft_cap", "logit_soft_cap"}
+_SCALAR = "query_pre_attn_scalar"
 _SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
 
 
@@ -63,12 +64,8 @@ def read_model(
     else:
         model["n_kv_heads"] = model["n_kv_heads"] or model["n_heads"]
         model["head_dim"] = model["head_dim"] or model["dim"] // model["n_heads"]
-    if (
-        "query_pre_attn_scalar" in architecture.defaults
-        and config["query_pre_attn_scalar"] != model["head_dim"]
-    ):
-        why = f"forge computes with head_dim = {model['head_dim']} only"
-        raise config.error("query_pre_attn_scalar", why)
+    if _SCALAR in architecture.defaults and config[_SCALAR] != model["head_dim"]:
+        model["attention_scale_dim"] = float(config[_SCALAR])
     if architecture.output_bias:
         model["attention_output_bias"] = model["attention_bias"]
     for key in _SOFT_CAPS & model.keys():
@@ -113,8 +110,9 @@ def write_model(model: ModelConfig, architecture: Architecture, seq_len: int) ->
         written["num_nextn_predict_layers"] = depth_of(model)
     moe, keys = model.moe, architecture.keys
     written |= {keys[cap]: flat[cap] or None for cap in _SOFT_CAPS & keys.keys()}
-    if "query_pre_attn_scalar" in architecture.defaults:
-        written["query_pre_attn_scalar"] = model.head_dim
+    if _SCALAR in architecture.defaults:
+        scalar = model.attention_scale_dim or model.head_dim
+        written[_SCALAR] = int(scalar) if scalar == int(scalar) else scalar
     if architecture.is_latent:
         written["q_lora_rank"] = written.get("q_lora_rank") or None
     if moe is None:
@@ -191,6 +189,8 @@ def _effective(model: ModelConfig) -> dict[str, Any]:
         flat["sliding_rope_theta"] = 0.0
     if model.activation != "clamped_swiglu":
         del flat["activation_limit"]
+    if model.attention_scale_dim == model.head_dim and model.latent is None:
+        flat["attention_scale_dim"] = 0.0
     if not model.qk_norm:
         del flat["qk_norm_over"]
     if model.moe is not None:

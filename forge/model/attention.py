@@ -6,6 +6,7 @@ The attention function is an extension point: context parallelism replaces `Atte
 from __future__ import annotations
 
 import copy
+from math import sqrt
 from typing import Protocol
 
 import torch
@@ -62,13 +63,15 @@ class AttentionFunction(Protocol):
 class Attention(nn.Module):
     """What every kind of attention has: its window, its rotation, and what goes between the heads and the stream.
 
-    rotation: which of RoPE's tables; None: no positions.
+    rotation: which of RoPE's tables; None: no positions. qk_dim: size of a head of queries, whose root every attention
+    function divides scores by; queries are multiplied by `factor` where that is to be another number.
     """
 
     wo: nn.Linear
 
-    def __init__(self, config: ModelConfig, window: int, rotation: int | None, v_dim: int):
+    def __init__(self, config: ModelConfig, window: int, rotation: int | None, v_dim: int, qk_dim: int):
         super().__init__()
+        self.factor = sqrt(qk_dim / (config.attention_scale_dim or qk_dim))
         self.window, self.rotation, self.v_dim = window, rotation, v_dim
         self.attend: AttentionFunction = sdpa_attention
         gates = {"none": 0, "head": config.n_heads, "element": config.n_heads * v_dim}[config.attention_gate]
@@ -86,6 +89,10 @@ class Attention(nn.Module):
         """Return the logits of the sinks `[heads]`, if there are any."""
         return None if self.sinks is None else self.sinks()
 
+    def scaled(self, q: Tensor) -> Tensor:
+        """Return queries multiplied by `factor`."""
+        return q if self.factor == 1.0 else q * self.factor
+
     def rotated(self, x: Tensor, shared: Shared) -> Tensor:
         """Rotate x `[batch, seq, heads, head_dim]` by its positions, if the layer has any."""
         if self.rotation is None:
@@ -97,7 +104,7 @@ class GroupedAttention(Attention):
     """Grouped-query attention: projections, optional QK-norm, rotation, attention inside the layer's window."""
 
     def __init__(self, config: ModelConfig, window: int, rotation: int | None = 0):
-        super().__init__(config, window, rotation, config.head_dim)
+        super().__init__(config, window, rotation, config.head_dim, config.head_dim)
         self.head_dim = config.head_dim
         self.q_dim, kv_dim = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
         self.wq = nn.Linear(config.dim, self.q_dim, bias=config.attention_bias)
@@ -116,7 +123,10 @@ class GroupedAttention(Attention):
         v = self.wv(x).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (part.transpose(1, 2) for part in (self.rotated(q, shared), self.rotated(k, shared), v))
+        q, k, v = (
+            part.transpose(1, 2)
+            for part in (self.scaled(self.rotated(q, shared)), self.rotated(k, shared), v)
+        )
         return self.output(self.attend(q, k, v, shared.masks[self.window], self.sink_logits()), x)
 
     def flops_per_token(self, seq_len: int) -> float:

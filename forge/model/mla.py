@@ -45,11 +45,11 @@ class LatentAttention(Attention):
     def __init__(self, config: ModelConfig, window: int, rotation: int | None = 0):
         mla, heads, bias = config.latent, config.n_heads, config.attention_bias
         assert mla is not None
-        super().__init__(config, window, rotation, mla.v_head_dim)
-        self.n_heads, self.rank = heads, mla.kv_lora_rank
+        qk_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+        super().__init__(config, window, rotation, mla.v_head_dim, qk_dim)
+        self.n_heads, self.rank, self.qk_dim = heads, mla.kv_lora_rank, qk_dim
         self.nope_dim, self.rope_dim = mla.qk_nope_head_dim, mla.qk_rope_head_dim
-        self.qk_dim = self.nope_dim + self.rope_dim
-        self.factor = score_factor(config.rope_scaling)
+        self.factor *= score_factor(config.rope_scaling)
         self.wq = self.wq_a = self.q_norm = self.wq_b = None
         if mla.q_lora_rank:
             self.wq_a = Down(config.dim, mla.q_lora_rank, bias=bias)
@@ -87,7 +87,7 @@ class LatentAttention(Attention):
             q = self.wq_b(self.q_norm(self.wq_a(x)))
         nope, rope = q.unflatten(-1, (-1, self.qk_dim)).split([self.nope_dim, self.rope_dim], dim=-1)
         q = torch.cat([nope, self.rotated(rope, shared)], dim=-1)
-        return (q if self.factor == 1.0 else q * self.factor).transpose(1, 2)
+        return self.scaled(q).transpose(1, 2)
 
     def expand(self, latent: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """latent `[batch, seq, rank]`, key `[batch, seq, rope_dim]` -> k and v `[batch, heads, seq, qk_dim or v_dim]`."""

@@ -17,6 +17,7 @@ PARTS = {
     "gate per head": ('attention_gate = "head"', ""),
     "gate per element": ('attention_gate = "element"', ""),
     "sinks": ("attention_sinks = true", ""),
+    "scores by another size": ("attention_scale_dim = 20.0", ""),
     "soft cap": ("attention_soft_cap = 3.0", ""),
     "latent": (
         'attention = "mla"',
@@ -49,7 +50,7 @@ AXES = {
     "compiled": "[compile]\nenabled = true\nbackend = 'aot_eager_decomp_partition'",
 }
 # Sets of parts that are one model, and as many as fit.
-LATENT = ("kinds of layers", "gate per head", "sinks", "latent")
+LATENT = ("kinds of layers", "gate per head", "sinks", "latent", "scores by another size")
 DIRECT = ("kinds of layers", "gate per element", "latent, queries direct")
 GROUPED = ("kinds of layers", "part of each head rotated", "gate per element", "sinks")
 

@@ -304,7 +304,12 @@ def test_three_steps_are_those_of_one_plain_process(
     assert_same(run_ranks(train, world, text), expected(config_text(model, "", options)))
 
 
-SELECTIVE_COMPILED = '[activation_checkpoint]\nmode = "selective"\n[compile]\nenabled = true\nbackend = "aot_eager_decomp_partition"'
+SELECTIVE_COMPILED = """[activation_checkpoint]
+mode = "selective"
+[compile]
+enabled = true
+backend = "aot_eager_decomp_partition"
+"""
 CLIPPED_LAYOUTS = {
     "one process": (1, "", "clipped"),
     "tp": (2, "tp = 2", "clipped"),

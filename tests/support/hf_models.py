@@ -123,6 +123,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         OLMO | {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
     ),
     "gemma2": ("Gemma2ForCausalLM", GEMMA | {"query_pre_attn_scalar": 16, "head_dim": 16}),
+    "gemma2_scaled": ("Gemma2ForCausalLM", GEMMA | {"query_pre_attn_scalar": 20, "head_dim": 8}),
     "gemma3": (
         "Gemma3ForCausalLM",
         GEMMA
@@ -136,7 +137,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma3_local": (
         "Gemma3ForCausalLM",
-        GEMMA | {"head_dim": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": 3.0},
+        GEMMA | {"head_dim": 8, "query_pre_attn_scalar": 12, "final_logit_softcapping": 3.0},
     ),
     "mixtral": (
         "MixtralForCausalLM",
