@@ -3,7 +3,8 @@
 A draft is what the modules predict behind the last token. The model reads the last token and the draft in one forward, which
 gives the scores of the next token, and those of the tokens behind it if the draft holds. So the scores, and with them the
 text, are the model's own, whatever the drafts are (Leviathan et al. 2023, "Fast Inference from Transformers via Speculative
-Decoding"); good drafts save forwards. Keys and values of a draft that does not hold are overwritten.
+Decoding"); good drafts save forwards. Keys and values of a draft that does not hold are overwritten, and linear layers go
+on from the state before it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from forge.inference.scoring import replaced
-from forge.model import Attention, AttentionFunction, AttentionMask
+from forge.inference.states import TextStates
+from forge.model import AttentionFunction, AttentionMask, LinearAttention
 from forge.model.loss import head_logits
 from forge.model.mask import visible
 from forge.model.mtp import hidden_ahead
@@ -28,19 +30,21 @@ class DraftedScores:
     `forwards` counts the model's forwards: fewer than tokens are generated, if drafts hold. As without drafts the model sees
     the text's last `model.seq_len` tokens, and a longer text is read again for each further token.
 
-    Raises ValueError for a model without modules of multi-token prediction, or with layers of another kind than attention.
+    Raises ValueError for a model without modules of multi-token prediction.
     """
 
     def __init__(self, model: Any):
         if not model.ahead:
             raise ValueError("the model has no modules of multi-token prediction ([model.mtp]) to draft with")
-        attentions = [block.attention for block in model.layers.values()]
-        if not all(isinstance(attention, Attention) for attention in attentions):
-            raise ValueError(
-                "drafts need keys and values that can be taken back, which linear layers do not have"
-            )
+        attentions: list[Any] = [block.attention for block in model.layers.values()]
         self._model = model
-        self._caches = [_TextCache(attention.attend) for attention in attentions]
+        self._caches: list[Any] = [
+            TextStates(one.attend, len(model.ahead) + 1)
+            if isinstance(one, LinearAttention)
+            else _TextCache(one.attend)
+            for one in attentions
+        ]
+        self._trunk = self._caches[: len(model.trunk)]
         self._read: list[int] = []  # the tokens that the model has read, drafts included
         self._hidden: Tensor | None = None  # of the tokens read, [1, read, dim]
         self._scores: dict[int, Tensor] = {}  # number of tokens -> scores of the next one
@@ -58,6 +62,7 @@ class DraftedScores:
 
     def _advance(self, text: list[int], known: int) -> None:
         """Let the model read `text` from token `known` on and, if that is its last token, a draft behind it."""
+        known = _back_to(known, self._trunk)
         draft = self._draft(text) if known == len(text) - 1 and known > 0 else []
         self._finished = min(self._finished, known)
         tokens = [*text[known:], *draft]
@@ -77,6 +82,7 @@ class DraftedScores:
         model, end = self._model, len(text) - 1
         # What the last module read last time may have been drafts, as far back as it looks ahead.
         begin = max(0, min(self._finished, end) - len(model.ahead))
+        begin = _back_to(begin, self._caches[len(self._trunk) :])
         assert self._hidden is not None
         x, line = self._hidden[:, begin:end], list(text)
         with replaced(model, _Hidden(1, model.config.logit_soft_cap), self._caches):
@@ -105,6 +111,10 @@ class _TextCache:
         self._inner = inner
         self.begin = self.end = 0
         self._keys = self._values = torch.empty(0)
+
+    def back_to(self, place: int) -> int:
+        """Return the last place up to `place` from which on tokens can be read."""
+        return place
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
         if self.begin == 0:
@@ -138,6 +148,13 @@ class _Hidden(nn.Module):
         """hidden `[1, seq, dim]`, head_weight `[vocab, dim]` -> `[1, count, vocab]`."""
         self.seen = hidden
         return head_logits(hidden[:, -self._count :], head_weight, self._soft_cap)
+
+
+def _back_to(place: int, caches: list[Any]) -> int:
+    """Return the last place up to `place` from which on all of `caches`, which have read the same, can read."""
+    for cache in caches:
+        place = cache.back_to(place)
+    return place
 
 
 def _common(first: list[int], second: list[int]) -> int:

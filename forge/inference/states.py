@@ -1,4 +1,4 @@
-"""The cache of a linear layer: per text the state of its recurrence, and the tokens that its convolution still sees."""
+"""Caches of a linear layer: per text the state of its recurrence, and the tokens that its convolution still sees."""
 
 from __future__ import annotations
 
@@ -69,3 +69,51 @@ class StateCache:
     def _advances(self, places: Places) -> Tensor:
         """Which texts are longer than before: bool `[texts, 1, 1]`."""
         return (places.of_text > self._seen)[:, None, None]
+
+
+class TextStates:
+    """The `Recurrence` of one layer for the tokens from `begin` to `end` of a text, whose earlier ones it has seen.
+
+    It keeps the states after the last `kept` tokens, so that as many can be taken back.
+    """
+
+    def __init__(self, inner: Recurrence, kept: int):
+        self._inner, self._kept = inner, kept
+        self.begin = self.end = 0
+        self._inputs = torch.empty(0)  # of the convolution, [1, end, channels]
+        self._states: dict[int, Tensor] = {}  # number of tokens -> the state after them
+
+    def back_to(self, place: int) -> int:
+        """Return the last place up to `place` from which on tokens can be read."""
+        return max((number for number in self._states if number <= place), default=0)
+
+    def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
+        return mask
+
+    def convolve(self, x: Tensor, weight: Tensor, mask: AttentionMask) -> Tensor:
+        self._inputs = torch.cat([self._inputs[:, : self.begin], x], dim=1) if self.begin else x
+        before = weight.shape[1] - 1
+        padded = F.pad(self._inputs, (0, 0, before, 0))
+        return causal_convolution(padded[:, self.begin :], weight, None)
+
+    def recur(
+        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, mask: AttentionMask, size: int
+    ) -> Tensor:
+        v = v.to(q.dtype)
+
+        def part(rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+            return q[:, rows], k[:, rows], v[:, rows], log_decay[:, rows], beta[:, rows]
+
+        state = self._states.get(self.begin)
+        oldest = self.begin - self._kept
+        self._states = {n: old for n, old in self._states.items() if oldest < n <= self.begin}
+        seq, outs = q.shape[1], []
+        body = max(0, seq - self._kept) if state is None else 0
+        if body:
+            out, state = chunked_delta_rule(*part(slice(body)), None, size)
+            outs.append(out)
+        for t in range(body, seq):
+            out, state = recurrent_delta_rule(*part(slice(t, t + 1)), state=state)
+            outs.append(out)
+            self._states[self.begin + t + 1] = state
+        return torch.cat(outs, dim=1)

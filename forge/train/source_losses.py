@@ -12,6 +12,7 @@ from torch import Tensor
 from forge.data.order import numbered
 from forge.hook import Hook, StepResult
 from forge.model import IGNORE
+from forge.model.mtp import depth_of
 from forge.parallel.context import ModelInputs
 from forge.train.results import DelayedRead
 from forge.train.trainer import Trainer
@@ -21,11 +22,15 @@ PARTS = 16
 
 
 class LossCounter:
-    """Sums of losses and numbers of valid tokens, for each of `n_sources` and for each of PARTS parts of the sequence."""
+    """Sums of losses and numbers of valid tokens, for each of `n_sources` and for each of PARTS parts of the sequence.
+
+    In `ahead` sums of the losses of all modules of multi-token prediction, for each source: float64 `[n_sources]`.
+    """
 
     def __init__(self, n_sources: int, seq_len: int, device: torch.device):
         self._n_sources, self._seq_len = n_sources, seq_len
         self.sums = torch.zeros(n_sources + PARTS, 2, dtype=torch.float64, device=device)
+        self.ahead = torch.zeros(n_sources, dtype=torch.float64, device=device)
         self._inputs: ModelInputs | None = None
         self._done = 0
 
@@ -46,25 +51,31 @@ class LossCounter:
     def count(self, losses: Tensor) -> None:
         """Add the losses of the next tokens of the forward under way: `[n]`, of `[batch, seq]` in rows.
 
-        Those beyond the forward's own do not count: multi-token prediction calls the loss again, for tokens further ahead.
+        Those beyond the forward's own are of multi-token prediction, which calls the loss again for each module.
         """
         inputs, first = self._inputs, self._done
         assert inputs is not None and inputs.labels is not None and inputs.sources is not None
         rows, seq = inputs.labels.shape
         self._done += len(losses)
-        if self._done > rows * seq:
+        module, first = divmod(first, rows * seq)
+        places = torch.arange(first, first + len(losses), device=losses.device)
+        sources = inputs.sources[places // seq]
+        if module:
+            self.ahead.index_add_(0, sources, losses.double())
             return
-        places = torch.arange(first, self._done, device=losses.device)
         labels, positions = inputs.labels.flatten()[places], places % seq
         if inputs.positions is not None:
             positions = inputs.positions.flatten()[places]
         pairs = torch.stack([losses.double(), (labels != IGNORE).double()], dim=-1)  # [n, 2]
-        self.sums.index_add_(0, inputs.sources[places // seq], pairs)
+        self.sums.index_add_(0, sources, pairs)
         self.sums.index_add_(0, self._n_sources + positions * PARTS // self._seq_len, pairs)
 
 
 class SourceLosses(Hook):
-    """Adds `sources` and `positions` to the training lines of the metrics: means over the valid tokens of that step."""
+    """Adds `sources`, `positions` and, with multi-token prediction, `mtp_sources` to the training lines of the metrics.
+
+    They are means over the valid tokens of that step.
+    """
 
     def __init__(self, trainer: Trainer):
         self._trainer, self._sources = trainer, trainer.data.dataset.sources
@@ -80,15 +91,16 @@ class SourceLosses(Hook):
         self._unwatch()
         if self._trainer.metrics.is_due(step):
             self._counter.sums.zero_()
+            self._counter.ahead.zero_()
             self._watch()
 
     def after_gradients(self, step: int) -> None:
         if self._watching:
             self._unwatch()
-            sums = self._counter.sums.clone()
+            sums = torch.cat([self._counter.sums.flatten(), self._counter.ahead])
             # Ranks of tensor parallelism have the same sums; these are the ranks whose losses add up.
             dist.all_reduce(sums, group=self._trainer.meshes.pipeline)
-            self._delayed.push(step, sums.flatten())
+            self._delayed.push(step, sums)
 
     def after_result(self, result: StepResult) -> None:
         """Read what belongs to the result; it is asked for when the line is written, by the hook that follows."""
@@ -111,12 +123,20 @@ class SourceLosses(Hook):
 
     def _means(self, values: list[float]) -> dict[str, Any]:
         """A source that has no valid token in the step is left out; a part of the sequence without one is null."""
+        number = len(self._names)
+        values, ahead = values[:-number], values[-number:]
         pairs = list(zip(values[::2], values[1::2], strict=True))
-        of_sources = zip(self._names, pairs, strict=False)
-        return {
-            "sources": {name: loss / tokens for name, (loss, tokens) in of_sources if tokens},
-            "positions": [loss / tokens if tokens else None for loss, tokens in pairs[len(self._names) :]],
+        of_sources = list(zip(self._names, pairs[:number], ahead, strict=True))
+        found: dict[str, Any] = {
+            "sources": {name: loss / tokens for name, (loss, tokens), _ in of_sources if tokens},
+            "positions": [loss / tokens if tokens else None for loss, tokens in pairs[number:]],
         }
+        if depth := depth_of(self._trainer.config.model):
+            # Divided by the number of the model's own tokens, as mtp_loss is.
+            found["mtp_sources"] = {
+                name: of / tokens / depth for name, (_, tokens), of in of_sources if tokens
+            }
+        return found
 
     def _watch(self) -> None:
         model: Any = self._trainer.model

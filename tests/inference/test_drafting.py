@@ -15,6 +15,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "one module": {"mtp": {"depth": 1}},
     "three modules": {"mtp": {"depth": 3}, "tie_embeddings": True, "n_kv_heads": 1},
     "windows": {"mtp": {"depth": 2}, "layer_pattern": ["sliding", "full", "nope"], "sliding_window": 3},
+    "linear layers": {
+        "mtp": {"depth": 2},
+        "n_layers": 3,
+        "layer_pattern": ["linear", "full"],
+        "linear_attention": {"n_key_heads": 2, "key_head_dim": 4, "conv_size": 3, "chunk_size": 4},
+    },
     "experts": {"mtp": {"depth": 2}, "moe": {"n_experts": 4, "top_k": 2, "expert_dim": 8}},
 }
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -39,8 +45,9 @@ def test_drafts_change_no_token(name: str, temperature: float, prompt: list[int]
 
 
 @torch.no_grad()
-def test_scores_are_those_without_drafts_wherever_the_text_goes() -> None:
-    model = model_of("three modules")
+@pytest.mark.parametrize("name", ["three modules", "linear layers"])
+def test_scores_are_those_without_drafts_wherever_the_text_goes(name: str) -> None:
+    model = model_of(name)
     drafted, text = DraftedScores(model), list(PROMPT)
     for step in range(20):
         exact = recomputed(lambda tokens: model(tokens), model.seq_len)([text])
@@ -55,9 +62,10 @@ def test_a_text_beyond_the_models_length_is_read_again() -> None:
     assert written(DraftedScores(model), greedy) == written(CachedScores(model), greedy)
 
 
-def test_drafts_that_hold_save_forwards() -> None:
+@pytest.mark.parametrize(("name", "forwards"), [("three modules", 7), ("linear layers", 9)])
+def test_drafts_that_hold_save_forwards(name: str, forwards: int) -> None:
     """Modules that pass on the embedding of the token ahead, before a head that repeats it, draft what the model writes."""
-    model = model_of("three modules")
+    model = model_of(name)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith((".wo.weight", ".w2.weight")):
@@ -69,7 +77,7 @@ def test_drafts_that_hold_save_forwards() -> None:
     drafted = DraftedScores(model)
     tokens = written(drafted, Sampling(), tokens=24)
     assert tokens == written(CachedScores(model), Sampling(), tokens=24)
-    assert len(set(tokens)) == 1 and drafted.forwards == 7
+    assert len(set(tokens)) == 1 and drafted.forwards == forwards
 
 
 def test_a_model_without_modules_is_refused() -> None:

@@ -137,7 +137,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma3_local": (
         "Gemma3ForCausalLM",
-        GEMMA | {"head_dim": 8, "query_pre_attn_scalar": 12, "final_logit_softcapping": 3.0},
+        GEMMA | {"head_dim": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": 3.0},
     ),
     "mixtral": (
         "MixtralForCausalLM",

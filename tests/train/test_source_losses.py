@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,6 +61,46 @@ def test_the_sources_and_the_parts_add_up_to_the_loss(alone) -> None:
         assert sum(line["positions"]) / PARTS == pytest.approx(line["loss"], rel=1e-12)
         low, high = sorted(line["sources"].values())[0], sorted(line["sources"].values())[-1]
         assert low <= line["loss"] <= high
+
+
+AHEAD = "--model.mtp={depth=2, loss_coef=0.5}"
+
+
+def lines_with_ahead(folder: Path, *options: str, world: int = 1) -> list[dict[str, Any]]:
+    run = Run(folder, *FLOAT64, MIXTURE, "--train.steps=2", "--metrics.sources=true", AHEAD, *options)
+    assert run(world=world) == 0, run.output()
+    return [line for line in run.metrics() if "loss" in line]
+
+
+def test_a_token_further_ahead_counts_for_its_row_s_source() -> None:
+    torch.manual_seed(1)
+    hidden, weight = torch.randn(3, ROWS, SEQ, DIM).double(), torch.randn(VOCAB, DIM).double()
+    labels, sources = torch.randint(VOCAB, (3, ROWS, SEQ)), torch.tensor([2, 0, 2, 1])
+    labels[:, :, -3:] = IGNORE
+    counter, loss = LossCounter(3, SEQ, torch.device("cpu")), FusedLoss(chunk_tokens=10)
+    loss.chunk = counter.counting(loss.chunk)
+    counter.watch(ModelInputs(labels[0], labels[0], None, None, sources=sources))
+    for x, target in zip(hidden, labels, strict=True):
+        loss(x, weight, target)
+    each = F.cross_entropy((hidden @ weight.T).flatten(0, 2), labels.flatten(), reduction="none")
+    by_row = each.view(3, ROWS, SEQ).sum(-1)
+    for number in range(3):
+        own = sources == number
+        assert counter.sums[number, 0].item() == pytest.approx(by_row[0, own].sum().item(), rel=1e-12)
+        assert counter.ahead[number].item() == pytest.approx(by_row[1:, own].sum().item(), rel=1e-12)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_losses_further_ahead_are_those_of_the_sources_on_every_layout(tmp_path: Path) -> None:
+    alone = lines_with_ahead(tmp_path / "alone")
+    for line in alone:
+        low, high = sorted(line["mtp_sources"].values())
+        assert low <= line["mtp_loss"] <= high
+    for number, layout in enumerate((["--parallel.pp=2"], ["--parallel.cp=2"], ["--parallel.tp=2"])):
+        lines = lines_with_ahead(tmp_path / str(number), *layout, world=2)
+        for line, wanted in zip(lines, alone, strict=True):
+            assert line["mtp_sources"] == pytest.approx(wanted["mtp_sources"], rel=1e-9)
 
 
 @pytest.mark.processes
