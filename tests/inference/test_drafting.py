@@ -17,6 +17,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "windows": {"mtp": {"depth": 2}, "layer_pattern": ["sliding", "full", "nope"], "sliding_window": 3},
     "linear layers": {
         "mtp": {"depth": 2},
+        "tie_embeddings": True,
         "n_layers": 3,
         "layer_pattern": ["linear", "full"],
         "linear_attention": {"n_key_heads": 2, "key_head_dim": 4, "conv_size": 3, "chunk_size": 4},
