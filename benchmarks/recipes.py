@@ -28,7 +28,6 @@ from benchmarks.measure import Spread, environment, markdown, parser, publish
 from forge.config import load_config
 from forge.errors import FAILED, UserError
 from scripts.options import exit_code_of, positive
-from scripts.plot_loss import draw
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES: dict[str, tuple[str, ...]] = {
@@ -53,6 +52,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def measure(given: argparse.Namespace, overrides: list[str]) -> None:
     """Train all, print and write the table, draw the curves."""
+    from forge.report.draw import Curve, curves  # needs matplotlib
+
     about = environment(torch.device("cpu"))
     config = load_config(["--config", given.config, *overrides])
     if not config.data.validation:
@@ -67,18 +68,21 @@ def measure(given: argparse.Namespace, overrides: list[str]) -> None:
         "seeds": given.seeds,
     }
     results = {name: _tune(name, given, overrides) for name in given.only}
-    curves_by_step, curves_by_time = {}, {}
+    by_step, by_time = list[Curve](), list[Curve]()
     for name, runs in results.items():
         best = runs["best"][0]
-        curves_by_step[name] = list(enumerate(best["losses"], start=1))
-        times = accumulate(best["step_times"])
-        curves_by_time[name] = [
-            (round(1000 * at), loss) for at, loss in zip(times, best["losses"], strict=True)
-        ]
+        losses = best["losses"]
+        by_step.append(Curve(name, (list(range(1, len(losses) + 1)), losses), len(by_step)))
+        times = [round(1000 * at) for at in accumulate(best["step_times"])]
+        by_time.append(Curve(name, (times, losses), len(by_time)))
     publish("recipes", given.output, about, results, _table(results))
     stem = f"{about['date']}-recipes"
-    (given.output / f"{stem}-steps.svg").write_text(draw(curves_by_step, []))
-    (given.output / f"{stem}-time.svg").write_text(draw(curves_by_time, [], "milliseconds in steps"))
+    for suffix, drawn, x in (
+        ("steps", by_step, "optimizer step"),
+        ("time", by_time, "milliseconds in steps"),
+    ):
+        drawing = curves("loss", drawn, "nats per token", size=(7.2, 3.6), x=x)
+        (given.output / f"{stem}-{suffix}.svg").write_text(drawing)
 
 
 def _tune(name: str, given: argparse.Namespace, overrides: list[str]) -> dict[str, list[Run]]:

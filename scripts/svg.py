@@ -1,17 +1,14 @@
-"""Shared by the plots: SVG elements, a chart of curves over optimizer steps, and exit codes."""
+"""Shared by the plots: SVG elements of diagrams, and exit codes. Curves are drawn by forge/report/draw.py."""
 
 from __future__ import annotations
 
-import json
+import re
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from forge.errors import BAD_CONFIG, FINISHED, UserError
 
-WIDTH, LEFT, RIGHT, TOP = 720, 56, 16, 24
 COLORS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2")
 
 
@@ -36,53 +33,16 @@ def document(width: float, height: float, parts: Sequence[str], font_size: int =
     )
 
 
-class Chart:
-    """Curves of values `low` to `high` over steps 0 to `last`, `height` pixels high; `parts` are its elements."""
-
-    def __init__(self, title: str, last: int, low: float, high: float, height: float):
-        self.last, self.low, self.high, self.height = last, low, high, height
-        self.parts = [label(LEFT, 14, title)]
-        self._curves = 0
-        for value in range(int(low), int(high) + 1):
-            self._line(value, stroke="#ddd")
-            self.parts.append(label(LEFT - 8, self.y(value) + 4, value, "end"))
-        for part in range(5):
-            step = round(last * part / 4)
-            self.parts.append(label(self.x(step), TOP + height + 18, step, "middle"))
-
-    def x(self, step: float) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * step / self.last
-
-    def y(self, value: float) -> float:
-        return TOP + self.height * (self.high - value) / (self.high - self.low)
-
-    def mark(self, value: float, name: str) -> None:
-        """Add a dashed horizontal line."""
-        self._line(value, stroke="#888", stroke_dasharray="6 4")
-        self.parts.append(label(WIDTH - RIGHT, self.y(value) - 5, name, "end", fill="#666"))
-
-    def curve(self, name: str, points: Sequence[tuple[int, float]]) -> None:
-        """Add a curve through (step, value) points; if there are few, also a dot at each."""
-        color = COLORS[self._curves % len(COLORS)]
-        self._curves += 1
-        places = [(self.x(step), self.y(value)) for step, value in points]
-        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        self.parts.append(element("polyline", points=line, fill="none", stroke=color, stroke_width="1.8"))
-        if len(places) < 20:
-            self.parts += [element("circle", cx=x, cy=y, r="3.5", fill=color) for x, y in places]
-        self.parts.append(label(WIDTH - RIGHT - 8, TOP + 18 * self._curves, name, "end", fill=color))
-
-    def _line(self, value: float, **attributes: str) -> None:
-        self.parts.append(element("path", d=f"M{LEFT} {self.y(value):.1f}H{WIDTH - RIGHT}", **attributes))
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a metrics file, without an incomplete last line of a running or killed run."""
-    lines = []
-    for line in path.read_text("utf-8").splitlines():
-        with suppress(ValueError):
-            lines.append(json.loads(line))
-    return lines
+def stacked(drawings: Sequence[str]) -> str:
+    """Write drawings, each an <svg> element with a viewBox, below each other as one."""
+    width, below, parts = 0.0, 0.0, []
+    for drawing in drawings:
+        match = re.search(r' viewBox="0 0 ([\d.]+) ([\d.]+)"', drawing)
+        assert match is not None
+        size = f'y="{below:g}" width="{match[1]}" height="{match[2]}"'
+        parts.append(drawing[drawing.index("<svg") :].replace("<svg ", f"<svg {size} ", 1))
+        width, below = max(width, float(match[1])), below + float(match[2])
+    return document(width, below, parts)
 
 
 def write(path: Path, draw: Callable[[], str]) -> int:

@@ -107,7 +107,8 @@ def picture(
     return Picture(caption, svg, table, wide=options.get("size") == WIDE)
 
 
-def _loss(runs: Sequence[RunRecord]) -> Picture | None:
+def loss_curves(runs: Sequence[RunRecord]) -> list[Curve]:
+    """Return the losses of training and of held-out data."""
     drawn = []
     for number, run in enumerate(runs):
         of = f"{run.name}: " if len(runs) > 1 else ""
@@ -115,6 +116,11 @@ def _loss(runs: Sequence[RunRecord]) -> Picture | None:
         for place, name in enumerate(run.names("eval")):
             color = number if len(runs) > 1 else place + 1
             drawn.append(Curve(f"{of}held out: {name}", run.series("eval", name), color, place + 1))
+    return drawn
+
+
+def _loss(runs: Sequence[RunRecord]) -> Picture | None:
+    drawn = loss_curves(runs)
     marks = marks_of(runs[0]) if len(runs) == 1 else []
     return picture("loss", "Loss, and what happened", drawn, "nats per token", size=WIDE, marks=marks)
 

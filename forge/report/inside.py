@@ -50,7 +50,7 @@ def inside_sections(runs: Sequence[RunRecord]) -> list[Section]:
         intro = "Layers from top to bottom, steps from left to right. Look for a row unlike its neighbours."
         sections.append(Section(f"Inside the model{of}", intro if parts else "", parts))
         sections.append(Section(f"By position{of}", parts=_by_position(run, number)))
-        sections.append(Section(f"Experts{of}", parts=_experts(run, number)))
+        sections.append(Section(f"Experts{of}", parts=[*expert_pictures(run, number)]))
         sections.append(Section(f"What the model wrote{of}", parts=_samples(run)))
     return sections
 
@@ -125,7 +125,10 @@ def _by_position(run: RunRecord, number: int) -> list[Part]:
     return [made] if made is not None else []
 
 
-def _experts(run: RunRecord, number: int) -> list[Part]:
+def expert_pictures(
+    run: RunRecord, number: int = 0, levels: Sequence[tuple[str, float]] = ()
+) -> list[Picture]:
+    """Return the largest load of each layer as curves, with `levels`, and the load of every expert as maps."""
     layers = sorted(run.names("routers"), key=int)
     if not layers:
         return []
@@ -133,35 +136,27 @@ def _experts(run: RunRecord, number: int) -> list[Part]:
         Curve(f"layer {layer}", run.series("routers", layer, "load_max"), color)
         for color, layer in enumerate(layers)
     ]
-    made = picture(
-        f"load{number}", "Most visited expert of each layer", drawn, "even shares", size=(10.4, 2.6)
-    )
-    parts: list[Part] = [] if made is None else [made]
+    caption, unit = "Most visited expert of each layer", "even shares"
+    made = picture(f"load{number}", caption, drawn, unit, size=(10.4, 2.6), levels=levels)
+    pictures = [] if made is None else [made]
     counted = [(step, of) for step, of in run.having("routers") if all("counts" in of[one] for one in of)]
     if counted:
+        steps = [step for step, _ in counted]
         maps = []
         for layer in layers:
             counts = np.array([of[layer]["counts"] for _, of in counted], dtype=float).T
             load = counts / np.maximum(counts.mean(axis=0, keepdims=True), 1e-9)
-            maps.append(
-                Heat(f"layer {layer}", [str(e) for e in range(len(load))], [s for s, _ in counted], load)
-            )
+            maps.append(Heat(f"layer {layer}", [str(expert) for expert in range(len(load))], steps, load))
         caption = "Load of every expert, relative to an even share"
         rows = [
-            [f"layer {one.title.removeprefix('layer ')}, expert {row}", *one.values[row]]
+            [f"{one.title}, expert {row}", *sampled(one.values[row].tolist(), 8)]
             for one in maps
             for row in range(len(one.rows))
         ]
-        table = Table(
-            caption,
-            ["", *(f"step {step}" for step, _ in counted)],
-            [[*r[:1], *sampled(r[1:], 8)] for r in rows],
-        )
-        table = Table(caption, ["", *(f"step {step}" for step, _ in sampled(counted, 8))], table.rows)
-        parts.append(
-            Picture(caption, heat_maps(f"experts{number}", maps, "even shares", even=True), table, wide=True)
-        )
-    return parts
+        table = Table(caption, ["", *(f"step {step}" for step in sampled(steps, 8))], rows)
+        drawing = heat_maps(f"experts{number}", maps, unit, even=True)
+        pictures.append(Picture(caption, drawing, table, wide=True))
+    return pictures
 
 
 def _samples(run: RunRecord) -> list[Part]:
