@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, TextIO
 from forge.observe.progress import format_line
 
 ROWS, LEAST_COLUMNS = 6, 40
+# Points of a curve that are kept: an even number, and more than a terminal has columns.
+MOST = 1024
 BLOCKS = " ▁▂▃▄▅▆▇█"
 PLAIN = " .:-=+*##"
 UP_AND_CLEAR = "\033[{}A\033[J"
@@ -29,6 +31,29 @@ class Progress(NamedTuple):
         return format_line(self.fields, total_steps=self.total_steps, eta_s=self.eta_s)
 
 
+class Means:
+    """A curve of any length as at most MOST means, each of as many values; of the values that are left over the last one."""
+
+    def __init__(self) -> None:
+        self._means: list[float] = []
+        self._of, self._sum, self._count = 1, 0.0, 0
+
+    def add(self, value: float) -> None:
+        self._sum, self._count = self._sum + value, self._count + 1
+        if self._count < self._of:
+            return
+        self._means.append(self._sum / self._count)
+        self._sum, self._count = 0.0, 0
+        if len(self._means) == MOST:
+            pairs = zip(self._means[::2], self._means[1::2], strict=True)
+            self._means, self._of = [(first + second) / 2 for first, second in pairs], 2 * self._of
+
+    @property
+    def values(self) -> list[float]:
+        """The means, the oldest first."""
+        return [*self._means, self._sum / self._count] if self._count else list(self._means)
+
+
 class LiveHandler(logging.StreamHandler[TextIO]):
     """Writes log messages to a terminal and keeps the view below them.
 
@@ -37,7 +62,7 @@ class LiveHandler(logging.StreamHandler[TextIO]):
 
     def __init__(self, stream: TextIO):
         super().__init__(stream)
-        self._losses: list[float] = []
+        self._losses = Means()
         self._progress: Progress | None = None
         self._height = 0
         encoding = (stream.encoding or "").lower().replace("-", "")
@@ -53,7 +78,7 @@ class LiveHandler(logging.StreamHandler[TextIO]):
                 self._progress = progress
                 loss = progress.fields.get("loss")
                 if isinstance(loss, float) and loss == loss and abs(loss) != float("inf"):
-                    self._losses.append(loss)
+                    self._losses.add(loss)
             else:
                 self.stream.write(self.format(record) + "\n")
             if self._progress is not None:
@@ -84,7 +109,7 @@ class LiveHandler(logging.StreamHandler[TextIO]):
                 words.append(line)
                 line = ""
             line = f"{line}  {part}" if line else part
-        curve = draw_curve(self._losses, ROWS, width - 10, self._blocks)
+        curve = draw_curve(self._losses.values, ROWS, width - 10, self._blocks)
         return [line[:width] for line in (*curve, bar, *words, line)]
 
 

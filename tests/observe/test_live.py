@@ -16,7 +16,7 @@ from typing import TextIO
 
 import pytest
 
-from forge.observe.live import BLOCKS, Progress, draw_curve
+from forge.observe.live import BLOCKS, MOST, Means, Progress, draw_curve
 from forge.observe.log import reset_logging, setup_logging
 
 COLUMNS = 60
@@ -144,3 +144,17 @@ def test_a_curve_falls_from_the_top_left_to_the_bottom_right() -> None:
     assert lines == ["    3.000 █▁ ", "    1.000 ██▁"]
     assert draw_curve([], 2, 40, BLOCKS) == []
     assert len(draw_curve([1.0] * 500, 2, 40, BLOCKS)[0]) == 50
+
+
+def test_a_curve_of_any_length_is_kept_as_few_means() -> None:
+    curve = Means()
+    for step in range(100_001):
+        curve.add(float(step))
+    assert MOST // 2 <= len(curve.values) <= MOST
+    # 128 steps each, and one of what is left over.
+    assert curve.values[0] == 63.5 and curve.values[1] - curve.values[0] == 128.0
+    assert curve.values[-1] == pytest.approx((100_000 + 100_000 // 128 * 128) / 2)
+    few = Means()
+    for loss in (3.0, 2.0, 1.0):
+        few.add(loss)
+    assert few.values == [3.0, 2.0, 1.0]
