@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from forge.data.tokenizer import ByteTokenizer
 from forge.errors import BAD_CONFIG, FINISHED, UserError
 from forge.inference import Sampling, generate, recomputed
 from tests.support.small_models import small_config, small_model
-from tests.support.trained import call, prepared, trained
+from tests.support.trained import call, on_prepared, prepared, trained
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'forge[eval]'")
 
@@ -161,24 +162,58 @@ TASKS = {
 }
 
 
+def write_tasks(folder: Path) -> None:
+    """TASKS in FOLDER/tasks, on documents beside them."""
+    documents = folder / "documents.jsonl"
+    documents.write_text("".join(json.dumps({"begin": text}) + "\n" for text in ("bcd", "cd", "d", "abcd")))
+    (folder / "tasks").mkdir()
+    for name, text in TASKS.items():
+        lines = [line[8:] for line in text.strip("\n").splitlines()]
+        source = f"data_files: {{test: {documents}}}, cache_dir: {folder / 'cache'}"
+        lines += [f"task: {name}", "dataset_path: json", f"dataset_kwargs: {{{source}}}", "test_split: test"]
+        (folder / "tasks" / f"{name}.yaml").write_text("\n".join(lines) + "\n")
+
+
+def scores(folder: Path, *options: str) -> dict[str, dict[str, float]]:
+    """What scripts/evaluate.py says of the run in FOLDER."""
+    result = call(folder, "evaluate", *AT, "--tasks", ",".join(TASKS), "--json", *options)
+    assert result.code == FINISHED, result.err
+    (line,) = [line for line in result.out.splitlines() if line.startswith("{")]
+    return json.loads(line)["tasks"]
+
+
+AT = ("--checkpoint", "run", "--include-path", "tasks")
+
+
 def test_real_tasks_on_local_files(tmp_path) -> None:
     prepared(tmp_path)
     trained(tmp_path, steps=30)
-    documents = tmp_path / "documents.jsonl"
-    documents.write_text("".join(json.dumps({"begin": text}) + "\n" for text in ("bcd", "cd", "d", "abcd")))
-    (tmp_path / "tasks").mkdir()
-    for name, text in TASKS.items():
-        lines = [line[8:] for line in text.strip("\n").splitlines()]
-        source = f"data_files: {{test: {documents}}}, cache_dir: {tmp_path / 'cache'}"
-        lines += [f"task: {name}", "dataset_path: json", f"dataset_kwargs: {{{source}}}", "test_split: test"]
-        (tmp_path / "tasks" / f"{name}.yaml").write_text("\n".join(lines) + "\n")
-    common = ["--checkpoint", "run", "--include-path", "tasks"]
-    result = call(tmp_path, "evaluate", *common, "--tasks", ",".join(TASKS), "--json")
-    assert result.code == FINISHED, result.err
-    (line,) = [line for line in result.out.splitlines() if line.startswith("{")]
-    found = json.loads(line)["tasks"]
+    write_tasks(tmp_path)
+    found = scores(tmp_path)
     assert found["next_letter"]["acc,none"] == 1.0
     assert found["go_on"]["exact_match,none"] == 1.0
     assert 0 < found["whole_texts"]["bits_per_byte,none"] < 1
-    unknown = call(tmp_path, "evaluate", *common, "--tasks", "nothing_like_it")
+    unknown = call(tmp_path, "evaluate", *AT, "--tasks", "nothing_like_it")
     assert unknown.code == BAD_CONFIG and "--tasks nothing_like_it: lm-eval has no such task" in unknown.err
+
+
+@pytest.mark.parametrize("layout", ["dp_shard", "tp"])
+def test_tasks_in_the_loop_have_the_scores_of_the_checkpoint_and_a_resumed_run_none_twice(
+    tmp_path, layout: str
+) -> None:
+    """Killed in step 6, with step 5 reported and not saved, it resumes from step 4 and makes step 5 again."""
+    prepared(tmp_path)
+    write_tasks(tmp_path)
+    options = [f"--evaluate.tasks={json.dumps(list(TASKS))}", f"--evaluate.tasks_path={tmp_path / 'tasks'}"]
+    options += ["--evaluate.tasks_interval=5", f"--parallel.{layout}=2", "--checkpoint.interval=4"]
+    run = on_prepared(tmp_path, *options)
+    codes = run.start(world=2, fault="step:6:0").join()
+    assert codes[0] == -signal.SIGKILL
+    assert [line["step"] for line in run.metrics() if "tasks" in line] == [5]
+    assert run(world=2) == 0, run.output()
+    lines = [line for line in run.metrics() if "tasks" in line]
+    assert [line["step"] for line in lines] == [5, 10]
+    for task, metrics in scores(tmp_path).items():
+        for name, value in metrics.items():
+            if isinstance(value, float):
+                assert lines[-1]["tasks"][task][name] == pytest.approx(value, rel=1e-5), (task, name)

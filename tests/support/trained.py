@@ -62,18 +62,23 @@ def prepare_bytes(text: Path, output: Path) -> None:
 
 def trained(folder: Path, *options: str, world: int = 1, tokenizer: str = "bytes", steps: int = 6) -> Run:
     """A finished run in FOLDER/run on the data of `prepared(folder)`, evaluated at its end."""
+    run = on_prepared(
+        folder, f"--train.steps={steps}", f"--evaluate.interval={steps}", *options, tokenizer=tokenizer
+    )
+    assert run(world=world) == 0, run.output()
+    return run
+
+
+def on_prepared(folder: Path, *options: str, tokenizer: str = "bytes") -> Run:
+    """A run in FOLDER/run on the data of `prepared(folder)`, to be started."""
     data = folder / "data"
-    run = Run(
+    return Run(
         folder,
         f'--data.sources=[{{path="{data / "train"}",weight=1.0}}]',
         f'--data.validation=[{{name="held",path="{data / "validation"}"}}]',
         f"--data.tokenizer={tokenizer}",
         f"--model.vocab_size={BYTES_VOCAB if tokenizer == 'bytes' else 512}",
-        f"--train.steps={steps}",
-        f"--evaluate.interval={steps}",
         "--evaluate.sequences=5",
         "--optimizer.lr=0.02",
         *options,
     )
-    assert run(world=world) == 0, run.output()
-    return run
