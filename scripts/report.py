@@ -6,7 +6,8 @@
     python scripts/report.py runs/debug --live
 
 The page is a single file that needs no network. --live serves it to browsers on this machine, where it follows the run.
-Needs the extra forge[report].
+Each run is planned again from its config.toml, as by train.py --plan, to stand beside what was measured; the time of a step
+is planned for the run's card, or for --hardware. Needs the extra forge[report].
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
-from forge.errors import UserError
 from forge.files import replace_atomically
-from forge.report.read import read_run
+from forge.report.read import RunRecord, read_run
 from forge.report.serve import make_server
 from scripts.options import count, exit_code_of, positive
+from scripts.planned import Planner
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -40,26 +41,30 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="S",
         help="with --live: seconds between loads (%(default)s)",
     )
+    add("--hardware", metavar="NAME", help="what the plan's time is for, as for train.py --plan")
+    add("--no-plan", action="store_true", help="do not plan the runs, which takes seconds for each")
     given = parser.parse_args(arguments)
     return exit_code_of(lambda: _run(given))
 
 
 def _run(given: argparse.Namespace) -> None:
-    try:
-        from forge.report.page import make_page
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "matplotlib":
-            raise
-        raise UserError("the page is drawn by matplotlib: pip install 'forge[report]'") from None
+    from forge.report.page import make_page  # needs matplotlib
+
+    planner = None if given.no_plan else Planner(given.hardware)
+
+    def read() -> list[RunRecord]:
+        runs = [read_run(path) for path in given.runs]
+        for run in runs:
+            if planner is not None:
+                planner.add(run)
+        return runs
+
     if not given.live:
-        replace_atomically(given.output, make_page([read_run(path) for path in given.runs]).encode())
+        replace_atomically(given.output, make_page(read()).encode())
         print(f"wrote {given.output}")
         return
-    for path in given.runs:
-        read_run(path)
-    server = make_server(
-        lambda: make_page([read_run(path) for path in given.runs], given.refresh), given.port
-    )
+    read()
+    server = make_server(lambda: make_page(read(), given.refresh), given.port)
     print(
         f"http://127.0.0.1:{server.server_port}/ follows {', '.join(map(str, given.runs))}; Ctrl-C ends it",
         flush=True,

@@ -89,6 +89,12 @@ def rate_at(curve: Sequence[tuple[float, float]], size: float) -> float:
     return curve[-1][1]
 
 
+def card_of(device: str) -> Hardware | None:
+    """Return the hardware whose card CUDA reports as `device`; None if there is none."""
+    every = (find_hardware(path.stem) for path in sorted(FOLDER.glob("*.toml")))
+    return next((one for one in every if one.card and one.card == device), None)
+
+
 def find_hardware(name: str) -> Hardware:
     """Load the hardware with this name, or from this TOML file. Raises UserError."""
     known = sorted(path.stem for path in FOLDER.glob("*.toml"))

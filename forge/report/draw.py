@@ -1,4 +1,7 @@
-"""Figures as inline SVG, drawn by matplotlib."""
+"""Figures as SVG, drawn by matplotlib: those of the page, and those that scripts write as images of their own.
+
+Importing this raises UserError where matplotlib is missing.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import matplotlib
 import numpy as np
+
+from forge.errors import UserError
+from forge.report.read import Points
+
+try:
+    import matplotlib
+except ModuleNotFoundError:
+    raise UserError("curves are drawn by matplotlib: pip install 'forge[report]'") from None
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-
-from forge.report.read import Points
 
 # Okabe and Ito's colours, which readers with any colour vision can distinguish; and dashes, for paper.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -80,8 +88,12 @@ def curves(
     marks: Sequence[Mark] = (),
     share: bool = False,
     x: str = "step",
+    levels: Sequence[tuple[str, float]] = (),
 ) -> str:
-    """Draw curves over steps. log: the axis of values is logarithmic; share: it is from 0 up, in per cent."""
+    """Draw curves over steps. log: the axis of values is logarithmic; share: it is from 0 up, in per cent.
+
+    levels: names and values of dashed horizontal lines.
+    """
     with matplotlib.rc_context(STYLE):
         outside = len(drawn) > 6
         figure = _figure(*size, right=1.5 if outside else 0.12)
@@ -97,6 +109,10 @@ def curves(
         elif share:
             axes.set_ylim(bottom=0)
         _mark(axes, marks)
+        for name, value in levels:
+            axes.axhline(value, color="#888888", linestyle="--", linewidth=1.0)
+            at_end = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom", "fontsize": 8}
+            axes.annotate(name, (1.0, value), **at_end)  # type: ignore[arg-type]
         axes.set_ylabel(unit)
         axes.set_xlabel(x)
         if len(drawn) > 1 or marks:

@@ -17,18 +17,18 @@ Points = tuple[list[int], list[float]]
 
 @dataclass
 class RunRecord:
-    """config, status, plan: as read from their files, empty where there is none. lines, events: of the .jsonl files.
+    """config, status: as read from their files, empty where there is none. lines, events: of the .jsonl files.
 
-    plan: what `train.py --plan --json` printed, where someone has kept it as plan.json in the run's directory.
+    plan: what `train.py --plan --json` prints for the run, or its `problem`. No file of the run: who wants it sets it.
     """
 
     path: Path
     name: str
     config: dict[str, Any] = field(default_factory=dict)
     status: dict[str, Any] = field(default_factory=dict)
-    plan: dict[str, Any] = field(default_factory=dict)
     lines: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
+    plan: dict[str, Any] = field(default_factory=dict)
 
     def series(self, *keys: str) -> Points:
         """Return steps and values of a field of the metrics, given by its path; lines without the number are left out."""
@@ -76,7 +76,6 @@ def read_run(path: Path) -> RunRecord:
         path.resolve().name,
         config,
         read_object(path / "status.json"),
-        read_object(path / "plan.json"),
         read_lines(path / "metrics.jsonl", "step"),
         read_lines(path / "events.jsonl", "event"),
     )

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 from forge.observe.metrics import flat
-from forge.report.parts import Part, Section, Table
+from forge.report.parts import Part, Section, Table, Text
 from forge.report.read import RunRecord
 
 GIB = 1024**3
+PLANNED = (
+    "Memory of the rank that needs most, as train.py --plan has it, against rank 0 in its first step: on a CPU by the growth "
+    "of the process. The time of a step is planned for known or measured hardware only; measured is the median."
+)
 
 
 def setting_sections(runs: Sequence[RunRecord]) -> list[Section]:
@@ -17,7 +22,7 @@ def setting_sections(runs: Sequence[RunRecord]) -> list[Section]:
     return [
         Section("Layout", parts=_layout(runs)),
         Section("Memory", parts=_memory(runs)),
-        Section("Planned and measured", parts=_planned(runs)),
+        Section("Planned and measured", PLANNED if any(run.plan for run in runs) else "", _planned(runs)),
         Section("Configuration", parts=_config(runs)),
         Section("Environment", parts=_environment(runs)),
     ]
@@ -59,26 +64,36 @@ def _memory(runs: Sequence[RunRecord]) -> list[Part]:
     return _columns("What rank 0 holds, in GiB", found)
 
 
+# Bytes of a plan and of the event `memory`.
+KINDS = ("parameters", "masters", "gradients", "optimizer", "buckets", "activations")
+
+
 def _planned(runs: Sequence[RunRecord]) -> list[Part]:
     parts: list[Part] = []
     for run in runs:
         if not run.plan:
             continue
-        planned, memory = run.plan.get("memory", {}), run.events_of("memory")
-        measured = memory[-1] if memory else {}
+        if "problem" in run.plan:
+            parts.append(Text(f"{run.name}: no plan", run.plan["problem"]))
+            continue
+        planned, events = run.plan["memory"], run.events_of("memory")
+        measured = {kind: events[-1].get(f"{kind}_bytes") for kind in KINDS} if events else {}
         rows: list[list[Any]] = []
-        for kind in ("parameters", "masters", "gradients", "optimizer", "buckets", "activations"):
-            pair = planned.get(kind), measured.get(f"{kind}_bytes")
+        for kind in KINDS:
+            pair = planned[kind], measured.get(kind)
             if any(pair):
                 rows.append([f"{kind}, GiB", *(None if one is None else one / GIB for one in pair)])
-        if "peak" in planned:
-            held = run.series("memory_gib")[1]
-            rows.append(["most memory, GiB", planned["peak"] / GIB, max(held, default=None)])
-        times = sorted(run.series("step_time_s")[1])
-        step = run.plan.get("time", {}).get("step_s")
+        total = sum(size or 0 for size in measured.values()) / GIB if measured else None
+        rows.append(["all of these at the peak of a step, GiB", planned["peak"] / GIB, total])
+        everything = max(run.series("memory_gib")[1], default=None)
+        if everything is not None:
+            guess = (planned["peak"] + planned["other"]) / GIB if planned["other"] else None
+            rows.append(["with all else in the process, GiB", guess, everything])
+        times = run.series("step_time_s")[1]
+        step = None if run.plan["time"] is None else run.plan["time"]["step_s"]
         if step is not None or times:
-            rows.append(["time of a step, s", step, times[len(times) // 2] if times else None])
-        parts.append(Table(f"{run.name}: plan.json against the run", ["", "planned", "measured"], rows))
+            rows.append(["time of a step, s", step, median(times) if times else None])
+        parts.append(Table(f"{run.name}: the plan against the run", ["", "planned", "measured"], rows))
     return parts
 
 

@@ -47,6 +47,8 @@ def test_a_browser_draws_the_page_without_an_error(tmp_path: Path) -> None:
         "<table>"
     )
     assert len(re.findall(r"<svg [^>]*role=\"img\"", browser.stdout)) > 12
+    # Planned by the script itself, from the run's config.toml.
+    assert "run: the plan against the run</caption>" in browser.stdout
     assert _colors(shot) > 200
 
 

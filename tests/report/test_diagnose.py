@@ -1,5 +1,5 @@
 """A diagnosis says what happened first, on which rank, and what to try. Each fault of the table is named after its own test
-too (tests/faults/conftest.py), from the directory that the real run left."""
+too (tests/support/diagnosed.py), from the directory that the real run left."""
 
 from __future__ import annotations
 

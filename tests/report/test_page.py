@@ -13,7 +13,7 @@ from forge.errors import UserError
 from forge.report.findings import findings
 from forge.report.page import make_page
 from forge.report.read import read_run
-from tests.support.recorded import write_run
+from tests.support.recorded import PLAN, write_run
 
 
 @pytest.fixture(scope="module")
@@ -22,8 +22,11 @@ def page(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("page")
     bad = write_run(folder / "bad", bad_layer=2, noise=True, slow=1)
     good = write_run(folder / "good")
-    (good / "config.toml").write_text("[train]\nsteps = 60\n[optimizer]\nlr = 3e-3\n")
-    return make_page([read_run(bad), read_run(good)])
+    config = good / "config.toml"
+    config.write_text(config.read_text().replace("lr = 0.001", "lr = 0.003"))
+    runs = [read_run(bad), read_run(good)]
+    runs[0].plan, runs[1].plan = PLAN, {"problem": "no class <Own>"}
+    return make_page(runs)
 
 
 def test_every_section_is_there_and_every_figure_has_its_numbers_as_a_table(page: str) -> None:
@@ -77,10 +80,24 @@ def test_only_keys_that_differ_are_compared(page: str) -> None:
 
 
 def test_a_planned_number_stands_beside_the_measured_one(page: str) -> None:
-    table = re.search(r"<table><caption>bad: plan.json against the run.*?</table>", page, re.S)
+    table = re.search(r"<table><caption>bad: the plan against the run.*?</table>", page, re.S)
     assert table is not None
-    row = re.search(r"time of a step, s</th>(.*?)</tr>", table[0])
-    assert row is not None and re.findall(r">([\d.]+)<", row[1]) == ["0.04", "0.05"]
+    cells = {
+        row[0]: re.findall(r"<td[^>]*>([^<]*)</td>", row[1])
+        for row in re.findall(r'<th scope="row">([^<]*)</th>(.*?)</tr>', table[0])
+    }
+    assert cells["time of a step, s"] == ["0.04", "0.05"]
+    assert cells["parameters, GiB"] == ["0.0625", "0.0625"]
+    assert cells["all of these at the peak of a step, GiB"] == ["0.25", "0.25"]
+    assert cells["with all else in the process, GiB"] == ["", "0.4"]
+    assert "no class &lt;Own&gt;" in page
+
+
+def test_a_plan_of_no_known_hardware_has_no_time(tmp_path) -> None:
+    run = read_run(write_run(tmp_path / "run"))
+    run.plan = PLAN | {"time": None}
+    row = re.search(r"time of a step, s</th>(.*?)</tr>", make_page([run]))
+    assert row is not None and re.findall(r"<td[^>]*>([^<]*)</td>", row[1]) == ["", "0.05"]
 
 
 def test_planted_defects_are_named_and_a_sound_run_has_none_of_them(tmp_path) -> None:

@@ -9,6 +9,30 @@ from typing import Any
 
 PARAMETERS = ("attention.wq", "attention.wo", "feed_forward.w1")
 LAYERS = 3
+CONFIG = """
+[model]
+dim = 32
+n_layers = 3
+n_heads = 4
+n_kv_heads = 2
+ffn_dim = 48
+vocab_size = 64
+[data]
+sources = [{{ path = "synthetic", weight = 1.0 }}]
+[train]
+steps = {steps}
+seq_len = 32
+global_batch_size = 8
+micro_batch_size = 1
+[optimizer]
+lr = 0.001
+"""
+# As train.py --plan --json prints it, as far as a page reads it.
+PLAN: dict[str, Any] = {
+    "memory": dict.fromkeys(("masters", "gradients", "optimizer", "buckets", "other"), 0)
+    | {"parameters": 2**26, "activations": 2**25, "peak": 2**28},
+    "time": {"step_s": 0.04},
+}
 
 
 def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
@@ -75,9 +99,7 @@ def write_run(
         "pid": 7,
     }
     (folder / "status.json").write_text(json.dumps(status))
-    (folder / "config.toml").write_text(f"[train]\nsteps = {steps}\n[optimizer]\nlr = 1e-3\n")
-    plan = {"memory": {"parameters": 2**26, "activations": 2**25, "peak": 2**28}, "time": {"step_s": 0.04}}
-    (folder / "plan.json").write_text(json.dumps(plan))
+    (folder / "config.toml").write_text(CONFIG.format(steps=steps))
     return folder
 
 

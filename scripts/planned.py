@@ -1,0 +1,48 @@
+"""The plan of a run that was made: of the configuration and the number of processes of its latest start."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from forge.errors import UserError
+from forge.report.read import RunRecord
+
+
+class Planner:
+    """Plans runs, each configuration once. hardware: a name or file; None: the run's own card, if it is known."""
+
+    def __init__(self, hardware: str | None):
+        from forge.plan.hardware import find_hardware
+
+        self._hardware = None if hardware is None else find_hardware(hardware)
+        self._lock = threading.Lock()  # a plan needs the process group of the process
+        self._known: dict[tuple[str, int, str], dict[str, Any]] = {}
+
+    def add(self, run: RunRecord) -> None:
+        """Set `run.plan` to what train.py --plan --json prints, or to {"problem": why there is none}."""
+        started = run.events_of("started")
+        text = run.path / "config.toml"
+        if not started or not text.is_file():
+            return
+        device = str(started[-1].get("environment", {}).get("device", ""))
+        key = text.read_text("utf-8"), int(started[-1].get("world_size", 1)), device
+        with self._lock:
+            if key not in self._known:
+                self._known[key] = self._plan(*key)
+        run.plan = self._known[key]
+
+    def _plan(self, text: str, world: int, device: str) -> dict[str, Any]:
+        from forge.config import check_world, parse_toml_text
+        from forge.plan.hardware import card_of
+        from forge.plan.plan import make_plan
+        from forge.plan.show import as_json
+
+        try:
+            config = parse_toml_text(text)
+            return as_json(make_plan(config, check_world(config, world), self._hardware or card_of(device)))
+        except UserError as error:
+            return {"problem": str(error)}
+        # A model of the user's own may do what fake tensors cannot: the page is made without its plan.
+        except Exception as error:
+            return {"problem": f"{type(error).__name__}: {error}".partition("\n")[0]}
