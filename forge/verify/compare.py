@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from forge.verify.borders import Part
-from forge.verify.pieces import Key, Piece, global_index, part_of
+from forge.verify.pieces import Key, Piece, Place, global_index, part_of
 from forge.verify.record import RankRecord, RankStep, WholeRecord
 
 TOLERANCE, FLOOR = 1e-9, 1e-3
@@ -32,7 +32,8 @@ class Difference:
     """The largest difference of one tensor, on one rank.
 
     step: 0 for the initial parameters. index: in the global tensor. size: relative, as in this file's docstring. Where part
-    of the tensor is on no rank, rank is -1 and `found` is NaN. digest: the numbers are digests of the whole tensor.
+    of the tensor is on no rank, rank is -1 and `found` is NaN. digest: the numbers are digests of the whole tensor. part:
+    what the rank holds of the global tensor, with this element; () if it holds all of it, or that is not known.
     """
 
     step: int
@@ -44,6 +45,7 @@ class Difference:
     expected: float
     size: float
     digest: bool = False
+    part: Place = ()
 
     @property
     def what(self) -> str:
@@ -168,7 +170,8 @@ def difference_of(equal: Difference, expected: Tensor, pieces: Sequence[Piece], 
             local = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), mine.shape))
             index = global_index(piece.place, local)
             found, wanted = values.flatten()[place].item(), mine.flatten()[place].item()
-            worst = replace(equal, index=index, found=found, expected=wanted, size=size)
+            part = () if mine.shape == expected.shape else piece.place
+            worst = replace(equal, index=index, found=found, expected=wanted, size=size, part=part)
     return worst
 
 
@@ -183,7 +186,7 @@ def _resumed(rank: int, record: RankRecord) -> Iterator[Difference]:
             equal = Difference(len(record.steps) - 1, kind, name, rank, (), 0.0, 0.0, 0.0)
             found = difference_of(equal, then.values, [Piece(now.values, here)], _largest(then.values) or 1.0)
             if found is not equal:
-                yield replace(found, index=global_index(then.place, found.index))
+                yield replace(found, index=global_index(then.place, found.index), part=then.place)
 
 
 def _first_time(key: Key) -> Key:

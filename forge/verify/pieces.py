@@ -58,6 +58,23 @@ def part_of(tensor: Tensor, place: Place) -> Tensor:
     return tensor
 
 
+def ranges(place: Place) -> list[list[tuple[int, int]]]:
+    """Return for each dimension the half-open ranges of the global tensor that lie at `place`, in order."""
+    found: list[list[tuple[int, int]]] = []
+    for one in place:
+        if isinstance(one, slice):
+            found.append([(one.start, one.stop)])
+            continue
+        of_dim: list[tuple[int, int]] = []
+        for index in one:
+            if of_dim and of_dim[-1][1] == index:
+                of_dim[-1] = of_dim[-1][0], index + 1
+            else:
+                of_dim.append((index, index + 1))
+        found.append(of_dim)
+    return found
+
+
 def global_index(place: Place, index: tuple[int, ...]) -> tuple[int, ...]:
     """Return where the element `index` of the values at `place` lies in the global tensor."""
     return tuple(

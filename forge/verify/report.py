@@ -11,6 +11,7 @@ from forge.model import parameter_counts
 from forge.parallel.build import build_meta_model
 from forge.verify.compare import Difference
 from forge.verify.explain import Finding
+from forge.verify.pieces import ranges
 from forge.verify.run import Outcome, Report
 
 WORDS = {"equal": "equal", "different": "DIFFERS", "failed": "FAILED"}
@@ -104,10 +105,15 @@ def _numbers(one: Difference) -> str:
         what = f"{kind} {name}{place} after the call"
     relative = f" (relative difference {one.size:.1e})" if isfinite(one.size) else ""
     where = f"rank {one.rank}, {what}"
+    if one.part:
+        dims = (" and ".join(f"{first}:{stop}" for first, stop in dim) for dim in ranges(one.part))
+        where += f" (the rank has [{', '.join(dims)}])"
     if one.digest:
         copy = f", of which rank {one.rank} has another copy" if one.rank else ""
         where = f"digest of the {what}{copy}"
-    return f"step {one.step}, {where}: {one.found:.12g} instead of {one.expected:.12g}{relative}"
+    # As many digits as tell the two apart.
+    digits = 12 if f"{one.found:.12g}" != f"{one.expected:.12g}" else 17
+    return f"step {one.step}, {where}: {one.found:.{digits}g} instead of {one.expected:.{digits}g}{relative}"
 
 
 def last_line(error: str) -> str:
@@ -127,6 +133,7 @@ def as_json(name: str, small: Config, notes: list[str], report: Report) -> dict[
         "equal": not report.bad,
         "notes": notes,
         "shrunk": small.model.model_dump(),
+        "parameters": parameter_counts(build_meta_model(small)).total,
         "layouts": [_outcome(one) for one in report.outcomes],
         "not_allowed": [{"layout": case.name, "reason": reason} for case, reason in report.refused],
         "not_reached": report.not_reached,
@@ -163,6 +170,8 @@ def _finding(finding: Finding) -> dict[str, Any]:
         "tensor": one.name,
         "rank": one.rank,
         "index": list(one.index),
+        "part": ranges(one.part),
+        "digest": one.digest,
     }
     return {
         "culprit": finding.culprit,

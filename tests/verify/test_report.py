@@ -1,6 +1,13 @@
-"""What a person reads of failures."""
+"""What a person reads of failures and differences."""
 
-from forge.verify.report import last_line
+import torch
+
+from forge.verify.compare import Difference, difference_of
+from forge.verify.explain import Finding
+from forge.verify.layouts import Case
+from forge.verify.pieces import Piece
+from forge.verify.report import _outcome, last_line, summary
+from forge.verify.run import Outcome, Report
 
 RAISED = "Traceback (most recent call last):\n  File x\nValueError: no such head"
 
@@ -14,3 +21,23 @@ def test_of_several_ranks_the_one_that_raised_is_quoted() -> None:
 
 def test_a_layout_that_hangs_is_reported_as_such() -> None:
     assert last_line("rank 0: nothing within 90 s\nrank 1: nothing within 90 s") == "nothing within 90 s"
+
+
+def test_a_difference_is_shown_with_the_part_of_the_rank_and_as_many_digits_as_tell_two_numbers_apart() -> (
+    None
+):
+    """A rank of context parallelism has two parts of the sequence."""
+    expected = torch.ones(4, 8, dtype=torch.float64)
+    mine = torch.ones(2, 4, dtype=torch.float64)
+    mine[1, 3] += 2**-50
+    piece = Piece(mine, (slice(2, 4), (0, 1, 6, 7)))
+    found = difference_of(Difference(1, "output", "norm", 1, (), 0.0, 0.0, 0.0), expected, [piece], 1.0)
+    outcome = Outcome(
+        Case.of({"cp": 2}), "different", 1.0, finding=Finding("norm", "its output differs", found)
+    )
+    lines = summary(Report([outcome], worst=outcome, smallest=outcome)).splitlines()
+    assert lines[-1].strip() == (
+        "step 1, rank 1, output norm[3, 7] (the rank has [2:4, 0:2 and 6:8]): "
+        "1.0000000000000009 instead of 1 (relative difference 8.9e-16)"
+    )
+    assert _outcome(outcome)["finding"]["part"] == [[(2, 4)], [(0, 2), (6, 8)]]
