@@ -111,7 +111,7 @@ def _numbers(one: Difference) -> str:
     if one.digest:
         copy = f", of which rank {one.rank} has another copy" if one.rank else ""
         where = f"digest of the {what}{copy}"
-    # As many digits as tell the two apart.
+    # As many digits as show that the two differ.
     digits = 12 if f"{one.found:.12g}" != f"{one.expected:.12g}" else 17
     return f"step {one.step}, {where}: {one.found:.{digits}g} instead of {one.expected:.{digits}g}{relative}"
 

@@ -1,4 +1,4 @@
-"""A real run on two ranks with three defects put in, of which its page alone tells: each is named, and nothing else is."""
+"""A real run on two ranks with three defects put in: its page alone names each, and nothing else."""
 
 from __future__ import annotations
 

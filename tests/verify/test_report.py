@@ -23,9 +23,7 @@ def test_a_layout_that_hangs_is_reported_as_such() -> None:
     assert last_line("rank 0: nothing within 90 s\nrank 1: nothing within 90 s") == "nothing within 90 s"
 
 
-def test_a_difference_is_shown_with_the_part_of_the_rank_and_as_many_digits_as_tell_two_numbers_apart() -> (
-    None
-):
+def test_a_difference_is_shown_with_the_part_of_the_rank_and_with_enough_digits() -> None:
     """A rank of context parallelism has two parts of the sequence."""
     expected = torch.ones(4, 8, dtype=torch.float64)
     mine = torch.ones(2, 4, dtype=torch.float64)
