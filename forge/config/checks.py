@@ -110,7 +110,7 @@ def _tensor_plan(config: Config) -> Iterator[str]:
     if model.moe is not None and not model.moe.n_dense_layers and model.moe.every == 1:
         del shared["ffn_dim"]
     if set(model.pattern) == {"linear"}:
-        del shared["n_heads"], shared["n_kv_heads"]
+        shared = {key: what for key, what in shared.items() if key == "ffn_dim"}
     sizes = {key: (getattr(model, key), what) for key, what in shared.items()}
     if model.linear_attention is not None and "linear" in model.pattern:
         sizes["linear_attention.n_key_heads"] = model.linear_attention.n_key_heads, "key heads"

@@ -49,6 +49,10 @@ ROPE = "\n[model.rope_scaling]\nfactor = 8\noriginal_max_position = 16\n"
             "must divide model.linear_attention.n_key_heads = 2, the key heads that it splits; use 1, 2",
         ),
         (
+            [*LINEAR, "--model.attention=mla", "--parallel.tp=4"],
+            "must divide model.linear_attention.n_key_heads = 2, the key heads that it splits; use 1, 2",
+        ),
+        (
             ['--model.rope_scaling={kind="yarn",factor=2}'],
             "must be above 0 with model.rope_scaling.kind = yarn",
         ),

@@ -1,0 +1,108 @@
+"""Models drawn at random from all parts that [model] has, and a layout drawn for each.
+
+A seed gives one pair. What the configuration's checks refuse is drawn again, by the same checks that a user meets.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from forge.config import parse_toml_text, to_toml
+from forge.config.toml import to_literal
+from forge.errors import UserError
+from forge.verify.layouts import Case, at_random
+from tests.support.equivalence import tiny_config
+
+MLA = {
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+}
+LINEAR = {"n_key_heads": 2, "n_value_heads": 4, "key_head_dim": 8, "value_head_dim": 6, "chunk_size": 16}
+YARN = {"kind": "yarn", "factor": 4.0, "original_max_position": 32, "mscale_all_dim": 0.7}
+LLAMA3 = {"kind": "llama3", "factor": 4.0, "original_max_position": 32}
+COMPILED = '[compile]\nenabled = true\nbackend = "aot_eager_decomp_partition"\n'
+
+
+def draw_model(generator: random.Random) -> dict[str, Any]:
+    """Keys of [model] and its tables, legal together or not."""
+
+    def some(share: float = 0.5) -> bool:
+        return generator.random() < share
+
+    choose = generator.choice
+    kinds = ["full", "sliding", "nope", "linear"]
+    model: dict[str, Any] = {
+        "norm_position": choose(["pre", "pre", "post", "sandwich"]),
+        "zero_centered_norms": some(0.3),
+        "activation": choose(["silu", "silu", "gelu_tanh", "relu2", "clamped_swiglu"]),
+        "activation_limit": 0.5,
+        "ffn_bias": some(0.3),
+        "attention_bias": some(0.3),
+        "attention_output_bias": some(0.3),
+        "scale_embeddings": some(0.3),
+        "tie_embeddings": some(0.3),
+        "qk_norm": some(0.4),
+        "qk_norm_over": choose(["head", "projection"]),
+        "attention": choose(["gqa", "gqa", "mla"]),
+        "attention_gate": choose(["none", "head", "element"]),
+        "attention_sinks": some(0.4),
+        "attention_soft_cap": choose([0.0, 0.0, 3.0]),
+        "attention_scale_dim": choose([0.0, 0.0, 20.0]),
+        "logit_soft_cap": choose([0.0, 0.0, 5.0]),
+        "layer_pattern": [choose(kinds) for _ in range(choose([1, 2, 3]))],
+    }
+    if model["attention"] == "mla":
+        model["mla"] = MLA | {"q_lora_rank": choose([0, 12])}
+    else:
+        model["rope_fraction"] = choose([1.0, 0.5])
+    if some(0.4):
+        model["rope_scaling"] = choose([YARN, YARN | {"truncate": False}, LLAMA3])
+    if "sliding" in model["layer_pattern"]:
+        model |= {"sliding_window": 24, "sliding_rope_theta": choose([0.0, 50.0])}
+    if "linear" in model["layer_pattern"]:
+        model["linear_attention"] = LINEAR
+    if some(0.4):
+        model["mtp"] = {"depth": choose([1, 2]), "loss_coef": 0.5}
+    if some(0.6):
+        groups = choose([1, 1, 4])
+        model["moe"] = {
+            "n_experts": 8,
+            "top_k": choose([1, 2, 3]),
+            "expert_dim": 24,
+            "n_shared_experts": choose([0, 1, 2]),
+            "shared_expert_gate": some(),
+            "n_expert_groups": groups,
+            "n_limited_groups": max(1, groups // 2),
+            "score_function": choose(["softmax", "sigmoid"]),
+            "normalize_top_k": some(),
+            "route_scale": choose([1.0, 1.5]),
+            "balance": choose(["bias", "aux_loss", "sequence_aux_loss", "none"]),
+            "aux_loss_coef": 0.3,
+            "z_loss_coef": choose([0.0, 0.1]),
+            "bias_update_rate": 0.05,
+            "n_dense_layers": choose([0, 0, 1]),
+            "every": choose([1, 1, 2]),
+            "expert_bias": some(),
+            "router_bias": some(),
+        }
+    return model
+
+
+def draw(seed: int, worlds: tuple[int, ...], compiles: bool = True) -> tuple[str, Case]:
+    """The configuration of a model in one process, and a layout for it with one of so many ranks."""
+    generator = random.Random(seed)
+    while True:
+        keys = draw_model(generator)
+        text = tiny_config(model="\n".join(f"{key} = {to_literal(value)}" for key, value in keys.items()))
+        compiled = compiles and generator.random() < 0.2
+        try:
+            config = parse_toml_text(text + (COMPILED if compiled else ""))
+            case = next(at_random(config, worlds, generator.randrange(2**32)), None)
+        except UserError:
+            continue
+        if case is not None:
+            return to_toml(config), case
