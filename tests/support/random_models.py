@@ -5,10 +5,11 @@ A seed gives one pair. What the configuration's checks refuse is drawn again, by
 
 from __future__ import annotations
 
+import contextlib
 import random
 from typing import Any
 
-from forge.config import parse_toml_text, to_toml
+from forge.config import Config, parse_toml_text, to_toml
 from forge.config.toml import to_literal
 from forge.errors import UserError
 from forge.verify.layouts import Case, at_random
@@ -92,17 +93,21 @@ def draw_model(generator: random.Random) -> dict[str, Any]:
     return model
 
 
+def draw_config(generator: random.Random, more: str = "") -> Config:
+    """A model in one process."""
+    while True:
+        keys = draw_model(generator)
+        text = tiny_config(model="\n".join(f"{key} = {to_literal(value)}" for key, value in keys.items()))
+        with contextlib.suppress(UserError):
+            return parse_toml_text(text + more)
+
+
 def draw(seed: int, worlds: tuple[int, ...], compiles: bool = True) -> tuple[str, Case]:
     """The configuration of a model in one process, and a layout for it with one of so many ranks."""
     generator = random.Random(seed)
     while True:
-        keys = draw_model(generator)
-        text = tiny_config(model="\n".join(f"{key} = {to_literal(value)}" for key, value in keys.items()))
         compiled = compiles and generator.random() < 0.2
-        try:
-            config = parse_toml_text(text + (COMPILED if compiled else ""))
-            case = next(at_random(config, worlds, generator.randrange(2**32)), None)
-        except UserError:
-            continue
+        config = draw_config(generator, COMPILED if compiled else "")
+        case = next(at_random(config, worlds, generator.randrange(2**32)), None)
         if case is not None:
             return to_toml(config), case
