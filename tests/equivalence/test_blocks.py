@@ -151,6 +151,34 @@ def test_float8_with_tensor_parallelism(kind: str) -> None:
     assert_equal(layout(float8(kind, parallel="tp = 2"), 2), float8_alone(kind), 1e-5)
 
 
+# 16 divides every side.
+LATENT = """n_heads = 4
+attention = "mla"
+[model.mla]
+q_lora_rank = 32
+kv_lora_rank = 32
+qk_nope_head_dim = 16
+qk_rope_head_dim = 16
+v_head_dim = 16
+"""
+
+
+@SLOW
+@pytest.mark.parametrize("kind", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("extra", ["", COMPILE])
+def test_float8_with_latent_attention(kind: str, extra: str) -> None:
+    def text(parallel: str = "") -> str:
+        whole = float8(kind, extra, model=LATENT, parallel=parallel)
+        return whole.replace("n_heads = 4\n", "", 1).replace("n_kv_heads = 2\n", "")
+
+    alone = layout(text(), 1)
+    assert_equal(layout(text("dp_shard = 2"), 2), alone)
+    # With tensor parallelism the projections to latents, and from them, stay in precision.compute.
+    split = layout(text("tp = 2"), 2)
+    assert_equal(split, alone, 0.05)
+    assert max(abs(a - b) for a, b in zip(split.losses, alone.losses, strict=True)) < 2e-3
+
+
 @SLOW
 @pytest.mark.parametrize("kind", ["tensorwise", "rowwise"])
 def test_float8_with_everything(kind: str) -> None:

@@ -87,6 +87,12 @@ def test_engines(engine: str, more: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("engine", ["fsdp2", "ddp", "zero1", "zero2"])
+def test_engines_with_experts_over_ranks(engine: str) -> None:
+    check(4, f'data_parallel = "{engine}"\nep = 2', "mixture", micro=2)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 @pytest.mark.parametrize("parallel", ["cp = 2", "tp = 2"])
 @pytest.mark.parametrize("model", ["hybrid", "mixture"])

@@ -16,6 +16,8 @@ SLOW = pytest.mark.slow
 # name -> (keys of [parallel], ranks); cp and dp divide the same ranks otherwise, so two axes are four ranks.
 AXES: dict[str, tuple[str, int]] = {
     "dp": ("dp_shard = 2", 2),
+    "ddp": ('data_parallel = "ddp"\ndp_shard = 2', 2),
+    "zero1": ('data_parallel = "zero1"\ndp_shard = 2', 2),
     "zero2": ('data_parallel = "zero2"\ndp_shard = 2', 2),
     "tp": ("tp = 2", 2),
     "tp, whole stream": ("tp = 2\nsequence_parallel = false", 2),

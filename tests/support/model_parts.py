@@ -20,6 +20,7 @@ PARTS: dict[str, tuple[str, str]] = {
     "norm over heads": ('qk_norm = true\nqk_norm_over = "projection"', ""),
     "ahead": ("mtp = { depth = 2, loss_coef = 0.5 }", ""),
     "expert biases": ("", "expert_bias = true\nrouter_bias = true\nn_shared_experts = 1"),
+    "gated shared expert": ("", "n_shared_experts = 2\nshared_expert_gate = true"),
     "some layers": ("", "every = 2\nbalance = 'aux_loss'\naux_loss_coef = 0.3"),
 }
 MIXTURE = "[model.moe]\nn_experts = 8\ntop_k = 2\nexpert_dim = 24\nbias_update_rate = 0.05\n"
