@@ -97,9 +97,15 @@ class Spread:
 
 
 def take_turns(
-    contenders: Sequence[Contender], *, rounds: int, steps: int, warmup: int, device: torch.device
+    contenders: Sequence[Contender],
+    *,
+    rounds: int,
+    steps: int,
+    warmup: int,
+    device: torch.device,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Name -> seconds per step in each round.
+    """Name -> seconds of `clock` per step in each round.
 
     In a round every contender takes `steps` steps; who begins moves on by one each round, so that drift of the
     machine's speed falls on all equally. Before the first, each takes `warmup` steps.
@@ -112,11 +118,11 @@ def take_turns(
         for place in range(len(contenders)):
             contender = contenders[(number + place) % len(contenders)]
             synchronize(device)
-            began = time.perf_counter()
+            began = clock()
             for _ in range(steps):
                 contender.step()
             synchronize(device)
-            seconds[contender.name].append((time.perf_counter() - began) / steps)
+            seconds[contender.name].append((clock() - began) / steps)
     return seconds
 
 
