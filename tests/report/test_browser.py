@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from forge.errors import FINISHED
+from tests.support.browser import BROWSER, show
 from tests.support.recorded import write_run
 from tests.support.trained import call
-
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 @pytest.mark.processes
@@ -24,31 +21,14 @@ def test_a_browser_draws_the_page_without_an_error(tmp_path: Path) -> None:
     made = call(tmp_path, "report", str(run), "--output", str(page))
     assert made.code == FINISHED and f"wrote {page}" in made.out
     shot = tmp_path / "shot.png"
-    browser = subprocess.run(
-        [
-            str(BROWSER),
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            f"--user-data-dir={tmp_path / 'profile'}",
-            "--enable-logging=stderr",
-            "--window-size=1240,3000",
-            f"--screenshot={shot}",
-            "--dump-dom",
-            page.as_uri(),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert browser.returncode == 0
-    assert "CONSOLE" not in browser.stderr
-    assert browser.stdout.count("<table>") > 15 and browser.stdout.count("<caption>") == browser.stdout.count(
+    browser = show(page, shot, 1240, 3000)
+    assert "CONSOLE" not in browser.messages
+    assert browser.dom.count("<table>") > 15 and browser.dom.count("<caption>") == browser.dom.count(
         "<table>"
     )
-    assert len(re.findall(r"<svg [^>]*role=\"img\"", browser.stdout)) > 12
+    assert len(re.findall(r"<svg [^>]*role=\"img\"", browser.dom)) > 12
     # Planned by the script itself, from the run's config.toml.
-    assert "run: the plan against the run</caption>" in browser.stdout
+    assert "run: the plan against the run</caption>" in browser.dom
     assert _colors(shot) > 200
 
 

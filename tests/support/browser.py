@@ -1,0 +1,67 @@
+"""A page in a real browser: what it says and how it looks. `python -m tests.support.browser RUN` draws docs/report.png."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from scripts import report
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+PICTURE = Path(__file__).parents[2] / "docs" / "report.png"
+
+
+class Shown(NamedTuple):
+    """dom: the page as the browser understood it. messages: its log, with what the console has."""
+
+    dom: str
+    messages: str
+
+
+def show(page: Path, picture: Path, width: int, height: int) -> Shown:
+    """Open the file `page` in a window of this size, in pixels, and write what is seen to `picture`."""
+    assert BROWSER is not None, "no chromium: apt-get install chromium"
+    with tempfile.TemporaryDirectory() as profile:
+        browser = subprocess.run(
+            [
+                BROWSER,
+                "--headless",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--hide-scrollbars",
+                f"--user-data-dir={profile}",
+                "--enable-logging=stderr",
+                f"--window-size={width},{height}",
+                f"--screenshot={picture}",
+                "--dump-dom",
+                page.resolve().as_uri(),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    assert browser.returncode == 0, browser.stderr
+    return Shown(browser.stdout, browser.stderr)
+
+
+def main() -> int:
+    """Make the page of a run, and the picture of its head."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", type=Path, help="a run's directory")
+    parser.add_argument("--output", type=Path, default=PICTURE, help="the picture (docs/report.png)")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder) / "page.html"
+        code = report.main([str(given.run), "--output", str(page)])
+        if code == 0:
+            show(page, given.output, 1180, 1300)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
