@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 FIXED = ("model.", "train.seq_len", "run.seed", "data.mixture_block", "data.document_mask")
 # Of [model], what says how training goes and not what the weights compute.
 TRAINING = (
-    *("model.init_std", "model.linear_attention.chunk_size"),
+    *("model.init_std", "model.linear_attention.chunk_size", "model.mtp.loss_coef"),
     *(f"model.moe.{key}" for key in ("balance", "aux_loss_coef", "z_loss_coef", "bias_update_rate")),
     *(f"model.moe.{key}" for key in ("router_noise", "capacity_factor")),
 )
