@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # (function, what a batch or a parameter is when it leaves it)
 BATCH = [
     ("forge.data.order:Order.locate", "whose turn it is, and which of its samples it gives"),
-    ("forge.data.dataset:read_window", "token ids [seq + 1]"),
+    ("forge.data.windows:read_window", "token ids [seq + 1]"),
     ("forge.data.loader:Loader", "tokens, labels [rows, seq] of this data rank"),
     ("forge.train.trainer:Trainer.step", "the same batch, in the algorithm of one step"),
     ("forge.parallel.model:ParallelModel.forward_backward", "microbatches; this rank's part of the sequence"),

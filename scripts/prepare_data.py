@@ -18,7 +18,10 @@ from scripts.options import add_input_options, exit_code_of, number, positive
 
 
 def main(arguments: list[str] | None = None) -> int:
-    given = _parser().parse_args(arguments)
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    if (given.packing is None) != (given.seq_len is None):
+        parser.error("--packing and --seq-len go together")
     request = Request(
         inputs=tuple(given.input),
         tokenizer=given.tokenizer,
@@ -29,6 +32,9 @@ def main(arguments: list[str] | None = None) -> int:
         text_key=given.text_key,
         extensions=tuple(given.extensions),
         max_bad_fraction=given.max_bad_fraction,
+        part=given.part,
+        packing=given.packing,
+        seq_len=given.seq_len or 0,
     )
     return exit_code_of(lambda: prepare(request), "interrupted; the same command continues from here")
 
@@ -57,7 +63,52 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-bytes", type=positive, metavar="N", help=sample)
     bad = "maximum fraction of unreadable documents; above it, fail with exit code 2 (%(default)s)"
     add("--max-bad-fraction", type=share, default=0.01, metavar="F", help=bad)
+    part = (
+        "do the K-th (from 1) of N shares of the work, as one of N processes on machines with one --output; afterwards the "
+        "same command without --part joins them. slurm: by the process's place in its srun, or in its job array"
+    )
+    add("--part", type=_part, metavar="K/N", help=part)
+    packing = "also plan sequences for data.packing, of --seq-len tokens; a finished dataset gets them, too"
+    add("--packing", choices=("best_fit", "document"), help=packing)
+    add("--seq-len", type=positive, metavar="N", help="train.seq_len, for --packing")
     return parser
+
+
+def _part(text: str) -> tuple[int, int]:
+    if text == "slurm":
+        found = _slurm_part()
+        if found is None:
+            raise argparse.ArgumentTypeError(
+                "slurm: this process is in no srun of several tasks and no job array"
+            )
+        return found
+    number, _, count = text.partition("/")
+    if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
+        raise argparse.ArgumentTypeError("must be K/N with K from 1 to N, or slurm")
+    return int(number), int(count)
+
+
+def _slurm_part() -> tuple[int, int] | None:
+    """The place in a job array, or else in the step."""
+    variables = {
+        name: os.environ.get(f"SLURM_{name}", "")
+        for name in (
+            "ARRAY_TASK_ID",
+            "ARRAY_TASK_MIN",
+            "ARRAY_TASK_STEP",
+            "ARRAY_TASK_COUNT",
+            "PROCID",
+            "STEP_NUM_TASKS",
+        )
+    }
+    task, least, step, tasks, process, processes = (
+        int(value) if value.isdigit() else None for value in variables.values()
+    )
+    within = (process, processes) if process is not None and processes is not None else (0, 1)
+    if task is not None and tasks is not None:
+        place = (task - (least or 0)) // (step or 1)
+        return place * within[1] + within[0] + 1, tasks * within[1]
+    return (within[0] + 1, within[1]) if within[1] > 1 else None
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ GROUND = {
     "world",
     "distributed",
     "imports",
+    "remote",
     "config",
     "model",
 }
@@ -40,6 +41,7 @@ MAY_IMPORT = {
     "world": {"compat", "errors", "network"},
     "distributed": {"errors"},
     "imports": {"errors"},
+    "remote": {"errors"},
     "config": {"errors", "imports"},
     "model": {"errors", "imports", "config"},
     **{room: GROUND for room in MIDDLE},

@@ -65,7 +65,7 @@ class Stream(Section):
 
     path: Text
     """A folder written by scripts/prepare_data.py; a `.bin` file of raw token ids; a Megatron dataset (its `.idx`, or the
-    common prefix of both files); or `synthetic`: generated, endless, learnable."""
+    common prefix of both files); or `synthetic`: generated, endless, learnable. All but the last may be URLs."""
     dtype: Literal["uint16", "uint32"] | None = None
     """Type of the ids in a `.bin` file, where it is required."""
     eos_id: Count | None = None
@@ -104,6 +104,14 @@ class Data(Section):
     memory."""
     prefetch: Positive = 2
     """Number of steps whose batches are read in advance."""
+    packing: Literal["stream", "best_fit", "document"] = "stream"
+    """How documents become sequences. stream: all in a row, cut every train.seq_len tokens; best_fit: whole documents, as
+    many as fit; document: one in each. The last two need a plan in each source, made by scripts/prepare_data.py --packing."""
+    cache_dir: str = ""
+    """Folder on each machine's own disk for parts of sources with URLs; processes and runs share it, and it may be deleted.
+    Empty: forge-cache-UID in the system's folder for temporary files."""
+    cache_gib: PositiveNumber = 16.0
+    """Limit of cache_dir in GiB."""
 
 
 class OptimizerConfig(Section):
@@ -192,6 +200,9 @@ class Checkpoint(Section):
     """Never remove checkpoints at multiples of this step. 0: off."""
     mode: Literal["async", "sync"] = "async"
     """async: write in the background while training continues; sync: wait."""
+    mirror: str = ""
+    """URL below which complete checkpoints are copied in the background, to run.name/step-n. Where the local folder is gone,
+    resume = "auto" continues from there. Empty: none."""
     resume: Text = "auto"
     """`auto`: resume from the newest valid checkpoint of this run, if any; `none`: start a new history. Or a
     checkpoint to resume from. `none` and a checkpoint count once: the same command again continues what they began."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from forge.config import Config
 from forge.config.schema import Stream
+from forge.data.cache import BlockCache
 from forge.data.dataset import PackedDataset
 from forge.data.format import TokenDataset
 from forge.data.permutation import key_of
@@ -15,6 +17,7 @@ from forge.data.sources import SYNTHETIC, Source, count_windows, open_source
 from forge.data.tokenizer import Tokenizer, load_tokenizer
 from forge.distributed import on_every_rank
 from forge.errors import UserError
+from forge.remote import is_url
 
 NO_TOKENIZER = "none"
 
@@ -47,6 +50,7 @@ def build_dataset(config: Config) -> PackedDataset:
         config.run.seed,
         config.data.mixture_block,
         config.data.document_mask,
+        config.data.packing,
     )
 
 
@@ -86,19 +90,29 @@ def input_fingerprints(dataset: PackedDataset, tokenizer: Tokenizer | None) -> d
         "train.seq_len": dataset.seq_len,
         "data.mixture_block": dataset.block,
     }
-    for number, (name, source) in enumerate(dataset.sources.items()):
-        fingerprints[f"data.sources[{number}].path"] = source.fingerprint
+    for number, (name, windows) in enumerate(dataset.samples.items()):
+        fingerprints[f"data.sources[{number}].path"] = windows.fingerprint
         fingerprints[f"data.sources[{number}].weight"] = float(dataset.weights[name])
     return fingerprints
+
+
+def open_cache(config: Config) -> BlockCache:
+    """Open the folder for blocks of remote sources."""
+    data = config.data
+    return BlockCache(Path(data.cache_dir) if data.cache_dir else None, data.cache_gib)
 
 
 def _open(config: Config, streams: Sequence[Stream], purpose: str) -> list[Source]:
     """Open the sources; each synthetic one draws its own stream from the same chain."""
     vocab_size = config.model.vocab_size
     sources = []
+    cache = open_cache(config) if any(is_url(stream.path) for stream in streams) else None
     for number, stream in enumerate(streams):
         seed = key_of(config.run.seed, purpose, number)
-        sources.append(open_source(stream.path, seed, vocab_size, dtype=stream.dtype, eos_id=stream.eos_id))
+        source = open_source(
+            stream.path, seed, vocab_size, dtype=stream.dtype, eos_id=stream.eos_id, cache=cache
+        )
+        sources.append(source)
     datasets = [source for source in sources if isinstance(source, TokenDataset)]
     if not datasets:
         return sources

@@ -11,15 +11,15 @@ import numpy as np
 from forge.data.mixture import Mixture
 from forge.data.order import Order, numbered
 from forge.data.permutation import Permutation
-from forge.data.sources import Source, count_windows
+from forge.data.sources import Source
+from forge.data.windows import windows_of
 from forge.errors import UserError
 
 
 class PackedDataset:
     """`dataset[i]` is global sample i, for any i >= 0 that `dataset.order` (forge/data/order.py) does not pass over.
 
-    Window k of a source of T tokens is tokens k S ... k S + S inclusive: S inputs and, shifted by one, S labels. There
-    are (T - 1) // S windows, so every token but the first is a label once, except a rest shorter than S.
+    `packing` decides how a source is cut into samples (forge/data/windows.py).
     """
 
     def __init__(
@@ -30,13 +30,16 @@ class PackedDataset:
         seed: int,
         block: int = 1024,
         document_mask: bool = False,
+        packing: str = "stream",
     ):
-        self.sources = dict(zip(numbered(source.fingerprint for source in sources), sources, strict=True))
-        """By the name that they have in `order`."""
+        cut = [windows_of(source, seq_len, packing) for source in sources]
+        self.samples = dict(zip(numbered(windows.fingerprint for windows in cut), cut, strict=True))
+        """By the name that they have in `order`, as all that follows."""
+        self.sources = {name: windows.source for name, windows in self.samples.items()}
         self.weights = dict(zip(self.sources, weights, strict=True))
         self.seq_len = seq_len
         self.document_mask = document_mask
-        self.windows = {name: count_windows(source, seq_len) for name, source in self.sources.items()}
+        self.windows = {name: windows.count for name, windows in self.samples.items()}
         self.block = Mixture(weights, seed, block).block
         self.order = Order.beginning(seed, list(self.sources), weights, self.block)
         """Of a new history."""
@@ -66,15 +69,9 @@ class PackedDataset:
         return name, epoch, self._permutation(self.windows[name], self.order.key(number, epoch))(index)
 
     def __getitem__(self, global_sample: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return tokens `[seq_len + 1]`, and with `document_mask` each token's document, int32 `[seq_len + 1]`, from 0."""
+        """Return tokens `[seq_len + 1]`, and with `document_mask` each token's document, int32 `[seq_len + 1]`, from 0.
+
+        Under a packing there may be fewer.
+        """
         name, _, window = self.locate(global_sample)
-        return read_window(self.sources[name], window, self.seq_len, self.document_mask)
-
-
-def read_window(
-    source: Source, window: int, seq_len: int, documents: bool
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return tokens `[seq_len + 1]` of a window, fewer at the end of the source, and if requested their documents, int32."""
-    start = window * seq_len
-    count = min(seq_len + 1, source.tokens - start)
-    return source.read(start, count), source.document_ids(start, count) if documents else None
+        return self.samples[name].read(window, self.document_mask)

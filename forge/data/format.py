@@ -1,11 +1,11 @@
-"""Open a dataset folder: memory-mapped tokens and document starts (docs/data_format.md)."""
+"""Open a dataset folder, here or in a store: tokens and document starts (docs/data_format.md)."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from bisect import bisect_right
-from collections.abc import Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -14,12 +14,19 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from forge.data.array import Array, RemoteArray, map_array
+from forge.data.cache import BlockCache
+from forge.data.packing import PlanFile
 from forge.errors import UserError
+from forge.remote import BLOCK_BYTES, RemoteFile, is_url, join, read_whole
 
 INDEX = "dataset.json"
 FORMAT = "forge-tokens"
 VERSION = 1
 START_DTYPE = np.dtype("<u8")
+DIGEST_BYTES = 8
+TokenUses = Callable[[np.ndarray, np.ndarray], np.ndarray]
+"""Ranges of a stream's tokens, as first ones and ends, int64 `[n]` -> how far from now each is needed next, float64 `[n]`."""
 
 
 class Record(BaseModel):
@@ -37,12 +44,20 @@ class FileRecord(Record):
 
 
 class ShardRecord(Record):
-    """`tokens` tokens of the stream, and the starts of the `documents` documents that begin among them."""
+    """`tokens` tokens of the stream, and the starts of the `documents` documents that begin among them.
+
+    `block_file`: the `block_digest` of each block of the token file and then of the document file; older datasets have none.
+    """
 
     tokens: int = Field(ge=1)
     documents: int = Field(ge=0)
     token_file: FileRecord
     document_file: FileRecord
+    block_file: FileRecord | None = None
+
+    @property
+    def files(self) -> list[FileRecord]:
+        return [self.token_file, self.document_file, *([self.block_file] if self.block_file else [])]
 
 
 class DatasetIndex(Record):
@@ -70,21 +85,32 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
+def block_digest(data: bytes) -> bytes:
+    """Return the checksum of a block of BLOCK_BYTES, the last one of a file shorter."""
+    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
+
+
 class TokenDataset:
-    """A `Source`: a token stream on disk. Opening reads `dataset.json` and compares file sizes; `verify` reads all bytes.
+    """A `Source`: a token stream on disk or in a store. `verify` reads all bytes of one on disk.
+
+    Opening reads `dataset.json` and, on disk, compares file sizes. Blocks of a store are kept in `cache` and checked there.
 
     With `vocab_size` (the model's), ids at or beyond it are refused: at opening by the recorded greatest id, and in
     `read`, where only a damaged file contains one. All problems are `UserError`s that name the file.
     """
 
-    def __init__(self, path: str | Path, vocab_size: int | None = None):
-        self.path = Path(path)
+    def __init__(self, path: str | Path, vocab_size: int | None = None, cache: BlockCache | None = None):
+        self.is_remote = is_url(path)
+        self.path = str(path) if self.is_remote else Path(path)
         self.name = str(path)
-        self.index = _read_index(self.path)
+        self.next_use: TokenUses | None = None
+        """When tokens of a remote dataset are needed, for its cache; None: not known."""
+        self.index = _read_index(path)
         self.vocab_size = vocab_size
         self._check()
+        self._cache = (cache or BlockCache()) if self.is_remote else None
         self._firsts = list(accumulate((shard.tokens for shard in self.index.shards), initial=0))
-        self._maps: dict[str, np.ndarray] = {}
+        self._arrays: dict[str, Array] = {}
 
     @property
     def tokens(self) -> int:
@@ -97,19 +123,21 @@ class TokenDataset:
     @cached_property
     def fingerprint(self) -> str:
         """A hash of `dataset.json` without its origin, so of the content; the same after a copy or a move."""
-        content = self.index.model_dump(exclude={"origin"})
+        # Nor with what follows from the content and that older datasets have not.
+        content = self.index.model_dump(exclude={"origin": True, "shards": {"__all__": {"block_file"}}})
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Return tokens start ... start + count - 1 `[count]` in the stored dtype; may be a view of the file."""
         assert start >= 0 and start + count <= self.tokens
         pieces = []
-        for shard, begin, end in self._spans(start, count):
-            piece = self._map(shard.token_file, self.index.token_dtype)[begin:end]
+        for number, begin, end in self._spans(start, count):
+            shard = self.index.shards[number]
+            piece = self._open(number, shard.token_file, self.index.token_dtype)[begin:end]
             if self.vocab_size is not None and int(piece.max()) >= self.vocab_size:
                 place = int(np.argmax(piece >= self.vocab_size))
                 raise UserError(
-                    f"{self.path / shard.token_file.name}: token id {int(piece[place])} at byte "
+                    f"{join(self.path, shard.token_file.name)}: token id {int(piece[place])} at byte "
                     f"{(begin + place) * piece.itemsize} is beyond model.vocab_size {self.vocab_size}; "
                     "the file is damaged"
                 )
@@ -121,10 +149,11 @@ class TokenDataset:
         assert start >= 0 and start + count <= self.tokens
         steps = np.zeros(count, np.int32)
         done = 0
-        for shard, begin, end in self._spans(start, count):
+        for number, begin, end in self._spans(start, count):
+            shard = self.index.shards[number]
             if shard.documents:
-                starts = self._map(shard.document_file, START_DTYPE)
-                low, high = np.searchsorted(starts, np.array([begin, end], START_DTYPE))
+                starts = self._open(number, shard.document_file, START_DTYPE)
+                low, high = (bisect_left(starts, place) for place in (begin, end))
                 steps[starts[low:high].astype(np.int64) - begin + done] = 1
             done += end - begin
         steps[0] = 0
@@ -132,35 +161,86 @@ class TokenDataset:
 
     def verify(self) -> None:
         """Read everything and compare checksums; UserError names the first file that differs."""
+        assert not self.is_remote
         for shard in self.index.shards:
-            for record in (shard.token_file, shard.document_file):
-                with open(self.path / record.name, "rb") as file:
+            for record in shard.files:
+                with open(join(self.path, record.name), "rb") as file:
                     found = hashlib.file_digest(file, "sha256").hexdigest()
                 if found != record.sha256:
                     raise UserError(
-                        f"{self.path / record.name}: damaged, its SHA-256 is {found[:12]}... and {INDEX} "
+                        f"{join(self.path, record.name)}: damaged, its SHA-256 is {found[:12]}... and {INDEX} "
                         f"has {record.sha256[:12]}...; make the dataset again"
                     )
 
-    def _spans(self, start: int, count: int) -> Iterator[tuple[ShardRecord, int, int]]:
-        """Yield (shard, first, end), offsets within the shard, for a range of the stream."""
+    def _spans(self, start: int, count: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (number of the shard, first, end), offsets within the shard, for a range of the stream."""
         number, end = bisect_right(self._firsts, start) - 1, start + count
         while start < end:
             first, stop = self._firsts[number], min(end, self._firsts[number + 1])
-            yield self.index.shards[number], start - first, stop - first
+            yield number, start - first, stop - first
             start, number = stop, number + 1
 
-    def _map(self, record: FileRecord, dtype: np.dtype) -> np.ndarray:
-        if record.name not in self._maps:
-            try:
-                mapped = np.memmap(self.path / record.name, dtype, mode="r")
-            except OSError as error:
-                raise UserError(f"{self.path / record.name}: cannot be read: {error.strerror}") from None
-            self._maps[record.name] = mapped.view(np.ndarray)
-        return self._maps[record.name]
+    def open_file(self, record: PlanFile, dtype: np.dtype) -> Array:
+        """Return the content of a file beside the dataset's own."""
+        path = join(self.path, record.name)
+        if self._cache is None:
+            return map_array(path, dtype)
+        file = RemoteFile(path, record.bytes)
+        self._cache.next_uses[file.key] = lambda blocks: np.zeros(len(blocks))
+        return RemoteArray(file, self._cache, dtype)
+
+    def _open(self, number: int, record: FileRecord, dtype: np.dtype) -> Array:
+        """Return the content of a file of shard `number`."""
+        if record.name not in self._arrays:
+            path = join(self.path, record.name)
+            if self._cache is None:
+                self._arrays[record.name] = map_array(path, dtype)
+            else:
+                self._arrays[record.name] = self._open_remote(self._cache, path, number, record, dtype)
+        return self._arrays[record.name]
+
+    def _open_remote(
+        self, cache: BlockCache, path: str, number: int, record: FileRecord, dtype: np.dtype
+    ) -> Array:
+        shard, expected = self.index.shards[number], None
+        if record is shard.block_file:  # small, and with a checksum of its own where it is one block
+            if record.bytes <= BLOCK_BYTES:
+                file = RemoteFile(
+                    path,
+                    record.bytes,
+                    record.sha256[:32],
+                    expected=lambda _block: bytes.fromhex(record.sha256),
+                    digest=lambda data: hashlib.sha256(data).digest(),
+                )
+                cache.next_uses[file.key] = lambda blocks: np.zeros(len(blocks))
+                return RemoteArray(file, cache, dtype)
+        elif shard.block_file is not None:
+            block_file, first = shard.block_file, 0
+            if record is shard.document_file:
+                first = -(-shard.token_file.bytes // BLOCK_BYTES)
+
+            def expected(block: int) -> bytes:
+                # Not kept: of a large corpus they would fill the memory.
+                sums = self._open(number, block_file, np.dtype(f"V{DIGEST_BYTES}"))
+                return sums[first + block].tobytes()
+
+        file = RemoteFile(path, record.bytes, record.sha256[:32], expected, block_digest)
+        if record is shard.token_file:
+            cache.next_uses[file.key] = lambda blocks: self._need_of(number, blocks)
+        else:
+            cache.next_uses[file.key] = lambda blocks: np.zeros(len(blocks))
+        return RemoteArray(file, cache, dtype)
+
+    def _need_of(self, number: int, blocks: np.ndarray) -> np.ndarray:
+        """How far from now each block of a shard's tokens is needed next; 0 where that is not known."""
+        if self.next_use is None:
+            return np.zeros(len(blocks))
+        each = BLOCK_BYTES // self.index.token_dtype.itemsize
+        first = self._firsts[number] + blocks * each
+        return self.next_use(first, np.minimum(first + each, self._firsts[number + 1]))
 
     def _check(self) -> None:
-        index, where = self.index, self.path / INDEX
+        index, where = self.index, join(self.path, INDEX)
         if index.dtype != token_dtype(index.vocab_size).name:
             raise UserError(f"{where}: dtype {index.dtype} does not go with vocab_size {index.vocab_size}")
         for shard in index.shards:
@@ -181,11 +261,13 @@ class TokenDataset:
             )
 
     def _check_size(self, record: FileRecord, elements: int, dtype: np.dtype) -> None:
-        path = self.path / record.name
-        try:
-            found = path.stat().st_size
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+        path, found = join(self.path, record.name), record.bytes
+        # In a store the size of each of many objects would be a request; there it shows when blocks are read.
+        if not self.is_remote:
+            try:
+                found = Path(path).stat().st_size
+            except OSError as error:
+                raise UserError(f"{path}: cannot be read: {error.strerror}") from None
         expected = elements * dtype.itemsize
         if found != expected or record.bytes != expected:
             raise UserError(
@@ -194,14 +276,15 @@ class TokenDataset:
             )
 
 
-def _read_index(folder: Path) -> DatasetIndex:
-    path = folder / INDEX
+def _read_index(folder: str | Path) -> DatasetIndex:
+    path = join(folder, INDEX)
     try:
-        text = path.read_text("utf-8")
+        text = (read_whole(path) if is_url(path) else Path(path).read_bytes()).decode("utf-8")
     except (FileNotFoundError, NotADirectoryError):
-        what = "holds no dataset.json" if folder.is_dir() else "is not a folder"
+        what = "is not a folder" if not is_url(path) and not Path(folder).is_dir() else f"holds no {INDEX}"
         remedy = "scripts/prepare_data.py makes one ('synthetic' needs no file)"
-        if within := [str(inner.parent) for inner in sorted(folder.glob(f"*/{INDEX}"))]:
+        found = [] if is_url(path) else sorted(Path(folder).glob(f"*/{INDEX}"))
+        if within := [str(inner.parent) for inner in found]:
             remedy = f"name one of those in it: {', '.join(within[:5])}"
         raise UserError(f"{folder}: {what}, so it is no finished dataset; {remedy}") from None
     except (OSError, UnicodeDecodeError) as error:

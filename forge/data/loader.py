@@ -5,16 +5,18 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
+from itertools import chain, islice, tee
 from operator import itemgetter
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from forge.data.dataset import PackedDataset, read_window
+from forge.data.dataset import PackedDataset
 from forge.data.epochs import sources_of
-from forge.data.sources import Source, count_windows, held_out_windows
+from forge.data.read_ahead import Stall, read_samples, wait_for
 from forge.model import IGNORE
 
 
@@ -75,9 +77,11 @@ class Loader:
         self._global_batch_size = global_batch_size
         self._rows = global_batch_size // ranks
         self._first_row = rank * self._rows
-        self._position = start_sample
+        self._start_sample, self._prefetch = start_sample, max(1, prefetch)
+        self.stall: Stall | None = None
+        """That of the last `next`, if it had to wait for long."""
         self._device = torch.device(device)
-        self._queue: queue.Queue[Batch | BaseException] = queue.Queue(max(1, prefetch))
+        self._queue: queue.Queue[Batch | BaseException] = queue.Queue(self._prefetch)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._work, name="forge-loader", daemon=True)
         self._thread.start()
@@ -88,7 +92,7 @@ class Loader:
     def __next__(self) -> Batch:
         if self._closed.is_set():
             raise StopIteration
-        item = self._queue.get()
+        item, self.stall = wait_for(self._queue)
         if isinstance(item, BaseException):
             self.close()
             raise item
@@ -103,20 +107,28 @@ class Loader:
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # else pinning would make a context on device 0
-            while not self._closed.is_set():
-                samples = [self._sample(self._first_row + row) for row in range(self._rows)]
-                rows = (self._dataset[sample] for sample in samples)
-                batch = stack_windows(
-                    rows, self._rows, self._dataset.seq_len, self._dataset.document_mask, samples[0]
-                )
-                batch = replace(batch, sources=sources_of(self._dataset, samples))
-                self._position = self._sample(self._global_batch_size)
-                self._put(batch.pin_memory() if self._device.type == "cuda" else batch)
+            steps, ahead = tee(self._steps())
+            samples = chain.from_iterable(ahead)
+            with closing(read_samples(self._dataset, samples, max(32, self._prefetch * self._rows))) as rows:
+                while not self._closed.is_set():
+                    self._put(self._batch(next(steps), rows))
         except BaseException as error:  # raised by `__next__`
             self._put(error)
 
-    def _sample(self, n: int) -> int:
-        return self._dataset.order.nth(self._position, n)
+    def _steps(self) -> Iterator[list[int]]:
+        """This rank's samples of each step."""
+        order, position = self._dataset.order, self._start_sample
+        while True:
+            yield [order.nth(position, self._first_row + row) for row in range(self._rows)]
+            position = order.nth(position, self._global_batch_size)
+
+    def _batch(self, samples: list[int], rows: Iterator[tuple[np.ndarray, np.ndarray | None]]) -> Batch:
+        dataset = self._dataset
+        batch = stack_windows(
+            islice(rows, self._rows), self._rows, dataset.seq_len, dataset.document_mask, samples[0]
+        )
+        batch = replace(batch, sources=sources_of(dataset, samples))
+        return batch.pin_memory() if self._device.type == "cuda" else batch
 
     def _put(self, item: Batch | BaseException) -> None:
         while not self._closed.is_set():
@@ -124,39 +136,6 @@ class Loader:
                 return self._queue.put(item, timeout=0.1)
             except queue.Full:
                 continue
-
-
-def evaluation_batches(
-    source: Source,
-    *,
-    seq_len: int,
-    sequences: int,
-    micro_batch_size: int,
-    rank: int,
-    ranks: int,
-    device: torch.device | str = "cpu",
-    document_mask: bool = False,
-    unreadable: list[Exception] | None = None,
-) -> Iterator[Batch]:
-    """Yield `sequences` windows of the source (see `held_out_windows`), distributed over the data ranks.
-
-    Every rank yields the same number of batches of `micro_batch_size` rows, padded with rows whose labels are all
-    IGNORE. The windows read do not depend on `ranks`. With `unreadable` a read error is appended there and the batch is
-    all padding, so that all ranks make the same number of collective calls.
-    """
-    windows = held_out_windows(count_windows(source, seq_len), sequences)
-    per_round = micro_batch_size * ranks
-    for first in range(rank * micro_batch_size, -(-len(windows) // per_round) * per_round, per_round):
-        here = windows[first : first + micro_batch_size]
-        rows = (read_window(source, window, seq_len, document_mask) for window in here)
-        try:
-            batch = stack_windows(rows, micro_batch_size, seq_len, document_mask, first)
-        except Exception as error:
-            if unreadable is None:
-                raise
-            unreadable.append(error)
-            batch = stack_windows((), micro_batch_size, seq_len, document_mask, first)
-        yield batch.to(torch.device(device))
 
 
 def stack_windows(
@@ -176,6 +155,7 @@ def stack_windows(
         labels[i, filled] = window[1:]
         if documents is not None and owners is not None:
             documents[i, filled] = owners[:-1]
+            documents[i, len(window) - 1 :] = owners[-1] + 1  # padding is of no document
             # The first token of a document is not predicted from the previous document, which it cannot attend to.
             labels[i, filled][owners[1:] != owners[:-1]] = IGNORE
     return Batch(

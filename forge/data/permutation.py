@@ -27,12 +27,17 @@ def scramble(value: int) -> int:
     return value ^ (value >> 31)
 
 
+def _scramble_all(values: np.ndarray) -> np.ndarray:
+    """`scramble` of each of uint64 `[n]`."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
 def hash_positions(start: int, stop: int, key: int) -> np.ndarray:
     """64 random bits, uint64, for each position start ... stop - 1: `scramble` of a counter that starts at `key`."""
     bits = np.uint64(key) + np.arange(start + 1, stop + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
-    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return bits ^ (bits >> np.uint64(31))
+    return _scramble_all(bits)
 
 
 class Permutation:
@@ -52,6 +57,23 @@ class Permutation:
         while value >= self.n:
             value = self._feistel(value)
         return value
+
+    def inverse(self, values: np.ndarray) -> np.ndarray:
+        """Return the i of each `permutation(i)`: integers `[k]` below n, n up to 2^62, to int64 `[k]`."""
+        found = values.astype(np.uint64)
+        pending = np.arange(len(found))
+        while len(pending):
+            before = self._inverse_feistel(found[pending])
+            found[pending] = before
+            pending = pending[before >= np.uint64(self.n)]
+        return found.astype(np.int64)
+
+    def _inverse_feistel(self, values: np.ndarray) -> np.ndarray:
+        half, mask = np.uint64(self._half_bits), np.uint64(self._half_mask)
+        left, right = values >> half, values & mask
+        for key in reversed(self._round_keys):
+            left, right = right ^ (_scramble_all(left ^ np.uint64(key)) & mask), left
+        return (left << half) | right
 
     def _feistel(self, value: int) -> int:
         left, right = value >> self._half_bits, value & self._half_mask

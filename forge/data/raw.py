@@ -26,7 +26,10 @@ from pathlib import Path
 
 import numpy as np
 
+from forge.data.array import Array, RemoteArray, map_array
+from forge.data.cache import BlockCache
 from forge.errors import UserError
+from forge.remote import RemoteFile, is_url
 
 DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 SAMPLES = 64
@@ -40,23 +43,40 @@ _MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _BLOCK = 1 << 20  # entries of the index that are checked at once, to bound memory
 
 
-class MappedIds:
-    """The integers of a headerless file, mapped into memory; every range that is read is checked."""
+class _File:
+    """A file here, or in a store and read through a cache: its size in bytes, and parts of it as arrays."""
 
-    def __init__(self, path: Path, dtype: np.dtype, vocab_size: int):
-        self.path, self.dtype, self._vocab_size = path, dtype, vocab_size
+    def __init__(self, path: str, cache: BlockCache | None):
+        self.path = path
+        self._remote = RemoteFile(path) if is_url(path) else None
+        self._cache = (cache or BlockCache()) if self._remote else None
         try:
-            size = path.stat().st_size
-            if not size:
-                raise UserError(f"{path}: is empty")
-            if size % dtype.itemsize:
-                raise UserError(
-                    f"{path}: has {size} bytes, which is no multiple of {dtype.itemsize}, the size of "
-                    f"{dtype.name}; it is truncated, or its dtype is another"
-                )
-            self._ids = np.memmap(path, dtype, mode="r").view(np.ndarray)
+            self.size = self._remote.size if self._remote else Path(path).stat().st_size
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+
+    def array(self, dtype: np.dtype, offset: int = 0, count: int | None = None) -> Array:
+        if self._remote is not None and self._cache is not None:
+            return RemoteArray(self._remote, self._cache, dtype, offset, count)
+        return map_array(self.path, dtype, offset, count)
+
+    def bytes(self, begin: int, end: int) -> bytes:
+        return self.array(np.dtype("u1"), 0, self.size)[begin:end].tobytes()
+
+
+class MappedIds:
+    """The integers of a headerless file, mapped into memory or remote; every range that is read is checked."""
+
+    def __init__(self, file: _File, dtype: np.dtype, vocab_size: int):
+        self.path, self.dtype, self._vocab_size = file.path, dtype, vocab_size
+        if not file.size:
+            raise UserError(f"{file.path}: is empty")
+        if file.size % dtype.itemsize:
+            raise UserError(
+                f"{file.path}: has {file.size} bytes, which is no multiple of {dtype.itemsize}, the size of "
+                f"{dtype.name}; it is truncated, or its dtype is another"
+            )
+        self._ids = file.array(dtype)
         self.tokens = len(self._ids)
 
     def read(self, start: int, count: int) -> np.ndarray:
@@ -85,8 +105,16 @@ class RawTokens(MappedIds):
     id at or beyond `vocab_size`.
     """
 
-    def __init__(self, path: str | Path, dtype: str, vocab_size: int, eos_id: int | None = None):
-        super().__init__(Path(path), DTYPES[dtype], vocab_size)
+    def __init__(
+        self,
+        path: str | Path,
+        dtype: str,
+        vocab_size: int,
+        eos_id: int | None = None,
+        cache: BlockCache | None = None,
+    ):
+        self._file = _File(str(path), cache)
+        super().__init__(self._file, DTYPES[dtype], vocab_size)
         if eos_id is not None and eos_id >= vocab_size:
             raise UserError(
                 f"{path}: eos_id {eos_id} is not below model.vocab_size {vocab_size}, so no document would ever end; correct "
@@ -98,7 +126,7 @@ class RawTokens(MappedIds):
     @cached_property
     def fingerprint(self) -> str:
         """Of size, dtype, `eos_id` and sampled content: see `sampled_digest`."""
-        return f"raw-{self.dtype.name}-{self._eos_id}-{sampled_digest(self.path)}"
+        return f"raw-{self.dtype.name}-{self._eos_id}-{sampled_digest(self._file)}"
 
     def document_ids(self, start: int, count: int) -> np.ndarray:
         """Return int32 `[count]`: 0 for the document of the first of these tokens, 1 for the next document, ..."""
@@ -108,20 +136,16 @@ class RawTokens(MappedIds):
         return np.cumsum(np.concatenate([[False], ends[:-1]]), dtype=np.int32)
 
 
-def sampled_digest(path: Path) -> str:
+def sampled_digest(file: _File) -> str:
     """Return the SHA-256 of the file's size and of 64 evenly spaced blocks of 64 KiB, including the first and last.
 
     Reads 4 MB whatever the size. A file up to 4 MB is hashed whole; in a larger one a change of a few bytes may not be
     detected, another file of the same size is.
     """
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        size = file.seek(0, 2)
-        digest.update(size.to_bytes(8, "little"))
-        last = max(0, size - SAMPLE_BYTES)
-        for offset in sorted({last * sample // (SAMPLES - 1) for sample in range(SAMPLES)}):
-            file.seek(offset)
-            digest.update(file.read(SAMPLE_BYTES))
+    digest = hashlib.sha256(file.size.to_bytes(8, "little"))
+    last = max(0, file.size - SAMPLE_BYTES)
+    for offset in sorted({last * sample // (SAMPLES - 1) for sample in range(SAMPLES)}):
+        digest.update(file.bytes(offset, min(offset + SAMPLE_BYTES, file.size)))
     return digest.hexdigest()
 
 
@@ -132,21 +156,23 @@ class MegatronTokens(MappedIds):
     disagree, and in `read` for an id at or beyond `vocab_size`. The index is mapped, not held in memory.
     """
 
-    def __init__(self, path: str | Path, vocab_size: int):
+    def __init__(self, path: str | Path, vocab_size: int, cache: BlockCache | None = None):
         self.name = str(path)
         prefix = str(path).removesuffix(".idx")
-        self._index = Path(f"{prefix}.idx")
-        dtype, sequences, documents = _read_header(self._index)
+        self._index = f"{prefix}.idx"
+        index = self._index_file = _File(self._index, cache)
+        dtype, sequences, documents = _read_header(index)
         places = _HEADER_BYTES, _HEADER_BYTES + 4 * sequences, _HEADER_BYTES + 12 * sequences
-        found, least = self._index.stat().st_size, places[2] + 8 * documents
+        found, least = index.size, places[2] + 8 * documents
         if found not in (least, least + sequences):  # with modes
             raise UserError(
                 f"{self._index}: has {found} bytes where its header requires {least}; it is truncated or damaged"
             )
-        self._lengths = np.memmap(self._index, "<i4", "r", places[0], (sequences,))
-        self._pointers = np.memmap(self._index, "<i8", "r", places[1], (sequences,))
-        self._firsts = np.memmap(self._index, "<i8", "r", places[2], (documents,))
-        super().__init__(Path(f"{prefix}.bin"), dtype, vocab_size)
+        self._lengths = index.array(np.dtype("<i4"), places[0], sequences)
+        self._pointers = index.array(np.dtype("<i8"), places[1], sequences)
+        self._firsts = index.array(np.dtype("<i8"), places[2], documents)
+        self._tokens = _File(f"{prefix}.bin", cache)
+        super().__init__(self._tokens, dtype, vocab_size)
         self._check_sequences()
         self._check_documents()
 
@@ -157,7 +183,7 @@ class MegatronTokens(MappedIds):
     @cached_property
     def fingerprint(self) -> str:
         """Of the size and sampled content of both files: see `sampled_digest`."""
-        return f"megatron-{sampled_digest(self.path)}-{sampled_digest(self._index)}"
+        return f"megatron-{sampled_digest(self._tokens)}-{sampled_digest(self._index_file)}"
 
     def document_ids(self, start: int, count: int) -> np.ndarray:
         """Return int32 `[count]`: 0 for the document of the first of these tokens, 1 for the next document, ..."""
@@ -193,7 +219,7 @@ class MegatronTokens(MappedIds):
         found = self.tokens * self.dtype.itemsize
         if total != found:
             raise UserError(
-                f"{self.path}: has {found} bytes where {self._index.name} says {total}; it is truncated, or "
+                f"{self.path}: has {found} bytes where {Path(self._index).name} says {total}; it is truncated, or "
                 "the two do not belong together"
             )
 
@@ -211,13 +237,9 @@ class MegatronTokens(MappedIds):
             )
 
 
-def _read_header(path: Path) -> tuple[np.dtype, int, int]:
+def _read_header(file: _File) -> tuple[np.dtype, int, int]:
     """The ids' dtype, the number of sequences and of document indices."""
-    try:
-        with open(path, "rb") as file:
-            header = file.read(_HEADER_BYTES)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    path, header = file.path, file.bytes(0, min(_HEADER_BYTES, file.size)) if file.size else b""
     if not header.startswith(MAGIC) or len(header) < _HEADER_BYTES:
         raise UserError(f"{path}: does not begin like a Megatron index (MMIDIDX), or is cut short")
     version, code, sequences, documents = _FIELDS.unpack(header[len(MAGIC) :])

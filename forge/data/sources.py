@@ -8,11 +8,13 @@ from typing import Protocol
 
 import numpy as np
 
+from forge.data.cache import BlockCache
 from forge.data.format import TokenDataset
 from forge.data.permutation import Permutation, key_of
 from forge.data.raw import DTYPES, MegatronTokens, RawTokens
 from forge.data.synthetic import SyntheticSource
 from forge.errors import UserError
+from forge.remote import is_url
 
 SYNTHETIC = "synthetic"
 
@@ -36,18 +38,26 @@ class Source(Protocol):
 
 
 def open_source(
-    path: str, seed: int, vocab_size: int, *, dtype: str | None = None, eos_id: int | None = None
+    path: str,
+    seed: int,
+    vocab_size: int,
+    *,
+    dtype: str | None = None,
+    eos_id: int | None = None,
+    cache: BlockCache | None = None,
 ) -> Source:
     """Open the stream at `path` and check it against the model's `vocab_size`; UserError where it cannot be read.
 
     "synthetic": the stream of `seed`. A folder: a dataset of forge. `NAME.idx`, or `NAME` where there is a
     `NAME.idx`: a Megatron dataset. `NAME.bin`: bare ids of `dtype`, documents ending with `eos_id`; the other kinds
-    ignore both keys, because they record what they hold.
+    ignore both keys, because they record what they hold. A URL is read through `cache` (None: the default one); a remote
+    Megatron dataset is named by its `.idx`.
     """
     file = Path(path)
     if path == SYNTHETIC:
         return SyntheticSource(seed, vocab_size)
     if file.suffix == ".bin" and not file.is_dir():
+        path = path if is_url(path) else str(file)
         if dtype is None:  # never guessed: a file of uint16 is also a valid file of uint32
             index = file.with_suffix(".idx")
             megatron = (
@@ -55,12 +65,12 @@ def open_source(
                 if index.is_file()
                 else ""
             )
-            entries = " or ".join(f'{{path = "{file}", dtype = "{name}"}}' for name in DTYPES)
-            raise UserError(f"{file}: a .bin does not record the dtype of its ids; write {entries}{megatron}")
-        return RawTokens(path, dtype, vocab_size, eos_id)
+            entries = " or ".join(f'{{path = "{path}", dtype = "{name}"}}' for name in DTYPES)
+            raise UserError(f"{path}: a .bin does not record the dtype of its ids; write {entries}{megatron}")
+        return RawTokens(path, dtype, vocab_size, eos_id, cache)
     if file.suffix == ".idx" or (not file.is_dir() and Path(f"{path}.idx").is_file()):
-        return MegatronTokens(path, vocab_size)
-    return TokenDataset(path, vocab_size)
+        return MegatronTokens(path, vocab_size, cache)
+    return TokenDataset(path, vocab_size, cache)
 
 
 def count_windows(source: Source, seq_len: int) -> int:

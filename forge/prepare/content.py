@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 from forge.errors import UserError
+from forge.remote import is_url, open_remote
 
 Kind = Literal["text", "lines", "parquet"]
 Compression = Literal["", "gzip", "zstd"]
@@ -39,6 +40,11 @@ class File(NamedTuple):
         return plain_name(self.path).endswith(".json")
 
 
+def open_binary(path: str) -> io.BufferedReader:
+    """Open a local file, or one at a URL."""
+    return open_remote(path) if is_url(path) else open(path, "rb")
+
+
 def plain_name(path: str) -> str:
     """Return the path without the suffix of a compression."""
     return path[: -len(Path(path).suffix)] if path.endswith(COMPRESSED) else path
@@ -55,7 +61,7 @@ def recognise(path: str, key: str, size: int, text_key: str) -> File:
     name = plain_name(path)
     file = File(path, key, size, "lines" if name.endswith(_LINES) else "text")
     try:
-        with open(path, "rb") as content:
+        with open_binary(path) as content:
             magic = content.read(4)
         if magic == b"PAR1" or name.endswith(".parquet"):
             file = file._replace(kind="parquet")
@@ -103,9 +109,9 @@ def open_content(file: File, first: int | None = None) -> io.BufferedReader:
 
     Reading raises one of UNREADABLE if the file is damaged.
     """
-    packed: Any = file.path
+    packed: Any = open_binary(file.path) if is_url(file.path) else file.path
     if first is not None:
-        with open(file.path, "rb") as content:
+        with open_binary(file.path) as content:
             packed = io.BytesIO(content.read(first))
     if file.compression == "gzip":
         return io.BufferedReader(cast(io.RawIOBase, gzip.open(packed)), _BLOCK)
@@ -113,7 +119,7 @@ def open_content(file: File, first: int | None = None) -> io.BufferedReader:
         import pyarrow
 
         return io.BufferedReader(pyarrow.input_stream(packed, compression="zstd"), _BLOCK)
-    return open(file.path, "rb")
+    return open_binary(file.path)
 
 
 def skip(content: BinaryIO, count: int, file: File) -> None:
@@ -131,7 +137,7 @@ def text_bytes(file: File, text_key: str) -> int:
         if file.kind == "parquet":
             import pyarrow.parquet
 
-            about = pyarrow.parquet.read_metadata(file.path)
+            about = pyarrow.parquet.read_metadata(open_binary(file.path))
             column = about.schema.names.index(text_key)
             groups = (about.row_group(group).column(column) for group in range(about.num_row_groups))
             return max(1, sum(group.total_uncompressed_size for group in groups))

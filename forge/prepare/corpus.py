@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from forge.errors import UserError
-from forge.prepare.content import COMPRESSED, File, open_content, plain_name, recognise
+from forge.prepare.content import COMPRESSED, File, open_binary, open_content, plain_name, recognise
 from forge.prepare.documents import Bad, reason_of
 from forge.prepare.sample import Piece, sample, whole
+from forge.remote import find_objects, is_url
 
 EXTENSIONS = (".txt", ".md", ".py", ".rst", ".jsonl", ".ndjson", ".json", ".parquet")
 _SHOWN = 8  # extensions of files passed over that are named
@@ -104,6 +105,9 @@ def _list_files(
     seen: set[str] = set()
     endings = tuple(ending + suffix for ending in extensions for suffix in ("", *COMPRESSED))
     for given in inputs:
+        if is_url(given):
+            _list_objects(str(given), endings, text_key, files, corpus, seen)
+            continue
         root = Path(given)
         if not root.exists():
             raise UserError(f"--input {given}: no such file or directory")
@@ -125,14 +129,36 @@ def _list_files(
                 continue
             if not stat.S_ISREG(status.st_mode) or not status.st_size:
                 continue
-            file = recognise(path, key, status.st_size, text_key)
-            if file.is_json and file.kind == "text":
-                if not is_named:
-                    corpus.passed_over[f"{_extension(key)} without JSON lines"] += 1
-                    continue
-                _refuse_array(file)
-            files.append(file)
+            _add(recognise(path, key, status.st_size, text_key), is_named, files, corpus)
     return files, corpus
+
+
+def _add(file: File, is_named: bool, files: list[File], corpus: Corpus) -> None:
+    if file.is_json and file.kind == "text":
+        if not is_named:
+            corpus.passed_over[f"{_extension(file.key)} without JSON lines"] += 1
+            return
+        _refuse_array(file)
+    files.append(file)
+
+
+def _list_objects(
+    url: str, endings: tuple[str, ...], text_key: str, files: list[File], corpus: Corpus, seen: set[str]
+) -> None:
+    """Add the object at `url`, or those below it, under the rules for files of a directory."""
+    found = find_objects(url)
+    if not found:
+        raise UserError(f"--input {url}: no such object, and none below it")
+    for path, size in found.items():
+        is_named = path.rstrip("/") == url.rstrip("/")
+        key = Path(path).name if is_named else path.removeprefix(url.rstrip("/") + "/")
+        if any(part.startswith(".") or part == "__pycache__" for part in key.split("/")[:-1]):
+            continue
+        if not is_named and not key.endswith(endings):
+            corpus.passed_over[_extension(key)] += 1
+        elif size and path not in seen:
+            seen.add(path)
+            _add(recognise(path, key, size, text_key), is_named, files, corpus)
 
 
 def _extension(key: str) -> str:
@@ -173,7 +199,7 @@ def _drop_copies(files: list[File]) -> list[File]:
     for file in files:
         if file.kind == "text" and sizes[file.size] > 1:
             try:
-                with open(file.path, "rb") as content:
+                with open_binary(file.path) as content:
                     digest = hashlib.file_digest(content, "sha256").digest()
             except OSError:
                 digest = file.path.encode()  # reported when its document is read

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from forge.prepare.content import UNREADABLE, open_content, skip
+from forge.prepare.content import UNREADABLE, open_binary, open_content, skip
 from forge.prepare.sample import TO_THE_END, Piece
 
 _ROWS_AT_ONCE = 1024  # of a Parquet row group, held in memory
@@ -105,7 +105,7 @@ def _read_parquet(piece: Piece, text_key: str) -> Iterator[str | Bad]:
     import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(piece.file.path) as file:
+        with open_binary(piece.file.path) as content, pyarrow.parquet.ParquetFile(content) as file:
             names = file.schema_arrow.names
             if text_key not in names:
                 raise ValueError(f"no column {text_key!r}, only {', '.join(names)}")

@@ -14,7 +14,7 @@ from forge.checkpoint import find_checkpoint, read_state
 from forge.checkpoint.folders import steps
 from forge.config import Config
 from forge.data.build import build_dataset
-from forge.data.dataset import PackedDataset, read_window
+from forge.data.dataset import PackedDataset
 from forge.data.tokenizer import Tokenizer
 from forge.errors import UserError
 from forge.observe.run_directory import RunDirectory
@@ -112,10 +112,10 @@ def samples_of_step(
             sample = dataset.order.nth(0, place)
             name, epoch, window = dataset.locate(sample)
             source = dataset.sources[name]
-            tokens, owners = read_window(source, window, seq_len, documents=True)
+            tokens, owners = dataset.samples[name].read(window, documents=True)
             assert owners is not None
             within = [int(start) for start in np.flatnonzero(np.diff(owners)) + 1]
-            first = window * seq_len
+            first = dataset.samples[name].pieces(window)[0][0]
             begins_document = first == 0 or bool(source.document_ids(first - 1, 2)[1])
             starts = [0, *within] if begins_document else within
             yield Sample(

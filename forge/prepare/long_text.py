@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple
 
 from forge.data.tokenizer import Tokenizer
-from forge.prepare.content import File
+from forge.prepare.content import File, open_binary
 from forge.prepare.documents import Bad, reason_of, whole_characters
 
 _AT_ONCE = 1 << 18  # characters, or bytes, that are tokenized at once: faster than more, and than less
@@ -60,7 +60,7 @@ def check_text(file: File) -> bytes | Bad:
     """Read a text file once, and return its digest; Bad if it cannot be read or is not UTF-8."""
     digest, decoder, place = _digest(), codecs.getincrementaldecoder("utf-8")(), 0
     try:
-        with open(file.path, "rb") as content:
+        with open_binary(file.path) as content:
             while block := content.read(_BLOCK):
                 digest.update(block.removeprefix(codecs.BOM_UTF8) if not place else block)
                 waiting = len(decoder.getstate()[0])
@@ -78,7 +78,7 @@ def check_text(file: File) -> bytes | Bad:
 
 def read_part(part: TextPart, tokenizer: Tokenizer) -> Iterator[str]:
     """Yield the texts whose ids follow each other in the part; none if the text cannot be cut in it."""
-    with open(part.file.path, "rb") as content:
+    with open_binary(part.file.path) as content:
         begin, end = (
             _find_cut(content, place, part.file.size, tokenizer) for place in (part.begin, part.end)
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from array import array
 from collections.abc import Iterable
@@ -62,7 +63,17 @@ def split_of(digest: bytes, holdout: float) -> str:
 def encode_chunk(
     number: int, chunk: Chunk, tokenizer_path: str, text_key: str, holdout: float, parts: Path
 ) -> None:
-    """Make the part of a chunk. Memory does not grow with it: tokens are written as they come."""
+    """Make the part of a chunk, unless another process does. Memory does not grow with it: tokens go to disk as they come."""
+    with open(parts / f"part-{number:05d}.lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        if not part_path(parts, number).exists():
+            _make(number, chunk, tokenizer_path, text_key, holdout, parts)
+
+
+def _make(number: int, chunk: Chunk, tokenizer_path: str, text_key: str, holdout: float, parts: Path) -> None:
     tokenizer = tokenizer_of(tokenizer_path)
     tally, starts = Tally(), {}
     with ExitStack() as files:

@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 
 from forge.data.format import INDEX, DatasetIndex, TokenDataset
+from forge.data.packing import Kind
 from forge.data.tokenizer import Tokenizer
 from forge.errors import UserError
 from forge.files import replace_atomically
@@ -38,6 +39,7 @@ from forge.observe.progress import ProgressLine, format_duration
 from forge.prepare.corpus import EXTENSIONS, Corpus, find_corpus
 from forge.prepare.documents import Bad
 from forge.prepare.long_text import TextPart, check_text, text_parts
+from forge.prepare.pack import describe_plan, pack
 from forge.prepare.part import (
     TRAIN,
     VALIDATION,
@@ -52,6 +54,7 @@ from forge.prepare.part import (
 )
 from forge.prepare.sample import Piece
 from forge.prepare.writer import ShardWriter
+from forge.remote import is_url, version_of
 
 _PARTS = ".parts"
 _VERSION = 3  # of the way in which a corpus is cut into parts
@@ -70,6 +73,11 @@ class Request:
     text_key: str = "text"
     extensions: tuple[str, ...] = EXTENSIONS
     max_bad_fraction: float = 0.01
+    part: tuple[int, int] | None = None
+    """(k, n): tokenize only the k-th (from 1) of n shares of the chunks, and join nothing."""
+    packing: Kind | None = None
+    seq_len: int = 0
+    """The plan of a packing that the dataset for training gets, for sequences of this length."""
 
     @property
     def targets(self) -> dict[str, Path]:
@@ -93,7 +101,7 @@ def prepare(request: Request) -> list[Path]:
         shutil.rmtree(parts, ignore_errors=True)  # left if the last run was interrupted at its very end
         for folder in request.targets.values():
             print(f"{folder}: already prepared, {_describe(TokenDataset(folder).index)}")
-        return list(request.targets.values())
+        return _packed(request)
     if tokenizer.bos_id is None and tokenizer.eos_id is None:
         print(
             f"warning: the tokenizer {request.tokenizer} has no token that begins or ends a document, so nothing in the data "
@@ -104,9 +112,12 @@ def prepare(request: Request) -> list[Path]:
     for note in corpus.notes():
         print(note, file=sys.stderr, flush=True)
     chunks, corpus = _cut(corpus, tokenizer, request.holdout)
+    if request.part is not None:
+        _prepare_part(request, request.part, options, chunks, parts)
+        return []
     with _locked(parts):
         _match_plan(parts, options, chunks)
-        _encode_missing(request, chunks, parts)
+        _encode_missing(request, chunks, parts, range(len(chunks)))
         tally = _check_tally(request, corpus, len(chunks), parts)
         for split, folder in request.targets.items():
             if split not in done:
@@ -115,13 +126,39 @@ def prepare(request: Request) -> list[Path]:
                 index = writer.finish(tally.text_bytes[split], origin)
                 print(f"{folder}: {_describe(index)}")
         shutil.rmtree(parts)
+    return _packed(request)
+
+
+def _packed(request: Request) -> list[Path]:
+    """Make the plan that the request asks for. Returns the folders of the datasets."""
+    if request.packing is not None:
+        folder = request.targets[TRAIN]
+        index = pack(folder, request.packing, request.seq_len)
+        print(f"{folder}: {describe_plan(index, TokenDataset(folder).documents)}")
     return list(request.targets.values())
+
+
+def _prepare_part(
+    request: Request, part: tuple[int, int], options: dict[str, Any], chunks: list[Chunk], parts: Path
+) -> None:
+    """Do this machine's share of the chunks. All machines write to one folder; the same call without `part` joins."""
+    number, count = part
+    with _locked(parts, shared=True):
+        with open(parts / "plan.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            _match_plan(parts, options, chunks, shared=True)
+        _encode_missing(request, chunks, parts, range(number - 1, len(chunks), count))
+    done = sum(part_path(parts, chunk).exists() for chunk in range(len(chunks)))
+    print(
+        f"{parts}: part {number} of {count} is done, and {done} of {len(chunks)} chunks in all; the same command "
+        "without --part makes what is missing and joins them"
+    )
 
 
 def _options(request: Request, tokenizer: Tokenizer) -> dict[str, Any]:
     """What the result depends on; kept in dataset.json, so that the result of another request is not mistaken for it."""
     return {
-        "input": [os.path.abspath(path) for path in request.inputs],
+        "input": [path if is_url(path) else os.path.abspath(path) for path in request.inputs],
         "tokenizer": tokenizer.fingerprint,
         "holdout": request.holdout,
         "max_bytes": request.max_bytes,
@@ -183,8 +220,8 @@ def _cut(corpus: Corpus, tokenizer: Tokenizer, holdout: float) -> tuple[list[Chu
 
 
 @contextmanager
-def _locked(parts: Path) -> Iterator[None]:
-    """Allow one program at a time per output folder. The kernel releases the lock however the program ends."""
+def _locked(parts: Path, shared: bool = False) -> Iterator[None]:
+    """Allow one program at a time per output folder, or several with `shared`. The kernel releases the lock at their end."""
     try:
         parts.mkdir(parents=True, exist_ok=True)
         lock = open(parts / "lock", "w")  # noqa: SIM115
@@ -192,17 +229,17 @@ def _locked(parts: Path) -> Iterator[None]:
         raise UserError(f"--output {parts.parent}: cannot be written: {error.strerror}") from None
     with lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except OSError:
             raise UserError(f"--output {parts.parent}: another prepare_data is writing to it") from None
         yield
 
 
-def _match_plan(parts: Path, options: dict[str, Any], chunks: list[Chunk]) -> None:
-    """Keep the parts of an interrupted run only if it had these chunks and these options."""
+def _match_plan(parts: Path, options: dict[str, Any], chunks: list[Chunk], shared: bool = False) -> None:
+    """Keep the parts of an interrupted run only if it had these chunks and these options; `shared`: refuse others."""
     digest = hashlib.sha256()
     for number, (file, *places) in ((n, piece) for n, chunk in enumerate(chunks) for piece in chunk):
-        modified = os.stat(file.path).st_mtime_ns
+        modified = version_of(file.path) if is_url(file.path) else os.stat(file.path).st_mtime_ns
         digest.update(os.fsencode(f"{number}\0{tuple(file)}\0{places}\0{modified}\n"))
     content = {"options": options, "chunks": digest.hexdigest(), "version": _VERSION}
     plan = json.dumps(content, sort_keys=True).encode()
@@ -211,6 +248,10 @@ def _match_plan(parts: Path, options: dict[str, Any], chunks: list[Chunk]) -> No
         if existing:
             print(f"continuing an interrupted run: {len(existing)} chunks are done", file=sys.stderr)
         return
+    if existing and shared:
+        raise UserError(
+            f"{parts}: holds parts that were made with other options or another input; prepare those first, or remove it"
+        )
     if existing:
         print("the options or the input changed since a run was interrupted: starting over", file=sys.stderr)
     for part in existing:
@@ -218,8 +259,8 @@ def _match_plan(parts: Path, options: dict[str, Any], chunks: list[Chunk]) -> No
     replace_atomically(path, plan)
 
 
-def _encode_missing(request: Request, chunks: list[Chunk], parts: Path) -> None:
-    missing = [number for number in range(len(chunks)) if not part_path(parts, number).exists()]
+def _encode_missing(request: Request, chunks: list[Chunk], parts: Path, wanted: Iterable[int]) -> None:
+    missing = [number for number in wanted if not part_path(parts, number).exists()]
     sizes = {number: sum(piece.size for piece in chunks[number]) for number in missing}
     progress, done = ProgressLine("tokenized", sum(sizes.values())), 0
     options = (request.tokenizer, request.text_key, request.holdout, parts)

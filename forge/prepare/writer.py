@@ -9,9 +9,18 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from forge.data.format import INDEX, START_DTYPE, DatasetIndex, FileRecord, ShardRecord, token_dtype
+from forge.data.format import (
+    INDEX,
+    START_DTYPE,
+    DatasetIndex,
+    FileRecord,
+    ShardRecord,
+    block_digest,
+    token_dtype,
+)
 from forge.errors import UserError
 from forge.files import replace_atomically, sync_folder
+from forge.remote import BLOCK_BYTES
 
 SHARD_BYTES = 512 << 20
 _AT_ONCE = 1 << 20  # tokens that are copied at once: those of a part may not fit into memory
@@ -88,32 +97,51 @@ class ShardWriter:
         document_file = _HashedFile(self.folder / f"documents-{len(self._shards):05d}.bin")
         starts = np.concatenate(self._starts)
         document_file.write(starts)
+        files = self._token_file.close(), document_file.close()
+        block_file = _HashedFile(self.folder / f"blocks-{len(self._shards):05d}.bin")
+        block_file.write(b"".join(self._token_file.digests + document_file.digests))
         self._shards.append(
             ShardRecord(
                 tokens=self._filled,
                 documents=len(starts),
-                token_file=self._token_file.close(),
-                document_file=document_file.close(),
+                token_file=files[0],
+                document_file=files[1],
+                block_file=block_file.close(),
             )
         )
         self._token_file, self._starts, self._filled = None, [], 0
 
 
 class _HashedFile:
-    """A file that is hashed while it is written, and gets its name when it is complete and on disk."""
+    """A file that is hashed while it is written, whole and by block, and gets its name when it is complete and on disk."""
 
     def __init__(self, path: Path):
         self._path = path
         self._partial = path.with_name("." + path.name)
         self._file: BinaryIO = open(self._partial, "wb")  # noqa: SIM115
         self._digest = hashlib.sha256()
+        self._block = bytearray()  # begun, and not full
+        self.digests: list[bytes] = []
 
-    def write(self, values: np.ndarray) -> None:
-        data = values.tobytes()
+    def write(self, values: np.ndarray | bytes) -> None:
+        data = values if isinstance(values, bytes) else values.tobytes()
         self._file.write(data)
         self._digest.update(data)
+        begin = 0
+        while begin < len(data):
+            end = begin + BLOCK_BYTES - len(self._block)
+            self._block += data[begin:end]
+            begin = end
+            if len(self._block) == BLOCK_BYTES:
+                self._close_block()
+
+    def _close_block(self) -> None:
+        if self._block:
+            self.digests.append(block_digest(bytes(self._block)))
+            self._block.clear()
 
     def close(self) -> FileRecord:
+        self._close_block()
         self._file.flush()
         os.fsync(self._file.fileno())
         size = self._file.tell()

@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from forge.data.loader import evaluation_batches
+from forge.data.held_out import evaluation_batches
 from forge.distributed import on_every_rank
 from forge.errors import UserError
 from forge.fault import fault_point

@@ -17,6 +17,7 @@ from forge.observe.trackers import require_packages
 from forge.resilience.stopping import TimeLimit
 from forge.resilience.stragglers import Stragglers
 from forge.train.evaluate import Evaluation
+from forge.train.mirror import MirrorSaves
 from forge.train.monitor import StepMonitors
 from forge.train.save import Saves
 from forge.train.source_losses import SourceLosses
@@ -42,7 +43,7 @@ def make_hooks(trainer: Trainer, loaded: list[tuple[str, type[Hook]]]) -> list[H
     """
     config, world, directory = trainer.config, trainer.reporter.world, trainer.reporter.directory
     saves = Saves(trainer)
-    hooks: list[Hook] = [trainer.reporter.phases, FaultPoints()]
+    hooks: list[Hook] = [trainer.reporter.phases, FaultPoints(), DataStalls(trainer)]
     if config.resilience.time_limit_s:
         hooks.append(StopBeforeTimeLimit(trainer, saves))
     if config.resilience.straggler_interval and world.size > 1:
@@ -65,7 +66,10 @@ def make_hooks(trainer: Trainer, loaded: list[tuple[str, type[Hook]]]) -> list[H
         hook: Hook = constructor(trainer)
         hook.name = path
         hooks.append(hook)
-    return [*hooks, saves]
+    hooks.append(saves)
+    if config.checkpoint.mirror and world.rank == 0:
+        hooks.append(MirrorSaves(trainer, saves))
+    return hooks
 
 
 class FaultPoints(Hook):
@@ -73,6 +77,17 @@ class FaultPoints(Hook):
 
     def after_data(self, step: int) -> None:
         fault_point("step", step)
+
+
+class DataStalls(Hook):
+    """Reports long waits for data, with their cause, as events."""
+
+    def __init__(self, trainer: Trainer):
+        self._trainer = trainer
+
+    def after_data(self, step: int) -> None:
+        if stall := self._trainer.batches.stall:
+            self._trainer.reporter.event("data_stall", step=step, seconds=stall.seconds, cause=stall.cause)
 
 
 class Epochs(Hook):

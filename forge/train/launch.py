@@ -41,6 +41,7 @@ from forge.resilience.watchdog import Watchdog, bounds, patience
 from forge.train.changes import check_data
 from forge.train.crash import CrashReporter
 from forge.train.hooks import load_hooks, make_hooks
+from forge.train.mirror import restore_lost
 from forge.train.resume import find_start
 from forge.train.trainer import Trainer
 from forge.world import World, join, read_world
@@ -176,6 +177,7 @@ def _train(
 
     kept, folder = config.checkpoint, directory.checkpoints
     checkpoints = Checkpoints(folder, keep_last=kept.keep_last, keep_every=kept.keep_every, mode=kept.mode)
+    restore_lost(config, checkpoints)
     start = find_start(config, checkpoints, directory, finished)
     point = start.point
     for fallback in checkpoints.fallbacks:

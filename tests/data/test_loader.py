@@ -7,7 +7,8 @@ import torch
 
 from forge.data.build import input_fingerprints
 from forge.data.dataset import PackedDataset
-from forge.data.loader import IGNORE, Batch, Loader, evaluation_batches
+from forge.data.held_out import evaluation_batches
+from forge.data.loader import IGNORE, Batch, Loader
 from forge.data.sources import held_out_windows
 from forge.data.synthetic import SyntheticSource
 from forge.errors import UserError

@@ -1,0 +1,68 @@
+"""Arrays in files: mapped from a local one, fetched block by block from a remote one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol, overload
+
+import numpy as np
+
+from forge.data.cache import BlockCache
+from forge.errors import UserError
+from forge.remote import BLOCK_BYTES, RemoteFile
+
+
+class Array(Protocol):
+    """One dimension of numbers, read by slices, single places and lists of places; `len` is their number."""
+
+    def __len__(self) -> int: ...
+    @overload
+    def __getitem__(self, place: int) -> Any: ...
+    @overload
+    def __getitem__(self, place: slice | np.ndarray) -> np.ndarray: ...
+
+
+class RemoteArray:
+    """An `Array` of `count` numbers of a remote file, from byte `offset` on; None: all to its end."""
+
+    def __init__(
+        self,
+        file: RemoteFile,
+        cache: BlockCache,
+        dtype: np.dtype,
+        offset: int = 0,
+        count: int | None = None,
+    ):
+        self.file, self._cache, self.dtype, self._offset = file, cache, np.dtype(dtype), offset
+        self._count = (file.size - offset) // self.dtype.itemsize if count is None else count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            begin, end, step = place.indices(self._count)
+            assert step == 1
+            return self._read(begin, max(begin, end))
+        if isinstance(place, np.ndarray):
+            values = [self._read(int(one), int(one) + 1) for one in place]
+            return np.concatenate([np.zeros(0, self.dtype), *values])
+        return self._read(place, place + 1)[0]
+
+    def _read(self, begin: int, end: int) -> np.ndarray:
+        size = self.dtype.itemsize
+        first, last = self._offset + begin * size, self._offset + end * size
+        pieces = []
+        for number in range(first // BLOCK_BYTES, -(-last // BLOCK_BYTES)):
+            start = number * BLOCK_BYTES
+            pieces.append(self._cache.block(self.file, number)[max(0, first - start) : max(0, last - start)])
+        return np.frombuffer(b"".join(pieces), self.dtype)
+
+
+def map_array(path: str | Path, dtype: np.dtype, offset: int = 0, count: int | None = None) -> np.ndarray:
+    """Return an `Array` in a local file, mapped into memory. UserError where it cannot be read."""
+    shape = None if count is None else (count,)
+    try:
+        return np.memmap(path, dtype, "r", offset, shape).view(np.ndarray)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None

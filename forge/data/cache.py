@@ -1,0 +1,238 @@
+"""Blocks of remote files on this machine's disk: bounded, shared by its processes, kept from one run to the next.
+
+    FOLDER/lock, layout.json      which limit the folder was made for
+    FOLDER/0042/KEY-7             block 7 of the file with that key, then its CRC-32
+    FOLDER/0042/.KEY-7            the same while it is fetched, locked by the thread that does
+
+The folders are sets of equal size: a block has its place in one of them by a hash of its name, and when a set is full one of
+its blocks makes room. So the limit holds without a count that processes would have to share. A process may die at any point:
+the kernel releases its locks, and a block that is not whole is fetched again.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import tempfile
+import threading
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+
+from forge.errors import UserError
+from forge.files import replace_atomically
+from forge.remote import BLOCK_BYTES, RemoteFile
+
+_SET_BLOCKS = 64
+_SETS = 4096
+_IN_MEMORY = 64  # blocks
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
+NextUse = Callable[[np.ndarray], np.ndarray]
+"""Numbers of blocks of a file, int64 `[n]` -> how far from now each is needed next, float64 `[n]`, in any common unit."""
+log = logging.getLogger(__name__)
+
+
+def default_folder() -> Path:
+    """Return the folder for blocks where `data.cache_dir` is not set: on this machine, of this user."""
+    return Path(tempfile.gettempdir()) / f"forge-cache-{os.getuid()}"
+
+
+class BlockCache:
+    """Blocks in `folder`, of at most `gib` GiB and one more block for each thread that fetches.
+
+    Safe for threads and processes. UserError where the folder cannot be used, or another process uses it with another limit.
+    """
+
+    def __init__(self, folder: Path | None = None, gib: float = 16.0):
+        self.folder = folder or default_folder()
+        blocks = max(1, int(gib * 2**30) // BLOCK_BYTES)
+        self._sets = min(_SETS, -(-blocks // _SET_BLOCKS))
+        self._set_blocks = blocks // self._sets
+        self.next_uses: dict[str, NextUse] = {}
+        """Key of a file -> when its blocks are needed. Blocks of files that are not in it make room first."""
+        self._memory: OrderedDict[str, bytes] = OrderedDict()
+        self._memory_lock = threading.Lock()
+        self._is_full = False
+        layout = f'{{"version": 1, "sets": {self._sets}, "blocks_per_set": {self._set_blocks}}}\n'.encode()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.folder / "lock", "a+")  # noqa: SIM115
+            self._take(layout, gib)
+        except OSError as error:
+            raise UserError(
+                f"data.cache_dir {self.folder}: cannot be used: {error.strerror}; name a folder on this machine's disk"
+            ) from None
+
+    def _take(self, layout: bytes, gib: float) -> None:
+        """Hold the folder with this layout; make it again if nobody uses it with another one."""
+        path = self.folder / "layout.json"
+        with suppress(BlockingIOError):
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not path.exists() or path.read_bytes() != layout:
+                for old in self.folder.glob("[0-9]*"):
+                    shutil.rmtree(old)
+                replace_atomically(path, layout)
+        fcntl.flock(self._lock, fcntl.LOCK_SH)
+        if path.read_bytes() != layout:
+            raise UserError(
+                f"data.cache_gib = {gib:g}: another run here uses data.cache_dir {self.folder} with another limit; "
+                "set the same, or another folder"
+            )
+
+    def block(self, file: RemoteFile, number: int) -> bytes:
+        """Return a block of a file, fetched once for all processes that use the folder."""
+        name = f"{file.key}-{number}"
+        with self._memory_lock:
+            if (data := self._memory.get(name)) is not None:
+                self._memory.move_to_end(name)
+                return data
+        path = self._path(name)
+        data = _load(path)
+        if data is None:
+            data = self._fetch(file, number, path)
+        with self._memory_lock:
+            self._memory[name] = data
+            while len(self._memory) > _IN_MEMORY:
+                self._memory.popitem(last=False)
+        return data
+
+    def _path(self, name: str) -> Path:
+        place = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") % self._sets
+        return self.folder / f"{place:04d}" / name
+
+    def _fetch(self, file: RemoteFile, number: int, path: Path) -> bytes:
+        try:
+            path.parent.mkdir(exist_ok=True)
+            with _claim(path) as partial:
+                data = _load(path) if partial is None else None
+                if data is None:
+                    data = file.fetch(number)
+                    if partial is not None:
+                        self._store(path, partial, data)
+                return data
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            self._warn_of_full_disk(error)
+            return file.fetch(number)
+
+    def _store(self, path: Path, partial: int, data: bytes) -> None:
+        """Write a block and give it its name. A full disk is no error: the block is then not kept."""
+        content = data + zlib.crc32(data).to_bytes(4, "little")
+        with _locked(path.parent / ".lock"):
+            for room in (0, 1):
+                try:
+                    self._make_room(path.parent, room)
+                    os.ftruncate(partial, 0)
+                    written = 0
+                    while written < len(content):
+                        written += os.pwrite(partial, content[written:], written)
+                    os.rename(_partial(path), path)
+                    return
+                except OSError as error:
+                    if error.errno not in _FULL:
+                        raise
+                    os.ftruncate(partial, 0)
+                    failed = error
+        self._warn_of_full_disk(failed)
+
+    def _warn_of_full_disk(self, error: OSError) -> None:
+        if not self._is_full:
+            self._is_full = True
+            log.warning(
+                "data.cache_dir %s: %s, below data.cache_gib: blocks that do not fit are fetched whenever they are needed",
+                self.folder,
+                error.strerror,
+            )
+
+    def _make_room(self, folder: Path, more: int) -> None:
+        """Remove blocks until the set has room for one, and `more` beyond that: those first that are needed last."""
+        names = [name for name in os.listdir(folder) if not name.startswith(".")]
+        surplus = len(names) - self._set_blocks + 1
+        if more:
+            surplus = max(surplus, min(more, len(names)))
+        if surplus <= 0:
+            return
+        for name in self.in_order_of_need(folder, names)[-surplus:]:
+            with suppress(FileNotFoundError):
+                os.unlink(folder / name)
+
+    def in_order_of_need(self, folder: Path, names: list[str]) -> list[str]:
+        """Return the blocks of a set, those that are needed last at the end."""
+        need = np.full(len(names), np.inf)
+        of_file: dict[str, list[int]] = {}
+        for place, name in enumerate(names):
+            of_file.setdefault(name.rpartition("-")[0], []).append(place)
+        for key, places in of_file.items():
+            if key in self.next_uses:
+                blocks = np.array([int(names[place].rpartition("-")[2]) for place in places])
+                need[places] = self.next_uses[key](blocks)
+        age = np.zeros(len(names))
+        for place in np.flatnonzero(np.isinf(need)).tolist():
+            with suppress(FileNotFoundError):
+                age[place] = -os.stat(folder / names[place]).st_mtime
+        return [names[place] for place in np.lexsort((age, need))]
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name("." + path.name)
+
+
+@contextmanager
+def _claim(path: Path) -> Iterator[int | None]:
+    """Hold the right to fetch a block: yields the file to write, or None where another thread or process has fetched it."""
+    partial = _partial(path)
+    while True:
+        if path.exists():
+            yield None
+            return
+        file = os.open(partial, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            # Who held it before may have renamed or removed the file that we waited for.
+            if not _is_same(file, partial):
+                continue
+            try:
+                yield file
+            finally:
+                if _is_same(file, partial):
+                    os.unlink(partial)
+            return
+        finally:
+            os.close(file)
+
+
+def _is_same(file: int, path: Path) -> bool:
+    try:
+        return os.fstat(file).st_ino == os.stat(path).st_ino
+    except FileNotFoundError:
+        return False
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with open(path, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _load(path: Path) -> bytes | None:
+    """Return a block from the disk; None, and removed, if it is not as it was written."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    data = content[:-4]
+    if len(content) > 4 and zlib.crc32(data).to_bytes(4, "little") == content[-4:]:
+        return data
+    log.warning("%s is damaged: fetched again", path)
+    path.unlink(missing_ok=True)
+    return None

@@ -1,0 +1,126 @@
+"""The plan of a packing: which documents, or parts of them, make up each sequence (made by forge/prepare/pack.py).
+
+    packing-best_fit-2048.json              a `PlanIndex`
+    packing-best_fit-2048-sequences.bin     uint64 [sequences + 1]: the first piece of each; then their number
+    packing-best_fit-2048-pieces.bin        (uint64, uint32) [pieces]: first token in the stream, number of tokens
+
+A sequence is read with three small reads, so nothing is held in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from forge.data.array import Array
+from forge.errors import UserError
+from forge.remote import is_url, join, read_whole
+
+Kind = Literal["best_fit", "document"]
+SEQUENCES = np.dtype("<u8")
+PIECES = np.dtype([("start", "<u8"), ("tokens", "<u4")])
+
+
+class PlanFile(BaseModel):
+    """One file of a plan; see `FileRecord`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+class PlanIndex(BaseModel):
+    """What is known of a plan.
+
+    `cut_documents` are longer than a sequence and continue in further ones with `cut_tokens`. `lost_tokens` are in none.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    version: Literal[1] = 1
+    kind: Kind
+    seq_len: int
+    dataset: str
+    sequences: int
+    pieces: int
+    tokens: int
+    cut_documents: int
+    cut_tokens: int
+    lost_tokens: int
+    padded: int
+    sequence_file: PlanFile
+    piece_file: PlanFile
+
+
+def plan_name(kind: str, seq_len: int) -> str:
+    """Return the name of a plan's index without `.json`."""
+    return f"packing-{kind}-{seq_len}"
+
+
+class Plan:
+    """An open plan: `sequences` sequences of one piece or more."""
+
+    def __init__(self, index: PlanIndex, starts: Array, pieces: Array):
+        self.index, self._starts, self._pieces = index, starts, pieces
+        self.sequences, self.name = index.sequences, plan_name(index.kind, index.seq_len)
+        # Of the sequences: another version may report other counts of them.
+        content = f"{index.sequence_file.sha256}{index.piece_file.sha256}"
+        self.digest = hashlib.sha256(content.encode()).hexdigest()
+
+    def pieces(self, sequence: int) -> list[tuple[int, int]]:
+        """Return first token and number of tokens of each piece of a sequence."""
+        first, end = (int(place) for place in self._starts[sequence : sequence + 2])
+        pieces = self._pieces[first:end]
+        return list(zip(pieces["start"].tolist(), pieces["tokens"].tolist(), strict=True))
+
+
+def open_plan(
+    folder: str | Path,
+    kind: str,
+    seq_len: int,
+    dataset: str,
+    open_file: Callable[[PlanFile, np.dtype], Array],
+) -> Plan:
+    """Open a plan of the dataset in `folder`, whose fingerprint is `dataset`; `open_file` opens a file of it.
+
+    Raises UserError where it is missing, damaged, or of another dataset.
+    """
+    path = join(folder, f"{plan_name(kind, seq_len)}.json")
+    remedy = (
+        f"scripts/prepare_data.py --packing {kind} --seq-len {seq_len} makes it, also for a finished dataset"
+    )
+    try:
+        content = read_whole(path) if is_url(path) else Path(path).read_bytes()
+    except FileNotFoundError:
+        raise UserError(
+            f'data.packing = "{kind}": {folder} has no plan for train.seq_len = {seq_len}; {remedy}'
+        ) from None
+    try:
+        index = PlanIndex.model_validate_json(content)
+    except ValidationError:
+        raise UserError(f"{path}: damaged or of another version; remove it, and {remedy}") from None
+    if index.dataset != dataset:
+        raise UserError(f"{path}: was made for another content of {folder}; remove it, and {remedy}")
+    expected = (index.sequences + 1) * SEQUENCES.itemsize, index.pieces * PIECES.itemsize
+    files = index.sequence_file, index.piece_file
+    for file, size in zip(files, expected, strict=True):
+        found = file.bytes if is_url(folder) else _size(join(folder, file.name))
+        if found != size or file.bytes != size:
+            raise UserError(
+                f"{join(folder, file.name)}: has {found} bytes instead of {size}; remove the plan, and {remedy}"
+            )
+    return Plan(index, open_file(files[0], SEQUENCES), open_file(files[1], PIECES))
+
+
+def _size(path: str) -> int:
+    try:
+        return Path(path).stat().st_size
+    except OSError:
+        return -1

@@ -1,0 +1,130 @@
+"""Samples of remote sources, read ahead in the global order by threads, and what a wait for them is due to."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+
+from forge.data.dataset import PackedDataset
+from forge.data.format import TokenDataset
+from forge.data.permutation import Permutation
+from forge.data.raw import MappedIds
+from forge.data.sources import Source
+from forge.remote import give_up_on, is_url, waiting_for
+
+THREADS = 32
+STALL_S = 5.0
+log = logging.getLogger(__name__)
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def in_order(work: Callable[[Item], Result], items: Iterable[Item], ahead: int) -> Iterator[Result]:
+    """Yield `work(item)` of each item, in order, with up to `ahead` of them under way. Closing it ends the threads."""
+    closed = threading.Event()
+    pool = ThreadPoolExecutor(min(THREADS, ahead), "forge-read-ahead", give_up_on, (closed,))
+    under_way: deque[Future[Result]] = deque()
+    try:
+        for item in items:
+            under_way.append(pool.submit(work, item))
+            if len(under_way) >= ahead:
+                yield under_way.popleft().result()
+        while under_way:
+            yield under_way.popleft().result()
+    finally:
+        # Nobody waits for what is under way: a store may take its time.
+        closed.set()
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def read_samples(
+    dataset: PackedDataset, samples: Iterable[int], ahead: int
+) -> Generator[tuple[np.ndarray, np.ndarray | None]]:
+    """Yield `dataset[sample]` of each sample, in order; of remote sources up to `ahead` of them are read at once."""
+    if not any(is_remote(windows.source) for windows in dataset.samples.values()):
+        yield from map(dataset.__getitem__, samples)
+        return
+    position = [0]
+    for name, windows in dataset.samples.items():
+        if isinstance(windows.source, TokenDataset) and windows.over(np.zeros(1), np.ones(1)) is not None:
+            windows.source.next_use = partial(_next_use, dataset, name, position)
+
+    def followed() -> Iterator[int]:
+        for sample in samples:
+            position[0] = sample
+            yield sample
+
+    yield from in_order(dataset.__getitem__, followed(), ahead)
+
+
+def is_remote(source: Source) -> bool:
+    """Whether reading it may wait for a store."""
+    return isinstance(source, TokenDataset | MappedIds) and is_url(source.path)
+
+
+def _next_use(
+    dataset: PackedDataset, name: str, position: list[int], first: np.ndarray, end: np.ndarray
+) -> np.ndarray:
+    """How many samples from now on tokens first ... end - 1 of a source are read again, about."""
+    order, windows = dataset.order, dataset.samples[name]
+    number = order.sources.index(name)
+    ranges = windows.over(first, end)
+    assert ranges is not None
+    drawn = order.drawn(position[0])[number]
+    wait = next_uses(
+        *ranges, drawn, windows.count, lambda epoch: Permutation(windows.count, order.key(number, epoch))
+    )
+    return wait * sum(dataset.weights.values()) / dataset.weights[name]
+
+
+@dataclass(frozen=True)
+class Stall:
+    """A wait for data of `seconds`, and what the reading threads waited for at its end."""
+
+    seconds: float
+    cause: str
+
+
+def wait_for(batches: queue.Queue[Result]) -> tuple[Result, Stall | None]:
+    """Return the next of `batches`. A wait of STALL_S and more is logged with its cause while it lasts, and returned."""
+    began, cause = time.monotonic(), ""
+    while True:
+        try:
+            batch = batches.get(timeout=STALL_S)
+        except queue.Empty:
+            now = waiting_for()
+            cause = now or cause or "the disk or the processor"
+            log.warning("waiting for data for %.0f s: %s", time.monotonic() - began, now or cause)
+            continue
+        return batch, Stall(time.monotonic() - began, cause) if cause else None
+
+
+def next_uses(
+    first: np.ndarray, end: np.ndarray, drawn: int, windows: int, permutation: Callable[[int], Permutation]
+) -> np.ndarray:
+    """Return how many samples of a source from now on windows first ... end - 1 are read again, the soonest of each range.
+
+    first, end: int64 `[n]`, ranges that are not empty; all of one length or a little less. drawn: samples of the source
+    that have been read. permutation: that of an epoch of `windows` windows.
+    """
+    epoch, now = divmod(drawn, windows)
+    width = int((end - first).max())
+    # Ranges shorter than the longest repeat their last window.
+    members = np.minimum(first[:, None] + np.arange(width), end[:, None] - 1)
+    places = permutation(epoch).inverse(members.ravel()).reshape(members.shape)
+    ahead = np.where(places >= now, places - now, np.iinfo(np.int64).max).min(axis=1)
+    gone = np.flatnonzero(ahead == np.iinfo(np.int64).max)
+    if len(gone):
+        places = permutation(epoch + 1).inverse(members[gone].ravel()).reshape(len(gone), width)
+        ahead[gone] = places.min(axis=1) + windows - now
+    return ahead.astype(np.float64)

@@ -1,0 +1,96 @@
+"""How a token stream becomes samples: cut into equal windows, or by the plan of a packing that the dataset holds."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from forge.data.format import TokenDataset
+from forge.data.packing import Plan, open_plan
+from forge.data.sources import Source, count_windows
+from forge.errors import UserError
+
+
+class Windows(Protocol):
+    """The `count` samples of a source. `fingerprint` identifies the tokens of each."""
+
+    source: Source
+    count: int
+    fingerprint: str
+
+    def pieces(self, window: int) -> list[tuple[int, int]]:
+        """Return the ranges of the stream that follow each other in a sample: first token and number of tokens."""
+
+    def read(self, window: int, documents: bool) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return tokens `[seq_len + 1]` or fewer, and if requested the document of each, int32, ascending from 0."""
+
+    def over(self, first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return the windows first ... end - 1 that have tokens of each range of the stream; None: not known."""
+
+
+class StreamWindows:
+    """Window k of a source of T tokens is tokens k S ... k S + S inclusive: S inputs and, shifted by one, S labels.
+
+    There are (T - 1) // S windows, so every token but the first is a label once, except a rest shorter than S.
+    """
+
+    def __init__(self, source: Source, seq_len: int):
+        self.source, self._seq_len = source, seq_len
+        self.count, self.fingerprint = count_windows(source, seq_len), source.fingerprint
+
+    def pieces(self, window: int) -> list[tuple[int, int]]:
+        return [(window * self._seq_len, self._seq_len + 1)]
+
+    def read(self, window: int, documents: bool) -> tuple[np.ndarray, np.ndarray | None]:
+        return read_window(self.source, window, self._seq_len, documents)
+
+    def over(self, first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        # The last token of a window is the first of the next one.
+        low = np.minimum(np.maximum(first - 1, 0) // self._seq_len, self.count - 1)
+        return low, np.minimum((end - 1) // self._seq_len, self.count - 1) + 1
+
+
+class PackedWindows:
+    """Sequences of a plan: whole documents, or parts of longer ones, one after the other (forge/data/packing.py)."""
+
+    def __init__(self, source: Source, plan: Plan):
+        self.source, self._plan = source, plan
+        self.count = plan.sequences
+        self.fingerprint = f"{source.fingerprint}-{plan.name}-{plan.digest[:16]}"
+
+    def pieces(self, window: int) -> list[tuple[int, int]]:
+        return self._plan.pieces(window)
+
+    def read(self, window: int, documents: bool) -> tuple[np.ndarray, np.ndarray | None]:
+        pieces = self.pieces(window)
+        tokens = np.concatenate([self.source.read(start, count) for start, count in pieces])
+        if not documents:
+            return tokens, None
+        owners = np.repeat(np.arange(len(pieces), dtype=np.int32), [count for _, count in pieces])
+        return tokens, owners
+
+    def over(self, first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        return None
+
+
+def windows_of(source: Source, seq_len: int, packing: str) -> Windows:
+    """Return the samples of a source under `data.packing`. UserError where it has none, or no plan for this length."""
+    if packing == "stream":
+        return StreamWindows(source, seq_len)
+    if not isinstance(source, TokenDataset):
+        raise UserError(
+            f'data.packing = "{packing}": {source.name} has no plan of sequences, which only folders written by '
+            'scripts/prepare_data.py have; set data.packing = "stream"'
+        )
+    plan = open_plan(source.path, packing, seq_len, source.fingerprint, source.open_file)
+    return PackedWindows(source, plan)
+
+
+def read_window(
+    source: Source, window: int, seq_len: int, documents: bool
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return tokens `[seq_len + 1]` of a window, fewer at the end of the source, and if requested their documents, int32."""
+    start = window * seq_len
+    count = min(seq_len + 1, source.tokens - start)
+    return source.read(start, count), source.document_ids(start, count) if documents else None

@@ -1,0 +1,65 @@
+"""Copies of a run's checkpoints in a store (`checkpoint.mirror`): made after each save, and resumed from."""
+
+from __future__ import annotations
+
+from forge.checkpoint import Checkpoints
+from forge.checkpoint.mirror import Mirror, restore
+from forge.config import Config
+from forge.distributed import on_first_rank
+from forge.errors import UserError
+from forge.hook import Hook
+from forge.remote import filesystem_of, is_url, join
+from forge.train.save import Saves
+from forge.train.trainer import Trainer
+
+
+def mirror_url(config: Config) -> str:
+    """Return where this run's checkpoints are copied to. UserError where that is no URL."""
+    if not is_url(config.checkpoint.mirror):
+        raise UserError(
+            f'checkpoint.mirror = "{config.checkpoint.mirror}": is not a URL; allowed: s3://..., gs://..., file:///... and '
+            "all that fsspec can write to, or empty for none"
+        )
+    return join(config.checkpoint.mirror, config.run.name)
+
+
+def restore_lost(config: Config, checkpoints: Checkpoints) -> None:
+    """Bring back the newest checkpoint where the local ones are gone and `checkpoint.resume` is "auto". Collective."""
+    kept, folder = config.checkpoint, checkpoints.folder
+    if not kept.mirror:
+        return
+
+    def bring() -> None:
+        url = mirror_url(config)
+        filesystem_of(url)  # is refused now, not at the first save
+        # A damaged checkpoint, or one set aside, is no lost folder: what to do then is not decided here.
+        if kept.resume == "auto" and not any(folder.glob("*step-*")):
+            restore(url, folder)
+
+    on_first_rank("restoring the mirror", bring)
+
+
+class MirrorSaves(Hook):
+    """On the first rank: copies each checkpoint when it is complete. Comes after `Saves`."""
+
+    def __init__(self, trainer: Trainer, saves: Saves):
+        config = trainer.config.checkpoint
+        self._trainer, self._saves, self._copied = trainer, saves, saves.complete_step
+        self._mirror = Mirror(
+            mirror_url(trainer.config), trainer.checkpoints.folder, config.keep_last, config.keep_every
+        )
+
+    def before_run(self, step: int) -> None:
+        self._mirror.forget_after(step)
+
+    def after_rollback(self, step: int) -> None:
+        self._mirror.forget_after(step)
+        self._copied = self._saves.complete_step
+
+    def after_step(self, step: int) -> None:
+        if self._saves.complete_step != self._copied:
+            self._copied = self._saves.complete_step
+            self._mirror.copy(self._copied)
+
+    def after_run(self) -> None:
+        self._mirror.close(wait=self._trainer.finished)

@@ -1,0 +1,283 @@
+import os
+import threading
+import zlib
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from forge import remote
+from forge.data import cache as cache_module
+from forge.data import read_ahead
+from forge.data.cache import BlockCache
+from forge.data.dataset import PackedDataset
+from forge.data.format import TokenDataset
+from forge.data.loader import Loader
+from forge.data.permutation import Permutation
+from forge.data.raw import MegatronTokens, RawTokens
+from forge.errors import UserError
+from forge.remote import BLOCK_BYTES, RemoteFile
+from tests.support.megatron import Written
+from tests.support.store import Request, Store, serving
+from tests.support.streams import write_documents
+
+S = 2048
+LENGTHS = [1 + 37 * n % 900 for n in range(2000)]  # 900,000 tokens: seven blocks
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory):
+    return write_documents(tmp_path_factory.mktemp("local") / "set", LENGTHS, shard_bytes=700_000)
+
+
+@pytest.fixture
+def store(local, monkeypatch):
+    monkeypatch.setattr(remote, "_FIRST_S", 0.001)
+    monkeypatch.setattr(remote, "_LONGEST_S", 0.002)
+    with serving() as store:
+        store.put_folder(local.path, "bucket/set")
+        yield store
+
+
+def opened(store: Store, tmp_path: Path, gib: float = 1.0) -> TokenDataset:
+    return TokenDataset(store.url("bucket/set"), 1000, BlockCache(tmp_path / "cache", gib))
+
+
+def batches(source, count: int, mask: bool = True, **options) -> list[np.ndarray]:
+    dataset = PackedDataset([source], [1], S, seed=3, document_mask=mask)
+    loader = Loader(dataset, **({"global_batch_size": 8, "rank": 0, "ranks": 1} | options))
+    try:
+        found = [next(loader) for _ in range(count)]
+    finally:
+        loader.close()
+    return [np.stack([batch.tokens, batch.labels, batch.documents]) for batch in found]
+
+
+def test_a_remote_source_gives_the_batches_of_a_local_one_over_epochs(local, store, tmp_path) -> None:
+    assert len(local.index.shards) > 2
+    steps = 2 * (local.tokens // S) // 8 + 3
+    for here, there in zip(batches(local, steps), batches(opened(store, tmp_path), steps), strict=True):
+        assert (here == there).all()
+
+
+@pytest.mark.parametrize("fault", ["503", "reset", "truncate"])
+def test_faults_of_a_store_change_no_batch(local, store, tmp_path, fault) -> None:
+    source = opened(store, tmp_path)
+    store.fault = lambda request: fault if request.count % 3 == 1 and request.range else None
+    expected = batches(local, 12)
+    assert all((a == b).all() for a, b in zip(expected, batches(source, 12), strict=True))
+    assert any(count > 1 for count in store.gets.values())
+
+
+def test_a_changed_object_is_refused_by_name(store, tmp_path) -> None:
+    source = opened(store, tmp_path)
+    key = "bucket/set/tokens-00001.bin"
+    store.objects[key] = bytes(len(store.objects[key]))
+    with pytest.raises(
+        UserError, match=r"http://127.*tokens-00001.bin, bytes \d+ to \d+: have another checksum"
+    ):
+        batches(source, 200)
+
+
+def test_a_missing_object_is_refused_at_once_and_by_name(store, tmp_path) -> None:
+    source = opened(store, tmp_path)
+    del store.objects["bucket/set/tokens-00001.bin"]
+    with pytest.raises(UserError, match=r"tokens-00001.bin, bytes .*FileNotFoundError"):
+        batches(source, 200)
+    with pytest.raises(UserError, match=r"holds no dataset.json, so it is no finished dataset"):
+        TokenDataset(store.url("bucket/other"), 1000, BlockCache(tmp_path / "cache", 1.0))
+
+
+def test_without_checksums_a_change_shows_in_the_version(store, tmp_path) -> None:
+    store.objects["bucket/a.bin"] = np.arange(400_000, dtype=np.uint32).tobytes()
+    source = RawTokens(
+        store.url("bucket/a.bin"), "uint32", 400_000, cache=BlockCache(tmp_path / "cache", 1.0)
+    )
+    assert source.read(65_530, 10).tolist() == list(range(65_530, 65_540))
+    store.objects["bucket/a.bin"] = bytes(1_600_000)
+    with pytest.raises(UserError, match=r"bucket/a.bin: was changed while it was in use"):
+        source.read(200_000, 10)
+
+
+def test_raw_and_megatron_files_have_the_fingerprints_and_tokens_of_local_ones(store, tmp_path) -> None:
+    ids = np.arange(5000, dtype=np.uint16) % 1000
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "a.bin").write_bytes(ids.tobytes())
+    Written([1000, 500], [0, 1, 2]).to(tmp_path / "files" / "m")
+    store.put_folder(tmp_path / "files", "bucket/files")
+    cache = BlockCache(tmp_path / "cache", 1.0)
+    pairs = [
+        (
+            RawTokens(tmp_path / "files" / "a.bin", "uint16", 1000, 7),
+            RawTokens(store.url("bucket/files/a.bin"), "uint16", 1000, 7, cache),
+        ),
+        (
+            MegatronTokens(tmp_path / "files" / "m.idx", 2000),
+            MegatronTokens(store.url("bucket/files/m.idx"), 2000, cache),
+        ),
+    ]
+    for here, there in pairs:
+        assert here.fingerprint == there.fingerprint and here.tokens == there.tokens
+        assert (here.read(3, 1300) == there.read(3, 1300)).all()
+        assert (here.document_ids(3, 1300) == there.document_ids(3, 1300)).all()
+
+
+def test_every_block_is_fetched_once_and_kept_for_the_next_run(store, tmp_path) -> None:
+    steps = 900_000 // S // 8
+    batches(opened(store, tmp_path), steps)
+    assert {count for (_, span), count in store.gets.items() if span} == {1}
+    store.gets.clear()
+    batches(opened(store, tmp_path), steps)
+    assert not any(span for _, span in store.gets)
+
+
+def test_a_killed_writer_and_a_damaged_block_leave_nothing_that_is_read(store, tmp_path) -> None:
+    source = opened(store, tmp_path)
+    expected = source.read(0, 3000)
+    (block,) = (path for path in (tmp_path / "cache").glob("[0-9]*/*-0") if path.stat().st_size > BLOCK_BYTES)
+    content = bytearray(block.read_bytes())
+    for broken in (content[:5000], bytes([content[0] ^ 1]) + content[1:], b""):
+        block.write_bytes(broken)
+        # What a process that was killed while it wrote has left.
+        block.with_name("." + block.name).write_bytes(content[:100])
+        assert (opened(store, tmp_path).read(0, 3000) == expected).all()
+        assert block.read_bytes() == content
+
+
+def test_readers_of_one_block_fetch_it_once_also_in_several_processes(store, tmp_path) -> None:
+    gate, entered = threading.Event(), threading.Event()
+
+    def hold(request: Request) -> None:
+        if request.range and request.key.endswith("tokens-00000.bin"):
+            entered.set()
+            gate.wait(30)
+
+    store.before = hold
+    # Caches of their own share nothing but the folder, as processes do.
+    sources = [opened(store, tmp_path) for _ in range(4)]
+    found: list[np.ndarray] = []
+    threads = [threading.Thread(target=lambda s=s: found.append(s.read(5, 2000))) for s in sources]
+    for thread in threads:
+        thread.start()
+    assert entered.wait(30)
+    gate.set()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4 and all((one == found[0]).all() for one in found)
+    counts = {span: count for (key, span), count in store.gets.items() if key.endswith("tokens-00000.bin")}
+    assert set(counts.values()) == {1}
+
+
+def test_the_cache_keeps_its_limit_and_the_batches(local, store, tmp_path) -> None:
+    limit = 4
+    source = opened(store, tmp_path, gib=limit * BLOCK_BYTES / 2**30)
+    expected = batches(local, 60)
+    assert all((a == b).all() for a, b in zip(expected, batches(source, 60), strict=True))
+    blocks = [path for path in (tmp_path / "cache").glob("[0-9]*/*") if not path.name.startswith(".")]
+    assert 0 < len(blocks) <= limit
+
+
+def test_the_block_that_is_needed_last_makes_room(tmp_path) -> None:
+    cache = BlockCache(tmp_path, 1.0)
+    cache.next_uses["a"] = lambda blocks: np.where(blocks == 2, 50.0, blocks)
+    cache.next_uses["b"] = lambda blocks: blocks + 20.0
+    (tmp_path / "0000").mkdir()
+    for age, name in enumerate(["x-0", "x-1"]):
+        (tmp_path / "0000" / name).write_bytes(b"")
+        os.utime(tmp_path / "0000" / name, (age, age))
+    names = ["x-1", "a-2", "b-1", "x-0", "a-0"]
+    assert cache.in_order_of_need(tmp_path / "0000", names) == ["a-0", "b-1", "a-2", "x-1", "x-0"]
+
+
+def test_the_next_use_of_windows_is_that_of_the_order() -> None:
+    windows, keys = 60, [5, 6, 7]
+    drawn = [Permutation(windows, key)(i) for key in keys for i in range(windows)]
+    first = np.arange(0, 60, 7)
+    end = np.minimum(first + 7, 60)
+    for position in (0, 1, 59, 60, 77, 119):
+        found = read_ahead.next_uses(
+            first, end, position, windows, lambda epoch: Permutation(windows, keys[epoch])
+        )
+        for low, high, distance in zip(first, end, found, strict=True):
+            assert distance == next(i for i, window in enumerate(drawn[position:]) if low <= window < high)
+
+
+def test_a_full_disk_of_the_cache_costs_requests_and_nothing_else(
+    local, store, tmp_path, monkeypatch, caplog
+) -> None:
+    source = opened(store, tmp_path)
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cache_module.os, "pwrite", full)
+    expected = batches(local, 6)
+    assert all((a == b).all() for a, b in zip(expected, batches(source, 6), strict=True))
+    warnings = [record.message for record in caplog.records if "No space left" in record.message]
+    assert len(warnings) == 1 and "data.cache_dir" in warnings[0]
+    assert not any((tmp_path / "cache").glob("[0-9]*/[!.]*"))
+
+
+def test_another_limit_on_a_folder_in_use_is_refused_and_otherwise_clears_it(store, tmp_path) -> None:
+    first = opened(store, tmp_path, 1.0)
+    first.read(0, 10)
+    with pytest.raises(UserError, match=r"data.cache_gib = 2: another run here uses data.cache_dir"):
+        BlockCache(tmp_path / "cache", 2.0)
+    first._cache._lock.close()
+    BlockCache(tmp_path / "cache", 2.0)
+    assert not any((tmp_path / "cache").glob("[0-9]*"))
+
+
+def test_a_long_wait_is_reported_with_its_cause(store, tmp_path, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(read_ahead, "STALL_S", 0.01)
+    source = opened(store, tmp_path)
+    reported = threading.Event()
+
+    class Listener:
+        def __init__(self, record: str) -> None:
+            if "waiting for data" in record and "503" in record:
+                reported.set()
+
+    warn = read_ahead.log.warning
+    monkeypatch.setattr(
+        read_ahead.log, "warning", lambda text, *values: (warn(text, *values), Listener(text % values))
+    )
+    # The store is unwell until the wait has been reported.
+    store.fault = lambda request: None if reported.is_set() or not request.range else "503"
+    dataset = PackedDataset([source], [1], S, seed=3)
+    loader = Loader(dataset, global_batch_size=2, rank=0, ranks=1)
+    next(loader)
+    loader.close()
+    assert loader.stall is not None and loader.stall.cause.startswith(store.url("bucket/set/"))
+
+
+def test_many_samples_are_under_way_at_once(store, tmp_path) -> None:
+    """So latency is hidden: the store answers nothing until as many requests wait as one after the other never would."""
+    waiting, all_there = Counter(), threading.Event()
+
+    def gather(request: Request) -> None:
+        if request.range and "tokens" in request.key:
+            waiting[request.range, request.key] += 1
+            if len(waiting) >= 4:
+                all_there.set()
+            assert all_there.wait(30)
+
+    store.before = gather
+    batches(opened(store, tmp_path), 3)
+    assert all_there.is_set()
+
+
+def test_a_server_without_ranges_is_refused(store, monkeypatch) -> None:
+    store.objects["bucket/big"] = bytes(2 * BLOCK_BYTES)
+    file = RemoteFile(store.url("bucket/big"))
+    monkeypatch.setattr(file._files, "cat_file", lambda *_args, **_options: bytes(2 * BLOCK_BYTES))
+    with pytest.raises(UserError, match="ignores ranges"):
+        file.fetch(0)
+
+
+def test_blocks_on_disk_end_with_their_checksum(store, tmp_path) -> None:
+    opened(store, tmp_path).read(0, 10)
+    for path in (tmp_path / "cache").glob("[0-9]*/[!.]*"):
+        content = path.read_bytes()
+        assert zlib.crc32(content[:-4]).to_bytes(4, "little") == content[-4:]

@@ -1,0 +1,84 @@
+"""A run whose data and checkpoints are in a store: it loses its machine and goes on."""
+
+import json
+import shutil
+
+from tests.support.runs import Run, refused, sources, tensor_files, wait_for
+from tests.support.store import Store, serving
+from tests.support.streams import write_documents
+
+FIRST, LAST = 6, 10
+
+
+def mirrored(store: Store) -> list[int]:
+    index = store.objects.get("bucket/mirror/run/mirror.json")
+    return json.loads(index)["steps"] if index else []
+
+
+def test_two_ranks_read_from_a_bucket_are_killed_lose_their_folder_and_go_on_from_the_mirror(
+    tmp_path,
+) -> None:
+    local = write_documents(tmp_path / "set", [1 + 37 * n % 90 for n in range(400)], vocab_size=64)
+    common = ["--data.tokenizer=none", "--checkpoint.mode=sync", "--data.document_mask=true"]
+    # The writer of the test's data has no tokenizer of forge, which the command would compare.
+    raw = tmp_path / "ids.bin"
+    raw.write_bytes(local.read(0, local.tokens).astype("<u2").tobytes())
+    with serving() as store:
+        store.objects["bucket/ids.bin"] = raw.read_bytes()
+
+        def options(path: str, folder: str) -> list[str]:
+            source = f'--data.sources=[{{path="{path}",dtype="uint16",eos_id=0}}]'
+            return [source, *common, f"--data.cache_dir={tmp_path / folder}"]
+
+        whole = Run(tmp_path / "whole", *options(str(raw), "unused"))
+        assert whole(world=2) == 0
+        assert not (tmp_path / "unused").exists()
+
+        bucket = f"--checkpoint.mirror={store.url('bucket/mirror')}"
+        run = Run(tmp_path / "run", *options(store.url("bucket/ids.bin"), "cache"), bucket)
+        ranks = run.start(world=2, fault=f"step:{FIRST + 1}:*:sleep")
+        wait_for(lambda: FIRST in mirrored(store))
+        for process in ranks.processes:
+            process.kill()
+        ranks.join()
+        shutil.rmtree(run.path)
+        shutil.rmtree(tmp_path / "cache")
+
+        assert run(world=2) == 0
+        assert run.events("resumed")[0]["step"] == FIRST
+        assert run.losses() == whole.losses()[FIRST:]
+        assert tensor_files(run, LAST) == tensor_files(whole, LAST)
+        assert mirrored(store)[-1] == LAST
+
+
+def test_a_damaged_copy_is_passed_over_and_a_new_history_forgets_the_old_copies(tmp_path) -> None:
+    with serving() as store:
+        bucket = f"--checkpoint.mirror={store.url('bucket/mirror')}"
+        run = Run(tmp_path / "run", bucket, "--checkpoint.mode=sync", "--checkpoint.keep_last=2")
+        assert run("--train.steps=8") == 0
+        assert mirrored(store)[-1] == 8 and len(mirrored(store)) <= 2
+        assert not [name for name in run.checkpoints() if name.startswith(".mirrored")]
+        for name in [key for key in store.objects if "step-00000008" in key and key.endswith(".distcp")]:
+            store.objects[name] = store.objects[name][:-1] + b"x"
+        before = mirrored(store)
+        shutil.rmtree(run.path)
+        code = run("--train.steps=8")
+        if len(before) > 1:
+            assert code == 0 and run.events("resumed")[0]["step"] == before[0]
+        else:
+            assert code == 2 and "none of its checkpoints [8] can be used" in run.output()
+
+        assert run("--checkpoint.resume=none", "--train.steps=2") == 0
+        assert mirrored(store) == [2]
+
+
+def test_a_mirror_that_is_no_url_is_refused(tmp_path) -> None:
+    assert "checkpoint.mirror" in refused(Run(tmp_path), "--checkpoint.mirror=backup")
+
+
+def test_sources_that_are_not_there_are_refused_before_training(tmp_path) -> None:
+    with serving() as store:
+        output = refused(
+            Run(tmp_path), sources(store.url("bucket/none")), f"--data.cache_dir={tmp_path / 'c'}"
+        )
+        assert "holds no dataset.json" in output
