@@ -3,6 +3,7 @@
 The data are opened as in training. Keys are overridden as for train.py:
 
     python scripts/inspect_data.py --config debug.toml --step 100 --train.global_batch_size=8
+    python scripts/inspect_data.py --config debug.toml --mixture --steps 1:100
 
 If the run of that name has checkpoints, what it has read and will read is shown: with every mixture that it has had, and
 without the samples that it skips since a rollback, assuming the same batch size in all its steps.
@@ -21,17 +22,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 from forge.config import load_config
 from forge.data.build import build_tokenizer
 from forge.errors import UserError
-from forge.prepare.inspect import dataset_of_run, samples_of_step
+from forge.prepare.inspect import dataset_of_run, mixture_of_steps, samples_of_step
 from scripts.options import count, exit_code_of, positive
 
 
 def main(arguments: list[str] | None = None) -> int:
-    given, overrides = _parser().parse_known_args(arguments)
+    parser = _parser()
+    given, overrides = parser.parse_known_args(arguments)
+    if given.mixture == (given.step is not None) or (given.steps and not given.mixture):
+        parser.error("give --step N, or --mixture with --steps A:B")
     return exit_code_of(lambda: _run(given, overrides))
 
 
 def _run(given: argparse.Namespace, overrides: list[str]) -> None:
     config = load_config(["--config", given.config, *overrides])
+    if given.mixture:
+        readings = mixture_of_steps(
+            dataset_of_run(config), *given.steps or (1, config.train.steps), config.train.global_batch_size
+        )
+        for reading in readings:
+            print(json.dumps(asdict(reading)) if given.json else reading.describe(), flush=True)
+        return
     _check(given, config.train.global_batch_size)
     samples = samples_of_step(
         dataset_of_run(config),
@@ -68,7 +79,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--config", required=True, metavar="PATH_OR_NAME", help="a TOML file, or a name in configs/")
-    add("--step", type=positive, required=True, metavar="N", help="optimizer step, from 1")
+    add("--step", type=positive, metavar="N", help="optimizer step, from 1")
+    mixture = "instead, count what a range of steps reads from each source, without reading it"
+    add("--mixture", action="store_true", help=mixture)
+    add("--steps", type=_steps, metavar="A:B", help="first and last step of --mixture (all)")
     add("--rank", type=count, metavar="R", help="show only the data of this data-parallel rank (all)")
     add("--ranks", type=positive, default=1, metavar="K", help="number of data-parallel ranks (%(default)s)")
     ids = "number of ids to show of each sequence (%(default)s)"
@@ -76,6 +90,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--text", type=count, default=64, metavar="N", help="number of ids to show as text (%(default)s)")
     add("--json", action="store_true", help="print one JSON object per sequence")
     return parser
+
+
+def _steps(text: str) -> tuple[int, int]:
+    first, _, last = text.partition(":")
+    if not (first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last)):
+        raise argparse.ArgumentTypeError("must be A:B with 1 <= A <= B")
+    return int(first), int(last)
 
 
 if __name__ == "__main__":

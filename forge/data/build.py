@@ -14,6 +14,7 @@ from forge.data.dataset import PackedDataset
 from forge.data.format import TokenDataset
 from forge.data.permutation import key_of
 from forge.data.sources import SYNTHETIC, Source, count_windows, open_source
+from forge.data.synthetic import SyntheticSource
 from forge.data.tokenizer import Tokenizer, load_tokenizer
 from forge.distributed import on_every_rank
 from forge.errors import UserError
@@ -43,15 +44,37 @@ def open_data(config: Config) -> Data:
 def build_dataset(config: Config) -> PackedDataset:
     """Open the training samples. UserError where a source is missing, damaged, too short or of another tokenizer."""
     used = [source for source in config.data.sources if source.weight > 0]
-    return PackedDataset(
-        _open(config, used, "train"),
-        [source.weight for source in used],
+    sources = _open(config, used, "train")
+    leaves_out = config.data.at_cap == "leave_out"
+    dataset = PackedDataset(
+        sources,
+        _weights(config, sources, [source.weight for source in used]),
         config.train.seq_len,
         config.run.seed,
         config.data.mixture_block,
         config.data.document_mask,
         config.data.packing,
+        [source.max_epochs if leaves_out else 0.0 for source in used],
     )
+    names = zip(dataset.labels, used, strict=True)
+    dataset.labels.update({name: source.name for name, source in names if source.name})
+    return dataset
+
+
+def _weights(config: Config, sources: Sequence[Source], weights: Sequence[float]) -> list[float]:
+    """The weights under `data.temperature`, to six digits: exact enough, and short in messages."""
+    temperature = config.data.temperature
+    if not temperature:
+        return list(weights)
+    if endless := [source.name for source in sources if isinstance(source, SyntheticSource)]:
+        raise UserError(
+            f"data.temperature = {temperature:g}: {endless[0]} has no size; set it to 0, or remove the source"
+        )
+    largest = max(source.tokens for source in sources)
+    return [
+        float(f"{weight * (source.tokens / largest) ** (1 / temperature):.6g}")
+        for source, weight in zip(sources, weights, strict=True)
+    ]
 
 
 def build_validation(config: Config) -> dict[str, Source]:
@@ -93,6 +116,8 @@ def input_fingerprints(dataset: PackedDataset, tokenizer: Tokenizer | None) -> d
     for number, (name, windows) in enumerate(dataset.samples.items()):
         fingerprints[f"data.sources[{number}].path"] = windows.fingerprint
         fingerprints[f"data.sources[{number}].weight"] = float(dataset.weights[name])
+        if name in dataset.caps:
+            fingerprints[f"data.sources[{number}].max_epochs"] = dataset.caps[name]
     return fingerprints
 
 

@@ -31,17 +31,27 @@ class PackedDataset:
         block: int = 1024,
         document_mask: bool = False,
         packing: str = "stream",
+        max_epochs: Sequence[float] = (),
     ):
         cut = [windows_of(source, seq_len, packing) for source in sources]
         self.samples = dict(zip(numbered(windows.fingerprint for windows in cut), cut, strict=True))
         """By the name that they have in `order`, as all that follows."""
+        self.labels = {name: windows.source.name for name, windows in self.samples.items()}
+        """For people: the path, or the name in the config."""
         self.sources = {name: windows.source for name, windows in self.samples.items()}
         self.weights = dict(zip(self.sources, weights, strict=True))
         self.seq_len = seq_len
         self.document_mask = document_mask
         self.windows = {name: windows.count for name, windows in self.samples.items()}
+        self.caps = {
+            name: max(1, int(most * self.windows[name]))
+            for name, most in zip(self.samples, max_epochs, strict=False)
+            if most
+        }
+        """Samples after which a source is left out; of those that have such a limit."""
         self.block = Mixture(weights, seed, block).block
-        self.order = Order.beginning(seed, list(self.sources), weights, self.block)
+        beginning = Order.beginning(seed, list(self.sources), weights, self.block)
+        self.order = self.continuing(beginning, 0)
         """Of a new history."""
         # In use are one or two epochs of each source.
         self._permutation = lru_cache(maxsize=2 * len(self.sources) + 2)(Permutation)
@@ -54,7 +64,7 @@ class PackedDataset:
 
     def continuing(self, order: Order, position: int) -> Order:
         """Return a history's order up to global sample `position`, and from there on that of these sources and weights."""
-        return order.continued(self.weights, self.block, position)
+        return order.continued(self.weights, self.block, position, self.caps)
 
     def locate(self, global_sample: int) -> tuple[str, int, int]:
         """Return (name of the source, epoch, window within the source); UserError where this data has not that source."""

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from forge.config.schema import Data
 from forge.data.dataset import PackedDataset
 from forge.data.order import numbered
 from forge.data.synthetic import SyntheticSource
+from forge.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -19,22 +21,55 @@ MANY = 4.0
 
 
 def epochs(dataset: PackedDataset, sample: int) -> dict[str, float]:
-    """Return path of source -> how many epochs of it have been read before global sample `sample` of the dataset's order.
+    """Return name of source -> how many epochs of it have been read before global sample `sample` of the dataset's order.
 
-    A path that comes again is numbered. Synthetic sources have no epochs.
+    A name that comes again is numbered. Synthetic sources have no epochs.
     """
     drawn = dict(zip(dataset.order.sources, dataset.order.drawn(sample), strict=True))
     files = {
         name: source for name, source in dataset.sources.items() if not isinstance(source, SyntheticSource)
     }
-    paths = numbered(source.name for source in files.values())
+    paths = numbered(dataset.labels[name] for name in files)
     return {path: drawn[name] / dataset.windows[name] for path, name in zip(paths, files, strict=True)}
+
+
+def check_caps(after: dict[str, float], config: Data) -> None:
+    """UserError where the run would read a source (see `epochs`) more often than data.sources allows."""
+    for source in config.sources:
+        total = after.get(source.name or source.path, 0.0)
+        if config.at_cap == "refuse" and source.max_epochs and total > source.max_epochs:
+            raise UserError(
+                f"data.sources: {source.name or source.path} would be read {total:.3g} times by the end of the run, and its "
+                f"max_epochs is {source.max_epochs:g}; lower its weight or train.steps, raise max_epochs, or set "
+                'data.at_cap = "leave_out"'
+            )
 
 
 def sources_of(dataset: PackedDataset, samples: Sequence[int]) -> Tensor:
     """Return the source of each global sample of the dataset's order, by its place in `dataset.sources`: int64 `[n]`."""
     places = {name: place for place, name in enumerate(dataset.sources)}
     return torch.tensor([places[dataset.order.sources[dataset.order.locate(one)[0]]] for one in samples])
+
+
+def log_left_out(dataset: PackedDataset, position: int, last: int) -> None:
+    """Log from which global sample on sources are left out; UserError where before `last` all have reached their cap."""
+    order = dataset.order
+    limits = [dataset.caps.get(name) for name in order.sources]
+    for segment in order.segments:
+        if not position < segment.start <= last:
+            continue
+        out = [
+            dataset.labels[name]
+            for name, weight in zip(order.sources, segment.weights, strict=False)
+            if not weight and dataset.weights.get(name)
+        ]
+        log.info("from sample %d on %s is left out: read max_epochs times", segment.start, ", ".join(out))
+    end = order.capped_at(max(position, order.segments[-1].start), limits)
+    if end is not None and end < last:
+        raise UserError(
+            f"data.sources: by sample {end} every source has been read max_epochs times, and the run has {last}; add data, "
+            "raise max_epochs, or lower train.steps"
+        )
 
 
 def log_epochs(before: dict[str, float], after: dict[str, float]) -> None:

@@ -124,17 +124,67 @@ class Order:
         name = source if source < len(self.segments[0].weights) else self.sources[source]
         return key_of(self.seed, "epoch", name, epoch)
 
-    def continued(self, weights: Mapping[str, float], block: int, position: int) -> Order:
-        """Return this order up to global sample `position`, and from there on with these weights of sources by name."""
+    def continued(
+        self,
+        weights: Mapping[str, float],
+        block: int,
+        position: int,
+        caps: Mapping[str, int] | None = None,
+    ) -> Order:
+        """Return this order up to global sample `position`, and from there on with these weights of sources by name.
+
+        caps: the number of samples after which a source is left out, by name. Where all sources are, the order goes on with
+        the last ones: see `capped_at`.
+        """
+        caps = caps or {}
         sources = (*self.sources, *(name for name in weights if name not in self.sources))
-        wanted = tuple(float(weights.get(name, 0.0)) for name in sources)
-        last = self.segments[-1]
-        if (wanted, block) == (last.weights, last.block):
-            return self
         drawn = [*self.drawn(position), *[0] * (len(sources) - len(self.sources))]
-        before = [segment for segment in self.segments if segment.start < position]
-        segments = [*before, Segment(position, block, wanted, tuple(drawn))]
-        return Order(self.seed, sources, segments, self.passed_over)
+        configured = tuple(float(weights.get(name, 0.0)) for name in sources)
+        limits = [caps.get(name) for name in sources]
+        wanted = _uncapped(configured, drawn, limits) or configured
+        # Later segments are what caps were going to do.
+        past = [segment for segment in self.segments if segment.start <= position]
+        order = (
+            Order(self.seed, self.sources, past, self.passed_over) if len(past) < len(self.segments) else self
+        )
+        if (wanted, block) != (past[-1].weights, past[-1].block):
+            past = [segment for segment in past if segment.start < position]
+            segments = [*past, Segment(position, block, wanted, tuple(drawn))]
+            order = Order(self.seed, sources, segments, self.passed_over)
+        while (end := order.capped_at(position, limits)) is not None:
+            drawn = order.drawn(end)
+            if not (wanted := _uncapped(wanted, drawn, limits)):
+                break
+            segments = [*order.segments, Segment(end, block, wanted, tuple(drawn))]
+            order, position = Order(self.seed, sources, segments, self.passed_over), end
+        return order
+
+    def capped_at(self, position: int, limits: Sequence[int | None]) -> int | None:
+        """Return the first global sample after `position` at which a source in force has given its limit; None: never.
+
+        limits: of `self.sources`, in that order; None: no limit. The last mixture is in force.
+        """
+        weights = self.segments[-1].weights
+        capped = [
+            number
+            for number, limit in enumerate(limits[: len(weights)])
+            if limit is not None and weights[number] > 0
+        ]
+
+        def reached(sample: int) -> bool:
+            drawn = self.drawn(sample)
+            return any(drawn[number] >= (limits[number] or 0) for number in capped)
+
+        if not capped:
+            return None
+        low, step = position, 1
+        while not reached(low + step):
+            low, step = low + step, 2 * step
+        high = low + step
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if reached(middle) else (middle, high)
+        return high
 
     def passing_over(self, ranges: Iterable[PassedOver]) -> Order:
         """Return this order without these samples, which are all that are passed over."""
@@ -148,6 +198,11 @@ class Order:
         later = later or self
         ranges = zip(later.sources, later._padded(self.drawn(first)), later.drawn(end), strict=True)
         return {name: [start, stop] for name, start, stop in ranges if start < stop}
+
+    def count_between(self, source: str, first: int, end: int) -> int:
+        """Return how many of samples first ... end - 1 of a source's own order are not passed over."""
+        skipped = self._skipped[self.sources.index(source)]
+        return end - first - sum(max(0, min(end, stop) - max(first, start)) for start, stop in skipped)
 
     def state(self) -> dict[str, Any]:
         """Return sources and segments as JSON; what is passed over is saved with the roll-backs."""
@@ -173,6 +228,17 @@ class Order:
         sources = numbered([inputs[f"data.sources[{number}].path"] for number in numbers])
         weights = [inputs[f"data.sources[{number}].weight"] for number in numbers]
         return cls.beginning(seed, sources, weights, inputs["data.mixture_block"])
+
+
+def _uncapped(
+    weights: Sequence[float], drawn: Sequence[int], limits: Sequence[int | None]
+) -> tuple[float, ...]:
+    """Weights without the sources that have given their limit; empty if none is left."""
+    left = tuple(
+        0.0 if limit is not None and given >= limit else weight
+        for weight, given, limit in zip(weights, drawn, limits, strict=True)
+    )
+    return left if any(left) else ()
 
 
 def numbered(names: Iterable[str]) -> list[str]:

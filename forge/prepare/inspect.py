@@ -130,3 +130,48 @@ def samples_of_step(
                 documents=[start for start in starts if start < seq_len],
                 masked=len(within) if dataset.document_mask else 0,
             )
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What steps read from one source: samples, tokens, their share; and how often it has been read before and after."""
+
+    source: str
+    samples: int
+    tokens: int
+    share: float
+    epochs_before: float
+    epochs_after: float
+
+    def describe(self) -> str:
+        return (
+            f"{self.source}  {self.samples:,} samples  {self.tokens:,} tokens  {self.share:.2%}  "
+            f"epochs {self.epochs_before:.3f} to {self.epochs_after:.3f}"
+        )
+
+
+def mixture_of_steps(dataset: PackedDataset, first: int, last: int, global_batch_size: int) -> list[Reading]:
+    """Return what steps `first` to `last` (from 1, both included) read from each source. No data is read.
+
+    Assumes that all steps had `global_batch_size` sequences, and counts padding of a packing as tokens.
+    """
+    order = dataset.order
+    begin, end = (order.nth(0, step * global_batch_size) for step in (first - 1, last))
+    total = (last - first + 1) * global_batch_size
+    found = []
+    for name, before, after in zip(order.sources, order.drawn(begin), order.drawn(end), strict=True):
+        # What a roll-back passes over of a source is not read.
+        windows = dataset.windows.get(name)
+        label = dataset.labels.get(name, name)
+        samples = order.count_between(name, before, after)
+        found.append(
+            Reading(
+                label,
+                samples,
+                samples * dataset.seq_len,
+                samples / total,
+                before / windows if windows else 0.0,
+                after / windows if windows else 0.0,
+            )
+        )
+    return found

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from forge.config import Config
-from forge.data.epochs import epochs, log_epochs
+from forge.data.epochs import check_caps, epochs, log_epochs, log_left_out
 from forge.errors import UserError
 from forge.fault import fault_point
 from forge.hook import Hook
@@ -100,7 +100,10 @@ class Epochs(Hook):
     def before_run(self, step: int) -> None:
         train, progress = self._trainer.config.train, self._trainer.progress
         last = progress.order.nth(progress.next_sample, (train.steps - step) * train.global_batch_size)
-        log_epochs(self._before(progress.next_sample), self._before(last))
+        after = self._before(last)
+        check_caps(after, self._trainer.config.data)
+        log_left_out(self._trainer.data.dataset.following(progress.order), progress.next_sample, last)
+        log_epochs(self._before(progress.next_sample), after)
 
     def _before(self, sample: int) -> dict[str, float]:
         return epochs(self._trainer.data.dataset.following(self._trainer.progress.order), sample)

@@ -78,8 +78,8 @@ class SourceLosses(Hook):
     """
 
     def __init__(self, trainer: Trainer):
-        self._trainer, self._sources = trainer, trainer.data.dataset.sources
-        self._names = numbered(source.name for source in self._sources.values())
+        self._trainer = trainer
+        self._names = numbered(trainer.data.dataset.labels.values())
         self._counter = LossCounter(len(self._names), trainer.config.train.seq_len, trainer.device)
         self._delayed = DelayedRead(trainer.device)
         self._watching = False

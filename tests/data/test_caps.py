@@ -1,0 +1,89 @@
+import logging
+from collections import Counter
+
+import pytest
+
+from forge.config.schema import Data
+from forge.data.dataset import PackedDataset
+from forge.data.epochs import check_caps, log_left_out
+from forge.data.order import Order
+from forge.errors import UserError
+from forge.prepare.inspect import mixture_of_steps
+from tests.support.streams import Numbers
+
+
+def data(weights: dict[str, float], sizes: dict[str, int], caps: dict[str, float]) -> PackedDataset:
+    sources = [Numbers(name, sizes[name]) for name in weights]
+    most = [caps.get(name, 0) for name in weights]
+    return PackedDataset(sources, list(weights.values()), 1, seed=3, block=16, max_epochs=most)
+
+
+def read(dataset: PackedDataset, first: int, count: int) -> list[tuple[str, int, int]]:
+    return [dataset.locate(sample) for sample in range(first, first + count)]
+
+
+SIZES = {"a": 40, "b": 1000, "c": 50}
+
+
+def test_a_source_is_left_out_once_it_has_been_read_as_often_as_its_cap_allows() -> None:
+    dataset = data({"a": 1, "b": 1, "c": 2}, SIZES, {"a": 2.5, "c": 1})
+    counts = Counter(name for name, _, _ in read(dataset, 0, 900))
+    assert counts == {"a": 100, "c": 50, "b": 750}
+    assert Counter((name, epoch) for name, epoch, _ in read(dataset, 0, 900))["a", 2] == 20
+    ends = [segment.start for segment in dataset.order.segments[1:]]
+    assert len(ends) == 2 and [name for name, _, _ in read(dataset, ends[0] - 1, 1)] == ["c"]
+    free = data({"a": 1, "b": 1, "c": 2}, SIZES, {})
+    assert read(free, 0, ends[0]) == read(dataset, 0, ends[0])
+
+
+def test_a_run_that_resumes_anywhere_reads_the_samples_of_one_that_never_stopped() -> None:
+    dataset = data({"a": 1, "b": 1, "c": 2}, SIZES, {"a": 2.5, "c": 1})
+    expected = read(dataset, 0, 700)
+    for stop in (0, 1, 99, 100, 101, 250, 400, 500):
+        saved = dataset.order.state()
+        again = data({"a": 1, "b": 1, "c": 2}, SIZES, {"a": 2.5, "c": 1})
+        inputs = {"run.seed": 3}
+        order = again.continuing(Order.restored(saved, inputs), stop)
+        assert read(again.following(order), 0, 700) == expected
+        assert len(order.segments) == 3, "a resume adds no segment"
+
+
+def test_a_raised_cap_brings_a_source_back_where_it_stood() -> None:
+    before = data({"a": 1, "b": 1}, SIZES, {"a": 1})
+    after = data({"a": 1, "b": 1}, SIZES, {"a": 2})
+    order = after.continuing(before.order, 300)
+    found = read(after.following(order), 0, 600)
+    seen = [(epoch, window) for name, epoch, window in found if name == "a"]
+    assert len(seen) == len(set(seen)) == 80
+    assert not [name for name, _, _ in found[80:300] if name == "a"]
+
+
+def test_the_start_says_when_sources_are_left_out_and_refuses_a_run_without_any(caplog) -> None:
+    caplog.set_level(logging.INFO)
+    dataset = data({"a": 1, "b": 1}, SIZES, {"a": 1})
+    log_left_out(dataset, 0, 500)
+    assert "is left out: read max_epochs times" in caplog.text
+    capped = data({"a": 1, "c": 1}, SIZES, {"a": 1, "c": 2})
+    log_left_out(capped, 0, 139)
+    with pytest.raises(
+        UserError, match="by sample 140 every source has been read max_epochs times, and the run has 141"
+    ):
+        log_left_out(capped, 0, 141)
+
+
+def test_at_the_cap_a_run_may_be_refused_instead() -> None:
+    config = Data(sources=({"path": "x", "name": "web", "max_epochs": 4.0},), at_cap="refuse")
+    check_caps({"web": 4.0}, config)
+    with pytest.raises(
+        UserError, match=r"web would be read 4.1 times by the end of the run, and its max_epochs is 4"
+    ):
+        check_caps({"web": 4.1}, config)
+
+
+def test_the_mixture_of_a_range_of_steps_is_counted_without_reading() -> None:
+    dataset = data({"a": 1, "b": 1, "c": 2}, SIZES, {"a": 2.5, "c": 1})
+    readings = mixture_of_steps(dataset, 11, 40, 8)
+    counts = Counter(name for name, _, _ in read(dataset, 80, 240))
+    assert {one.source: one.samples for one in readings} == dict(counts)
+    assert sum(one.share for one in readings) == pytest.approx(1)
+    assert readings[2].epochs_after == 1 and "2.000" not in readings[2].describe()
