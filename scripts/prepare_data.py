@@ -14,6 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
 from forge.prepare.prepare import Request, prepare
+from forge.prepare.quality import Quality
 from scripts.options import add_input_options, exit_code_of, number, positive
 
 
@@ -34,6 +35,13 @@ def main(arguments: list[str] | None = None) -> int:
         max_bad_fraction=given.max_bad_fraction,
         part=given.part,
         packing=given.packing,
+        quality=Quality(
+            filter=given.filter,
+            decontaminate=tuple(given.decontaminate),
+            ngram=given.ngram,
+            duplicates=given.duplicates,
+            metadata=tuple(given.metadata),
+        ),
         seq_len=given.seq_len or 0,
     )
     return exit_code_of(lambda: prepare(request), "interrupted; the same command continues from here")
@@ -71,6 +79,15 @@ def _parser() -> argparse.ArgumentParser:
     packing = "also plan sequences for data.packing, of --seq-len tokens; a finished dataset gets them, too"
     add("--packing", choices=("best_fit", "document"), help=packing)
     add("--seq-len", type=positive, metavar="N", help="train.seq_len, for --packing")
+    duplicates = "leave out documents with the text of an earlier one, or also those with nearly that text (%(default)s)"
+    add("--duplicates", choices=("none", "exact", "near"), default="none", help=duplicates)
+    chosen = "a function of (text, metadata) that returns why a document is left out, or None"
+    add("--filter", default="", metavar="MODULE:FUNCTION", help=chosen)
+    kept = "keys of JSON lines and Parquet that the filter gets and that are kept, in metadata.jsonl"
+    add("--metadata", nargs="+", default=[], metavar="KEY", help=kept)
+    tests = "files, such as of tests; documents that share --ngram words in a row with a document of them are left out"
+    add("--decontaminate", nargs="+", default=[], metavar="PATH", help=tests)
+    add("--ngram", type=positive, default=13, metavar="N", help="words in a row (%(default)s)")
     return parser
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from forge.prepare.content import UNREADABLE, open_binary, open_content, skip
@@ -20,13 +20,24 @@ class Bad(NamedTuple):
     many: bool = False
 
 
-def read_documents(piece: Piece, text_key: str) -> Iterator[str | Bad]:
+class Document(str):
+    """The text of a record with `metadata`, the values of other keys of it."""
+
+    metadata: Mapping[str, Any]
+
+    def __new__(cls, text: str, metadata: Mapping[str, Any]) -> Document:
+        document = super().__new__(cls, text)
+        document.metadata = metadata
+        return document
+
+
+def read_documents(piece: Piece, text_key: str, keys: Sequence[str] = ()) -> Iterator[str | Bad]:
     """Yield the documents of a piece in order: a text file's content, `text_key` of a JSON line or a Parquet row.
 
-    Blank documents are left out.
+    Blank documents are left out. With `keys` those of records are `Document`s, with the values of these keys that they have.
     """
     read = {"text": _read_text, "lines": _read_lines, "parquet": _read_parquet}[piece.file.kind]
-    for document in read(piece, text_key):
+    for document in read(piece, text_key, keys):
         if isinstance(document, Bad) or document.strip():
             yield document
 
@@ -36,7 +47,7 @@ def reason_of(error: Exception) -> str:
     return getattr(error, "strerror", None) or next(iter(str(error).splitlines()), type(error).__name__)
 
 
-def _read_text(piece: Piece, _text_key: str) -> Iterator[str | Bad]:
+def _read_text(piece: Piece, _text_key: str, _keys: Sequence[str]) -> Iterator[str | Bad]:
     place = 0
     try:
         with open_content(piece.file) as content:
@@ -71,7 +82,7 @@ def whole_characters(text: bytes, begin: int) -> tuple[bytes, int]:
     return text[first:end], begin + first
 
 
-def _read_lines(piece: Piece, text_key: str) -> Iterator[str | Bad]:
+def _read_lines(piece: Piece, text_key: str, keys: Sequence[str]) -> Iterator[str | Bad]:
     place = 0  # a line begins here
     try:
         with open_content(piece.file) as content:
@@ -82,15 +93,16 @@ def _read_lines(piece: Piece, text_key: str) -> Iterator[str | Bad]:
                     place = begin - 1 + len(content.readline())
                 while place < end and (line := content.readline()):
                     if line.strip():
-                        yield _parsed(line, f"{piece.file.key}, line at byte {place}", text_key)
+                        yield _parsed(line, f"{piece.file.key}, line at byte {place}", text_key, keys)
                     place += len(line)
     except UNREADABLE as error:
         yield Bad(piece.file.key, reason_of(error), many=True)
 
 
-def _parsed(line: bytes, where: str, text_key: str) -> str | Bad:
+def _parsed(line: bytes, where: str, text_key: str, keys: Sequence[str]) -> str | Bad:
     try:
-        text = json.loads(line)[text_key]
+        record = json.loads(line)
+        text = record[text_key]
         text.encode("utf-8")  # "\ud800" is valid JSON, but not text
     except UnicodeError:
         return Bad(where, "not UTF-8")
@@ -98,10 +110,10 @@ def _parsed(line: bytes, where: str, text_key: str) -> str | Bad:
         return Bad(where, "not JSON")
     except (KeyError, TypeError, AttributeError, IndexError):
         return Bad(where, f"no text under the key {text_key!r}")
-    return text
+    return Document(text, {key: record[key] for key in keys if key in record}) if keys else text
 
 
-def _read_parquet(piece: Piece, text_key: str) -> Iterator[str | Bad]:
+def _read_parquet(piece: Piece, text_key: str, keys: Sequence[str]) -> Iterator[str | Bad]:
     import pyarrow.parquet
 
     try:
@@ -117,12 +129,17 @@ def _read_parquet(piece: Piece, text_key: str) -> Iterator[str | Bad]:
                 if first >= row + rows:
                     row += rows
                     continue
-                for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=[text_key]):
-                    values = batch.column(0)
+                columns = [text_key, *(key for key in keys if key in names and key != text_key)]
+                for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=columns):
+                    values = batch.column(text_key)
                     while first < row + len(values):
                         begin, stop = first - row, min(end - row, len(values))
                         for number, value in enumerate(values[begin:stop], first):
-                            yield _row_text(value, f"{piece.file.key}, row {number}", text_key)
+                            found = _row_text(value, f"{piece.file.key}, row {number}", text_key)
+                            if keys and not isinstance(found, Bad):
+                                others = {key: batch.column(key)[number - row].as_py() for key in columns[1:]}
+                                found = Document(found, others)
+                            yield found
                         first = row + stop
                         if first >= end:
                             first, end = next(wanted, (TO_THE_END, TO_THE_END))

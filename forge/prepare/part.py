@@ -16,11 +16,14 @@ from pydantic import BaseModel
 
 from forge.data.format import token_dtype
 from forge.data.tokenizer import Tokenizer, load_tokenizer
-from forge.prepare.documents import Bad, read_documents
+from forge.prepare.documents import Bad, Document, read_documents
 from forge.prepare.long_text import TextPart, digest_of, read_part, slices
+from forge.prepare.quality import Quality, add_counts
 from forge.prepare.sample import Piece
+from forge.prepare.traits import Traits
 
 TRAIN, VALIDATION = "train", "validation"
+NOTHING = Quality()
 SHOWN = 5  # bad documents that are reported one by one
 Chunk: TypeAlias = list[Piece | TextPart]
 tokenizer_of = lru_cache(maxsize=1)(load_tokenizer)  # once in each worker process
@@ -29,7 +32,8 @@ tokenizer_of = lru_cache(maxsize=1)(load_tokenizer)  # once in each worker proce
 class Tally(BaseModel):
     """Numbers of documents of a chunk, or of all; `lost`: files of which an unknown number of documents is unreadable.
 
-    `unknown`: tokens that stand for text outside the tokenizer's vocabulary, of `tokens` in all.
+    `unknown`: tokens that stand for text outside the tokenizer's vocabulary, of `tokens` in all. `left_out`:
+    documents that are good and not wanted, by reason.
     """
 
     documents: int = 0
@@ -38,6 +42,7 @@ class Tally(BaseModel):
     bad: int = 0
     examples: list[Bad] = []
     lost: list[Bad] = []
+    left_out: dict[str, int] = {}
     text_bytes: dict[str, int] = {TRAIN: 0, VALIDATION: 0}
 
     def add(self, other: Tally) -> None:
@@ -47,6 +52,7 @@ class Tally(BaseModel):
         self.bad += other.bad
         self.examples = (self.examples + other.examples)[:SHOWN]
         self.lost = (self.lost + other.lost)[:SHOWN]
+        add_counts(self.left_out, other.left_out.items())
         for split, size in other.text_bytes.items():
             self.text_bytes[split] += size
 
@@ -61,7 +67,13 @@ def split_of(digest: bytes, holdout: float) -> str:
 
 
 def encode_chunk(
-    number: int, chunk: Chunk, tokenizer_path: str, text_key: str, holdout: float, parts: Path
+    number: int,
+    chunk: Chunk,
+    tokenizer_path: str,
+    text_key: str,
+    holdout: float,
+    parts: Path,
+    quality: Quality = NOTHING,
 ) -> None:
     """Make the part of a chunk, unless another process does. Memory does not grow with it: tokens go to disk as they come."""
     with open(parts / f"part-{number:05d}.lock", "w") as lock:
@@ -70,10 +82,18 @@ def encode_chunk(
         except BlockingIOError:
             return
         if not part_path(parts, number).exists():
-            _make(number, chunk, tokenizer_path, text_key, holdout, parts)
+            _make(number, chunk, tokenizer_path, text_key, holdout, parts, quality)
 
 
-def _make(number: int, chunk: Chunk, tokenizer_path: str, text_key: str, holdout: float, parts: Path) -> None:
+def _make(
+    number: int,
+    chunk: Chunk,
+    tokenizer_path: str,
+    text_key: str,
+    holdout: float,
+    parts: Path,
+    quality: Quality,
+) -> None:
     tokenizer = tokenizer_of(tokenizer_path)
     tally, starts = Tally(), {}
     with ExitStack() as files:
@@ -81,9 +101,11 @@ def _make(number: int, chunk: Chunk, tokenizer_path: str, text_key: str, holdout
             split: _Tokens(tokenizer, files.enter_context(open(tokens_path(parts, number, split), "wb")))
             for split in (TRAIN, VALIDATION)
         }
-        _encode(chunk, tokenizer, text_key, holdout, tokens, tally)
+        traits = {split: Traits(quality) for split in tokens}
+        _encode(chunk, tokenizer, text_key, holdout, tokens, tally, quality, traits)
         for split, found in tokens.items():
             starts[f"{split}_starts"] = found.finish()
+            traits[split].write(parts, number, split)
             tally.tokens += found.count
             tally.unknown += found.unknown
     write_part(
@@ -99,6 +121,8 @@ def _encode(
     holdout: float,
     tokens: dict[str, _Tokens],
     tally: Tally,
+    quality: Quality,
+    traits: dict[str, Traits],
 ) -> None:
     for piece in chunk:
         if isinstance(piece, TextPart):
@@ -107,13 +131,20 @@ def _encode(
                 read_part(piece, tokenizer), begins=piece.is_first, ends=piece.is_last
             )
             continue
-        for document in read_documents(piece, text_key):
+        for document in read_documents(piece, text_key, quality.metadata):
             if isinstance(document, Bad):
                 tally.add_bad(document)
                 continue
-            split = split_of(digest_of(document.encode()), holdout)
             tally.documents += 1
-            tally.text_bytes[split] += tokens[split].add(slices(document, tokenizer))
+            metadata = document.metadata if isinstance(document, Document) else {}
+            if (why := quality.reason(document, metadata, text_key)) is not None:
+                add_counts(tally.left_out, [(why, 1)])
+                continue
+            digest = digest_of(document.encode())
+            split = split_of(digest, holdout)
+            size = tokens[split].add(slices(document, tokenizer))
+            tally.text_bytes[split] += size
+            traits[split].add(document, metadata, digest, size)
 
 
 class _Tokens:

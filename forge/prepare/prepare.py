@@ -23,10 +23,10 @@ import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -41,6 +41,7 @@ from forge.prepare.documents import Bad
 from forge.prepare.long_text import TextPart, check_text, text_parts
 from forge.prepare.pack import describe_plan, pack
 from forge.prepare.part import (
+    NOTHING,
     TRAIN,
     VALIDATION,
     Chunk,
@@ -52,11 +53,15 @@ from forge.prepare.part import (
     tokenizer_of,
     tokens_path,
 )
+from forge.prepare.quality import Quality, add_counts
 from forge.prepare.sample import Piece
+from forge.prepare.traits import find_duplicates, metadata_lines, select, text_bytes
 from forge.prepare.writer import ShardWriter
 from forge.remote import is_url, version_of
 
 _PARTS = ".parts"
+METADATA = "metadata.jsonl"
+Kept: TypeAlias = dict[tuple[str, int], np.ndarray]
 _VERSION = 3  # of the way in which a corpus is cut into parts
 
 
@@ -78,6 +83,7 @@ class Request:
     packing: Kind | None = None
     seq_len: int = 0
     """The plan of a packing that the dataset for training gets, for sequences of this length."""
+    quality: Quality = NOTHING
 
     @property
     def targets(self) -> dict[str, Path]:
@@ -111,7 +117,8 @@ def prepare(request: Request) -> list[Path]:
     corpus = find_corpus(request.inputs, request.extensions, request.max_bytes, request.text_key)
     for note in corpus.notes():
         print(note, file=sys.stderr, flush=True)
-    chunks, corpus = _cut(corpus, tokenizer, request.holdout)
+    # What is decided by a text as a whole needs it in one piece.
+    chunks, corpus = _cut(corpus, tokenizer, request.holdout, cut_texts=not request.quality.is_on)
     if request.part is not None:
         _prepare_part(request, request.part, options, chunks, parts)
         return []
@@ -119,10 +126,11 @@ def prepare(request: Request) -> list[Path]:
         _match_plan(parts, options, chunks)
         _encode_missing(request, chunks, parts, range(len(chunks)))
         tally = _check_tally(request, corpus, len(chunks), parts)
+        kept = _choose(request, parts, len(chunks), tally)
         for split, folder in request.targets.items():
             if split not in done:
-                writer = _join(folder, split, tokenizer, parts, len(chunks))
-                origin = {"options": options, "unknown_tokens": tally.unknown}
+                writer = _join(folder, split, tokenizer, parts, len(chunks), kept, request.quality)
+                origin = {"options": options, "unknown_tokens": tally.unknown, "left_out": tally.left_out}
                 index = writer.finish(tally.text_bytes[split], origin)
                 print(f"{folder}: {_describe(index)}")
         shutil.rmtree(parts)
@@ -164,6 +172,7 @@ def _options(request: Request, tokenizer: Tokenizer) -> dict[str, Any]:
         "max_bytes": request.max_bytes,
         "text_key": request.text_key,
         "extensions": list(request.extensions),
+        "quality": request.quality.options(),
     }
 
 
@@ -174,7 +183,7 @@ def _finished_targets(request: Request, options: dict[str, Any]) -> set[str]:
         if not (folder / INDEX).exists():
             continue
         split = next((split for split, target in request.targets.items() if target == folder), None)
-        before = TokenDataset(folder).index.origin.get("options", dict.fromkeys(options))
+        before = {"quality": None} | TokenDataset(folder).index.origin.get("options", dict.fromkeys(options))
         # An option that the version of forge which wrote the dataset did not have yet says nothing against it.
         differing = (
             [key for key in before if key in options and before[key] != options[key]]
@@ -190,7 +199,7 @@ def _finished_targets(request: Request, options: dict[str, Any]) -> set[str]:
     return finished
 
 
-def _cut(corpus: Corpus, tokenizer: Tokenizer, holdout: float) -> tuple[list[Chunk], Corpus]:
+def _cut(corpus: Corpus, tokenizer: Tokenizer, holdout: float, cut_texts: bool) -> tuple[list[Chunk], Corpus]:
     """Cut into chunks of about 1/256 of the whole, at least 1 MB (a chunk has a fixed cost) and at most 128 MB.
 
     A text file, which is one document, is cut where that does not change its tokens. A compressed file, which is read from
@@ -204,7 +213,7 @@ def _cut(corpus: Corpus, tokenizer: Tokenizer, holdout: float) -> tuple[list[Chu
         parts: Iterable[Piece | TextPart] = [piece]
         if piece.file.kind != "text" or not piece.is_whole:
             parts = [piece] if piece.file.compression else piece.parts(chunk_bytes)
-        elif piece.size > chunk_bytes and not piece.file.compression and tokenizer.can_cut:
+        elif piece.size > chunk_bytes and not piece.file.compression and tokenizer.can_cut and cut_texts:
             digest = check_text(piece.file)
             if isinstance(digest, Bad):
                 bad.append(digest)
@@ -263,7 +272,7 @@ def _encode_missing(request: Request, chunks: list[Chunk], parts: Path, wanted: 
     missing = [number for number in wanted if not part_path(parts, number).exists()]
     sizes = {number: sum(piece.size for piece in chunks[number]) for number in missing}
     progress, done = ProgressLine("tokenized", sum(sizes.values())), 0
-    options = (request.tokenizer, request.text_key, request.holdout, parts)
+    options = (request.tokenizer, request.text_key, request.holdout, parts, request.quality)
 
     def advance(number: int) -> None:
         nonlocal done
@@ -345,12 +354,37 @@ def _check_tally(request: Request, corpus: Corpus, count: int, parts: Path) -> T
     return tally
 
 
-def _join(folder: Path, split: str, tokenizer: Tokenizer, parts: Path, count: int) -> ShardWriter:
+def _choose(request: Request, parts: Path, count: int, tally: Tally) -> Kept:
+    """Find the documents that are kept of each split and chunk; what is left out is counted in `tally` and printed."""
+    if not request.quality.is_on:
+        return {}
+    splits = [split for split in (VALIDATION, TRAIN) if split in request.targets]
+    kept, found = find_duplicates(parts, count, splits, request.quality)
+    add_counts(tally.left_out, found.items())
+    for split in splits:
+        tally.text_bytes[split] = sum(
+            text_bytes(parts, number, split, kept[split, number]) for number in range(count)
+        )
+    for reason, number in sorted(tally.left_out.items()):
+        print(f"{number:,} of {tally.documents:,} documents left out: {reason}", file=sys.stderr)
+    return kept
+
+
+def _join(
+    folder: Path, split: str, tokenizer: Tokenizer, parts: Path, count: int, kept: Kept, quality: Quality
+) -> ShardWriter:
     writer = ShardWriter(folder, vocab_size=tokenizer.vocab_size, tokenizer=tokenizer.fingerprint)
-    for number in range(count):
-        with np.load(part_path(parts, number)) as part:
+    with ExitStack() as stack:
+        metadata = stack.enter_context(open(folder / METADATA, "wb")) if quality.metadata else None
+        for number in range(count):
+            with np.load(part_path(parts, number)) as part:
+                starts = part[f"{split}_starts"]
             tokens = read_tokens(tokens_path(parts, number, split), tokenizer.vocab_size)
-            writer.append(tokens, part[f"{split}_starts"])
+            if kept:
+                tokens, starts = select(tokens, starts, kept[split, number])
+            writer.append(tokens, starts)
+            if metadata is not None:
+                metadata.writelines(metadata_lines(parts, number, split, kept[split, number]))
     return writer
 
 

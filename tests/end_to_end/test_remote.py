@@ -3,6 +3,8 @@
 import json
 import shutil
 
+import pytest
+
 from tests.support.runs import Run, refused, sources, tensor_files, wait_for
 from tests.support.store import Store, serving
 from tests.support.streams import write_documents
@@ -51,6 +53,7 @@ def test_two_ranks_read_from_a_bucket_are_killed_lose_their_folder_and_go_on_fro
         assert mirrored(store)[-1] == LAST
 
 
+@pytest.mark.slow
 def test_a_damaged_copy_is_passed_over_and_a_new_history_forgets_the_old_copies(tmp_path) -> None:
     with serving() as store:
         bucket = f"--checkpoint.mirror={store.url('bucket/mirror')}"

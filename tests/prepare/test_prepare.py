@@ -161,7 +161,7 @@ def test_d3_an_unreadable_file_of_many_documents_is_refused(tmp_path, monkeypatc
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / "in" / name).write_text("".join(f'{{"text": "{name} {i}"}}\n' for i in range(200)))
 
-    def read(piece, text_key):
+    def read(piece, text_key, _keys):
         unreadable = piece.file.key == "b.jsonl"
         return [Bad("b.jsonl", "bad disk", many=True)] if unreadable else read_documents(piece, text_key)
 

@@ -1,0 +1,46 @@
+"""Make a page about a dataset that prepare_data.py has written: size, lengths, what was left out, metadata, some documents.
+
+python scripts/describe_data.py data/python/train --tokenizer data/tokenizer --output data.html
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
+
+from forge.data.tokenizer import load_tokenizer
+from forge.files import replace_atomically
+from forge.prepare.statistics import page
+from scripts.options import count, exit_code_of
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("dataset", type=Path, metavar="DIR", help="a folder with a dataset.json")
+    add(
+        "--output",
+        type=Path,
+        default=Path("data.html"),
+        metavar="FILE",
+        help="the page to write (%(default)s)",
+    )
+    add("--tokenizer", metavar="PATH", help="the dataset's tokenizer, to show documents (none are shown)")
+    add("--samples", type=count, default=5, metavar="N", help="number of documents to show (%(default)s)")
+    given = parser.parse_args(arguments)
+
+    def work() -> None:
+        tokenizer = load_tokenizer(given.tokenizer) if given.tokenizer else None
+        replace_atomically(given.output, page(given.dataset, tokenizer, given.samples).encode())
+        print(f"wrote {given.output}")
+
+    return exit_code_of(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
