@@ -110,6 +110,17 @@ def test_the_data_benchmark(tmp_path):
     )
 
 
+@pytest.mark.processes
+@pytest.mark.slow
+def test_the_benchmark_of_preparation(tmp_path):
+    code, found = run(tmp_path, "prepare", "--megabytes", "1", "--rounds", "1", "--folder", str(tmp_path))
+    rows = {(row["name"], row["processes"]): row for row in found["results"]["rows"]}
+    assert code == 0 and {("forge", 1), ("forge", 2), ("Megatron's way", 1), ("Megatron's way", 2)} <= set(
+        rows
+    )
+    assert all(row["per_core"]["low"] > 0 for row in rows.values())
+
+
 def test_the_checkpoint_benchmark(tmp_path):
     code, found = run(tmp_path, "checkpoint", "--tiny", "--rounds", "2", "--steps", "6")
     assert code == 0
@@ -201,6 +212,7 @@ def test_the_benchmark_of_startup(tmp_path):
         ("gpu", ["--tiny", "--only", "nonsense"]),
         ("data", ["--nonsense"]),
         ("data", ["--batches", "0"]),
+        ("prepare", ["--megabytes", "0"]),
         ("checkpoint", ["--nonsense"]),
         ("checkpoint", ["--warmup", "-1"]),
     ],

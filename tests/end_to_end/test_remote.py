@@ -3,8 +3,6 @@
 import json
 import shutil
 
-import pytest
-
 from tests.support.runs import Run, refused, sources, tensor_files, wait_for
 from tests.support.store import Store, serving
 from tests.support.streams import write_documents
@@ -51,28 +49,6 @@ def test_two_ranks_read_from_a_bucket_are_killed_lose_their_folder_and_go_on_fro
         assert run.losses() == whole.losses()[FIRST:]
         assert tensor_files(run, LAST) == tensor_files(whole, LAST)
         assert mirrored(store)[-1] == LAST
-
-
-@pytest.mark.slow
-def test_a_damaged_copy_is_passed_over_and_a_new_history_forgets_the_old_copies(tmp_path) -> None:
-    with serving() as store:
-        bucket = f"--checkpoint.mirror={store.url('bucket/mirror')}"
-        run = Run(tmp_path / "run", bucket, "--checkpoint.mode=sync", "--checkpoint.keep_last=2")
-        assert run("--train.steps=8") == 0
-        assert mirrored(store)[-1] == 8 and len(mirrored(store)) <= 2
-        assert not [name for name in run.checkpoints() if name.startswith(".mirrored")]
-        for name in [key for key in store.objects if "step-00000008" in key and key.endswith(".distcp")]:
-            store.objects[name] = store.objects[name][:-1] + b"x"
-        before = mirrored(store)
-        shutil.rmtree(run.path)
-        code = run("--train.steps=8")
-        if len(before) > 1:
-            assert code == 0 and run.events("resumed")[0]["step"] == before[0]
-        else:
-            assert code == 2 and "none of its checkpoints [8] can be used" in run.output()
-
-        assert run("--checkpoint.resume=none", "--train.steps=2") == 0
-        assert mirrored(store) == [2]
 
 
 def test_a_mirror_that_is_no_url_is_refused(tmp_path) -> None:

@@ -1,0 +1,240 @@
+"""Megabytes of text that a core prepares in a second: forge, Hugging Face datasets with tokenizers, and Megatron's way.
+
+    python benchmarks/prepare.py
+    python benchmarks/prepare.py --input corpus.jsonl --tokenizer tokenizer.json
+
+Each turns the same JSON lines into token ids on disk with the same tokenizer.json (one is trained on the text if none is
+given; needs the package tokenizers). Megatron's way is what its tools/preprocess_data.py does, written here: a pool of
+processes that each take a line, tokenize it and send the ids to the one that writes the file. datasets (where it is
+installed) maps batches and writes Arrow. A core second is one of processor time of all processes, so other work
+on the machine hardly counts; wall time gives the scaling from 1 to 2 processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import resource
+import shutil
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
+# One thread in each process, or a process would be more than one core.
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["RAYON_NUM_THREADS"] = "1"
+
+import numpy as np
+import torch
+
+from benchmarks.measure import Spread, environment, markdown, parser, publish
+from forge.errors import UserError
+from scripts.options import exit_code_of, positive
+
+# A contender: (input, tokenizer.json, output, processes). Called in a process of its own.
+Prepare = Callable[[Path, Path, Path, int], None]
+
+
+def by_forge(text: Path, tokenizer: Path, output: Path, processes: int) -> None:
+    from forge.prepare.prepare import Request, prepare
+
+    prepare(Request((str(text),), str(tokenizer), output, workers=processes))
+
+
+def by_datasets(text: Path, tokenizer: Path, output: Path, processes: int) -> None:
+    import datasets
+    from tokenizers import Tokenizer
+
+    encoder = Tokenizer.from_file(str(tokenizer))
+
+    def encode(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        return {"ids": [found.ids for found in encoder.encode_batch_fast(rows["text"])]}
+
+    cache = str(output / "cache")
+    rows = datasets.load_dataset("json", data_files=str(text), split="train", cache_dir=cache)
+    count = processes if processes > 1 else None
+    rows.map(encode, batched=True, num_proc=count, remove_columns=rows.column_names).save_to_disk(
+        str(output / "ids")
+    )
+
+
+def by_pool(text: Path, tokenizer: Path, output: Path, processes: int) -> None:
+    output.mkdir()
+    with (
+        open(text, encoding="utf-8") as lines,
+        open(output / "ids.bin", "wb") as file,
+        multiprocessing.get_context("fork").Pool(processes, _start_encoder, (str(tokenizer),)) as pool,
+    ):
+        lengths = []
+        for ids in pool.imap(_encode_line, lines, 32):
+            file.write(np.array(ids, np.uint16).tobytes(order="C"))
+            lengths.append(len(ids))
+    np.save(output / "lengths.npy", np.array(lengths))
+
+
+_encoder: Any = None
+
+
+def _start_encoder(path: str) -> None:
+    from tokenizers import Tokenizer
+
+    global _encoder
+    _encoder = Tokenizer.from_file(path)
+
+
+def _encode_line(line: str) -> list[int]:
+    return _encoder.encode(json.loads(line)["text"]).ids
+
+
+CONTENDERS: dict[str, Prepare] = {
+    "forge": by_forge,
+    "datasets and tokenizers": by_datasets,
+    "Megatron's way": by_pool,
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = _parser().parse_args(arguments)
+    return exit_code_of(lambda: measure(given))
+
+
+def measure(given: argparse.Namespace) -> None:
+    """Let the contenders take turns; print and write the table."""
+    if find_spec("tokenizers") is None:
+        raise UserError("benchmarks/prepare.py: needs tokenizers; pip install 'forge[tokenizers]'")
+    names = [name for name in CONTENDERS if name != "datasets and tokenizers" or find_spec("datasets")]
+    with tempfile.TemporaryDirectory(dir=given.folder) as scratch:
+        folder = Path(scratch)
+        text = given.input or write_text(folder / "text.jsonl", given.megabytes)
+        tokenizer = given.tokenizer or train(text, folder / "tokenizer.json")
+        found: dict[tuple[str, int], list[tuple[float, float]]] = {}
+        for _ in range(given.rounds):
+            for processes in (1, 2):
+                for name in names:
+                    cost = run(CONTENDERS[name], text, tokenizer, folder / "out", processes)
+                    found.setdefault((name, processes), []).append(cost)
+        size = text_bytes(text) / 1e6
+    rows = []
+    for (name, processes), costs in found.items():
+        one = [wall for wall, _ in found[name, 1]]
+        rows.append(
+            {
+                "name": name,
+                "processes": processes,
+                "per_core": Spread.of([size / core for _, core in costs]),
+                "per_second": Spread.of([size / wall for wall, _ in costs]),
+                "scaling": Spread.of([first / wall for first, (wall, _) in zip(one, costs, strict=True)]),
+            }
+        )
+    head = ["", "processes", "MB per core second", "MB per second", "times one process"]
+    lines = [
+        [
+            row["name"],
+            str(row["processes"]),
+            *(row[key].show(2) for key in ("per_core", "per_second", "scaling")),
+        ]
+        for row in rows
+    ]
+    settings = {"device": "cpu", "megabytes": f"{size:.1f}", "rounds": given.rounds}
+    about = environment(torch.device("cpu")) | {"settings": settings}
+    publish("prepare", given.output, about, {"rows": rows}, markdown(head, lines))
+
+
+def run(prepare: Prepare, text: Path, tokenizer: Path, output: Path, processes: int) -> tuple[float, float]:
+    """Return wall and processor seconds of a contender in a process of its own, with those that it starts."""
+    shutil.rmtree(output, ignore_errors=True)
+    before, began = _children(), time.perf_counter()
+    process = multiprocessing.get_context("spawn").Process(
+        target=_quietly, args=(prepare, text, tokenizer, output, processes)
+    )
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise UserError(f"{prepare.__name__} failed with exit code {process.exitcode}", exit_code=1)
+    return time.perf_counter() - began, _children() - before
+
+
+def _quietly(prepare: Prepare, *arguments: Any) -> None:
+    with open(os.devnull, "w") as nowhere:
+        sys.stdout = sys.stderr = nowhere
+        prepare(*arguments)
+
+
+def _children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def write_text(path: Path, megabytes: int) -> Path:
+    """The Python standard library as JSON lines, a file each, as often as needed."""
+    left = megabytes * 10**6
+    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("**/*.py"))
+    with open(path, "w", encoding="utf-8") as file:
+        while left > 0:
+            for source in sources:
+                content = source.read_text("utf-8", errors="replace").replace("\ufffd", "?")
+                if content.strip():
+                    left -= file.write(json.dumps({"text": content}) + "\n")
+                if left <= 0:
+                    break
+    return path
+
+
+def text_bytes(path: Path) -> int:
+    with open(path, encoding="utf-8") as lines:
+        return sum(len(json.loads(line)["text"].encode()) for line in lines)
+
+
+def train(text: Path, path: Path) -> Path:
+    """A byte-level BPE of 8,192 ids, in the manner of GPT-2."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=8192, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    with open(text, encoding="utf-8") as lines:
+        tokenizer.train_from_iterator(
+            (json.loads(line)["text"] for _, line in zip(range(300), lines, strict=False)), trainer
+        )
+    tokenizer.save(str(path))
+    return path
+
+
+def _parser() -> argparse.ArgumentParser:
+    found = parser(__doc__, tiny=False, rounds=3)
+    add = found.add_argument
+    add(
+        "--input",
+        type=Path,
+        metavar="FILE",
+        help="JSON lines with the key text (the standard library's sources)",
+    )
+    add(
+        "--tokenizer",
+        type=Path,
+        metavar="FILE",
+        help="a tokenizer.json of at most 65536 ids (one trained on the text)",
+    )
+    add(
+        "--megabytes",
+        type=positive,
+        default=20,
+        help="size of the text where --input is not given (%(default)s)",
+    )
+    add("--folder", type=Path, help="where to write (the system's folder for temporary files)")
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

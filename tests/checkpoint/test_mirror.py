@@ -1,0 +1,123 @@
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from forge.checkpoint.folders import step_name, steps
+from forge.checkpoint.manifest import compose, entry
+from forge.checkpoint.mirror import Mirror, restore
+from forge.errors import UserError
+
+
+def write(root: Path, step: int) -> None:
+    folder = root / step_name(step)
+    (folder / "tokenizer").mkdir(parents=True)
+    for name in ("__0_0.distcp", "tokenizer/model"):
+        (folder / name).write_bytes(f"{name} {step}".encode() * 1000)
+    files = {name: entry(folder / name) for name in ("__0_0.distcp", "tokenizer/model")}
+    (folder / "manifest.json").write_text(compose(step, 1, {}, files))
+
+
+def url(tmp_path: Path) -> str:
+    (tmp_path / "bucket").mkdir(exist_ok=True)
+    return f"file://{tmp_path}/bucket"
+
+
+def there(tmp_path: Path) -> list[int]:
+    return json.loads((tmp_path / "bucket" / "mirror.json").read_text())["steps"]
+
+
+def copied(
+    tmp_path: Path, *wanted: int, keep_last: int = 0, keep_every: int = 0, forget: int | None = None
+) -> None:
+    """Copy checkpoints, each by a run of its own, so that none is passed over for a newer one."""
+    for step in wanted:
+        write(tmp_path / "local", step)
+        mirror = Mirror(url(tmp_path), tmp_path / "local", keep_last, keep_every)
+        if forget is not None:
+            mirror.forget_after(forget)
+        mirror.copy(step)
+        mirror.close(wait=True)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_newest_copy_comes_back_as_it_was(tmp_path) -> None:
+    copied(tmp_path, 10, 20)
+    assert restore(url(tmp_path), tmp_path / "new") == 20
+    assert files(tmp_path / "new" / step_name(20)) == files(tmp_path / "local" / step_name(20))
+    assert steps(tmp_path / "new") == [20]
+    assert not list((tmp_path / "local").glob(".mirrored*"))
+
+
+def test_copies_are_kept_as_checkpoints_are(tmp_path) -> None:
+    copied(tmp_path, 10, 20, 30, 40, keep_last=1, keep_every=20)
+    assert there(tmp_path) == [20, 40]
+    assert sorted(path.name for path in (tmp_path / "bucket").glob("step-*")) == [
+        step_name(20),
+        step_name(40),
+    ]
+
+
+def test_damaged_and_incomplete_copies_are_passed_over(tmp_path, caplog) -> None:
+    copied(tmp_path, 10, 20, 30)
+    (tmp_path / "bucket" / step_name(30) / "__0_0.distcp").write_bytes(b"other")
+    (tmp_path / "bucket" / step_name(20) / "manifest.json").unlink()
+    assert restore(url(tmp_path), tmp_path / "new") == 10
+    assert "is not what was saved" in caplog.text and "manifest.json is missing" in caplog.text
+    (tmp_path / "bucket" / step_name(10) / "tokenizer" / "model").unlink()
+    with pytest.raises(UserError, match=r"none of its checkpoints \[10, 20, 30\] can be used"):
+        restore(url(tmp_path), tmp_path / "newer")
+
+
+def test_nothing_is_restored_where_there_is_nothing(tmp_path) -> None:
+    assert restore(url(tmp_path), tmp_path / "new") is None
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_history_that_goes_back_forgets_later_copies(tmp_path) -> None:
+    copied(tmp_path, 10, 20, 30)
+    copied(tmp_path, 25, forget=20)
+    assert there(tmp_path) == [10, 20, 25]
+    assert restore(url(tmp_path), tmp_path / "new") == 25
+
+
+def test_a_copy_goes_on_when_the_checkpoint_is_removed_and_a_newer_one_takes_the_place_of_those_that_wait(
+    tmp_path, monkeypatch
+) -> None:
+    mirror = Mirror(url(tmp_path), tmp_path / "local", 0, 0)
+    begun, go_on = threading.Event(), threading.Event()
+    original = mirror._files.put_file
+
+    def put(source: str, target: str) -> None:
+        begun.set()
+        assert go_on.wait(60)
+        original(source, target)
+
+    monkeypatch.setattr(mirror._files, "put_file", put)
+    for step in (10, 20, 30):
+        write(tmp_path / "local", step)
+    mirror.copy(10)
+    assert begun.wait(60)
+    mirror.copy(20)
+    mirror.copy(30)
+    for step in (10, 20):
+        for path in (tmp_path / "local" / step_name(step)).rglob("*.*"):
+            path.unlink()
+    go_on.set()
+    mirror.close(wait=True)
+    assert there(tmp_path) == [10, 30]
+
+
+def test_a_failed_copy_is_reported_and_the_next_one_is_made(tmp_path, caplog) -> None:
+    mirror = Mirror(url(tmp_path), tmp_path / "local", 0, 0)
+    (tmp_path / "bucket" / step_name(10)).write_text("in the way")
+    write(tmp_path / "local", 10)
+    mirror.copy(10)
+    mirror.close(wait=True)
+    assert "checkpoint.mirror file://" in caplog.text and not (tmp_path / "bucket" / "mirror.json").exists()
+    copied(tmp_path, 20)
+    assert there(tmp_path) == [20]
