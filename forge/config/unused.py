@@ -38,6 +38,13 @@ RULES: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
         "all data.sources are synthetic",
         lambda c: c.data.tokenizer != "none" and _synthetic(c),
     ),
+    (
+        "data.cache_dir data.cache_gib",
+        "no source is a URL",
+        lambda c: not any("://" in stream.path for stream in (*c.data.sources, *c.data.validation)),
+    ),
+    ("data.at_cap", "no source has max_epochs", lambda c: not any(s.max_epochs for s in c.data.sources)),
+    ("data.temperature", "there is one source", lambda c: sum(s.weight > 0 for s in c.data.sources) == 1),
     ("data.mixture_block", "there is one source", lambda c: sum(s.weight > 0 for s in c.data.sources) == 1),
     (
         "model.rope_fraction model.qk_norm",
