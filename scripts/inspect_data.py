@@ -37,9 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(given: argparse.Namespace, overrides: list[str]) -> None:
     config = load_config(["--config", given.config, *overrides])
     if given.mixture:
-        readings = mixture_of_steps(
-            dataset_of_run(config), *given.steps or (1, config.train.steps), config.train.global_batch_size
-        )
+        first, last = given.steps or (1, config.train.steps)
+        readings = mixture_of_steps(dataset_of_run(config), first, last, config.train.global_batch_size)
         for reading in readings:
             print(json.dumps(asdict(reading)) if given.json else reading.describe(), flush=True)
         return
