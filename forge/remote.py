@@ -54,6 +54,8 @@ def filesystem(protocol: str) -> Any:
             import aiohttp
 
             options["client_kwargs"] = {"timeout": aiohttp.ClientTimeout(total=None, sock_read=_TIMEOUT_S)}
+        elif protocol == "file":
+            options["auto_mkdir"] = True
         elif protocol == "s3":
             options["config_kwargs"] = {"read_timeout": _TIMEOUT_S, "connect_timeout": 10}
         # Listings change while a run goes on.

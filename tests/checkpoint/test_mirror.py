@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from forge import remote
 from forge.checkpoint.folders import step_name, steps
 from forge.checkpoint.manifest import compose, entry
 from forge.checkpoint.mirror import Mirror, restore
@@ -112,12 +113,14 @@ def test_a_copy_goes_on_when_the_checkpoint_is_removed_and_a_newer_one_takes_the
     assert there(tmp_path) == [10, 30]
 
 
-def test_a_failed_copy_is_reported_and_the_next_one_is_made(tmp_path, caplog) -> None:
+def test_a_failed_copy_is_reported_and_the_next_one_is_made(tmp_path, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(remote, "RETRY_S", 0.0)
     mirror = Mirror(url(tmp_path), tmp_path / "local", 0, 0)
     (tmp_path / "bucket" / step_name(10)).write_text("in the way")
     write(tmp_path / "local", 10)
     mirror.copy(10)
     mirror.close(wait=True)
     assert "checkpoint.mirror file://" in caplog.text and not (tmp_path / "bucket" / "mirror.json").exists()
+    (tmp_path / "bucket" / step_name(10)).unlink()
     copied(tmp_path, 20)
     assert there(tmp_path) == [20]
