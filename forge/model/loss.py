@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from forge import compat
 from forge.model.precision import promoted
 
 # Label of a position that is not part of the loss; PyTorch's default.
@@ -92,11 +93,9 @@ class _ChunkedLoss(torch.autograd.Function):
             sums += torch.stack([loss.sum() for loss in losses.unbind()])
             if grad is not None and grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[rows])
+                grad_hidden[rows].masked_fill_(~valid, 0.0)
             if grad is not None and grad_weight is not None:
-                if exact == grad.dtype:
-                    grad_weight.addmm_(grad.T, x)
-                else:
-                    grad_weight += grad.T @ x
+                compat.add_product(grad_weight, grad.T, x)  # rows of x that are not valid are 0
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtypes = hidden.dtype, weight.dtype
         return torch.stack([sums[0] + z_loss_coef * sums[1], sums[0], sums[1]])
@@ -135,6 +134,7 @@ def chunk_loss(
 
     Returns `[cross_entropy, z_loss]` of its tokens, `[2, chunk, 1]` in promote(float32, compute), and the gradient
     of their objective with respect to the logits before the cap, `[chunk, vocab]` in hidden's dtype (None unless wanted).
+    In rows that are not valid it is finite and has no meaning.
     """
     logits = head_logits(hidden, weight, soft_cap)  # [chunk, vocab]
     lse, target_logit, column, here = read(logits, target)
@@ -143,10 +143,15 @@ def chunk_loss(
     losses = torch.stack([cross_entropy, z_loss])
     if not wants_grad:
         return losses, None
-    grad = torch.exp(logits - lse)
+    # In place: another tensor of this size costs as much as a pass over it. Only a cap needs the logits again.
+    grad = ((logits - lse) if soft_cap else logits.sub_(lse)).exp_()
     if z_loss_coef:
         grad *= 1.0 + 2.0 * z_loss_coef * lse
-    grad.scatter_(-1, column, grad.gather(-1, column) - here)
+    if torch.compiler.is_compiling():
+        # A compiler fuses this with all else into one pass; around scatter_ it writes and reads the probabilities.
+        grad = grad - here * (torch.arange(logits.shape[-1], device=logits.device) == column)
+    else:
+        grad.scatter_(-1, column, grad.gather(-1, column) - here)
     if soft_cap:
         grad *= 1.0 - (logits / soft_cap).square()
-    return losses, grad.masked_fill_(~valid, 0.0).to(hidden.dtype)
+    return losses, grad.to(hidden.dtype)
