@@ -53,8 +53,8 @@ class Parallel(Section):
     shard_optimizer_over: Literal["dp_shard", "dp"] = "dp_shard"
     """zero1, zero2: shard the optimizer state over the ranks of one copy (dp_shard) or of all copies (dp)."""
     prefetch: Count = 1
-    """Number of units (not fsdp2: buckets) whose parameters are gathered in advance, while an earlier one computes.
-    0, with fsdp2: PyTorch's default."""
+    """fsdp2: number of units whose parameters are gathered in advance, while an earlier one computes; 0: PyTorch's default.
+    The other engines have the memory and gather all in advance."""
     defer_gradient_reduction: bool = False
     """Reduce gradients once per step, not once per microbatch: less communication, but each rank holds full gradients."""
     bucket_size: Literal["auto"] | Count = "auto"

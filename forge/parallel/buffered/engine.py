@@ -86,7 +86,6 @@ class Buffered:
         self._gathering = Gathering(
             buckets[::-1],
             _needs(model, {parameter: name for name, parameter in placed.items()}),
-            prefetch=parallel.prefetch,
             overlap=parallel.overlap_parameters,
             stream=stream,
         )

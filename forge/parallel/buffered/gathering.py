@@ -1,7 +1,8 @@
 """The weights that the model computes with follow the masters, bucket by bucket, while the next forward runs.
 
-A hook before each part of the model waits for the buckets that the part needs and launches the next ones, in the
-order of forward. So any forward, of training, evaluation or generation, computes with the parameters of the last update.
+All gathers are launched in the order of forward, as soon as the masters have changed; a hook before each part of the model
+waits for the buckets that the part needs. Their memory is there anyway, so that nothing is saved by launching them later.
+So any forward, of training, evaluation or generation, computes with the parameters of the last update.
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ class Gathering:
     """Gathers `buckets`, which are in the order of forward.
 
     needs: modules of the model, each with the names of the parameters that must be there before its forward.
-    prefetch: how many buckets to launch ahead of the one that is waited for. overlap: gather during forward; otherwise
-    gather everything as soon as the masters have changed, and wait for it.
+    overlap: gather during forward; otherwise wait for everything as soon as the masters have changed.
     """
 
     def __init__(
@@ -31,12 +31,10 @@ class Gathering:
         buckets: Sequence[BucketMemory],
         needs: Iterable[tuple[nn.Module, Iterable[str]]],
         *,
-        prefetch: int,
         overlap: bool,
         stream: torch.cuda.Stream | None,
     ):
-        self._buckets, self._stream = buckets, stream
-        self._prefetch, self._overlap = prefetch, overlap
+        self._buckets, self._stream, self._overlap = buckets, stream, overlap
         # Of these numbers of buckets: launched, len(self._launched); arrived, self._arrived.
         self._launched: list[AsyncCollectives] = []
         self._arrived = 0
@@ -44,7 +42,7 @@ class Gathering:
         # Between steps a checkpoint may be loaded into masters. Where a bucket's master is its part of `compute`, a gather
         # in flight would overwrite that (gloo writes back what it has read), so it must wait for the next forward.
         in_place = [bool(m.plan.groups.shard) and m.master is m.own for m in buckets]
-        self._ahead = min(prefetch, in_place.index(True) - 1 if True in in_place else len(buckets) - 1)
+        self._early = in_place.index(True) if True in in_place else len(buckets)
 
         number = {placed.name: n for n, memory in enumerate(buckets) for placed in memory.parameters}
         for module, names in needs:
@@ -60,25 +58,25 @@ class Gathering:
             return  # other values may be loaded before the first forward
         if self._overlap:
             self._restart()
-            self._launch_up_to(self._ahead)
+            self._launch(self._early)
         else:
             self.finish()
 
     def finish(self) -> None:
         """Gather all buckets and wait: every parameter of the model then equals its masters."""
-        self._gather(len(self._buckets) - 1, len(self._buckets) - 1)
+        self._gather(len(self._buckets) - 1)
 
     def _before_forward(self, last: int, _module: nn.Module, _inputs: object) -> None:
-        """Wait for all buckets up to number `last`, having launched those that come next."""
-        self._gather(last, last + self._prefetch if self._overlap else len(self._buckets) - 1)
+        self._gather(last if self._overlap else len(self._buckets) - 1)
 
-    def _gather(self, wait_for: int, launch: int) -> None:
+    def _gather(self, last: int) -> None:
+        """Wait for the buckets up to number `last`, with all others on their way."""
         if self._changed:
             self._restart()
-        elif self._arrived > wait_for:
+        elif self._arrived > last:
             return
-        self._launch_up_to(launch)
-        self._wait_for(wait_for)
+        self._launch(len(self._buckets))
+        self._wait_for(last)
 
     def _restart(self) -> None:
         """Copy masters into this rank's part of every bucket; all gathers are to be launched again."""
@@ -93,8 +91,9 @@ class Gathering:
                 memory.own.copy_(memory.master)
         self._launched, self._arrived, self._changed = [], 0, False
 
-    def _launch_up_to(self, last: int) -> None:
-        for memory in self._buckets[len(self._launched) : last + 1]:
+    def _launch(self, number: int) -> None:
+        """Launch the first `number` buckets, but for those that have been."""
+        for memory in self._buckets[len(self._launched) : number]:
             gather = gather_parts(memory.compute, memory.plan.groups.shard)
             self._launched.append(AsyncCollectives(gather, self._stream))
 

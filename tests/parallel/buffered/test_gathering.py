@@ -47,7 +47,7 @@ def _losses(rank: int, world: int, text: str, backwards: bool = False) -> list[f
     [
         pytest.param(engine, keys, marks=slow_unless(not keys or engine == "zero1"))
         for engine in ENGINES
-        for keys in ("", "\nprefetch = 0", "\nprefetch = 7", "\noverlap_parameters = false")
+        for keys in ("", "\noverlap_parameters = false")
     ],
 )
 def test_evaluation_between_steps_sees_new_parameters(engine: str, keys: str) -> None:
@@ -80,35 +80,15 @@ def _gathers(rank: int, world: int, text: str) -> tuple[list[int], int]:
     return counted, sum(len(buffer.buckets) for buffer in engine.buffers)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_an_update_launches_the_first_buckets_and_nothing_is_gathered_twice(overlap: bool) -> None:
-    keys = "" if overlap else "\noverlap_parameters = false"
+@pytest.mark.parametrize("keys", ["", "\noverlap_parameters = false"])
+def test_an_update_launches_all_buckets_and_nothing_is_gathered_twice(keys: str) -> None:
     for counted, buckets in run_ranks(_gathers, 2, engine_config("zero1", SMALL + keys, formats=BFLOAT16)):
-        ahead = 2 if overlap else buckets
-        assert buckets > 5 and counted == [ahead, buckets - ahead, 0, 0]
+        assert buckets > 5 and counted == [buckets, 0, 0, 0]
 
 
-def _launched_ahead(rank: int, world: int, text: str, prefetch: int) -> list[int]:
-    """How many buckets have been launched beyond those that each part of the model waits for."""
-    model, engine, batches = build(text, world)
-    _update(model, engine, next(batches))
-    gathering, ahead = engine._gathering, []
-    wait_for = gathering._wait_for
-
-    def note(last: int) -> None:
-        ahead.append(len(gathering._launched) - 1 - last)
-        wait_for(last)
-
-    gathering._wait_for = note
-    model.evaluate(next(batches))
-    return ahead
-
-
-@pytest.mark.parametrize("prefetch", [0, 1, 3])
-def test_prefetch_is_the_number_of_buckets_launched_ahead(prefetch: int) -> None:
-    text = engine_config("zero1", f"bucket_size = 1\nprefetch = {prefetch}")
-    for ahead in run_ranks(_launched_ahead, 2, text, prefetch):
-        assert ahead[:-1] and set(ahead[: -1 - prefetch]) <= {prefetch} and ahead[-1] <= prefetch
+def test_where_masters_are_parts_of_the_buckets_the_next_forward_launches_them() -> None:
+    for counted, buckets in run_ranks(_gathers, 2, engine_config("zero1", SMALL)):
+        assert buckets > 5 and counted == [0, buckets, 0, 0]
 
 
 def _first_copy(rank: int, world: int, text: str) -> list[float]:
