@@ -7,12 +7,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from forge.config import parse_toml_text
-from forge.optim import build_optimizer
-from forge.parallel.gradients import clip_gradients, report_gradients
 from tests.support.buffers import ENGINES, SMALL, backward, build, engine_config
 from tests.support.collectives import collectives_of
 from tests.support.harness import run_ranks
@@ -105,46 +100,6 @@ def test_parameters_are_sent_in_compute_and_gradients_in_reduce(engine: str, red
     for sent, numel in run_ranks(_bytes, 2, text):
         assert sent["all_gather"] == pytest.approx(2 * numel, rel=0.02)
         assert sent["reduce_scatter"] == pytest.approx(width * numel, rel=0.02)
-
-
-class Waited(Exception):
-    pass
-
-
-class NoWaiting(TorchDispatchMode):
-    """Raises at operators that copy a result, or its shape, from the device to the host."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._overloadpacket.__name__ in ("_local_scalar_dense", "nonzero", "masked_select", "equal"):
-            raise Waited(func)
-        return func(*args, **(kwargs or {}))
-
-
-def _no_waiting(rank: int, world: int, text: str) -> None:
-    model, _, batches = build(text, world)
-    optimizer = build_optimizer(model.shards, parse_toml_text(text).optimizer)
-    batch = next(batches)
-
-    def wait(*_: object) -> None:
-        raise Waited
-
-    for name in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy"):
-        setattr(torch.Tensor, name, wait)
-    with NoWaiting():
-        for _ in range(2):
-            sums = model.forward_backward(batch, model.count_tokens(batch))
-            model.finalize_gradients()
-            report = report_gradients(model.shards, sums.objective, stop=False)
-            clip_gradients(model.shards, report.norm, 1.0)
-            optimizer.step(1e-3, report.skip)
-            model.after_update()
-            model.zero_gradients()
-
-
-@pytest.mark.parametrize("formats", [("float64",) * 3, ("float32", "bfloat16", "bfloat16")])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_nothing_in_a_step_waits_for_the_device(engine: str, formats) -> None:
-    run_ranks(_no_waiting, 2, engine_config(engine, SMALL, micro=2, formats=formats))
 
 
 def _order(rank: int, world: int, text: str) -> list[str]:
