@@ -13,7 +13,7 @@ from math import prod
 from typing import Literal, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
@@ -93,8 +93,13 @@ class Shard:
             start += box.numel
 
 
+_PLAIN = (Tensor, nn.Parameter)
+
+
 def local(tensor: Tensor) -> Tensor:
     """The part of `tensor` in this process: a DTensor's local tensor, any other tensor itself."""
+    if type(tensor) in _PLAIN:
+        return tensor  # called for every parameter several times a step
     mine = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     # A weight that FSDP gathers in float8 is wrapped by torchao; the plain one is inside.
     return getattr(mine, "_tensor", mine)

@@ -124,7 +124,8 @@ class Reporter:
             "time": utc_now(),
         }
         try:
-            replace_atomically(self.directory.status, encode(status))
+            # Ranks would wait for the disk of the first one at each line of the metrics.
+            replace_atomically(self.directory.status, encode(status), sync=state != "running")
         except OSError as error:
             log.warning("%s could not be replaced and is out of date: %s", self.directory.status, error)
 

@@ -70,7 +70,9 @@ class AdamW:
             self._moments(shards, "exp_avg_sq"),
         ]
         wide = wide_dtype(shards[0])
-        params, grads, exp_avg, exp_avg_sq = ([t.to(wide) for t in state] for state in states)
+        params, grads, exp_avg, exp_avg_sq = (
+            state if state[0].dtype == wide else [t.to(wide) for t in state] for state in states
+        )
         adamw(
             params,
             grads,

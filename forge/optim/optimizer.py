@@ -72,7 +72,8 @@ def build_optimizer(
 
 def gradient(shard: Shard) -> Tensor:
     """Return the shard's local gradient; zeros where there was no backward, as for an expert that got no tokens."""
-    return torch.zeros_like(shard.data) if shard.grad is None else shard.grad
+    grad = shard.grad
+    return torch.zeros_like(shard.data) if grad is None else grad
 
 
 def weight_decay(name: str, config: OptimizerConfig) -> float:

@@ -80,6 +80,6 @@ def _present(shards: list[Shard]) -> dict[torch.dtype, list[Tensor]]:
     """The gradients on this rank by dtype, because kernels over lists take one dtype. On the CPU if parameters are."""
     grads: dict[torch.dtype, list[Tensor]] = {}
     for shard in shards:
-        if shard.boxes and shard.grad is not None:
-            grads.setdefault(shard.grad.dtype, []).append(shard.grad)
+        if shard.boxes and (grad := shard.grad) is not None:
+            grads.setdefault(grad.dtype, []).append(grad)
     return grads

@@ -65,10 +65,10 @@ def test_a_reader_finds_the_old_or_the_new_status_whole(tmp_path, reporter, monk
 def test_a_full_disk_costs_a_warning_and_leaves_the_old_status(tmp_path, reporter, monkeypatch, caplog):
     reporter.running(1)
 
-    def full(descriptor):
+    def full(*_):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "replace", full)
     reporter.running(2)
     assert json.loads((tmp_path / "status.json").read_text())["step"] == 1
     assert "No space left" in caplog.text

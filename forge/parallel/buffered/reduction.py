@@ -1,9 +1,9 @@
 """Gradients are summed over ranks, bucket by bucket, while backward runs.
 
-A hook on every parameter reports its gradient. A bucket is launched once all of its gradients have arrived and all buckets
-before it have been launched: so collectives have the same order on all ranks, in whatever order backward makes
-gradients. Gradients that no hook reports (an unused parameter, weight gradients that a pipeline schedule computes by
-themselves) are picked up when the remaining buckets are launched, after backward.
+A hook on every parameter that ranks share reports its gradient. A bucket is launched once all of its gradients have
+arrived and all buckets before it have been launched: so collectives have the same order on all ranks, in whatever order
+backward makes gradients. Gradients that no hook reports (an unused parameter, weight gradients that a pipeline schedule
+computes by themselves) are picked up when the remaining buckets are launched, after backward.
 
 There are two ways for a bucket:
 
@@ -42,6 +42,7 @@ class BucketGradients:
     def __init__(self, memory: BucketMemory):
         self.memory = memory
         self.collected = bool(memory.microbatch_groups)
+        self.shared = bool(memory.plan.groups.shard or memory.plan.groups.replicate)
         self.expected = sum(placed.parameter.requires_grad for placed in memory.parameters)
         self.temporary_numel = memory.bucket.numel if self.collected or memory.plan.casts_gradients else 0
         self.temporary: Tensor | None = None
@@ -133,7 +134,8 @@ class Reduction:
         self._last = self._complete = False
         for bucket in self.buckets:
             for placed in bucket.memory.parameters:
-                if placed.parameter.requires_grad:
+                # Gradients of which no other rank has a part need not be known before the end of backward.
+                if placed.parameter.requires_grad and bucket.shared:
                     hook = functools.partial(self._arrive, bucket, placed)
                     placed.parameter.register_post_accumulate_grad_hook(hook)
 
@@ -173,7 +175,6 @@ class Reduction:
         self._complete = False
 
     def _arrive(self, bucket: BucketGradients, placed: PlacedParameter, _parameter: nn.Parameter) -> None:
-        placed.check()
         if not (self._last or bucket.collected):
             return
         if bucket.launched:
@@ -187,6 +188,8 @@ class Reduction:
             self._launch(self._due[self._next])
 
     def _launch(self, bucket: BucketGradients) -> None:
+        for placed in bucket.memory.parameters:
+            placed.check()
         if bucket.temporary_numel and bucket.temporary is None:
             self._acquire_temporary(bucket)
         bucket.collect_rest()
