@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 import torch
 
 from benchmarks.data import forget
-from benchmarks.loops import TINY, ForgeLoop, alone, configure
+from benchmarks.loops import TINY, ForgeLoop, configure, joined
 from benchmarks.measure import (
     Spread,
     environment,
@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def measure(given: argparse.Namespace, overrides: list[str]) -> None:
     """Measures saves in both modes and resumes, prints and writes the table."""
-    device = alone().device
+    device = joined().device
     config = configure(given.config, *overrides)
     about = environment(device) | {"settings": _settings(given, device)}
     results: dict[str, Any] = {}

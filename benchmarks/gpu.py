@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 import torch
 
 from benchmarks.kernels import largest_other, shares, times_of
-from benchmarks.loops import ForgeLoop, alone, configure, known_peak
+from benchmarks.loops import ForgeLoop, configure, joined, known_peak
 from benchmarks.measure import (
     Spread,
     environment,
@@ -122,7 +122,7 @@ def measure(given: argparse.Namespace, overrides: list[str]) -> list[Row]:
             f"--only {given.only}: no row's name contains that, as {', '.join(SHAPES)} or {', '.join(STATES)} do"
         )
     began = time.monotonic()
-    device = alone().device
+    device = joined().device
     about = environment(device) | {"settings": _settings(given, device)}
     rows: list[Row] = []
     longest = 0.0

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
+import tempfile
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,14 +15,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
+from benchmarks.measure import Contender, require_learning, take_turns
 from forge.checkpoint import Checkpoints
 from forge.config import Config, check_world, load_config
 from forge.data.build import build_dataset, open_data
 from forge.data.loader import Batch, Loader
 from forge.hook import Hooks
-from forge.model import IGNORE
+from forge.model import IGNORE, flops_per_token
 from forge.observe.hardware import peak_flops
 from forge.observe.report import Reporter
 from forge.observe.run_directory import RunDirectory
@@ -32,7 +37,7 @@ from forge.train.hooks import make_hooks
 from forge.train.resume import Start
 from forge.train.save import Saves
 from forge.train.trainer import Trainer
-from forge.world import World, join
+from forge.world import World, join, read_world
 
 # Learnable data without a file; no schedule, so that a loss falls within a few steps; no pauses of any kind.
 LEARNABLE = (
@@ -91,12 +96,12 @@ def settings_of(
     }
 
 
-def alone() -> World:
-    """This process as a world of one, joined on the first call."""
-    world = World(rank=0, size=1, local_rank=0, launcher="python")
+def joined() -> World:
+    """This process among the others on this machine, which it joins on the first call."""
     if not dist.is_initialized():
-        join(world)
-    return world
+        join(read_world())
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return World(rank, size, local_rank=rank, launcher="torchrun" if size > 1 else "python", local_size=size)
 
 
 class ForgeLoop:
@@ -107,7 +112,7 @@ class ForgeLoop:
 
     def __init__(self, name: str, config: Config, folder: Path, mode: str = "async"):
         self.name, self.config = name, config
-        world = alone()
+        world = joined()
         degrees = check_world(config, world.size)
         directory = RunDirectory(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -135,6 +140,8 @@ class ForgeLoop:
 
     def losses(self) -> list[float]:
         self.trainer.process_last_result()
+        if dist.get_rank():
+            return []  # the first writes the metrics
         lines = map(json.loads, self._metrics.read_text().splitlines())
         losses = [line["loss"] for line in lines if "loss" in line]
         return [float("nan") if loss is None else loss for loss in losses]
@@ -145,16 +152,20 @@ class ForgeLoop:
 
 
 class BareLoop:
-    """The same model, loss and start in a loop as anyone would write it: torch.optim.AdamW, no sharding, no metrics.
+    """The same model and start in a loop as anyone would write it: PyTorch's loss and AdamW, no metrics.
 
-    Its batches lie on the device before it starts, so reading data costs it nothing.
+    Its batches lie on the device before it starts, so reading data costs it nothing. Computes in `precision.compute` by
+    autocast. On several processes fully_shard divides each layer.
     """
 
     def __init__(self, name: str, config: Config, batches: list[Batch], device: torch.device):
         self.name, self.config = name, config
         self._batches, self._next = batches, 0
         self._losses: list[Tensor] = []
+        self._narrow = config.precision.compute == "bfloat16"
         self.model = self._build(device)
+        if dist.get_world_size() > 1:
+            self._shard()
         decayed: list[nn.Parameter] = []
         others: list[nn.Parameter] = []
         for parameter_name, parameter in self.model.named_parameters():
@@ -182,13 +193,24 @@ class BareLoop:
         model.reset_buffers(DTYPES[self.config.precision.storage])
         return model
 
+    def _shard(self) -> None:
+        narrow = (
+            MixedPrecisionPolicy(torch.bfloat16, torch.float32) if self._narrow else MixedPrecisionPolicy()
+        )
+        for layer in self.model.layers.values():  # type: ignore[operator, union-attr]
+            fully_shard(layer, mp_policy=narrow)
+        fully_shard(self.model, mp_policy=narrow)
+
     def step(self) -> None:
         batch = self._batches[self._next % len(self._batches)]
         self._next += 1
-        tokens = (batch.labels != IGNORE).sum()
+        tokens = (
+            batch.labels != IGNORE
+        ).sum()  # as many on each process, of whose gradients fully_shard takes the mean
         total = torch.zeros((), device=batch.tokens.device)
         for micro in batch.microbatches(self.config.train.micro_batch_size):
-            loss = self._loss(micro)
+            with torch.autocast(tokens.device.type, torch.bfloat16, self._narrow):
+                loss = self._loss(micro)
             (loss / tokens).backward()
             total += loss.detach()
         nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.grad_clip_norm)
@@ -198,7 +220,7 @@ class BareLoop:
 
     def _loss(self, micro: Batch) -> Tensor:
         """Summed over the tokens of a microbatch."""
-        return self.model(micro.tokens, micro.labels)[0]
+        return _cross_entropy(self.model(micro.tokens), micro.labels)
 
     def losses(self) -> list[float]:
         return torch.stack(self._losses).tolist() if self._losses else []
@@ -234,8 +256,13 @@ class LlamaLoop(BareLoop):
             )
 
     def _loss(self, micro: Batch) -> Tensor:
-        logits = self.model(input_ids=micro.tokens).logits.flatten(0, 1).float()
-        return F.cross_entropy(logits, micro.labels.flatten(), ignore_index=IGNORE, reduction="sum")
+        return _cross_entropy(self.model(input_ids=micro.tokens).logits, micro.labels)
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(
+        logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE, reduction="sum"
+    )
 
 
 def why_no_llama() -> str | None:
@@ -244,18 +271,60 @@ def why_no_llama() -> str | None:
 
 
 def make_batches(config: Config, count: int, device: torch.device) -> list[Batch]:
-    """The first `count` batches that forge's loader gives, on the device."""
+    """This process' part of the first `count` batches that forge's loader gives, on the device."""
     loader = Loader(
         build_dataset(config),
         global_batch_size=config.train.global_batch_size,
-        rank=0,
-        ranks=1,
+        rank=dist.get_rank(),
+        ranks=dist.get_world_size(),
         device=device,
     )
     try:
         return [next(loader) for _ in range(count)]
     finally:
         loader.close()
+
+
+def compare(
+    make: Callable[[Path], list[Contender]], given: argparse.Namespace, device: torch.device
+) -> list[dict[str, Any]]:
+    """Let the contenders that `make(folder)` returns take turns; return a row for each, as JSON. Collective.
+
+    A row has the seconds per step of each round, the losses, the tokens of a step, and the seconds that its operations
+    take at the device's peak, if that is known. Raises UserError for a contender that does not learn.
+    """
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    try:
+        contenders = make(Path(folder[0]))
+        seconds = take_turns(
+            contenders, rounds=given.rounds, steps=given.steps, warmup=given.warmup, device=device
+        )
+        losses = {contender.name: contender.losses() for contender in contenders}
+        for contender in contenders:
+            contender.close()
+    finally:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder[0])
+    rows = []
+    for contender in contenders:
+        name = contender.name
+        if dist.get_rank() == 0:
+            require_learning(name, losses[name])
+        config: Config = contender.config  # type: ignore[attr-defined]
+        peak, tokens = known_peak(config, device), config.train.global_batch_size * config.train.seq_len
+        flops = flops_per_token(build_meta_model(config), config.train.seq_len) * tokens
+        rows.append(
+            {
+                "name": name,
+                "seconds": seconds[name],
+                "losses": losses[name],
+                "tokens": tokens,
+                "seconds_at_peak": flops / dist.get_world_size() / peak if peak else None,
+            }
+        )
+    return rows
 
 
 def known_peak(config: Config, device: torch.device) -> float | None:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.loops import TINY, ForgeLoop, alone, configure, known_peak, settings_of
+from benchmarks.loops import TINY, ForgeLoop, configure, joined, known_peak, settings_of
 from benchmarks.measure import (
     Spread,
     against_bar,
@@ -101,7 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
 def measure(given: argparse.Namespace, overrides: list[str]) -> None:
     """Runs all contenders, refuses what does not learn, prints and writes the table."""
     torch.set_num_threads(given.threads)
-    device = alone().device
+    device = joined().device
     dense, experts = _configs(given, overrides)
     moe = experts.model.moe
     assert moe is not None

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.loops import TINY, ForgeLoop, alone, configure, settings_of
+from benchmarks.loops import TINY, ForgeLoop, configure, joined, settings_of
 from benchmarks.measure import (
     Spread,
     against_bar,
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
 def measure(given: argparse.Namespace, overrides: list[str]) -> None:
     """Run both in turn, print and write the table."""
     torch.set_num_threads(given.threads)
-    device = alone().device
+    device = joined().device
     plain = configure(given.config, *overrides)
     watched = configure(given.config, *overrides, "--metrics.monitor_interval=1")
     about = environment(device) | {"settings": settings_of(given, plain, device)}

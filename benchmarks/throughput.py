@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,9 @@ from benchmarks.loops import (
     BareLoop,
     ForgeLoop,
     LlamaLoop,
-    alone,
+    compare,
     configure,
-    known_peak,
+    joined,
     make_batches,
     settings_of,
     why_no_llama,
@@ -41,18 +40,23 @@ from benchmarks.measure import (
     parser,
     publish,
     ratio,
-    require_learning,
-    take_turns,
 )
-from forge.config import Config
+from benchmarks.ranks import rows_of_ranks
 from forge.errors import UserError
-from forge.model import flops_per_token
-from forge.parallel.build import build_meta_model
-from scripts.options import exit_code_of
+from scripts.options import exit_code_of, positive
 
 BARE, FORGE = "bare, float32", "forge, float32"
-# Row -> (base, least ratio), on the debug model on a CPU.
-BARS = {FORGE: (BARE, 0.97), "forge, bfloat16 compute": (BARE, 1.25)}
+NARROW_BARE, NARROW_FORGE = "bare, bfloat16", "forge, bfloat16"
+TWO = ", two processes"
+# Row -> (base, least ratio), on a CPU with the shape below.
+BARS = {
+    FORGE: (BARE, 1.0),
+    NARROW_FORGE: (NARROW_BARE, 1.12),
+    FORGE + TWO: (BARE + TWO, 1.0),
+    NARROW_FORGE + TWO: (NARROW_BARE + TWO, 1.06),
+}
+# Of debug.toml, if nothing else is asked for: one microbatch per process.
+SHAPE = ("--model.n_layers=6", "--model.vocab_size=8192", "--train.seq_len=512", "--train.micro_batch_size=4")
 # Features at world size 1, each against forge without it. Rounding, recomputation and compilation pay on large
 # models; the rows say what they cost or give on this one.
 FEATURES = {
@@ -66,50 +70,56 @@ FEATURES = {
 
 def main(arguments: list[str] | None = None) -> int:
     given, overrides = _parser().parse_known_args(arguments)
+    given.barred = given.config == "debug.toml" and not given.tiny and not overrides
+    if given.barred:
+        overrides = [*SHAPE, "--train.global_batch_size=4"]
     return exit_code_of(lambda: measure(given, [*(TINY if given.tiny else ()), *overrides]))
 
 
 def measure(given: argparse.Namespace, overrides: list[str]) -> None:
     """Runs all contenders, refuses what does not learn, prints and writes the table."""
     torch.set_num_threads(given.threads)
-    device = alone().device
+    device = joined().device
     plain = configure(given.config, "--precision.compute=float32", *overrides)
     about = environment(device) | {"settings": settings_of(given, plain, device)}
     skipped: dict[str, str] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        contenders = _contenders(given, overrides, plain, device, Path(folder), skipped)
-        seconds = take_turns(
-            contenders, rounds=given.rounds, steps=given.steps, warmup=given.warmup, device=device
-        )
-        losses = {contender.name: contender.losses() for contender in contenders}
-        for contender in contenders:
-            contender.close()
-    for name, values in losses.items():
-        require_learning(name, values)
-    configs = {contender.name: contender.config for contender in contenders}  # type: ignore[attr-defined]
-    barred = device.type == "cpu" and Path(given.config).stem == "debug" and not overrides
-    rows = [_row(name, configs[name], seconds, losses[name], device, barred) for name in seconds]
+    found = compare(lambda folder: _contenders(given, overrides, device, folder, skipped), given, device)
+    if 2 in given.worlds and device.type == "cpu":
+        batch = 2 * plain.train.global_batch_size
+        more = [*overrides, f"--train.global_batch_size={batch}", "--parallel.data_parallel=fsdp2"]
+        found += [row | {"name": row["name"] + TWO} for row in rows_of_ranks(2, _on_ranks, given, more)]
+    seconds = {row["name"]: row["seconds"] for row in found}
+    rows = [_row(row, seconds, device, given.barred and device.type == "cpu") for row in found]
     table = _table(rows, skipped)
     publish("throughput", given.output, about, {"rows": rows, "skipped": skipped}, table)
+
+
+def _on_ranks(device: torch.device, given: argparse.Namespace, overrides: list[str]) -> list[dict[str, Any]]:
+    return compare(lambda folder: _contenders(given, overrides, device, folder, None), given, device)
 
 
 def _contenders(
     given: argparse.Namespace,
     overrides: list[str],
-    plain: Config,
     device: torch.device,
     folder: Path,
-    skipped: dict[str, str],
+    skipped: dict[str, str] | None,
 ) -> list[Contender]:
-    """Every row that can be; why another cannot goes to `skipped`."""
+    """Every row that can be; why another cannot goes to `skipped`. Without it only what is barred."""
+    plain, bfloat16 = (
+        configure(given.config, *overrides, f"--precision.compute={dtype}")
+        for dtype in ("float32", "bfloat16")
+    )
     batches = make_batches(plain, given.warmup + given.rounds * given.steps, device)
     found: list[Contender] = [
         BareLoop(BARE, plain, batches, device),
         ForgeLoop(FORGE, plain, folder / "float32"),
+        BareLoop(NARROW_BARE, bfloat16, batches, device),
+        ForgeLoop(NARROW_FORGE, bfloat16, folder / "bfloat16"),
     ]
+    if skipped is None:
+        return found
     narrow = "--precision.compute=bfloat16"
-    bfloat16 = configure(given.config, *overrides, narrow)
-    found.append(ForgeLoop("forge, bfloat16 compute", bfloat16, folder / "bfloat16"))
     if reason := why_no_llama():
         skipped["transformers' Llama, float32"] = reason
     else:
@@ -133,33 +143,30 @@ def _contenders(
 
 
 def _row(
-    name: str,
-    config: Config,
-    seconds: dict[str, list[float]],
-    losses: list[float],
-    device: torch.device,
-    barred: bool,
+    found: dict[str, Any], seconds: dict[str, list[float]], device: torch.device, barred: bool
 ) -> dict[str, Any]:
-    mine = seconds[name]
-    train = config.train
-    rate = Spread.of([train.global_batch_size * train.seq_len / s for s in mine])
-    peak = known_peak(config, device)
-    features = name.count(",") > 1
-    base = BARE if not features else FORGE if "float32" in name else "forge, bfloat16 compute"
-    bar = BARS.get(name) if barred else None
+    name, mine, losses = found["name"], found["seconds"], found["losses"]
+    step = Spread.of(mine)
+    base = _base(name)
     return {
         "name": name,
-        "tokens_per_second": rate,
+        "tokens_per_second": Spread.of([found["tokens"] / s for s in mine]),
         "step_ms": Spread.of([1000 * s for s in mine]),
-        "mfu": rate.median * flops_per_token(build_meta_model(config), train.seq_len) / peak
-        if peak
-        else None,
+        "mfu": found["seconds_at_peak"] and found["seconds_at_peak"] / step.median,
         "base": base,
         "ratio": ratio(seconds[base], mine),
-        "bar": bar[1] if bar else None,
+        "bar": BARS[name][1] if barred and name in BARS else None,
         "first_loss": losses[0],
         "last_loss": losses[-1],
     }
+
+
+def _base(name: str) -> str:
+    if name in BARS:
+        return BARS[name][0]
+    if name.count(",") > 1 and not name.endswith(TWO):  # a feature
+        return FORGE if "float32" in name else NARROW_FORGE
+    return BARE + TWO if name.endswith(TWO) else BARE
 
 
 def _table(rows: list[dict[str, Any]], skipped: dict[str, str]) -> str:
@@ -187,6 +194,14 @@ def _table(rows: list[dict[str, Any]], skipped: dict[str, str]) -> str:
 def _parser() -> argparse.ArgumentParser:
     cores = len(os.sched_getaffinity(0))
     made = parser(__doc__, config="the model and its batch", rounds=9, steps=2, warmup=3, threads=cores)
+    made.add_argument(
+        "--worlds",
+        type=positive,
+        nargs="+",
+        default=[1, 2],
+        metavar="N",
+        help="1, or 1 2: two processes, too",
+    )
     made.add_argument("--features", action="store_true", help="also compile, checkpointing and float8")
     return made
 

@@ -37,17 +37,42 @@ def run(folder: Path, name: str, *arguments: str) -> tuple[int, dict]:
 
 
 def test_throughput_compares_the_same_model_from_the_same_start(tmp_path):
-    code, found = run(tmp_path, "throughput", "--tiny", "--threads", "1", *FAST)
+    code, found = run(tmp_path, "throughput", "--tiny", "--threads", "1", "--worlds", "1", *FAST)
     assert code == 0
     assert found["versions"]["torch"] and found["date"] and found["settings"]["rounds"] == 2
     rows = {row["name"]: row for row in found["results"]["rows"]}
-    assert {"bare, float32", "forge, float32", "forge, bfloat16 compute"} <= set(rows)
+    assert {f"{loop}, {compute}" for loop in ("bare", "forge") for compute in ("float32", "bfloat16")} <= set(
+        rows
+    )
     assert rows["forge, float32"]["base"] == "bare, float32"
     assert rows["forge, float32"]["first_loss"] == pytest.approx(
         rows["bare, float32"]["first_loss"], abs=1e-5
     )
     for row in rows.values():
         assert row["ratio"]["low"] <= row["ratio"]["median"] <= row["ratio"]["high"]
+
+
+def run_here(folder: Path, name: str, *arguments: str) -> dict:
+    """The results of a benchmark that starts processes, which those of `run` must not."""
+    assert importlib.import_module(f"benchmarks.{name}").main([*arguments, "--output", str(folder)]) == 0
+    (file,) = folder.glob(f"*-{name}.json")
+    return json.loads(file.read_text())["results"]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_throughput_of_two_processes(tmp_path):
+    rows = run_here(tmp_path, "throughput", "--tiny", "--threads", "1", *FAST)["rows"]
+    two = {row["name"]: row["base"] for row in rows if row["name"].endswith(", two processes")}
+    assert len(two) == 4 and set(two.values()) == {name for name in two if name.startswith("bare")}
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_the_host_benchmark(tmp_path):
+    rows = run_here(tmp_path, "host", "--tiny", *FAST)["rows"]
+    loops = {(row["processes"], row["loop"]) for row in rows}
+    assert loops == {(1, "bare"), (1, "fsdp2"), (2, "bare"), (2, "fsdp2"), (2, "zero1")}
 
 
 def test_experts_are_compared_under_one_load(tmp_path):
@@ -67,7 +92,9 @@ def test_experts_are_compared_under_one_load(tmp_path):
 
 def test_a_model_that_does_not_learn_is_not_reported(tmp_path):
     """Trap 14."""
-    code, found = run(tmp_path, "throughput", "--tiny", "--threads", "1", *FAST, "--optimizer.lr=1e-30")
+    code, found = run(
+        tmp_path, "throughput", "--tiny", "--threads", "1", "--worlds", "1", *FAST, "--optimizer.lr=1e-30"
+    )
     assert (code, found) == (1, {})
 
 
