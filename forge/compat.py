@@ -38,16 +38,6 @@ def all_gather_into(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> di
     return gather(whole, part, group=group, async_op=True)
 
 
-def add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add `a` `[n, k]` @ `b` `[k, m]` to `into` `[n, m]`, whose dtype may be wider, without a product in between on CUDA."""
-    if into.dtype == a.dtype:
-        into.addmm_(a, b)
-    elif into.is_cuda:
-        torch.addmm(into, a, b, out_dtype=into.dtype, out=into)
-    else:
-        into += a @ b
-
-
 def side_stream(device: torch.device) -> torch.cuda.Stream | None:
     """Return a CUDA stream for work that overlaps the computation; None on the CPU, where threads do it."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from forge import compat
 from forge.model.precision import promoted
 
 # Label of a position that is not part of the loss; PyTorch's default.
@@ -95,7 +94,13 @@ class _ChunkedLoss(torch.autograd.Function):
                 torch.mm(grad, weight, out=grad_hidden[rows])
                 grad_hidden[rows].masked_fill_(~valid, 0.0)
             if grad is not None and grad_weight is not None:
-                compat.add_product(grad_weight, grad.T, x)  # rows of x that are not valid are 0
+                # Rows of x that are not valid are 0.
+                if exact == grad.dtype:
+                    grad_weight.addmm_(grad.T, x)
+                elif grad.is_cuda:  # which alone can add a product of narrower numbers
+                    torch.addmm(grad_weight, grad.T, x, out_dtype=exact, out=grad_weight)
+                else:
+                    grad_weight += grad.T @ x
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtypes = hidden.dtype, weight.dtype
         return torch.stack([sums[0] + z_loss_coef * sums[1], sums[0], sums[1]])

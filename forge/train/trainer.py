@@ -13,7 +13,7 @@ from forge.data.build import Data
 from forge.data.loader import Batch, Loader
 from forge.errors import RollbackRequired
 from forge.hook import Hook, Hooks, StepInfo
-from forge.model import ParameterCounts, flops_per_token, parameter_counts
+from forge.model import flops_per_token, parameter_counts
 from forge.observe.collector import Collector
 from forge.observe.metrics import MetricsWriter
 from forge.observe.report import Reporter
@@ -26,6 +26,7 @@ from forge.resilience.spikes import SpikeWindow
 from forge.resilience.stopping import StopSignals
 from forge.resilience.watchdog import patience
 from forge.train.anomalies import AnomalyPolicy
+from forge.train.model_summary import summarize
 from forge.train.optimizers import load_training_state, make_optimizer
 from forge.train.origin import write_origin
 from forge.train.results import StepResults
@@ -65,7 +66,7 @@ class Trainer:
         reporter.memory.count_state(self.model.memory(), self.optimizer.tensors())
         # What was built is counted, which for a class of the user's own need not be what [model] says.
         whole = build_meta_model(config)
-        self._log_model_summary(parameter_counts(whole))
+        summarize(self.model, parameter_counts(whole), config, degrees, reporter.memory)
         if unused := unused_keys(config, (name for name, _ in whole.named_parameters())):
             log.info("set, but not used: %s", "; ".join(unused))
 
@@ -221,17 +222,3 @@ class Trainer:
             device=self.device,
             prefetch=self.config.data.prefetch,
         )
-
-    def _log_model_summary(self, counts: ParameterCounts) -> None:
-        """Log the size of the model, its memory and its layout."""
-        config, degrees = self.config, self.meshes.degrees
-        log.info("%s: %s", config.parallel.data_parallel, self.reporter.memory.per_parameter(counts.total))
-        size = f"{counts.total:,} parameters" + (
-            f" ({counts.active:,} active)" if counts.active < counts.total else ""
-        )
-        axes = vars(degrees) | {"accumulation": 1}
-        layout = " ".join(f"{name}={degree}" for name, degree in axes.items() if degree > 1) or "one process"
-        steps = f"{degrees.accumulation} microbatches per step"
-        if degrees.accumulation > 1:
-            steps += f"; {self.model.accumulation_memory_summary()}"
-        log.info("%s: %s, %s, %s", config.run.name, size, layout, steps)

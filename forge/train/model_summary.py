@@ -1,0 +1,28 @@
+"""The lines of the log that say what is trained: the model's size, its layout and its memory per parameter."""
+
+from __future__ import annotations
+
+import logging
+
+from forge.config import Config, Degrees
+from forge.model import ParameterCounts
+from forge.observe.memory_report import MemoryReport
+from forge.parallel.model import ParallelModel
+
+log = logging.getLogger(__name__)
+
+
+def summarize(
+    model: ParallelModel, counts: ParameterCounts, config: Config, degrees: Degrees, memory: MemoryReport
+) -> None:
+    """Log the size of the model, its memory and its layout."""
+    log.info("%s: %s", config.parallel.data_parallel, memory.per_parameter(counts.total))
+    size = f"{counts.total:,} parameters"
+    if counts.active < counts.total:
+        size += f" ({counts.active:,} active)"
+    axes = vars(degrees) | {"accumulation": 1}
+    layout = " ".join(f"{name}={degree}" for name, degree in axes.items() if degree > 1) or "one process"
+    steps = f"{degrees.accumulation} microbatches per step"
+    if degrees.accumulation > 1:
+        steps += f"; {model.accumulation_memory_summary()}"
+    log.info("%s: %s, %s, %s", config.run.name, size, layout, steps)
