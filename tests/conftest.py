@@ -1,15 +1,19 @@
-"""What every test has: its own random numbers, no process left behind, the marker `processes`, and its room's seconds."""
+"""What every test has: its own random numbers, no process left behind, the marker `processes`, and its room's seconds.
+
+And what every test of a fault has: a diagnosis of the runs that it leaves names the fault.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.support import processes, rooms
+from tests.support import diagnosed, processes, rooms
 from tests.support.harness import end_ranks
 
 # Examples are the same in every run, and none fails for having waited for a processor.
@@ -30,6 +34,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.processes)
         if item.get_closest_marker("processes") and config.getoption("reruns") is None:
             item.add_marker(pytest.mark.flaky(reruns=1))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    """Diagnose what a test of docs/recovery.md's table has left, once it has passed."""
+    result = yield
+    folder = pyfuncitem.funcargs.get("tmp_path")
+    if isinstance(folder, Path):
+        diagnosed.require_named(pyfuncitem.name, folder)
+    return result
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from forge.errors import BAD_CONFIG
 from forge.observe.json_lines import read_object
 from forge.report.read import RunRecord, read_run
 from forge.report.rules import AGAIN, MACHINE, RULES, Rule
@@ -173,8 +174,10 @@ def _first(run: RunRecord, incidents: list[Incident]) -> str:
             ]
         )
     if run.status.get("state") == "failed":
-        log = run.path / "logs"
-        return f"WHAT HAPPENED FIRST: {run.status.get('reason')}\nWHAT TO TRY: read the end of the logs in {log}. {AGAIN}"
+        read = f"Read the end of the logs in {run.path / 'logs'}. {AGAIN}"
+        refused = run.status.get("exit_code") == BAD_CONFIG
+        remedy = "Fix what the message names, and start the same command again." if refused else read
+        return f"WHAT HAPPENED FIRST: {run.status.get('reason')}\nWHAT TO TRY: {remedy}"
     if run.status.get("state") == "stopped":
         return f"Nothing failed: it was stopped on request.\nWHAT TO TRY: {AGAIN}"
     return (

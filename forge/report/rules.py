@@ -29,7 +29,14 @@ MACHINE = (
 )
 
 RULES = (
-    # What a rank says of itself comes before what others say of it.
+    # First what costs a warning only, whatever its cause. What a rank says of itself comes before what others say of it.
+    _rule(
+        "something beside training failed",
+        r"no (?:evaluation|sample|tasks) at step|is off from now on|sampling failed|scoring tasks failed|"
+        r"kept in memory for now|no log file for",
+        "Training goes on without it; fix what the message names before the next start.",
+        grave=False,
+    ),
     _rule(
         "out of memory",
         r"out of memory",
@@ -81,6 +88,11 @@ RULES = (
         grave=False,
     ),
     _rule(
+        "a disk is full, or a quota is used up",
+        r"No space left on device|Disk quota exceeded",
+        "Make room on that disk. " + AGAIN,
+    ),
+    _rule(
         "no usable checkpoint",
         r"every checkpoint in .* is damaged|no checkpoint in .* can be used|cannot be loaded: ",
         "Restore a checkpoint from a copy, or begin a new history; see docs/recovery.md, Damaged checkpoints.",
@@ -115,20 +127,14 @@ RULES = (
     ),
     _rule(
         "damaged data, or of another tokenizer",
-        r"token id \d+ |beyond the vocabulary|bytes, .*not a whole number|is truncated|has fewer than|no document",
+        r"token id \d+|beyond the vocabulary|bytes, .*not a whole number|is truncated|has fewer than|no document|"
+        r"tokens?, and one sequence needs",
         "Look at the data with scripts/inspect_data.py, and prepare it again.",
     ),
     _rule(
         "the configuration cannot be continued",
         r"cannot be continued with another model or data order|does not fit the configured model",
         "Set the key back, or begin a new run with checkpoint.init.",
-    ),
-    _rule(
-        "something beside training failed",
-        r"no (?:evaluation|sample|tasks) at step|is off from now on|sampling failed|scoring tasks failed|"
-        r"kept in memory for now|no log file for",
-        "Training goes on without it; fix what the message names before the next start.",
-        grave=False,
     ),
     _rule(
         "a rank is slow, and all wait for it",

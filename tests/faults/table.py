@@ -20,10 +20,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.diagnosed import row_of
+
 REPOSITORY = Path(__file__).parents[2]
 PAGE = REPOSITORY / "docs" / "recovery.md"
 _ROW = re.compile(r"^\| ([KPSRNHDX]\d) \| (.+?) \| (.+?) \|$", re.M)
-_TEST = re.compile(r"test_([kpsrnhdx]\d)_")
 _DEFINITION = re.compile(r"^def (test_\w+)\(", re.M)
 
 
@@ -39,12 +40,6 @@ class Row:
 def rows() -> list[Row]:
     """The rows of the table in docs/recovery.md, in order."""
     return [Row(*cells) for cells in _ROW.findall(PAGE.read_text("utf-8"))]
-
-
-def row_of(test: str) -> str | None:
-    """The row that a test's name gives: K3 of test_k3_...; None if it gives none."""
-    match = _TEST.match(test)
-    return match[1].upper() if match else None
 
 
 def files_of(wanted: set[str]) -> list[Path]:

@@ -7,6 +7,7 @@ import signal
 import pytest
 
 from forge.errors import FAILED, UserError
+from forge.report.diagnose import diagnose
 from tests.support.runs import Run
 
 LONG = ["--train.steps=100000", "--checkpoint.interval=0"]
@@ -23,6 +24,7 @@ def test_h1_a_rank_that_sleeps_for_ever_ends_the_run_with_the_stacks_of_all(tmp_
     assert status["state"] == "failed" and status["exit_code"] == 76
     assert "step 5" in status["reason"] and "resilience.step_timeout_s = 10" in status["reason"]
     assert [event["step"] for event in run.events() if event["event"] == "watchdog"] == [5]
+    assert f"a rank hangs\nRANK: {asleep}\n" in diagnose(run.path)
 
 
 @pytest.mark.slow
@@ -105,6 +107,10 @@ def test_h3_a_rank_that_raises_ends_the_ranks_whose_wait_for_it_never_fails(
     # Rank 0 holds the store through which the ranks met, and does not wait for others when it refuses.
     assert "planted" in run.log(other) or (fault == "a refusal" and other == 1 and "is gone" in run.log(1))
     assert not run.events("watchdog")
+    if fault == "an error":
+        assert f"WHAT HAPPENED FIRST: an error in the program on one rank\nRANK: {at_fault}\n" in diagnose(
+            run.path
+        )
 
 
 def raise_in_step_4_on_rank_0() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from forge.errors import UserError
 from forge.report.diagnose import diagnose
+from forge.report.rules import RULES
 from forge.report.stacks import odd_ranks, read_collectives, standing
 from tests.support.recorded import write_lines
 
@@ -99,3 +100,43 @@ def test_a_run_that_reports_no_end_runs_or_was_killed(tmp_path, alive: bool) -> 
 def test_what_is_no_run_is_refused(tmp_path) -> None:
     with pytest.raises(UserError, match="is not the directory of a run"):
         diagnose(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("message", "name"),
+    [
+        ("ids.bin: has 32 tokens, and one sequence needs train.seq_len + 1 = 33", "damaged data"),
+        ("shards: holds token id 257, and model.vocab_size is 64", "damaged data"),
+        (
+            "no evaluation at step 4: held.bin: token id 999 at byte 330 is not below",
+            "something beside training",
+        ),
+        ("rollbacks.json failed on rank 0: OSError: [Errno 28] No space left on device", "a disk is full"),
+        ("saving step 4 failed: [Errno 28] No space left on device", "a save failed"),
+        ("2 saves in a row have failed, the last: No space left on device", "too many saves"),
+        ("no sample at step 4: CUDA out of memory", "something beside training"),
+        ("out of memory in step 1; what takes it and three keys to change are above", "out of memory"),
+        ("rank 1: step of step 5: OSError: [Errno 28] injected", None),
+    ],
+)
+def test_the_cause_that_a_message_states_goes_before_what_it_contains(message: str, name: str | None) -> None:
+    found = next((rule.name for rule in RULES if rule.pattern.search(message)), None)
+    assert found is None if name is None else str(found).startswith(name)
+
+
+@pytest.mark.parametrize(
+    ("code", "remedy"), [(2, "Fix what the message names"), (1, "Read the end of the logs")]
+)
+def test_what_no_rule_knows_is_quoted_with_what_its_exit_code_asks_for(
+    tmp_path, code: int, remedy: str
+) -> None:
+    write_lines(
+        tmp_path / "events.jsonl",
+        [
+            {"time": "2026-01-01T00:00:00+00:00", "event": "started"},
+            {"time": "2026-01-01T00:00:01+00:00", "event": "failed", "step": 0, "reason": "a new mistake"},
+        ],
+    )
+    status = {"state": "failed", "step": 0, "reason": "a new mistake", "exit_code": code}
+    (tmp_path / "status.json").write_text(json.dumps(status))
+    assert f"WHAT HAPPENED FIRST: a new mistake\nWHAT TO TRY: {remedy}" in diagnose(tmp_path)
