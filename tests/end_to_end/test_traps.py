@@ -15,9 +15,9 @@ def test_a_mean_of_per_rank_means_is_not_the_loss() -> None:
     """Ranks have different numbers of valid tokens; dividing by one's own gives another loss and other gradients."""
     text = tiny_config(micro=2)
     assert_equal(layout(text, 2), reference(text))
-    traces = run_ranks(_with_local_token_counts, 2, text)
+    ranks = run_ranks(_with_local_token_counts, 2, text)
     with pytest.raises(AssertionError, match="differs by"):
-        assert_equal(traces[0], reference(text))
+        assert_equal(ranks, reference(text))
 
 
 def _with_local_token_counts(rank: int, world: int, text: str):

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from tests.support.equivalence import Trace, assert_equal, layout, reference, tiny_config
+from tests.support.equivalence import WholeRecord, assert_equal, layout, reference, tiny_config
 
 # Part -> its keys of [model], and the tables after them.
 PARTS = {
@@ -78,7 +78,7 @@ def world_of(axes: tuple[str, ...]) -> int:
 
 
 @functools.cache
-def expected(parts: tuple[str, ...]) -> Trace:
+def expected(parts: tuple[str, ...]) -> WholeRecord:
     return reference(text_of(parts))
 
 

@@ -10,7 +10,7 @@ import functools
 import pytest
 import torch
 
-from tests.support.equivalence import Trace, assert_equal, layout, reference, tiny_config
+from tests.support.equivalence import WholeRecord, alone, assert_equal, layout, losses, reference, tiny_config
 
 VARIANTS = {
     "plain": "",
@@ -28,7 +28,7 @@ COMPILE = '[compile]\nenabled = true\nloss = true\nbackend = "aot_eager_decomp_p
 
 
 @functools.cache
-def expected(variant: str) -> Trace:
+def expected(variant: str) -> WholeRecord:
     return reference(tiny_config(model=VARIANTS[variant]))
 
 
@@ -85,11 +85,15 @@ def float8(kind: str, extra: str = "", **options) -> str:
 
 
 @functools.cache
-def float8_alone(kind: str) -> Trace:
-    trace = layout(float8(kind), 1)
+def float8_alone(kind: str) -> WholeRecord:
+    found = alone(float8(kind))
     exact = reference(float8("none"))
-    assert 1e-5 < abs(trace.losses[0] - exact.losses[0]) < 1e-2, "not in float8, or far from exact"
-    return trace
+    assert 1e-5 < abs(_losses(found)[0] - _losses(exact)[0]) < 1e-2, "not in float8, or far from exact"
+    return found
+
+
+def _losses(record: WholeRecord) -> list[float]:
+    return [step["loss", "cross-entropy"].item() for step in record.steps[1:]]
 
 
 BLOCKS = {"alone": "", "selective": recompute("selective"), "full and compiled": recompute("full") + COMPILE}
@@ -183,7 +187,7 @@ def test_float8_with_latent_attention(kind: str, extra: str) -> None:
 @pytest.mark.parametrize("kind", ["tensorwise", "rowwise"])
 def test_float8_with_everything(kind: str) -> None:
     extra = COMPILE + recompute("selective")
-    trace = layout(float8(kind, extra, parallel="tp = 2\ncp = 2", micro=2), 4)
+    ranks = layout(float8(kind, extra, parallel="tp = 2\ncp = 2", micro=2), 4)
     # A rank scales its own part of the sequence, so float8's own rounding is what is left to compare: 2^-4 per value.
-    assert_equal(trace, float8_alone(kind), 0.05)
-    assert max(abs(a - b) for a, b in zip(trace.losses, float8_alone(kind).losses, strict=True)) < 2e-3
+    assert_equal(ranks, float8_alone(kind), 0.05)
+    assert max(abs(a - b) for a, b in zip(losses(ranks), _losses(float8_alone(kind)), strict=True)) < 2e-3

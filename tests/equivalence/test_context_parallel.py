@@ -11,7 +11,7 @@ from forge.data.synthetic import SyntheticSource
 from forge.parallel.context.ring import PlainKernel
 from tests.support import equivalence as compare
 from tests.support.covering import covering, pairs
-from tests.support.equivalence import Trace, assert_equal, layout, reference, tiny_config
+from tests.support.equivalence import RankRecord, WholeRecord, assert_equal, layout, reference, tiny_config
 from tests.support.harness import run_ranks
 from tests.support.small_documents import short_documents
 
@@ -26,7 +26,7 @@ VARIANTS = {
 
 
 @functools.cache
-def expected(variant: str) -> Trace:
+def expected(variant: str) -> WholeRecord:
     return reference(tiny_config(model=VARIANTS[variant]))
 
 
@@ -68,12 +68,12 @@ def test_with_tensor_parallelism(kind: str, sequence: str) -> None:
 SHORT = {"documents": "", "documents and window": "sliding_window = 3\n"}
 
 
-def on_rank_with_short_documents(rank: int, world: int, text: str) -> Trace:
+def on_rank_with_short_documents(rank: int, world: int, text: str) -> RankRecord:
     with mock.patch.object(SyntheticSource, "document_ids", short_documents):
         return compare.layout_on_rank(rank, world, text)
 
 
-def on_rank_with_lse_0(rank: int, world: int, text: str) -> Trace:
+def on_rank_with_lse_0(rank: int, world: int, text: str) -> RankRecord:
     """The defect: rows without a visible key have lse = 0, as the CPU's fused attention says it."""
     right = PlainKernel.forward
 
@@ -86,7 +86,7 @@ def on_rank_with_lse_0(rank: int, world: int, text: str) -> Trace:
 
 
 @functools.cache
-def expected_with_short_documents(variant: str) -> Trace:
+def expected_with_short_documents(variant: str) -> WholeRecord:
     with mock.patch.object(SyntheticSource, "document_ids", short_documents):
         return reference(tiny_config(model=SHORT[variant]))
 
@@ -95,14 +95,13 @@ def expected_with_short_documents(variant: str) -> Trace:
 @pytest.mark.parametrize("variant", SHORT)
 def test_documents_shorter_than_a_chunk(kind: str, variant: str) -> None:
     text = tiny_config(parallel=f'context = "{kind}"\ncp = 2', model=SHORT[variant], micro=4)
-    trace = run_ranks(on_rank_with_short_documents, 2, text)[0]
-    assert_equal(trace, expected_with_short_documents(variant))
+    assert_equal(run_ranks(on_rank_with_short_documents, 2, text), expected_with_short_documents(variant))
 
 
 def test_empty_rows_that_weigh_something_are_caught() -> None:
     text = tiny_config(parallel='context = "ring"\ncp = 2', micro=4)
-    with pytest.raises(AssertionError, match="loss of step 0"):
-        assert_equal(run_ranks(on_rank_with_lse_0, 2, text)[0], expected_with_short_documents("documents"))
+    with pytest.raises(AssertionError, match="loss of cross-entropy, step 1"):
+        assert_equal(run_ranks(on_rank_with_lse_0, 2, text), expected_with_short_documents("documents"))
 
 
 @pytest.mark.slow

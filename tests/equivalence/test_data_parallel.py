@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from tests.support.equivalence import Trace, assert_equal, layout, reference, tiny_config
+from tests.support.equivalence import WholeRecord, assert_equal, layout, reference, tiny_config
 
 VARIANTS = {
     "plain": "",
@@ -14,7 +14,7 @@ VARIANTS = {
 
 
 @functools.cache
-def expected(variant: str) -> Trace:
+def expected(variant: str) -> WholeRecord:
     return reference(tiny_config(model=VARIANTS[variant]))
 
 

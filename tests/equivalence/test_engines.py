@@ -18,11 +18,11 @@ import torch
 from forge.checkpoint import Checkpoints
 from forge.config import parse_toml_text
 from forge.optim import build_optimizer
-from forge.parallel.gradients import clip_gradients, report_gradients
 from forge.train.optimizers import load_training_state
 from forge.train.resume import ResumePoint
 from forge.train.state import all_tensors
-from tests.support.buffers import SMALL, batches, engine_config
+from forge.verify.record import Settings, every_batch, make_step
+from tests.support.buffers import SMALL, engine_config
 from tests.support.building import built
 from tests.support.equivalence import (
     TOLERANCE,
@@ -78,7 +78,7 @@ def plain(model: str) -> dict[str, Any]:
         weight_decay=chosen.weight_decay,
     )
     found: dict[str, Any] = {"losses": [], "norms": []}
-    for _, batch in zip(range(STEPS), batches(config), strict=False):
+    for _, batch in zip(range(STEPS), every_batch(config), strict=False):
         valid = (batch.labels >= 0).sum()
         losses = net(batch.tokens, batch.labels, batch.positions, batch.documents)
         optimizer.zero_grad()
@@ -102,18 +102,13 @@ def train(
         load_training_state(ResumePoint(Checkpoints(Path(load)).path(begin), state), model, optimizer)
         model.after_update()
     found: dict[str, Any] = {"losses": [], "norms": []}
-    for step, batch in zip(range(end), batches(config, meshes.data_rank, meshes.data_ranks), strict=False):
+    read = every_batch(config, meshes.data_rank, meshes.data_ranks)
+    for step, batch in zip(range(end), read, strict=False):
         if step < begin:
             continue
-        sums = model.forward_backward(batch, model.count_tokens(batch))
-        model.finalize_gradients()
-        report = report_gradients(model.shards, sums.objective, stop=False)
-        clip_gradients(model.shards, report.norm, CLIP)
-        optimizer.step(LR, report.skip)
-        model.after_update()
-        model.zero_gradients()
-        found["losses"].append((sums.cross_entropy / sums.tokens).item())
-        found["norms"].append(report.norm.item())
+        made = make_step(model, optimizer, batch, step + 1, Settings(lr=LR, max_norm=CLIP))
+        found["losses"].append(made.pieces["loss", "cross-entropy"][0].values.item())
+        found["norms"].append(made.pieces["norm", "gradient"][0].values.item())
     if save:
         checkpoints = Checkpoints(Path(save), mode="sync")
         (outcome,) = checkpoints.save(end, all_tensors(model, optimizer), optimizer.state(), {}, {})

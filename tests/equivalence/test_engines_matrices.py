@@ -18,7 +18,8 @@ from forge.config import Config, parse_toml_text
 from forge.model import AttentionMask
 from forge.optim import build_optimizer, muon
 from forge.optim.matrices import WholeMatrices
-from tests.support.buffers import SMALL, batches
+from forge.verify.record import Settings, every_batch, make_step
+from tests.support.buffers import SMALL
 from tests.support.building import built
 from tests.support.equivalence import TOLERANCE, plain_model, tiny_config, wholes
 from tests.support.harness import run_ranks
@@ -204,7 +205,7 @@ def expected(text: str) -> dict[str, Any]:
     config = parse_toml_text(text)
     net, losses = plain_model(config), []
     optimizer = PlainMuon(config, net)
-    for _, batch in zip(range(STEPS), batches(config), strict=False):
+    for _, batch in zip(range(STEPS), every_batch(config), strict=False):
         valid = (batch.labels >= 0).sum().double()
         net.set_loss_scale(1 / valid)
         found = net(batch.tokens, batch.labels, batch.positions, batch.documents)
@@ -233,15 +234,10 @@ def train(rank: int, world: int, text: str) -> dict[str, Any]:
     muon.WholeMatrices = functools.partial(WholeMatrices, round_numel=4000)
     optimizer = build_optimizer(model.shards, config.optimizer, meshes.stage)
     losses = []
-    for _, batch in zip(range(STEPS), batches(config, meshes.data_rank, meshes.data_ranks), strict=False):
-        sums = model.forward_backward(batch, model.count_tokens(batch))
-        model.finalize_gradients()
-        losses.append((sums.cross_entropy / sums.tokens).item())
-        skip = torch.zeros(())
-        optimizer.step(LR, skip)
-        model.after_update()
-        model.update_router(skip)
-        model.zero_gradients()
+    read = every_batch(config, meshes.data_rank, meshes.data_ranks)
+    for step, batch in zip(range(STEPS), read, strict=False):
+        made = make_step(model, optimizer, batch, step + 1, Settings(lr=LR, max_norm=0))
+        losses.append(made.pieces["loss", "cross-entropy"][0].values.item())
     found: dict[str, Any] = {"losses": losses}
     found["parameters"] = wholes(model.shards, [shard.data for shard in model.shards])
     for slot in ("momentum", "row_moment"):

@@ -11,7 +11,7 @@ from forge.data.build import open_data
 from forge.parallel.build import build_parallel_model
 from forge.parallel.mesh import make_meshes
 from forge.train.evaluate import evaluate
-from tests.support.equivalence import Trace, assert_equal, layout
+from tests.support.equivalence import WholeRecord, alone, assert_equal, layout, routers
 from tests.support.harness import run_ranks
 from tests.support.layouts import experts_text as text
 
@@ -34,14 +34,14 @@ def limited(parallel: str = "", micro: int = 1) -> str:
 def test_with_a_capacity_microbatches_of_whole_sequences_drop_the_same_on_any_layout(
     world: int, parallel: str
 ) -> None:
-    trace = layout(limited(parallel), world)
-    assert_equal(trace, _limited_in_one_process())
-    assert all(step["layers.1"][10] > 0 for step in trace.routers)
+    ranks = layout(limited(parallel), world)
+    assert_equal(ranks, _limited_in_one_process())
+    assert all(step["layers.1"][10] > 0 for step in routers(ranks))
 
 
 @functools.cache
-def _limited_in_one_process() -> Trace:
-    return layout(limited(), 1)
+def _limited_in_one_process() -> WholeRecord:
+    return alone(limited())
 
 
 HELD_OUT = "[evaluate]\ninterval = 1\nsequences = 5\n"

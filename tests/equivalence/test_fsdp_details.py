@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.building import built
-from tests.support.equivalence import Trace, assert_equal, layout, reference, tiny_config
+from tests.support.equivalence import WholeRecord, assert_equal, layout, reference, tiny_config
 from tests.support.harness import run_ranks
 from tests.support.layouts import slow_unless
 
@@ -17,7 +17,7 @@ HSDP = "dp_replicate = 2\ndp_shard = 2"
 
 
 @functools.cache
-def expected(variant: str) -> Trace:
+def expected(variant: str) -> WholeRecord:
     return reference(tiny_config(model=VARIANTS[variant]))
 
 

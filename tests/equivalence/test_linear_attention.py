@@ -10,7 +10,7 @@ import pytest
 
 from forge.data.synthetic import SyntheticSource
 from tests.support import equivalence as compare
-from tests.support.equivalence import Trace, assert_equal, layout, reference, tiny_config
+from tests.support.equivalence import RankRecord, WholeRecord, assert_equal, layout, reference, tiny_config
 from tests.support.harness import run_ranks
 from tests.support.small_documents import short_documents
 
@@ -26,7 +26,7 @@ KINDS = ["allgather", "ulysses", "ring"]
 
 
 @functools.cache
-def expected(model: str) -> Trace:
+def expected(model: str) -> WholeRecord:
     return reference(tiny_config(model=MODELS[model]))
 
 
@@ -106,7 +106,7 @@ def test_recomputed_blocks(mode: str) -> None:
     check(2, "cp = 2", more=f'[activation_checkpoint]\nmode = "{mode}"\n')
 
 
-def on_rank_with_short_documents(rank: int, world: int, text: str) -> Trace:
+def on_rank_with_short_documents(rank: int, world: int, text: str) -> RankRecord:
     with mock.patch.object(SyntheticSource, "document_ids", short_documents):
         return compare.layout_on_rank(rank, world, text)
 
@@ -116,4 +116,4 @@ def test_documents_shorter_than_the_convolution() -> None:
     with mock.patch.object(SyntheticSource, "document_ids", short_documents):
         plain = reference(tiny_config(model=MODELS["hybrid"]))
     text = tiny_config(parallel="cp = 2", model=MODELS["hybrid"], micro=4)
-    assert_equal(run_ranks(on_rank_with_short_documents, 2, text)[0], plain)
+    assert_equal(run_ranks(on_rank_with_short_documents, 2, text), plain)

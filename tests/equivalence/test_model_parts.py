@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from tests.support.covering import covering
-from tests.support.equivalence import Trace, assert_equal, layout, reference
+from tests.support.equivalence import WholeRecord, assert_equal, layout, reference
 from tests.support.model_parts import PARTS, parts_text, together
 
 SLOW = pytest.mark.slow
@@ -49,7 +49,7 @@ def _axes(names: tuple[str, ...]) -> tuple[str, int] | None:
 
 
 @functools.cache
-def expected(parts: tuple[str, ...]) -> Trace:
+def expected(parts: tuple[str, ...]) -> WholeRecord:
     return reference(parts_text(parts))
 
 

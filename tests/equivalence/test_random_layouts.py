@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from tests.support.equivalence import Trace, assert_equal, layout, reference, tiny_config
+from tests.support.equivalence import WholeRecord, assert_equal, layout, reference, tiny_config
 from tests.support.random_layouts import MIXTURES, MODELS, cases
 
 # How many in all, and of them in the fast suite; of dense models and of mixtures of experts.
@@ -12,7 +12,7 @@ DENSE, FAST_DENSE, MIXED, FAST_MIXED = 40, 3, 30, 2
 
 
 @functools.cache
-def expected(model: str) -> Trace:
+def expected(model: str) -> WholeRecord:
     return reference(tiny_config(model=MODELS[model]))
 
 

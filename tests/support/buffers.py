@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 
-from forge.config import Config, check_world, parse_toml_text
-from forge.data.build import build_dataset
-from forge.data.loader import Loader
+from forge.config import check_world, parse_toml_text
 from forge.parallel.buffered import Buffered, plan
 from forge.parallel.build import build_parallel_model
 from forge.parallel.mesh import make_meshes
 from forge.parallel.model import SequentialModel
 from forge.train.state import all_tensors
+from forge.verify.record import every_batch
 from tests.support.building import built
 from tests.support.equivalence import tiny_config, whole
 
@@ -45,23 +44,7 @@ def engine_config(
 def build(text: str, world: int) -> tuple[SequentialModel, Buffered, Iterator[Any]]:
     """The model of `text` on this rank, its engine, and this rank's batches without end."""
     model, config, meshes = built(text, world)
-    return model, model._engines[0], batches(config, meshes.data_rank, meshes.data_ranks)
-
-
-def batches(config: Config, rank: int = 0, ranks: int = 1) -> Iterator[Any]:
-    loader = Loader(
-        build_dataset(config),
-        global_batch_size=config.train.global_batch_size,
-        rank=rank,
-        ranks=ranks,
-        start_sample=0,
-        device=torch.device("cpu"),
-        prefetch=1,
-    )
-    try:
-        yield from loader
-    finally:
-        loader.close()
+    return model, model._engines[0], every_batch(config, meshes.data_rank, meshes.data_ranks)
 
 
 def backward(model: SequentialModel, batch: Any, tokens: float = 100.0) -> None:
@@ -115,7 +98,7 @@ def plain_steps(device: torch.device, text: str) -> list[torch.Tensor]:
     config = parse_toml_text(text)
     model = build_parallel_model(config, make_meshes(check_world(config, 1), device.type), device)
     found = []
-    for _, batch in zip(range(2), batches(config), strict=False):
+    for _, batch in zip(range(2), every_batch(config), strict=False):
         batch = batch.to(device)
         found.append(model.forward_backward(batch, model.count_tokens(batch)).values)
         model.finalize_gradients()

@@ -1,16 +1,14 @@
 """Three training steps on any layout against three steps of a plain, undistributed model in one process.
 
-Float64 everywhere, so that only the mathematics can differ. After each step: the loss, every gradient, the global norm,
-the state of every router. After three steps of SGD: every parameter. SGD, because AdamW divides the gradient's scale away
-and so hides wrong ones.
+Recorded and compared by forge/verify, in float64, so that only the mathematics can differ: the initial parameters, then of
+each step the loss, every gradient, the global norm, the state of every router, and every parameter after it. The optimizer
+is SGD, because AdamW divides the gradient's scale away and so hides wrong ones.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,14 +17,15 @@ import torch.distributed as dist
 from forge.config import Config, parse_toml_text
 from forge.data.loader import Batch
 from forge.shard import Shard
-from forge.verify.pieces import Key, part_of
+from forge.verify.compare import TOLERANCE, compare_rank, elements, merge
+from forge.verify.pieces import Piece, part_of
 from forge.verify.plain import plain_model, record_plain
 from forge.verify.ranks import run_ranks
-from forge.verify.record import PLAIN, RankRecord, Settings, Twist, batches, record_on_rank
+from forge.verify.record import PLAIN, RankRecord, Settings, Twist, WholeRecord, batches, record_on_rank
 
-__all__ = ["PLAIN", "Twist", "plain_model"]
+__all__ = ["PLAIN", "TOLERANCE", "RankRecord", "Twist", "WholeRecord", "plain_model"]
 
-STEPS, LR, MAX_NORM, TOLERANCE = 3, 0.5, 0.3, 1e-9
+STEPS, LR, MAX_NORM = 3, 0.5, 0.3
 
 TINY = """
 [model]
@@ -54,31 +53,6 @@ micro_batch_size = {micro}
 z_loss_coef = 0.01
 loss_chunk_tokens = 32
 """
-
-
-@dataclass
-class Trace:
-    """What a run computed: per step the loss, norm and gradients (before clipping), and the parameters at the end.
-
-    routers: per step the balancing state after it and, as `layers.N`, the row of the step's report.
-    """
-
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
-    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
-    routers: list[dict[str, torch.Tensor]] = field(default_factory=list)
-
-    def add(self, step: dict[Key, torch.Tensor]) -> None:
-        """Add what a step computed, as whole tensors."""
-        kinds: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
-        for (kind, name), tensor in step.items():
-            kinds[kind][name] = tensor
-        self.losses.append(kinds["loss"]["cross-entropy"].item())
-        self.norms.append(kinds["norm"]["gradient"].item())
-        self.gradients.append(kinds["gradient"])
-        self.routers.append(kinds["router"])
-        self.parameters = kinds["parameter"]
 
 
 def tiny_config(*, parallel: str = "", model: str = "", micro: int = 1) -> str:
@@ -110,54 +84,64 @@ def settings(config: Config, twist: Twist) -> Settings:
     return Settings(config.train.steps, LR, MAX_NORM, Descent, twist)
 
 
-def reference(text: str, twist: Twist = PLAIN) -> Trace:
+def reference(text: str, twist: Twist = PLAIN) -> WholeRecord:
     """The whole global batch in one forward of a plain module, clipped by PyTorch, plain SGD."""
-    trace = Trace()
-    for step in record_plain(text, settings(parse_toml_text(text), twist)).steps[1:]:
-        trace.add(step)
-    return trace
+    return record_plain(text, settings(parse_toml_text(text), twist))
 
 
-def layout(text: str, world: int, twist: Twist = PLAIN) -> Trace:
-    """The same three steps through `build_parallel_model` on `world` ranks; all ranks must agree on loss and norm."""
-    traces = run_ranks(layout_on_rank, world, text, twist)
-    for trace in traces[1:]:
-        assert trace.losses == traces[0].losses and trace.norms == traces[0].norms, "ranks disagree"
-    return traces[0]
+def layout(text: str, world: int, twist: Twist = PLAIN) -> list[RankRecord]:
+    """What each rank has of the same steps through `build_parallel_model` on `world` ranks."""
+    return run_ranks(layout_on_rank, world, text, twist)
 
 
-def layout_on_rank(rank: int, world: int, text: str, twist: Twist = PLAIN) -> Trace:
-    """On rank 0 everything as whole tensors, on other ranks losses and norms only. Collective."""
-    own = record_on_rank(rank, world, text, settings(parse_toml_text(text), twist))
-    everyone: list[Any] = [None] * world
-    dist.gather_object(own, everyone if rank == 0 else None)
-    trace = Trace()
-    for number, mine in enumerate(own.steps[1:], start=1):
-        scalars = {key: pieces[0].values for key, pieces in mine.pieces.items() if key[0] in ("loss", "norm")}
-        trace.add((_put_together(everyone, number) if rank == 0 else {}) | scalars)
-    return trace
+def layout_on_rank(rank: int, world: int, text: str, twist: Twist = PLAIN) -> RankRecord:
+    """`layout` on one rank, for those that do something before it. Collective."""
+    return record_on_rank(rank, world, text, settings(parse_toml_text(text), twist))
 
 
-def _put_together(ranks: list[RankRecord], number: int) -> dict[Key, torch.Tensor]:
-    """Whole tensors of the pieces that ranks count; the state of routers, which is whole on every rank, must be equal."""
-    sizes: dict[Key, list[int]] = {}
+def alone(text: str) -> WholeRecord:
+    """`layout` in one process, as the reference of what a plain module does not compute, such as float8."""
+    (record,) = layout(text, 1)
+    return WholeRecord(
+        [{key: _put_together(pieces) for key, pieces in step.pieces.items()} for step in record.steps], []
+    )
+
+
+def _put_together(pieces: list[Piece]) -> torch.Tensor:
+    ends = [[part.stop if isinstance(part, slice) else 1 + max(part) for part in one.place] for one in pieces]
+    tensor = torch.zeros([max(of_dim) for of_dim in zip(*ends, strict=True)], dtype=pieces[0].values.dtype)
+    for piece in pieces:
+        part_of(tensor, piece.place).copy_(piece.values)
+    return tensor
+
+
+def losses(ranks: list[RankRecord]) -> list[float]:
+    """The loss of each step, which is the same on all ranks."""
+    return _scalars(ranks, "loss", "cross-entropy")
+
+
+def norms(ranks: list[RankRecord]) -> list[float]:
+    """The norm of all gradients in each step, which is the same on all ranks."""
+    return _scalars(ranks, "norm", "gradient")
+
+
+def _scalars(ranks: list[RankRecord], kind: str, name: str) -> list[float]:
+    """A number of each step; ranks must not differ by a bit."""
+    found = [[step.pieces[kind, name][0].values.item() for step in record.steps[1:]] for record in ranks]
+    assert all(one == found[0] for one in found), f"ranks disagree about the {kind}"
+    return found[0]
+
+
+def routers(ranks: list[RankRecord]) -> list[dict[str, torch.Tensor]]:
+    """Per step the state of routers after it and, as `layers.N`, the row of the step's report; equal bit for bit on ranks."""
+    steps: list[dict[str, torch.Tensor]] = [{} for _ in ranks[0].steps[1:]]
     for record in ranks:
-        for key, pieces in record.steps[number].pieces.items():
-            for piece in pieces:
-                ends = [part.stop if isinstance(part, slice) else 1 + max(part) for part in piece.place]
-                sizes[key] = [max(pair) for pair in zip(sizes.get(key, ends), ends, strict=True)]
-    wholes: dict[Key, torch.Tensor] = {}
-    for record in ranks:
-        for key, pieces in record.steps[number].pieces.items():
-            for piece in pieces:
-                if key[0] == "router":
-                    found = wholes.setdefault(key, piece.values)
-                    assert torch.equal(found, piece.values), "routers disagree"
-                elif piece.counted:
-                    here = wholes.setdefault(key, torch.zeros(sizes[key], dtype=piece.values.dtype))
-                    # Added: an element that two ranks count is wrong.
-                    part_of(here, piece.place).add_(piece.values)
-    return wholes
+        for found, step in zip(steps, record.steps[1:], strict=True):
+            for (kind, name), pieces in step.pieces.items():
+                if kind == "router":
+                    same = found.setdefault(name, pieces[0].values)
+                    assert torch.equal(same, pieces[0].values), f"ranks disagree about the router {name}"
+    return steps
 
 
 def whole(shard: Shard, values: torch.Tensor) -> torch.Tensor:
@@ -203,38 +187,30 @@ def gathered(own: dict) -> dict:
     return union
 
 
-def assert_equal(actual: Trace, expected: Trace, tolerance: float = TOLERANCE) -> None:
-    """Every number of `actual` is within `tolerance` of the number of `expected`, in absolute terms.
+def assert_equal(ranks: list[RankRecord], expected: WholeRecord, tolerance: float = TOLERANCE) -> None:
+    """Every number on every rank is within `tolerance` of that of `expected`, in absolute terms; none is missing.
 
     Another tolerance than 1e-9 is for formats narrower than float64 only.
     """
-    for step in range(len(expected.losses)):
-        _close(
-            tolerance,
-            f"loss of step {step}",
-            torch.tensor(actual.losses[step]),
-            torch.tensor(expected.losses[step]),
+    for step in expected.steps:
+        for (kind, name), values in step.items():
+            assert kind != "gradient" or values.abs().max() > 0, f"{name} has no gradient to compare"
+    own = [compare_rank(expected, rank, one, tolerance, absolute=True) for rank, one in enumerate(ranks)]
+    found = merge(own, elements(expected))
+    if found.differences:
+        kinds = list(dict.fromkeys(key[0] for step in expected.steps for key in step))
+        first = min(found.differences, key=lambda one: (one.step, kinds.index(one.kind)))
+        raise AssertionError(
+            f"{first.what}, step {first.step}, rank {first.rank}: differs by {first.size:.3e}"
         )
-        _close(
-            tolerance,
-            f"norm of step {step}",
-            torch.tensor(actual.norms[step]),
-            torch.tensor(expected.norms[step]),
-        )
-        assert actual.gradients[step].keys() == expected.gradients[step].keys()
-        for name, gradient in expected.gradients[step].items():
-            assert gradient.abs().max() > 0, f"{name} has no gradient to compare"
-            _close(tolerance, f"gradient of {name}, step {step}", actual.gradients[step][name], gradient)
-        assert actual.routers[step].keys() == expected.routers[step].keys()
-        for name, state in expected.routers[step].items():
-            _close(tolerance, f"router state {name}, step {step}", actual.routers[step][name], state)
-    for name, parameter in expected.parameters.items():
-        _close(tolerance, f"parameter {name}", actual.parameters[name], parameter)
-
-
-def _close(tolerance: float, what: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
-    difference = (actual - expected).abs().max().item()
-    assert difference <= tolerance, f"{what}: differs by {difference:.3e}"
+    for read in (losses, norms, routers):
+        read(ranks)  # the same on all ranks, to the last bit
+    assert not found.unplaced, f"not in the reference: {found.unplaced}"
+    assert found.largest.keys() == {kind for step in expected.steps for kind, _ in step}
+    for (number, key), counted in found.counted.items():
+        # An element that two ranks count is in the norm twice.
+        if key[0] in ("initial", "gradient", "parameter"):
+            assert counted == expected.steps[number][key].numel(), f"{key[1]} is counted by several ranks"
 
 
 def config_batches(config: Config, rank: int, ranks: int) -> Iterator[Batch]:

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from tests.support.equivalence import PLAIN, Trace, Twist, reference, tiny_config
+from tests.support.equivalence import PLAIN, Twist, WholeRecord, reference, tiny_config
 
 BALANCE = {
     "bias": 'balance = "bias"\nbias_update_rate = 0.05',
@@ -27,7 +27,7 @@ def experts_text(variant: str, parallel: str = "", micro: int = 1, experts: int 
 
 
 @functools.cache
-def experts_expected(variant: str, experts: int = 8, twist: Twist = PLAIN) -> Trace:
+def experts_expected(variant: str, experts: int = 8, twist: Twist = PLAIN) -> WholeRecord:
     return reference(experts_text(variant, experts=experts), twist)
 
 
@@ -73,7 +73,7 @@ def pipeline_text(
 
 
 @functools.cache
-def pipeline_expected(model: str, layers: int = 8, twist: Twist = PLAIN) -> Trace:
+def pipeline_expected(model: str, layers: int = 8, twist: Twist = PLAIN) -> WholeRecord:
     return reference(plain_text(model, layers), twist)
 
 

@@ -10,11 +10,11 @@ from forge.checkpoint import Checkpoints
 from forge.config import check_world, parse_toml_text
 from forge.optim import build_optimizer
 from forge.parallel.build import build_parallel_model
-from forge.parallel.gradients import clip_gradients, report_gradients
 from forge.parallel.mesh import make_meshes
 from forge.train.optimizers import load_training_state
 from forge.train.resume import ResumePoint
 from forge.train.state import all_tensors
+from forge.verify.record import Settings, make_step
 from tests.support.equivalence import STEPS, config_batches, wholes
 
 SAVED_AFTER, LR = 2, 1e-2
@@ -41,15 +41,8 @@ def train_part(
     for step, batch in enumerate(config_batches(config, meshes.data_rank, meshes.data_ranks)):
         if not begin <= step < end:
             continue
-        sums = model.forward_backward(batch, model.count_tokens(batch))
-        model.finalize_gradients()
-        report = report_gradients(model.shards, sums.objective, stop=False)
-        clip_gradients(model.shards, report.norm, 1.0)
-        optimizer.step(LR, report.skip)
-        model.after_update()
-        model.update_router(report.skip)
-        model.zero_gradients()
-        losses.append((sums.cross_entropy / sums.tokens).item())
+        made = make_step(model, optimizer, batch, step + 1, Settings(lr=LR))
+        losses.append(made.pieces["loss", "cross-entropy"][0].values.item())
     if end < STEPS:
         (outcome,) = checkpoints.save(end, all_tensors(model, optimizer), optimizer.state(), {}, {})
         assert outcome.error is None, outcome.error
