@@ -306,7 +306,8 @@ class Resilience(Section):
     first_step_timeout_s: NonNegativeNumber = 3600.0
     """The same limit for the first step, which compiles. 0: off."""
     step_timeout_s: NonNegativeNumber = 1800.0
-    """The same limit for every other step, including the wait for data. Ten times the usual step time is enough. 0: off."""
+    """The same limit for every other step, including the wait for data. After some steps a step may take 20 times their
+    median, or five minutes if that is longer, and never longer than this. 0: off."""
     evaluate_timeout_s: NonNegativeNumber = 3600.0
     """The same limit for an evaluation and its samples. 0: off."""
     save_timeout_s: NonNegativeNumber = 3600.0

@@ -11,10 +11,12 @@ import faulthandler
 import logging
 import math
 import os
+import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +28,8 @@ log = logging.getLogger(__name__)
 
 # If the interpreter lock is never released, our thread cannot run; C code writes the stacks this many seconds later.
 NET_S = 30.0
+# A step may take this many times the median of the last ones, but LEAST_S seconds in any case: a compiler may be at work.
+TIMES_MEDIAN, LEAST_S, STEPS = 20.0, 300.0, 32
 # How often in a row asking for an alarm may fail.
 ALARM_TRIES = 3
 
@@ -42,6 +46,16 @@ def bounds(config: Resilience) -> dict[str, tuple[float, str]]:
         "end": "save_timeout_s",
     }
     return {phase: (getattr(config, key), f"resilience.{key}") for phase, key in keys.items()}
+
+
+def step_bound(configured: float, seconds: Sequence[float]) -> float:
+    """Return how many seconds a step may take after steps that took `seconds`; `configured` (0: no limit) at most.
+
+    A bound that suits a first guess is dear on a thousand cards, which wait for it together.
+    """
+    if not configured or len(seconds) < STEPS // 4:
+        return configured
+    return min(configured, max(LEAST_S, TIMES_MEDIAN * statistics.median(seconds)))
 
 
 def patience(config: Resilience) -> float:
@@ -63,7 +77,8 @@ class Alarm(NamedTuple):
 class Watchdog:
     """Context manager in whose body each phase must end within its bound, else the process exits with code 76.
 
-    bounds: phase -> (seconds, the key that sets it); a phase that is missing or has 0 seconds has no limit. When a bound is
+    bounds: phase -> (seconds, the key that sets it); a phase that is missing or has 0 seconds has no limit, and that of a
+    step is `step_bound`. When a bound is
     exceeded, `stacks-rank-R.txt` (Python stacks of all threads) and `collectives-rank-R` (PyTorch's flight recorder, for
     `torchfrtrace FOLDER --prefix collectives-rank-`) are written to `folder`. Then `report(reason, step, exit_code)` is
     called in a thread of its own: it may write, or wait for other ranks, for at most `grace_s` seconds.
@@ -87,8 +102,9 @@ class Watchdog:
         self._bounds, self._folder, self._rank = bounds, folder, rank
         self._report, self._grace_s = report, grace_s
         self._alarm, self._alarm_s = alarm, alarm_s
-        # One tuple, replaced as a whole: phase, step, when it began, when it must have ended.
+        # One tuple, replaced as a whole: phase, step, when it began, how long it may take.
         self._phase = ("", 0, 0.0, math.inf)
+        self._steps: deque[float] = deque(maxlen=STEPS)
         self._waits_until = math.inf
         self._wake = threading.Event()
         self._closed = threading.Event()
@@ -98,11 +114,14 @@ class Watchdog:
 
     def enter(self, phase: str, step: int) -> None:
         """Call when `phase` (of `step`) begins and the one before has ended."""
+        began, (before, _, since, _) = time.monotonic(), self._phase
+        if before == "step":
+            self._steps.append(began - since)
         seconds = self._bounds.get(phase, (0.0, ""))[0]
-        began = time.monotonic()
-        deadline = began + (seconds or math.inf)
-        self._phase = (phase, step, began, deadline)
-        if deadline < self._waits_until:
+        if phase == "step":
+            seconds = step_bound(seconds, self._steps)
+        self._phase = (phase, step, began, seconds or math.inf)
+        if began + (seconds or math.inf) < self._waits_until:
             self._wake.set()
 
     @property
@@ -130,14 +149,17 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._closed.is_set():
-            phase, step, began, deadline = self._phase
-            now = time.monotonic()
+            phase, step, began, seconds = self._phase
+            now, deadline = time.monotonic(), began + seconds
             if now >= deadline:
                 bound, key = self._bounds[phase]
+                limit = f"{key} = {bound:g}"
+                if seconds < bound:
+                    limit = f"{seconds:.0f} s are many times the median of the last steps ({limit} at most)"
                 what = f"{phase} of step {step}" if step else phase
-                return self._end(f"{what} has taken {now - began:.1f} s, and {key} = {bound:g}", step)
+                return self._end(f"{what} has taken {now - began:.1f} s, and {limit}", step)
             self._waits_until = deadline
-            if self._phase[3] < deadline:
+            if sum(self._phase[2:]) < deadline:
                 continue  # an earlier deadline was set between the two lines above, and `enter` did not wake us
             if deadline < math.inf:
                 # Not sys.stderr: a test runner's has no file descriptor.

@@ -10,7 +10,7 @@ import pytest
 from forge import compat
 from forge.config.schema import Resilience
 from forge.errors import WATCHDOG
-from forge.resilience.watchdog import Watchdog, bounds, patience
+from forge.resilience.watchdog import STEPS, Watchdog, bounds, patience, step_bound
 
 PROGRAM = """
 import ctypes, sys, threading, time
@@ -31,7 +31,8 @@ watchdog.time = SimpleNamespace(monotonic=lambda: clock.now, sleep=time.sleep)
 report = lambda reason, step, code: print(f"reported at {step}: {reason}", flush=True)
 if how == "words hang":
     report = lambda *_: time.sleep(3600)
-bounds = {"long": (60, "k.long"), "short": (0.3, "k.short")}
+watchdog.LEAST_S = 1.0
+bounds = {"long": (60, "k.long"), "short": (0.3, "k.short"), "step": (1000, "k.step")}
 grace = 0.5 if how == "words hang" else 240
 with Watchdog(bounds, Path(folder), 3, report, grace_s=grace) as dog:
     dog.enter("long", 0)
@@ -45,6 +46,11 @@ with Watchdog(bounds, Path(folder), 3, report, grace_s=grace) as dog:
         dog.enter("short", 4)
         time.sleep(0.1)
         ctypes.PyDLL(None).sleep(3600)  # unlike CDLL it keeps the interpreter's lock
+    elif how == "in a step":
+        for step in range(4, 100):
+            dog.enter("step", step)
+            clock.now += 0.5
+        buried_in_python()
     elif how == "words hang":
         buried_in_python()
 print("out", flush=True)
@@ -66,6 +72,23 @@ def test_h1_a_step_beyond_its_bound_leaves_stacks_and_a_report_and_exits_76(tmp_
     assert "reported at 3: short of step 3 has taken 60.2 s, and k.short = 0.3" in ended.stdout
     assert "buried_in_python" in (tmp_path / "stacks-rank-3.txt").read_text()
     assert (tmp_path / "collectives-rank-3").exists()
+
+
+def test_a_step_may_take_some_times_what_steps_took_before(tmp_path) -> None:
+    ended = run(tmp_path, "in a step")
+    assert ended.returncode == WATCHDOG
+    reason = "step of step 99 has taken 60.5 s, and 10 s are many times the median of the last steps (k.step = 1000 at most)"
+    assert reason in ended.stdout
+
+
+def test_the_bound_of_a_step_follows_the_median_within_limits() -> None:
+    enough = STEPS // 4
+    assert step_bound(1800.0, [30.0] * (enough - 1)) == 1800.0
+    assert step_bound(1800.0, [30.0] * enough + [3000.0]) == 600.0
+    assert step_bound(1800.0, [0.1] * enough) == 300.0
+    assert step_bound(200.0, [0.1] * enough) == 200.0
+    assert step_bound(1800.0, [500.0] * enough) == 1800.0
+    assert step_bound(0.0, [1.0] * enough) == 0.0
 
 
 def test_phases_within_their_bounds_pass_and_leave_nothing(tmp_path) -> None:
