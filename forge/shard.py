@@ -44,6 +44,19 @@ class Logits:
     powers: Tensor
 
 
+@dataclass(frozen=True)
+class Rates:
+    """What an optimizer multiplies for one parameter (forge/parallel/parametrization.py has the tables).
+
+    lr: the learning rate, of updates by size or sign (AdamW, Lion); orthogonal: of orthogonalised updates (Muon); weight
+    decay is divided by the same. eps: what is added to the root of the second moment.
+    """
+
+    lr: float = 1.0
+    orthogonal: float = 1.0
+    eps: float = 1.0
+
+
 @dataclass
 class Shard:
     """This rank's part of the parameter `name`.
@@ -52,7 +65,7 @@ class Shard:
     Its local elements are those of `boxes`, one box after another, each in row-major order; a rank that holds
     nothing has no boxes. `replicas` is the group of ranks that hold copies of the same elements (None: only this rank).
     `heads`: of how many attention heads the rows are, one head after another; 1 where rows are of no heads.
-    `logits`: of these heads, if the optimizer bounds them by scaling this parameter.
+    `logits`: of these heads, if the optimizer bounds them by scaling this parameter. `rates`: of its updates.
     """
 
     name: str
@@ -63,6 +76,7 @@ class Shard:
     kind: Kind = "dense"
     heads: int = 1
     logits: Logits | None = None
+    rates: Rates = Rates()
 
     @classmethod
     def whole(cls, name: str, parameter: Tensor) -> Shard:

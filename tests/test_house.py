@@ -53,6 +53,7 @@ MAY_IMPORT = {
     "plan": CORE,
     "verify": CORE,
     "report": CORE,
+    "sweep": CORE,
 }
 FILES = sorted(FORGE.rglob("*.py"))
 MODULES = {

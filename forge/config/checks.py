@@ -201,6 +201,12 @@ def _optimizer(config: Config) -> Iterator[str]:
     optimizer, default = config.optimizer, MuonConfig()
     if optimizer.moment_dtype == "int8" and optimizer.name in ("lion", "muon"):
         yield f"optimizer.moment_dtype = int8 needs optimizer.name = adamw, but it is {optimizer.name}; use bfloat16"
+    if optimizer.parametrization != "standard":
+        used = {"base_dim": "model.dim", "base_depth": "model.n_layers"}
+        for key in list(used)[: 2 if optimizer.parametrization == "completep" else 1]:
+            if not getattr(optimizer.mup, key):
+                chosen = f"the {used[key]} of the model that optimizer.lr was chosen with"
+                yield f"optimizer.mup.{key} must be above 0 with {optimizer.parametrization = !s}; set it to {chosen}"
     if optimizer.name == "muon":
         if optimizer.muon.qk_clip and config.model.qk_norm and config.model.latent is None:
             undone = "whose norms undo every scale of the projections, and bound logits themselves"

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Le, Lt
 from pydantic import Field
 
-from forge.config.section import NonNegativeNumber, Section
+from forge.config.section import Count, NonNegativeNumber, Section
 
 
 class MuonConfig(Section):
@@ -37,3 +37,14 @@ class MuonConfig(Section):
     qk_clip: NonNegativeNumber = 0.0
     """Limit of attention logits: where the largest one of a head in a step is above it, the head's projections are scaled
     after the update, so that it would have been this (MuonClip, which takes 100). 0: off."""
+
+
+class MupConfig(Section):
+    """mup, completep: the model that the learning rate was chosen with. With its sizes they are the same as standard."""
+
+    base_dim: Count = 0
+    """Its model.dim. All sizes inside a block are taken to grow in proportion to it."""
+    base_depth: Count = 0
+    """completep: its model.n_layers."""
+    base_head_dim: Count = 0
+    """Its model.head_dim (with mla: elements of a head of queries). 0: the same as here, and wider models have more heads."""

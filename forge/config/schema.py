@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, Strict, StringConstraints
 
 from forge.config.layout import ActivationCheckpoint, Compile, Parallel, Pipeline, Precision
 from forge.config.model import ModelConfig
-from forge.config.optimizer import MuonConfig
+from forge.config.optimizer import MuonConfig, MupConfig
 from forge.config.section import (
     Count,
     ImportPath,
@@ -149,7 +149,11 @@ class OptimizerConfig(Section):
     moment_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     """Format of both moments. With float32, precision.storage if that is wider. bfloat16 and int8 are rounded stochastically,
     by noise that is the same on any layout. int8, for adamw, has a scale for every 64 elements."""
+    parametrization: Literal["standard", "mup", "completep"] = "standard"
+    """How initial weights and learning rates depend on the sizes of the model. mup: by its width, so that the best learning
+    rate stays where it is; completep: by its depth, too. See docs/optimizers.md."""
     muon: MuonConfig = MuonConfig()
+    mup: MupConfig = MupConfig()
 
     def table(self, keys: type[S]) -> S:
         """Return the table within [optimizer] whose class is `keys`."""

@@ -162,6 +162,16 @@ RULES: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
     ),
     ("compile.backend", "nothing is compiled", lambda c: not (c.compile.enabled or c.compile.loss)),
     ("optimizer.no_decay", "optimizer.weight_decay is 0", lambda c: not c.optimizer.weight_decay),
+    (
+        "optimizer.mup.base_dim optimizer.mup.base_head_dim",
+        "optimizer.parametrization is standard",
+        lambda c: c.optimizer.parametrization == "standard",
+    ),
+    (
+        "optimizer.mup.base_depth",
+        "optimizer.parametrization is not completep",
+        lambda c: c.optimizer.parametrization != "completep",
+    ),
     ("optimizer.eps", "optimizer.name is lion", lambda c: c.optimizer.name == "lion"),
     (
         "schedule.decay_fraction schedule.decay_shape",
@@ -175,12 +185,6 @@ RULES: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
     ),
     ("checkpoint.init_changes", "checkpoint.init is empty", lambda c: not c.checkpoint.init),
     ("schedule.min_lr_ratio", "schedule.name is constant", lambda c: c.schedule.name == "constant"),
-    (
-        "checkpoint.interval_minutes",
-        "checkpoint.interval is set",
-        lambda c: c.checkpoint.interval is not None,
-    ),
-    ("checkpoint.init_changes", "checkpoint.init is empty", lambda c: not c.checkpoint.init),
     ("profile.ranks profile.memory_snapshot", "profile.span is empty", lambda c: not c.profile.span),
     (
         "resilience.straggler_factor",

@@ -16,7 +16,7 @@ from torch.optim.adamw import adamw
 
 from forge.config.schema import OptimizerConfig
 from forge.optim.int8 import Int8Moments
-from forge.optim.optimizer import decay_groups, gradient, register, wide_dtype
+from forge.optim.optimizer import gradient, register, update_groups, weight_decay, wide_dtype
 from forge.optim.rounding import StochasticRounding
 from forge.shard import Shard
 
@@ -36,7 +36,7 @@ class AdamW:
     def __init__(self, shards: list[Shard], config: OptimizerConfig, group: ProcessGroup | None = None):
         self._config = config
         self._shards = shards
-        self._groups = decay_groups(shards, config, WIDENED_ELEMENTS)
+        self._groups = update_groups(shards, config, WIDENED_ELEMENTS)
         self._int8 = Int8Moments(shards, group) if config.moment_dtype == "int8" else None
         kept = [] if self._int8 is not None else shards
         self.exp_avg = {shard.name: self._moment(shard) for shard in kept}
@@ -53,8 +53,8 @@ class AdamW:
             self._rounding.draw(self._steps.max())
         if self._int8 is not None:
             self._int8.draw(self._steps.max())
-        for weight_decay, shards in self._groups:
-            self._update(shards, lr, weight_decay, skip)
+        for shards in self._groups:
+            self._update(shards, lr, skip)
         if self._int8 is not None:
             self._int8.agree()
 
@@ -62,7 +62,8 @@ class AdamW:
         narrow = self._config.moment_dtype == "bfloat16"
         return torch.zeros_like(shard.data, dtype=torch.bfloat16 if narrow else wide_dtype(shard))
 
-    def _update(self, shards: list[Shard], lr: float, weight_decay: float, skip: Tensor) -> None:
+    def _update(self, shards: list[Shard], lr: float, skip: Tensor) -> None:
+        rates = shards[0].rates
         states = [
             [shard.data for shard in shards],
             [gradient(shard) for shard in shards],
@@ -85,9 +86,9 @@ class AdamW:
             amsgrad=False,
             beta1=self._config.betas[0],
             beta2=self._config.betas[1],
-            lr=lr,
-            weight_decay=weight_decay,
-            eps=self._config.eps,
+            lr=lr * rates.lr,
+            weight_decay=weight_decay(shards[0].name, self._config) / rates.lr,
+            eps=self._config.eps * rates.eps,
             maximize=False,
         )
         if states[0][0].dtype != wide:

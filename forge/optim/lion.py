@@ -26,7 +26,6 @@ class Lion:
 
     def __init__(self, shards: list[Shard], config: OptimizerConfig, group: ProcessGroup | None = None):
         self._config, self._shards = config, shards
-        self._decay = {shard.name: weight_decay(shard.name, config) for shard in shards}
         narrow = config.moment_dtype == "bfloat16"
         self._momentum = {
             shard.name: torch.zeros_like(shard.data, dtype=torch.bfloat16 if narrow else wide_dtype(shard))
@@ -46,7 +45,8 @@ class Lion:
             # With the mean itself as the gradient the mean stays as it is.
             new = torch.where(skip > 0, mean, gradient(shard).to(wide))
             direction = mean.lerp(new, 1 - beta1).sign_()
-            write_unless(skip, shard.data, weight - lr * (direction + self._decay[shard.name] * weight))
+            decay = weight_decay(shard.name, self._config) / shard.rates.lr
+            write_unless(skip, shard.data, weight - lr * shard.rates.lr * (direction + decay * weight))
             mean.lerp_(new, 1 - beta2)
             if self._rounding is not None:
                 self._rounding.copy_(momentum, mean, shard, "momentum")

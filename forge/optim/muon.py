@@ -47,7 +47,6 @@ class Muon:
         self._shards = [shard for shard in shards if _is_muons(shard)]
         self._clipped = [shard for shard in shards if shard.logits is not None]
         self._rest = AdamW([shard for shard in shards if not _is_muons(shard)], config, group)
-        self._decay = {shard.name: weight_decay(shard.name, config) for shard in self._shards}
         narrow = config.moment_dtype == "bfloat16"
         self._momentum = {
             shard.name: torch.zeros_like(shard.data, dtype=torch.bfloat16 if narrow else wide_dtype(shard))
@@ -77,10 +76,14 @@ class Muon:
         self._matrices.replace(updates, partial(self._orthogonal, skip=skip))
         for shard, update, factor in zip(self._shards, updates, self._factors, strict=True):
             weight = shard.data.to(wide_dtype(shard))
-            decay: float | Tensor = lr * self._decay[shard.name]
+            decay: float | Tensor = lr * weight_decay(shard.name, self._config)
             if self._keys.cautious_decay:
                 decay = (update * weight > 0).to(weight.dtype) * decay
-            write_unless(skip, shard.data, (weight * (1 - decay)).sub_(update, alpha=lr * factor))
+            write_unless(
+                skip,
+                shard.data,
+                (weight * (1 - decay)).sub_(update, alpha=lr * shard.rates.orthogonal * factor),
+            )
         write_unless(skip, self._updates, self._updates + 1)
         if self._keys.qk_clip:
             self._clip_logits(skip)

@@ -81,26 +81,19 @@ def weight_decay(name: str, config: OptimizerConfig) -> float:
     return 0.0 if any(fnmatchcase(name, glob) for glob in config.no_decay) else config.weight_decay
 
 
-def decay_groups(
-    shards: Sequence[Shard], config: OptimizerConfig, max_numel: int
-) -> list[tuple[float, list[Shard]]]:
-    """Group shards of equal weight decay into lists of (weight_decay, shards) for multi-tensor kernels.
+def update_groups(shards: Sequence[Shard], config: OptimizerConfig, max_numel: int) -> list[list[Shard]]:
+    """Group shards of equal weight decay and rates for multi-tensor kernels, decayed ones first.
 
     A group ends where it reaches `max_numel` elements, which bounds temporaries. Shards without elements are left out.
     """
-    groups: list[tuple[float, list[Shard]]] = []
-    decays = {shard.name: weight_decay(shard.name, config) for shard in shards if shard.boxes}
-    for decay in sorted(set(decays.values()), reverse=True):
-        numel = max_numel  # the next shard begins a group
-        for shard in shards:
-            if decays.get(shard.name) != decay:
-                continue
-            if numel >= max_numel:
-                groups.append((decay, []))
-                numel = 0
-            groups[-1][1].append(shard)
-            numel += shard.data.numel()
-    return groups
+    kinds: dict[Any, list[list[Shard]]] = {}
+    for shard in (shard for shard in shards if shard.boxes):
+        free = any(fnmatchcase(shard.name, glob) for glob in config.no_decay)
+        groups = kinds.setdefault((free, shard.rates), [[]])
+        if sum(other.data.numel() for other in groups[-1]) >= max_numel:
+            groups.append([])
+        groups[-1].append(shard)
+    return [group for _, groups in sorted(kinds.items(), key=lambda kind: kind[0][0]) for group in groups]
 
 
 def wide_dtype(shard: Shard) -> torch.dtype:

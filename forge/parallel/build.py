@@ -31,6 +31,7 @@ from forge.parallel.initialize import initialize
 from forge.parallel.layout import Layout, make_layout
 from forge.parallel.mesh import Meshes
 from forge.parallel.model import ParallelModel, SequentialModel
+from forge.parallel.parametrization import parametrize
 from forge.parallel.pipeline import PipelinedModel, Stage, StageModel, plan_pipeline
 from forge.parallel.precision import DTYPES, pinned_parameters
 from forge.parallel.tensor import apply_tensor
@@ -71,7 +72,8 @@ def build_parallel_model(
             for shard in engine.shards:
                 shard.heads = heads.get(shard.name, 1)
             builder.begin("initialise")
-            values(engine.shards, builder.model.initial_values(), config.run.seed)
+            starts = parametrize(builder.model.initial_values(), engine.shards, config)
+            values(engine.shards, starts, config.run.seed)
             builder.model.reset_buffers(layout.compute)
         return builder.model, engine
 

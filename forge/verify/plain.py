@@ -16,6 +16,7 @@ from forge.optim import Optimizer
 from forge.optim.optimizer import gradient
 from forge.parallel.build import build_meta_model
 from forge.parallel.initialize import fill_random
+from forge.parallel.parametrization import parametrize
 from forge.shard import Box, Shard
 from forge.verify.borders import Borders
 from forge.verify.checkpoints import keep_whole, save
@@ -29,8 +30,9 @@ def plain_model(config: Config, device: torch.device = CPU) -> Transformer:
     """Return the model of `config` in one process without any layout, at its start."""
     model = build_meta_model(config)
     model.to_empty(device=device)
+    starts = parametrize(model.initial_values(), whole_shards(model), config)
     for name, parameter in model.named_parameters():
-        start = model.initial_values()[name]
+        start = starts[name]
         if isinstance(start, Normal | Uniform):
             box = Box((0,) * parameter.ndim, tuple(parameter.shape))
             fill_random(parameter.data, box, parameter.shape, start, config.run.seed, name)
@@ -38,6 +40,11 @@ def plain_model(config: Config, device: torch.device = CPU) -> Transformer:
             torch.nn.init.constant_(parameter, start)
     model.reset_buffers(torch.float64)
     return model
+
+
+def whole_shards(model: Transformer) -> list[Shard]:
+    """Return every parameter as one shard."""
+    return [Shard.whole(name, parameter) for name, parameter in model.named_parameters()]
 
 
 def record_plain(text: str, settings: Settings, device: torch.device = CPU) -> WholeRecord:
@@ -49,7 +56,8 @@ def record_plain(text: str, settings: Settings, device: torch.device = CPU) -> W
     model = plain_model(config, device)
     routers = model.routers.values()
     settings.twist.begin([router.weight.data for router in routers], [router.bias for router in routers])
-    shards = [Shard.whole(name, parameter) for name, parameter in model.named_parameters()]
+    shards = whole_shards(model)
+    parametrize({}, shards, config)
     optimizer = settings.optimizer(shards, config, dist.group.WORLD if dist.is_initialized() else None)
     initial = {("initial", shard.name): shard.data.detach().clone().cpu() for shard in shards}
     record = WholeRecord([initial], [])

@@ -1,0 +1,119 @@
+"""How initial values and learning rates depend on the model's width and depth, by `optimizer.parametrization`.
+
+mup is the maximal update parametrization (Yang et al. 2022, arXiv:2203.03466, table 8), completep its extension to depth with
+alpha = 1 (Dey et al. 2025, arXiv:2505.01618, table 1). With m = dim / base_dim and, under completep, d = n_layers / base_depth:
+
+                                      multiplier   initial std   learning rate   eps
+    embedding, final norm             1            1             1               1 / m
+    head                              1 / m        1             1               1 / m
+    matrices inside blocks            1            m^-1/2        1 / m           1 / (m d)
+    of them the last of each branch   1 / d        m^-1/2        1 / m           1 / (m d)
+    router, gate of shared experts    1 / m        1             1               1 / (m d)
+    vectors inside blocks             1            1             1               1 / (m d)
+
+and queries have the multiplier sqrt(base_head_dim / head_dim), for scores that are divided by head_dim.
+
+No multiplier is part of the forward. Under an optimizer whose updates do not depend on the scale of gradients, one on the output
+of a layer is the same as that factor on the initial values and the learning rate of what the layer multiplies with last, and
+its inverse on eps. So a model is the same function of its weights under every parametrization, and exports and samples as
+ever. What has the factor of the logits is the head, or the final norm where embeddings are tied.
+
+An orthogonalised update (Muon) has a spectral norm, not a size of elements, and that is to grow as sqrt(rows / columns)
+(Yang et al. 2023, arXiv:2310.17813): not at all for whole matrices. Weight decay is divided by the factor of the learning rate,
+so that their product is the same at every size. With the sizes of the base all factors are 1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import sqrt
+
+from forge.config import Config
+from forge.model import Normal, Uniform
+from forge.shard import Rates, Shard
+
+# What a branch multiplies with last before it is added to the stream, by model.norm_position.
+BRANCH_ENDS = {
+    "pre": re.compile(r"layers\.\d+\.(attention\.wo|feed_forward\.(shared\.|experts\.)?w2)(\.|_|$)"),
+    "post": re.compile(r"layers\.\d+\.(attention|ffn)_norm\."),
+    "sandwich": re.compile(r"layers\.\d+\.(attention|ffn)_post_norm\."),
+}
+PROJECTIONS = BRANCH_ENDS["pre"]
+TO_FEW = re.compile(r"layers\.\d+\.feed_forward\.(router|shared_gate)\.weight")
+QUERIES = re.compile(r"layers\.(\d+)\.attention\.(wq|wq_b|q_norm)\.")
+VECTORS = re.compile(r"bias$|\.conv\.|\.decay\.|norm\.weight$|sinks\.")
+
+
+def parametrize(
+    starts: Mapping[str, float | Normal | Uniform], shards: Sequence[Shard], config: Config
+) -> dict[str, float | Normal | Uniform]:
+    """Set the rates of all `shards`; return `starts`, the initial values by name under the standard parametrization, scaled."""
+    scaled = dict(starts)
+    if config.optimizer.parametrization == "standard":
+        return scaled
+    for shard in shards:
+        scale, shard.rates = factors(shard, config)
+        start = scaled.get(shard.name)
+        if isinstance(start, Normal):
+            scaled[shard.name] = replace(start, std=start.std * scale)
+        elif isinstance(start, float) and shard.name.endswith("norm.weight"):
+            # A norm that multiplies by 1 + weight begins at 0.
+            offset = 1.0 if config.model.zero_centered_norms else 0.0
+            scaled[shard.name] = (start + offset) * scale - offset
+    return scaled
+
+
+def factors(shard: Shard, config: Config) -> tuple[float, Rates]:
+    """Return what the initial values of a parameter are multiplied with, and its rates."""
+    name, optimizer, model = shard.name, config.optimizer, config.model
+    base, deep = optimizer.mup, optimizer.parametrization == "completep"
+    width = model.dim / base.base_dim
+    depth = model.n_layers / base.base_depth if deep else 1.0
+    multiplier = _multiplier(name, config, width, depth)
+    inside = name.startswith("layers.")
+    eps = 1 / (width * (depth if inside else 1.0) * multiplier)
+    if not inside or len(shard.global_shape) < 2 or VECTORS.search(name) or TO_FEW.match(name):
+        return multiplier, Rates(multiplier, multiplier, eps)
+    start = multiplier / sqrt(width)
+    if deep and PROJECTIONS.match(name):
+        # The standard initial values shrink by the root of the depth, for which the multiplier is there now.
+        start *= sqrt(depth)
+    orthogonal = multiplier
+    if optimizer.muon.adjust_lr == "match_rms_adamw":
+        orthogonal /= sqrt(width)  # its factor grows with the root of the larger side
+    if optimizer.muon.split_heads and shard.heads > 1:
+        orthogonal *= sqrt(_head_growth(config) / width)  # rows and columns of a head
+    return start, Rates(multiplier / width, orthogonal, eps)
+
+
+def _multiplier(name: str, config: Config, width: float, depth: float) -> float:
+    """Return the product of the multipliers that are part of this parameter."""
+    model = config.model
+    embedding = (
+        1 / sqrt(width) if model.scale_embeddings else 1.0
+    )  # the model multiplies by the root of its width
+    if name == "embedding.weight":
+        return embedding
+    logits = 1 / (width * embedding) if model.tie_embeddings else 1.0
+    if name == "head.weight" or TO_FEW.match(name):
+        return 1 / width
+    if name == "norm.weight" or name.endswith("output_norm.weight"):
+        return logits
+    if BRANCH_ENDS[model.norm_position].match(name):
+        return 1 / depth
+    if (found := QUERIES.match(name)) and model.kind_of(int(found[1])) != "linear":
+        if model.latent is not None:
+            last = "wq_b" if model.latent.q_lora_rank else "wq"
+        else:
+            last = "q_norm" if model.qk_norm else "wq"
+        return 1 / sqrt(_head_growth(config)) if found[2] == last else 1.0
+    return 1.0
+
+
+def _head_growth(config: Config) -> float:
+    """Return how many times larger a head of queries is than in the base."""
+    base, latent = config.optimizer.mup.base_head_dim, config.model.latent
+    size = config.model.head_dim if latent is None else latent.qk_nope_head_dim + latent.qk_rope_head_dim
+    return size / base if base else 1.0

@@ -1,0 +1,75 @@
+#!/usr/bin/env python
+"""Train a few steps of one recipe at several widths and draw how much each activation has changed.
+
+    python scripts/check_coordinates.py --config debug --optimizer.parametrization=mup --optimizer.mup.base_dim=64
+
+With a parametrization that transfers learning rates, the curves are flat. The exit code says nothing of that: read the slopes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
+
+import torch
+
+from forge.config import load_config
+from forge.files import replace_atomically
+from forge.sweep.coordinates import check_widths, growth
+from scripts import svg
+from scripts.options import exit_code_of, positive
+
+HEIGHT = 420
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--config", required=True, help="the recipe, a file or a name in configs/; overrides may follow")
+    add("--widths", default="64,128,256,512", help="values of model.dim; other sizes follow (%(default)s)")
+    add("--steps", type=positive, default=4, help="optimizer steps before the second look (%(default)s)")
+    add("--output", type=Path, default=Path("coordinates.svg"), help="image to write (%(default)s)")
+    given, overrides = parser.parse_known_args(arguments)
+    return exit_code_of(lambda: _run(given, overrides))
+
+
+def _run(given: argparse.Namespace, overrides: list[str]) -> None:
+    config = load_config(["--config", given.config, *overrides])
+    widths = [positive(width) for width in given.widths.split(",")]
+    with torch.random.fork_rng():
+        found = check_widths(config, widths, given.steps, lambda width: print(f"width {width}", flush=True))
+    print(f"{'change of':16} {'slope':>6}  " + "".join(f"{width:>10}" for width in widths))
+    for name, sizes in found.items():
+        slope = f"{growth(sizes):6.2f}" if len(sizes) > 1 else " " * 6
+        print(f"{name:16} {slope}  " + "".join(f"{size:10.4f}" for size in sizes.values()))
+    replace_atomically(given.output, draw(found, widths, config.optimizer.parametrization).encode())
+    print(f"wrote {given.output}")
+
+
+def draw(found: dict[str, dict[int, float]], widths: list[int], name: str) -> str:
+    """Draw the changes by width, both by their logarithms, as SVG."""
+    sizes = [max(size, 1e-12) for curve in found.values() for size in curve.values()]
+    low, high = math.floor(math.log10(min(sizes))), math.ceil(math.log10(max(sizes)))
+    chart = svg.Chart("change of activations, powers of ten", 1, low, max(high, low + 1), HEIGHT - 80)
+    chart.parts = [part for part in chart.parts if "middle" not in part]  # its axis counts steps
+    first, span = math.log(widths[0]), math.log(widths[-1] / widths[0]) or 1.0
+    for width in widths:
+        x = chart.x((math.log(width) - first) / span)
+        chart.parts.append(svg.label(x, HEIGHT - 40, width, "middle"))
+    for curve, points in found.items():
+        chart.curve(
+            curve, [((math.log(w) - first) / span, math.log10(max(s, 1e-12))) for w, s in points.items()]
+        )
+    ground = svg.element("rect", width=svg.WIDTH, height=HEIGHT, fill="white")
+    axis = svg.label(svg.WIDTH / 2, HEIGHT - 14, f"model.dim; parametrization {name}", "middle")
+    return svg.document(svg.WIDTH, HEIGHT, [ground, *chart.parts, axis])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
