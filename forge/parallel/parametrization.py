@@ -1,8 +1,8 @@
 """How initial values and learning rates depend on the model's width and depth, by `optimizer.parametrization`.
 
 mup is the maximal update parametrization (Yang et al. 2022, arXiv:2203.03466, table 8), completep its extension to depth with
+mup is the maximal update parametrization (Yang et al. 2022, arXiv:2203.03466, table 8), completep its extension to depth by
 alpha = 1 (Dey et al. 2025, arXiv:2505.01618, table 1). With m = dim / base_dim and, under completep, d = n_layers / base_depth:
-
                                       multiplier   initial std   learning rate   eps
     embedding, final norm             1            1             1               1 / m
     head                              1 / m        1             1               1 / m
@@ -13,9 +13,9 @@ alpha = 1 (Dey et al. 2025, arXiv:2505.01618, table 1). With m = dim / base_dim 
 
 and queries have the multiplier sqrt(base_head_dim / head_dim), for scores that are divided by head_dim.
 
-No multiplier is part of the forward. Under an optimizer whose updates do not depend on the scale of gradients, one on the output
-of a layer is the same as that factor on the initial values and the learning rate of what the layer multiplies with last, and
-its inverse on eps. So a model is the same function of its weights under every parametrization, and exports and samples as
+No multiplier is part of the forward. Under an optimizer whose updates do not depend on the scale of gradients, one on the
+output of a layer is the same as that factor on the initial values and the learning rate of what the layer multiplies with
+last, and its inverse on eps. So a model is the same function of its weights under every parametrization, and exports and samples as
 ever. What has the factor of the logits is the head, or the final norm where embeddings are tied.
 
 An orthogonalised update (Muon) has a spectral norm, not a size of elements, and that is to grow as sqrt(rows / columns)
@@ -49,7 +49,7 @@ VECTORS = re.compile(r"bias$|\.conv\.|\.decay\.|norm\.weight$|sinks\.")
 def parametrize(
     starts: Mapping[str, float | Normal | Uniform], shards: Sequence[Shard], config: Config
 ) -> dict[str, float | Normal | Uniform]:
-    """Set the rates of all `shards`; return `starts`, the initial values by name under the standard parametrization, scaled."""
+    """Set the rates of all `shards`; return `starts`, the initial values by name under the standard rules, scaled."""
     scaled = dict(starts)
     if config.optimizer.parametrization == "standard":
         return scaled

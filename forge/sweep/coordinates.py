@@ -1,7 +1,7 @@
 """Sizes of activations over widths: the check that a parametrization does what it promises (arXiv:2203.03466, appendix D.1).
 
-After a few steps every activation has changed by an amount that does not depend on the width. If some change grows with it, the
-learning rate that a narrow model likes is too high for a wide one.
+After a few steps every activation has changed by an amount that does not depend on the width. If some change grows with it,
+the learning rate that a narrow model likes is too high for a wide one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OF_TABLES = {
 
 
 def of_width(config: Config, dim: int) -> Config:
-    """Return `config` with `model.dim = dim` and all sizes inside blocks in proportion. UserError where they are not whole."""
+    """Return `config` with `model.dim = dim` and sizes inside blocks in proportion. UserError where they are not whole."""
     tree = config.model_dump(mode="json", exclude_none=True)
     model, ratio = tree["model"], dim / config.model.dim
     places = [(model, key) for key in ("dim", *SIZES)]
@@ -45,8 +45,8 @@ def of_width(config: Config, dim: int) -> Config:
         size = table[key] * ratio
         if size != int(size) or (table[key] and size < 1):
             raise UserError(
-                f"width {dim}: model.{key} = {table[key]} times {dim} / {config.model.dim} is {size:g}, no whole number; take "
-                "widths that are multiples of model.dim"
+                f"width {dim}: model.{key} = {table[key]} times {dim} / {config.model.dim} is {size:g}, no whole number; "
+                "take widths that are multiples of model.dim"
             )
         table[key] = int(size)
     return type(config).model_validate(tree)

@@ -19,8 +19,8 @@ from tests.support.harness import run_ranks
 from tests.support.resharding import train_part
 
 GO = torch.tensor(0.0)
-# As the table says it for m = 4, d = 2 and completep: scale of the initial values beyond the standard ones, learning rate, eps.
-# A multiplier c is in both, and its inverse in eps.
+# As the table says it for m = 4, d = 2 and completep: scale of the initial values, learning rate, eps. A multiplier is in
+# the first two, and its inverse in eps.
 DENSE = {
     "embedding.weight": (1, 1, 1 / 4),
     "layers.1.attention_norm.weight": (1, 1, 1 / 8),
