@@ -1,8 +1,8 @@
 """How initial values and learning rates depend on the model's width and depth, by `optimizer.parametrization`.
 
 mup is the maximal update parametrization (Yang et al. 2022, arXiv:2203.03466, table 8), completep its extension to depth with
-mup is the maximal update parametrization (Yang et al. 2022, arXiv:2203.03466, table 8), completep its extension to depth by
-alpha = 1 (Dey et al. 2025, arXiv:2505.01618, table 1). With m = dim / base_dim and, under completep, d = n_layers / base_depth:
+alpha = 1 (Dey et al. 2025, arXiv:2505.01618, table 1). With m = dim / base_dim and, under completep,
+d = n_layers / base_depth:
                                       multiplier   initial std   learning rate   eps
     embedding, final norm             1            1             1               1 / m
     head                              1 / m        1             1               1 / m
@@ -15,12 +15,12 @@ and queries have the multiplier sqrt(base_head_dim / head_dim), for scores that 
 
 No multiplier is part of the forward. Under an optimizer whose updates do not depend on the scale of gradients, one on the
 output of a layer is the same as that factor on the initial values and the learning rate of what the layer multiplies with
-last, and its inverse on eps. So a model is the same function of its weights under every parametrization, and exports and samples as
-ever. What has the factor of the logits is the head, or the final norm where embeddings are tied.
+last, and its inverse on eps. So a model is the same function of its weights under every parametrization, and exports and
+samples as ever. What has the factor of the logits is the head, or the final norm where embeddings are tied.
 
 An orthogonalised update (Muon) has a spectral norm, not a size of elements, and that is to grow as sqrt(rows / columns)
-(Yang et al. 2023, arXiv:2310.17813): not at all for whole matrices. Weight decay is divided by the factor of the learning rate,
-so that their product is the same at every size. With the sizes of the base all factors are 1.
+(Yang et al. 2023, arXiv:2310.17813): not at all for whole matrices. Weight decay is divided by the factor of the learning
+rate, so that their product is the same at every size. With the sizes of the base all factors are 1.
 """
 
 from __future__ import annotations
