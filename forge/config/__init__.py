@@ -7,6 +7,7 @@ toml, extensions. Explain: keys, help, explain, unused, and the checks across ke
 from forge.config.help import help_text
 from forge.config.keys import difference, to_toml
 from forge.config.load import CommandLine, load_config, parse_command_line, parse_toml_text
+from forge.config.phases import Phases, StepPlan
 from forge.config.schema import Config
 from forge.config.section import Section
 from forge.config.unused import unused_keys
@@ -16,7 +17,9 @@ __all__ = [
     "CommandLine",
     "Config",
     "Degrees",
+    "Phases",
     "Section",
+    "StepPlan",
     "check_world",
     "difference",
     "help_text",

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from forge.config.keys import keys
 from forge.config.optimizer import MuonConfig
+from forge.config.phases import check_phases, variants
 from forge.config.pipeline import SPLIT_BACKWARD, check_stages
 from forge.config.schema import Config
 from forge.errors import did_you_mean
@@ -21,7 +22,16 @@ def check(config: Config) -> list[str]:
     """Return every problem of a config whose keys are valid one by one."""
     first = (_heads, _layers, _tensor, _tensor_plan, _rope_scaling, _moe)
     then = (_engine, check_stages, _precision, _float8, _optimizer, _others)
-    return [problem for one in (*first, *then) for problem in one(config)]
+    problems = [problem for one in (*first, *then) for problem in one(config)]
+    of_phases = list(check_phases(config))
+    return problems + of_phases + ([] if problems or of_phases else list(_each_phase(config)))
+
+
+def _each_phase(config: Config) -> Iterator[str]:
+    """Check what depends on the sizes of steps for those of each phase."""
+    for number, variant in variants(config):
+        for problem in (*_tensor(variant), *_float8(variant), *_others(variant)):
+            yield f"{problem} (in phase {number})"
 
 
 def divisors(number: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from forge.config.keys import Key, keys, sections, title
+from forge.config.keys import Key, keys, lists, sections, title
 
 WIDTH = 100
 
@@ -57,7 +57,7 @@ def help_text() -> str:
     """Return the output of --help: usage, examples, exit codes, and every key with its type, default and meaning."""
     blocks = [USAGE]
     for name, section in sections().items():
-        heading = textwrap.fill(f"[{name}]  {title(section)}", WIDTH, subsequent_indent="  ")
+        heading = textwrap.fill(f"{_brackets(name)}  {title(section)}", WIDTH, subsequent_indent="  ")
         blocks.append("\n".join([heading, *map(_entry, _keys_of(name))]))
     return "\n\n".join(blocks)
 
@@ -68,9 +68,13 @@ def docs_text() -> str:
     for name, section in sections().items():
         head = ["| key | type | default | meaning |", "|---|---|---|---|"]
         blocks.append(
-            "\n".join([f"## `[{name}]`", "", title(section), "", *head, *map(_row, _keys_of(name))])
+            "\n".join([f"## `{_brackets(name)}`", "", title(section), "", *head, *map(_row, _keys_of(name))])
         )
     return "\n\n".join(blocks) + "\n"
+
+
+def _brackets(section: str) -> str:
+    return f"[[{section}]]" if section in lists() else f"[{section}]"
 
 
 def _keys_of(section: str) -> list[Key]:
@@ -79,7 +83,8 @@ def _keys_of(section: str) -> list[Key]:
 
 def _entry(key: Key) -> str:
     default = key.default if key.required else f"default {key.default}"
-    head = textwrap.indent(textwrap.fill(f"--{key.name}  {key.allowed}; {default}", WIDTH - 6), " " * 6)
+    name = key.last if key.section in lists() else f"--{key.name}"
+    head = textwrap.indent(textwrap.fill(f"{name}  {key.allowed}; {default}", WIDTH - 6), " " * 6)
     body = textwrap.indent(textwrap.fill(key.meaning, WIDTH - 6), " " * 6)
     return f"{head.removeprefix(' ' * 4)}\n{body}"
 

@@ -55,7 +55,7 @@ def describe(name: str, field: FieldInfo) -> Key:
 
 @cache
 def sections(schema: type[Config] = Config) -> dict[str, type[Section]]:
-    """Return dotted section name -> its class, in schema order, a parent before its children."""
+    """Return dotted section name -> its class, in schema order, a parent before its children, then `lists`."""
     found: dict[str, type[Section]] = {}
 
     def walk(parent: type[Section], prefix: str) -> None:
@@ -65,7 +65,13 @@ def sections(schema: type[Config] = Config) -> dict[str, type[Section]]:
                 walk(section, f"{prefix}{name}.")
 
     walk(schema, "")
-    return found
+    return found | lists(schema)
+
+
+def lists(schema: type[Config] = Config) -> dict[str, type[Section]]:
+    """Return the name of each list of tables at the top, such as [[phase]] -> the class of its tables."""
+    found = {name: item_class(field) for name, field in schema.model_fields.items()}
+    return {name: table for name, table in found.items() if table is not None}
 
 
 @cache
@@ -97,7 +103,9 @@ def value_at(tree: Any, path: Iterable[Any]) -> Any:
 
 def tables(config: Config) -> dict[str, dict[str, Any]]:
     """Return dotted section name -> its keys with values as TOML holds them, in schema order, without absent sections."""
-    tree, found = config.model_dump(mode="json"), sections(type(config))
+    tree, found = config.model_dump(mode="json"), dict(sections(type(config)))
+    for name in lists(type(config)):
+        del found[name]
     values = {section: value_at(tree, section.split(".")) for section in found}
     return {
         section: {name: value for name, value in table.items() if f"{section}.{name}" not in found}
@@ -114,6 +122,7 @@ def difference(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
             for section, table in tables(config).items()
             for name, value in table.items()
         }
+        | dict(_lists_of(config))
         for config in (old, new)
     )
     names = keys(type(old)) | keys(type(new)) | before | after
@@ -129,7 +138,17 @@ def to_toml(config: Config) -> str:
         comment = title(sections(type(config))[section])
         lines = [_assignment(name, value) for name, value in table.items() if value is not None]
         blocks.append("\n".join([*([f"# {comment}"] if comment else []), f"[{section}]", *lines]))
+    for name, items in _lists_of(config):
+        blocks += [
+            "\n".join([f"[[{name}]]", *(_assignment(*pair) for pair in item.items())]) for item in items
+        ]
     return "\n\n".join(blocks) + "\n"
+
+
+def _lists_of(config: Config) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Return the lists of tables at the top by name, without absent keys."""
+    tree = config.model_dump(mode="json", exclude_none=True)
+    return [(name, tree[name]) for name in lists(type(config))]
 
 
 def _assignment(key: str, value: Any) -> str:

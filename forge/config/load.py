@@ -14,7 +14,8 @@ from pydantic import ValidationError
 from forge.config.checks import check
 from forge.config.explain import KeyPath, Values, about_problem, explain, key_path, raise_all
 from forge.config.extensions import schema_for
-from forge.config.keys import item_class, keys, literals, members, section_class, value_at
+from forge.config.keys import item_class, keys, lists, literals, members, section_class, value_at
+from forge.config.phases import with_steps
 from forge.config.schema import Config
 from forge.config.section import Section
 from forge.config.toml import from_literal
@@ -64,7 +65,7 @@ def parse_command_line(argv: list[str]) -> CommandLine:
             if equals:
                 problems.append(f"{argument}: {name} takes no value")
             continue
-        known = name in FLAGS or "." in name
+        known = name in FLAGS or "." in name or name.removeprefix("--") in lists()
         if not equals and rest and not rest[0].startswith("--" if known else "-"):
             equals, value = "=", rest.pop(0)
         if not known:
@@ -145,10 +146,18 @@ def parse_toml_text(text: str, source: str = "the config text", *, import_classe
 
 
 def _validated(values: Values, problems: list[str], import_classes: bool = True) -> Config:
+    train = values.tree.get("train")
+    by_tokens = isinstance(train, dict) and "tokens" in train and "steps" not in train
+    if isinstance(train, dict) and by_tokens:
+        train["steps"] = 1  # until it is known what steps there are
     config, lines = examine(values, import_classes)
     raise_all(problems + lines)
     assert config is not None
-    return config
+    resolved = with_steps(config)
+    if not by_tokens and resolved.train.steps != config.train.steps:
+        made = f"train.tokens = {config.train.tokens} makes {resolved.train.steps} steps"
+        raise UserError(f"train.steps = {config.train.steps}: {made}; leave one of both out")
+    return resolved
 
 
 def examine(values: Values, import_classes: bool = True) -> tuple[Config | None, list[str]]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, TypeVar
 
-from annotated_types import Ge, Gt, Le, Lt, MinLen
+from annotated_types import Ge, Gt, Le, MinLen
 from pydantic import AfterValidator, Field, Strict, StringConstraints
 
 from forge.config.layout import ActivationCheckpoint, Compile, Parallel, Pipeline, Precision
 from forge.config.model import ModelConfig
 from forge.config.optimizer import MuonConfig, MupConfig
+from forge.config.phase import Beta, Epsilon, Phase
 from forge.config.section import (
     Count,
     ImportPath,
@@ -31,9 +32,6 @@ FileName = Annotated[
 S = TypeVar("S", bound=Section)
 Monitor = Literal["activations", "gradients", "weights", "updates", "attention", "experts"]
 MONITORS: tuple[Monitor, ...] = ("activations", "gradients", "weights", "updates", "attention", "experts")
-Beta = Annotated[float, Ge(0), Lt(1)]
-# Less is 0 in float32, and divides 0 by 0 where a gradient is 0.
-Epsilon = Annotated[float, Ge(1e-30)]
 
 
 def _first_and_last(steps: tuple[int, ...]) -> tuple[int, ...]:
@@ -175,6 +173,12 @@ class ScheduleConfig(Section):
     """wsd: shape of the final decay."""
     min_lr_ratio: Share = 0.1
     """Learning rate of the last step, as a fraction of the peak."""
+    unit: Literal["steps", "tokens"] = "steps"
+    """What warmup, plateau and decay are measured in, which differs where phases change the size of steps. With tokens,
+    warmup_steps are steps of the size that [train] gives."""
+    lr_rule: Literal["none", "sqrt", "linear"] = "none"
+    """How the learning rate follows a batch that phases change: times (batch / train.global_batch_size) to the power of 0,
+    1/2 or 1."""
 
 
 class Train(Section):
@@ -182,6 +186,8 @@ class Train(Section):
 
     steps: Positive
     """Total number of optimizer steps, including those before a resume."""
+    tokens: Count = 0
+    """Total number of tokens, in place of `steps`, which follow from it and from the phases. 0: as `steps` says."""
     seq_len: Positive
     """Tokens per sequence."""
     global_batch_size: Positive
@@ -362,3 +368,4 @@ class Config(Section):
     metrics: Metrics = Metrics()
     profile: Profile = Profile()
     resilience: Resilience = Resilience()
+    phase: ListOf[Phase] = ()

@@ -172,6 +172,7 @@ RULES: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
         "optimizer.parametrization is not completep",
         lambda c: c.optimizer.parametrization != "completep",
     ),
+    ("schedule.unit schedule.lr_rule", "there is no [[phase]]", lambda c: not c.phase),
     ("optimizer.eps", "optimizer.name is lion", lambda c: c.optimizer.name == "lion"),
     (
         "schedule.decay_fraction schedule.decay_shape",
@@ -220,7 +221,7 @@ def _changed(config: Config) -> set[str]:
         value: Any = config
         for part in section.split("."):
             value = getattr(value, part, None)
-        fields = table.model_fields if value is not None else {}
+        fields = table.model_fields if isinstance(value, table) else {}
         changed |= {
             f"{section}.{name}" for name, field in fields.items() if getattr(value, name) != field.default
         }

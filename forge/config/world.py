@@ -8,6 +8,7 @@ from math import prod
 
 from forge.config.checks import divisors, multiples
 from forge.config.explain import about_problem, raise_all
+from forge.config.phases import variants
 from forge.config.pipeline import check_microbatches
 from forge.config.schema import Config
 
@@ -54,6 +55,9 @@ def check_world(config: Config, world_size: int) -> Degrees:
     dp = parallel.dp_replicate * dp_shard
     problems = [*_check_degrees(config, dp_shard), *_check_batch(config, dp)]
     raise_all([about_problem(problem, config) for problem in problems])
+    for number, variant in variants(config):
+        problems = [*_check_degrees(variant, dp_shard), *_check_batch(variant, dp)]
+        raise_all([f"{about_problem(problem, variant)} (in phase {number})" for problem in problems])
     accumulation = train.global_batch_size // (train.micro_batch_size * dp)
     return Degrees(world_size, dp_shard=dp_shard, ep=parallel.ep, accumulation=accumulation, **others)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.config import Config
+from forge.config.phases import used_sources
 from forge.config.schema import Stream
 from forge.data.cache import BlockCache
 from forge.data.dataset import PackedDataset
@@ -43,7 +44,7 @@ def open_data(config: Config) -> Data:
 
 def build_dataset(config: Config) -> PackedDataset:
     """Open the training samples. UserError where a source is missing, damaged, too short or of another tokenizer."""
-    used = [source for source in config.data.sources if source.weight > 0]
+    used = [config.data.sources[number] for number in used_sources(config)]
     sources = _open(config, used, "train")
     leaves_out = config.data.at_cap == "leave_out"
     dataset = PackedDataset(
@@ -93,7 +94,7 @@ def build_tokenizer(config: Config) -> Tokenizer | None:
 
     Returns None where all data is synthetic, or `data.tokenizer` is "none".
     """
-    paths = [source.path for source in config.data.sources if source.weight > 0]
+    paths = [config.data.sources[number].path for number in used_sources(config)]
     if all(path == SYNTHETIC for path in paths) or config.data.tokenizer == NO_TOKENIZER:
         return None
     tokenizer = load_tokenizer(config.data.tokenizer)

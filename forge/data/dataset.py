@@ -49,6 +49,7 @@ class PackedDataset:
             if most
         }
         """Samples after which a source is left out; of those that have such a limit."""
+        self._block = block
         self.block = Mixture(weights, seed, block).block
         beginning = Order.beginning(seed, list(self.sources), weights, self.block)
         self.order = self.continuing(beginning, 0)
@@ -56,15 +57,22 @@ class PackedDataset:
         # In use are one or two epochs of each source.
         self._permutation = lru_cache(maxsize=2 * len(self.sources) + 2)(Permutation)
 
-    def following(self, order: Order) -> PackedDataset:
-        """Return the same data in another order."""
+    def following(self, order: Order, document_mask: bool | None = None) -> PackedDataset:
+        """Return the same data in another order, and if given with another document mask."""
         dataset = copy(self)
         dataset.order = order
+        dataset.document_mask = self.document_mask if document_mask is None else document_mask
         return dataset
 
-    def continuing(self, order: Order, position: int) -> Order:
-        """Return a history's order up to global sample `position`, and from there on that of these sources and weights."""
-        return order.continued(self.weights, self.block, position, self.caps)
+    def continuing(self, order: Order, position: int, weights: Sequence[float] | None = None) -> Order:
+        """Return a history's order up to global sample `position`, and from there on that of these sources and weights.
+
+        weights: others than those of the sources, one for each.
+        """
+        if weights is None:
+            return order.continued(self.weights, self.block, position, self.caps)
+        block = Mixture(weights, order.seed, self._block).block
+        return order.continued(dict(zip(self.sources, weights, strict=True)), block, position, self.caps)
 
     def locate(self, global_sample: int) -> tuple[str, int, int]:
         """Return (name of the source, epoch, window within the source); UserError where this data has not that source."""

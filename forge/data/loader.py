@@ -7,16 +7,18 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
-from itertools import chain, islice, tee
+from itertools import chain, tee
 from operator import itemgetter
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from forge.config import StepPlan
 from forge.data.dataset import PackedDataset
 from forge.data.epochs import sources_of
 from forge.data.read_ahead import Stall, read_samples, wait_for
+from forge.data.steps import Row, StepRows, steps_of_rank
 from forge.model import IGNORE
 
 
@@ -56,9 +58,9 @@ class Batch:
 class Loader:
     """Endless iterator over the batches of data rank `rank` of `ranks`, from global sample `start_sample`.
 
-    Each step takes the next `global_batch_size` samples, of which rank r has the r-th contiguous part; so the
-    samples of a step do not depend on `ranks`. Samples that the dataset's order passes over are skipped. A thread
-    prefetches `prefetch` batches; the next `next` raises its exceptions.
+    Each step takes the next samples, `global_batch_size` or as `plan_at` has it (see `steps_of_rank`); rank r has the r-th
+    contiguous part of the rows, so the samples of a step do not depend on `ranks`. Samples that the dataset's order passes
+    over are skipped. A thread prefetches `prefetch` batches; the next `next` raises its exceptions.
     """
 
     def __init__(
@@ -71,13 +73,14 @@ class Loader:
         start_sample: int = 0,
         device: torch.device | str = "cpu",
         prefetch: int = 2,
+        plan_at: Callable[[int], StepPlan] | None = None,
+        tokens: int = 0,
     ):
         assert global_batch_size % ranks == 0 and 0 <= rank < ranks
-        self._dataset = dataset
-        self._global_batch_size = global_batch_size
-        self._rows = global_batch_size // ranks
-        self._first_row = rank * self._rows
-        self._start_sample, self._prefetch = start_sample, max(1, prefetch)
+        sizes = {"global_batch_size": global_batch_size, "rank": rank, "ranks": ranks}
+        self._steps = steps_of_rank(dataset, plan_at, **sizes, sample=start_sample, tokens=tokens)
+        self._dataset, self._prefetch = dataset, max(1, prefetch)
+        self._ahead = max(32, self._prefetch * (global_batch_size // ranks))
         self.stall: Stall | None = None
         """That of the last `next`, if it had to wait for long."""
         self._device = torch.device(device)
@@ -107,27 +110,18 @@ class Loader:
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # else pinning would make a context on device 0
-            steps, ahead = tee(self._steps())
-            samples = chain.from_iterable(ahead)
-            with closing(read_samples(self._dataset, samples, max(32, self._prefetch * self._rows))) as rows:
+            steps, ahead = tee(self._steps)
+            samples = chain.from_iterable(step.reads() for step in ahead)
+            with closing(read_samples(self._dataset, samples, self._ahead)) as windows:
                 while not self._closed.is_set():
-                    self._put(self._batch(next(steps), rows))
+                    self._put(self._batch(next(steps), windows))
         except BaseException as error:  # raised by `__next__`
             self._put(error)
 
-    def _steps(self) -> Iterator[list[int]]:
-        """This rank's samples of each step."""
-        order, position = self._dataset.order, self._start_sample
-        while True:
-            yield [order.nth(position, self._first_row + row) for row in range(self._rows)]
-            position = order.nth(position, self._global_batch_size)
-
-    def _batch(self, samples: list[int], rows: Iterator[tuple[np.ndarray, np.ndarray | None]]) -> Batch:
-        dataset = self._dataset
-        batch = stack_windows(
-            islice(rows, self._rows), self._rows, dataset.seq_len, dataset.document_mask, samples[0]
-        )
-        batch = replace(batch, sources=sources_of(dataset, samples))
+    def _batch(self, step: StepRows, windows: Iterator[Row]) -> Batch:
+        n, masked = len(step.samples), step.dataset.document_mask
+        batch = stack_windows(step.cut(windows), n, step.seq_len, masked, step.samples[0])
+        batch = replace(batch, sources=sources_of(step.dataset, step.samples))
         return batch.pin_memory() if self._device.type == "cuda" else batch
 
     def _put(self, item: Batch | BaseException) -> None:

@@ -48,23 +48,26 @@ def in_order(work: Callable[[Item], Result], items: Iterable[Item], ahead: int) 
 
 
 def read_samples(
-    dataset: PackedDataset, samples: Iterable[int], ahead: int
+    dataset: PackedDataset, samples: Iterable[tuple[PackedDataset, int]], ahead: int
 ) -> Generator[tuple[np.ndarray, np.ndarray | None]]:
-    """Yield `dataset[sample]` of each sample, in order; of remote sources up to `ahead` of them are read at once."""
+    """Yield each sample of its dataset, in order; of remote sources up to `ahead` of them are read at once.
+
+    All datasets have the sources of `dataset`; their orders and masks may be others.
+    """
     if not any(is_remote(windows.source) for windows in dataset.samples.values()):
-        yield from map(dataset.__getitem__, samples)
+        yield from (of[sample] for of, sample in samples)
         return
     position = [0]
     for name, windows in dataset.samples.items():
         if isinstance(windows.source, TokenDataset) and windows.over(np.zeros(1), np.ones(1)) is not None:
             windows.source.next_use = partial(_next_use, dataset, name, position)
 
-    def followed() -> Iterator[int]:
-        for sample in samples:
+    def followed() -> Iterator[tuple[PackedDataset, int]]:
+        for of, sample in samples:
             position[0] = sample
-            yield sample
+            yield of, sample
 
-    yield from in_order(dataset.__getitem__, followed(), ahead)
+    yield from in_order(lambda pair: pair[0][pair[1]], followed(), ahead)
 
 
 def is_remote(source: Source) -> bool:

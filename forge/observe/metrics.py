@@ -46,6 +46,8 @@ class MetricsWriter(Hook):
         """How often each source, by name, has been read before a global sample."""
         self.more_fields: Callable[[int], dict[str, Any]] = lambda step: {}
         """What else belongs into the training line of a step."""
+        self.steps_left: Callable[[StepResult], float] = lambda result: config.train.steps - result.step
+        """How many steps of the present size are left after one."""
         self._log = JsonLines(directory.metrics) if world.rank == 0 else None
         self._board = Board(directory.tensorboard, world.rank == 0 and config.metrics.tensorboard)
         self._trackers: list[Tracker] = []
@@ -58,13 +60,18 @@ class MetricsWriter(Hook):
                 settings,
                 lambda: history(directory.metrics),
             )
-        self._mfu_of_rate = mfu_of_rate(config, world.device, world.size, flops_per_token)
-        self._tokens_per_step = config.train.global_batch_size * config.train.seq_len
+        self._world_size = world.size
+        self.set_step(config.train.global_batch_size * config.train.seq_len, flops_per_token)
         self._times = StepTimes()
         self._step_began: float | None = None
         self._step_ended: float | None = None
         self._has_run = False
         self._restart_means()
+
+    def set_step(self, tokens: int, flops_per_token: float) -> None:
+        """From here on a step trains on so many tokens, each of so many operations."""
+        self._tokens_per_step = tokens
+        self._mfu_of_rate = mfu_of_rate(self._config, self._device, self._world_size, flops_per_token)
 
     def wants_routers(self, step: int) -> bool:
         """Whether routers' values of this step are written."""
@@ -225,7 +232,7 @@ class MetricsWriter(Hook):
             counts = [of_layer["counts"] for of_layer in fields["routers"].values()]
             self._board.image(step, "routers/load", expert_map(counts))
         self._report_step(step)
-        progress = Progress(fields, steps, self._times.eta(steps - step))
+        progress = Progress(fields, steps, self._times.eta(self.steps_left(result)))
         log.info("%s", progress.text(), extra={"progress": progress})
 
     def _restart_means(self) -> None:

@@ -96,7 +96,7 @@ class StepTimes:
         if seconds * self._count >= self._paused:
             self._pause_per_step = self._paused / self._count
 
-    def eta(self, remaining_steps: int) -> float | None:
+    def eta(self, remaining_steps: float) -> float | None:
         """Return the seconds that `remaining_steps` and the pauses after them will take; None before the first step."""
         if not self._seconds:
             return None

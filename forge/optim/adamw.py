@@ -106,6 +106,10 @@ class AdamW:
         kept = self.exp_avg if slot == "exp_avg" else self.exp_avg_sq
         return [kept[shard.name] for shard in shards]
 
+    def follow(self, config: OptimizerConfig) -> None:
+        """From the next step on, use these values of weight_decay, betas and eps."""
+        self._config = config
+
     def tensors(self) -> Iterator[tuple[str, Shard, Tensor]]:
         for shard in self._shards:
             if self._int8 is not None:

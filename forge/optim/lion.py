@@ -52,6 +52,10 @@ class Lion:
                 self._rounding.copy_(momentum, mean, shard, "momentum")
         write_unless(skip, self._updates, self._updates + 1)
 
+    def follow(self, config: OptimizerConfig) -> None:
+        """From the next step on, use these values of weight_decay, betas and eps."""
+        self._config = config
+
     def tensors(self) -> Iterator[tuple[str, Shard, Tensor]]:
         for shard in self._shards:
             yield "momentum", shard, self._momentum[shard.name]

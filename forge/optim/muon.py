@@ -124,6 +124,11 @@ class Muon:
             return sqrt(max(1, rows / columns))
         return 0.2 * sqrt(max(rows, columns))
 
+    def follow(self, config: OptimizerConfig) -> None:
+        """From the next step on, use these values of weight_decay, betas, eps and muon.momentum."""
+        self._config, self._keys = config, config.muon
+        self._rest.follow(config)
+
     def tensors(self) -> Iterator[tuple[str, Shard, Tensor]]:
         for shard in self._shards:
             yield "momentum", shard, self._momentum[shard.name]

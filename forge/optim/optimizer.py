@@ -19,7 +19,10 @@ from forge.shard import Shard
 
 
 class Optimizer(Protocol):
-    """Updates this rank's shards. Made as `Class(shards, config, group)`: see `build_optimizer`."""
+    """Updates this rank's shards. Made as `Class(shards, config, group)`: see `build_optimizer`.
+
+    A method `follow(config)`, which phases that change keys of [optimizer] call before a step, is optional.
+    """
 
     def step(self, lr: float, skip: Tensor) -> None:
         """Make one update with the shards' gradients. Where the device scalar `skip` is 1.0, change nothing at all."""

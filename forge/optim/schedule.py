@@ -4,7 +4,23 @@ from __future__ import annotations
 
 import math
 
+from forge.config import Config, Phases
 from forge.config.schema import ScheduleConfig
+
+
+def planned_rate(config: Config, phases: Phases, step: int, tokens: int) -> float:
+    """Learning rate of update `step`, before which `tokens` were trained on: `learning_rate` with the phase's peak.
+
+    With `schedule.unit = "tokens"` the schedule counts the tokens up to the end of the update.
+    """
+    plan, steps = phases.at(tokens), config.train.steps
+    if config.schedule.unit == "steps":
+        return learning_rate(config.schedule, lr=plan.lr, step=step, steps=steps)
+    usual = config.train.global_batch_size * config.train.seq_len
+    warmup = warmup_steps(config.schedule, -(-phases.tokens_after(steps) // usual)) * usual
+    schedule = config.schedule.model_copy(update={"warmup_steps": warmup})
+    total = phases.tokens_after(steps)
+    return learning_rate(schedule, lr=plan.lr, step=tokens + plan.tokens, steps=total)
 
 
 def learning_rate(schedule: ScheduleConfig, *, lr: float, step: int, steps: int) -> float:

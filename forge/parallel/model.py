@@ -67,7 +67,7 @@ class ParallelModel:
         self._meshes = layout.meshes
         self._split = SequenceSplit(layout.meshes.cp, layout.sequence_pieces, depth_of(layout.model))
         self.watch: Callable[[ModelInputs], object] = lambda inputs: None  # called before each forward
-        self._micro_batch_size = layout.micro_batch_size
+        self.micro_batch_size = layout.micro_batch_size
 
     def count_tokens(self, batch: StepBatch) -> Tensor:
         """Return the number of valid labels in the global batch: a float64 device scalar, equal on all ranks.
@@ -78,7 +78,7 @@ class ParallelModel:
 
     def forward_backward(self, batch: StepBatch, tokens: Tensor) -> Sums:
         """Add the gradient of (sum of losses / tokens) of every microbatch to the shards; return the sums of losses."""
-        microbatches = [self._split.local_part(micro) for micro in batch.microbatches(self._micro_batch_size)]
+        microbatches = [self._split.local_part(micro) for micro in batch.microbatches(self.micro_batch_size)]
         # A batch without any valid token has loss 0 and gradient 0, not 0/0.
         divisor = tokens.clamp(min=1)
         for part in self.parts:

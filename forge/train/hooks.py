@@ -19,6 +19,7 @@ from forge.resilience.stragglers import Stragglers
 from forge.train.evaluate import Evaluation
 from forge.train.mirror import MirrorSaves
 from forge.train.monitor import StepMonitors
+from forge.train.phases import PhaseChanges
 from forge.train.save import Saves
 from forge.train.source_losses import SourceLosses
 from forge.train.trainer import Trainer
@@ -52,6 +53,8 @@ def make_hooks(trainer: Trainer, loaded: list[tuple[str, type[Hook]]]) -> list[H
         )
     if config.metrics.sources:
         hooks.append(SourceLosses(trainer))
+    if config.phase:
+        hooks.append(PhaseChanges(trainer))
     hooks += [Epochs(trainer), trainer.metrics, trainer.reporter.memory]
     if config.profile.span and world.rank in config.profile.ranks:
         hooks.append(StepProfiler(config.profile, world.rank, directory.profile, trainer.device))
@@ -98,8 +101,9 @@ class Epochs(Hook):
         trainer.metrics.epochs = self._before
 
     def before_run(self, step: int) -> None:
-        train, progress = self._trainer.config.train, self._trainer.progress
-        last = progress.order.nth(progress.next_sample, (train.steps - step) * train.global_batch_size)
+        train, progress, phases = self._trainer.config.train, self._trainer.progress, self._trainer.phases
+        tokens = phases.tokens_after(train.steps - step, progress.tokens) - progress.tokens
+        last = progress.order.nth(progress.next_sample, tokens // train.seq_len)
         after = self._before(last)
         check_caps(after, self._trainer.config.data)
         log_left_out(self._trainer.data.dataset.following(progress.order), progress.next_sample, last)

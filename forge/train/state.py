@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from forge.config import Config
+from forge.config import StepPlan
 from forge.data.order import Order, PassedOver
 from forge.optim import Optimizer
 from forge.parallel.model import ParallelModel
@@ -52,11 +52,11 @@ class Progress:
     rollbacks: list[Rollback] = field(default_factory=list)
     spikes: SpikeWindow = field(default_factory=SpikeWindow)
 
-    def advance(self, config: Config) -> None:
+    def advance(self, plan: StepPlan) -> None:
         """Count one step."""
         self.step += 1
-        self.next_sample = self.order.nth(self.next_sample, config.train.global_batch_size)
-        self.tokens += config.train.global_batch_size * config.train.seq_len
+        self.next_sample = self.order.nth(self.next_sample, plan.windows)
+        self.tokens += plan.tokens
 
     def rollback_to(self, saved: dict[str, Any], pass_over: bool) -> Rollback:
         """Return the record of a return to a checkpoint, given all that it holds as JSON; nothing changes yet.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from forge import compat
 from forge.checkpoint import Checkpoints
-from forge.config import Config, Degrees, unused_keys
+from forge.config import Config, Degrees, Phases, StepPlan, unused_keys
 from forge.data.build import Data
 from forge.data.loader import Batch, Loader
 from forge.errors import RollbackRequired
@@ -17,7 +17,7 @@ from forge.model import flops_per_token, parameter_counts
 from forge.observe.collector import Collector
 from forge.observe.metrics import MetricsWriter
 from forge.observe.report import Reporter
-from forge.optim import learning_rate
+from forge.optim import planned_rate
 from forge.parallel.build import build_meta_model, build_parallel_model
 from forge.parallel.gradients import GradientReport, clip_gradients, report_gradients
 from forge.parallel.mesh import make_meshes
@@ -71,6 +71,7 @@ class Trainer:
             log.info("set, but not used: %s", "; ".join(unused))
 
         spikes = SpikeWindow(config.resilience.spike_window, config.resilience.spike_threshold)
+        self.phases = Phases(config)
         self.progress = Progress(data.dataset.order, spikes=spikes)
         self.anomalies = AnomalyPolicy(
             config.resilience, self.model, self.progress, self.device, self.compute_gradients, reporter.event
@@ -113,8 +114,8 @@ class Trainer:
 
     def step(self) -> None:
         """One optimizer step. The host waits for the device to finish the step before, never for the one it launches."""
-        config, step = self.config, self.progress.step + 1
-        lr = learning_rate(config.schedule, lr=config.optimizer.lr, step=step, steps=config.train.steps)
+        config, step, plan = self.config, self.progress.step + 1, self.plan
+        lr = planned_rate(config, self.phases, step, self.progress.tokens)
         with self.hooks.around("data", step):
             batch = next(self.batches)
         with self.hooks.around("gradients", step):
@@ -129,7 +130,7 @@ class Trainer:
         self.model.after_update()
         routers = self.model.update_router(report.skip)
         self.model.zero_gradients()
-        self.progress.advance(config)
+        self.progress.advance(plan)
         self.results.push(
             StepInfo(step, self.progress.tokens, lr, self.progress.next_sample), sums, report, routers
         )
@@ -153,6 +154,11 @@ class Trainer:
             return False
         self.hooks.call("after_result", result)
         return self.anomalies.process_result(result)
+
+    @property
+    def plan(self) -> StepPlan:
+        """What the next step has."""
+        return self.phases.at(self.progress.tokens)
 
     @property
     def finished(self) -> bool:
@@ -212,7 +218,7 @@ class Trainer:
     def make_loader(self) -> Loader:
         """The batches of this data rank from `progress` on, where the mixture of the config comes into force."""
         dataset, progress = self.data.dataset, self.progress
-        progress.order = dataset.continuing(progress.order, progress.next_sample)
+        progress.order = dataset.continuing(progress.order, progress.next_sample, self.plan.weights)
         return Loader(
             dataset.following(progress.order),
             global_batch_size=self.config.train.global_batch_size,
@@ -221,4 +227,6 @@ class Trainer:
             start_sample=progress.next_sample,
             device=self.device,
             prefetch=self.config.data.prefetch,
+            plan_at=self.phases.at,
+            tokens=progress.tokens,
         )

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forge.checkpoint import Checkpoints
-from forge.config import Config, check_world
+from forge.config import Config, Phases, check_world
 from forge.data.build import open_data
 from forge.distributed import on_first_rank
 from forge.hook import EVENTS, Hook, Hooks, StepResult
@@ -147,7 +147,7 @@ class UserHooks:
         if not self._each:
             return
         progress = self._trainer.progress
-        progress.advance(self._trainer.config)
+        progress.advance(Phases(self._trainer.config).at(progress.tokens))
         objective, cross_entropy, z_loss, tokens = sums.tolist()
         layers = {name: row for name, row in routers.items() if name.startswith("layers.")}
         self._result = StepResult(

@@ -192,6 +192,8 @@ def _training(config: Config) -> dict[str, Any]:
         "train.global_batch_size": BATCH,
         "train.micro_batch_size": 2,
         "train.loss_chunk_tokens": min(config.train.loss_chunk_tokens, 48),  # chunks that end within a row
+        "train.tokens": 0,
+        "phase": [],
         "data.sources": [{"path": "synthetic"}],
         "data.validation": [],
         "data.tokenizer": "none",

@@ -56,7 +56,7 @@ class History:
             self.read.append((name, m))
             epoch = m // SIZES[name]
             assert self.keys.setdefault((name, epoch), order.key(number, epoch)) == order.key(number, epoch)
-            self.progress.advance(SimpleNamespace(train=SimpleNamespace(global_batch_size=1, seq_len=1)))
+            self.progress.advance(SimpleNamespace(windows=1, tokens=1))
 
     def save(self) -> None:
         saved = {"progress": self.progress.state(), "inputs": input_fingerprints(self.dataset, None)}

@@ -53,7 +53,7 @@ class PipelinedModel(ParallelModel):
         rank = pp.rank()
         self.stages = {part.stage.index: part for part in parts}
         self.plan, self.pp = plan, pp
-        self._program = plan.schedule.programs[rank]
+        self._microbatches, self._program = plan.schedule.microbatches, plan.schedule.programs[rank]
         self._forward_program = plan.schedule.forward_only().programs[rank]
         self.last_backward = plan.schedule.last_backward(rank)
         self.compute = layout.compute
@@ -90,6 +90,10 @@ class PipelinedModel(ParallelModel):
         )
 
     def _forward_backward(self, microbatches: list[ModelInputs], divisor: Tensor) -> Tensor:
+        if len(microbatches) != self._microbatches:
+            schedule, rank = self.plan.with_microbatches(len(microbatches)), self.pp.rank()
+            self._microbatches, self._program = len(microbatches), schedule.programs[rank]
+            self.last_backward = schedule.last_backward(rank)
         return self._execute(self._program, microbatches, divisor).losses
 
     def _forward(self, inputs: ModelInputs) -> Tensor | None:

@@ -46,6 +46,8 @@ class PipelinePlan:
 
     stages: list[Stage]
     schedule: Schedule
+    with_microbatches: Callable[[int], Schedule]
+    """The same schedule for another number of microbatches."""
 
     def of_rank(self, rank: int) -> list[Stage]:
         """Return the stages of a rank of the pp axis, in the order of forward."""
@@ -62,16 +64,19 @@ def plan_pipeline(config: Config, degrees: Degrees) -> PipelinePlan:
 
     Raises UserError for what is wrong with a schedule's CSV file; everything else was checked with the configuration.
     """
-    name, pp = config.pipeline.schedule, degrees.pp
-    if name.endswith(".csv"):
-        schedule = read_schedule(Path(name), pp, degrees.accumulation)
-        _check_csv(config, len(schedule.rank_of))
-    else:
-        schedule = make_schedule(name, pp, number_of_stages(config), degrees.accumulation)
+    name, pp, whole = config.pipeline.schedule, degrees.pp, whole_backward_because(config)
+
+    @cache
+    def with_microbatches(number: int) -> Schedule:
+        if name.endswith(".csv"):
+            made = read_schedule(Path(name), pp, number)
+            _check_csv(config, len(made.rank_of))
+        else:
+            made = make_schedule(name, pp, number_of_stages(config), number)
+        return made if whole is None else made.unsplit()
+
+    schedule = with_microbatches(degrees.accumulation)
     stages = make_stages(config, len(schedule.rank_of))
-    whole = whole_backward_because(config)
-    if whole is not None:
-        schedule = schedule.unsplit()
     log.info(
         "pipeline of %d stages, schedule %s, %d microbatches: idle %.1f %% of the time if stages cost the same\n%s",
         len(stages),
@@ -87,7 +92,7 @@ def plan_pipeline(config: Config, degrees: Degrees) -> PipelinePlan:
             name,
             whole,
         )
-    return PipelinePlan(stages, schedule)
+    return PipelinePlan(stages, schedule, with_microbatches)
 
 
 def whole_backward_because(config: Config) -> str | None:

@@ -1,0 +1,47 @@
+"""[[phase]]: a stretch of a run in which some values are others."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Lt, MinLen
+from pydantic import Strict
+
+from forge.config.section import Count, ListOf, NonNegativeNumber, Positive, PositiveNumber, Section
+
+Beta = Annotated[float, Ge(0), Lt(1)]
+# Less is 0 in float32, and divides 0 by 0 where a gradient is 0.
+Epsilon = Annotated[float, Ge(1e-30)]
+
+
+class Phase(Section):
+    """A stretch of the run, in the order in which they follow. What a phase leaves out, and what follows the last one, is as
+    the other sections have it."""
+
+    until_tokens: Count = 0
+    """Tokens of the whole run after which it ends, with the step in which they are reached. 0: never, in the last one."""
+    ramp: Literal["none", "linear"] = "none"
+    """linear: numbers go from what held before to what is given here, which is reached at the end. Batches grow by the
+    greatest common divisor of both, weights and windows in sixteenths; seq_len and micro_batch_size change at once."""
+    global_batch_size: Positive | None = None
+    """Instead of train.global_batch_size."""
+    micro_batch_size: Positive | None = None
+    """Instead of train.micro_batch_size."""
+    seq_len: Positive | None = None
+    """Instead of train.seq_len, which it must divide: each sample is cut into parts of this length, all in the same batch."""
+    weights: Annotated[ListOf[NonNegativeNumber], MinLen(1)] | None = None
+    """Weights of data.sources, one for each."""
+    lr: PositiveNumber | None = None
+    """Instead of optimizer.lr: the peak that the schedule multiplies."""
+    weight_decay: NonNegativeNumber | None = None
+    """Instead of optimizer.weight_decay."""
+    betas: Annotated[tuple[Beta, Beta], Strict(False)] | None = None
+    """Instead of optimizer.betas."""
+    eps: Epsilon | None = None
+    """Instead of optimizer.eps."""
+    momentum: Beta | None = None
+    """Instead of optimizer.muon.momentum."""
+    sliding_window: Positive | None = None
+    """Instead of model.sliding_window, in the layers that have one."""
+    document_mask: bool | None = None
+    """Instead of data.document_mask."""

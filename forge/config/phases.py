@@ -1,0 +1,282 @@
+"""What a step has at each point of a run: a pure function of the tokens that were trained on before it."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from math import gcd
+from typing import Any
+
+from forge.config.schema import Config, OptimizerConfig
+
+# Weights of sources and attention windows move in so many stages: each is a segment of the order of samples, or compiled.
+STAGES = 16
+STEPWISE = ("micro_batch_size", "seq_len", "document_mask")
+RULES = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What a step has. lr: the peak learning rate, by schedule.lr_rule. windows: of train.seq_len, that it reads. weights: of
+    the sources that have one above 0 in some phase; None: as [data] has them."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    seq_len: int
+    windows: int
+    weights: tuple[float, ...] | None
+    lr: float
+    sliding_window: int
+    document_mask: bool
+    optimizer: OptimizerConfig
+
+    @property
+    def tokens(self) -> int:
+        """Positions that the step trains on."""
+        return self.global_batch_size * self.seq_len
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Values from token `start` up to `end` (None: for ever). `first`: those before a ramp of the keys in `ramped`."""
+
+    start: int
+    end: int | None
+    first: Mapping[str, Any]
+    last: Mapping[str, Any]
+    ramped: frozenset[str]
+
+    def share(self, tokens: int, stages: int = 0) -> float:
+        """Return how much of the span lies before `tokens`; with `stages` in whole parts of so many."""
+        assert self.end is not None
+        done, length = tokens - self.start, self.end - self.start
+        return done * stages // length / stages if stages else done / length
+
+    @property
+    def batches(self) -> tuple[int, int]:
+        """The step by which a ramped batch grows, negative where it shrinks, and the number of these steps."""
+        first, last = self.first["global_batch_size"], self.last["global_batch_size"]
+        unit = gcd(first, last)
+        return (unit if last > first else -unit), abs(last - first) // unit
+
+
+class Phases:
+    """The phases of `config`, whose keys are valid; see `check_phases`."""
+
+    def __init__(self, config: Config):
+        self._config = config
+        base = {
+            "global_batch_size": config.train.global_batch_size,
+            "micro_batch_size": config.train.micro_batch_size,
+            "seq_len": config.train.seq_len,
+            "weights": _weights(config),
+            "lr": config.optimizer.lr,
+            "weight_decay": config.optimizer.weight_decay,
+            "betas": config.optimizer.betas,
+            "eps": config.optimizer.eps,
+            "momentum": config.optimizer.muon.momentum,
+            "sliding_window": config.model.sliding_window,
+            "document_mask": config.data.document_mask,
+        }
+        self._spans: list[_Span] = []
+        start, before = 0, base
+        for phase in config.phase:
+            given = {key: value for key in base if (value := getattr(phase, key)) is not None}
+            if phase.weights is not None:
+                given["weights"] = tuple(phase.weights[number] for number in used_sources(config))
+            ramped = frozenset(given) - set(STEPWISE) if phase.ramp == "linear" else frozenset()
+            end = phase.until_tokens or None
+            self._spans.append(_Span(start, end, before, base | given, ramped))
+            if end is None:
+                break
+            start, before = end, base | given
+        else:
+            self._spans.append(_Span(start, None, before, base, frozenset()))
+        self._starts = [span.start for span in self._spans]
+        # One object for each span without a ramp: with these alone a step computes nothing here.
+        self._constant = [None if span.ramped else self._plan(span.last) for span in self._spans]
+
+    def at(self, tokens: int) -> StepPlan:
+        """Return the plan of the step before which `tokens` positions were trained on."""
+        number = bisect_right(self._starts, tokens) - 1
+        return self._constant[number] or self._plan(self._ramped(self._spans[number], tokens))
+
+    def tokens_after(self, steps: int, tokens: int = 0) -> int:
+        """Return the tokens trained on after `steps` further steps."""
+        while steps > 0:
+            plan, border = self.at(tokens), self._next_change(tokens)
+            some = steps if border is None else min(steps, -(-(border - tokens) // plan.tokens))
+            tokens, steps = tokens + some * plan.tokens, steps - some
+        return tokens
+
+    def steps_to(self, total: int, tokens: int = 0) -> int:
+        """Return how many further steps reach `total` tokens."""
+        steps = 0
+        while tokens < total:
+            plan, border = self.at(tokens), self._next_change(tokens)
+            some = -(-(min(total, border or total) - tokens) // plan.tokens)
+            tokens, steps = tokens + some * plan.tokens, steps + some
+        return steps
+
+    def sizes(self) -> Iterator[tuple[int, tuple[int, int, int]]]:
+        """Yield the number of each phase, from 1, with batch, microbatch and length of its steps; of a ramp its parts."""
+        for number, span in enumerate(self._spans, 1):
+            batches = {span.last["global_batch_size"]}
+            if "global_batch_size" in span.ramped:
+                batches |= {span.first["global_batch_size"], abs(span.batches[0])}
+            for batch in sorted(batches):
+                yield number, (batch, span.last["micro_batch_size"], span.last["seq_len"])
+
+    def stretches(self) -> Iterator[tuple[int, StepPlan]]:
+        """Yield the first token and the plan of each phase; both its ends of one with a ramp."""
+        for span, constant in zip(self._spans, self._constant, strict=True):
+            yield span.start, constant or self._plan(span.first)
+            if constant is None:
+                yield span.start, self._plan(span.last)
+
+    def _next_change(self, tokens: int) -> int | None:
+        """Return the next number of tokens at which the size of a step may change; None: it does not."""
+        span = self._spans[bisect_right(self._starts, tokens) - 1]
+        if span.end is None or "global_batch_size" not in span.ramped:
+            return span.end
+        _, number = span.batches
+        length = span.end - span.start
+        stage = (tokens - span.start) * number // length + 1
+        return min(span.end, span.start + -(-stage * length // max(1, number)))
+
+    def _ramped(self, span: _Span, tokens: int) -> dict[str, Any]:
+        values = dict(span.last)
+        for key in span.ramped:
+            first, last = span.first[key], span.last[key]
+            if key == "global_batch_size":
+                unit, number = span.batches
+                values[key] = first + unit * int(span.share(tokens, number) * number) if number else last
+            elif key == "sliding_window":
+                values[key] = round(_between(first, last, span.share(tokens, STAGES)))
+            elif isinstance(last, tuple):
+                share = span.share(tokens, STAGES if key == "weights" else 0)
+                values[key] = tuple(_between(a, b, share) for a, b in zip(first, last, strict=True))
+            else:
+                values[key] = _between(first, last, span.share(tokens))
+        return values
+
+    def _plan(self, values: Mapping[str, Any]) -> StepPlan:
+        train, optimizer = self._config.train, self._config.optimizer
+        batch, seq_len = values["global_batch_size"], values["seq_len"]
+        changed = {key: values[key] for key in ("weight_decay", "betas", "eps")}
+        if values["momentum"] != optimizer.muon.momentum:
+            changed["muon"] = optimizer.muon.model_copy(update={"momentum": values["momentum"]})
+        if any(getattr(optimizer, key) != value for key, value in changed.items()):
+            optimizer = optimizer.model_copy(update=changed)
+        growth = (batch / train.global_batch_size) ** RULES[self._config.schedule.lr_rule]
+        return StepPlan(
+            global_batch_size=batch,
+            micro_batch_size=values["micro_batch_size"],
+            seq_len=seq_len,
+            windows=batch * seq_len // train.seq_len,
+            weights=values["weights"],
+            lr=values["lr"] * growth,
+            sliding_window=values["sliding_window"],
+            document_mask=values["document_mask"],
+            optimizer=optimizer,
+        )
+
+
+def used_sources(config: Config) -> list[int]:
+    """Return the numbers of the sources that are read at some time."""
+    weights = [
+        tuple(source.weight for source in config.data.sources),
+        *(phase.weights for phase in config.phase if phase.weights),
+    ]
+    return [number for number in range(len(weights[0])) if any(of_all[number] > 0 for of_all in weights)]
+
+
+def _weights(config: Config) -> tuple[float, ...] | None:
+    """Return the weights outside of phases; None where no phase changes them."""
+    if not any(phase.weights for phase in config.phase):
+        return None
+    return tuple(config.data.sources[number].weight for number in used_sources(config))
+
+
+def _between(first: float, last: float, share: float) -> float:
+    return first + (last - first) * share
+
+
+def with_steps(config: Config) -> Config:
+    """Return `config` with `train.steps` as `train.tokens` makes them, if that is set."""
+    if not config.train.tokens:
+        return config
+    steps = Phases(config).steps_to(config.train.tokens)
+    return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
+
+
+def variants(config: Config) -> Iterator[tuple[int, Config]]:
+    """Yield `config` without phases for each size of steps that they bring, with the number of the phase, from 1."""
+    train = config.train
+    seen = {(train.global_batch_size, train.micro_batch_size, train.seq_len)}
+    for number, sizes in Phases(config).sizes():
+        if sizes not in seen and number <= len(config.phase):
+            seen.add(sizes)
+            keys = zip(("global_batch_size", "micro_batch_size", "seq_len"), sizes, strict=True)
+            yield (
+                number,
+                config.model_copy(update={"train": train.model_copy(update=dict(keys)), "phase": ()}),
+            )
+
+
+def check_phases(config: Config) -> Iterator[str]:
+    """Yield what is wrong with [[phase]] by itself."""
+    ends = [phase.until_tokens for phase in config.phase]
+    last = len(ends)
+    for number, (before, end) in enumerate(pairwise([0, *ends]), 1):
+        if end <= before and not (end == 0 and number == last):
+            what = (
+                "may be 0 in the last one only"
+                if end == 0
+                else f"must be above {before}, where the one before ends"
+            )
+            yield f"phase {number} has until_tokens = {end}, which {what}"
+    problems = [
+        f"phase {number} has {problem}"
+        for number, phase in enumerate(config.phase, 1)
+        for problem in _problems(config, phase)
+    ]
+    yield from problems
+    for number, variant in () if problems else variants(config):
+        batch, parts = variant.train.global_batch_size, config.train.seq_len // variant.train.seq_len
+        if batch % parts:
+            equation = f"train.seq_len / seq_len = {config.train.seq_len} / {variant.train.seq_len} = {parts}"
+            yield f"phase {number} has steps of {batch} sequences, which must be a multiple of {equation}; change one"
+
+
+def _problems(config: Config, phase: Any) -> Iterator[str]:
+    whole, sources = config.train.seq_len, len(config.data.sources)
+    if phase.ramp == "linear" and not phase.until_tokens:
+        yield "ramp = linear, which needs until_tokens, where it is done; set it"
+    seq_len = phase.seq_len or whole
+    if whole % seq_len:
+        yield f"seq_len = {seq_len}, which must divide train.seq_len = {whole}, the longest; change one"
+    if phase.weights is not None and len(phase.weights) != sources:
+        yield f"{len(phase.weights)} weights for {sources} data.sources; give one for each"
+    elif phase.weights is not None and config.data.temperature:
+        yield f"weights, which data.temperature = {config.data.temperature:g} would change; set it to 0"
+    elif phase.weights is not None and not any(phase.weights):
+        yield "no weight above 0; set one"
+    if phase.sliding_window and "sliding" not in config.model.pattern:
+        yield "sliding_window, but no layer has one; set model.sliding_window"
+    if phase.momentum is not None and config.optimizer.name != "muon":
+        yield f"momentum, which is Muon's, with optimizer.name = {config.optimizer.name}; leave it out"
+    if config.pipeline.schedule.endswith(".csv") and config.parallel.pp > 1:
+        yield from _csv(config, phase)
+
+
+def _csv(config: Config, phase: Any) -> Iterator[str]:
+    train = config.train
+    batch, micro = (
+        phase.global_batch_size or train.global_batch_size,
+        phase.micro_batch_size or train.micro_batch_size,
+    )
+    if batch / micro != train.global_batch_size / train.micro_batch_size:
+        yield f"another number of microbatches than the file {config.pipeline.schedule} is made for; use a named schedule"

@@ -1,0 +1,86 @@
+"""Which samples each data rank reads in each step, as sizes and mixture of steps change.
+
+A step of B sequences of S tokens takes the next B S / L samples, which are windows of L = train.seq_len tokens: each window
+is cut into L / S rows of the batch. So whatever the sizes of steps, every token is read once per epoch, and the samples of a
+step depend only on the samples and tokens before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+
+import numpy as np
+
+from forge.config import StepPlan
+from forge.data.dataset import PackedDataset
+
+Row = tuple[np.ndarray, np.ndarray | None]
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """What one data rank reads for a step: row i is part `parts[i]`, of `seq_len` tokens, of global sample `samples[i]`."""
+
+    dataset: PackedDataset
+    samples: list[int]
+    parts: list[int]
+    seq_len: int
+
+    def reads(self) -> Iterator[tuple[PackedDataset, int]]:
+        """Yield each sample once, in order, with the dataset that it is of."""
+        return ((self.dataset, sample) for sample, _ in groupby(self.samples))
+
+    def cut(self, windows: Iterator[Row]) -> Iterator[Row]:
+        """Yield tokens and labels `[seq_len + 1]` of each row, and their documents; shorter at the end of a sample.
+
+        windows: what was read of `reads`; so many are taken.
+        """
+        for (_, rows), window in zip(groupby(zip(self.samples, self.parts, strict=True), itemgetter(0)), windows, strict=False):
+            for _, part in rows:
+                yield part_of(window, part, self.seq_len)
+
+
+def part_of(window: Row, part: int, seq_len: int) -> Row:
+    """Return one of the parts of `seq_len` inputs and labels of a window; one token, and so no label, where it has ended."""
+    tokens, owners = window
+    start = min(part * seq_len, len(tokens) - 1)
+    chosen = slice(start, part * seq_len + seq_len + 1)
+    return tokens[chosen], None if owners is None else owners[chosen]
+
+
+def steps_of_rank(
+    dataset: PackedDataset,
+    plan_at: Callable[[int], StepPlan] | None,
+    *,
+    global_batch_size: int,
+    rank: int,
+    ranks: int,
+    sample: int = 0,
+    tokens: int = 0,
+) -> Iterator[StepRows]:
+    """Yield what data rank `rank` of `ranks` reads, from global sample `sample` on, before which `tokens` were trained on.
+
+    The order of `dataset` is that of the first step. Without `plan_at` all steps have `global_batch_size` whole samples.
+    """
+    batch, seq_len, windows = global_batch_size, dataset.seq_len, global_batch_size
+    before: StepPlan | None = None
+    while True:
+        if plan_at is not None:
+            plan = plan_at(tokens)
+            batch, seq_len, windows = plan.global_batch_size, plan.seq_len, plan.windows
+            order = dataset.order
+            if before is not None and plan.weights != before.weights:
+                order = dataset.continuing(order, sample, plan.weights)
+            if order is not dataset.order or plan.document_mask != dataset.document_mask:
+                dataset = dataset.following(order, plan.document_mask)
+            before = plan
+        parts = batch // windows
+        rows = range(rank * batch // ranks, (rank + 1) * batch // ranks)
+        places = {window: dataset.order.nth(sample, window) for window in {row // parts for row in rows}}
+        yield StepRows(
+            dataset, [places[row // parts] for row in rows], [row % parts for row in rows], seq_len
+        )
+        sample, tokens = dataset.order.nth(sample, windows), tokens + batch * seq_len

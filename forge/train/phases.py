@@ -1,0 +1,74 @@
+"""The hook that brings each phase into force: what a step reads comes from the loader, what else differs is set here."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from forge.config import StepPlan
+from forge.errors import UserError
+from forge.hook import Hook, StepResult
+from forge.model import flops_per_token
+from forge.parallel.build import build_meta_model
+from forge.train.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+class PhaseChanges(Hook):
+    """Before the first step of a phase, and before each step of a ramp, sets what is another than in the step before."""
+
+    def __init__(self, trainer: Trainer):
+        self._trainer, self._last = trainer, None
+        self._whole: Any = build_meta_model(trainer.config)
+        phases = list(trainer.phases.stretches())
+        changes = any(plan.optimizer is not trainer.config.optimizer for _, plan in phases)
+        if changes and not hasattr(trainer.optimizer, "follow"):
+            raise UserError(
+                f'optimizer.name = "{trainer.config.optimizer.name}" has no method follow(config), which phases that change '
+                "weight_decay, betas or eps call; add one (docs/extending/optimizer.md), or leave these keys out"
+            )
+        self._total = trainer.phases.tokens_after(trainer.config.train.steps)
+        trainer.metrics.steps_left = self._steps_left
+
+    _last: StepPlan | None
+
+    def before_step(self, step: int) -> None:
+        trainer, before = self._trainer, self._last
+        plan = trainer.plan
+        if plan is before:
+            return
+        progress, dataset = trainer.progress, trainer.data.dataset
+        if before is not None and plan.weights != before.weights:
+            # As the loader does, which is some steps ahead.
+            progress.order = dataset.continuing(progress.order, progress.next_sample, plan.weights)
+        trainer.model.micro_batch_size = plan.micro_batch_size
+        if before is None or plan.optimizer is not before.optimizer:
+            follow = getattr(trainer.optimizer, "follow", None)
+            if follow is not None:
+                follow(plan.optimizer)
+        if plan.sliding_window and (before is None or plan.sliding_window != before.sliding_window):
+            for part in trainer.model.parts:
+                set_windows(part, plan.sliding_window)
+            set_windows(self._whole, plan.sliding_window)
+        if before is None or (plan.tokens, plan.sliding_window) != (before.tokens, before.sliding_window):
+            trainer.metrics.set_step(plan.tokens, flops_per_token(self._whole, plan.seq_len))
+            log.info(
+                "step %d: %d sequences of %d tokens in microbatches of %d",
+                *(step, plan.global_batch_size, plan.seq_len, plan.micro_batch_size),
+            )
+        self._last = plan
+
+    def after_rollback(self, step: int) -> None:
+        self._last = None
+
+    def _steps_left(self, result: StepResult) -> float:
+        """The rest of the run in steps of the present size."""
+        return max(0, self._total - result.tokens) / self._trainer.phases.at(result.tokens).tokens
+
+
+def set_windows(model: Any, window: int) -> None:
+    """Give all layers of `model` that have a sliding window one of `window` tokens."""
+    for block in model.layers.values():
+        if block.attention.window:
+            block.attention.window = window

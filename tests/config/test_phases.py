@@ -1,0 +1,123 @@
+"""What a step has, as a function of the tokens before it: phases, ramps, and how many steps they make."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from forge.config import Config, Phases, check_world, load_config, parse_toml_text, to_toml
+from forge.errors import UserError
+from forge.optim import planned_rate
+
+SMALL = [
+    *("--config=debug", "--model.vocab_size=64", "--train.seq_len=64", "--train.global_batch_size=16"),
+    "--data.sources=[{path='synthetic',weight=1.0},{path='synthetic',weight=3.0}]",
+    *("--data.validation=[]", "--train.micro_batch_size=1", "--optimizer.lr=1e-3"),
+]
+RAMPED = (
+    "--phase=[{until_tokens=3000,global_batch_size=4,seq_len=32},"
+    "{until_tokens=10000,ramp='linear',global_batch_size=16,weights=[3.0,1.0],lr=3e-3,weight_decay=0.0}]"
+)
+
+
+def config_of(*options: str) -> Config:
+    return load_config([*SMALL, *options])
+
+
+def by_steps(phases: Phases, total: int) -> list[int]:
+    """Return the tokens before each step until `total` is reached."""
+    tokens = [0]
+    while tokens[-1] < total:
+        tokens.append(tokens[-1] + phases.at(tokens[-1]).tokens)
+    return tokens
+
+
+def test_steps_are_counted_as_they_are_made_through_phases_and_ramps() -> None:
+    config = config_of(RAMPED, "--train.steps=20")
+    phases = Phases(config)
+    tokens = by_steps(phases, 20_000)
+    for step, before in enumerate(tokens):
+        assert phases.tokens_after(step) == before
+        assert phases.steps_to(before) == step
+        assert phases.tokens_after(len(tokens) - 1 - step, before) == tokens[-1]
+    assert parse_toml_text(to_toml(config)) == config
+
+
+def test_a_ramp_goes_from_the_values_before_it_to_its_own() -> None:
+    phases = Phases(config_of(RAMPED, "--train.steps=20"))
+    plans = [phases.at(tokens) for tokens in by_steps(phases, 20_000)]
+    assert [plans[0].global_batch_size, plans[0].seq_len, plans[0].windows] == [4, 32, 2]
+    ramp = [plan for plan in plans if plan.lr > 1e-3]
+    assert {plan.global_batch_size for plan in ramp} == {4, 8, 12}
+    assert all(a.lr < b.lr and a.weights[0] <= b.weights[0] for a, b in pairwise(ramp))
+    assert all(a.optimizer.weight_decay > b.optimizer.weight_decay for a, b in pairwise(ramp))
+    assert phases.at(9_999).lr == pytest.approx(3e-3, rel=1e-3)
+    last = plans[-1]
+    assert (last.global_batch_size, last.seq_len, last.lr, last.weights) == (16, 64, 1e-3, (1.0, 3.0))
+    assert phases.at(10_000) is phases.at(10**12)
+
+
+def test_without_phases_every_step_has_the_same_plan() -> None:
+    config = config_of("--train.steps=7")
+    phases = Phases(config)
+    assert phases.at(0) is phases.at(10**12)
+    assert phases.tokens_after(7) == 7 * 16 * 64
+    for step in range(1, 8):
+        by_step = planned_rate(config, phases, step, (step - 1) * 16 * 64)
+        counted = config_of("--train.steps=7", "--schedule.unit=tokens")
+        assert planned_rate(counted, phases, step, (step - 1) * 16 * 64) == pytest.approx(by_step, rel=1e-12)
+
+
+def test_tokens_take_the_place_of_steps() -> None:
+    text = to_toml(config_of(RAMPED, "--train.steps=20"))
+    tokens = text.replace("steps = 20\ntokens = 0\n", "tokens = 20000\n")
+    assert tokens != text
+    config = parse_toml_text(tokens)
+    assert config.train.steps == len(by_steps(Phases(config), 20_000)) - 1
+    assert parse_toml_text(to_toml(config)) == config
+    with pytest.raises(UserError, match=r"train\.tokens = 20000 makes"):
+        parse_toml_text(tokens.replace("tokens = 20000", "tokens = 20000\nsteps = 3"))
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("sqrt", 0.5), ("linear", 0.25)])
+def test_the_learning_rate_follows_the_batch_by_rule(rule: str, factor: float) -> None:
+    phases = Phases(config_of(RAMPED, "--train.steps=20", f"--schedule.lr_rule={rule}"))
+    assert phases.at(0).lr == pytest.approx(1e-3 * factor)
+    assert phases.at(50_000).lr == 1e-3
+
+
+def test_a_schedule_of_tokens_warms_up_by_tokens() -> None:
+    config = config_of(RAMPED, "--train.steps=40", "--schedule.unit=tokens", "--schedule.warmup_steps=2")
+    phases = Phases(config)
+    assert planned_rate(config, phases, 1, 0) == pytest.approx(1e-3 * 128 / 2048)
+    assert planned_rate(config, phases, 17, 2048) == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize(
+    ("phases", "sentence"),
+    [
+        ("{until_tokens=0},{until_tokens=9}", "1 has until_tokens = 0, which may be 0 in the last one only"),
+        ("{until_tokens=9},{until_tokens=9}", "2 has until_tokens = 9, which must be above 9"),
+        ("{seq_len=48}", "1 has seq_len = 48, which must divide train.seq_len = 64"),
+        ("{seq_len=16,global_batch_size=6}", "1 has steps of 6 sequences, which must be a multiple of"),
+        ("{weights=[1.0]}", "1 has 1 weights for 2 data.sources"),
+        ("{weights=[0.0,0.0]}", "1 has no weight above 0"),
+        ("{ramp='linear',lr=1.0}", "1 has ramp = linear, which needs until_tokens"),
+        ("{sliding_window=8}", "1 has sliding_window, but no layer has one"),
+        ("{momentum=0.5}", "1 has momentum, which is Muon's"),
+        ("{until_token=8}", "did you mean phase[0].until_tokens"),
+        ("{until_tokens=-8}", "phase[0].until_tokens = -8 (command line): allowed: integer >= 0"),
+    ],
+)
+def test_a_wrong_phase_is_explained(phases: str, sentence: str) -> None:
+    with pytest.raises(UserError) as error:
+        config_of("--train.steps=20", f"--phase=[{phases}]")
+    assert sentence in str(error.value)
+
+
+def test_every_size_of_a_ramp_must_fit_the_layout() -> None:
+    config = config_of("--train.steps=20", "--phase=[{until_tokens=3000,global_batch_size=6,ramp='linear'}]")
+    check_world(config, 2)
+    with pytest.raises(UserError, match=r"train\.global_batch_size = 2: must be a multiple.*\(in phase 1\)"):
+        check_world(config, 4)
