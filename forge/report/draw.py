@@ -54,7 +54,7 @@ class Curve:
     """Points of one name. `run` chooses its dash, `color` its colour."""
 
     name: str
-    points: Points
+    points: Points | tuple[list[float], list[float]]
     color: int = 0
     run: int = 0
 
@@ -89,8 +89,9 @@ def curves(
     share: bool = False,
     x: str = "step",
     levels: Sequence[tuple[str, float]] = (),
+    log_x: bool = False,
 ) -> str:
-    """Draw curves over steps. log: the axis of values is logarithmic; share: it is from 0 up, in per cent.
+    """Draw curves over steps, or what `x` names. log, log_x: that axis is logarithmic; share: from 0 up, in per cent.
 
     levels: names and values of dashed horizontal lines.
     """
@@ -108,6 +109,8 @@ def curves(
             axes.set_yscale("log")
         elif share:
             axes.set_ylim(bottom=0)
+        if log_x:
+            axes.set_xscale("log")
         _mark(axes, marks)
         for name, value in levels:
             axes.axhline(value, color="#888888", linestyle="--", linewidth=1.0)

@@ -51,10 +51,11 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f6f6f6; paddi
 """
 
 
-def make_page(runs: Sequence[RunRecord], refresh_s: int = 0) -> str:
-    """Return the page as HTML. refresh_s: after how many seconds a browser loads it again; 0: never."""
+def make_page(runs: Sequence[RunRecord], refresh_s: int = 0, extra: Sequence[Section] = ()) -> str:
+    """Return the page as HTML. refresh_s: after how many seconds a browser loads it again; 0: never. extra: come first."""
     names = ", ".join(run.name for run in runs)
     sections = [
+        *extra,
         Section("Summary", parts=[summary(runs)]),
         Section("What stands out", parts=[Findings(findings(runs))]),
         *course_sections(runs),

@@ -1,0 +1,123 @@
+"""Run the trials of a sweep as processes of this machine, some at a time; what is done is not done again."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from forge.errors import STOPPED, UserError
+from forge.sweep.results import Result, result_of, rows, write_table
+from forge.sweep.spec import Sweep, Trial, first_trials, next_trials
+
+TRAIN = Path(__file__).resolve().parents[2] / "train.py"
+PR_SET_PDEATHSIG = 1
+
+
+def run_sweep(
+    sweep: Sweep, report: Callable[[list[Result]], None], train: Sequence[str] | None = None
+) -> list[Result]:
+    """Make all runs of the sweep that are not finished; return the results of all rungs. `train`: the command of a run.
+
+    After each run `table.json` in the sweep's folder is written and `report` called. The table depends on the runs alone, so
+    that of a sweep which was killed and started again is that of one which was not. Raises UserError (exit 75) when a run was
+    stopped or the time is over.
+    """
+    sweep.folder.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    trials, before = first_trials(sweep), list[Result]()
+    while trials:
+        _make(sweep, trials, before, report, train or command(sweep), began)
+        results = [result_of(sweep, trial) for trial in trials]
+        before += results
+        trials = next_trials(sweep, trials, {one.trial.number: one.mean for one in results if one.done})
+    return before
+
+
+def command(sweep: Sweep) -> list[str]:
+    """Return the command of a run, without its options."""
+    if sweep.processes == 1:
+        return [sys.executable, str(TRAIN)]
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *(f"--nproc-per-node={sweep.processes}", str(TRAIN)),
+    ]
+
+
+def _make(
+    sweep: Sweep,
+    trials: list[Trial],
+    before: list[Result],
+    report: Callable[[list[Result]], None],
+    train: Sequence[str],
+    began: float,
+) -> None:
+    """Make the runs of one rung."""
+
+    def show() -> None:
+        results = [*before, *(result_of(sweep, trial) for trial in trials)]
+        write_table(sweep.folder / "table.json", rows(results, list(sweep.keys)))
+        report(results)
+
+    waiting = [
+        (trial, seed)
+        for trial in trials
+        for place, seed in enumerate(sweep.seeds)
+        if result_of(sweep, trial).states[place] not in ("finished", "no result")
+    ]
+    running: list[subprocess.Popen[bytes]] = []
+    failed: list[str] = []
+    show()
+    try:
+        while waiting or running:
+            over = sweep.budget_minutes and time.monotonic() - began > 60 * sweep.budget_minutes
+            if over and waiting:
+                waiting.clear()
+                failed.append(f"budget_minutes = {sweep.budget_minutes:g} is over")
+            while waiting and len(running) < sweep.workers:
+                trial, seed = waiting.pop(0)
+                running.append(_start(sweep, trial, seed, train))
+            ended = [process for process in running if process.poll() is not None]
+            for process in ended:
+                running.remove(process)
+                if process.returncode == STOPPED:
+                    failed.append("a run was stopped")
+                show()
+            if not ended:
+                time.sleep(0.2)
+    except BaseException:
+        for process in running:
+            process.send_signal(signal.SIGTERM)
+        for process in running:
+            process.wait()
+        raise
+    if failed:
+        raise UserError(f"{failed[0]}; the same command goes on from here", exit_code=STOPPED)
+
+
+def _start(sweep: Sweep, trial: Trial, seed: int, train: Sequence[str]) -> subprocess.Popen[bytes]:
+    environment = dict(os.environ)
+    if sweep.threads:
+        environment["OMP_NUM_THREADS"] = str(sweep.threads)
+    options = ["--config", sweep.config, *trial.overrides(sweep, seed)]
+    with (sweep.folder / f"{trial.run_name(seed)}.log").open("ab") as log:
+        return subprocess.Popen(
+            [*train, *options],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on once
+            preexec_fn=_end_with_parent,
+        )
+
+
+def _end_with_parent() -> None:
+    """Let the kernel kill this process when the sweep dies: else a new start would find the run's directory in use."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,178 @@
+"""`Sweep`: what a file of a sweep says, and the trials that follow from it."""
+
+from __future__ import annotations
+
+import math
+import random
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from forge.config import Config, load_config
+from forge.config.section import Count, ListOf, NonNegativeNumber, Positive, Section, Text
+from forge.config.toml import to_literal
+from forge.errors import UserError
+
+
+class Between(Section):
+    """Values of a key in a random search or a halving: from `low` to `high`, by their logarithms if `log`."""
+
+    low: float
+    high: float
+    log: bool = False
+
+
+class Sweep(Section):
+    """A sweep: one recipe, the keys that differ, and which of their values are tried."""
+
+    config: Text
+    """The recipe: a path or a name in configs/."""
+    name: Text = "sweep"
+    """Folder of the sweep, which holds a run directory for each trial and seed, within output_dir."""
+    output_dir: Text = "runs"
+    """Folder of the sweep's folder."""
+    method: Literal["grid", "random", "halving"] = "grid"
+    """grid: every combination; random: `trials` draws; halving: as random, of which the best go on to longer runs."""
+    trials: Positive = 8
+    """random, halving: how many are drawn."""
+    draw: Count = 0
+    """random, halving: seed of the draws."""
+    eta: Positive = 3
+    """halving: the best of so many go on, to runs so many times as long."""
+    rungs: Positive = 2
+    """halving: how many lengths there are. The last is that of the recipe."""
+    seeds: ListOf[Count] = (0,)
+    """Values of run.seed: each trial is made with all of them, and judged by the mean."""
+    metric: Text = "loss"
+    """What is least for the best: loss (training, mean of the last tenth of the lines), or eval.NAME (held out, the last)."""
+    overrides: dict[str, Any] = Field(default_factory=dict)
+    """Keys of the recipe that are others in all trials."""
+    keys: dict[str, list[Any] | Between]
+    """Keys of the recipe and their values: a list, or a table with low, high and log."""
+    workers: Positive = 1
+    """Runs at the same time on this machine."""
+    processes: Positive = 1
+    """Processes of each run, under torchrun if more than one."""
+    threads: Count = 0
+    """Threads of each process on a CPU. 0: as the environment has it."""
+    budget_tokens: Count = 0
+    """Tokens of all runs together; trials beyond are left out, the last ones first. 0: no limit."""
+    budget_minutes: NonNegativeNumber = 0.0
+    """Minutes after which no run is started. 0: no limit."""
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.output_dir) / self.name
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Values of the keys; `steps`: of its runs, 0: as the recipe has it."""
+
+    number: int
+    values: dict[str, Any]
+    rung: int = 0
+    steps: int = 0
+
+    def run_name(self, seed: int) -> str:
+        return f"trial-{self.number:03d}-rung-{self.rung}-seed-{seed}"
+
+    def overrides(self, sweep: Sweep, seed: int) -> list[str]:
+        """Return the command line of its run, without the config."""
+        keys = {**sweep.overrides, **self.values, "run.seed": seed, "run.name": self.run_name(seed)}
+        keys["run.output_dir"] = str(sweep.folder)
+        if self.steps:
+            keys["train.steps"] = self.steps
+        return [f"--{key}={to_literal(value)}" for key, value in keys.items()]
+
+
+def read_sweep(path: Path) -> Sweep:
+    """Read a sweep's file and check every trial's configuration. Raises UserError with what is wrong."""
+    try:
+        tree = tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not valid TOML: {error}") from None
+    try:
+        sweep = Sweep.model_validate(tree)
+    except ValidationError as error:
+        lines = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+        raise UserError(f"{path}: {'; '.join(lines)}; docs/recipes.md has an example") from None
+    for key, values in sweep.keys.items():
+        if isinstance(values, Between) and (sweep.method == "grid" or values.low >= values.high):
+            needed = "a list of values" if sweep.method == "grid" else "low below high"
+            raise UserError(f"{path}: keys.{key}: needs {needed} with method = {sweep.method}")
+        if isinstance(values, Between) and values.log and values.low <= 0:
+            raise UserError(f"{path}: keys.{key}.low = {values.low}: must be above 0 with log = true")
+        if isinstance(values, list) and not values:
+            raise UserError(f"{path}: keys.{key}: has no values")
+    for trial in first_trials(sweep):
+        config_of(sweep, trial)
+    return sweep
+
+
+def config_of(sweep: Sweep, trial: Trial) -> Config:
+    """Return the configuration of a trial with the first seed. Raises UserError."""
+    return load_config(["--config", sweep.config, *trial.overrides(sweep, sweep.seeds[0])])
+
+
+def first_trials(sweep: Sweep) -> list[Trial]:
+    """Return the trials that a sweep begins with, as far as its budget of tokens goes; the same for the same file."""
+    whole = load_config(["--config", sweep.config, *Trial(0, {}).overrides(sweep, 0)]).train.steps
+    steps = 0
+    if sweep.method == "halving":
+        steps = max(1, whole // sweep.eta ** (sweep.rungs - 1))
+    made = [Trial(number, values, 0, steps) for number, values in enumerate(_values(sweep))]
+    if not sweep.budget_tokens:
+        return made
+    kept, spent = [], 0
+    for trial in made:
+        train = config_of(sweep, trial).train
+        spent += train.steps * train.global_batch_size * train.seq_len * len(sweep.seeds)
+        if spent > sweep.budget_tokens:
+            break
+        kept.append(trial)
+    if not kept:
+        raise UserError(f"budget_tokens = {sweep.budget_tokens}: is less than one trial takes, {spent}")
+    return kept
+
+
+def next_trials(sweep: Sweep, trials: list[Trial], results: dict[int, float]) -> list[Trial]:
+    """Return the trials of the next rung, by the `results` of those of the last one, by number; none after the last rung."""
+    rung = trials[0].rung + 1
+    if sweep.method != "halving" or rung >= sweep.rungs:
+        return []
+    ranked = sorted(
+        (trial for trial in trials if trial.number in results), key=lambda t: (results[t.number], t.number)
+    )
+    kept = ranked[: max(1, len(trials) // sweep.eta)]
+    whole = load_config(["--config", sweep.config, *Trial(0, {}).overrides(sweep, 0)]).train.steps
+    steps = whole if rung == sweep.rungs - 1 else trials[0].steps * sweep.eta
+    return [Trial(trial.number, trial.values, rung, steps) for trial in sorted(kept, key=lambda t: t.number)]
+
+
+def _values(sweep: Sweep) -> Iterator[dict[str, Any]]:
+    if sweep.method == "grid":
+        lists = [values for values in sweep.keys.values() if isinstance(values, list)]
+        for chosen in product(*lists):
+            yield dict(zip(sweep.keys, chosen, strict=True))
+        return
+    drawn = random.Random(sweep.draw)
+    for _ in range(sweep.trials):
+        yield {key: _draw(values, drawn) for key, values in sweep.keys.items()}
+
+
+def _draw(values: list[Any] | Between, drawn: random.Random) -> Any:
+    if isinstance(values, list):
+        return drawn.choice(values)
+    if values.log:
+        value = math.exp(drawn.uniform(math.log(values.low), math.log(values.high)))
+    else:
+        value = drawn.uniform(values.low, values.high)
+    return float(f"{value:.4g}")  # what the table shows is what is run

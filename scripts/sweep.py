@@ -1,0 +1,136 @@
+#!/usr/bin/env python
+"""Make the runs of a sweep and rank them: grid, random search or successive halving over any keys.
+
+    python scripts/sweep.py sweep.toml
+    python scripts/sweep.py sweep.toml --slurm > array.sbatch
+
+Runs are ordinary run directories in OUTPUT_DIR/NAME/. The same command goes on after any stop, and makes no run twice. It
+ends with the table (table.json) and a page about the runs (report.html, which needs the extra forge[report]).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
+
+from forge.config.toml import to_literal
+from forge.errors import UserError
+from forge.files import replace_atomically
+from forge.report.read import read_run
+from forge.sweep.local import run_sweep
+from forge.sweep.results import Result, as_text, rows
+from forge.sweep.slurm import job_array
+from forge.sweep.spec import Sweep, read_sweep
+from scripts.options import exit_code_of
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("sweep", type=Path, help="the file of the sweep; docs/recipes.md says what it has")
+    add(
+        "--slurm",
+        action="store_true",
+        help="print a job array for sbatch of all pending runs, instead of making them",
+    )
+    given = parser.parse_args(arguments)
+    stopped = "interrupted; the runs have saved, and the same command goes on"
+    return exit_code_of(lambda: _run(given), stopped)
+
+
+def _run(given: argparse.Namespace) -> None:
+    sweep = read_sweep(given.sweep)
+    if given.slurm:
+        sweep.folder.mkdir(parents=True, exist_ok=True)
+        print(job_array(sweep), end="")
+        return
+    live = Live(sweep)
+    results = run_sweep(sweep, live.show)
+    print(live.text(results))
+    best = next((row for row in rows(results, list(sweep.keys)) if row["result"] is not None), None)
+    if best is None:
+        raise UserError(f"no run has a result; {sweep.folder} has the log of each", exit_code=1)
+    winner = " ".join(f"--{key}={to_literal(best[key])}" for key in sweep.keys)
+    print(f"best: trial {best['trial']}, {sweep.metric} {best['result']:.5g}: {winner}")
+    _page(sweep, results, winner)
+
+
+class Live:
+    """The table, redrawn on a terminal; elsewhere a line for each trial that is done."""
+
+    def __init__(self, sweep: Sweep):
+        self._sweep, self._terminal = sweep, sys.stdout.isatty()
+        self._seen: set[tuple[int, int]] = set()
+
+    def text(self, results: list[Result]) -> str:
+        return as_text(rows(results, list(self._sweep.keys)))
+
+    def show(self, results: list[Result]) -> None:
+        if self._terminal:
+            print(f"\033[2J\033[H{self.text(results)}", flush=True)
+            return
+        for result in results:
+            place = result.trial.rung, result.trial.number
+            if result.done and place not in self._seen:
+                self._seen.add(place)
+                done = sum(one.done for one in results)
+                print(
+                    f"trial {result.trial.number}: {result.mean:.5g} ({done} of {len(results)})", flush=True
+                )
+
+
+def _page(sweep: Sweep, results: list[Result], winner: str) -> None:
+    try:
+        from forge.report.draw import Curve, curves
+        from forge.report.page import make_page
+        from forge.report.parts import Part, Picture, Section, Table, Text
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
+        print("no page: it is drawn by matplotlib (pip install 'forge[report]')")
+        return
+    table = rows(results, list(sweep.keys))
+    parts: list[Part] = [
+        Text("Overrides of the best trial", winner),
+        Table(f"Trials by {sweep.metric}", list(table[0]), [list(row.values()) for row in table]),
+    ]
+    done = [row for row in table if row["result"] is not None]
+    for number, key in enumerate(sweep.keys):
+        points = sorted((row[key], row["result"]) for row in done if isinstance(row[key], int | float))
+        if len({x for x, _ in points}) < 2:
+            continue
+        rungs = sorted({row["rung"] for row in done})
+        slices = [
+            Curve(
+                f"rung {rung}" if len(rungs) > 1 else sweep.metric,
+                _least((row[key], row["result"]) for row in done if row["rung"] == rung),
+                color=rung,
+            )
+            for rung in rungs
+        ]
+        xs = [x for x, _ in points]
+        log_x = min(xs) > 0 and max(xs) > 8 * min(xs)
+        drawing = curves(f"slice{number}", slices, sweep.metric, x=key, log_x=log_x)
+        caption = f"The best {sweep.metric} at each {key}"
+        parts.append(Picture(caption, drawing, Table(caption, [key, sweep.metric], points)))
+    runs = [sweep.folder / result.trial.run_name(sweep.seeds[0]) for result in results if result.done]
+    page = make_page([read_run(path) for path in runs], extra=[Section("The sweep", parts=parts)])
+    replace_atomically(sweep.folder / "report.html", page.encode())
+    print(f"wrote {sweep.folder / 'report.html'}")
+
+
+def _least(points) -> tuple[list[float], list[float]]:  # type: ignore[no-untyped-def]
+    """Return each x once with the least value, ascending."""
+    least: dict[float, float] = {}
+    for x, value in points:
+        least[x] = min(value, least.get(x, value))
+    return sorted(least), [least[x] for x in sorted(least)]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
