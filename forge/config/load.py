@@ -108,12 +108,13 @@ def parse_command_line(argv: list[str]) -> CommandLine:
 def _suggestion(option: str) -> str:
     """Suggest what an option without a dot was meant to be: a key of a section, or a flag."""
     name = option.removeprefix("--").replace("-", "_")
-    for key in keys().values():
+    single = [key for key in keys().values() if key.section not in lists()]
+    for key in single:
         if name in (key.section, key.section.rpartition(".")[2]):
             return f"[{key.section}] is a section; set its keys one by one, as in --{key.name}=VALUE"
     flags = {flag.removeprefix("--").replace("-", "_"): flag for flag in FLAGS}
-    close = nearest(name, [*flags, *(key.last for key in keys().values())])
-    meant = [f"--{key.name}" for key in keys().values() if key.last == close]
+    close = nearest(name, [*flags, *(key.last for key in single)])
+    meant = [f"--{key.name}" for key in single if key.last == close]
     meant += [flags[close]] if close in flags else []
     return f"did you mean {' or '.join(meant)}?" if meant else "--help lists all options"
 

@@ -186,14 +186,14 @@ class Train(Section):
 
     steps: Positive
     """Total number of optimizer steps, including those before a resume."""
-    tokens: Count = 0
-    """Total number of tokens, in place of `steps`, which follow from it and from the phases. 0: as `steps` says."""
     seq_len: Positive
     """Tokens per sequence."""
     global_batch_size: Positive
     """Sequences per optimizer step: micro_batch_size * data-parallel ranks * gradient accumulation, which follows."""
     micro_batch_size: Positive = 1
     """Sequences per rank and forward pass."""
+    tokens: Count = 0
+    """Total number of tokens, in place of `steps`, which follow from it and from the phases. 0: as `steps` says."""
     grad_clip_norm: NonNegativeNumber = 1.0
     """Maximum global gradient norm: larger gradients are scaled down to it. 0: off."""
     z_loss_coef: NonNegativeNumber = 0.0

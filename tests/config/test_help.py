@@ -2,7 +2,7 @@
 
 from forge.config import help_text
 from forge.config.help import docs_text
-from forge.config.keys import keys, sections
+from forge.config.keys import keys, lists, sections
 from forge.config.load import CONFIGS
 
 
@@ -11,7 +11,8 @@ def test_help_lists_every_key_with_type_default_and_meaning() -> None:
     for key in keys().values():
         default = "required" if key.required else f"default {key.default}"
         # Long words are broken after hyphens.
-        entry = f"--{key.name} {key.allowed}; {default} {key.meaning}"
+        name = key.last if key.section in lists() else f"--{key.name}"
+        entry = f"{name} {key.allowed}; {default} {key.meaning}"
         assert entry.replace(" ", "") in text.replace(" ", ""), key.name
     assert all(f"[{name}]" in text for name in sections())
 
