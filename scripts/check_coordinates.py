@@ -4,12 +4,12 @@
     python scripts/check_coordinates.py --config debug --optimizer.parametrization=mup --optimizer.mup.base_dim=64
 
 With a parametrization that transfers learning rates, the curves are flat. The exit code says nothing of it: read the slopes.
+Needs the extra forge[report].
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from pathlib import Path
 
@@ -18,12 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 import torch
 
 from forge.config import load_config
-from forge.files import replace_atomically
 from forge.sweep.coordinates import check_widths, growth
 from scripts import svg
 from scripts.options import exit_code_of, positive
-
-HEIGHT = 420
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -48,27 +45,21 @@ def _run(given: argparse.Namespace, overrides: list[str]) -> None:
     for name, sizes in found.items():
         slope = f"{growth(sizes):6.2f}" if len(sizes) > 1 else " " * 6
         print(f"{name:16} {slope}  " + "".join(f"{size:10.4f}" for size in sizes.values()))
-    replace_atomically(given.output, draw(found, widths, config.optimizer.parametrization).encode())
-    print(f"wrote {given.output}")
+    code = svg.write(given.output, lambda: draw(found, config.optimizer.parametrization))
+    if code:
+        raise SystemExit(code)
 
 
-def draw(found: dict[str, dict[int, float]], widths: list[int], name: str) -> str:
-    """Draw the changes by width, both by their logarithms, as SVG."""
-    sizes = [max(size, 1e-12) for curve in found.values() for size in curve.values()]
-    low, high = math.floor(math.log10(min(sizes))), math.ceil(math.log10(max(sizes)))
-    chart = svg.Chart("change of activations, powers of ten", 1, low, max(high, low + 1), HEIGHT - 80)
-    chart.parts = [part for part in chart.parts if "middle" not in part]  # its axis counts steps
-    first, span = math.log(widths[0]), math.log(widths[-1] / widths[0]) or 1.0
-    for width in widths:
-        x = chart.x((math.log(width) - first) / span)
-        chart.parts.append(svg.label(x, HEIGHT - 40, width, "middle"))
-    for curve, points in found.items():
-        chart.curve(
-            curve, [((math.log(w) - first) / span, math.log10(max(s, 1e-12))) for w, s in points.items()]
-        )
-    ground = svg.element("rect", width=svg.WIDTH, height=HEIGHT, fill="white")
-    axis = svg.label(svg.WIDTH / 2, HEIGHT - 14, f"model.dim; parametrization {name}", "middle")
-    return svg.document(svg.WIDTH, HEIGHT, [ground, *chart.parts, axis])
+def draw(found: dict[str, dict[int, float]], name: str) -> str:
+    """Draw the changes by width, both axes logarithmic, as SVG."""
+    from forge.report.draw import Curve, curves  # needs matplotlib
+
+    drawn = [
+        Curve(activation, (list(map(float, sizes)), list(sizes.values())), number)
+        for number, (activation, sizes) in enumerate(found.items())
+    ]
+    x = f"model.dim; parametrization {name}"
+    return curves("coordinates", drawn, "change, rms", size=(7.2, 3.6), log=True, log_x=True, x=x)
 
 
 if __name__ == "__main__":

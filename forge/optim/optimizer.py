@@ -5,7 +5,7 @@ docs/extending/optimizer.md is the recipe for one of your own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -82,21 +82,6 @@ def gradient(shard: Shard) -> Tensor:
 def weight_decay(name: str, config: OptimizerConfig) -> float:
     """Return the decoupled weight decay of the parameter `name`: 0 if a glob of `optimizer.no_decay` matches it."""
     return 0.0 if any(fnmatchcase(name, glob) for glob in config.no_decay) else config.weight_decay
-
-
-def update_groups(shards: Sequence[Shard], config: OptimizerConfig, max_numel: int) -> list[list[Shard]]:
-    """Group shards of equal weight decay and rates for multi-tensor kernels, decayed ones first.
-
-    A group ends where it reaches `max_numel` elements, which bounds temporaries. Shards without elements are left out.
-    """
-    kinds: dict[Any, list[list[Shard]]] = {}
-    for shard in (shard for shard in shards if shard.boxes):
-        free = any(fnmatchcase(shard.name, glob) for glob in config.no_decay)
-        groups = kinds.setdefault((free, shard.rates), [[]])
-        if sum(other.data.numel() for other in groups[-1]) >= max_numel:
-            groups.append([])
-        groups[-1].append(shard)
-    return [group for _, groups in sorted(kinds.items(), key=lambda kind: kind[0][0]) for group in groups]
 
 
 def wide_dtype(shard: Shard) -> torch.dtype:
