@@ -47,7 +47,7 @@ def describe(name: str, field: FieldInfo) -> Key:
         annotation=field.annotation,
         required=required,
         in_words=bool(words),
-        default=words or to_literal(field.default),
+        default=words or ("absent" if field.default is None else to_literal(field.default)),
         allowed=allowed(field.annotation, field.metadata),
         meaning=" ".join((field.description or "").split()),
     )

@@ -156,8 +156,10 @@ def _validated(values: Values, problems: list[str], import_classes: bool = True)
     assert config is not None
     resolved = with_steps(config)
     if not by_tokens and resolved.train.steps != config.train.steps:
-        made = f"train.tokens = {config.train.tokens} makes {resolved.train.steps} steps"
-        raise UserError(f"train.steps = {config.train.steps}: {made}; leave one of both out")
+        made = f"train.tokens = {config.train.tokens} makes {resolved.train.steps}"
+        raise UserError(
+            f"train.steps = {config.train.steps}: {made}; leave train.steps out, or set train.tokens = 0"
+        )
     return resolved
 
 

@@ -7,6 +7,7 @@ import json
 from forge.config import CommandLine, Config, check_world
 from forge.errors import DOES_NOT_FIT, FINISHED, UserError
 from forge.plan.hardware import Hardware, find_hardware
+from forge.plan.phases import largest, phases_as_json, phases_as_text
 from forge.plan.plan import crowded_bytes, make_plan, smallest_world
 from forge.plan.search import BEST, fewest_ranks, search
 from forge.plan.show import as_json, as_text, layout_as_json, search_as_text
@@ -17,6 +18,7 @@ def plan(config: Config, command: CommandLine) -> int:
 
     Raises UserError (exit 2) for an invalid layout or unknown hardware.
     """
+    whole, config = config, largest(config)
     hardware = None if command.hardware is None else find_hardware(command.hardware)
     world = command.world_size
     if command.search:
@@ -28,8 +30,12 @@ def plan(config: Config, command: CommandLine) -> int:
     degrees = smallest_world(config) if world is None else check_world(config, world)
     made = make_plan(config, degrees, hardware)
     crowded = crowded_bytes(config, degrees, hardware)
-    text = json.dumps(as_json(made, crowded), indent=1) if command.json else as_text(made, crowded)
-    print(text, flush=True)
+    if command.json:
+        of_phases = {"steps": whole.train.steps, "phases": phases_as_json(whole)} if whole.phase else {}
+        print(json.dumps(as_json(made, crowded) | of_phases, indent=1), flush=True)
+    else:
+        of_phases_text = f"\n\n{phases_as_text(whole, made)}" if whole.phase else ""
+        print(as_text(made, crowded) + of_phases_text, flush=True)
     return DOES_NOT_FIT if made.fits is False else FINISHED
 
 

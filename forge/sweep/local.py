@@ -104,7 +104,7 @@ def _start(sweep: Sweep, trial: Trial, seed: int, train: Sequence[str]) -> subpr
     environment = dict(os.environ)
     if sweep.threads:
         environment["OMP_NUM_THREADS"] = str(sweep.threads)
-    options = ["--config", sweep.config, *trial.overrides(sweep, seed)]
+    options = trial.options(sweep, seed)
     with (sweep.folder / f"{trial.run_name(seed)}.log").open("ab") as log:
         return subprocess.Popen(
             [*train, *options],

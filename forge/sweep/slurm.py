@@ -52,7 +52,7 @@ def job_array(sweep: Sweep) -> str:
         "case $SLURM_ARRAY_TASK_ID in",
     ]
     for number, (trial, seed) in enumerate(runs):
-        options = ["--config", sweep.config, *trial.overrides(sweep, seed)]
+        options = trial.options(sweep, seed)
         lines.append(f"{number}) run={trial.run_name(seed)}; options=({shlex.join(options)});;")
     lines += [
         "esac",

@@ -53,7 +53,7 @@ class Sweep(Section):
     overrides: dict[str, Any] = Field(default_factory=dict)
     """Keys of the recipe that are others in all trials."""
     keys: dict[str, list[Any] | Between]
-    """Keys of the recipe and their values: a list, or a table with low, high and log."""
+    """Keys of the recipe and their values: a list, or a table with low, high and log. `config` is a key, too."""
     workers: Positive = 1
     """Runs at the same time on this machine."""
     processes: Positive = 1
@@ -82,13 +82,14 @@ class Trial:
     def run_name(self, seed: int) -> str:
         return f"trial-{self.number:03d}-rung-{self.rung}-seed-{seed}"
 
-    def overrides(self, sweep: Sweep, seed: int) -> list[str]:
-        """Return the command line of its run, without the config."""
+    def options(self, sweep: Sweep, seed: int) -> list[str]:
+        """Return the command line of its run."""
         keys = {**sweep.overrides, **self.values, "run.seed": seed, "run.name": self.run_name(seed)}
         keys["run.output_dir"] = str(sweep.folder)
         if self.steps:
-            keys["train.steps"] = self.steps
-        return [f"--{key}={to_literal(value)}" for key, value in keys.items()]
+            keys |= {"train.steps": self.steps, "train.tokens": 0}
+        config = keys.pop("config", sweep.config)
+        return ["--config", config, *(f"--{key}={to_literal(value)}" for key, value in keys.items())]
 
 
 def read_sweep(path: Path) -> Sweep:
@@ -119,15 +120,12 @@ def read_sweep(path: Path) -> Sweep:
 
 def config_of(sweep: Sweep, trial: Trial) -> Config:
     """Return the configuration of a trial with the first seed. Raises UserError."""
-    return load_config(["--config", sweep.config, *trial.overrides(sweep, sweep.seeds[0])])
+    return load_config(trial.options(sweep, sweep.seeds[0]))
 
 
 def first_trials(sweep: Sweep) -> list[Trial]:
     """Return the trials that a sweep begins with, as far as its budget of tokens goes; the same for the same file."""
-    whole = load_config(["--config", sweep.config, *Trial(0, {}).overrides(sweep, 0)]).train.steps
-    steps = 0
-    if sweep.method == "halving":
-        steps = max(1, whole // sweep.eta ** (sweep.rungs - 1))
+    steps = max(1, _longest(sweep) // sweep.eta ** (sweep.rungs - 1)) if sweep.method == "halving" else 0
     made = [Trial(number, values, 0, steps) for number, values in enumerate(_values(sweep))]
     if not sweep.budget_tokens:
         return made
@@ -152,9 +150,13 @@ def next_trials(sweep: Sweep, trials: list[Trial], results: dict[int, float]) ->
         (trial for trial in trials if trial.number in results), key=lambda t: (results[t.number], t.number)
     )
     kept = ranked[: max(1, len(trials) // sweep.eta)]
-    whole = load_config(["--config", sweep.config, *Trial(0, {}).overrides(sweep, 0)]).train.steps
-    steps = whole if rung == sweep.rungs - 1 else trials[0].steps * sweep.eta
+    steps = _longest(sweep) if rung == sweep.rungs - 1 else trials[0].steps * sweep.eta
     return [Trial(trial.number, trial.values, rung, steps) for trial in sorted(kept, key=lambda t: t.number)]
+
+
+def _longest(sweep: Sweep) -> int:
+    """Return the steps of the recipe, which the last rung of a halving has."""
+    return load_config(Trial(0, {}).options(sweep, 0)).train.steps
 
 
 def _values(sweep: Sweep) -> Iterator[dict[str, Any]]:
