@@ -45,7 +45,7 @@ def fit_power_law(rows: Sequence[Mapping[str, float]], value: str, sizes: Sequen
         return None
     matrix = np.array([[1.0, *(math.log(row[name]) for name in used)] for row in rows])
     if np.linalg.matrix_rank(matrix) < matrix.shape[1]:
-        # Sizes that move together cannot be told apart: the first of them stands for all.
+        # Sizes that move together cannot be distinguished: the first of them stands for all.
         return fit_power_law(rows, value, used[:-1]) if len(used) > 1 else None
     wanted = np.array([math.log(row[value]) for row in rows])
     solution, *_ = np.linalg.lstsq(matrix, wanted, rcond=None)

@@ -1,4 +1,4 @@
-"""What the runs of a sweep have come to, read from their directories alone."""
+"""The results of the runs of a sweep, read from their directories alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from forge.sweep.spec import Sweep, Trial
 
 @dataclass(frozen=True)
 class Result:
-    """A trial and what its runs have come to: the metric of each seed that is done, and the states of all runs."""
+    """A trial and the results of its runs: the metric of each seed that is done, and the states of all runs."""
 
     trial: Trial
     values: list[float]

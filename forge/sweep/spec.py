@@ -47,7 +47,7 @@ class Sweep(Section):
     rungs: Positive = 2
     """halving: how many lengths there are. The last is that of the recipe."""
     seeds: ListOf[Count] = (0,)
-    """Values of run.seed: each trial is made with all of them, and judged by the mean."""
+    """Values of run.seed: each trial is made with all of them, and ranked by the mean."""
     metric: Text = "loss"
     """What is least for the best: loss (training, mean of the last tenth of the lines), or eval.NAME (held out, the last)."""
     overrides: dict[str, Any] = Field(default_factory=dict)
