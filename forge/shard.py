@@ -46,11 +46,8 @@ class Logits:
 
 @dataclass(frozen=True)
 class Rates:
-    """What an optimizer multiplies for one parameter (forge/parallel/parametrization.py has the tables).
-
-    lr: the learning rate, of updates by size or sign (AdamW, Lion); orthogonal: of orthogonalised updates (Muon); weight
-    decay is divided by the same. eps: what is added to the root of the second moment.
-    """
+    """Factors for one parameter, by forge/parallel/parametrization.py. lr, orthogonal: of the learning rate, for updates by
+    size or sign and for orthogonalised ones; weight decay is divided by it. eps: of what is added to the root."""
 
     lr: float = 1.0
     orthogonal: float = 1.0

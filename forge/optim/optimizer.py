@@ -19,10 +19,8 @@ from forge.shard import Shard
 
 
 class Optimizer(Protocol):
-    """Updates this rank's shards. Made as `Class(shards, config, group)`: see `build_optimizer`.
-
-    A method `follow(config)`, which phases that change keys of [optimizer] call before a step, is optional.
-    """
+    """Updates this rank's shards. Made as `Class(shards, config, group)`: see `build_optimizer`. May have `follow(config)`,
+    which phases that change keys of [optimizer] call before a step."""
 
     def step(self, lr: float, skip: Tensor) -> None:
         """Make one update with the shards' gradients. Where the device scalar `skip` is 1.0, change nothing at all."""

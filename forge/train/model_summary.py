@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from forge.config import Config, Degrees
-from forge.model import ParameterCounts
+from forge.config import Config, Degrees, unused_keys
+from forge.model import Transformer, parameter_counts
 from forge.observe.memory_report import MemoryReport
 from forge.parallel.model import ParallelModel
 
@@ -13,9 +13,10 @@ log = logging.getLogger(__name__)
 
 
 def summarize(
-    model: ParallelModel, counts: ParameterCounts, config: Config, degrees: Degrees, memory: MemoryReport
+    model: ParallelModel, whole: Transformer, config: Config, degrees: Degrees, memory: MemoryReport
 ) -> None:
-    """Log the size of the model, its memory and its layout."""
+    """Log the size of the model, its memory, its layout, and which keys are set but not used. whole: it, on meta."""
+    counts = parameter_counts(whole)
     log.info("%s: %s", config.parallel.data_parallel, memory.per_parameter(counts.total))
     size = f"{counts.total:,} parameters"
     if counts.active < counts.total:
@@ -26,3 +27,5 @@ def summarize(
     if degrees.accumulation > 1:
         steps += f"; {model.accumulation_memory_summary()}"
     log.info("%s: %s, %s, %s", config.run.name, size, layout, steps)
+    if unused := unused_keys(config, (name for name, _ in whole.named_parameters())):
+        log.info("set, but not used: %s", "; ".join(unused))

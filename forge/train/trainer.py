@@ -8,12 +8,12 @@ from pathlib import Path
 
 from forge import compat
 from forge.checkpoint import Checkpoints
-from forge.config import Config, Degrees, Phases, StepPlan, unused_keys
+from forge.config import Config, Degrees, Phases, StepPlan
 from forge.data.build import Data
 from forge.data.loader import Batch, Loader
 from forge.errors import RollbackRequired
 from forge.hook import Hook, Hooks, StepInfo
-from forge.model import flops_per_token, parameter_counts
+from forge.model import flops_per_token
 from forge.observe.collector import Collector
 from forge.observe.metrics import MetricsWriter
 from forge.observe.report import Reporter
@@ -66,9 +66,7 @@ class Trainer:
         reporter.memory.count_state(self.model.memory(), self.optimizer.tensors())
         # What was built is counted, which for a class of the user's own need not be what [model] says.
         whole = build_meta_model(config)
-        summarize(self.model, parameter_counts(whole), config, degrees, reporter.memory)
-        if unused := unused_keys(config, (name for name, _ in whole.named_parameters())):
-            log.info("set, but not used: %s", "; ".join(unused))
+        summarize(self.model, whole, config, degrees, reporter.memory)
 
         spikes = SpikeWindow(config.resilience.spike_window, config.resilience.spike_threshold)
         self.phases = Phases(config)
