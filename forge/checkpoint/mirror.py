@@ -39,7 +39,7 @@ class Mirror:
         self._url, self._root, self._keep_last, self._keep_every = url, root, keep_last, keep_every
         self._files = filesystem_of(url)
         self._steps: list[int] | None = None  # known once the index has been read
-        self._newest = -1
+        self._newest, self._count = -1, 0
         self._given_up = threading.Event()
         self._work: queue.Queue[Callable[[], None] | None] = queue.Queue()
         for left in root.glob(".mirrored-step-*"):
@@ -49,10 +49,14 @@ class Mirror:
 
     def copy(self, step: int) -> None:
         """Copy the complete checkpoint of `step`, unless a newer one is ready by the time it can begin."""
-        self._newest = step
-        # Links, because the checkpoint may be removed before it has been copied.
-        links = self._root / f".mirrored-{folders.step_name(step)}"
-        shutil.copytree(self._root / folders.step_name(step), links, copy_function=_link)
+        self._newest, self._count = step, self._count + 1
+        # Links, because the checkpoint may be removed before it has been copied; numbered, because a step may be saved again.
+        links = self._root / f".mirrored-{folders.step_name(step)}.{self._count}"
+        try:
+            shutil.copytree(self._root / folders.step_name(step), links, copy_function=_link)
+        except OSError as error:
+            log.error("checkpoint.mirror %s: step %d is not copied: %s", self._url, step, error)
+            return
 
         def work() -> None:
             try:

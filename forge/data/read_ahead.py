@@ -99,15 +99,15 @@ class Stall:
 
 
 def wait_for(batches: queue.Queue[Result]) -> tuple[Result, Stall | None]:
-    """Return the next of `batches`. A wait of STALL_S and more is logged with its cause while it lasts, and returned."""
+    """Return the next of `batches`. A wait for a store of STALL_S and more is logged while it lasts, and returned."""
     began, cause = time.monotonic(), ""
     while True:
         try:
             batch = batches.get(timeout=STALL_S)
         except queue.Empty:
-            now = waiting_for()
-            cause = now or cause or "the disk or the processor"
-            log.warning("waiting for data for %.0f s: %s", time.monotonic() - began, now or cause)
+            if now := waiting_for():
+                cause = now
+                log.warning("waiting for data for %.0f s: %s", time.monotonic() - began, cause)
             continue
         return batch, Stall(time.monotonic() - began, cause) if cause else None
 

@@ -113,6 +113,13 @@ def test_a_copy_goes_on_when_the_checkpoint_is_removed_and_a_newer_one_takes_the
     assert there(tmp_path) == [10, 30]
 
 
+def test_a_checkpoint_that_is_gone_already_does_not_end_the_run(tmp_path, caplog) -> None:
+    mirror = Mirror(url(tmp_path), tmp_path / "local", 0, 0)
+    mirror.copy(10)
+    mirror.close(wait=True)
+    assert "step 10 is not copied" in caplog.text
+
+
 def test_a_failed_copy_is_reported_and_the_next_one_is_made(tmp_path, caplog, monkeypatch) -> None:
     monkeypatch.setattr(remote, "RETRY_S", 0.0)
     mirror = Mirror(url(tmp_path), tmp_path / "local", 0, 0)
