@@ -9,7 +9,7 @@ import re
 import socket
 import textwrap
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,7 +19,7 @@ from typing import Any
 from forge.errors import BAD_CONFIG
 from forge.observe.json_lines import read_object
 from forge.report.read import RunRecord, read_run
-from forge.report.rules import AGAIN, MACHINE, RULES, Rule
+from forge.report.rules import AGAIN, DIED, MACHINE, RULES, Rule
 from forge.report.stacks import odd_ranks, read_collectives, read_stacks
 
 _LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}) rank (\d+) ([A-Z]+) \S+: (.*)")
@@ -154,7 +154,9 @@ def _first(run: RunRecord, incidents: list[Incident]) -> str:
     if grave and not (silent == "killed" and not _ended_badly(run)):
         first = grave[0]
         odd = odd_ranks(read_stacks(run.path / "logs")) if "hangs" in first.rule.name else []
-        rank = ", ".join(map(str, odd)) if odd else str(first.rank)
+        rank = (
+            ", ".join(map(str, odd)) if odd else _dead(recent) if first.rule.name == DIED else str(first.rank)
+        )
         return "\n".join(
             [
                 f"WHAT HAPPENED FIRST: {first.rule.name}",
@@ -165,11 +167,17 @@ def _first(run: RunRecord, incidents: list[Incident]) -> str:
         )
     if silent == "killed":
         saving = sorted(one.name for one in (run.path / "checkpoints").glob(".partial*"))
+        lost = any(one.rule.name == DIED for one in grave)
         during = f" during a save ({saving[-1]} was left)" if saving else ""
         return "\n".join(
             [
                 f"WHAT HAPPENED FIRST: the processes were killed{during}: the run reported no end",
-                "RANK: every rank, or the one whose log ends first",
+                "RANK: "
+                + (
+                    "0, which the others report lost"
+                    if lost
+                    else "every rank, or the one whose log ends first"
+                ),
                 _wrapped(f"WHAT TO TRY: {MACHINE} {AGAIN}"),
             ]
         )
@@ -185,6 +193,17 @@ def _first(run: RunRecord, incidents: list[Incident]) -> str:
         if not incidents
         else "The latest start ended well; what it met is below."
     )
+
+
+def _dead(incidents: Sequence[Incident]) -> str:
+    """The ranks that others had no answer from. A rank that lost a connection need not know whose it was."""
+    named = {
+        int(number)
+        for one in incidents
+        for ranks in re.findall(r"no answer from ranks? (\d+(?:, \d+)*)", one.text)
+        for number in ranks.split(", ")
+    }
+    return ", ".join(map(str, sorted(named))) or "not known; the one whose log ends first"
 
 
 def _ended_badly(run: RunRecord) -> bool:

@@ -28,6 +28,8 @@ MACHINE = (
     "Look at the machine of the rank that is named: out of memory (dmesg), a fault of its card, a reboot."
 )
 
+DIED = "a rank was killed, or died"
+
 RULES = (
     # First what costs a warning only, whatever its cause. What a rank says of itself comes before what others say of it.
     _rule(
@@ -156,7 +158,7 @@ RULES = (
     ),
     # What follows from the death of another rank.
     _rule(
-        "a rank was killed, or died",
+        DIED,
         r"no answer from ranks? |[Cc]onnection (?:closed|reset|refused)|store through which the ranks met is gone|"
         r"process through which the ranks met is gone|peer",
         MACHINE + " " + AGAIN,

@@ -58,6 +58,9 @@ def test_k1_survivors_of_a_killed_rank_end_soon_and_the_log_names_rank_and_step(
     assert f"no answer from rank {dead}" in log or (dead == 0 and "is gone" in log)
     if dead:
         assert f"no answer from rank {dead}" in run.status()["reason"]
+    # Rank 0 writes the reports, and can write none of its own death.
+    first = "a rank was killed, or died\nRANK: 1\n" if dead else "reported no end\nRANK: 0, which the others"
+    assert first in diagnose(run.path)
 
 
 def wait_for_all_but_one() -> None:

@@ -140,3 +140,40 @@ def test_what_no_rule_knows_is_quoted_with_what_its_exit_code_asks_for(
     status = {"state": "failed", "step": 0, "reason": "a new mistake", "exit_code": code}
     (tmp_path / "status.json").write_text(json.dumps(status))
     assert f"WHAT HAPPENED FIRST: a new mistake\nWHAT TO TRY: {remedy}" in diagnose(tmp_path)
+
+
+DIES = "2026-01-01 00:00:02.000 rank {rank} ERROR forge: {text}\n"
+
+
+def killed(folder: Path, **logs: str) -> Path:
+    """A run on three ranks that reported no end, with a message of each of some ranks."""
+    write_lines(folder / "events.jsonl", [{"time": "2026-01-01T00:00:00+00:00", "event": "started"}])
+    (folder / "status.json").write_text(json.dumps({"state": "running", "step": 3}))
+    (folder / "logs").mkdir()
+    for rank, text in logs.items():
+        (folder / "logs" / f"rank-{rank[1]}.log").write_text(DIES.format(rank=rank[1], text=text))
+    return folder
+
+
+def test_of_a_rank_that_died_the_one_is_named_that_did_not_answer_and_not_who_lost_it(tmp_path) -> None:
+    """Rank 1 loses its connection first, and knows no more."""
+    logs = {"r1": "Connection closed by peer", "r0": "no answer from rank 2, killed or hung; the others end"}
+    run = killed(tmp_path, **logs)
+    failed = {
+        "time": "2026-01-01T23:00:05+00:00",
+        "event": "failed",
+        "step": 3,
+        "reason": "no answer from rank 2",
+    }
+    started = {"time": "2025-12-31T00:00:00+00:00", "event": "started"}
+    write_lines(run / "events.jsonl", [started, failed])
+    (run / "status.json").write_text(
+        json.dumps({"state": "failed", "step": 3, "reason": "x", "exit_code": 1})
+    )
+    assert "WHAT HAPPENED FIRST: a rank was killed, or died\nRANK: 2\n" in diagnose(run)
+
+
+def test_rank_0_which_reports_nothing_is_named_by_the_others(tmp_path) -> None:
+    run = killed(tmp_path, r1="the store through which the ranks met is gone")
+    write_lines(run / "events.jsonl", [{"time": "2025-12-31T00:00:00+00:00", "event": "started"}])
+    assert "the run reported no end\nRANK: 0, which the others report lost\n" in diagnose(run)
