@@ -42,9 +42,14 @@ CONTEXT = (
 )
 
 
-def compare_for_resume(path: Path, step: int, new: Config) -> None:
-    """Log what has changed since the checkpoint at `path`. Raises UserError for what its history cannot go on with."""
+def compare_for_resume(path: Path, step: int, new: Config, branch: bool = False) -> None:
+    """Log what has changed since the checkpoint at `path`. Raises UserError for what its history cannot go on with.
+
+    branch: whether the configuration names the checkpoint, to go on from it with another end.
+    """
     old = _config_of(path)
+    if branch:
+        _refuse_a_past_decay(path, step, old, new)
     changes = difference(old, new)
     refused = [change for change in changes if change[0].startswith(FIXED) and change[0] not in FREE]
     if refused:
@@ -111,6 +116,20 @@ def _lines(changes: list[tuple[str, object, object]]) -> str:
     return "\n".join(
         f"  {key}: {before!r} in the checkpoint, {after!r} now" for key, before, after in changes
     )
+
+
+def _refuse_a_past_decay(path: Path, step: int, old: Config, new: Config) -> None:
+    """Raise UserError if a branch of a plateau would have begun to decay before it begins."""
+    if new.schedule.name != "wsd" or new.schedule.unit == "tokens":
+        return
+    start, before = decay_start(new.schedule, new.train.steps), decay_start(old.schedule, old.train.steps)
+    if start < step <= before:
+        share = (new.train.steps - step) / new.train.steps
+        raise UserError(
+            f"checkpoint.resume = {str(path)!r}: step {step} was on the plateau, but with train.steps = {new.train.steps} the "
+            f"decay would have begun after step {start}; resume from a checkpoint up to there, raise train.steps, or set "
+            f"schedule.decay_fraction = {share:.3g}, which decays from step {step} on"
+        )
 
 
 def _warn_of_jump(path: Path, step: int, old: Config, new: Config) -> None:

@@ -72,20 +72,20 @@ def find_start(config: Config, checkpoints: Checkpoints, directory: RunDirectory
         return Start(None, kept=-1, origin=asked, replaces=replaced is not None)
     path = Path(wanted)
     _require_sound(path, checkpoints, "checkpoint.resume", verify)
-    point = _resume_point(path, config)
+    point = _resume_point(path, config, branch=True)
     own = path.resolve() == checkpoints.path(point.step).resolve()
     kept = point.step if own or replaced is None else -1
     return Start(point, kept, replace(asked, step=point.step), replaces=replaced is not None)
 
 
-def _resume_point(path: Path, config: Config) -> ResumePoint:
+def _resume_point(path: Path, config: Config, branch: bool = False) -> ResumePoint:
     point = ResumePoint(path, read_state(path))
     if "progress" not in point.state:
         raise UserError(
             f"checkpoint.resume = {config.checkpoint.resume!r}: was imported, so it has weights only and no history to "
             "continue; begin a new one with checkpoint.init"
         )
-    compare_for_resume(path, point.step, config)
+    compare_for_resume(path, point.step, config, branch)
     return point
 
 

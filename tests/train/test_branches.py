@@ -1,0 +1,39 @@
+"""A branch of a plateau may end where it likes, but not decay before it begins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from forge.config import Config, load_config, to_toml
+from forge.errors import UserError
+from forge.train.changes import compare_for_resume
+
+
+def config_of(steps: int, fraction: float = 0.2) -> Config:
+    options = [f"--train.steps={steps}", f"--schedule.decay_fraction={fraction}", "--schedule.warmup_steps=5"]
+    return load_config(["--config=debug", *options])
+
+
+@pytest.fixture
+def stem(tmp_path: Path) -> Path:
+    """A checkpoint of a run whose plateau ends at step 800."""
+    (tmp_path / "config.toml").write_text(to_toml(config_of(1000)))
+    return tmp_path
+
+
+def test_a_shorter_branch_decays_from_a_checkpoint_of_the_plateau(stem: Path) -> None:
+    compare_for_resume(stem, 400, config_of(500), branch=True)
+    compare_for_resume(stem, 400, config_of(480, fraction=1 / 6), branch=True)
+
+
+def test_a_decay_before_the_branch_is_refused_with_the_fraction_that_fits(stem: Path) -> None:
+    with pytest.raises(UserError, match=r"begun after step 360.*decay_fraction = 0\.111"):
+        compare_for_resume(stem, 400, config_of(450), branch=True)
+    compare_for_resume(stem, 400, config_of(450, fraction=0.111), branch=True)
+    compare_for_resume(stem, 400, config_of(450))
+
+
+def test_a_stem_that_was_decaying_itself_goes_on(stem: Path) -> None:
+    compare_for_resume(stem, 900, config_of(950), branch=True)
