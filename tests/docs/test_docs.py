@@ -13,7 +13,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 import tomllib
 from pathlib import Path
 
@@ -158,8 +157,6 @@ def _run(command: str, folder: Path, scratch: Path) -> tuple[int, str]:
         ranks.port = port
         codes = ranks.join()
         return max(codes, key=abs), terminal.read_text()
-    if words[:2] == ["python", "scripts/sweep.py"]:
-        words[2] = _small_sweep(folder / words[2])
     if words[0] == "make":
         words.insert(1, "--dry-run")
     environment = os.environ | {
@@ -176,25 +173,6 @@ def _run(command: str, folder: Path, scratch: Path) -> tuple[int, str]:
         timeout=240,
     )
     return done.returncode, done.stdout + done.stderr
-
-
-def _small_sweep(path: Path) -> str:
-    """Write a sweep of as many sizes and lengths on a few tokens; return where."""
-    sweep = tomllib.loads(path.read_text())
-    sweep["overrides"] |= {
-        "model.n_layers": 1,
-        "model.vocab_size": 1000,
-        "train.seq_len": 32,
-        "evaluate.sequences": 2,
-    }
-    sweep["overrides"]["train.global_batch_size"] = 8
-    sweep["keys"] |= {"train.tokens": [256, 512, 1024], "optimizer.lr": [4e-3]}
-    lines = [f"{key} = {to_literal(value)}" for key, value in sweep.items() if not isinstance(value, dict)]
-    lines += [f"{key} = {to_literal(sweep[key])}" for key in ("overrides", "keys")]
-
-    small = Path(tempfile.mkdtemp()) / path.name
-    small.write_text("\n".join(lines))
-    return str(small)
 
 
 def _small(words: list[str]) -> list[str]:
