@@ -27,15 +27,21 @@ TESTS := $(if $(ROOM),tests/$(ROOM) $(TESTS_OF_$(ROOM)))
 # Two processes of pytest, each with whole files: fixtures of a module are made once.
 PARALLEL := --numprocesses 2 --dist loadfile
 
+# What learns most from this text in as much time (docs/optimizers.md): Muon, small batches, a rate that falls to 0.
+RECIPE := --optimizer.name=muon --optimizer.lr=2e-2 --optimizer.weight_decay=0 \
+    --optimizer.muon.lr=8e-3 --optimizer.muon.momentum=0.9 --optimizer.muon.second_moment=neuron \
+    --schedule.name=linear --schedule.warmup_steps=5 --schedule.min_lr_ratio=0 \
+    --train.steps=480 --train.global_batch_size=8 --train.micro_batch_size=1
+
 .PHONY: train data test quick test-all faults refactoring checks format docs clean
 
 train: data
-	@$(BIN)/python train.py --config debug.toml
+	@$(BIN)/python train.py --config debug.toml $(RECIPE)
 	@$(BIN)/python scripts/report.py runs/debug --output runs/debug/report.html
 	@echo
 	@echo "The page about this run:  runs/debug/report.html    (open it in a browser)"
-	@echo "Next:  $(BIN)/python train.py --config debug.toml --train.steps=800    trains on from here"
-	@echo "       $(BIN)/torchrun --nproc-per-node 2 train.py --config debug.toml --run.name=two    on two processes"
+	@echo "Next:  $(BIN)/python train.py --config runs/debug/config.toml --train.steps=800    trains on from here"
+	@echo "       $(BIN)/torchrun --nproc-per-node 2 train.py --config runs/debug/config.toml --run.name=two    on two processes"
 	@echo "       $(BIN)/tensorboard --logdir runs    shows the curves"
 	@echo "       $(BIN)/python train.py --help    lists every key"
 
