@@ -183,7 +183,10 @@ def _small(words: list[str]) -> list[str]:
     if "--plan" in words:  # for as many processes as the page says
         options.pop("train.global_batch_size")
     config = words[words.index("--config") + 1]
-    if config not in ("debug.toml", "runs/debug/config.toml") and not {"data.sources", "data.tokenizer"} & given:
+    if (
+        config not in ("debug.toml", "runs/debug/config.toml")
+        and not {"data.sources", "data.tokenizer"} & given
+    ):
         options |= {"data.sources": '[{path = "synthetic"}]', "data.validation": "[]"}
     return [f"--{key}={value}" for key, value in options.items() if key not in given]
 
