@@ -147,6 +147,9 @@ class OptimizerConfig(Section):
     moment_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     """Format of both moments. With float32, precision.storage if that is wider. bfloat16 and int8 are rounded stochastically,
     by noise that is the same on any layout. int8, for adamw, has a scale for every 64 elements."""
+    ema: Beta = 0.0
+    """Decay rate of a mean of the weights over steps, kept beside them; scripts/average.py --ema makes weights of it. 0: no
+    mean."""
     parametrization: Literal["standard", "mup", "completep"] = "standard"
     """How initial weights and learning rates depend on the sizes of the model. mup: by its width, so that the best learning
     rate stays where it is; completep: by its depth, too. See docs/optimizers.md."""

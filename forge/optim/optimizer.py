@@ -19,7 +19,7 @@ from forge.shard import Shard
 
 
 class Optimizer(Protocol):
-    """Updates this rank's shards. Made as `Class(shards, config, group)`: see `build_optimizer`. May have `follow(config)`,
+    """Updates this rank's shards. Made as `Class(shards, config, group)` by `build_optimizer`. May have `follow(config)`,
     which phases that change keys of [optimizer] call before a step."""
 
     def step(self, lr: float, skip: Tensor) -> None:
@@ -59,16 +59,9 @@ def registered() -> tuple[str, ...]:
     return tuple(_registered)
 
 
-def build_optimizer(
-    shards: list[Shard], config: OptimizerConfig, group: ProcessGroup | None = None
-) -> Optimizer:
-    """Make the optimizer that `config.name` names, a registered name or an import path.
-
-    group: the ranks that together hold every element of the parameters, each with the same list of shards; None in one
-    process. Optimizers that need whole matrices exchange them over it.
-    """
-    cls = load_class(config.name) if ":" in config.name else _registered[config.name]
-    return cls(shards, config, group)
+def optimizer_class(name: str) -> OptimizerClass:
+    """Return what a registered name or an import path names."""
+    return load_class(name) if ":" in name else _registered[name]
 
 
 def gradient(shard: Shard) -> Tensor:

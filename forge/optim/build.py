@@ -1,0 +1,22 @@
+"""`build_optimizer`: the optimizer of a configuration."""
+
+from __future__ import annotations
+
+from torch.distributed import ProcessGroup
+
+from forge.config.schema import OptimizerConfig
+from forge.optim.ema import WithAverage
+from forge.optim.optimizer import Optimizer, optimizer_class
+from forge.shard import Shard
+
+
+def build_optimizer(
+    shards: list[Shard], config: OptimizerConfig, group: ProcessGroup | None = None
+) -> Optimizer:
+    """Make the optimizer that `config.name` names, with the mean of weights that `config.ema` asks for.
+
+    group: the ranks that together hold every element of the parameters, each with the same list of shards; None in one
+    process. Optimizers that need whole matrices exchange them over it.
+    """
+    optimizer = optimizer_class(config.name)(shards, config, group)
+    return WithAverage(optimizer, shards, config.ema) if config.ema else optimizer

@@ -1,0 +1,57 @@
+"""A mean of the weights over past steps, beside any optimizer: less noise than the weights themselves at a high rate.
+
+Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging", 1992, with exponential weights. It is state of
+the optimizer, so checkpoints have it and any layout loads it; `scripts/average.py --ema` makes weights of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forge.optim.optimizer import Optimizer, wide_dtype
+from forge.shard import Shard
+
+SLOT = "ema"
+
+
+class WithAverage:
+    """An optimizer that after each update t, from 0, makes the mean e <- d e + (1 - d) theta.
+
+    d is `decay`, and (1 + t) / (10 + t) while that is smaller: the first steps do not count as much as their number would
+    let them. In promote(float32, storage). Skipped steps change nothing.
+    """
+
+    def __init__(self, inner: Optimizer, shards: Sequence[Shard], decay: float):
+        self._inner, self._shards, self._decay = inner, shards, decay
+        self._means = {s.name: s.data.to(wide_dtype(s), copy=True) for s in shards}
+        self._updates = torch.zeros((), dtype=torch.float64, device=shards[0].data.device)
+
+    def step(self, lr: float, skip: Tensor) -> None:
+        self._inner.step(lr, skip)
+        made = 1.0 - skip.to(self._updates)
+        decay = ((1 + self._updates) / (10 + self._updates)).clamp(max=self._decay)
+        share = (1.0 - decay) * made
+        self._updates += made
+        for shard in self._shards:
+            mean = self._means[shard.name]
+            mean.lerp_(shard.data.to(mean.dtype), share.to(mean.dtype))
+
+    def tensors(self) -> Iterator[tuple[str, Shard, Tensor]]:
+        yield from self._inner.tensors()
+        for shard in self._shards:
+            yield SLOT, shard, self._means[shard.name]
+
+    def state(self) -> dict[str, Any]:
+        return self._inner.state() | {"averaged": int(self._updates.item())}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._inner.load_state({key: value for key, value in state.items() if key != "averaged"})
+        self._updates.fill_(float(state["averaged"]))
+
+    def __getattr__(self, name: str) -> Any:
+        """What else the optimizer offers, such as `follow`."""
+        return getattr(self._inner, name)

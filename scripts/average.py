@@ -1,0 +1,44 @@
+#!/usr/bin/env python
+"""Average the weights of checkpoints of one model into a checkpoint of weights.
+
+    python scripts/average.py runs/debug/checkpoints/step-00000200 runs/debug/checkpoints/step-00000300 --output mean
+    python scripts/average.py runs/debug/checkpoints/step-00000300 --ema --output mean
+
+What it writes is evaluated, exported and trained from (checkpoint.init) like any other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
+
+from forge.sweep.average import average
+from scripts.options import exit_code_of
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("checkpoints", type=Path, nargs="+", metavar="CHECKPOINT", help="folders of checkpoints, step-...")
+    add("--output", type=Path, required=True, help="folder to write; must not exist")
+    add(
+        "--ema",
+        action="store_true",
+        help="of the means over steps that optimizer.ema keeps, not of the weights",
+    )
+    given = parser.parse_args(arguments)
+    return exit_code_of(lambda: _run(given))
+
+
+def _run(given: argparse.Namespace) -> None:
+    tensors = average(given.checkpoints, given.output, ema=given.ema)
+    print(f"{given.output}: the mean of {len(given.checkpoints)}, {tensors} tensors")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

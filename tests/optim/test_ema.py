@@ -1,0 +1,77 @@
+"""The mean of weights over steps: its formula, exact skips, and the numbers of one process on any layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from forge.checkpoint.folders import step_name
+from forge.checkpoint.loading import TensorReader
+from forge.config.schema import OptimizerConfig
+from forge.errors import UserError
+from forge.optim import build_optimizer
+from forge.shard import Shard
+from forge.sweep.average import average
+from tests.support.runs import FLOAT64, Run
+
+GO, SKIP = torch.tensor(0.0), torch.tensor(1.0)
+KEPT = ["--optimizer.ema=0.9", "--checkpoint.keep_last=0"]
+
+
+def make(decay: float) -> tuple[Shard, OptimizerConfig]:
+    parameter = torch.nn.Parameter(torch.randn(3, 4, generator=torch.Generator().manual_seed(0)))
+    parameter.grad = torch.ones(3, 4)
+    return Shard.whole("layers.0.w", parameter), OptimizerConfig(ema=decay)
+
+
+def test_the_mean_follows_its_formula_and_skipped_steps_change_nothing() -> None:
+    shard, config = make(decay=0.2)
+    optimizer = build_optimizer([shard], config)
+    means = {slot: values for slot, _, values in optimizer.tensors()}
+    assert set(means) == {"exp_avg", "exp_avg_sq", "ema"}
+    wanted = shard.data.double()
+    for updates in range(4):
+        optimizer.step(0.1, GO)
+        decay = min(0.2, (1 + updates) / (10 + updates))
+        wanted = decay * wanted + (1 - decay) * shard.data.double()
+        before = means["ema"].clone()
+        optimizer.step(0.1, SKIP)
+        assert torch.equal(means["ema"], before)
+    torch.testing.assert_close(means["ema"].double(), wanted, rtol=1e-6, atol=1e-7)
+    assert optimizer.state() == {"updates": 4, "averaged": 4}
+
+
+def test_state_is_restored() -> None:
+    shard, config = make(decay=0.9)
+    optimizer = build_optimizer([shard], config)
+    optimizer.load_state({"updates": 3, "averaged": 3})
+    assert optimizer.state() == {"updates": 3, "averaged": 3}
+
+
+@pytest.mark.processes
+def test_a_run_moved_to_other_layouts_keeps_the_mean_of_one_process_and_weights_are_made_of_it(
+    tmp_path: Path,
+) -> None:
+    whole, moved = Run(tmp_path / "whole", *FLOAT64, *KEPT), Run(tmp_path / "moved", *FLOAT64, *KEPT)
+    assert whole() == 0
+    assert moved("--train.steps=5", "--parallel.tp=2", world=2) == 0
+    assert moved("--parallel.data_parallel=zero1", world=2) == 0
+    last = step_name(whole.metrics()[-1]["step"])
+    paths = [run.path / "checkpoints" / last for run in (whole, moved)]
+    one, other = map(TensorReader, paths)
+    means = [name for name in one.tensors() if name.endswith(".ema")]
+    assert len(means) > 10
+    for name in means:
+        torch.testing.assert_close(other.read(name), one.read(name), rtol=0, atol=1e-9)
+    average([paths[0]], tmp_path / "mean", ema=True)
+    made = TensorReader(tmp_path / "mean")
+    for name in means:
+        weights = "model." + name.removeprefix("optimizer.").removesuffix(".ema")
+        torch.testing.assert_close(made.read(weights), one.read(name), rtol=0, atol=1e-15)
+        assert not torch.equal(made.read(weights), one.read(weights))
+    without = Run(tmp_path / "without", "--train.steps=1")
+    assert without() == 0
+    with pytest.raises(UserError, match="has no mean of the weights"):
+        average([without.path / "checkpoints" / step_name(1)], tmp_path / "none", ema=True)
