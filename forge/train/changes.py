@@ -123,7 +123,7 @@ def _refuse_a_past_decay(path: Path, step: int, old: Config, new: Config) -> Non
     if new.schedule.name != "wsd" or new.schedule.unit == "tokens":
         return
     start, before = decay_start(new.schedule, new.train.steps), decay_start(old.schedule, old.train.steps)
-    if start < step <= before:
+    if start < step <= before and step < new.train.steps:
         share = (new.train.steps - step) / new.train.steps
         raise UserError(
             f"checkpoint.resume = {str(path)!r}: step {step} was on the plateau, and with train.steps = {new.train.steps} "
