@@ -38,7 +38,9 @@ class StepRows:
 
         windows: what was read of `reads`; so many are taken.
         """
-        for (_, rows), window in zip(groupby(zip(self.samples, self.parts, strict=True), itemgetter(0)), windows, strict=False):
+        for (_, rows), window in zip(
+            groupby(zip(self.samples, self.parts, strict=True), itemgetter(0)), windows, strict=False
+        ):
             for _, part in rows:
                 yield part_of(window, part, self.seq_len)
 
