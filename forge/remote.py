@@ -201,12 +201,9 @@ class RemoteFile:
     def _look(self) -> tuple[int, str]:
         """Its size and version."""
         about = with_retries(self.url, lambda: self._files.info(self.url))
-        version = next(
-            (about[name] for name in ("ETag", "etag", "LastModified", "mtime") if about.get(name)), ""
-        )
         if about.get("size") is None:
             raise UserError(f"{self.url}: its server does not report its size, which is needed")
-        return int(about["size"]), str(version)
+        return int(about["size"]), _version(about)
 
 
 def open_remote(url: str) -> io.BufferedReader:
@@ -269,6 +266,10 @@ def find_objects(url: str) -> dict[str, int]:
 
 def version_of(url: str) -> str:
     """Return what changes when the object does: its ETag or time; empty where the store has neither."""
-    about = with_retries(url, lambda: filesystem_of(url).info(url))
-    names = ("ETag", "etag", "LastModified", "mtime")
-    return next((str(about[name]) for name in names if about.get(name)), "")
+    return _version(with_retries(url, lambda: filesystem_of(url).info(url)))
+
+
+def _version(about: dict[str, Any]) -> str:
+    return next(
+        (str(about[name]) for name in ("ETag", "etag", "LastModified", "mtime") if about.get(name)), ""
+    )

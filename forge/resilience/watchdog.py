@@ -159,7 +159,8 @@ class Watchdog:
                 what = f"{phase} of step {step}" if step else phase
                 return self._end(f"{what} has taken {now - began:.1f} s, and {limit}", step)
             self._waits_until = deadline
-            if sum(self._phase[2:]) < deadline:
+            *_, began, seconds = self._phase
+            if began + seconds < deadline:
                 continue  # an earlier deadline was set between the two lines above, and `enter` did not wake us
             if deadline < math.inf:
                 # Not sys.stderr: a test runner's has no file descriptor.

@@ -23,7 +23,8 @@ from forge.shard import Shard
 def average(paths: Sequence[Path], output: Path, *, ema: bool = False) -> int:
     """Write the mean of the weights of `paths`, checkpoints of one model, to the folder `output`; return how many tensors.
 
-    ema: of the means over steps that they have (`optimizer.ema`), in place of their weights.
+    ema: of the means over steps that they have (`optimizer.ema`), in place of their weights. State that is balanced instead
+    of learned, such as a router's bias, has none.
 
     Sums are float64, results have the dtypes of the last checkpoint, whose config, tokenizer and counters of routers come
     along.
@@ -50,10 +51,11 @@ def average(paths: Sequence[Path], output: Path, *, ema: bool = False) -> int:
         if not name.startswith("model."):
             continue
         values = readers[-1].read(name)
+        source = _mean_of(name) if ema and _mean_of(name) in known else name
         if dtype.is_floating_point:
             mean = torch.zeros(shape, dtype=torch.float64)
             for reader in readers:
-                mean += reader.read(_mean_of(name) if ema else name).double() / len(paths)
+                mean += reader.read(source).double() / len(paths)
             values = mean.to(dtype)
         tensors[name] = ShardTensor(Shard.whole(name, values), values)
     _write(output, paths, tensors)

@@ -40,6 +40,7 @@ class Result:
 
 
 def result_of(sweep: Sweep, trial: Trial) -> Result:
+    """Return what the run directories of a trial, one for each seed, say of it so far."""
     values, states, tokens = [], [], 0
     for seed in sweep.seeds:
         path = sweep.folder / trial.run_name(seed)
@@ -94,6 +95,7 @@ def as_text(table: Sequence[dict[str, Any]]) -> str:
 
 
 def write_table(path: Path, table: Sequence[dict[str, Any]]) -> None:
+    """Write the table as JSON; a reader finds the old one or the new."""
     replace_atomically(path, (json.dumps(list(table), indent=1) + "\n").encode())
 
 

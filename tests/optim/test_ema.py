@@ -14,7 +14,7 @@ from forge.errors import UserError
 from forge.optim import build_optimizer
 from forge.shard import Shard
 from forge.sweep.average import average
-from tests.support.runs import FLOAT64, Run
+from tests.support.runs import EXPERTS, FLOAT64, Run
 
 GO, SKIP = torch.tensor(0.0), torch.tensor(1.0)
 KEPT = ["--optimizer.ema=0.9", "--checkpoint.keep_last=0"]
@@ -75,3 +75,18 @@ def test_a_run_moved_to_other_layouts_keeps_the_mean_of_one_process_and_weights_
     assert without() == 0
     with pytest.raises(UserError, match="has no mean of the weights"):
         average([without.path / "checkpoints" / step_name(1)], tmp_path / "none", ema=True)
+
+
+@pytest.mark.processes
+def test_experts_have_means_and_what_balances_them_is_taken_as_it_is(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", *EXPERTS, *KEPT, "--train.steps=2", "--model.moe.bias_update_rate=0.01")
+    assert run() == 0
+    path = run.path / "checkpoints" / step_name(2)
+    average([path], tmp_path / "mean", ema=True)
+    saved, made = TensorReader(path), TensorReader(tmp_path / "mean")
+    names = [name for name in saved.tensors() if name.startswith("model.")]
+    plain = [n for n in names if f"optimizer.{n.removeprefix('model.')}.ema" not in saved.tensors()]
+    assert any(saved.read(name).is_floating_point() for name in plain)
+    assert any(".experts." in name for name in set(names) - set(plain))
+    for name in plain:
+        assert torch.equal(made.read(name), saved.read(name))
