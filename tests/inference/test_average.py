@@ -10,7 +10,7 @@ import torch
 from forge.checkpoint.folders import step_name
 from forge.checkpoint.loading import TensorReader
 from forge.errors import UserError
-from forge.sweep.average import average
+from forge.inference.average import average
 from tests.support.runs import EXPERTS, Run
 
 pytestmark = pytest.mark.processes
