@@ -1,5 +1,6 @@
 """Recomputation happens where it is asked for, holds less memory, and keeps every name."""
 
+import random
 from collections import Counter
 
 import pytest
@@ -8,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge import compat
-from forge.config import parse_toml_text
+from forge.config import Config, parse_toml_text
 from forge.errors import UserError
 from forge.model import Transformer
 from forge.parallel import blocks
@@ -16,13 +17,17 @@ from forge.parallel.blocks import apply_blocks
 from forge.parallel.build import build_meta_model
 from tests.support.building import layout_without_ranks
 from tests.support.equivalence import tiny_config
+from tests.support.random_models import draw_config
 
 LAYERS = 3
 
 
 def build(section: str) -> Transformer:
     """A small model on the CPU with recomputation as in `section`."""
-    config = parse_toml_text(tiny_config() + f"[activation_checkpoint]\n{section}\n")
+    return built(parse_toml_text(tiny_config() + f"[activation_checkpoint]\n{section}\n"))
+
+
+def built(config: Config) -> Transformer:
     model = build_meta_model(config)
     apply_blocks(model, layout_without_ranks(config))
     model.to_empty(device="cpu")
@@ -106,6 +111,19 @@ def test_selective_computes_cheap_operators_again_and_no_expensive_one() -> None
     expensive = ("aten.mm", "aten._scaled_dot_product_flash_attention_for_cpu")
     assert all(selective[name] == none[name] < full[name] for name in expensive)
     assert selective["aten.silu"] == full["aten.silu"] == 2 * none["aten.silu"]
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 24))]
+)
+def test_selective_computes_no_product_again_whatever_a_model_is_made_of(seed) -> None:
+    none, selective, full = (
+        operators(built(draw_config(random.Random(seed), f'[activation_checkpoint]\nmode = "{mode}"\n')))
+        for mode in ("none", "selective", "full")
+    )
+    products = none.keys() & set(blocks.KEPT)
+    assert all(selective[name] == none[name] for name in products)
+    assert full["aten.mm"] > none["aten.mm"] > 0
 
 
 def test_a_policy_that_keeps_nothing_is_seen(monkeypatch) -> None:
