@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError
 from forge.config import Config, load_config
 from forge.config.section import Count, ListOf, NonNegativeNumber, Positive, Section, Text
 from forge.config.toml import to_literal
-from forge.errors import UserError
+from forge.errors import UserError, did_you_mean
 
 
 class Between(Section):
@@ -103,7 +103,12 @@ def read_sweep(path: Path) -> Sweep:
     try:
         sweep = Sweep.model_validate(tree)
     except ValidationError as error:
-        lines = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+        lines = []
+        for one in error.errors():
+            key, message = ".".join(map(str, one["loc"])), one["msg"]
+            if one["type"] == "extra_forbidden":
+                message = "no such key" + did_you_mean(key, Sweep.model_fields)
+            lines.append(f"{key}: {message}")
         raise UserError(f"{path}: {'; '.join(lines)}; docs/recipes.md has an example") from None
     for key, values in sweep.keys.items():
         if isinstance(values, Between) and (sweep.method == "grid" or values.low >= values.high):

@@ -142,6 +142,7 @@ def test_results_are_ranked_by_their_mean_over_seeds(tmp_path) -> None:
     ("text", "sentence"),
     [
         ("keys = {}", "config: Field required"),
+        ('config = "debug"\nwokers = 2\nkeys = {}', 'wokers: no such key; did you mean "workers"'),
         ('config = "debug"\nmethod = "best"\nkeys = {}', "method: Input should be"),
         ('config = "debug"\nkeys = { "train.stepps" = [1] }', "did you mean train.steps"),
         ('config = "debug"\nkeys = { "optimizer.lr" = { low = 1.0, high = 2.0 } }', "a list of values"),
