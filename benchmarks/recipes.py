@@ -87,47 +87,45 @@ def measure(given: argparse.Namespace, overrides: list[str]) -> None:
 
 def _tune(name: str, given: argparse.Namespace, overrides: list[str]) -> dict[str, list[Run]]:
     """Return the runs with each learning rate, and those with the best one."""
-    rates = [rate * SMALLER.get(name, 1.0) for rate in given.rates]
-    tried = [_train(name, rate, 0, given, overrides) for rate in rates]
+
+    def trained(lr: float, seed: int) -> Run:
+        options = [*overrides, f"--run.seed={seed}", f"--optimizer.lr={lr}", *RECIPES[name]]
+        return {"lr": lr, "seed": seed} | train(f"{name} at {lr:g}", given.config, given.steps, options)
+
+    tried = [trained(rate * SMALLER.get(name, 1.0), 0) for rate in given.rates]
     best = min(tried, key=lambda run: run["held_out"])
-    others = [_train(name, best["lr"], seed, given, overrides) for seed in range(1, given.seeds)]
-    return {"tried": tried, "best": [best, *others]}
+    return {"tried": tried, "best": [best, *(trained(best["lr"], seed) for seed in range(1, given.seeds))]}
 
 
-def _train(name: str, lr: float, seed: int, given: argparse.Namespace, overrides: list[str]) -> Run:
+def train(what: str, config: str, steps: int, options: list[str]) -> Run:
+    """Return the held-out loss after a run of train.py, its losses and the seconds of its steps. UserError if it fails."""
     with tempfile.TemporaryDirectory() as folder:
-        options = [
+        own = [
             f"--run.output_dir={folder}",
             "--run.name=run",
-            f"--run.seed={seed}",
-            f"--train.steps={given.steps}",
-            f"--optimizer.lr={lr}",
-            f"--evaluate.interval={given.steps}",
+            f"--train.steps={steps}",
+            f"--evaluate.interval={steps}",
             "--evaluate.sample_interval=0",
             "--checkpoint.interval=0",
             "--metrics.log_interval=1",
             "--metrics.tensorboard=false",
         ]
-        command = [sys.executable, str(ROOT / "train.py"), "--config", given.config, *overrides]
-        done = subprocess.run([*command, *options, *RECIPES[name]], capture_output=True, text=True)
+        command = [sys.executable, str(ROOT / "train.py"), "--config", config, *options, *own]
+        done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             last = "\n".join((done.stdout + done.stderr).splitlines()[-5:])
-            raise UserError(f"{name} at {lr:g}: train.py ended with {done.returncode}:\n{last}", FAILED)
+            raise UserError(f"{what}: train.py ended with {done.returncode}:\n{last}", FAILED)
         lines = list(map(json.loads, (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()))
-    steps = [line for line in lines if "loss" in line]
+    ran = [line for line in lines if "loss" in line]
     held_out = [loss for line in lines for loss in line.get("eval", {}).values()]
     # A loss that is not finite is null.
     found = {
-        "lr": lr,
-        "seed": seed,
         "held_out": sum(held_out) / len(held_out) if held_out and None not in held_out else float("inf"),
-        "seconds": sum(line["step_time_s"] for line in steps),
-        "losses": [line["loss"] or float("inf") for line in steps],
-        "step_times": [line["step_time_s"] for line in steps],
+        "seconds": sum(line["step_time_s"] for line in ran),
+        "losses": [line["loss"] or float("inf") for line in ran],
+        "step_times": [line["step_time_s"] for line in ran],
     }
-    print(
-        f"{name} at {lr:g}, seed {seed}: {found['held_out']:.3f} in {found['seconds']:.0f} s", file=sys.stderr
-    )
+    print(f"{what}: {found['held_out']:.3f} in {found['seconds']:.0f} s", file=sys.stderr)
     return found
 
 

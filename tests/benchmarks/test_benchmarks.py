@@ -216,6 +216,27 @@ def test_the_benchmark_of_recipes(tmp_path):
     assert len(list(tmp_path.glob("*.svg"))) == 2
 
 
+@pytest.mark.slow
+@pytest.mark.processes
+def test_the_benchmark_of_transfer(tmp_path):
+    data = [
+        '--data.sources=[{path="synthetic"}]',
+        '--data.validation=[{name="one",path="synthetic"}]',
+        "--evaluate.sequences=2",
+        "--schedule.warmup_steps=0",
+    ]
+    options = ["--steps", "2", "--widths", "32", "64", "--rates", "1e-2", "1e-3"]
+    transfer = importlib.import_module("benchmarks.transfer")
+    assert transfer.main([*options, *TINY, *data, "--output", str(tmp_path)]) == 0
+    (file,) = tmp_path.glob("*-transfer.json")
+    rows = json.loads(file.read_text())["results"]["rows"]
+    assert [(row["parametrization"], row["width"]) for row in rows] == [
+        (name, width) for name in ("standard", "mup") for width in (32, 64)
+    ]
+    # The first width is the parametrization's base: there, both are the same model.
+    assert rows[0]["held_out"] == rows[2]["held_out"] and rows[1]["held_out"] != rows[3]["held_out"]
+
+
 @pytest.mark.processes  # git, for the version
 def test_the_benchmark_of_startup(tmp_path):
     main = importlib.import_module("benchmarks.startup").main
@@ -235,6 +256,7 @@ def test_the_benchmark_of_startup(tmp_path):
         ("startup", ["--worlds", "3"]),
         ("optimizers", ["--worlds", "0"]),
         ("recipes", ["--only", "sgd"]),
+        ("transfer", ["--parametrizations", "none"]),
         ("gpu", []),
         ("gpu", ["--tiny", "--only", "nonsense"]),
         ("data", ["--nonsense"]),
