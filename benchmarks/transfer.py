@@ -65,9 +65,9 @@ def _widths(name: str, given: argparse.Namespace, overrides: list[str]) -> list[
             path = Path(folder) / f"{width}.toml"
             path.write_text(to_toml(of_width(config, width)))
             losses = [
-                train(
-                    f"{name}, width {width}, {rate:g}", str(path), given.steps, [f"--optimizer.lr={rate}"]
-                )["held_out"]
+                train(f"{name}, width {width}, {rate:g}", str(path), given.steps, [f"--optimizer.lr={rate}"])[
+                    "held_out"
+                ]
                 for rate in given.rates
             ]
             rows.append(
@@ -83,7 +83,12 @@ def _widths(name: str, given: argparse.Namespace, overrides: list[str]) -> list[
 
 
 def _table(rows: list[Row], rates: list[float]) -> str:
-    head = ["parametrization", "width", *(f"{rate:g}" for rate in rates), "places from the first width's best"]
+    head = [
+        "parametrization",
+        "width",
+        *(f"{rate:g}" for rate in rates),
+        "places from the first width's best",
+    ]
     lines = []
     for row in rows:
         shown = [f"{loss:.3f}" for loss in row["held_out"]]
