@@ -21,9 +21,10 @@ from forge.config.toml import to_literal
 from forge.distributed import RanksFailed, single_process_group
 from forge.errors import FAILED, UserError
 from forge.hf.architectures import ENDS
+from forge.hf.float8 import Scaled, with_scales
 from forge.hf.folder import Conversion, Progress, new_folder, no_progress
 from forge.hf.model_config import read_model
-from forge.hf.mxfp4 import Blocks, is_mxfp4, with_blocks
+from forge.hf.mxfp4 import Blocks, with_blocks
 from forge.hf.safetensors import DTYPES, Stored, find_tensors
 from forge.hf.table import architecture_of
 from forge.hf.tensors import Weight, modules_ahead, weights_of
@@ -53,10 +54,7 @@ def import_weights(source: Path, output: Path, *, progress: Progress = no_progre
     except ValueError as error:
         raise UserError(f"{described}: is not a JSON object: {error}") from None
     architecture = architecture_of(values, described)
-    found = find_tensors(source)
-    stored: Mapping[str, Stored | Blocks] = found
-    if is_mxfp4(values):
-        stored, values = with_blocks(found), values | {"quantization_config": None}
+    stored, values = _dequantized(find_tensors(source), values, described)
     model = read_model(values, architecture, described)
     # Transformers writes the number of modules, but not their tensors.
     if architecture.predicts_ahead and (depth := modules_ahead(stored, model["n_layers"])):
@@ -107,6 +105,22 @@ def import_weights(source: Path, output: Path, *, progress: Progress = no_progre
     return Conversion(architecture.name, with_tokenizer=bool(files))
 
 
+def _dequantized(
+    stored: dict[str, Stored], values: dict[str, Any], source: Path
+) -> tuple[Mapping[str, Stored | Blocks | Scaled], dict[str, Any]]:
+    """Return tensors that can be read as plain ones, and `values`, the keys of `source`, without how they are stored."""
+    quantization = values.get("quantization_config")
+    if not isinstance(quantization, dict):
+        return stored, values
+    plain = values | {"quantization_config": None}
+    match quantization.get("quant_method"):
+        case "mxfp4":
+            return with_blocks(stored), plain
+        case "fp8":
+            return with_scales(stored, quantization, source), plain
+    return stored, values  # to be refused with all other keys
+
+
 def _config(
     model: dict[str, Any],
     values: dict[str, Any],
@@ -142,7 +156,7 @@ def _match(
     source: Path,
     config: Config,
     weights: list[Weight],
-    stored: Mapping[str, Stored | Blocks],
+    stored: Mapping[str, Stored | Blocks | Scaled],
     ignored: tuple[str, ...],
 ) -> dict[str, torch.dtype]:
     """Return the dtype of every tensor of forge by name, after checking that all of theirs exist and fit."""
@@ -182,7 +196,7 @@ def _match(
     return dtypes
 
 
-def _read(stored: list[Stored | Blocks], shape: tuple[int, ...]) -> Tensor:
+def _read(stored: list[Stored | Blocks | Scaled], shape: tuple[int, ...]) -> Tensor:
     """Read `stored`, all of one dtype and shape, one after another into one tensor of `shape`."""
     out = torch.empty(shape, dtype=DTYPES[stored[0].dtype])
     for part, one in zip(out.view(len(stored), -1), stored, strict=True):

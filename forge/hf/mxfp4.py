@@ -8,7 +8,7 @@ product is a number of bfloat16, so nothing is lost.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,12 +42,6 @@ class Blocks(NamedTuple):
             both = torch.stack([nibbles & 15, nibbles >> 4], dim=-1).flatten(-2)  # [out, in / 32, 32]
             values = torch.ldexp(numbers[both.int()].float(), exponents.int().unsqueeze(-1) - 127)
             weight.copy_(values.flatten(1).mT)
-
-
-def is_mxfp4(values: dict[str, Any]) -> bool:
-    """Return whether a config.json says that weights are in MXFP4."""
-    quantization = values.get("quantization_config")
-    return isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
 
 
 def with_blocks(stored: Mapping[str, Stored]) -> dict[str, Stored | Blocks]:

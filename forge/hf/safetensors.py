@@ -22,6 +22,8 @@ from forge.errors import UserError
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+# Of one byte, which are read by `read_bytes` alone.
+BYTES = ("U8", "F8_E4M3")
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LARGEST_HEADER = 100 << 20
 
@@ -41,7 +43,7 @@ class Stored(NamedTuple):
 
     def read_bytes(self) -> Tensor:
         """Return a tensor of bytes: uint8 `[shape]`."""
-        assert self.dtype == "U8"
+        assert self.dtype in BYTES
         out = torch.empty(self.shape, dtype=torch.uint8)
         self._fill(out)
         return out
@@ -97,7 +99,7 @@ def read_header(file: Path) -> dict[str, Stored]:
             shape, dtype = tuple(entry["shape"]), DTYPES.get(entry["dtype"])
             if first != end or last < first or not all(type(n) is int and n >= 0 for n in shape):
                 raise ValueError(f"{name} does not begin where the tensor before it ends")
-            size_of = 1 if entry["dtype"] == "U8" else dtype and dtype.itemsize
+            size_of = 1 if entry["dtype"] in BYTES else dtype and dtype.itemsize
             if size_of and last - first != prod(shape) * size_of:
                 raise ValueError(f"{name} has {last - first} bytes for {prod(shape)} of {entry['dtype']}")
             tensors[name], end = Stored(file, entry["dtype"], shape, first), last
