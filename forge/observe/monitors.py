@@ -2,8 +2,8 @@
 
 Every number is a sum, a count or a maximum over what this rank has, so that the numbers of all ranks add up to those of one
 process: a mean is a sum divided by a count that was summed in the same way, so what several ranks compute twice cancels
-out. All of them are in two device vectors, which take two all-reduces over all ranks, one of sums and one of maxima: a
-collective reduces all its elements by the same operation. Nothing waits for the device.
+out. All of them are in one device vector, which takes one all-reduce, a sum, over all ranks: each rank writes its maxima to
+a row of its own, which is zero on all others, and takes the maximum of the rows afterwards. Nothing waits for the device.
 
     activations  behind each block: root mean square and largest absolute value; and of each feed-forward the share of
                  dead units (open for less than one token in a thousand) and of saturated ones (for all but one in a
@@ -50,8 +50,8 @@ class Monitors:
     """The monitors `chosen` of a model, of which this rank has `parts` and `shards`; which begin in each monitored step.
 
     names: the parameters of the whole model. n_layers, units: its layers, and the most units of a feed-forward in them.
-    tp: this rank's number among the ranks of tensor parallelism, and how many there are. compiled: what lies within the
-    graph of a compiled block, attention and units, is not measured.
+    world: this rank's number, and how many ranks there are; tp: the same among the ranks of tensor parallelism. compiled:
+    what lies within the graph of a compiled block, attention and units, is not measured.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class Monitors:
         *,
         n_layers: int,
         units: int,
+        world: tuple[int, int] = (0, 1),
         tp: tuple[int, int] = (0, 1),
         compiled: bool = False,
         device: torch.device,
@@ -72,7 +73,9 @@ class Monitors:
         }
         self._rows = {name: row for row, name in enumerate(names)}
         self._tp, self._compiled, self._device = tp, compiled, device
+        rank, ranks = world
         sums: dict[str, tuple[int, ...]] = {
+            "maxima": (ranks, 2, n_layers),
             "activations": (n_layers, 2),
             "attention": (n_layers, 2),
             "experts": (n_layers, 2),
@@ -82,10 +85,10 @@ class Monitors:
         sums |= {name: (len(names),) for name in MATRICES if name in chosen}
         if "updates" in chosen:
             sums["weights"] = (len(names),)
-        self._sums, self._sums_flat = _views(sums, device)
-        self._maxima, self._maxima_flat = _views(
-            {"activations": (n_layers,), "attention": (n_layers,)}, device
-        )
+        self._sums, self._flat = _views(sums, device)
+        self._own_maxima = self._sums["maxima"][rank]
+        activations, attention = self._own_maxima
+        self._maxima = {"activations": activations, "attention": attention}
         self._handles: list[Callable[[], None]] = []
         self._seen: dict[int, list[tuple[Any, ...]]] = {}
         self._before: list[tuple[Shard, Tensor]] = []
@@ -94,8 +97,8 @@ class Monitors:
     def begin(self) -> None:
         """Begin a monitored step: install what watches the forwards."""
         self.remove()
-        self._sums_flat.zero_()
-        self._maxima_flat.fill_(-torch.inf)
+        self._flat.zero_()
+        self._own_maxima.fill_(-torch.inf)
         for layer, block in self._blocks.items():
             self._watch(layer, block)
 
@@ -130,8 +133,7 @@ class Monitors:
 
     def reduce(self) -> Tensor:
         """Return the numbers of the step as a device vector for `read`, equal on all ranks. Collective over all ranks."""
-        dist.all_reduce(self._sums_flat)
-        dist.all_reduce(self._maxima_flat, op=dist.ReduceOp.MAX)
+        dist.all_reduce(self._flat)
         parts = [self._sums[name] for name in self._reported_sums]
         if "units" in self._sums:
             opened, tokens = self._sums["units"].unbind(1)
@@ -142,11 +144,11 @@ class Monitors:
                     [(there & (share < RARELY)).sum(1) / count, (share > 1 - RARELY).sum(1) / count, count]
                 )
             )
-        return torch.cat([self._maxima_flat, *(part.flatten() for part in parts)])
+        return torch.cat([self._sums["maxima"].amax(0).flatten(), *(part.flatten() for part in parts)])
 
     @property
     def _reported_sums(self) -> list[str]:
-        return [name for name in self._sums if name != "units"]
+        return [name for name in self._sums if name not in ("maxima", "units")]
 
     def read(self, values: Sequence[float]) -> dict[str, Any]:
         """Return the monitors by name, from the numbers that `reduce` returned; layers and parameters by name."""

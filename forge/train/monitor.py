@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 from forge.config import Config
 from forge.config.model import ModelConfig
@@ -27,6 +28,7 @@ def make_monitors(config: Config, model: ParallelModel, meshes: Meshes, device: 
         [name for name, _ in whole.named_parameters()],
         n_layers=len(whole.layers),
         units=most_units(config.model),
+        world=(dist.get_rank(), dist.get_world_size()),
         tp=(tp.get_local_rank(), tp.size()),
         compiled=config.compile.enabled,
         device=device,

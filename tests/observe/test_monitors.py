@@ -14,7 +14,7 @@ from forge.observe.monitors import QUERIES, Monitors, chosen_queries
 from forge.shard import Shard
 from tests.support.runs import EXPERTS, Run
 
-SEQ, DIM, HEADS = 12, 16, 2
+SEQ, DIM, HEADS, CPU = 12, 16, 2, torch.device("cpu")
 
 
 def model() -> Transformer:
@@ -38,7 +38,7 @@ def model() -> Transformer:
 
 def monitors_of(made: Transformer, *chosen: str) -> Monitors:
     names = [name for name, _ in made.named_parameters()]
-    return Monitors(chosen, [made], names, n_layers=2, units=24, device=torch.device("cpu"))
+    return Monitors(chosen, [made], names, n_layers=2, units=24, device=CPU)
 
 
 def values(monitors: Monitors, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -148,6 +148,39 @@ def test_the_host_never_waits_for_the_device(monkeypatch) -> None:
         monitors.reduce()
     waits = ("_local_scalar_dense", "nonzero", "masked_select", "equal.default")
     assert not {name for name in names.seen if name.startswith(waits)}
+
+
+def test_all_numbers_of_a_step_are_reduced_in_one_collective(monkeypatch) -> None:
+    """Two ranks by hand: the second one's vector is added to the first one's, as an all-reduce does."""
+    made, reduced = model(), list[torch.Tensor]()
+    names = [name for name, _ in made.named_parameters()]
+    for rank in (0, 1):
+        monitors = Monitors(
+            ["activations", "attention"], [made], names, n_layers=2, units=24, world=(rank, 2), device=CPU
+        )
+        monitors.begin()
+        made(torch.full((1, SEQ), 3 + rank))
+        monitors.remove()
+        monkeypatch.setattr(torch.distributed, "all_reduce", reduced.append)
+        monitors.reduce()
+    first, second = reduced  # one call for each
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda vector: vector.add_(first))
+    both = monitors.read(monitors.reduce().tolist())
+    assert second is not first
+    alone = [values_of(made, 3 + rank, monkeypatch) for rank in (0, 1)]
+    for layer in ("0", "1"):
+        for group, name in (("activations", "max"), ("attention", "max_logit")):
+            assert both[group][layer][name] == max(one[group][layer][name] for one in alone)
+        mean_square = sum(one["activations"][layer]["rms"] ** 2 for one in alone) / 2
+        assert both["activations"][layer]["rms"] == pytest.approx(mean_square**0.5)
+
+
+def values_of(made: Transformer, token: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monitors = monitors_of(made, "activations", "attention")
+    monitors.begin()
+    made(torch.full((1, SEQ), token))
+    monitors.remove()
+    return values(monitors, monkeypatch)
 
 
 def test_a_run_is_the_same_with_monitors_and_lines_stand_at_their_steps(tmp_path) -> None:
