@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import pickle
+from collections.abc import Collection
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -43,18 +44,20 @@ def read_config(path: Path) -> str:
     return (path / "config.toml").read_text("utf-8")
 
 
-def load(path: Path, tensors: NamedTensors, group: dist.ProcessGroup | None = None) -> None:
+def load(
+    path: Path, tensors: NamedTensors, group: dist.ProcessGroup | None = None, unused: Collection[str] = ()
+) -> None:
     """Fill the values in place from the checkpoint at `path`, cast to their dtype. Collective over `group`.
 
-    Raises UserError on every rank: exit 2 for names that the checkpoint lacks, for shapes that differ, and for names that
-    no rank asks for in a section (`model`, `optimizer`: a name up to its first dot) of which something is asked for (so
-    only the weights of a training checkpoint may be loaded); exit 77 if a rank cannot read it.
+    Raises UserError on every rank: exit 2 for names that the checkpoint lacks, for shapes that differ, and for names, not
+    ending in a part of `unused`, that no rank asks for in a section (`model`, `optimizer`: a name up to its first dot) of
+    which something is asked for (so the weights of a checkpoint may be loaded alone); exit 77 if a rank cannot read it.
     """
     reader = TensorReader(path)
     wanted = {name: pair for name, pair in tensors.items() if pair[0].global_shape.numel()}
     try:
         comparisons = gather_from_ranks("reading the index", lambda: _compare(reader.index(), wanted), group)
-        _refuse_misfits(path, reader.index(), comparisons)
+        _refuse_misfits(path, reader.index(), comparisons, unused)
         on_every_rank("reading tensors", lambda: _read(reader, wanted), group)
     except RanksFailed as error:
         raise UserError(f"checkpoint {path} cannot be loaded: {error}", NO_CHECKPOINT) from error
@@ -83,13 +86,16 @@ def _compare(index: Metadata, wanted: NamedTensors) -> _Comparison:
     return _Comparison(missing[: _SHOWN + 1], shapes[: _SHOWN + 1], asked)
 
 
-def _refuse_misfits(path: Path, index: Metadata, comparisons: list[_Comparison]) -> None:
+def _refuse_misfits(
+    path: Path, index: Metadata, comparisons: list[_Comparison], unused: Collection[str]
+) -> None:
     names = list(index.state_dict_metadata)
     missing = list(dict.fromkeys(name for comparison in comparisons for name in comparison.missing))
     shapes = list(dict.fromkeys(text for comparison in comparisons for text in comparison.shapes))
     asked = {name for one in comparisons for i, name in enumerate(names) if one.asked >> i & 1}
     sections = {_section(name) for name in [*asked, *missing]}
-    unexpected = [name for name in names if name not in asked and _section(name) in sections]
+    extra = (name for name in names if name not in asked and name.rpartition(".")[2] not in unused)
+    unexpected = [name for name in extra if _section(name) in sections]
     complaints = []
     if missing:
         complaints.append(f"it lacks {_some(missing)}; it has {len(names)} tensors: {_some(names)}")

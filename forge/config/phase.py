@@ -39,6 +39,8 @@ class Phase(Section):
     """Instead of optimizer.betas."""
     eps: Epsilon | None = None
     """Instead of optimizer.eps."""
+    ema: Beta | None = None
+    """Instead of optimizer.ema, which must be above 0: a mean that the run keeps at all."""
     momentum: Beta | None = None
     """Instead of optimizer.muon.momentum."""
     sliding_window: Positive | None = None

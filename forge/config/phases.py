@@ -76,6 +76,7 @@ class Phases:
             "weight_decay": config.optimizer.weight_decay,
             "betas": config.optimizer.betas,
             "eps": config.optimizer.eps,
+            "ema": config.optimizer.ema,
             "momentum": config.optimizer.muon.momentum,
             "sliding_window": config.model.sliding_window,
             "document_mask": config.data.document_mask,
@@ -165,7 +166,7 @@ class Phases:
     def _plan(self, values: Mapping[str, Any]) -> StepPlan:
         train, optimizer = self._config.train, self._config.optimizer
         batch, seq_len = values["global_batch_size"], values["seq_len"]
-        changed = {key: values[key] for key in ("weight_decay", "betas", "eps")}
+        changed = {key: values[key] for key in ("weight_decay", "betas", "eps", "ema")}
         if values["momentum"] != optimizer.muon.momentum:
             changed["muon"] = optimizer.muon.model_copy(update={"momentum": values["momentum"]})
         if any(getattr(optimizer, key) != value for key, value in changed.items()):
@@ -268,6 +269,8 @@ def _problems(config: Config, phase: Any) -> Iterator[str]:
         yield "sliding_window, but no layer has one; set model.sliding_window"
     if phase.momentum is not None and config.optimizer.name != "muon":
         yield f"momentum, which is Muon's, with optimizer.name = {config.optimizer.name}; leave it out"
+    if phase.ema is not None and not config.optimizer.ema:
+        yield "ema, but the run keeps no mean of the weights; set optimizer.ema, too"
     if config.pipeline.schedule.endswith(".csv") and config.parallel.pp > 1:
         yield from _csv(config, phase)
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forge.config.schema import OptimizerConfig
 from forge.optim.optimizer import Optimizer, wide_dtype
 from forge.shard import Shard
 
@@ -49,9 +50,21 @@ class WithAverage:
         return self._inner.state() | {"averaged": int(self._updates.item())}
 
     def load_state(self, state: dict[str, Any]) -> None:
+        """Restore what `state` returned; of an optimizer that had no mean, begin one at the weights."""
         self._inner.load_state({key: value for key, value in state.items() if key != "averaged"})
-        self._updates.fill_(float(state["averaged"]))
+        self._updates.fill_(float(state.get("averaged", 0)))
+        if "averaged" not in state:
+            for shard in self._shards:
+                self._means[shard.name].copy_(shard.data)
 
     def __getattr__(self, name: str) -> Any:
-        """What else the optimizer offers, such as `follow`."""
-        return getattr(self._inner, name)
+        """What else the optimizer offers; its `follow` changes the decay of the mean, too."""
+        found = getattr(self._inner, name)
+        if name != "follow":
+            return found
+
+        def follow(config: OptimizerConfig) -> None:
+            found(config)
+            self._decay = config.ema
+
+        return follow

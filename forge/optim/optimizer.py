@@ -36,7 +36,7 @@ class Optimizer(Protocol):
         """Return the rest of the state as JSON, equal on all ranks. May wait for the device."""
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned."""
+        """Restore what `state` returned. Further keys, of a mean of the weights that is no longer kept, are to be ignored."""
 
 
 OptimizerClass: TypeAlias = Callable[[list[Shard], OptimizerConfig, ProcessGroup | None], Optimizer]

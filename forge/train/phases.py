@@ -26,7 +26,7 @@ class PhaseChanges(Hook):
         if changes and not hasattr(trainer.optimizer, "follow"):
             raise UserError(
                 f'optimizer.name = "{trainer.config.optimizer.name}" has no method follow(config), which phases that change '
-                "weight_decay, betas or eps call; add one (docs/extending/optimizer.md), or leave these keys out"
+                "weight_decay, betas, eps or ema call; add one (docs/extending/optimizer.md), or leave these keys out"
             )
         self._total = trainer.phases.tokens_after(trainer.config.train.steps)
         trainer.metrics.steps_left = self._steps_left

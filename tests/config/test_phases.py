@@ -106,6 +106,7 @@ def test_a_schedule_of_tokens_warms_up_by_tokens() -> None:
         ("{ramp='linear',lr=1.0}", "1 has ramp = linear, which needs until_tokens"),
         ("{sliding_window=8}", "1 has sliding_window, but no layer has one"),
         ("{momentum=0.5}", "1 has momentum, which is Muon's"),
+        ("{ema=0.5}", "1 has ema, but the run keeps no mean of the weights; set optimizer.ema, too"),
         ("{until_token=8}", "did you mean phase[0].until_tokens"),
         ("{until_tokens=-8}", "phase[0].until_tokens = -8 (command line): allowed: integer >= 0"),
     ],

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from forge.checkpoint import read_state
 from forge.checkpoint.folders import step_name
 from forge.checkpoint.loading import TensorReader
 from forge.config.schema import OptimizerConfig
@@ -43,6 +44,18 @@ def test_the_mean_follows_its_formula_and_skipped_steps_change_nothing() -> None
     assert optimizer.state() == {"updates": 4, "averaged": 4}
 
 
+def test_a_phase_changes_the_decay_and_what_the_optimizer_itself_follows() -> None:
+    shard, config = make(decay=0.9)
+    optimizer = build_optimizer([shard], config)
+    optimizer.follow(config.model_copy(update={"ema": 0.0, "weight_decay": 5.0}))  # type: ignore[attr-defined]
+    before = shard.data.clone()
+    optimizer.step(0.1, GO)
+    means = {slot: values for slot, _, values in optimizer.tensors()}
+    assert torch.equal(means["ema"], shard.data)
+    # By AdamW's first update and by lr * weight_decay.
+    torch.testing.assert_close(shard.data, before * (1 - 0.1 * 5.0) - 0.1)
+
+
 def test_state_is_restored() -> None:
     shard, config = make(decay=0.9)
     optimizer = build_optimizer([shard], config)
@@ -75,6 +88,30 @@ def test_a_run_moved_to_other_layouts_keeps_the_mean_of_one_process_and_weights_
     assert without() == 0
     with pytest.raises(UserError, match="has no mean of the weights"):
         average([without.path / "checkpoints" / step_name(1)], tmp_path / "none", ema=True)
+
+
+@pytest.mark.processes
+def test_a_run_that_begins_to_keep_a_mean_or_ends_it_keeps_its_moments(tmp_path: Path) -> None:
+    whole, changed = Run(tmp_path / "whole"), Run(tmp_path / "changed")
+    assert whole("--train.steps=6", "--checkpoint.interval=1", "--checkpoint.keep_last=0") == 0
+    assert changed("--train.steps=2") == 0
+    assert changed("--train.steps=4", *KEPT) == 0
+    assert "step-00000002 has no ema of the optimizer, which starts afresh" in changed.output()
+    with_mean = changed.path / "checkpoints" / step_name(4)
+    assert read_state(with_mean)["optimizer"] == {"updates": 4, "averaged": 2}
+    assert changed("--train.steps=6") == 0
+    ours, theirs = (TensorReader(run.path / "checkpoints" / step_name(6)) for run in (changed, whole))
+    assert ours.tensors() == theirs.tensors()
+    assert all(torch.equal(ours.read(name), theirs.read(name)) for name in ours.tensors())
+    # The mean began at the weights of step 2: after steps 3 and 4 it has 1/10 x 2/11 of them.
+    before, third, fourth, same = (
+        TensorReader(run.path / "checkpoints" / step_name(step)).read("model.norm.weight").double()
+        for run, step in ((whole, 2), (whole, 3), (whole, 4), (changed, 4))
+    )
+    wanted = 2 / 11 * (before / 10 + 9 / 10 * third) + 9 / 11 * fourth
+    mean = TensorReader(with_mean).read("optimizer.norm.weight.ema")
+    torch.testing.assert_close(mean.double(), wanted, rtol=1e-6, atol=1e-7)
+    assert torch.equal(fourth, same)
 
 
 @pytest.mark.processes
