@@ -6,7 +6,7 @@ The data are opened as in training. Keys are overridden as for train.py:
     python scripts/inspect_data.py --config debug.toml --mixture --steps 1:100
 
 If the run of that name has checkpoints, what it has read and will read is shown: with every mixture that it has had, and
-without the samples that it skips since a rollback, assuming the same batch size in all its steps.
+without the samples that it skips since a rollback, assuming that all its steps had the sizes that the config gives them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
-from forge.config import load_config
+from forge.config import Phases, load_config
 from forge.data.build import build_tokenizer
 from forge.errors import UserError
 from forge.prepare.inspect import dataset_of_run, mixture_of_steps, samples_of_step
@@ -36,18 +36,21 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(given: argparse.Namespace, overrides: list[str]) -> None:
     config = load_config(["--config", given.config, *overrides])
+    phases = Phases(config)
     if given.mixture:
         first, last = given.steps or (1, config.train.steps)
-        readings = mixture_of_steps(dataset_of_run(config), first, last, config.train.global_batch_size)
+        dataset = dataset_of_run(config, last)
+        readings = mixture_of_steps(dataset, first, last, config.train.global_batch_size, phases)
         for reading in readings:
             print(json.dumps(asdict(reading)) if given.json else reading.describe(), flush=True)
         return
-    _check(given, config.train.global_batch_size)
+    _check(given, phases.at(phases.tokens_after(given.step - 1)).global_batch_size)
     samples = samples_of_step(
-        dataset_of_run(config),
+        dataset_of_run(config, given.step),
         build_tokenizer(config),
         given.step,
         global_batch_size=config.train.global_batch_size,
+        phases=phases,
         rank=given.rank,
         ranks=given.ranks,
         head=given.tokens,
@@ -60,7 +63,7 @@ def _run(given: argparse.Namespace, overrides: list[str]) -> None:
 def _check(given: argparse.Namespace, batch: int) -> None:
     if batch % given.ranks:
         raise UserError(
-            f"--ranks {given.ranks}: must divide train.global_batch_size = {batch}; it is the number of data-parallel "
+            f"--ranks {given.ranks}: must divide the {batch} sequences of the step; it is the number of data-parallel "
             "ranks, dp_replicate * dp_shard"
         )
     if given.rank is not None and given.rank >= given.ranks:

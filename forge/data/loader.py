@@ -18,7 +18,7 @@ from forge.config import StepPlan
 from forge.data.dataset import PackedDataset
 from forge.data.epochs import sources_of
 from forge.data.read_ahead import Stall, read_samples, wait_for
-from forge.data.steps import Row, StepRows, steps_of_rank
+from forge.data.steps import Row, StepRows, steps_from
 from forge.model import IGNORE
 
 
@@ -58,7 +58,7 @@ class Batch:
 class Loader:
     """Endless iterator over the batches of data rank `rank` of `ranks`, from global sample `start_sample`.
 
-    Each step takes the next samples, `global_batch_size` or as `plan_at` has it (see `steps_of_rank`); rank r has the r-th
+    Each step takes the next samples, `global_batch_size` or as `plan_at` has it (see `steps_from`); rank r has the r-th
     contiguous part of the rows, so the samples of a step do not depend on `ranks`. Samples that the dataset's order passes
     over are skipped. A thread prefetches `prefetch` batches; the next `next` raises its exceptions.
     """
@@ -77,8 +77,10 @@ class Loader:
         tokens: int = 0,
     ):
         assert global_batch_size % ranks == 0 and 0 <= rank < ranks
-        sizes = {"global_batch_size": global_batch_size, "rank": rank, "ranks": ranks}
-        self._steps = steps_of_rank(dataset, plan_at, **sizes, sample=start_sample, tokens=tokens)
+        steps = steps_from(
+            dataset, plan_at, global_batch_size=global_batch_size, sample=start_sample, tokens=tokens
+        )
+        self._steps = (step.rows(rank, ranks) for step in steps)
         self._dataset, self._prefetch = dataset, max(1, prefetch)
         self._ahead = max(32, self._prefetch * (global_batch_size // ranks))
         self.stall: Stall | None = None

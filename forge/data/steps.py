@@ -53,17 +53,36 @@ def part_of(window: Row, part: int, seq_len: int) -> Row:
     return tokens[chosen], None if owners is None else owners[chosen]
 
 
-def steps_of_rank(
+@dataclass(frozen=True)
+class StepSizes:
+    """What a step reads of `dataset`, whose order is that of the step: `windows` whole samples, from global sample `sample`
+    on, cut into `batch` rows of `seq_len` tokens."""
+
+    dataset: PackedDataset
+    sample: int
+    batch: int
+    seq_len: int
+    windows: int
+
+    def rows(self, rank: int, ranks: int) -> StepRows:
+        """Return what data rank `rank` of `ranks` reads of it: the rank's part of the rows."""
+        parts, order = self.batch // self.windows, self.dataset.order
+        rows = range(rank * self.batch // ranks, (rank + 1) * self.batch // ranks)
+        places = {window: order.nth(self.sample, window) for window in {row // parts for row in rows}}
+        return StepRows(
+            self.dataset, [places[row // parts] for row in rows], [row % parts for row in rows], self.seq_len
+        )
+
+
+def steps_from(
     dataset: PackedDataset,
     plan_at: Callable[[int], StepPlan] | None,
     *,
     global_batch_size: int,
-    rank: int,
-    ranks: int,
     sample: int = 0,
     tokens: int = 0,
-) -> Iterator[StepRows]:
-    """Yield what data rank `rank` of `ranks` reads, from global sample `sample` on, before which `tokens` were trained on.
+) -> Iterator[StepSizes]:
+    """Yield each step from global sample `sample` on, before which `tokens` were trained on.
 
     The order of `dataset` is that of the first step. Without `plan_at` all steps have `global_batch_size` whole samples.
     """
@@ -79,10 +98,5 @@ def steps_of_rank(
             if order is not dataset.order or plan.document_mask != dataset.document_mask:
                 dataset = dataset.following(order, plan.document_mask)
             before = plan
-        parts = batch // windows
-        rows = range(rank * batch // ranks, (rank + 1) * batch // ranks)
-        places = {window: dataset.order.nth(sample, window) for window in {row // parts for row in rows}}
-        yield StepRows(
-            dataset, [places[row // parts] for row in rows], [row % parts for row in rows], seq_len
-        )
+        yield StepSizes(dataset, sample, batch, seq_len, windows)
         sample, tokens = dataset.order.nth(sample, windows), tokens + batch * seq_len

@@ -12,7 +12,7 @@ from forge.data.build import build_dataset
 from forge.data.dataset import PackedDataset
 from forge.data.loader import Loader
 from forge.data.order import PassedOver
-from forge.data.steps import StepRows, part_of, steps_of_rank
+from forge.data.steps import StepRows, part_of, steps_from
 
 CONFIG = load_config(
     [
@@ -27,8 +27,8 @@ STEPS = 12
 
 
 def steps(dataset: PackedDataset, rank: int = 0, ranks: int = 1, **start: int) -> list[StepRows]:
-    made = steps_of_rank(dataset, Phases(CONFIG).at, global_batch_size=8, rank=rank, ranks=ranks, **start)
-    return [next(made) for _ in range(STEPS)]
+    made = steps_from(dataset, Phases(CONFIG).at, global_batch_size=8, **start)
+    return [next(made).rows(rank, ranks) for _ in range(STEPS)]
 
 
 def rows(of_steps: list[StepRows]) -> list[list[tuple[int, int]]]:

@@ -3,18 +3,29 @@
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from forge.config import Phases, load_config
+from forge.data.build import build_dataset
 from forge.data.dataset import PackedDataset
 from forge.data.loader import Loader
 from forge.data.order import PassedOver
+from forge.data.steps import steps_from
 from forge.data.tokenizer import ByteTokenizer
-from forge.prepare.inspect import samples_of_step
+from forge.prepare.inspect import dataset_of_run, mixture_of_steps, samples_of_step
 from tests.support.streams import Counting
 
+PHASED = [
+    *("--config=debug", "--model.vocab_size=64", "--train.seq_len=32", "--train.global_batch_size=8"),
+    "--data.sources=[{path='synthetic',weight=1.0,name='a'},{path='synthetic',weight=0.0,name='b'}]",
+    *("--data.validation=[]", "--train.micro_batch_size=1", "--train.steps=12"),
+    "--phase=[{until_tokens=500,global_batch_size=8,seq_len=8,document_mask=true},"
+    "{until_tokens=2000,ramp='linear',global_batch_size=16,weights=[1.0,3.0]}]",
+]
 ROOT = Path(__file__).parents[2]
 
 
@@ -47,6 +58,30 @@ def test_what_a_run_passes_over_is_not_shown():
         shown = samples_of_step(passing, None, step, global_batch_size=8)
         assert next(loader).tokens.tolist() == [sample.tokens for sample in shown]
     loader.close()
+
+
+def test_steps_of_phases_are_shown_and_counted_as_they_are_read(tmp_path):
+    """Over both borders: other batches, lengths, masks and weights."""
+    config = load_config([*PHASED, f"--run.output_dir={tmp_path}"])
+    phases, found, whole = Phases(config), dataset_of_run(config, 12), build_dataset(config)
+    sizes = {"global_batch_size": 8, "ranks": 2}
+    loader = Loader(whole, rank=1, plan_at=phases.at, **sizes)
+    read = steps_from(whole, phases.at, global_batch_size=8)
+    counts = []
+    for step in range(1, 13):
+        batch, samples = next(loader), set(next(read).rows(0, 1).samples)
+        shown = list(samples_of_step(found, None, step, phases=phases, rank=1, head=99, **sizes))
+        assert batch.tokens.tolist() == [sample.tokens for sample in shown]
+        if batch.documents is not None:
+            assert [sample.masked for sample in shown] == (batch.labels == -100).sum(1).tolist()
+        counts.append(Counter(found.labels[found.locate(sample)[0]] for sample in samples))
+    loader.close()
+    for first, last in ((1, 12), (6, 9)):
+        readings = mixture_of_steps(found, first, last, 8, phases)
+        wanted = sum(counts[first - 1 : last], Counter())
+        assert {one.source: one.samples for one in readings} == {"a": wanted["a"], "b": wanted["b"]}
+        assert sum(one.share for one in readings) == pytest.approx(1)
+    assert sum(counts[8:], Counter())["b"] and not counts[5]["b"]
 
 
 def test_document_starts_are_places_in_the_sequence():
@@ -100,7 +135,7 @@ def test_the_script_skips_what_the_runs_roll_backs_skip(tmp_path):
     ("options", "message"),
     [
         (["--step", 0], "must be at least 1"),
-        (["--step", 1, "--ranks", 3], "must divide train.global_batch_size = 16"),
+        (["--step", 1, "--ranks", 3], "must divide the 16 sequences of the step"),
         (["--step", 1, "--rank", 1], "must be from 0 to 0"),
         (["--step", 1, "--model.dimm=3"], "did you mean model.dim"),
         (["--step", 1, '--data.sources=[{path="/absent"}]'], "/absent: is not a folder"),
