@@ -33,7 +33,7 @@ from forge.verify.ranks import RankFailed
 from forge.verify.record import Settings
 from forge.verify.report import as_json, heading, last_line, outcome_line, precision_table, summary
 from forge.verify.run import Outcome, Report, Verifier, verify, verify_against
-from forge.verify.shrink import shrink
+from forge.verify.shrink import shrink, steps_through
 from forge.world import read_world
 from scripts.options import count, exit_code_of, number, positive
 
@@ -82,7 +82,7 @@ def _run(given: argparse.Namespace, overrides: list[str]) -> Report:
 
 def _settings(given: argparse.Namespace, config: Config) -> Settings:
     return Settings(
-        steps=given.steps or (3 if given.digests is None else 10),
+        steps=given.steps or max(3 if given.digests is None else 10, steps_through(config)),
         lr=config.optimizer.lr,
         max_norm=config.train.grad_clip_norm,
         borders=True,
@@ -103,7 +103,7 @@ def _in_place(given: argparse.Namespace, overrides: list[str]) -> int:
             raise UserError("--in-place: cannot be combined with --layouts, --against or --precision")
         config = load_config(["--config", given.config, *overrides])
         small, outcome = verify_in_place(
-            config, _settings(given, config), world, given.digests, given.bound or TOLERANCE
+            config, _settings(given, shrink(config)[0]), world, given.digests, given.bound or TOLERANCE
         )
         outcomes.append(outcome)
         worst = None if outcome.status == "equal" else outcome
@@ -137,7 +137,7 @@ def _write_digests(given: argparse.Namespace, overrides: list[str]) -> None:
             "--digests: needs --world-sizes N, the number of processes of the run that is to read the file"
         )
     config = load_config(["--config", given.config, *overrides])
-    small = write_digests(config, _settings(given, config), given.world_sizes[0], given.digests)
+    small = write_digests(config, _settings(given, shrink(config)[0]), given.world_sizes[0], given.digests)
     print(f"{heading(given.config, small, shrink(config)[1])}\n{given.digests}: written", flush=True)
 
 

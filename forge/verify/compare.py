@@ -15,7 +15,6 @@ from math import inf, nan
 import torch
 from torch import Tensor
 
-from forge.verify.borders import Part
 from forge.verify.pieces import Key, Piece, Place, global_index, part_of
 from forge.verify.record import RankRecord, RankStep, WholeRecord
 
@@ -82,7 +81,7 @@ def compare_rank(
         floors: dict[str, float] = defaultdict(float)
         for (kind, _), size in sizes.items():
             floors[kind] = max(floors[kind], FLOOR * size)
-        for key, pieces in _held(whole, record.part, step, result).items():
+        for key, pieces in _held(whole, step, result).items():
             if key[0] == "resumed":
                 continue
             same = _first_time(key)
@@ -140,13 +139,17 @@ def elements(reference: WholeRecord) -> dict[tuple[int, Key], int]:
     }
 
 
-def _held(whole: dict[Key, Tensor], part: Part, step: RankStep, result: Comparison) -> dict[Key, list[Piece]]:
+def _held(whole: dict[Key, Tensor], step: RankStep, result: Comparison) -> dict[Key, list[Piece]]:
     """All pieces of a step on one rank, borders included."""
     held: dict[Key, list[Piece]] = defaultdict(list, step.pieces)
     for one in step.seen:
         key = ("output" if one.output else "input", one.name)
         expected = whole.get(key)
-        place = None if expected is None else part.place(one.row, one.values.shape, expected.shape)
+        place = (
+            None
+            if expected is None or step.part is None
+            else step.part.place(one.row, one.values.shape, expected.shape)
+        )
         if place is None:
             result.unplaced.add(one.name)
         else:

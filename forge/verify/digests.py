@@ -90,8 +90,8 @@ def held_by(record: RankRecord, expected: Expected) -> list[Held]:
         pieces: dict[Key, list[Piece]] = defaultdict(list, step.pieces)
         for one in step.seen:
             key = ("output" if one.output else "input", one.name)
-            if key in wholes:
-                place = record.part.place(one.row, one.values.shape, torch.Size(wholes[key][0]))
+            if key in wholes and step.part is not None:
+                place = step.part.place(one.row, one.values.shape, torch.Size(wholes[key][0]))
                 if place is not None:
                     pieces[key].append(Piece(one.values, place))
         steps.append(

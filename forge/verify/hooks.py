@@ -113,9 +113,9 @@ class UserHooks:
             return
         self._each = []
         self._result = None
-        progress, train = self._trainer.progress, self._trainer.config.train
-        progress.step, progress.tokens = step, step * train.global_batch_size * train.seq_len
-        progress.next_sample = progress.order.nth(0, step * train.global_batch_size)
+        progress, config = self._trainer.progress, self._trainer.config
+        progress.step, progress.tokens = step, Phases(config).tokens_after(step)
+        progress.next_sample = progress.order.nth(0, progress.tokens // config.train.seq_len)
         for path, kind in self._kinds:
             constructor: Any = kind
             hook: Hook = constructor(self._trainer)

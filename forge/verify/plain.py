@@ -22,7 +22,7 @@ from forge.verify.borders import Borders
 from forge.verify.checkpoints import keep_whole, save
 from forge.verify.hooks import UserHooks
 from forge.verify.pieces import Key
-from forge.verify.record import CPU, Settings, WholeRecord, batches
+from forge.verify.record import CPU, Settings, WholeRecord, batches, bring_into_force, plans_of
 from forge.verify.shrink import one_process
 
 
@@ -64,7 +64,10 @@ def record_plain(text: str, settings: Settings, device: torch.device = CPU) -> W
     borders = Borders([model]) if settings.borders else None
     hooks = UserHooks.of(one_process(config), device, model, optimizer, shards, settings.own_folder)
     hooks.begin(0)
-    for number, batch in enumerate(batches(config, 0, 1, settings, device), start=1):
+    read = zip(batches(config, 0, 1, settings, device), plans_of(config, settings.steps), strict=True)
+    for number, (batch, plan) in enumerate(read, start=1):
+        bring_into_force(plan, [model], optimizer)
+        lr = settings.lr * plan.lr / config.optimizer.lr
         step: dict[Key, Tensor] = {}
         hooks.call("before_step", number)
         hooks.call("before_data", number)
@@ -90,11 +93,11 @@ def record_plain(text: str, settings: Settings, device: torch.device = CPU) -> W
         limit = settings.max_norm or float("inf")
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), limit, norm)
         with hooks.around("optimizer", number):
-            optimizer.step(settings.lr, torch.zeros((), device=device))
+            optimizer.step(lr, torch.zeros((), device=device))
         with torch.no_grad():
             moved = _move_routers(model, valid)
         sums = torch.cat([losses.detach().double(), valid.double().reshape(1)])
-        hooks.launched(number, settings.lr, sums, norm, moved)
+        hooks.launched(number, lr, sums, norm, moved)
         hooks.call("after_step", number)
         step |= {("router", name): state for name, state in moved.items()}
         step |= {("parameter", name): p.detach().clone() for name, p in model.named_parameters()}

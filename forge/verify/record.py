@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from forge.config import Config, check_world, parse_toml_text
+from forge.config import Config, Phases, StepPlan, check_world, parse_toml_text
 from forge.data.build import build_dataset
 from forge.data.loader import Batch, Loader
 from forge.model import IGNORE
@@ -29,6 +29,7 @@ from forge.parallel.mesh import make_meshes
 from forge.parallel.model import ParallelModel
 from forge.parallel.routers import RouterReport
 from forge.shard import Shard
+from forge.train.phases import set_windows
 from forge.verify.borders import Borders, Part, Seen
 from forge.verify.checkpoints import load, save_and_read
 from forge.verify.hooks import UserHooks
@@ -87,17 +88,17 @@ class Settings:
 
 @dataclass
 class RankStep:
-    """What a rank computed in one step; `seen` are the borders in order."""
+    """What a rank computed in one step, with its `part` of the global batch; `seen` are the borders in order."""
 
     pieces: dict[Key, list[Piece]] = field(default_factory=dict)
     seen: list[Seen] = field(default_factory=list)
+    part: Part | None = None
 
 
 @dataclass
 class RankRecord:
     """All that a rank computed; steps[0] has the initial parameters."""
 
-    part: Part
     steps: list[RankStep]
 
 
@@ -122,14 +123,18 @@ def record_on_rank(
     weights = [shard.data for shard in model.shards if shard.name.endswith("router.weight")]
     settings.twist.begin(weights, [shard.data for shard in model.buffers if shard.name.endswith("bias")])
     optimizer = settings.optimizer(model.shards, config, meshes.stage)
-    part = Part.of(meshes, config.train.global_batch_size, config.train.seq_len)
-    record = RankRecord(part, [RankStep(pieces_of("initial", ((s, s.data) for s in model.shards)))])
+    record = RankRecord([RankStep(pieces_of("initial", ((s, s.data) for s in model.shards)))])
+    plans = plans_of(config, settings.steps)
     borders = Borders(model.parts) if settings.borders else None
     read = list(batches(config, meshes.data_rank, meshes.data_ranks, settings, device))
     hooks = UserHooks.of(config, device, model, optimizer, model.shards, settings.own_folder)
     hooks.begin(0)
-    for number, batch in enumerate(read, start=1):
-        record.steps.append(make_step(model, optimizer, batch, number, settings, borders, hooks))
+    for number, (batch, plan) in enumerate(zip(read, plans, strict=True), start=1):
+        model.micro_batch_size = plan.micro_batch_size
+        bring_into_force(plan, model.parts, optimizer)
+        of_step = replace(settings, lr=settings.lr * plan.lr / config.optimizer.lr)
+        record.steps.append(make_step(model, optimizer, batch, number, of_step, borders, hooks))
+        record.steps[-1].part = Part.of(meshes, plan.global_batch_size, plan.seq_len)
         if settings.own_folder is not None and number == settings.steps - 1:
             hooks.process_last_result()
             hooks.call("before_save", number)
@@ -145,7 +150,7 @@ def record_on_rank(
             if folder is not None:
                 loaded = load(model, optimizer, folder, settings.steps - 1)
                 hooks.begin(settings.steps - 1)
-                again = make_step(model, optimizer, read[-1], settings.steps, settings, None, hooks)
+                again = make_step(model, optimizer, read[-1], settings.steps, of_step, None, hooks)
                 last |= {
                     (kind, f"{of} {name}"): pieces
                     for (of, name), pieces in again.pieces.items()
@@ -156,6 +161,21 @@ def record_on_rank(
                     record.steps[-2].pieces |= loaded
     hooks.close()
     return record
+
+
+def plans_of(config: Config, steps: int) -> list[StepPlan]:
+    """Return what each step has: the phases of the configuration are in force as the tokens of the steps say."""
+    phases = Phases(config)
+    return [phases.at(phases.tokens_after(step)) for step in range(steps)]
+
+
+def bring_into_force(plan: StepPlan, models: Iterable[Any], optimizer: Optimizer) -> None:
+    """Set what a phase changes of models and of an optimizer that can follow it."""
+    for model in models:
+        if plan.sliding_window:
+            set_windows(model, plan.sliding_window)
+    if hasattr(optimizer, "follow"):
+        optimizer.follow(plan.optimizer)
 
 
 def _drawn_on_cpu(shards: list[Shard], values: dict[str, Any], seed: int) -> None:
@@ -235,7 +255,9 @@ def batches(
     with contextlib.closing(every_batch(config, rank, ranks, device)) as every:
         for batch in itertools.islice(every, settings.steps):
             if settings.uneven:
-                leave_out(batch)
+                parts = config.train.seq_len // batch.labels.shape[1]
+                before = rank * len(batch.labels)
+                leave_out(batch, batch.first_sample - before // parts + before)
             if settings.twist.labels is not None:
                 settings.twist.labels(batch.labels, rank)
             yield batch
@@ -253,6 +275,7 @@ def every_batch(
         start_sample=0,
         device=device,
         prefetch=1,
+        plan_at=Phases(config).at,
     )
     try:
         yield from loader
@@ -260,13 +283,14 @@ def every_batch(
         loader.close()
 
 
-def leave_out(batch: Batch) -> None:
-    """Leave tokens out of the loss, keyed by the global sample: another number in each sequence, and in each part of one."""
+def leave_out(batch: Batch, first: int) -> None:
+    """Leave tokens out of the loss, keyed by the global number of a row, of which row 0 has `first`: another number in each
+    sequence, and in each part of one."""
     rows, seq = batch.labels.shape
     for row in range(rows):
-        sample = batch.first_sample + row
-        first, width = (sample * 29) % seq, 1 + (sample * 13) % (seq // 3)
-        batch.labels[row, first : first + width] = IGNORE
+        number = first + row
+        begin, width = (number * 29) % seq, 1 + (number * 13) % (seq // 3)
+        batch.labels[row, begin : begin + width] = IGNORE
 
 
 def _scalar(value: Tensor) -> Piece:

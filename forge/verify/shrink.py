@@ -2,8 +2,8 @@
 
 Kept: the kind of model, the ratio of query to key/value heads, the pattern of sliding windows, tied weights, groups and
 shared experts, dense first layers, whether a size is odd or even, the optimizer, modules pinned to a format, the engine,
-the tensor-parallel plan and every other option. Made small: widths, layers, experts, vocabulary, sequence and batch. Data
-are synthetic: the proof needs tokens, not text.
+the tensor-parallel plan and every other option. Made small: widths, layers, experts, vocabulary, sequence and batch. Each
+phase is one step, or two with a ramp. Data are synthetic: the proof needs tokens, not text.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fractions import Fraction
 from math import ceil, gcd, lcm, sqrt
 from typing import Any
 
-from forge.config import Config, Degrees, check_world, to_toml
+from forge.config import Config, Degrees, Phases, check_world, to_toml
 from forge.config.explain import Values, raise_all
 from forge.config.load import examine
 from forge.config.model import ModelConfig, MoEConfig
@@ -50,7 +50,7 @@ def shrink(config: Config, *, exact: bool = True) -> tuple[Config, list[str]]:
     """
     notes: list[str] = []
     keys = _model(config.model) | _training(config) | _layout(config, notes)
-    keys |= _left_out(config, notes)
+    keys |= _left_out(config, notes) | {"phase": _phases(config, notes)}
     if exact:
         keys |= {f"precision.{key}": "float64" for key in ("storage", "compute", "reduce")}
     parts = other_parts(config.model, Fraction(keys["model.dim"], config.model.dim))
@@ -59,6 +59,11 @@ def shrink(config: Config, *, exact: bool = True) -> tuple[Config, list[str]]:
     except UserError:
         # Sizes of such a part may depend on each other: then it stays as it is.
         return changed(config, keys), notes
+
+
+def steps_through(small: Config) -> int:
+    """Return how many steps the phases of a small configuration last, and one more; 0 without phases."""
+    return Phases(small).steps_to(small.phase[-1].until_tokens) + 1 if small.phase else 0
 
 
 def one_process(config: Config) -> Config:
@@ -76,6 +81,7 @@ def for_layout(small: Config, degrees: Degrees) -> Config:
     kv_heads = lcm(own, d.tp * (d.cp if small.parallel.context == "ulysses" else 1))
     one_per_rank = small.pipeline.schedule in ONE_PER_RANK
     microbatches = d.pp * (2 if small.pipeline.schedule == "DualPipeV" else 1)
+    halves = 2 if any(phase.seq_len for phase in small.phase) else 1
     keys: dict[str, Any] = {
         **{f"parallel.{axis}": getattr(d, axis) for axis in DEGREES},
         "model.n_kv_heads": kv_heads,
@@ -83,9 +89,20 @@ def for_layout(small: Config, degrees: Degrees) -> Config:
         "model.ffn_dim": lcm(model.ffn_dim, d.tp),
         "model.vocab_size": max(model.vocab_size, d.tp * d.tp + 1),  # so that each rank has a row
         "model.n_layers": max(model.n_layers, d.pp * (1 if one_per_rank else 2)),
-        "train.seq_len": _multiple(SEQ_LEN, lcm(2 * d.cp, d.cp * d.tp)),
+        "train.seq_len": _multiple(SEQ_LEN, halves * lcm(2 * d.cp, d.cp * d.tp)),
         "train.global_batch_size": _multiple(BATCH, small.train.micro_batch_size * d.dp * microbatches),
     }
+    keys["phase"] = [
+        phase.model_dump(mode="json", exclude_none=True)
+        | ({"seq_len": keys["train.seq_len"] // 2} if phase.seq_len else {})
+        | (
+            {"global_batch_size": _multiple(batch, 2 * d.dp * microbatches)}
+            if (batch := phase.global_batch_size)
+            else {}
+        )
+        for phase in small.phase
+    ]
+    _let_end(keys["phase"], keys["train.global_batch_size"], keys["train.seq_len"])
     if moe is not None:
         keys |= {
             "model.moe.n_experts": lcm(moe.n_experts, d.ep),
@@ -193,11 +210,39 @@ def _training(config: Config) -> dict[str, Any]:
         "train.micro_batch_size": 2,
         "train.loss_chunk_tokens": min(config.train.loss_chunk_tokens, 48),  # chunks that end within a row
         "train.tokens": 0,
-        "phase": [],
         "data.sources": [{"path": "synthetic"}],
         "data.validation": [],
         "data.tokenizer": "none",
     }
+
+
+def _phases(config: Config, notes: list[str]) -> list[dict[str, Any]]:
+    """Phases with batches and lengths of the small configuration: of half the size, or twice as many sequences."""
+    found = []
+    for phase in config.phase:
+        table = phase.model_dump(mode="json", exclude_none=True, exclude={"weights"})
+        for key, there, small in (
+            ("global_batch_size", config.train.global_batch_size, (BATCH // 2, BATCH, 2 * BATCH)),
+            ("seq_len", config.train.seq_len, (SEQ_LEN // 2, SEQ_LEN, SEQ_LEN)),
+            ("sliding_window", config.model.sliding_window, (SEQ_LEN // 8, SEQ_LEN // 4, SEQ_LEN // 2)),
+        ):
+            if key in table:
+                table[key] = small[(table[key] >= there) + (table[key] > there)]
+        table["micro_batch_size"] = 1 if table.get("global_batch_size") == BATCH // 2 else 2
+        found.append(table)
+    _let_end(found, BATCH, SEQ_LEN)
+    if found:
+        notes.append("each phase is one step, two with a ramp, and the mixture has one source")
+    return found
+
+
+def _let_end(phases: list[dict[str, Any]], batch: int, seq_len: int) -> None:
+    """Let each phase end after one step, of these sizes where it has no other ones; with a ramp in the middle after two."""
+    tokens, before = 0, batch
+    for phase in phases:
+        rows, length = phase.get("global_batch_size", batch), phase.get("seq_len", seq_len)
+        tokens += (2 * before if phase["ramp"] == "linear" else rows) * length
+        phase["until_tokens"], before = tokens, rows
 
 
 def _layout(config: Config, notes: list[str]) -> dict[str, Any]:
