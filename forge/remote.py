@@ -137,6 +137,24 @@ def read_whole(url: str) -> bytes:
     return content
 
 
+def read_range(files: Any, url: str, begin: int, end: int, size: int) -> bytes:
+    """Return bytes begin ... end - 1 of an object of `size` bytes, of the file system `files`. Raises as `with_retries`."""
+
+    def read() -> bytes:
+        data = files.cat_file(url, start=begin, end=end)
+        if len(data) != end - begin:
+            if len(data) == size:
+                raise UserError(f"{url}: its server ignores ranges of bytes, which are needed")
+            raise Corrupt(f"received {len(data)} bytes instead of {end - begin}")
+        return data
+
+    return with_retries(_bytes(url, begin, end), read)
+
+
+def _bytes(url: str, begin: int, end: int) -> str:
+    return f"{url}, bytes {begin} to {end - 1}"
+
+
 class RemoteFile:
     """One object, read in blocks. `key` names its content in a cache: equal keys, equal bytes.
 
@@ -171,17 +189,7 @@ class RemoteFile:
         """Return a block's bytes from the store."""
         begin = block * BLOCK_BYTES
         end = min(begin + BLOCK_BYTES, self.size)
-        what = f"{self.url}, bytes {begin} to {end - 1}"
-
-        def read() -> bytes:
-            data = self._files.cat_file(self.url, start=begin, end=end)
-            if len(data) != end - begin:
-                if len(data) == self.size:
-                    raise UserError(f"{self.url}: its server ignores ranges of bytes, which are needed")
-                raise Corrupt(f"received {len(data)} bytes instead of {end - begin}")
-            return data
-
-        data = with_retries(what, read)
+        data = read_range(self._files, self.url, begin, end, self.size)
         if self._expected is None or self._digest is None:
             if (now := self._look()) != self._version:
                 raise UserError(
@@ -190,11 +198,13 @@ class RemoteFile:
                 )
             return data
         if self._digest(data) != self._expected(block):
-            data = with_retries(what, read)  # the store's own transfer may have been damaged
+            data = read_range(
+                self._files, self.url, begin, end, self.size
+            )  # the store's own transfer may have been damaged
             if self._digest(data) != self._expected(block):
                 raise UserError(
-                    f"{what}: have another checksum than when the dataset was written; the object was changed or is damaged: "
-                    "copy the dataset there again"
+                    f"{_bytes(self.url, begin, end)}: have another checksum than when the dataset was written; the object "
+                    "was changed or is damaged: copy the dataset there again"
                 )
         return data
 
@@ -231,14 +241,7 @@ class _Reader(io.RawIOBase):
         begin, end = self._place, min(self._place + len(buffer), self._size)
         if begin >= end:
             return 0
-
-        def read() -> bytes:
-            data = self._files.cat_file(self._url, start=begin, end=end)
-            if len(data) != end - begin:
-                raise Corrupt(f"received {len(data)} bytes instead of {end - begin}")
-            return data
-
-        data = with_retries(f"{self._url}, bytes {begin} to {end - 1}", read)
+        data = read_range(self._files, self._url, begin, end, self._size)
         buffer[: len(data)] = data
         self._place = end
         return len(data)

@@ -7,6 +7,7 @@ import os
 from array import array
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
@@ -66,64 +67,54 @@ def split_of(digest: bytes, holdout: float) -> str:
     return VALIDATION if int.from_bytes(digest, "little") < holdout * 2**64 else TRAIN
 
 
-def encode_chunk(
-    number: int,
-    chunk: Chunk,
-    tokenizer_path: str,
-    text_key: str,
-    holdout: float,
-    parts: Path,
-    quality: Quality = NOTHING,
-) -> None:
+@dataclass(frozen=True)
+class Encoding:
+    """How the chunks of a preparation become parts in the folder `parts`; `Request` explains the rest."""
+
+    tokenizer: str
+    text_key: str
+    holdout: float
+    parts: Path
+    quality: Quality = NOTHING
+
+
+def encode_chunk(number: int, chunk: Chunk, how: Encoding) -> None:
     """Make the part of a chunk, unless another process does. Memory does not grow with it: tokens go to disk as they come."""
-    with open(parts / f"part-{number:05d}.lock", "w") as lock:
+    with open(how.parts / f"part-{number:05d}.lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return
-        if not part_path(parts, number).exists():
-            _make(number, chunk, tokenizer_path, text_key, holdout, parts, quality)
+        if not part_path(how.parts, number).exists():
+            _make(number, chunk, how)
 
 
-def _make(
-    number: int,
-    chunk: Chunk,
-    tokenizer_path: str,
-    text_key: str,
-    holdout: float,
-    parts: Path,
-    quality: Quality,
-) -> None:
-    tokenizer = tokenizer_of(tokenizer_path)
+def _make(number: int, chunk: Chunk, how: Encoding) -> None:
+    tokenizer = tokenizer_of(how.tokenizer)
     tally, starts = Tally(), {}
     with ExitStack() as files:
         tokens = {
-            split: _Tokens(tokenizer, files.enter_context(open(tokens_path(parts, number, split), "wb")))
+            split: _Tokens(tokenizer, files.enter_context(open(tokens_path(how.parts, number, split), "wb")))
             for split in (TRAIN, VALIDATION)
         }
-        traits = {split: Traits(quality) for split in tokens}
-        _encode(chunk, tokenizer, text_key, holdout, tokens, tally, quality, traits)
+        traits = {split: Traits(how.quality) for split in tokens}
+        _encode(chunk, how, tokens, traits, tally)
         for split, found in tokens.items():
             starts[f"{split}_starts"] = found.finish()
-            traits[split].write(parts, number, split)
+            traits[split].write(how.parts, number, split)
             tally.tokens += found.count
             tally.unknown += found.unknown
     write_part(
-        part_path(parts, number),
+        part_path(how.parts, number),
         starts | {"tally": np.frombuffer(tally.model_dump_json().encode(), np.uint8)},
     )
 
 
 def _encode(
-    chunk: Chunk,
-    tokenizer: Tokenizer,
-    text_key: str,
-    holdout: float,
-    tokens: dict[str, _Tokens],
-    tally: Tally,
-    quality: Quality,
-    traits: dict[str, Traits],
+    chunk: Chunk, how: Encoding, tokens: dict[str, _Tokens], traits: dict[str, Traits], tally: Tally
 ) -> None:
+    """Add the documents of a chunk to the tokens and traits of their splits, and to the tally."""
+    tokenizer, quality, text_key = tokenizer_of(how.tokenizer), how.quality, how.text_key
     for piece in chunk:
         if isinstance(piece, TextPart):
             tally.documents += piece.is_first
@@ -141,7 +132,7 @@ def _encode(
                 add_counts(tally.left_out, [(why, 1)])
                 continue
             digest = digest_of(document.encode())
-            split = split_of(digest, holdout)
+            split = split_of(digest, how.holdout)
             size = tokens[split].add(slices(document, tokenizer))
             tally.text_bytes[split] += size
             traits[split].add(document, metadata, digest, size)

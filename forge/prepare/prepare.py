@@ -45,6 +45,7 @@ from forge.prepare.part import (
     TRAIN,
     VALIDATION,
     Chunk,
+    Encoding,
     Tally,
     encode_chunk,
     part_path,
@@ -272,7 +273,7 @@ def _encode_missing(request: Request, chunks: list[Chunk], parts: Path, wanted: 
     missing = [number for number in wanted if not part_path(parts, number).exists()]
     sizes = {number: sum(piece.size for piece in chunks[number]) for number in missing}
     progress, done = ProgressLine("tokenized", sum(sizes.values())), 0
-    options = (request.tokenizer, request.text_key, request.holdout, parts, request.quality)
+    how = Encoding(request.tokenizer, request.text_key, request.holdout, parts, request.quality)
 
     def advance(number: int) -> None:
         nonlocal done
@@ -282,7 +283,7 @@ def _encode_missing(request: Request, chunks: list[Chunk], parts: Path, wanted: 
     workers = min(request.workers, len(missing))
     if workers <= 1:
         for number in missing:
-            encode_chunk(number, chunks[number], *options)
+            encode_chunk(number, chunks[number], how)
             advance(number)
     else:
         context = multiprocessing.get_context("spawn")  # forking a process that has threads is not safe
@@ -291,7 +292,7 @@ def _encode_missing(request: Request, chunks: list[Chunk], parts: Path, wanted: 
             # them after their chunk. A handler that they set themselves would come too late while they start.
             before = signal.signal(signal.SIGINT, signal.SIG_IGN)
             try:
-                futures = {pool.submit(encode_chunk, n, chunks[n], *options): n for n in missing}
+                futures = {pool.submit(encode_chunk, n, chunks[n], how): n for n in missing}
             finally:
                 signal.signal(signal.SIGINT, before)
             try:

@@ -40,26 +40,21 @@ def restore_lost(config: Config, checkpoints: Checkpoints) -> None:
 
 
 class MirrorSaves(Hook):
-    """On the first rank: copies each checkpoint when it is complete. Comes after `Saves`."""
+    """On the first rank: has each checkpoint of `saves` copied when it is complete."""
 
     def __init__(self, trainer: Trainer, saves: Saves):
         config = trainer.config.checkpoint
-        self._trainer, self._saves, self._copied = trainer, saves, saves.complete_step
+        self._trainer = trainer
         self._mirror = Mirror(
             mirror_url(trainer.config), trainer.checkpoints.folder, config.keep_last, config.keep_every
         )
+        saves.when_complete = self._mirror.copy
 
     def before_run(self, step: int) -> None:
         self._mirror.forget_after(step)
 
     def after_rollback(self, step: int) -> None:
         self._mirror.forget_after(step)
-        self._copied = self._saves.complete_step
-
-    def after_step(self, step: int) -> None:
-        if self._saves.complete_step != self._copied:
-            self._copied = self._saves.complete_step
-            self._mirror.copy(self._copied)
 
     def after_run(self) -> None:
         self._mirror.close(wait=self._trainer.finished)

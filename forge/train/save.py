@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from forge.checkpoint import SaveOutcome
@@ -25,8 +26,8 @@ class Saves(Hook):
         self._trainer, self._config = trainer, trainer.config.checkpoint
         self._files = _files(trainer.config, trainer.data.tokenizer)
         self._saved_step = -1  # the step that needs no more saving
-        self.complete_step = -1
-        """The newest step that this start of the run has saved, complete and on disk."""
+        self.when_complete: Callable[[int], None] = lambda step: None
+        """Called with the step of each checkpoint that has been saved, complete and on disk."""
         self._error: str | None = None
         self._saved_at = time.monotonic()  # the last save began, or the run
         self.slowest_s = 0.0
@@ -108,8 +109,8 @@ class Saves(Hook):
             self._error = outcome.error
             self.slowest_s = max(self.slowest_s, outcome.seconds)
             if outcome.error is None:
-                self.complete_step = outcome.step
                 log.info("saved step %d (%.1f s)", outcome.step, outcome.seconds)
+                self.when_complete(outcome.step)
             else:
                 # All ranks know the same: only the first one's goes to the terminal, the others' to their files.
                 level = logging.ERROR if reporter.world.rank == 0 else logging.INFO

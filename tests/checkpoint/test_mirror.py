@@ -1,6 +1,7 @@
 import json
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,6 +10,8 @@ from forge.checkpoint.folders import step_name, steps
 from forge.checkpoint.manifest import compose, entry
 from forge.checkpoint.mirror import Mirror, restore
 from forge.errors import UserError
+from forge.train.mirror import MirrorSaves
+from tests.support.runs import wait_for
 
 
 def write(root: Path, step: int) -> None:
@@ -52,6 +55,26 @@ def test_the_newest_copy_comes_back_as_it_was(tmp_path) -> None:
     assert files(tmp_path / "new" / step_name(20)) == files(tmp_path / "local" / step_name(20))
     assert steps(tmp_path / "new") == [20]
     assert not list((tmp_path / "local").glob(".mirrored*"))
+
+
+def test_a_step_that_is_saved_again_after_a_roll_back_is_copied_again(tmp_path) -> None:
+    kept = SimpleNamespace(mirror=url(tmp_path), keep_last=0, keep_every=0)
+    config = SimpleNamespace(checkpoint=kept, run=SimpleNamespace(name="run"))
+    trainer = SimpleNamespace(
+        config=config, checkpoints=SimpleNamespace(folder=tmp_path / "local"), finished=True
+    )
+    saves = SimpleNamespace()
+    hook = MirrorSaves(trainer, saves)  # type: ignore[arg-type]
+    hook.before_run(0)
+    index = tmp_path / "bucket" / "run" / "mirror.json"
+    for step in (10, 20):
+        write(tmp_path / "local", step)
+        saves.when_complete(step)
+        wait_for(lambda step=step: index.exists() and json.loads(index.read_text())["steps"][-1] == step)
+    hook.after_rollback(10)
+    saves.when_complete(20)
+    hook.after_run()
+    assert json.loads(index.read_text())["steps"] == [10, 20]
 
 
 def test_copies_are_kept_as_checkpoints_are(tmp_path) -> None:
