@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Draw the loss curves of a run as an SVG image: `python scripts/plot_loss.py RUN_DIRECTORY --output loss.svg`.
+"""Draw the loss curves of a run, or of several, as an SVG image: `python scripts/plot_loss.py RUN [RUN ...]`.
 
 Needs the extra forge[report].
 """
@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("run", type=Path, help="the run's directory, which holds metrics.jsonl")
+    add("runs", type=Path, nargs="+", metavar="RUN", help="a run's directory, which holds metrics.jsonl")
     add("--output", type=Path, default=Path("loss.svg"), help="image to write (default: loss.svg)")
     add(
         "--mark",
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
         help="loss to mark by a horizontal line",
     )
     given = parser.parse_args(argv)
-    return svg.write(given.output, lambda: draw(given.run, given.mark))
+    return svg.write(given.output, lambda: draw(given.runs, given.mark))
 
 
 def _mark(text: str) -> tuple[str, float]:
@@ -47,14 +47,14 @@ def _mark(text: str) -> tuple[str, float]:
         ) from None
 
 
-def draw(path: Path, marks: list[tuple[str, float]]) -> str:
-    """Draw the losses of the run in `path`, and `marks` (name, loss) as dashed lines, as SVG."""
+def draw(paths: list[Path], marks: list[tuple[str, float]]) -> str:
+    """Draw the losses of the runs in `paths`, and `marks` (name, loss) as dashed lines, as SVG."""
     from forge.report.course import loss_curves  # needs matplotlib
     from forge.report.draw import curves
 
-    drawn = [curve for curve in loss_curves([read_run(path)]) if curve.points[0]]
+    drawn = [curve for curve in loss_curves([read_run(path) for path in paths]) if curve.points[0]]
     if not drawn:
-        raise UserError(f"{path} has no loss yet")
+        raise UserError(f"{', '.join(map(str, paths))}: no loss yet")
     return curves("loss", drawn, "nats per token", size=(7.2, 3.6), x="optimizer step", levels=marks)
 
 

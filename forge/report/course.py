@@ -112,7 +112,7 @@ def loss_curves(runs: Sequence[RunRecord]) -> list[Curve]:
     drawn = []
     for number, run in enumerate(runs):
         of = f"{run.name}: " if len(runs) > 1 else ""
-        drawn.append(Curve(f"{of}training", run.series("loss"), number, 0))
+        drawn.append(Curve(f"{of}training", run.series("loss"), number, number))
         for place, name in enumerate(run.names("eval")):
             color = number if len(runs) > 1 else place + 1
             drawn.append(Curve(f"{of}held out: {name}", run.series("eval", name), color, place + 1))

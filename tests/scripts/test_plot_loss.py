@@ -37,9 +37,20 @@ def test_losses_that_are_all_the_same_can_be_drawn(tmp_path, capsys) -> None:
     assert capsys.readouterr().out.startswith("wrote ")
 
 
+def test_runs_have_names_and_dashes_of_their_own(tmp_path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        assert plot(tmp_path / name, [{"step": step, "loss": 4.0} for step in range(1, 41)])[0] == 0
+    picture = tmp_path / "both.svg"
+    arguments = [str(tmp_path / "one"), str(tmp_path / "two"), "--output", str(picture)]
+    assert runpy.run_path(str(SCRIPT))["main"](arguments) == 0
+    text = picture.read_text()
+    assert "one: training" in text and "two: training" in text and "stroke-dasharray" in text
+
+
 def test_a_run_without_a_loss_has_nothing_to_draw(tmp_path, capsys) -> None:
     assert plot(tmp_path, [{"step": 1, "loss": None}]) == (2, [])
-    assert "has no loss yet" in capsys.readouterr().err
+    assert ": no loss yet" in capsys.readouterr().err
 
 
 def test_a_line_torn_by_a_kill_is_passed_over(tmp_path) -> None:
