@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from tests.support.runs import FLOAT64, Run, assert_same_history, tensor_files
@@ -52,6 +53,39 @@ def test_a_layout_has_the_curve_of_one_process_through_all_phases(
         assert (a["tokens"], a["lr"]) == (b["tokens"], b["lr"])
         assert a["loss"] == pytest.approx(b["loss"], rel=0, abs=1e-9)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=0, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    "mixture",
+    [
+        ["--data.temperature=2.0"],
+        # From token 1,000 on the second source has three quarters, until it has been read twice.
+        ["--phase=[{until_tokens=1000},{until_tokens=2500,weights=[1.0,3.0],ramp='linear'}]"],
+    ],
+    ids=["temperature", "phases"],
+)
+def test_sources_with_caps_are_read_alike_by_any_number_of_processes(tmp_path, mixture: list[str]) -> None:
+    rng = np.random.default_rng(0)
+    paths = []
+    for name, tokens in (("large", 9000), ("small", 300)):
+        (tmp_path / f"{name}.bin").write_bytes(rng.integers(0, 64, tokens).astype("<u2").tobytes())
+        paths.append(f'{{path="{tmp_path / name}.bin",dtype="uint16",name="{name}",max_epochs=2.0}}')
+    options = [
+        *FLOAT64,
+        *mixture,
+        f"--data.sources=[{','.join(paths)}]",
+        "--train.steps=16",
+        "--data.tokenizer=none",
+    ]
+    alone, spread = Run(tmp_path / "alone", *options), Run(tmp_path / "spread", *options)
+    assert alone() == 0
+    assert "is left out: read max_epochs times" in alone.output()
+    assert spread(fault="step:9:*:signal", world=2) == 75
+    assert spread(world=2) == 0
+    for a, b in zip(alone.metrics(), spread.metrics(), strict=True):
+        assert a["epochs"] == b["epochs"]
+        assert a["loss"] == pytest.approx(b["loss"], rel=0, abs=1e-9)
+    assert alone.metrics()[-1]["epochs"]["small"] == 2.0
 
 
 def test_two_phases_are_two_runs_made_by_hand(tmp_path) -> None:

@@ -3,6 +3,7 @@
 import json
 import shutil
 
+from forge.prepare.prepare import Request, prepare
 from tests.support.runs import Run, refused, sources, tensor_files, wait_for
 from tests.support.store import Store, serving
 from tests.support.streams import write_documents
@@ -49,6 +50,27 @@ def test_two_ranks_read_from_a_bucket_are_killed_lose_their_folder_and_go_on_fro
         assert run.losses() == whole.losses()[FIRST:]
         assert tensor_files(run, LAST) == tensor_files(whole, LAST)
         assert mirrored(store)[-1] == LAST
+
+
+def test_a_prepared_dataset_behind_a_url_trains_and_is_evaluated_as_the_local_one(tmp_path) -> None:
+    text = tmp_path / "text.jsonl"
+    words = ["alpha", "beta", "gamma", "delta"]
+    lines = [json.dumps({"text": " ".join(words[n * k % 4] for k in range(40 + n % 50))}) for n in range(300)]
+    text.write_text("\n".join(lines))
+    prepare(Request((str(text),), "bytes", tmp_path / "set", holdout=0.2))
+    losses = []
+    with serving() as store:
+        store.put_folder(tmp_path / "set", "bucket/set")
+        for folder in (str(tmp_path / "set"), store.url("bucket/set")):
+            validation = f'--data.validation=[{{name="held",path="{folder}/validation"}}]'
+            cache = f"--data.cache_dir={tmp_path / 'cache'}"
+            run = Run(tmp_path / f"run{len(losses)}", sources(f"{folder}/train"), validation, cache)
+            more = ["--data.tokenizer=bytes", "--model.vocab_size=258", "--evaluate.interval=5"]
+            assert run(*more, "--data.document_mask=true", world=2) == 0
+            assert [line["eval"]["held"] for line in run.metrics() if "eval" in line]
+            losses.append([line.get("loss", line.get("eval", {}).get("held")) for line in run.metrics()])
+        assert store.gets
+    assert losses[0] == losses[1]
 
 
 def test_a_mirror_that_is_no_url_is_refused(tmp_path) -> None:

@@ -5,12 +5,18 @@ from __future__ import annotations
 import re
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
+from forge.errors import UserError
+from forge.sweep.local import run_sweep
+from forge.sweep.slurm import job_array
+from forge.sweep.spec import Sweep, first_trials
 from tests.support import slurm as slurms
-from tests.support.runs import wait_for
+from tests.support.runs import BASE, Run, wait_for
 from tests.support.slurm import NODES, SCRIPT, Job, Slurm
 
 pytestmark = pytest.mark.skipif(bool(slurms.MISSING), reason=f"not installed: {', '.join(slurms.MISSING)}")
@@ -189,3 +195,36 @@ def test_a_cancelled_job_saves_and_is_not_requeued(slurm, submit) -> None:
     wait_until(job.ended, job)
     assert job.state() == "stopped" and job.run.checkpoints()
     assert "requeueing" not in job.log()
+
+
+@pytest.mark.slow
+def test_a_sweep_as_a_job_array_is_finished_though_a_task_was_stopped(slurm, tmp_path) -> None:
+    """The stopped task saves, is requeued and goes on; the others run once. Then nothing is pending."""
+    pairs = (option.removeprefix("--").split("=", 1) for option in BASE)
+    overrides = {key: _value(text) for key, text in pairs if key not in ("config", "run.name", "train.steps")}
+    keys = {"train.steps": [5, 3000], "optimizer.lr": [0.001, 0.003]}
+    tree = {"config": "debug", "output_dir": str(tmp_path), "overrides": overrides, "keys": keys}
+    sweep = Sweep.model_validate(tree | {"workers": 4, "threads": 1})
+    sweep.folder.mkdir()
+    script = tmp_path / "array.sbatch"
+    script.write_text(job_array(sweep))
+    number = slurm("sbatch", "--parsable", str(script))
+    (long,) = (t for t in first_trials(sweep) if t.values == {"train.steps": 3000, "optimizer.lr": 0.003})
+    run = Run(tmp_path)
+    run.path = sweep.folder / long.run_name(0)
+    wait_for(lambda: run.stepping, 150)
+    slurm("scancel", "--batch", "--signal=TERM", f"{number}_{long.number}")
+    wait_for(lambda: run.events("stopped"), 60)
+    wait_for(lambda: slurm("squeue", "-h", "-j", number) == "", 300)
+    assert run.events("resumed")[0]["step"] == run.events("stopped")[0]["step"]
+    results = run_sweep(sweep, lambda found: None, train=["false"])
+    assert [result.states for result in results] == [["finished"]] * 4
+    with pytest.raises(UserError, match="all runs of the sweep are finished"):
+        job_array(sweep)
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
