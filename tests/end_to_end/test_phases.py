@@ -62,7 +62,7 @@ CAPPED = ["--phase=[{until_tokens=1000},{until_tokens=2500,weights=[1.0,3.0],ram
 @pytest.mark.parametrize(
     "mixture", [["--data.temperature=2.0"], pytest.param(CAPPED, marks=pytest.mark.slow)], ids=str
 )
-def test_sources_with_caps_are_read_alike_by_any_number_of_processes(tmp_path, mixture: list[str]) -> None:
+def test_any_number_of_processes_reads_the_same_of_sources_with_caps(tmp_path, mixture: list[str]) -> None:
     rng = np.random.default_rng(0)
     paths = []
     for name, tokens in (("large", 9000), ("small", 300)):
