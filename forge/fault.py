@@ -12,6 +12,7 @@ Points:
     evaluation           on every rank, before the first batch of an evaluation after that step
     save.begin           on every rank, before anything is copied or written
     save.between_shards  on every rank, when its own shard file is on disk and the shards' index is not
+    local.before_manifest on every rank, when the files of a state on the nodes are on all of them, copies of peers included
     save.before_manifest on rank 0, when every file but the manifest is on disk
     save.before_rename   on rank 0, when the partial folder is complete but does not have its final name
     save.before_prune    on rank 0, when the new checkpoint is complete and the old ones are still there

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import resource
+import signal
 import socket
+import sys
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,6 +23,7 @@ from forge.network import choose_gloo_interface, slurm_meeting_point
 
 # Enough for sockets to 8,192 ranks in eight groups.
 OPEN_FILES = 1 << 16
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,8 @@ def join(world: World, timeout: timedelta = timedelta(minutes=10)) -> None:
             )
         torch.cuda.set_device(world.device)
     _raise_file_limit()
+    if "FORGE_NODES" in os.environ:
+        end_with_agent()
     backend = compat.communication_backend(world.device)
     # With a device, each NCCL communicator is bound to its card now; without, PyTorch guesses at the first collective.
     bound: dict[str, Any] = {"device_id": world.device} if world.device.type == "cuda" else {}
@@ -148,6 +154,12 @@ def _meet(world: World, timeout: timedelta) -> dist.Store:
         raise UserError(
             f"port {port} is in use on {socket.gethostname()}; export another MASTER_PORT."
         ) from None
+
+
+def end_with_agent() -> None:
+    """Let the kernel kill this process when its agent dies: the ranks of a lost agent must not go on in the old group."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def use_expandable_segments(environment: MutableMapping[str, str]) -> None:

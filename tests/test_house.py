@@ -54,6 +54,7 @@ MAY_IMPORT = {
     "verify": CORE,
     "report": CORE,
     "sweep": CORE,
+    "elastic": CORE,
 }
 FILES = sorted(FORGE.rglob("*.py"))
 MODULES = {

@@ -89,7 +89,7 @@ def write_checkpoint(
                 logger.info("step %d has a complete checkpoint already: not saved again", step)
             return False
         needed = sum(size or 0 for size in sizes)
-        on_first_rank("looking for room", lambda: _require_room(root, needed), group)
+        on_first_rank("looking for room", lambda: require_room(root, needed), group)
         fill_folder(partial, final, contents, group)
     except RanksFailed:
         # Collective, so that no rank goes on before the partial folder is gone and its space is free again.
@@ -113,7 +113,7 @@ def fill_folder(
 
     On RanksFailed the caller removes `partial`.
     """
-    _save_tensors(partial, contents, group)
+    save_tensors(partial, contents, group)
     rank = dist.get_rank(group)
 
     def own_files() -> dict[str, dict[str, Any]]:
@@ -125,7 +125,7 @@ def fill_folder(
     on_first_rank("completing the checkpoint", lambda: _complete(partial, final, contents, parts), group)
 
 
-def _require_room(root: Path, needed: int) -> None:
+def require_room(root: Path, needed: int) -> None:
     """Raise OSError if the checkpoint cannot fit: it would first fill the disk, which metrics and other runs need.
 
     Quotas are not seen here, only while writing.
@@ -157,7 +157,8 @@ class _Writer(dcp.FileSystemWriter):
         return StorageMeta()
 
 
-def _save_tensors(partial: Path, contents: Contents, group: dist.ProcessGroup | None) -> None:
+def save_tensors(partial: Path, contents: Contents, group: dist.ProcessGroup | None) -> None:
+    """Write this rank's tensors into the folder `partial`, and on the first rank DCP's index. Collective over `group`."""
     try:
         dcp.save(
             dict(contents.tensors),

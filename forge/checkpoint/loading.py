@@ -6,25 +6,22 @@ agree at the start that the checkpoint fits the model, and at the end that all o
 
 from __future__ import annotations
 
-import enum
-import hashlib
-import io
 import json
-import pickle
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
 
-from forge.checkpoint.manifest import Damaged, read_manifest
+from forge.checkpoint.index import read_index
 from forge.checkpoint.tensors import NamedTensors, ShardTensor
 from forge.distributed import RanksFailed, gather_from_ranks, on_every_rank
 from forge.errors import NO_CHECKPOINT, UserError
@@ -44,10 +41,20 @@ def read_config(path: Path) -> str:
     return (path / "config.toml").read_text("utf-8")
 
 
+Fetch: TypeAlias = Callable[[set[str]], None]
+"""Brings the files of these names into a checkpoint's folder. Collective."""
+
+
 def load(
-    path: Path, tensors: NamedTensors, group: dist.ProcessGroup | None = None, unused: Collection[str] = ()
+    path: Path,
+    tensors: NamedTensors,
+    group: dist.ProcessGroup | None = None,
+    unused: Collection[str] = (),
+    fetch: Fetch | None = None,
 ) -> None:
     """Fill the values in place from the checkpoint at `path`, cast to their dtype. Collective over `group`.
+
+    fetch: called with the names of the files that this rank is about to read.
 
     Raises UserError on every rank: exit 2 for names that the checkpoint lacks, for shapes that differ, and for names, not
     ending in a part of `unused`, that no rank asks for in a section (`model`, `optimizer`: a name up to its first dot) of
@@ -58,6 +65,8 @@ def load(
     try:
         comparisons = gather_from_ranks("reading the index", lambda: _compare(reader.index(), wanted), group)
         _refuse_misfits(path, reader.index(), comparisons, unused)
+        if fetch is not None:
+            fetch(on_every_rank("planning what to read", lambda: reader.files_of(wanted), group))
         on_every_rank("reading tensors", lambda: _read(reader, wanted), group)
     except RanksFailed as error:
         raise UserError(f"checkpoint {path} cannot be loaded: {error}", NO_CHECKPOINT) from error
@@ -116,11 +125,7 @@ def _read(reader: TensorReader, wanted: NamedTensors) -> None:
         if contiguous is not values:
             copies.append((values, contiguous))
         targets[name] = ShardTensor(shard, contiguous)
-    # The plan has an item for each overlap of a saved chunk with one of our boxes, whichever layouts both come from. Made
-    # without a collective: each rank needs only its own.
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(targets), reader.index(), is_coordinator=False)
-    plan = planner.create_local_plan()
+    planner, plan = _plan(reader.index(), targets)
     # DCP skips what no chunk covers; a gap in the index must not leave old values in place.
     found = sum(prod(item.lengths) for item in plan.items)
     expected = sum(box.numel for shard, _ in wanted.values() for box in shard.boxes)
@@ -132,11 +137,17 @@ def _read(reader: TensorReader, wanted: NamedTensors) -> None:
         values.copy_(contiguous)
 
 
+def _plan(index: Metadata, targets: dict[str, ShardTensor]) -> tuple[DefaultLoadPlanner, LoadPlan]:
+    """The plan has an item for each overlap of a saved chunk with one of our boxes, whichever layouts both come from."""
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(targets), index, is_coordinator=False)
+    return planner, planner.create_local_plan()  # without a collective: each rank needs only its own
+
+
 class TensorReader(dcp.FileSystemReader):
     """DCP's reader of the checkpoint at `path`, with a safe index, which also reads single tensors in one process.
 
-    The index is a pickle: its checksum is compared before it is opened, and it may name nothing but DCP's own plain
-    records. (DCP reads tensors by `torch.load(weights_only=True)`.) The caller has verified all other files.
+    (DCP reads tensors by `torch.load(weights_only=True)`.) The caller has verified all files but the index.
     """
 
     _index: Metadata | None = None
@@ -157,53 +168,22 @@ class TensorReader(dcp.FileSystemReader):
         _read(self, {name: (Shard.whole(name, values), values)})
         return values
 
+    def files_of(self, wanted: NamedTensors) -> set[str]:
+        """Return the names of the files with pieces of these shards."""
+        targets = {
+            name: ShardTensor(shard, local(values).detach().contiguous())
+            for name, (shard, values) in wanted.items()
+        }
+        _, plan = _plan(self.index(), targets)
+        return {self.index().storage_data[item.storage_index].relative_path for item in plan.items}
+
     def index(self) -> Metadata:
         if self._index is None:
             self._index = self.read_metadata()
         return self._index
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
-        folder = Path(self.path)
-        content = (folder / ".metadata").read_bytes()
-        expected = read_manifest(folder)["files"].get(".metadata", {})
-        if hashlib.sha256(content).hexdigest() != expected.get("sha256"):
-            raise Damaged(".metadata has a wrong checksum")
-        metadata = _Unpickler(io.BytesIO(content)).load()
-        if not isinstance(metadata, Metadata):
-            raise pickle.UnpicklingError(f".metadata holds a {type(metadata).__name__}")
-        metadata.storage_meta = StorageMeta()
-        return metadata
-
-
-_ADMITTED = {
-    "torch.distributed.checkpoint.metadata": {
-        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
-        *("TensorStorageMetadata", "ChunkStorageMetadata", "BytesStorageMetadata"),
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},
-    # DCP's own writer adds the folder's path.
-    "pathlib": {"PosixPath"},
-    "pathlib._local": {"PosixPath"},
-}
-
-
-def _enum_member(kind: Any, name: Any) -> enum.Enum:
-    """What `getattr` may do in a pickle: Python 3.11.0 to 3.11.3 pickle a member of an enumeration by class and name."""
-    if isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__:
-        return kind[name]
-    raise pickle.UnpicklingError(f".metadata refers to an attribute {name!r}, which no checkpoint needs")
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):
-            return _enum_member
-        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if dtype or name in _ADMITTED.get(module, ()):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f".metadata refers to {module}.{name}, which no checkpoint needs")
+        return read_index(Path(self.path))
 
 
 def _section(name: str) -> str:

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -48,7 +48,7 @@ class Checkpoints:
 
     `mode` "async" writes in a background thread while training goes on, "sync" before `save` returns. The newest
     `keep_last` checkpoints are kept (0: all), and without limit those whose step is a multiple of `keep_every` (0: none).
-    `group` is a gloo group of all ranks for the main thread; one is made if absent.
+    `group` is a gloo group of all ranks for the main thread; one is made if absent. `write` writes one checkpoint.
     """
 
     def __init__(
@@ -59,13 +59,14 @@ class Checkpoints:
         keep_every: int = 0,
         mode: Literal["async", "sync"] = "async",
         group: ProcessGroup | None = None,
+        write: Callable[..., object] = write_checkpoint,
     ):
         self.folder = Path(folder)
         self.fallbacks: list[str] = []
         """The damaged checkpoints that `latest` did not use, one sentence each; for the run's events."""
         self.failures_in_row = 0
         """Failed saves since the last successful one, as of the last `save` or `wait`: the same on every rank."""
-        self._keep_last, self._keep_every, self._mode = keep_last, keep_every, mode
+        self._keep_last, self._keep_every, self._mode, self._write_one = keep_last, keep_every, mode, write
         self._group = group or dist.new_group(backend="gloo", timeout=_TIMEOUT)
         # Saving has a group of its own: two threads may not use one.
         self._saving_group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
@@ -207,7 +208,7 @@ class Checkpoints:
         """Run in the thread. A failure that all ranks know of becomes an outcome."""
         error = None
         try:
-            write_checkpoint(
+            self._write_one(
                 self.folder, step, contents, self._keep_last, self._keep_every, self._saving_group
             )
         except RanksFailed as failure:

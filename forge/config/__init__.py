@@ -1,9 +1,10 @@
 """The configuration of a run: a typed schema, its loading from TOML and the command line, and explained errors.
 
 Needs no torch, so that help and errors appear at once. Schema: section, model, layout, schema. Load: load,
-toml, extensions. Explain: keys, help, explain, unused, and the checks across keys (checks, pipeline, world).
+toml, extensions, fallbacks. Explain: keys, help, explain, unused, and the checks across keys (checks, pipeline, world).
 """
 
+from forge.config.fallbacks import choose_layout
 from forge.config.help import help_text
 from forge.config.keys import difference, to_toml
 from forge.config.load import CommandLine, load_config, parse_command_line, parse_toml_text
@@ -21,6 +22,7 @@ __all__ = [
     "Section",
     "StepPlan",
     "check_world",
+    "choose_layout",
     "difference",
     "help_text",
     "load_config",

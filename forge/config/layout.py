@@ -13,6 +13,17 @@ TENSOR_STYLES: tuple[str, ...] = get_args(TensorStyle)
 ImportPath = Annotated[
     str, StringConstraints(pattern=r"^[\w.]+:\w+$"), Phrase("an import path package.module:function")
 ]
+# Only of what leaves the course of the training as it is.
+Override = Annotated[
+    str,
+    StringConstraints(
+        pattern=r"^((parallel|pipeline|activation_checkpoint)\.\w+|train\.micro_batch_size)=\S+"
+        r"( ((parallel|pipeline|activation_checkpoint)\.\w+|train\.micro_batch_size)=\S+)*$"
+    ),
+    Phrase(
+        "KEY=VALUE of [parallel], [pipeline], [activation_checkpoint] or train.micro_batch_size, several with a space between"
+    ),
+]
 CsvPath = Annotated[str, StringConstraints(pattern=r"\.csv$"), Phrase("a path ending in .csv")]
 
 
@@ -26,6 +37,9 @@ class Parallel(Section):
     """Number of copies of the sharded model. With fsdp2, more than one is HSDP."""
     dp_shard: Literal[-1] | Positive = -1
     """Ranks that one copy of the model is sharded over (ddp: data-parallel ranks). -1: all remaining ranks."""
+    fallbacks: ListOf[Override] = ()
+    """What to change where the layout does not fit the number of processes, such as ["parallel.tp=2", "parallel.tp=1
+    train.micro_batch_size=1"]: the first that fits is taken."""
     tp: Positive = 1
     """Tensor parallelism: ranks that each matrix product is split over."""
     cp: Positive = 1

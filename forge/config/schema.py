@@ -226,6 +226,12 @@ class Checkpoint(Section):
     mirror: str = ""
     """URL below which complete checkpoints are copied in the background, to run.name/step-n. Where the local folder is gone,
     resume = "auto" continues from there. Empty: none."""
+    local_interval: Count = 0
+    """Steps between states that the nodes keep themselves, which a restart prefers to older checkpoints. 0: none."""
+    local_dir: str = ""
+    """Folder of each node for these states, of which the last two are kept. Empty: in memory, below /dev/shm."""
+    peers: Count = 1
+    """Number of other nodes that keep a copy of a node's part of such a state."""
     resume: Text = "auto"
     """`auto`: resume from the newest valid checkpoint of this run, if any; `none`: start a new history. Or a
     checkpoint to resume from. `none` and a checkpoint count once: the same command again continues what they began."""
@@ -350,6 +356,9 @@ class Resilience(Section):
     """Steps between comparisons of the speed of all ranks. 0: never."""
     straggler_factor: Annotated[float, Gt(1)] = 1.3
     """Report a rank that makes steps longer by this factor and by at least 10 ms."""
+    drain_stragglers: Count = 0
+    """In an elastic run: after so many such reports in a row of one rank, its node leaves the run, if enough others remain.
+    0: never."""
 
 
 class Config(Section):

@@ -24,6 +24,16 @@ RULES: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
         lambda c: not c.evaluate.tasks,
     ),
     (
+        "resilience.drain_stragglers",
+        "resilience.straggler_interval is 0",
+        lambda c: not c.resilience.straggler_interval,
+    ),
+    (
+        "checkpoint.local_dir checkpoint.peers",
+        "checkpoint.local_interval is 0",
+        lambda c: not c.checkpoint.local_interval,
+    ),
+    (
         "evaluate.sample_prompt evaluate.sample_tokens evaluate.sample_temperature",
         "evaluate.sample_interval is 0",
         lambda c: not c.evaluate.sample_interval,

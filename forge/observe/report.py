@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from forge.errors import BAD_CONFIG
@@ -16,7 +15,7 @@ from forge.files import replace_atomically
 from forge.hook import Hook
 from forge.observe.goodput import Ledger, read_past
 from forge.observe.hardware import environment
-from forge.observe.json_lines import JsonLines, encode, utc_now
+from forge.observe.json_lines import JsonLines, encode, read_object, utc_now
 from forge.observe.memory_report import MemoryReport
 from forge.observe.run_directory import RunDirectory
 from forge.world import World
@@ -67,20 +66,26 @@ class Phases(Hook):
 
 
 class Reporter:
-    """Only the first rank's writes files. `began`: when this process began, on the monotonic clock (None: now)."""
+    """Only the first rank's writes files. `began`: when this process began, on the monotonic clock (None: now).
 
-    def __init__(self, directory: RunDirectory, world: World, began: float | None = None):
-        self.directory, self.world, self.step = directory, world, 0
+    fallback: the one of `parallel.fallbacks` that is trained with.
+    """
+
+    def __init__(self, directory: RunDirectory, world: World, began: float | None = None, fallback: str = ""):
+        self.directory, self.world, self.step, self._fallback = directory, world, 0, fallback
         self.phases = Phases()
         self.memory = MemoryReport(world.device, self.event)
         self._events: JsonLines | None = None
         self._ledger: Ledger | None = None
+        self.before: dict[str, Any] = {}
+        """On the first rank: status.json as the start before this one left it; empty if there was none."""
         self.was_finished = False
-        """On the first rank: whether the start before this one ended with all steps done."""
+        """On the first rank: whether that start ended with all steps done."""
         if world.rank == 0:
             self._events = JsonLines(directory.events)
             past = read_past(directory.events, directory.status)
-            self.was_finished = _state(directory) == "finished"
+            self.before = read_object(directory.status)
+            self.was_finished = self.before.get("state") == "finished"
             self._ledger = Ledger(past, time.monotonic() if began is None else began, self.event)
             self.phases.listen(self._ledger.enter)
 
@@ -95,6 +100,11 @@ class Reporter:
         self.event(
             "started", world_size=world.size, launcher=world.launcher, layout=layout, environment=about
         )
+        if self._fallback:
+            log.info(
+                "the layout does not fit %d processes: %s (parallel.fallbacks)", world.size, self._fallback
+            )
+            self.event("layout_fallback", world_size=world.size, override=self._fallback)
 
     def running(self, step: int) -> None:
         """Report that the run has made `step` updates."""
@@ -128,10 +138,3 @@ class Reporter:
             replace_atomically(self.directory.status, encode(status), sync=state != "running")
         except OSError as error:
             log.warning("%s could not be replaced and is out of date: %s", self.directory.status, error)
-
-
-def _state(directory: RunDirectory) -> str | None:
-    """Return the `state` in status.json; None where it cannot be read."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        return json.loads(directory.status.read_text())["state"]
-    return None

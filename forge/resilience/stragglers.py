@@ -19,6 +19,7 @@ import torch.distributed as dist
 from forge.config.schema import Resilience
 from forge.hook import Hook
 from forge.model import Transformer
+from forge.resilience.elastic import leave, may_leave
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class Stragglers(Hook):
         self._data_s: list[float] = []
         self._step_s: list[float] = []
         self._timing_forward = False
+        self._drain_after, self._slow_in_a_row = config.drain_stragglers, 0
         self._gathering: tuple[int, torch.Tensor, dist.Work | None] | None = None
         blocks = [block for part in parts for block in part.layers.values()]
         if blocks:  # a stage of a pipeline may own none
@@ -96,10 +98,13 @@ class Stragglers(Hook):
     def _compare(self, step: int, of_all: torch.Tensor, work: dist.Work | None) -> None:
         if work is not None:
             work.wait()
-        if dist.get_rank() != 0:
+        if dist.get_rank() != 0 and not self._drain_after:
             return
         table = of_all.view(dist.get_world_size(), -1).tolist()
-        for rank, phase, seconds, usual in slow_ranks(table, self._factor):
+        slow = slow_ranks(table, self._factor)
+        if self._drain_after:
+            self._drain(step, {rank for rank, *_ in slow})
+        for rank, phase, seconds, usual in slow if dist.get_rank() == 0 else ():
             log.warning(
                 "rank %d is slow at step %d: its %s takes %.3g s, the median rank's %.3g s",
                 *(rank, step, phase, seconds, usual),
@@ -107,6 +112,18 @@ class Stragglers(Hook):
             self._report_event(
                 "straggler", step=step, rank=rank, phase=phase, seconds=seconds, median_s=usual
             )
+
+    def _drain(self, step: int, slow: set[int]) -> None:
+        """On every rank: let the node of this rank leave the run if the rank has been slow time and again."""
+        self._slow_in_a_row = self._slow_in_a_row + 1 if dist.get_rank() in slow else 0
+        if self._slow_in_a_row >= self._drain_after and may_leave():
+            log.warning(
+                "this node leaves the run at step %d: a rank of it has been slow %d times in a row",
+                step,
+                self._slow_in_a_row,
+            )
+            leave()
+            self._slow_in_a_row = 0
 
     def _begin_forward(self, *_: object) -> None:
         if self._timing_forward:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from forge.checkpoint.local import LocalTier
 from forge.config import Config
 from forge.data.epochs import check_caps, epochs, log_epochs, log_left_out
 from forge.errors import UserError
@@ -14,14 +15,17 @@ from forge.imports import load_class
 from forge.observe.hardware import process_age_s
 from forge.observe.profile import StepProfiler
 from forge.observe.trackers import require_packages
+from forge.resilience.elastic import is_elastic
 from forge.resilience.stopping import TimeLimit
 from forge.resilience.stragglers import Stragglers
 from forge.train.evaluate import Evaluation
 from forge.train.mirror import MirrorSaves
 from forge.train.monitor import StepMonitors
+from forge.train.nodes import Recovery
 from forge.train.phases import PhaseChanges
 from forge.train.save import Saves
 from forge.train.source_losses import SourceLosses
+from forge.train.tiers import LocalSaves
 from forge.train.trainer import Trainer
 
 # Loaded by its path, as users' hooks are: the core does not import what uses a trained model.
@@ -37,14 +41,18 @@ def load_hooks(config: Config) -> list[tuple[str, type[Hook]]]:
     return [(path, _load(path)) for path in [*samples, *tasks, *config.train.hooks]]
 
 
-def make_hooks(trainer: Trainer, loaded: list[tuple[str, type[Hook]]]) -> list[Hook]:
-    """All hooks of a run, without those that are off. Collective.
+def make_hooks(
+    trainer: Trainer, loaded: list[tuple[str, type[Hook]]], local: LocalTier | None = None
+) -> list[Hook]:
+    """All hooks of a run, without those that are off. Collective. local: where nodes keep states themselves.
 
     A checkpoint follows everything that is written about its step, so saves come last.
     """
     config, world, directory = trainer.config, trainer.reporter.world, trainer.reporter.directory
     saves = Saves(trainer)
     hooks: list[Hook] = [trainer.reporter.phases, FaultPoints(), DataStalls(trainer)]
+    if is_elastic() or world.restarted:
+        hooks.append(Recovery(trainer.reporter))
     if config.resilience.time_limit_s:
         hooks.append(StopBeforeTimeLimit(trainer, saves))
     if config.resilience.straggler_interval and world.size > 1:
@@ -70,6 +78,8 @@ def make_hooks(trainer: Trainer, loaded: list[tuple[str, type[Hook]]]) -> list[H
         hook.name = path
         hooks.append(hook)
     hooks.append(saves)
+    if local is not None:
+        hooks.append(LocalSaves(trainer, saves, local))
     if config.checkpoint.mirror and world.rank == 0:
         hooks.append(MirrorSaves(trainer, saves))
     return hooks

@@ -20,7 +20,7 @@ from forge.config import (
     CommandLine,
     Config,
     Degrees,
-    check_world,
+    choose_layout,
     help_text,
     load_config,
     parse_command_line,
@@ -36,13 +36,15 @@ from forge.observe.hardware import process_age_s
 from forge.observe.log import setup_logging
 from forge.observe.report import Reporter
 from forge.observe.run_directory import RunDirectory
+from forge.resilience.elastic import exit_code_after_stop
 from forge.resilience.stopping import StopSignals
 from forge.resilience.watchdog import Watchdog, bounds, patience
 from forge.train.changes import check_data
 from forge.train.crash import CrashReporter
 from forge.train.hooks import load_hooks, make_hooks
 from forge.train.mirror import restore_lost
-from forge.train.resume import find_start
+from forge.train.nodes import report_nodes
+from forge.train.tiers import Tiers
 from forge.train.trainer import Trainer
 from forge.world import World, join, read_world
 
@@ -72,9 +74,9 @@ def _main(argv: list[str], signals: StopSignals) -> int:
             return FINISHED
         if command.action == "plan":
             return _planner()(config, command) if world.rank == 0 else FINISHED
-        degrees = check_world(config, world.size)
+        config, degrees, fallback = choose_layout(argv, config, world.size)
         join(world)
-        code = run(config, degrees, world, signals)
+        code = run(config, degrees, world, signals, fallback)
         dist.destroy_process_group()
         return code
     except UserError as error:
@@ -90,8 +92,10 @@ def _main(argv: list[str], signals: StopSignals) -> int:
         return FAILED
 
 
-def run(config: Config, degrees: Degrees, world: World, signals: StopSignals) -> int:
+def run(config: Config, degrees: Degrees, world: World, signals: StopSignals, fallback: str = "") -> int:
     """Train as `config` says on the joined ranks and return this worker's exit code. Collective.
+
+    fallback: the one of `parallel.fallbacks` that `config` contains.
 
     Raises UserError for what the user can fix. By then `status.json` is written, unless another run has the directory.
     """
@@ -103,7 +107,7 @@ def run(config: Config, degrees: Degrees, world: World, signals: StopSignals) ->
             "finding the run directory",
             lambda: directory.find(holder) if world.local_rank == 0 and world.rank > 0 else None,
         )
-        return _run_in(directory, config, degrees, world, signals, hooks)
+        return _run_in(directory, config, degrees, world, signals, hooks, fallback)
     finally:
         directory.release()
 
@@ -115,6 +119,7 @@ def _run_in(
     world: World,
     signals: StopSignals,
     hooks: list[tuple[str, type[Hook]]],
+    fallback: str,
 ) -> int:
     """Train in the locked run directory, watched over; report every kind of end."""
     setup_logging(world.rank, directory.logs, config.metrics.live)
@@ -122,7 +127,7 @@ def _run_in(
         at = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         log.info("%d ranks under %s, which meet at %s", world.size, world.launcher, at)
     compat.raise_timeouts(patience(config.resilience))
-    reporter = Reporter(directory, world, time.monotonic() - process_age_s())
+    reporter = Reporter(directory, world, time.monotonic() - process_age_s(), fallback)
     crash = CrashReporter(reporter)
     watchdog = Watchdog(
         bounds(config.resilience),
@@ -141,21 +146,19 @@ def _run_in(
             reporter.phases.listen(watchdog.enter)
             stopped = _train(config, degrees, reporter, signals, hooks)
             signals.defer()
-            return _report_end(reporter, stopped)
+            return _report_end(reporter, stopped, signals)
     except BaseException as error:
         signals.defer()
         crash.failed(error)
         raise
 
 
-def _report_end(reporter: Reporter, stopped: str | None) -> int:
+def _report_end(reporter: Reporter, stopped: str | None, signals: StopSignals) -> int:
     if stopped is None:
         reporter.ended("finished", "all steps done", FINISHED)
         return FINISHED
-    # A launcher with restarts left would start a planned stop again at once; job scripts go by status.json.
-    code = FINISHED if reporter.world.restarts_left > 0 else STOPPED
-    reporter.ended("stopped", stopped, code)
-    return code
+    reporter.ended("stopped", stopped, FINISHED if reporter.world.restarts_left > 0 else STOPPED)
+    return exit_code_after_stop(lambda: signals.reason, reporter.world.restarts_left)
 
 
 def _train(
@@ -173,12 +176,14 @@ def _train(
     finished = world.rank == 0 and reporter.was_finished and not world.restarted
     reporter.running(0)
     reporter.started(vars(degrees))
+    report_nodes(reporter)
     fault_point("set-up", 0)
 
     kept, folder = config.checkpoint, directory.checkpoints
     checkpoints = Checkpoints(folder, keep_last=kept.keep_last, keep_every=kept.keep_every, mode=kept.mode)
     restore_lost(config, checkpoints)
-    start = find_start(config, checkpoints, directory, finished)
+    tiers = Tiers(config, checkpoints, directory)
+    start = tiers.find_start(finished, reporter)
     point = start.point
     for fallback in checkpoints.fallbacks:
         reporter.event("fallback", problem=fallback)
@@ -203,7 +208,7 @@ def _train(
     else:
         log.info("resumed from %s at step %d", point.path, point.step)
         reporter.event("resumed", step=point.step, path=str(point.path))
-    all_hooks = make_hooks(trainer, hooks)
+    all_hooks = make_hooks(trainer, hooks, tiers.local)
     signals.defer()
     stopped = trainer.train(all_hooks)
     reporter.step = trainer.progress.step

@@ -40,7 +40,7 @@ def load_training_state(
     """
     fresh = _fresh_slots(point.path, point.state.get("optimizer_name"), optimizer, name)
     if fresh is None:
-        load(point.path, model_tensors(model))
+        load(point.path, model_tensors(model), fetch=point.fetch)
         model.after_update()
         return False
     for slot, _, values in optimizer.tensors():
@@ -48,7 +48,7 @@ def load_training_state(
             values.zero_()
     names = all_tensors(model, optimizer)
     there = {name: of_name for name, of_name in names.items() if _slot(name) not in fresh}
-    load(point.path, there, unused=STARTS_ALONE - fresh)
+    load(point.path, there, unused=STARTS_ALONE - fresh, fetch=point.fetch)
     model.after_update()
     optimizer.load_state(point.state["optimizer"])
     return True

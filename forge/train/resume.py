@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.checkpoint import Checkpoints, find_checkpoint, load, read_state
+from forge.checkpoint.loading import Fetch
 from forge.config import Config
 from forge.distributed import RanksFailed, on_first_rank
 from forge.errors import NO_CHECKPOINT, UserError
@@ -22,10 +23,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint that a run continues, and its JSON state."""
+    """The checkpoint that a run continues, and its JSON state. fetch: brings its files to this node, see `load`."""
 
     path: Path
     state: dict[str, Any]
+    fetch: Fetch | None = None
 
     @property
     def step(self) -> int:
@@ -62,7 +64,7 @@ def find_start(config: Config, checkpoints: Checkpoints, directory: RunDirectory
         step = checkpoints.latest(verify=verify)
         if step is not None:
             log_that_origins_count_once(config, checkpoints.path(step))
-            return Start(_resume_point(checkpoints.path(step), config), kept=step)
+            return Start(resume_point(checkpoints.path(step), config), kept=step)
     elif checkpoints.steps():
         log.warning("checkpoint.resume = %s begins a new history: %s", wanted, replaced)
     if asked.path is None:
@@ -72,14 +74,15 @@ def find_start(config: Config, checkpoints: Checkpoints, directory: RunDirectory
         return Start(None, kept=-1, origin=asked, replaces=replaced is not None)
     path = Path(wanted)
     _require_sound(path, checkpoints, "checkpoint.resume", verify)
-    point = _resume_point(path, config, branch=True)
+    point = resume_point(path, config, branch=True)
     own = path.resolve() == checkpoints.path(point.step).resolve()
     kept = point.step if own or replaced is None else -1
     return Start(point, kept, replace(asked, step=point.step), replaces=replaced is not None)
 
 
-def _resume_point(path: Path, config: Config, branch: bool = False) -> ResumePoint:
-    point = ResumePoint(path, read_state(path))
+def resume_point(path: Path, config: Config, branch: bool = False, fetch: Fetch | None = None) -> ResumePoint:
+    """Return the checkpoint at `path` as one to continue. Raises UserError where `config` does not continue it."""
+    point = ResumePoint(path, read_state(path), fetch)
     if "progress" not in point.state:
         raise UserError(
             f"checkpoint.resume = {config.checkpoint.resume!r}: was imported, so it has weights only and no history to "

@@ -7,8 +7,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from forge.checkpoint import SaveOutcome
+from forge.checkpoint import NamedTensors, SaveOutcome
 from forge.config import Config, to_toml
 from forge.data.tokenizer import Tokenizer
 from forge.errors import FAILED, UserError
@@ -52,14 +53,19 @@ class Saves(Hook):
     def after_rollback(self, step: int) -> None:
         self._saved_step = step
 
-    def _save(self, step: int, last: bool) -> None:
+    def prepare(self, step: int) -> None:
         """A checkpoint follows everything that is written about its step, and holds nothing known to be bad."""
         trainer = self._trainer
+        trainer.process_last_result()
+        trainer.hooks.call("before_save", step)
+        trainer.anomalies.check_replicas(step, replicated_tensors(trainer.model, trainer.optimizer))
+
+    def _save(self, step: int, last: bool) -> None:
+        trainer = self._trainer
         with trainer.reporter.phases.during("save", step):
-            trainer.process_last_result()
-            self._saved_at, trainer.results.save_requested = time.monotonic(), False
-            trainer.hooks.call("before_save", step)
-            trainer.anomalies.check_replicas(step, replicated_tensors(trainer.model, trainer.optimizer))
+            self._saved_at = time.monotonic()
+            self.prepare(step)
+            trainer.results.save_requested = False
             if last:
                 self.save_and_wait()
             else:
@@ -73,6 +79,11 @@ class Saves(Hook):
         self._wait()
         trainer = self._trainer
         self._saved_step = trainer.progress.step
+        self._report(trainer.checkpoints.save(self._saved_step, *self.contents()))
+
+    def contents(self) -> tuple[NamedTensors, dict[str, Any], dict[str, bytes], dict[str, Any]]:
+        """Return what a checkpoint of the current step holds, as `Checkpoints.save` takes it."""
+        trainer = self._trainer
         state = {
             "progress": trainer.progress.state(),
             "optimizer": trainer.optimizer.state(),
@@ -80,7 +91,7 @@ class Saves(Hook):
             "inputs": trainer.data.fingerprints,
         }
         tensors, layout = all_tensors(trainer.model, trainer.optimizer), vars(trainer.meshes.degrees)
-        self._report(trainer.checkpoints.save(self._saved_step, tensors, state, self._files, layout))
+        return tensors, state, self._files, layout
 
     def save_and_wait(self) -> None:
         """Save the current step unless that is done, and see it on disk. Raises UserError (exit 1) if it fails."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from forge.report.diagnose import diagnose
 
-_TEST = re.compile(r"test_([kpsrnhdx]\d)_")
+_TEST = re.compile(r"test_([kpsrnhdxe]\d+)_")
 _KILLED = "no report of an end: killed|the processes were killed|a rank was killed, or died"
 _STOPPED = "stopped on request|: stopped at step"
 # Row of the table -> what a diagnosis calls the fault. A row without a name here is in NOT_NAMED.
@@ -35,6 +35,9 @@ NAMES = {
     "H3": "a rank failed, and the others with it|an error in the program on one rank|planted",
     "D1": "damaged data, or of another tokenizer",
     "D2": "data or tokenizer have changed since the checkpoint|the configuration cannot be continued",
+    "E1": _KILLED,
+    "E4": _KILLED,
+    "E7": _KILLED,
     "X1": "something beside training failed",
     "X2": "out of memory",
 }
@@ -45,7 +48,25 @@ OTHERS = {
     "test_s6_a_second_run_on_the_same_directory_is_refused_and_names_the_first": _STOPPED,
 }
 # No fault of a run: ways to resume, data that are prepared, a job script; and S5, which no run has.
-NOT_NAMED = {"P6", "S5", "R1", "R2", "R3", "R4", "R5", "R6", "D3", "D4"}
+NOT_NAMED = {
+    "E2",
+    "E3",
+    "E5",
+    "E6",
+    "E8",
+    "E9",
+    "E10",
+    "P6",
+    "S5",
+    "R1",
+    "R2",
+    "R3",
+    "R4",
+    "R5",
+    "R6",
+    "D3",
+    "D4",
+}
 
 
 def row_of(test: str) -> str | None:

@@ -1,0 +1,273 @@
+"""`LocalTier`: the newest states of a run in the memory or on the disks of its nodes, beside those on shared storage.
+
+A state is one checkpoint of the usual format that no folder holds as a whole. On each node `step-N` has the manifest, DCP's
+index and the small files of all, and of the files with tensors those that the node's own ranks wrote and those of the nodes
+that it is a peer of. What a restart needs is complete as long as each file is on one node that is left.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from forge.checkpoint import folders
+from forge.checkpoint.commit import Contents, require_room, save_tensors
+from forge.checkpoint.manifest import MANIFEST, Damaged, compose, entry, read_manifest
+from forge.checkpoint.nodes import Nodes, Transfer, exchange
+from forge.checkpoint.store import Checkpoints
+from forge.distributed import RanksFailed, describe, gather_from_ranks, on_every_rank, on_first_rank
+from forge.fault import fault_point
+
+log = logging.getLogger(__name__)
+# A state that is being written must not be the only one.
+KEPT = 2
+_INDEX = ".metadata"
+
+
+class LocalTier:
+    """The states in `folder` of each node; `peers` other nodes keep a copy of each. Methods are collective over all ranks."""
+
+    def __init__(self, folder: Path, peers: int):
+        self.folder, self._peers = folder, peers
+        self.problems: list[str] = []
+        """What `newest` found damaged or incomplete, one sentence each."""
+        self._group: dist.ProcessGroup = dist.new_group(backend="gloo")
+        self.nodes = Nodes.of(folder, self._group)
+        self._writer = Checkpoints(
+            folder, keep_last=KEPT, group=self._group, write=partial(write_parts, self.nodes, peers)
+        )
+        self.save, self.poll, self.wait = self._writer.save, self._writer.poll, self._writer.wait
+        # Of the state that `newest` has returned: file -> nodes that hold it.
+        self._holders: dict[str, list[int]] = {}
+        self._files: dict[str, dict[str, Any]] = {}
+
+    def path(self, step: int) -> Path:
+        """Return where this node's part of the state of `step` is. Not collective."""
+        return self.folder / folders.step_name(step)
+
+    def newest(self, after: int) -> int | None:
+        """Return the newest step later than `after` whose state is complete over all nodes and as it was saved.
+
+        Files are read and compared with their checksums. Every node then has all but the files with tensors, see `fetch`.
+        """
+        self.problems = []
+        held = gather_from_ranks("listing local states", lambda: self._held(after), self._group)
+        for step in sorted({step for of_rank in held for step in of_rank}, reverse=True):
+            digests = {rank: of_rank[step] for rank, of_rank in enumerate(held) if step in of_rank}
+            if len(set(digests.values())) > 1:
+                self.problems.append(f"local states of step {step} are not of one save")
+            elif self._is_whole(step, min(digests)):
+                return step
+        return None
+
+    def fetch(self, step: int, names: set[str]) -> None:
+        """Bring those of the files `names` that this rank needs and its node lacks, from the nodes that hold them."""
+        nodes, folder = self.nodes, self.path(step)
+        lacking = {name for name in names if nodes.own not in self._holders[name]}
+        wanted = gather_from_ranks("asking for files", lambda: sorted(lacking), self._group)
+        of_nodes: dict[tuple[str, int], int] = {}  # file and node -> the first rank there that needs it
+        for rank, of_rank in enumerate(wanted):
+            for name in of_rank:
+                of_nodes.setdefault((name, nodes.node_of(rank)), rank)
+        transfers: list[Transfer] = []
+        sent: dict[str, int] = defaultdict(int)
+        for (name, _), target in sorted(of_nodes.items()):
+            source = nodes.ranks[self._holders[name][sent[name] % len(self._holders[name])]]
+            sent[name] += 1
+            transfers.append(Transfer(name, self._files[name]["size"], source[target % len(source)], target))
+
+        def bring() -> None:
+            for name in exchange(folder, transfers, nodes.rank, self._group):
+                if entry(folder / name) != self._files[name]:
+                    raise Damaged(f"{name} is not what was saved")
+
+        on_every_rank("bringing files from other nodes", bring, self._group)
+
+    def forget_after(self, step: int) -> None:
+        """Remove the states of later steps (-1: all)."""
+        self.wait()
+
+        def remove() -> None:
+            for later in folders.steps(self.folder, complete=False) if self.nodes.leads else ():
+                if later > step:
+                    shutil.rmtree(self.path(later))
+
+        on_every_rank("removing local states", remove, self._group)
+
+    def _held(self, after: int) -> dict[int, str]:
+        """On the first rank of a node return step -> digest of the manifest."""
+        found = {}
+        for step in folders.steps(self.folder) if self.nodes.leads else ():
+            if step > after:
+                try:
+                    found[step] = str(read_manifest(self.path(step))["digest"])
+                except (Damaged, OSError):
+                    # The other nodes' manifests are the same.
+                    (self.path(step) / MANIFEST).unlink(missing_ok=True)
+        return found
+
+    def _is_whole(self, step: int, holder: int) -> bool:
+        """Verify the state of `step`, of which rank `holder` has the manifest."""
+        folder, nodes = self.path(step), self.nodes
+
+        def small() -> dict[str, bytes]:
+            files = read_manifest(folder)["files"]
+            names = [MANIFEST, *(name for name in files if not name.endswith(".distcp"))]
+            return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+
+        of_ranks = gather_from_ranks(
+            "reading a local state", lambda: small() if nodes.rank == holder else {}, self._group
+        )
+        contents = of_ranks[holder]
+        on_every_rank("completing a local state", lambda: self._complete(step, contents), self._group)
+        files = on_every_rank("reading a manifest", lambda: read_manifest(folder)["files"], self._group)
+        tensors = [name for name in files if name.endswith(".distcp")]
+        if absent := [
+            name for name in files if name not in tensors and not _is(contents.get(name), files[name])
+        ]:
+            self.problems.append(f"the local state of step {step} has a damaged {absent[0]}")
+            return False
+        found = gather_from_ranks(
+            "hashing a local state", lambda: self._check(step, files, tensors), self._group
+        )
+        holders: dict[str, list[int]] = {name: [] for name in tensors}
+        for rank, (good, damaged) in enumerate(found):
+            for name in good:
+                holders[name].append(nodes.node_of(rank))
+            self.problems += [
+                f"the local state of step {step} on node {nodes.node_of(rank)}: {name} has a wrong checksum"
+                for name in damaged
+            ]
+        if lost := [name for name, where in holders.items() if not where]:
+            self.problems.append(
+                f"the local state of step {step} is incomplete: {len(lost)} of {len(tensors)} files are on no node"
+            )
+            return False
+        self._holders, self._files = holders, files
+        return True
+
+    def _complete(self, step: int, contents: Mapping[str, bytes]) -> None:
+        """Write the small files where the node has not got them."""
+        folder = self.path(step)
+        if self.nodes.leads:
+            for name, content in contents.items():
+                path = folder / name
+                if not path.is_file() or path.read_bytes() != content:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(content)
+
+    def _check(
+        self, step: int, files: Mapping[str, dict[str, Any]], tensors: list[str]
+    ) -> tuple[list[str], list[str]]:
+        """Hash this rank's share of the tensor files of its node; return the good ones and the damaged ones."""
+        good: list[str] = []
+        damaged: list[str] = []
+        there = [name for name in tensors if (self.path(step) / name).is_file()]
+        for name in self.nodes.share(there):
+            (good if entry(self.path(step) / name) == files[name] else damaged).append(name)
+        return good, damaged
+
+
+def write_parts(
+    nodes: Nodes,
+    peers: int,
+    root: Path,
+    step: int,
+    contents: Contents | Exception,
+    keep_last: int,
+    _keep_every: int,
+    group: dist.ProcessGroup,
+) -> None:
+    """Write the parts of one checkpoint that each node keeps; the protocol is that of commit.py. Collective over `group`.
+
+    Raises RanksFailed on every rank when anything failed on any rank; no part of it is left then.
+    """
+    part, final = root / f".partial-{folders.step_name(step)}", root / folders.step_name(step)
+    own = nodes.own
+
+    def begin() -> int:
+        if isinstance(contents, Exception):
+            raise contents
+        if nodes.leads:
+            root.mkdir(parents=True, exist_ok=True)
+            folders.sweep(root)
+            # Of an earlier start: it was not complete over all nodes, or the run would have gone on from there.
+            shutil.rmtree(final, ignore_errors=True)
+            part.mkdir()
+        return sum(tensor.written_bytes for tensor in contents.tensors.values())
+
+    def copies() -> list[Transfer]:
+        """What each rank wrote goes to a rank of each peer of its node."""
+        found = []
+        for node, ranks in enumerate(nodes.ranks):
+            for peer in nodes.peers(node, peers):
+                to = nodes.ranks[peer]
+                for place, rank in enumerate(ranks):
+                    for name, file in parts[rank].items():
+                        found.append(Transfer(name, file["size"], rank, to[place % len(to)]))
+        return found
+
+    def complete(index: bytes, manifest: bytes) -> None:
+        if not nodes.leads:
+            return
+        assert isinstance(contents, Contents)
+        for name, content in {_INDEX: index, **of_first, MANIFEST: manifest}.items():
+            (part / name).parent.mkdir(parents=True, exist_ok=True)
+            (part / name).write_bytes(content)
+        part.rename(final)
+
+    try:
+        sizes = gather_from_ranks("preparing a local state", begin, group)
+        assert isinstance(contents, Contents)
+        keeps = [own, *(node for node in range(len(nodes.ranks)) if own in nodes.peers(node, peers))]
+        needed = sum(sizes[rank] for node in keeps for rank in nodes.ranks[node])
+        on_every_rank("looking for room", lambda: require_room(root, needed) if nodes.leads else None, group)
+        save_tensors(part, contents, group)
+        parts = gather_from_ranks(
+            "reading back what was written", lambda: _own_files(part, nodes.rank), group
+        )
+        on_every_rank("copying to peers", lambda: exchange(part, copies(), nodes.rank, group), group)
+        fault_point("local.before_manifest", step)
+        index, of_first, manifest = on_first_rank(
+            "listing files", lambda: _listing(part, contents, parts), group
+        )
+        on_every_rank("completing a local state", lambda: complete(index, manifest), group)
+    except RanksFailed:
+        remove: Callable[[], None] = partial(shutil.rmtree, part, ignore_errors=True)
+        on_every_rank("removing a partial state", lambda: remove() if nodes.leads else None, group)
+        raise
+    if nodes.leads:
+        try:
+            folders.prune(root, step, keep_last, 0)
+        except Exception as error:  # the state is complete, and the other ranks have gone on
+            log.error("could not remove old states in %s: %s", root, describe(error))
+
+
+def _own_files(part: Path, rank: int) -> dict[str, dict[str, Any]]:
+    return {path.name: entry(path) for path in part.glob(f"__{rank}_*.distcp")}
+
+
+def _listing(
+    part: Path, contents: Contents, parts: list[dict[str, dict[str, Any]]]
+) -> tuple[bytes, dict[str, bytes], bytes]:
+    """On the first rank: DCP's index, the small files and the manifest, which are the same on all nodes."""
+    index = (part / _INDEX).read_bytes()
+    files = {name: file for of_rank in parts for name, file in of_rank.items()}
+    files |= {name: _entry(content) for name, content in {_INDEX: index, **contents.files}.items()}
+    return index, contents.files, compose(contents.step, len(parts), contents.layout, files).encode()
+
+
+def _entry(content: bytes) -> dict[str, Any]:
+    return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def _is(content: bytes | None, expected: dict[str, Any]) -> bool:
+    return content is not None and _entry(content) == expected

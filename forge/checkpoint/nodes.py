@@ -1,0 +1,98 @@
+"""Which ranks share a folder that is local to their node, and the exchange of files between nodes."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from forge.distributed import gather_from_ranks
+
+_CHUNK = 1 << 28
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The ranks of each node, ascending; nodes in the order of their first ranks. `rank` is this process's."""
+
+    ranks: tuple[tuple[int, ...], ...]
+    rank: int
+
+    @classmethod
+    def of(cls, folder: Path, group: dist.ProcessGroup) -> Nodes:
+        """Group ranks by machine and by the absolute path of `folder` there. Collective over `group`, of all ranks."""
+        place = (socket.gethostname(), os.path.realpath(folder))
+        places = gather_from_ranks("comparing local folders", lambda: place, group)
+        ranks: dict[tuple[str, str], list[int]] = {}
+        for rank, one in enumerate(places):
+            ranks.setdefault(one, []).append(rank)
+        return cls(tuple(tuple(of_node) for of_node in ranks.values()), dist.get_rank(group))
+
+    @property
+    def own(self) -> int:
+        """The number of this rank's node."""
+        return self.node_of(self.rank)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank manages the folder of its node."""
+        return self.rank == self.ranks[self.own][0]
+
+    def node_of(self, rank: int) -> int:
+        return next(number for number, ranks in enumerate(self.ranks) if rank in ranks)
+
+    def share(self, names: Sequence[str]) -> list[str]:
+        """Return this rank's share of work on files that its whole node holds."""
+        ranks = self.ranks[self.own]
+        return list(names[ranks.index(self.rank) :: len(ranks)])
+
+    def peers(self, node: int, copies: int) -> list[int]:
+        """Return the nodes that keep a copy of what `node` writes: those after it, as many as there are."""
+        count = len(self.ranks)
+        return [(node + step) % count for step in range(1, min(copies, count - 1) + 1)]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A file of `size` bytes, to be sent by one rank to another, which is on another node."""
+
+    name: str
+    size: int
+    source: int
+    target: int
+
+
+def exchange(folder: Path, transfers: Sequence[Transfer], rank: int, group: dist.ProcessGroup) -> list[str]:
+    """Send and receive files of `folder`; return the names received. All ranks pass the same transfers, in one order.
+
+    Files are mapped into memory, so that nothing is copied but what goes over the network.
+    """
+    works, received, mapped = [], [], []
+    for number, one in enumerate(transfers):
+        if rank not in (one.source, one.target) or not one.size:
+            continue
+        sends = rank == one.source
+        if not sends:
+            received.append(one.name)
+        content = _map(folder / one.name, one.size, writes=not sends)
+        mapped.append(content)  # until the work is done
+        for chunk in content.split(_CHUNK):
+            if sends:
+                works.append(dist.isend(chunk, one.target, group=group, tag=number))
+            else:
+                works.append(dist.irecv(chunk, one.source, group=group, tag=number))
+    for work in works:
+        if work is not None:
+            work.wait()
+    return received
+
+
+def _map(path: Path, size: int, writes: bool) -> Tensor:
+    """Return the bytes of the file at `path` as a tensor; with `writes` the file is made, and holds what is written."""
+    return torch.from_file(str(path), shared=writes, size=size, dtype=torch.uint8)

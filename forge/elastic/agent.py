@@ -1,0 +1,137 @@
+"""One node of an elastic run: PyTorch's agent, with the settings without which a lost node would not be survived.
+
+    meeting (any machine that stays)  <-  agents, one per node  ->  ranks (train.py)
+
+An agent that is lost is removed from the rendezvous when it has sent no heartbeat for a while. The ranks of the others fail
+or are stopped, their agents meet again, and the run resumes with the nodes there are. A new agent makes the others stop
+their ranks, which save first; an agent beyond the greatest number of nodes waits until it is needed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta, tzinfo
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
+from torch.distributed.run import main as torchrun
+
+from forge.config import load_config
+from forge.config.fallbacks import choose_layout
+from forge.elastic.meeting import OVER, clock_offset
+from forge.errors import FAILED, FINISHED, STOPPED, UserError
+
+TRAIN = Path(__file__).resolve().parents[2] / "train.py"
+SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+
+
+@dataclass(frozen=True)
+class Node:
+    """What an agent is started with.
+
+    least, most: nodes of the run. processes: ranks on this node. meeting: "HOST:PORT". lost_after_s: how long a node may be
+    silent before it is taken for lost. gather_s: how long a group that is large enough waits for more nodes.
+    patience_s: how long an agent waits for the least number of nodes.
+    """
+
+    least: int
+    most: int
+    processes: int
+    meeting: str
+    restarts: int = 100
+    lost_after_s: int = 10
+    gather_s: int = 5
+    patience_s: int = 24 * 3600
+
+
+def layouts(argv: Sequence[str], node: Node) -> dict[int, str]:
+    """Return nodes -> the layout that the run takes on so many. Raises UserError where there is none, or for the config."""
+    config, found = load_config(list(argv)), {}
+    for nodes in range(node.least, node.most + 1):
+        try:
+            _, degrees, fallback = choose_layout(list(argv), config, nodes * node.processes)
+        except UserError as error:
+            raise UserError(f"{nodes} nodes with {node.processes} processes: {error}") from None
+        shape = ", ".join(
+            f"{axis} {getattr(degrees, axis)}" for axis in ("pp", "dp", "cp", "tp", "accumulation")
+        )
+        found[nodes] = f"{shape}{f' ({fallback})' if fallback else ''}"
+    return found
+
+
+def run_agent(node: Node, argv: Sequence[str]) -> int:
+    """Run the ranks of this node with train.py's arguments `argv`; return the exit code of the run.
+
+    That is 0 (finished, or another node is enough), 75 (stopped by a signal) or the code of the first rank that failed.
+    Raises UserError where nobody meets at `node.meeting`.
+    """
+    store = _meet(node.meeting)
+    _share_clock(clock_offset(store))
+    os.environ |= {
+        # Agents would else keep the address of the first rank's store of the first round, also when that node is gone.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "FORGE_NODES": f"{node.least}:{node.most}",
+    }
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    try:
+        torchrun([*_torchrun_options(node), str(TRAIN), *argv])
+    except ChildFailedError as error:
+        return error.get_first_failure()[1].exitcode or FAILED
+    except SignalException:
+        return STOPPED
+    except RendezvousGracefulExitError:  # a spare that was never needed
+        return FINISHED
+    store.set(OVER, "1")
+    return FINISHED
+
+
+def _torchrun_options(node: Node) -> list[str]:
+    rendezvous = {
+        "is_host": 0,
+        "keep_alive_interval": 1,
+        "keep_alive_max_attempt": node.lost_after_s,
+        "last_call_timeout": node.gather_s,
+        "join_timeout": node.patience_s,
+    }
+    return [
+        f"--nnodes={node.least}:{node.most}",
+        f"--nproc-per-node={node.processes}",
+        f"--max-restarts={node.restarts}",
+        "--rdzv-backend=c10d",
+        "--rdzv-id=forge",
+        f"--rdzv-endpoint={node.meeting}",
+        f"--rdzv-conf={','.join(f'{key}={value}' for key, value in rendezvous.items())}",
+        f"--signals-to-handle={SIGNALS}",
+    ]
+
+
+def _meet(address: str, timeout: timedelta = timedelta(minutes=5)) -> dist.TCPStore:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise UserError(f"--meeting {address}: must be HOST:PORT, as `elastic.py meeting` prints it")
+    try:
+        return dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
+    except dist.DistError as error:
+        raise UserError(
+            f"--meeting {address}: nobody answers there; start `elastic.py meeting` first ({error})", FAILED
+        ) from None
+
+
+def _share_clock(offset_s: float) -> None:
+    """Let PyTorch's rendezvous read the meeting's clock: it compares time stamps of nodes, whose own may be hours apart."""
+
+    def now(zone: tzinfo | None = None) -> datetime:
+        return datetime.fromtimestamp(time.time() + offset_s, zone)
+
+    if abs(offset_s) > 1:
+        print(f"forge: the clock of this node is {-offset_s:.0f} s ahead of the meeting's", file=sys.stderr)
+    vars(dynamic_rendezvous)["datetime"] = SimpleNamespace(now=now)

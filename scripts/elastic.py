@@ -1,0 +1,97 @@
+#!/usr/bin/env python
+"""Train on nodes that come and go. Start the place where they meet, then one agent per node:
+
+    python scripts/elastic.py meeting --port 29400
+    python scripts/elastic.py agent --nodes 2:3 --processes 8 --meeting HOST:29400 -- --config 7b.toml [...]
+
+The meeting runs on any machine that stays: it needs no card, and little of anything else. docs/elastic.md has the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import signal
+import sys
+import threading
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
+
+from forge.errors import FINISHED, UserError
+from scripts.options import exit_code_of
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="meeting|agent|layouts")
+    meeting = commands.add_parser(
+        "meeting", help="hold the place where the agents of one run meet, until it is over"
+    )
+    meeting.add_argument("--port", type=int, default=29400, help="0: a free one, which is printed")
+    agent = commands.add_parser("agent", help="run the ranks of this node")
+    agent.add_argument("--meeting", required=True, metavar="HOST:PORT")
+    agent.add_argument("--restarts", type=int, default=100, help="failures of ranks on this node to survive")
+    agent.add_argument(
+        "--lost-after", type=int, default=10, metavar="S", help="silence after which a node is lost"
+    )
+    agent.add_argument(
+        "--gather", type=int, default=5, metavar="S", help="wait for more nodes when MIN are there"
+    )
+    agent.add_argument(
+        "--patience", type=int, default=24 * 3600, metavar="S", help="wait for MIN nodes so long"
+    )
+    layouts = commands.add_parser(
+        "layouts", help="print the layout on each number of nodes, and start nothing"
+    )
+    for command in (agent, layouts):
+        command.add_argument("--nodes", required=True, metavar="MIN:MAX")
+        command.add_argument("--processes", type=int, default=1, help="ranks on each node")
+        command.add_argument("train", nargs="*", metavar="-- ARGUMENTS", help="of train.py")
+    given = parser.parse_args(arguments)
+    if given.command == "meeting":
+        return exit_code_of(lambda: _meeting(given.port))
+    codes: list[int] = []
+    return exit_code_of(lambda: codes.append(_node(given))) or codes[0]
+
+
+def _meeting(port: int) -> None:
+    from forge.elastic.meeting import Meeting
+
+    closed = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: closed.set())
+    meeting = Meeting(port)
+    print(f"agents meet at {meeting.address}", flush=True)
+    meeting.serve(closed)
+
+
+def _node(given: argparse.Namespace) -> int:
+    from forge.elastic.agent import Node, layouts, run_agent
+
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", given.nodes)
+    least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= least <= most:
+        raise UserError(f"--nodes {given.nodes}: must be MIN:MAX with 1 <= MIN <= MAX, or one number")
+    if given.command == "layouts":
+        for nodes, layout in layouts(given.train, Node(least, most, given.processes, "")).items():
+            print(f"{nodes} nodes: {layout}")
+        return FINISHED
+    node = Node(
+        least,
+        most,
+        given.processes,
+        given.meeting,
+        given.restarts,
+        given.lost_after,
+        given.gather,
+        given.patience,
+    )
+    layouts(given.train, node)  # a mistake is one sentence now, not one for each restart
+    return run_agent(node, given.train)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""Elastic runs on this machine: a meeting, and agents that stand for nodes, each of them in processes of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from forge.elastic.meeting import Meeting
+from tests.support.launchers import ROOT
+from tests.support.runs import BASE, FLOAT64, Run, wait_for
+
+SCRIPT = str(ROOT / "scripts" / "elastic.py")
+# 24 sequences are divided by 6, 4 and 2 ranks. Steps are slow enough for a fault to fall between two of them.
+BATCH = ["--train.global_batch_size=24", "--train.micro_batch_size=2"]
+
+
+class Nodes:
+    """Agents of one run in `folder`. Options of train.py are the same for all of them but for NODE in an option."""
+
+    def __init__(self, folder: Path, nodes: str, processes: int, *options: str):
+        self.run = Run(folder)
+        self._folder, self._nodes, self._processes = folder, nodes, processes
+        self._options = [*BASE, f"--run.output_dir={folder}", *BATCH, *options]
+        self._meeting, self._closed = Meeting(0), threading.Event()
+        self._serving = threading.Thread(target=self._meeting.serve, args=(self._closed, 1.0), daemon=True)
+        self._serving.start()
+        self.agents: dict[str, subprocess.Popen] = {}
+
+    def start(self, *names: str, **environment: str) -> None:
+        """Start an agent for each name."""
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "RANK", "WORLD", "FORGE"))}
+        for name in names:
+            settings = [f"--nodes={self._nodes}", f"--processes={self._processes}"]
+            settings += [
+                f"--meeting=localhost:{self._meeting.port}",
+                "--lost-after=4",
+                "--gather=3",
+                "--patience=240",
+            ]
+            with open(self._folder / f"agent-{name}.txt", "ab") as terminal:
+                self.agents[name] = subprocess.Popen(
+                    [
+                        sys.executable,
+                        SCRIPT,
+                        "agent",
+                        *settings,
+                        "--",
+                        *(o.replace("NODE", name) for o in self._options),
+                    ],
+                    cwd=self._folder,
+                    env=clean | {"OMP_NUM_THREADS": "1"} | environment,
+                    stdout=terminal,
+                    stderr=subprocess.STDOUT,
+                )
+
+    def kill(self, *names: str) -> None:
+        """SIGKILL these agents; the kernel kills their ranks."""
+        for name in names:
+            self.agents[name].kill()
+        for name in names:
+            self.agents.pop(name).wait()
+
+    def wait_for_step(self, step: int) -> None:
+        """Return when the run has written the line of `step`."""
+
+        def there() -> bool:
+            for name, agent in self.agents.items():
+                assert agent.poll() is None, self.output(name)
+            path = self.run.path / "metrics.jsonl"
+            return path.exists() and f'"step": {step},'.encode() in path.read_bytes()
+
+        wait_for(there, 240)
+
+    def finish(self, seconds: float = 240) -> dict[str, int]:
+        """Wait for every agent; return the exit codes."""
+        return {name: agent.wait(seconds) for name, agent in self.agents.items()}
+
+    def output(self, name: str) -> str:
+        return (self._folder / f"agent-{name}.txt").read_text()
+
+    def close(self) -> None:
+        for agent in self.agents.values():
+            if agent.poll() is None:
+                agent.send_signal(signal.SIGKILL)
+                agent.wait()
+        self._closed.set()
+        self._serving.join()
+
+
+@contextmanager
+def elastic(folder: Path, nodes: str, processes: int, *options: str) -> Iterator[Nodes]:
+    """Agents that are killed at the end of the body."""
+    folder.mkdir(exist_ok=True)
+    group = Nodes(folder, nodes, processes, *options)
+    try:
+        yield group
+    finally:
+        group.close()
+
+
+def assert_same_course(run: Run, whole: Run, tolerance: float = 1e-9) -> None:
+    """Every step once, and every number of the metrics as in the undisturbed run, to `tolerance`."""
+    found, expected = run.metrics(), whole.metrics()
+    assert [line["step"] for line in found] == [line["step"] for line in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert one.keys() == other.keys()
+        for name, value in other.items():
+            if isinstance(value, float):
+                assert abs(one[name] - value) <= tolerance * max(1.0, abs(value)), (one["step"], name)
+            else:
+                assert one[name] == value, (one["step"], name)
+
+
+FLOAT64_EXPERTS = [*FLOAT64, "--model.moe.n_experts=4", "--model.moe.top_k=2", "--model.moe.expert_dim=32"]
+
+
+def own_memory() -> None:
+    """A patch for `Run.start`: each two ranks have memory of their own, as the ranks of a node have."""
+    from forge.train import tiers
+
+    node = int(os.environ["RANK"]) // 2
+    tiers.MEMORY = Path(os.environ["RUN_UNDER_TEST"]).parent / "memory" / f"node-{node}"
