@@ -215,6 +215,10 @@ def write_parts(
                         found.append(Transfer(name, file["size"], rank, to[place % len(to)]))
         return found
 
+    def copy() -> None:
+        exchange(part, copies(), nodes.rank, group)
+        fault_point("local.before_manifest", step)
+
     def complete(index: bytes, manifest: bytes) -> None:
         if not nodes.leads:
             return
@@ -234,8 +238,7 @@ def write_parts(
         parts = gather_from_ranks(
             "reading back what was written", lambda: _own_files(part, nodes.rank), group
         )
-        on_every_rank("copying to peers", lambda: exchange(part, copies(), nodes.rank, group), group)
-        fault_point("local.before_manifest", step)
+        on_every_rank("copying to peers", copy, group)
         index, of_first, manifest = on_first_rank(
             "listing files", lambda: _listing(part, contents, parts), group
         )

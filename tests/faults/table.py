@@ -108,7 +108,7 @@ class Results:
 def show(results: Results) -> str:
     """The table as text, as wide as the terminal; below it what failed and what was skipped, and a line that sums up."""
     width = max(100, min(160, shutil.get_terminal_size().columns))
-    widths = [4, 22, 5, (width - 38) * 2 // 5, (width - 38) * 3 // 5]
+    widths = [3, 22, 5, (width - 38) * 2 // 5, (width - 38) * 3 // 5]
     chosen = [row for row in rows() if row.name in results.wanted]
     lines = [_line(("row", "result", "time", "fault", "expected"), widths), "-" * width]
     for row in chosen:

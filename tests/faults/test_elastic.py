@@ -55,6 +55,7 @@ def test_e4_a_lost_node_is_covered_by_its_peer_and_the_curve_is_the_same(tmp_pat
     assert not states(run, 0) and not states(run, 1)
 
 
+@pytest.mark.slow
 def test_e7_two_nodes_lost_at_once_fall_back_to_the_newest_checkpoint(tmp_path, undisturbed) -> None:
     run = kept(tmp_path)
     killed_at(run, 12)
@@ -65,6 +66,7 @@ def test_e7_two_nodes_lost_at_once_fall_back_to_the_newest_checkpoint(tmp_path, 
     assert_same_course(run, undisturbed_course(undisturbed))
 
 
+@pytest.mark.slow
 def test_e5_a_flipped_bit_on_a_node_is_covered_by_the_copy_of_its_peer(tmp_path, undisturbed) -> None:
     run = kept(tmp_path)
     killed_at(run, 12, 4)
@@ -85,6 +87,7 @@ def test_e6_a_save_that_fails_loses_nothing_where_nodes_keep_states(tmp_path, un
     assert_same_course(run, undisturbed_course(undisturbed))
 
 
+@pytest.mark.slow
 def test_e6_shared_storage_that_is_away_at_a_restart_is_an_error_and_loses_nothing(
     tmp_path, undisturbed
 ) -> None:
@@ -101,6 +104,7 @@ def test_e6_shared_storage_that_is_away_at_a_restart_is_an_error_and_loses_nothi
     assert_same_course(run, undisturbed_course(undisturbed))
 
 
+@pytest.mark.slow
 def test_a_new_history_does_not_go_on_from_states_of_the_one_before(tmp_path, undisturbed) -> None:
     run = kept(tmp_path)
     killed_at(run, 12, 2)

@@ -16,6 +16,7 @@ from tests.support.launchers import ROOT
 from tests.support.runs import BASE, FLOAT64, Run, wait_for
 
 SCRIPT = str(ROOT / "scripts" / "elastic.py")
+LOST_AFTER_S = 8
 # 24 sequences are divided by 6, 4 and 2 ranks. Steps are slow enough for a fault to fall between two of them.
 BATCH = ["--train.global_batch_size=24", "--train.micro_batch_size=2"]
 
@@ -39,7 +40,7 @@ class Nodes:
             settings = [f"--nodes={self._nodes}", f"--processes={self._processes}"]
             settings += [
                 f"--meeting=localhost:{self._meeting.port}",
-                "--lost-after=4",
+                f"--lost-after={LOST_AFTER_S}",
                 "--gather=3",
                 "--patience=240",
             ]
