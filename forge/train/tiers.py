@@ -131,15 +131,12 @@ class LocalSaves(Hook):
             with trainer.reporter.phases.during("save", step):
                 self._saves.prepare(step)
                 self._local.save(step, *self._saves.contents())
+        if step >= trainer.config.train.steps:
+            self._local.forget_after(-1)  # `Saves` has just seen the last checkpoint on disk
         self._report()
 
     def after_rollback(self, step: int) -> None:
         self._local.forget_after(step)
-        self._report()
-
-    def after_run(self) -> None:
-        if self._saves.complete_step == self._trainer.config.train.steps:
-            self._local.forget_after(-1)  # the last checkpoint has it all
         self._report()
 
     def _report(self) -> None:

@@ -1,0 +1,50 @@
+"""The layout on the processes there are: the config's own, or the first fallback that fits."""
+
+from __future__ import annotations
+
+import pytest
+
+from forge.config import choose_layout, load_config
+from forge.errors import UserError
+
+BASE = [
+    "--config=debug.toml",
+    "--train.global_batch_size=24",
+    "--train.micro_batch_size=4",
+    "--parallel.tp=2",
+]
+FALLBACKS = '--parallel.fallbacks=["train.micro_batch_size=2","parallel.tp=1 train.micro_batch_size=1"]'
+
+
+def chosen(world: int, *options: str):
+    argv = [*BASE, *options]
+    return choose_layout(argv, load_config(argv), world)
+
+
+def test_a_layout_that_fits_is_taken_as_it_is() -> None:
+    config, degrees, fallback = chosen(4, FALLBACKS)
+    assert (config.parallel.tp, degrees.dp_shard, degrees.accumulation, fallback) == (2, 2, 3, "")
+
+
+def test_the_first_fallback_that_fits_is_taken_with_all_its_keys() -> None:
+    config, degrees, fallback = chosen(8, FALLBACKS)
+    assert (config.train.micro_batch_size, degrees.tp, degrees.accumulation) == (2, 2, 3)
+    assert fallback == "train.micro_batch_size=2"
+    config, degrees, fallback = chosen(3, FALLBACKS)
+    assert (degrees.tp, degrees.dp_shard, degrees.accumulation) == (1, 3, 8)
+    assert fallback == "parallel.tp=1 train.micro_batch_size=1"
+
+
+def test_without_one_that_fits_the_error_is_that_of_the_layout() -> None:
+    with pytest.raises(UserError, match=r"parallel\.dp_shard .* none of the 2 parallel\.fallbacks"):
+        chosen(5, FALLBACKS)
+    with pytest.raises(UserError, match=r"^parallel\.dp_shard (?!.*fallbacks)"):
+        chosen(3)
+
+
+def test_a_fallback_that_changes_the_course_or_is_no_valid_config_is_refused() -> None:
+    for text in ("train.steps=5", "parallel.tp", "optimizer.lr=1 parallel.tp=1"):
+        with pytest.raises(UserError, match=r"parallel\.fallbacks"):
+            chosen(2, f'--parallel.fallbacks=["{text}"]')
+    with pytest.raises(UserError, match=r'parallel\.fallbacks, "parallel\.tp=0"'):
+        chosen(2, '--parallel.fallbacks=["parallel.tp=0"]')
