@@ -37,6 +37,7 @@ def as_json(plan: Plan, crowded: int | None = None) -> dict[str, Any]:
                 "collectives": _collectives(stage),
                 "flops": _flops(stage),
                 "host_bytes_of_save": stage.host,
+                "host_bytes_of_local_states": _local_states(plan.config, stage),
             }
             for stage in plan.stages
         ],
@@ -163,11 +164,21 @@ def _lines_of_work(plan: Plan) -> list[str]:
         for phase, found in of.items()
     )
     checkpoint = sum(stage.checkpoint for stage in plan.stages)
-    return [
+    local = _local_states(plan.config, worst)
+    kept = [
+        f"states on the nodes (checkpoint.local_interval) take {local / GIB:.2f} GiB of host memory for rank {worst.rank}"
+    ]
+    return (kept if local else []) + [
         f"operations of one microbatch on rank {worst.rank}, in 10^12: {flops}",
         f"a step trains on {train.global_batch_size * train.seq_len:,} tokens; a checkpoint has "
         f"{checkpoint / GIB:.1f} GiB, and saving it takes {worst.host / GIB:.2f} GiB of host memory for rank {worst.rank}",
     ]
+
+
+def _local_states(config: Config, stage: StagePlan) -> int:
+    """Return the bytes of a rank's share: two states and one being written, with copies for peers, and the buffer."""
+    kept = config.checkpoint
+    return stage.host * (3 * (1 + kept.peers) + 1) if kept.local_interval else 0
 
 
 def layout_as_json(found: Found) -> dict[str, Any]:

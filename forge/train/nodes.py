@@ -22,7 +22,7 @@ def report_nodes(reporter: Reporter) -> None:
     names = list(dict.fromkeys(gather_from_ranks("naming nodes", lambda: name)))
     if reporter.world.rank != 0:
         return
-    past = read_lines(reporter.directory.events, "nodes")
+    past = read_lines(reporter.directory.events, "joined")
     before = past[-1]["nodes"] if past else names
     lost = [one for one in before if one not in names]
     joined = [one for one in names if one not in before]

@@ -12,6 +12,8 @@ from tests.support.elastic import BATCH, FLOAT64_EXPERTS, Nodes, assert_same_cou
 from tests.support.runs import Run, wait_for
 
 LOCAL = ["--checkpoint.local_interval=2", "--checkpoint.interval=6"]
+# The run does not end before another node has come.
+GATE = '--train.hooks=["tests.support.node_hooks:Gate"]'
 OWN_MEMORY = "tests.support.elastic:own_memory"
 
 
@@ -125,11 +127,16 @@ def wait_for_start(nodes: Nodes, number: int) -> None:
     wait_for(lambda: len(nodes.run.events("recovered")) >= number, 240)
 
 
+def open_gate_at_start(nodes: Nodes, number: int) -> None:
+    wait_for(lambda: len(nodes.run.events("started")) >= number, 240)
+    (nodes.run.path / "gate").touch()
+
+
 @pytest.mark.slow
 def test_e1_e2_a_lost_node_and_a_new_one_change_no_number_of_the_course(tmp_path) -> None:
-    options = [*FLOAT64_EXPERTS, "--train.steps=400", "--checkpoint.interval=100"]
+    options = [*FLOAT64_EXPERTS, "--train.steps=150", "--checkpoint.interval=100"]
     local = ["--checkpoint.local_interval=5", f"--checkpoint.local_dir={tmp_path}/memory-NODE"]
-    with elastic(tmp_path / "elastic", "2:3", 2, *options, *local) as nodes:
+    with elastic(tmp_path / "elastic", "2:3", 2, *options, *local, GATE) as nodes:
         nodes.start("a", "b", "c")
         nodes.wait_for_step(27)
         nodes.kill("a")
@@ -138,6 +145,7 @@ def test_e1_e2_a_lost_node_and_a_new_one_change_no_number_of_the_course(tmp_path
         assert (started["world_size"], again["world_size"]) == (6, 4)
         assert nodes.run.events("resumed")[0]["step"] % 100 != 0
         nodes.start("d")
+        open_gate_at_start(nodes, 3)
         wait_for_start(nodes, 2)
         assert set(nodes.finish().values()) == {0}
     run, whole = nodes.run, Run(tmp_path / "whole", *BATCH, *options)
@@ -153,12 +161,13 @@ def test_e1_e2_a_lost_node_and_a_new_one_change_no_number_of_the_course(tmp_path
 
 
 @pytest.mark.slow
-def test_e2_a_node_that_joins_costs_no_step(tmp_path) -> None:
-    options = ["--train.steps=200", "--checkpoint.interval=0"]
+def test_e2_one_that_joins_costs_no_step(tmp_path) -> None:
+    options = ["--train.steps=130", "--checkpoint.interval=0", GATE]
     with elastic(tmp_path, "1:2", 1, *options) as nodes:
         nodes.start("a")
         nodes.wait_for_step(20)
         nodes.start("b")
+        open_gate_at_start(nodes, 2)
         wait_for_start(nodes, 1)
         assert set(nodes.finish().values()) == {0}
     assert [event["world_size"] for event in nodes.run.events("started")] == [1, 2]
@@ -167,7 +176,7 @@ def test_e2_a_node_that_joins_costs_no_step(tmp_path) -> None:
 
 @pytest.mark.slow
 def test_e3_a_spare_takes_the_place_of_a_lost_node(tmp_path) -> None:
-    with elastic(tmp_path, "2:2", 1, "--train.steps=300", "--checkpoint.interval=10") as nodes:
+    with elastic(tmp_path, "2:2", 1, "--train.steps=200", "--checkpoint.interval=10") as nodes:
         nodes.start("a", "b")
         nodes.wait_for_step(12)
         nodes.start("spare")
@@ -183,7 +192,7 @@ def test_e3_a_spare_takes_the_place_of_a_lost_node(tmp_path) -> None:
 
 @pytest.mark.slow
 def test_e8_fewer_nodes_than_the_least_number_do_not_go_on_by_themselves(tmp_path) -> None:
-    with elastic(tmp_path, "2:3", 1, "--train.steps=300", "--checkpoint.interval=10") as nodes:
+    with elastic(tmp_path, "2:3", 1, "--train.steps=200", "--checkpoint.interval=10") as nodes:
         nodes.start("a", "b", "c")
         nodes.wait_for_step(15)
         nodes.kill("a", "b")
@@ -213,7 +222,7 @@ def test_e9_clocks_that_are_hours_apart_change_nothing(tmp_path) -> None:
 @pytest.mark.slow
 def test_e10_a_node_that_stays_slow_leaves_after_a_save(tmp_path) -> None:
     slow = ["--resilience.straggler_interval=5", "--resilience.drain_stragglers=2", "--train.steps=120"]
-    hook = ["--checkpoint.interval=0", '--train.hooks=["tests.support.slow_node:SlowNode"]']
+    hook = ["--checkpoint.interval=0", '--train.hooks=["tests.support.node_hooks:SlowNode"]']
     with elastic(tmp_path, "1:3", 1, *slow, *hook) as nodes:
         nodes.start("a", "b")
         nodes.start("c", SLOW_NODE="1")

@@ -68,8 +68,20 @@ def test_a_plan_says_what_a_rank_with_crowded_experts_needs(tmp_path, capsys) ->
     assert (
         found["checkpoint_bytes"] > found["stages"][0]["host_bytes_of_save"] > found["checkpoint_bytes"] / 3
     )
+    assert found["stages"][0]["host_bytes_of_local_states"] == 0
     # The loss computes its gradient in forward.
     assert set(found["flops"]["forward"]) == {"layers", "attention", "head"} > set(found["flops"]["backward"])
+
+
+def test_states_on_the_nodes_take_host_memory_for_three_of_them_with_their_copies(tmp_path, capsys) -> None:
+    (tmp_path / "plain.toml").write_text(plan_text())
+    asked = ["--config", str(tmp_path / "plain.toml"), "--plan", "--world-size=2"]
+    kept = ["--checkpoint.local_interval=5", "--checkpoint.peers=2"]
+    assert main([*asked, *kept, "--json"]) == 0
+    stage = json.loads(capsys.readouterr().out)["stages"][0]
+    assert stage["host_bytes_of_local_states"] == (3 * 3 + 1) * stage["host_bytes_of_save"] > 0
+    assert main([*asked, *kept]) == 0
+    assert "states on the nodes (checkpoint.local_interval) take" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
