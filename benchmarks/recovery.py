@@ -66,13 +66,35 @@ def _case(folder: Path, fault: str, options: list[str]) -> dict[str, Any]:
             nodes.kill("a")
         wait_for(lambda: nodes.run.events("recovered"), 240)
         [recovered] = nodes.run.events("recovered")[:1]
-        return {"seconds": recovered["seconds"], "steps lost": recovered["steps_lost"]}
+        # Of the start before the fault, by the run's own ledger.
+        seconds = next(
+            event for event in reversed(nodes.run.events("goodput")) if event["seconds"].get("steps")
+        )["seconds"]
+        share = seconds.get("save", 0.0) / (seconds["steps"] + seconds.get("save", 0.0))
+        return {
+            "seconds": recovered["seconds"],
+            "steps lost": recovered["steps_lost"],
+            "part of saves": share,
+        }
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-    head = ["lost", "resumes from", "seconds until the first new step", "steps made again"]
+    head = [
+        "lost",
+        "resumes from",
+        "seconds until the first new step",
+        "steps made again",
+        "part of the time that saves take",
+    ]
     lines = [
-        [row["lost"], row["resumes from"], f"{row['seconds']:.1f}", str(row["steps lost"])] for row in rows
+        [
+            row["lost"],
+            row["resumes from"],
+            f"{row['seconds']:.1f}",
+            str(row["steps lost"]),
+            f"{row['part of saves']:.3f}",
+        ]
+        for row in rows
     ]
     return markdown(head, lines)
 
