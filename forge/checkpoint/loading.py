@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,6 +20,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
+from forge.checkpoint.fitting import compare, refuse_misfits
 from forge.checkpoint.index import read_index
 from forge.checkpoint.tensors import NamedTensors, ShardTensor
 from forge.distributed import RanksFailed, gather_from_ranks, on_every_rank
@@ -28,7 +28,6 @@ from forge.errors import NO_CHECKPOINT, UserError
 from forge.shard import Shard, local
 
 TRAINER = "trainer.json"
-_SHOWN = 5
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -63,57 +62,13 @@ def load(
     reader = TensorReader(path)
     wanted = {name: pair for name, pair in tensors.items() if pair[0].global_shape.numel()}
     try:
-        comparisons = gather_from_ranks("reading the index", lambda: _compare(reader.index(), wanted), group)
-        _refuse_misfits(path, reader.index(), comparisons, unused)
+        comparisons = gather_from_ranks("reading the index", lambda: compare(reader.index(), wanted), group)
+        refuse_misfits(path, reader.index(), comparisons, unused)
         if fetch is not None:
             fetch(on_every_rank("planning what to read", lambda: reader.files_of(wanted), group))
         on_every_rank("reading tensors", lambda: _read(reader, wanted), group)
     except RanksFailed as error:
         raise UserError(f"checkpoint {path} cannot be loaded: {error}", NO_CHECKPOINT) from error
-
-
-@dataclass(frozen=True)
-class _Comparison:
-    """What one rank asks for, compared with the index. Small, because it is sent to every rank."""
-
-    missing: list[str]
-    shapes: list[str]
-    asked: int  # bit i: this rank asks for the i-th name of the index
-
-
-def _compare(index: Metadata, wanted: NamedTensors) -> _Comparison:
-    saved = index.state_dict_metadata
-    missing, shapes = [], []
-    for name, (shard, _) in wanted.items():
-        has = saved.get(name)
-        if not isinstance(has, TensorStorageMetadata):
-            missing.append(name)
-        elif has.size != shard.global_shape:
-            shapes.append(f"{name} is {_shape(has.size)} there and {_shape(shard.global_shape)} here")
-    asked = sum((name in wanted) << i for i, name in enumerate(saved))
-    # One more than is shown, to say that there are more.
-    return _Comparison(missing[: _SHOWN + 1], shapes[: _SHOWN + 1], asked)
-
-
-def _refuse_misfits(
-    path: Path, index: Metadata, comparisons: list[_Comparison], unused: Collection[str]
-) -> None:
-    names = list(index.state_dict_metadata)
-    missing = list(dict.fromkeys(name for comparison in comparisons for name in comparison.missing))
-    shapes = list(dict.fromkeys(text for comparison in comparisons for text in comparison.shapes))
-    asked = {name for one in comparisons for i, name in enumerate(names) if one.asked >> i & 1}
-    sections = {_section(name) for name in [*asked, *missing]}
-    extra = (name for name in names if name not in asked and name.rpartition(".")[2] not in unused)
-    unexpected = [name for name in extra if _section(name) in sections]
-    complaints = []
-    if missing:
-        complaints.append(f"it lacks {_some(missing)}; it has {len(names)} tensors: {_some(names)}")
-    if shapes:
-        complaints.append(f"shapes differ: {_some(shapes, '; ')}")
-    if unexpected:
-        complaints.append(f"it has tensors that this model has not: {_some(unexpected)}")
-    if complaints:
-        raise UserError(f"checkpoint {path} does not fit the configured model: {'; '.join(complaints)}")
 
 
 def _read(reader: TensorReader, wanted: NamedTensors) -> None:
@@ -184,15 +139,3 @@ class TensorReader(dcp.FileSystemReader):
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
         return read_index(Path(self.path))
-
-
-def _section(name: str) -> str:
-    return name.partition(".")[0]
-
-
-def _shape(size: torch.Size) -> str:
-    return "x".join(map(str, size)) or "a scalar"
-
-
-def _some(items: list[str], separator: str = ", ") -> str:
-    return separator.join(items[:_SHOWN]) + (f"{separator}..." if len(items) > _SHOWN else "")

@@ -84,6 +84,30 @@ RULES = (
         "Make room, or fix what the message names. " + AGAIN,
     ),
     _rule(
+        "a state on a node was damaged, or incomplete",
+        r"the local state of step \d+|local states of step|event local_damaged",
+        "A copy or an older state was used. If it comes again, look at the memory of that node, or raise checkpoint.peers.",
+        grave=False,
+    ),
+    _rule(
+        "a state was not kept on the nodes",
+        r"keeping step \d+ on the nodes failed|event local_save_failed",
+        "Make room in checkpoint.local_dir, or lower checkpoint.peers; the next one is tried.",
+        grave=False,
+    ),
+    _rule(
+        "nodes of an elastic run were lost, or joined",
+        r"event nodes_changed",
+        "Nothing: the run has gone on with those that were there.",
+        grave=False,
+    ),
+    _rule(
+        "a slow node has left an elastic run",
+        r"this node leaves the run at step",
+        "Look at that machine; another node can join at any time.",
+        grave=False,
+    ),
+    _rule(
         "a save failed",
         r"saving step \d+ failed|event save_failed|are free in",
         "Make room on that disk, or look at that node's mount; the next interval tries again.",

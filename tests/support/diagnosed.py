@@ -35,9 +35,13 @@ NAMES = {
     "H3": "a rank failed, and the others with it|an error in the program on one rank|planted",
     "D1": "damaged data, or of another tokenizer",
     "D2": "data or tokenizer have changed since the checkpoint|the configuration cannot be continued",
-    "E1": _KILLED,
+    "E1": "nodes of an elastic run were lost, or joined",
+    "E3": "nodes of an elastic run were lost, or joined",
     "E4": _KILLED,
-    "E7": _KILLED,
+    "E5": "a state on a node was damaged, or incomplete",
+    "E7": "a state on a node was damaged, or incomplete",
+    "E8": "nodes of an elastic run were lost, or joined",
+    "E10": "a slow node has left an elastic run|a rank is slow",
     "X1": "something beside training failed",
     "X2": "out of memory",
 }
@@ -48,25 +52,7 @@ OTHERS = {
     "test_s6_a_second_run_on_the_same_directory_is_refused_and_names_the_first": _STOPPED,
 }
 # No fault of a run: ways to resume, data that are prepared, a job script; and S5, which no run has.
-NOT_NAMED = {
-    "E2",
-    "E3",
-    "E5",
-    "E6",
-    "E8",
-    "E9",
-    "E10",
-    "P6",
-    "S5",
-    "R1",
-    "R2",
-    "R3",
-    "R4",
-    "R5",
-    "R6",
-    "D3",
-    "D4",
-}
+NOT_NAMED = {"E2", "E6", "E9", "P6", "S5", "R1", "R2", "R3", "R4", "R5", "R6", "D3", "D4"}
 
 
 def row_of(test: str) -> str | None:
