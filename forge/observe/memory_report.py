@@ -105,7 +105,8 @@ class MemoryReport(Hook):
             keys = advice(config, degrees, self._state_dominates(), self._on_card)
             log.error(
                 "out of memory %s: %s\n%s\nThe card or host holds no more. Change one of:\n  %s\n"
-                "or look for a layout that fits: add --plan --search --world-size %d --hardware NAME to the command line",
+                "or add --plan --world-size %d --hardware NAME to the command line: it says what fits, and with --search "
+                "looks for a layout",
                 *(when, first_line, self.table(), "\n  ".join(keys), degrees.world),
             )
             raise UserError(
@@ -148,10 +149,22 @@ def advice(config: Config, degrees: Degrees, state_dominates: bool, on_card: boo
     `state_dominates`: parameters, gradients and optimizer state take the memory, not activations. `on_card`: the memory of
     a card is exhausted, and state could move to the host.
     """
+    usable = usable_changes(config, degrees, state_dominates, on_card)
+    return [f"{key} = {to_literal(value)}  # {effect}" for (key, value, effect), _ in islice(usable, 3)]
+
+
+def usable_changes(
+    config: Config, degrees: Degrees, state_dominates: bool, on_card: bool
+) -> Iterator[tuple[Change, Config]]:
+    """Yield changes that reduce memory and that forge accepts, the best first, each with the changed configuration.
+
+    Arguments as for `advice`. A change of parallel.dp_shard is for twice as many processes.
+    """
     on_state, on_activations = _on_state(config, degrees, on_card), _on_activations(config)
-    changes = chain(on_state, on_activations) if state_dominates else chain(on_activations, on_state)
-    usable = (change for change in changes if _accepted(config, degrees, change))
-    return [f"{key} = {to_literal(value)}  # {effect}" for key, value, effect in islice(usable, 3)]
+    for change in chain(on_state, on_activations) if state_dominates else chain(on_activations, on_state):
+        changed = _accepted(config, degrees, change)
+        if changed is not None:
+            yield change, changed
 
 
 def _on_activations(config: Config) -> Iterator[Change]:
@@ -189,8 +202,8 @@ def _on_state(config: Config, degrees: Degrees, on_card: bool) -> Iterator[Chang
         yield "precision.storage", "float32", "half the state"
 
 
-def _accepted(config: Config, degrees: Degrees, change: Change) -> bool:
-    """Return whether the configuration with this change is valid and fits the processes."""
+def _accepted(config: Config, degrees: Degrees, change: Change) -> Config | None:
+    """Return the configuration with this change; None if it is not valid or does not fit the processes."""
     key, value, _ = change
     section, _, name = key.partition(".")
     changes = {name: value} | ({"dp_shard": -1} if name == "dp_replicate" else {})
@@ -198,5 +211,5 @@ def _accepted(config: Config, degrees: Degrees, change: Change) -> bool:
     try:
         check_world(changed, degrees.world * (2 if name == "dp_shard" else 1))
     except UserError:
-        return False
-    return not check(changed)
+        return None
+    return None if check(changed) else changed

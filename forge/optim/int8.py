@@ -15,13 +15,16 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from forge.errors import UserError
+from forge.optim import places
 from forge.optim.optimizer import wide_dtype
 from forge.optim.rounding import StochasticRounding
 from forge.shard import Box, Shard
@@ -29,13 +32,16 @@ from forge.shard import Box, Shard
 BLOCK = 64
 SIGNED, UNSIGNED = "exp_avg", "exp_avg_sq"
 
+Blocks: TypeAlias = npt.NDArray[np.int64]
+
 
 @dataclass
 class _Region:
     """Columns `[start, stop)` of the rows of a box: whole blocks, or a part of one block of each row.
 
-    scales: of the blocks, `[rows, blocks]`. agreed: where the blocks' maxima are in the sum over ranks, int64 `[rows]`, for
-    parts of blocks. values: such parts between an update and the agreement, `[rows, columns]`, with their noise.
+    scales: of the blocks, `[rows, blocks]`. For parts of blocks, blocks: which they are among those of all tensors, int64
+    `[rows]`; agreed: where their maxima are among those of all blocks that are cut; values: parts between an update and the
+    agreement, `[rows, columns]`, with their noise.
     """
 
     box: int
@@ -43,6 +49,7 @@ class _Region:
     stop: int
     scales: Tensor
     owned: bool
+    blocks: Blocks | None = None
     agreed: Tensor | None = None
     values: Tensor | None = None
     noise: Tensor | None = None
@@ -61,35 +68,27 @@ class Int8Moments:
         self._codes: dict[tuple[str, str], Tensor] = {}
         self._scales: dict[tuple[str, str], Shard] = {}
         self._regions: dict[tuple[str, str], list[_Region]] = {}
-        first_block, parts = 0, []
+        first_block, cut = 0, []
+        boxes = [set(of_ranks) for of_ranks in zip(*places.boxes_of_all(shards, self._group), strict=True)]
         for slot in (SIGNED, UNSIGNED):
-            for shard in shards:
+            for shard, of_ranks in zip(shards, boxes, strict=True):
                 # -128 is zero of an unsigned code.
                 zero = 0 if slot == SIGNED else -128
                 self._codes[slot, shard.name] = torch.full_like(shard.data, zero, dtype=torch.int8)
                 self._scales[slot, shard.name], regions = _make_regions(shard, first_block)
                 self._regions[slot, shard.name] = regions
-                parts += [region.agreed for region in regions if region.agreed is not None]
-                first_block += prod(_blocks_shape(shard))
-        self._maxima = self._number(parts)
+                for box in {box for held in of_ranks for box in held}:
+                    regions_of = _divide(shard.global_shape, box, first_block)
+                    cut += [blocks for *_, blocks in regions_of if blocks is not None]
+                first_block += prod(_blocks_shape(shard.global_shape))
+        self._maxima = self._number(cut)
 
-    def _number(self, parts: list[Tensor]) -> Tensor:
+    def _number(self, cut: list[Blocks]) -> Tensor:
         """Number the blocks of which any rank holds a part: the same on all ranks. Return a place for their maxima."""
         device = self._shards[0].data.device
-        own = torch.cat(parts).unique() if parts else torch.empty(0, dtype=torch.int64)
-        everyones = [own]
-        if self._group is not None:
-            if dist.get_backend(self._group) == "fake":
-                raise UserError(
-                    "optimizer.moment_dtype = int8: --plan has no other ranks to ask which blocks they hold parts of; plan "
-                    "with bfloat16, whose moments are larger by about a byte per parameter each"
-                )
-            everyones = [own] * self._group.size()
-            dist.all_gather_object(everyones, own, group=self._group)
-        numbers = torch.cat(everyones).unique()
+        numbers = np.unique(np.concatenate(cut)) if cut else np.empty(0, dtype=np.int64)
         for region in self._cut():
-            assert region.agreed is not None
-            region.agreed = torch.searchsorted(numbers, region.agreed).to(device)
+            region.agreed = torch.tensor(np.searchsorted(numbers, region.blocks), device=device)
         return torch.zeros(len(numbers), dtype=wide_dtype(self._shards[0]), device=device)
 
     def draw(self, updates: Tensor) -> None:
@@ -160,7 +159,7 @@ class Int8Moments:
 
     def _cut(self) -> Iterator[_Region]:
         for regions in self._regions.values():
-            yield from (region for region in regions if region.agreed is not None)
+            yield from (region for region in regions if region.blocks is not None)
 
     def _views(
         self, key: tuple[str, str], codes: Tensor, values: Tensor
@@ -180,40 +179,50 @@ def _columns(piece: Tensor, region: _Region) -> Tensor:
     return piece.reshape(-1, piece.shape[-1] if piece.dim() else 1)[:, region.start : region.stop]
 
 
-def _blocks_shape(shard: Shard) -> torch.Size:
-    *rows, columns = shard.global_shape or (1,)
+def _blocks_shape(shape: torch.Size) -> torch.Size:
+    *rows, columns = shape or (1,)
     return torch.Size([*rows, -(-columns // BLOCK)])
 
 
-def _make_regions(shard: Shard, first_block: int) -> tuple[Shard, list[_Region]]:
-    """Divide the boxes of `shard` at the edges of blocks; return the scales that this rank saves, and all regions.
+def _divide(shape: torch.Size, box: Box, first_block: int) -> Iterator[tuple[int, int, Blocks | None]]:
+    """Divide a box of a tensor of this global shape at the edges of blocks: yield columns [start, stop) of the tensor, and
+    if they are parts of blocks, which block it is of each row: int64 `[rows]`.
 
     first_block: the number of the tensor's first block among those of all tensors.
     """
-    grid = _blocks_shape(shard)
-    columns = (shard.global_shape or (1,))[-1]
+    *counts, of_row = _blocks_shape(shape)
+    columns = (shape or (1,))[-1]
+    *tops, left = box.offsets or (0,)
+    *heights, width = box.sizes or (1,)
+    right = left + width
+    inside = -(-left // BLOCK) * BLOCK, columns if right == columns else right // BLOCK * BLOCK
+    edges = sorted({left, right, *(edge for edge in inside if left < edge < right)})
+    for start, stop in itertools.pairwise(edges):
+        if start % BLOCK == 0 and (stop % BLOCK == 0 or stop == columns):
+            yield start, stop, None
+            continue
+        rows = np.zeros((), dtype=np.int64)
+        for top, height, count in zip(tops, heights, counts, strict=True):
+            rows = rows[..., None] * count + np.arange(top, top + height)
+        yield start, stop, first_block + rows.reshape(-1) * of_row + start // BLOCK
+
+
+def _make_regions(shard: Shard, first_block: int) -> tuple[Shard, list[_Region]]:
+    """Divide the boxes of `shard`; return the scales that this rank saves, and all regions. first_block: see `_divide`."""
     found: list[tuple[_Region, Box, tuple[int, ...]]] = []
     for number, box in enumerate(shard.boxes):
         *tops, left = box.offsets or (0,)
-        *heights, width = box.sizes or (1,)
-        right, rows = left + width, prod(heights)
-        inside = -(-left // BLOCK) * BLOCK, columns if right == columns else right // BLOCK * BLOCK
-        edges = sorted({left, right, *(edge for edge in inside if left < edge < right)})
-        for start, stop in itertools.pairwise(edges):
+        *heights, _ = box.sizes or (1,)
+        for start, stop, blocks in _divide(shard.global_shape, box, first_block):
             block, end = start // BLOCK, -(-stop // BLOCK)
-            whole = start % BLOCK == 0 and (stop % BLOCK == 0 or stop == columns)
-            region = _Region(number, start - left, stop - left, shard.data, start % BLOCK == 0)
-            if not whole:
-                # Which block it is of each row, counted over the whole grid.
-                index = torch.arange(prod(grid)).view(grid)
-                here = tuple(slice(o, o + s) for o, s in zip(tops, heights, strict=True))
-                region.agreed = first_block + index[here][..., block].reshape(-1)
-            found.append((region, Box((*tops, block), (*heights, end - block)), (rows, end - block)))
+            owned = start % BLOCK == 0
+            region = _Region(number, start - left, stop - left, shard.data, owned, blocks)
+            found.append((region, Box((*tops, block), (*heights, end - block)), (prod(heights), end - block)))
     owned = [(region, box, shape) for region, box, shape in found if region.owned]
     values = shard.data.new_zeros(sum(box.numel for _, box, _ in owned), dtype=wide_dtype(shard))
     scales = replace(
         shard,
-        global_shape=grid,
+        global_shape=_blocks_shape(shard.global_shape),
         boxes=tuple(box for _, box, _ in owned),
         parameter=values,
         heads=1,

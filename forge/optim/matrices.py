@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from forge.optim import places
 from forge.shard import Box, Shard
 
 # On a CPU a larger round is not faster, and malloc returns its memory to the system each time.
@@ -120,7 +121,7 @@ class WholeMatrices:
         if round_numel is None:
             round_numel = ROUND_NUMEL["cuda" if any(s.parameter.is_cuda for s in shards) else "cpu"]
         runs = _choose_owners(_find_runs(shards, self._heads, group))
-        held = [part for n in range(len(shards)) for part, _ in _own_parts(shards[n], n, self._heads[n])]
+        held = [part for number in range(len(shards)) for part, _ in self._own_parts(number)]
         self._rounds = [_Round(some, held, group) for some in _divide_into_rounds(runs, round_numel)]
 
     @property
@@ -158,9 +159,13 @@ class WholeMatrices:
         views = []
         for number, (shard, tensor) in enumerate(zip(self._shards, tensors, strict=True)):
             pieces = [piece for _, piece in shard.pieces(tensor)]
-            for part, (piece, place) in _own_parts(shard, number, self._heads[number]):
+            for part, (piece, place) in self._own_parts(number):
                 views.append(pieces[piece][place].view(part.count, *part.box.sizes))
         return views
+
+    def _own_parts(self, number: int) -> Iterator[tuple[Part, tuple[int, slice]]]:
+        shard = self._shards[number]
+        return _parts_of(shard.boxes, shard.global_shape, number, self._heads[number])
 
 
 class _Place(NamedTuple):
@@ -280,14 +285,17 @@ class _Exchange:
 def _nothing() -> None: ...
 
 
-def _own_parts(shard: Shard, number: int, heads: int) -> Iterator[tuple[Part, tuple[int, slice]]]:
-    """Yield this rank's parts of the matrices of `shard`, each with the number of its box and its place in that piece."""
-    for piece, box in enumerate(shard.boxes):
-        if len(shard.global_shape) == 3:
+def _parts_of(
+    boxes: Sequence[Box], shape: torch.Size, number: int, heads: int
+) -> Iterator[tuple[Part, tuple[int, slice]]]:
+    """Yield the parts of matrices that `boxes` are of the shard `number`, of the global `shape`, each with the number of its
+    box and its place in that piece."""
+    for piece, box in enumerate(boxes):
+        if len(shape) == 3:
             inner = Box(box.offsets[1:], box.sizes[1:])
             yield Part(number, box.offsets[0], box.sizes[0], inner), (piece, slice(None))
             continue
-        height = shard.global_shape[0] // heads
+        height = shape[0] // heads
         (begin, column), (size, columns) = box.offsets, box.sizes
         end = begin + size
         # Part of a head, whole heads, part of a head.
@@ -302,32 +310,34 @@ def _own_parts(shard: Shard, number: int, heads: int) -> Iterator[tuple[Part, tu
 
 def _find_runs(shards: Sequence[Shard], heads: Sequence[int], group: dist.ProcessGroup | None) -> list[Run]:
     """Return the matrices of `shards` in their order, with the ranks that hold them; without owners. Collective."""
-    mine = []
-    for number, (shard, parts) in enumerate(zip(shards, heads, strict=True)):
-        *stack, rows, columns = shard.global_shape
-        assert len(stack) <= 1 and rows % parts == 0 and not (stack and parts > 1), shard.name
-        own = [(p.first, p.count, p.box) for p, _ in _own_parts(shard, number, parts)]
-        mine.append((shard.name, (rows // parts, columns), own))
-    everyones = [mine]
-    if group is not None and group.size() > 1:
-        everyones = [mine] * group.size()
-        dist.all_gather_object(everyones, mine, group=group)
+    everyones = places.boxes_of_all(shards, group)
     runs = []
-    for number, of_ranks in enumerate(zip(*everyones, strict=True)):
-        name, shape, _ = of_ranks[0]
-        assert {found[:2] for found in of_ranks} == {(name, shape)}, "ranks have other parameters"
-        edges = sorted(
-            {edge for *_, own in of_ranks for first, count, _ in own for edge in (first, first + count)}
+    for number, (shard, number_of_heads) in enumerate(zip(shards, heads, strict=True)):
+        *stack, rows, columns = shard.global_shape
+        shape = rows // number_of_heads, columns
+        assert len(stack) <= 1 and not rows % number_of_heads and not (stack and number_of_heads > 1), (
+            shard.name
         )
+        ranks_with: dict[tuple[Box, ...], list[int]] = {}
+        for rank, of_rank in enumerate(everyones):
+            ranks_with.setdefault(of_rank[number], []).append(rank)
+        parts = [
+            (part, ranks)
+            for boxes, ranks in ranks_with.items()
+            for part, _ in _parts_of(boxes, shard.global_shape, number, number_of_heads)
+        ]
+        edges = sorted({edge for part, _ in parts for edge in (part.first, part.first + part.count)})
         held: list[dict[Box, list[int]]] = [{} for _ in edges]
-        for rank, (*_, own) in enumerate(of_ranks):
-            for first, count, box in own:
-                for index in range(bisect_left(edges, first), bisect_right(edges, first + count) - 1):
-                    held[index].setdefault(box, []).append(rank)
+        for part, ranks in parts:
+            for index in range(
+                bisect_left(edges, part.first), bisect_right(edges, part.first + part.count) - 1
+            ):
+                held[index].setdefault(part.box, []).extend(ranks)
         for (first, end), holders in zip(itertools.pairwise(edges), held, strict=False):
-            run = Run(number, first, end - first, shape, holders)
-            assert sum(box.numel for box in holders) == run.numel, (
-                f"{name}: copies are cut in different places"
+            in_order = {box: sorted(ranks) for box, ranks in holders.items()}
+            run = Run(number, first, end - first, shape, in_order)
+            assert sum(box.numel for box in in_order) == run.numel, (
+                f"{shard.name}: copies are cut in different places"
             )
             runs.append(run)
     return runs

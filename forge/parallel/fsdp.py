@@ -35,11 +35,12 @@ from torch.distributed.tensor.placement_types import Shard as Split
 from forge import compat
 from forge.errors import UserError
 from forge.model import Experts, Router, Transformer
+from forge.parallel.boxes import own_box
 from forge.parallel.expert import parameter_kinds
 from forge.parallel.float8 import scale_refresher
 from forge.parallel.layout import Layout
 from forge.parallel.precision import Unit, plan_units
-from forge.shard import Box, Kind, Shard, local
+from forge.shard import Kind, Shard, local
 
 
 class FullySharded:
@@ -258,25 +259,3 @@ def _shard_of(name: str, parameter: nn.Parameter, kind: Kind, layout: Layout) ->
         replicas=layout.meshes.copies[copies] if copies else None,
         kind=kind,
     )
-
-
-def own_box(parameter: DTensor) -> Box:
-    """Return the one box of the global tensor that this rank holds.
-
-    FSDP2 splits what tensor parallelism has split before, although its axis comes first in the mesh: where both split
-    the same dimension (`_StridedShard`), outer mesh axes divide what inner ones leave. So each axis divides the box,
-    the last axis first, into equal pieces, rounded up, as torch.chunk does.
-    """
-    offsets, sizes = [0] * parameter.ndim, list(parameter.shape)
-    mesh = parameter.device_mesh
-    for axis in reversed(range(mesh.ndim)):
-        placement = parameter.placements[axis]
-        if placement.is_replicate():
-            continue
-        dim: int = placement.dim  # type: ignore[attr-defined]
-        piece = -(-sizes[dim] // mesh.size(axis))
-        start = min(piece * mesh.get_local_rank(axis), sizes[dim])
-        offsets[dim] += start
-        sizes[dim] = min(piece, sizes[dim] - start)
-    assert tuple(sizes) == tuple(parameter.to_local().shape) or not parameter.to_local().numel()
-    return Box(tuple(offsets), tuple(sizes))

@@ -6,11 +6,19 @@ import json
 
 from forge.config import CommandLine, Config, check_world
 from forge.errors import DOES_NOT_FIT, FINISHED, UserError
+from forge.plan.advice import remedy_for
 from forge.plan.hardware import Hardware, find_hardware
 from forge.plan.phases import largest, phases_as_json, phases_as_text
 from forge.plan.plan import crowded_bytes, make_plan, smallest_world
 from forge.plan.search import BEST, fewest_ranks, search
-from forge.plan.show import as_json, as_text, layout_as_json, search_as_text
+from forge.plan.show import (
+    as_json,
+    as_text,
+    layout_as_json,
+    remedy_as_json,
+    remedy_as_text,
+    search_as_text,
+)
 
 
 def plan(config: Config, command: CommandLine) -> int:
@@ -30,12 +38,13 @@ def plan(config: Config, command: CommandLine) -> int:
     degrees = smallest_world(config) if world is None else check_world(config, world)
     made = make_plan(config, degrees, hardware)
     crowded = crowded_bytes(config, degrees, hardware)
+    remedy = remedy_for(made) if made.fits is False else None
     if command.json:
         of_phases = {"steps": whole.train.steps, "phases": phases_as_json(whole)} if whole.phase else {}
-        print(json.dumps(as_json(made, crowded) | of_phases, indent=1), flush=True)
+        print(json.dumps(as_json(made, crowded, remedy) | of_phases, indent=1), flush=True)
     else:
         of_phases_text = f"\n\n{phases_as_text(whole, made)}" if whole.phase else ""
-        print(as_text(made, crowded) + of_phases_text, flush=True)
+        print(as_text(made, crowded, remedy) + of_phases_text, flush=True)
     return DOES_NOT_FIT if made.fits is False else FINISHED
 
 
@@ -43,10 +52,17 @@ def _search(config: Config, world: int, hardware: Hardware, *, as_object: bool) 
     found = search(config, world, hardware)
     fits = found[0].fits
     fewest = None if fits else fewest_ranks(config, world, hardware)
+    remedy = None if fits else remedy_for(found[0].plan)
     if as_object:
         layouts = [layout_as_json(one) for one in found[:BEST]]
-        answer = layouts[0] | {"layouts": layouts, "fewest_processes": fewest}
+        answer = layouts[0] | {
+            "layouts": layouts,
+            "fewest_processes": fewest,
+            "remedy": remedy_as_json(remedy),
+        }
         print(json.dumps(answer, indent=1), flush=True)
     else:
         print(search_as_text(config, world, hardware, found[:BEST], fewest), flush=True)
+        if remedy is not None:
+            print(remedy_as_text(remedy, hardware), flush=True)
     return FINISHED if fits else DOES_NOT_FIT

@@ -31,11 +31,12 @@ from forge.config import Config, Degrees
 from forge.data.loader import Batch
 from forge.errors import UserError
 from forge.observe.memory_report import MemoryReport
-from forge.optim import build_optimizer
+from forge.optim import build_optimizer, places
 from forge.parallel.build import build_parallel_model
 from forge.parallel.expert import AllToAllDispatcher
 from forge.parallel.gradients import clip_gradients, report_gradients
 from forge.parallel.mesh import make_meshes
+from forge.plan.places import boxes_of_all
 from forge.plan.trace import Moment, Trace
 from forge.shard import local
 from forge.train.state import all_tensors
@@ -79,15 +80,11 @@ class FakeRank:
         self.trace = Trace()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.meshes = make_meshes(degrees, CPU.type)
-        if config.optimizer.name == "muon" and self.meshes.stage.size() > 1:
-            raise UserError(
-                'optimizer.name = "muon": --plan cannot follow which rank updates which matrix; plan with adamw, whose state '
-                "is larger by a moment of each matrix, or on one process"
-            )
         with _explained():
             # Real meta tensors first: parallelism is applied to these, and only what is allocated is fake.
             self.model = build_parallel_model(config, self.meshes, CPU, values=_leave, memory=self._watched)
-            with self._watched():
+            answer = functools.partial(boxes_of_all, self.model._engines, degrees)
+            with self._watched(), patch.object(places, "boxes_of_all", answer):
                 self.optimizer = build_optimizer(self.model.shards, config.optimizer, self.meshes.stage)
         self.trace.watch(self.model.parts)
         for part in self.model.parts:
@@ -115,8 +112,8 @@ class FakeRank:
             whole += shard.global_shape.numel() * values.dtype.itemsize
         return host, whole
 
-    def step(self, microbatches: int) -> None:
-        """Make the calls of one optimizer step (`Trainer.step`), with this many microbatches."""
+    def step(self, microbatches: int, *, update: bool = True) -> None:
+        """Make the calls of one optimizer step (`Trainer.step`), with this many microbatches; the optimizer's if `update`."""
         train = self.config.train
         with _explained(), self._watched():
             self.trace.begin()
@@ -130,10 +127,22 @@ class FakeRank:
             self.trace.moment = Moment("update")
             report = report_gradients(model.shards, sums.objective, stop=False)
             clip_gradients(model.shards, report.norm, train.grad_clip_norm)
-            self.optimizer.step(self.config.optimizer.lr, report.skip)
+            if update:
+                self.optimizer.step(self.config.optimizer.lr, report.skip)
             model.after_update()
             model.update_router(report.skip)
             model.zero_gradients()
+
+    def update(self) -> None:
+        """Make the optimizer's calls of a step alone, with gradients from nowhere."""
+        with _explained(), self._watched():
+            for shard in self.model.shards:
+                if shard.parameter.grad is None:
+                    shard.parameter.grad = torch.empty_like(shard.parameter)
+            self.trace.begin()
+            self.trace.moment = Moment("update")
+            self.optimizer.step(self.config.optimizer.lr, torch.zeros(()))
+            self.model.zero_gradients()
 
     @contextmanager
     def _watched(self) -> Iterator[None]:

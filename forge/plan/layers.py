@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 from torch import nn
 
 from forge.config import Config, Degrees
+from forge.model.mtp import depth_of
 from forge.parallel.build import build_meta_model
 from forge.parallel.pipeline import plan_pipeline
 from forge.parallel.pipeline.schedule import Action, Schedule
 from forge.plan.estimate import Spent, StepTime
-from forge.plan.fake import FakeRank, fake_ranks
 from forge.plan.hardware import Hardware
-from forge.plan.stage import STATE, StagePlan, plan_stage
+from forge.plan.stage import StagePlan, plan_stage
 from forge.plan.trace import Moment, Peak
 
 Key = TypeVar("Key")
@@ -38,12 +38,17 @@ def plan_stages(
     if few is None:
         return [plan_stage(config, degrees, rank, hardware, load=load) for rank in range(degrees.pp)]
     small, large = (_trace(one, config, degrees, hardware, load) for one in few)
+    n_layers = config.model.n_layers
     if degrees.pp == 1:
-        steps = (config.model.n_layers - few[1].layers) / (few[1].layers - few[0].layers)
-        names = [f"layers.{index}" for index in range(config.model.n_layers)]
-        one = _extrapolate(small[0], large[0], steps, names, config, degrees)
-        return [replace(one, layers=f"all {len(names)} layers")]
-    return _all_ranks(config, degrees, few, small, large)
+        steps = (n_layers - few[1].layers) / (few[1].layers - few[0].layers)
+        one = _extrapolate(small[0], large[0], steps, _names(config), config, degrees, hardware)
+        return [replace(one, layers=f"all {n_layers} layers")]
+    return _all_ranks(config, degrees, few, small, large, hardware)
+
+
+def _names(config: Config) -> list[str]:
+    """Return the names of all layers, those that predict further ahead behind the others."""
+    return [f"layers.{index}" for index in range(config.model.n_layers + depth_of(config.model))]
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,9 @@ class Few:
 
 def few_layers(config: Config, degrees: Degrees) -> tuple[Few, Few] | None:
     """Return the two smaller models; None if the layers are too few or too different, so that all are traced."""
-    n_layers, kinds = config.model.n_layers, kinds_of_layers(config)
+    n_layers = config.model.n_layers
+    every = kinds_of_layers(config)
+    kinds, ahead = every[:n_layers], every[n_layers:]
     if degrees.pp == 1:
         # After `lead` layers of their own kinds, those of a period come again and again.
         lead, period = next(
@@ -72,7 +79,7 @@ def few_layers(config: Config, degrees: Degrees) -> tuple[Few, Few] | None:
         if sizes[1] >= n_layers:
             return None
         found = Few(sizes[0], sizes[0]), Few(sizes[1], sizes[1])
-        same = all(kinds_of_layers(_smaller(config, one)) == kinds[: one.layers] for one in found)
+        same = all(kinds_of_layers(_smaller(config, one)) == [*kinds[: one.layers], *ahead] for one in found)
         return found if same else None
     plan = plan_pipeline(config, degrees)
     counts, stages = [len(stage.layers) for stage in plan.stages], len(plan.stages)
@@ -89,7 +96,7 @@ def few_layers(config: Config, degrees: Degrees) -> tuple[Few, Few] | None:
 
 
 def kinds_of_layers(config: Config) -> list[Any]:
-    """Return a value for each layer, equal for layers with the same modules, shapes and settings."""
+    """Return a value for each layer, and for those that predict further ahead: equal if modules, shapes and settings are."""
     kinds: dict[str, int] = {}
     layers = build_meta_model(config).layers.values()
     return [kinds.setdefault(_describe(layer, index), len(kinds)) for index, layer in enumerate(layers)]
@@ -129,13 +136,32 @@ def _trace(
 ) -> list[StagePlan]:
     smaller, fewer = _smaller(config, few), _fewer_ranks(degrees, few)
     return [
-        plan_stage(smaller, fewer, rank, hardware, microbatches=few.microbatches, load=load)
+        plan_stage(
+            smaller,
+            fewer,
+            rank,
+            hardware,
+            microbatches=few.microbatches,
+            load=load,
+            optimizer="without" if _shares_work(config, degrees) else "with",
+        )
         for rank in range(few.ranks)
     ]
 
 
+def _shares_work(config: Config, degrees: Degrees) -> bool:
+    """Whether what the optimizer does on a rank is no multiple of what a layer needs, because ranks divide it by tensors."""
+    optimizer = config.optimizer
+    return degrees.world > degrees.pp and (optimizer.name == "muon" or optimizer.moment_dtype == "int8")
+
+
 def _all_ranks(
-    config: Config, degrees: Degrees, few: tuple[Few, Few], small: list[StagePlan], large: list[StagePlan]
+    config: Config,
+    degrees: Degrees,
+    few: tuple[Few, Few],
+    small: list[StagePlan],
+    large: list[StagePlan],
+    hardware: Hardware | None,
 ) -> list[StagePlan]:
     plan = plan_pipeline(config, degrees)
     assert few[0].microbatches is not None
@@ -148,8 +174,10 @@ def _all_ranks(
         role = 0 if rank == 0 else few[0].ranks - 1 if rank == degrees.pp - 1 else 1
         step = few[1].per_stage - few[0].per_stage
         steps = (len(names) / len(own) - few[1].per_stage) / step
+        if any(stage.head for stage in own):
+            names += _names(config)[config.model.n_layers :]
         first_rank = rank * degrees.world // degrees.pp
-        one = _extrapolate(small[role], large[role], steps, names, config, degrees, first_rank)
+        one = _extrapolate(small[role], large[role], steps, names, config, degrees, hardware, rank)
         more = in_flight(plan.schedule, rank) - in_flight(traced, role)
         # A microbatch in flight also keeps what the stage before has sent.
         received = sum(not stage.embed for stage in own) / len(own)
@@ -179,14 +207,17 @@ def _extrapolate(
     names: list[str],
     config: Config,
     degrees: Degrees,
-    rank: int = 0,
+    hardware: Hardware | None,
+    pp_rank: int = 0,
 ) -> StagePlan:
     """Return the plan of the rank that holds the layers `names`."""
-    if not large.buckets:
+    apart = _shares_work(config, degrees)
+    if not large.buckets and not apart:
         return _whole(small, large, steps, names)
-    with fake_ranks(rank, degrees.world):  # buckets are no multiples of what a layer needs
-        whole = FakeRank(config, degrees)
-        return _with_state(_whole(small, large, steps, names, whole.buckets()), whole)
+    # Buckets are no multiples of what a layer needs either.
+    whole = plan_stage(config, degrees, pp_rank, hardware, optimizer="alone")
+    one = _with_state(_whole(small, large, steps, names, whole.buckets or None), whole)
+    return _with_update(one, whole) if apart else one
 
 
 def _whole(
@@ -279,15 +310,28 @@ def _with_more(one: StagePlan, microbatches: int, size: int) -> StagePlan:
     return replace(one, peaks=peaks)
 
 
-def _with_state(one: StagePlan, whole: FakeRank) -> StagePlan:
+def _with_state(one: StagePlan, whole: StagePlan) -> StagePlan:
     """`one` with the bytes of the rank that holds all layers."""
-    state, (host, checkpoint) = {kind: 0 for kind in STATE} | whole.state_bytes(), whole.saved_bytes()
-    more = sum(state.values()) - sum(one.state.values())
+    more = sum(whole.state.values()) - sum(one.state.values())
     peaks = {
         place: Peak(peak.size + more, peak.moment, peak.kinds | {"state": peak.kinds.get("state", 0) + more})
         for place, peak in one.peaks.items()
     }
-    return replace(one, state=state, peaks=peaks, host=host, checkpoint=checkpoint, buckets=whole.buckets())
+    same = {name: getattr(whole, name) for name in ("state", "host", "checkpoint", "buckets")}
+    return replace(one, peaks=peaks, **same)
+
+
+def _with_update(one: StagePlan, update: StagePlan) -> StagePlan:
+    """`one`, traced without the optimizer's part of a step, with this part, traced alone."""
+    peaks, flops, time = dict(one.peaks), Counter(one.flops), one.time
+    for place, peak in update.peaks.items():
+        peaks[place] = max(peak, one.peaks.get(place, peak), key=lambda peak: peak.size)
+    flops.update(update.flops)
+    if time is not None and update.time is not None:
+        time = replace(time, update=time.update + update.time.update)
+    return replace(
+        one, peaks=peaks, flops=dict(flops), time=time, collectives=one.collectives + update.collectives
+    )
 
 
 def _of_other_sizes(

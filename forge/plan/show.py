@@ -8,6 +8,7 @@ from typing import Any
 
 from forge.config import Config
 from forge.observe.hardware import GIB
+from forge.plan.advice import Remedy
 from forge.plan.hardware import Hardware
 from forge.plan.plan import CROWDED, Plan
 from forge.plan.search import Found
@@ -18,8 +19,8 @@ from forge.plan.trace import Peak
 MEMORY = ("parameters", "masters", "gradients", "optimizer", "buckets", "activations", "other", "peak")
 
 
-def as_json(plan: Plan, crowded: int | None = None) -> dict[str, Any]:
-    """Return one object; bytes are integers. crowded: from `crowded_bytes`."""
+def as_json(plan: Plan, crowded: int | None = None, remedy: Remedy | None = None) -> dict[str, Any]:
+    """Return one object; bytes are integers. crowded: from `crowded_bytes`, remedy: from `remedy_for`."""
     worst, train = plan.worst, plan.config.train
     return {
         "fits": plan.fits,
@@ -50,8 +51,23 @@ def as_json(plan: Plan, crowded: int | None = None) -> dict[str, Any]:
         "steps": train.steps,
         "checkpoint_bytes": sum(stage.checkpoint for stage in plan.stages),
         "needed_when_crowded": crowded,
+        "remedy": remedy_as_json(remedy),
         "warnings": plan.warnings,
     }
+
+
+def remedy_as_json(remedy: Remedy | None) -> dict[str, Any] | None:
+    """Return the overrides that free memory and the bytes that are needed with them."""
+    return None if remedy is None else asdict(remedy)
+
+
+def remedy_as_text(remedy: Remedy, hardware: Hardware) -> str:
+    """Return a line: the overrides that free memory, and whether that is enough."""
+    fits = remedy.needed <= hardware.memory_bytes
+    return (
+        f"with {' '.join(remedy.overrides)} it needs {remedy.needed / GIB:.1f} of {hardware.memory_gib:g} GiB"
+        + ("" if fits else ", which is still too much: more processes are needed, or a smaller model")
+    )
 
 
 def _peak(stage: StagePlan) -> dict[str, Any]:
@@ -100,8 +116,8 @@ def _collectives(stage: StagePlan) -> list[dict[str, Any]]:
     ]
 
 
-def as_text(plan: Plan, crowded: int | None = None) -> str:
-    """Return the plan as a page of text; memory in GiB. crowded: from `crowded_bytes`."""
+def as_text(plan: Plan, crowded: int | None = None, remedy: Remedy | None = None) -> str:
+    """Return the plan as a page of text; memory in GiB. crowded, remedy: as for `as_json`."""
     degrees, worst, train = plan.degrees, plan.worst, plan.config.train
     named = {name: getattr(degrees, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")}
     layout = " ".join(f"{name}={value}" for name, value in named.items() if value > 1)
@@ -110,6 +126,7 @@ def as_text(plan: Plan, crowded: int | None = None) -> str:
         f"layout: {plan.config.parallel.data_parallel} {layout}".rstrip()
         + f"; each rank computes {degrees.accumulation} "
         f"microbatch{'es' if degrees.accumulation > 1 else ''} of {train.micro_batch_size} x {train.seq_len} tokens per step",
+        *([] if remedy is None or plan.hardware is None else [remedy_as_text(remedy, plan.hardware)]),
         "",
         "memory of the first rank of each stage, in GiB:",
         *_table(

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import torch.distributed as dist
 
@@ -81,10 +81,12 @@ def plan_stage(
     *,
     microbatches: int | None = None,
     load: float = 1.0,
+    optimizer: Literal["with", "without", "alone"] = "with",
 ) -> StagePlan:
     """Trace one step of the first rank with this rank of the pp axis; `config` from `plannable`.
 
-    microbatches: how many are traced; None: as many as show what a step does. load: as in `FakeRank`.
+    microbatches: how many are traced; None: as many as show what a step does. load: as in `FakeRank`. optimizer: whether its
+    part of the step is traced; alone: nothing else.
     """
     rank, traced = pp_rank * degrees.world // degrees.pp, _fewer_microbatches(config, degrees)
     if microbatches is not None:
@@ -99,8 +101,11 @@ def plan_stage(
         stack.callback(gc.enable)
         state = {kind: 0 for kind in STATE} | fake.state_bytes()
         # The first one also sets up what later ones use.
-        fake.step(traced.accumulation if degrees.pp > 1 else 1)
-        fake.step(traced.accumulation)
+        for microbatches in (traced.accumulation if degrees.pp > 1 else 1, traced.accumulation):
+            if optimizer == "alone":
+                fake.update()
+            else:
+                fake.step(microbatches, update=optimizer == "with")
         axes = axes_of(fake.meshes)
         calls = Counter(
             (axes.get(call.group, "?"), call.kind, call.size, hideable(moment, call))

@@ -21,6 +21,8 @@ FACTORS = {
     "affine_scan": (0, 1),
 }
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+# Attention on a card: forge/plan/attention.py.
+PLANNED = "planned_attention"
 # These move nothing.
 FREE = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_unsafe_view")
 # These touch as much of the whole as their smallest tensor has.
@@ -49,20 +51,27 @@ def work_of(func: Any, args: Any, output: Any) -> Work | None:
     if name in FACTORS:
         left, right = (args[place] for place in FACTORS[name])
         return Work("product", str(left.dtype), 2.0 * left.numel() * right.shape[-1], size)
-    if name == ATTENTION:
-        return Work("attention", str(args[0].dtype), 2 * _scores(args[0], args[1]), size)
-    if name == f"{ATTENTION}_backward":
+    if name in (ATTENTION, PLANNED):
+        q, k, v = args[:3]
+        scores = args[3] if name == PLANNED else _scores(q, k, causal=len(args) > 4 and args[4])
+        return Work("attention", str(q.dtype), _attention(q, scores, q.shape[-1] + v.shape[-1]), size)
+    if name in (f"{ATTENTION}_backward", f"{PLANNED}_backward"):
+        q, k, v = args[1:4]
+        scores = args[4] if name.startswith(PLANNED) else _scores(q, k, causal=args[7])
         # Five products instead of two: flash attention computes the scores again.
-        return Work("attention", str(args[1].dtype), 5 * _scores(args[1], args[2]), size)
+        return Work("attention", str(q.dtype), _attention(q, scores, 3 * q.shape[-1] + 2 * v.shape[-1]), size)
     return Work("memory", "", 0.0, size) if tensors else None
 
 
-def _scores(q: Tensor, k: Tensor) -> float:
-    """Operations of one product of q and k `[batch, heads, seq, head_dim]` under a causal mask."""
-    batch, heads, queries, head_dim = q.shape
-    keys = k.shape[2]
-    seen = queries * (keys - queries) + queries * (queries + 1) / 2 if keys >= queries else queries * keys
-    return 2.0 * batch * heads * head_dim * seen
+def _attention(q: Tensor, scores: float, width: int) -> float:
+    """Operations of heads of q `[batch, heads, seq, head_dim]` with `scores` scores of `width` multiplications each."""
+    return 2.0 * q.shape[0] * q.shape[1] * width * scores
+
+
+def _scores(q: Tensor, k: Tensor, *, causal: bool) -> float:
+    """Scores that PyTorch's kernel computes of one head of q and k `[batch, heads, seq, head_dim]`: under a table, all."""
+    queries, keys = q.shape[2], k.shape[2]
+    return queries * (queries + 1) / 2 if causal and queries == keys else queries * keys
 
 
 @functools.cache

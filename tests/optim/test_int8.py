@@ -11,7 +11,6 @@ from forge.config import load_config, parse_toml_text
 from forge.errors import BAD_CONFIG, UserError
 from forge.optim.adamw import AdamW
 from forge.optim.int8 import Int8Moments
-from forge.plan.fake import fake_ranks
 from forge.shard import Box, Shard
 from tests.support.checkpoints import cut, rows
 from tests.support.equivalence import tiny_config
@@ -149,11 +148,6 @@ def test_it_trains_like_float32_with_a_quarter_of_the_memory() -> None:
     (narrow, bytes_narrow), (wide, bytes_wide) = distance(INT8), distance(FLOAT32)
     assert wide < 0.01 and narrow < 1.2 * wide + 1e-3
     assert bytes_narrow < 0.27 * bytes_wide
-
-
-def test_a_plan_of_several_ranks_refuses_it() -> None:
-    with fake_ranks(0, 2), pytest.raises(UserError, match="plan with bfloat16"):
-        AdamW([Shard.whole("wq.weight", torch.nn.Parameter(torch.zeros(4, 4)))], INT8, dist.group.WORLD)
 
 
 @pytest.mark.parametrize("name", ["muon", "lion"])

@@ -12,6 +12,10 @@ from tests.support.planning import allocated, facts_of, float32, measured, plan_
 EXPERTS = "n_kv_heads = 4\n[model.moe]\nn_experts = 4\ntop_k = 2\nexpert_dim = 24\n"
 
 
+MUON = '\n[optimizer]\nname = "muon"\n[optimizer.muon]\nsecond_moment = "neuron"\n'
+INT8 = '\n[optimizer]\nmoment_dtype = "int8"\n'
+
+
 def experts(parallel: str) -> str:
     return plan_text(parallel, model=EXPERTS).replace("n_kv_heads = 2\n", "")
 
@@ -30,6 +34,16 @@ CASES = {
     "zero1 and ring": (plan_text('cp = 2\ncontext = "ring"\ndata_parallel = "zero1"'), 4),
     "experts": (experts("ep = 2\ntp = 2"), 4),
     "pipeline": (pipeline("1F1B"), 4),
+    "muon": (plan_text() + MUON, 4),
+    "muon, tensor and zero2": (plan_text('tp = 2\ndata_parallel = "zero2"\ndp_replicate = 2') + MUON, 4),
+    "muon and experts": (experts("ep = 2\ntp = 2") + MUON + "split_heads = true\n", 4),
+    "muon and a pipeline": (pipeline("1F1B") + MUON, 4),
+    "int8": (plan_text("tp = 2") + INT8, 4),
+    "int8 and zero1 over copies": (
+        plan_text('dp_replicate = 2\ndata_parallel = "zero1"\nshard_optimizer_over = "dp"') + INT8,
+        4,
+    ),
+    "int8 and experts": (experts("ep = 4") + INT8, 4),
 }
 
 
@@ -43,11 +57,12 @@ def check(text: str, world: int) -> None:
 
 
 SLOW = pytest.mark.slow
+FAST = ("experts", "pipeline", "muon")
 
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in ("experts", "pipeline") else pytest.param(name, marks=SLOW) for name in CASES],
+    [name if name in FAST else pytest.param(name, marks=SLOW) for name in CASES],
 )
 def test_state_and_collectives_are_those_of_a_run(name: str) -> None:
     check(*CASES[name])

@@ -19,6 +19,11 @@ FULL = '[activation_checkpoint]\nmode = "full"\n'
 EXPERTS = "n_kv_heads = 4\n[model.moe]\nn_experts = 4\ntop_k = 2\nexpert_dim = 24\nn_dense_layers = 1\n"
 
 
+AHEAD = "[model.mtp]\ndepth = 2\n"
+MUON = '\n[optimizer]\nname = "muon"\n'
+INT8 = '\n[optimizer]\nmoment_dtype = "int8"\n'
+
+
 def deep(parallel: str = "", more: str = "", layers: int = 8, model: str = "") -> str:
     text = plan_text(parallel, model=model).replace("n_layers = 4", f"n_layers = {layers}")
     text = text.replace("n_kv_heads = 2\n", "") if "n_kv_heads = 4" in model else text
@@ -57,6 +62,11 @@ def totals(stage: StagePlan, *, sizes: bool = True) -> dict[tuple[str, str], int
         pytest.param(deep("tp = 2", FULL), 4, marks=SLOW),
         pytest.param(deep("ep = 2", FULL, model=EXPERTS), 4, marks=SLOW),
         pytest.param(deep(model="sliding_window = 16\nsliding_window_pattern = 2\n"), 2, marks=SLOW),
+        pytest.param(deep(more=MUON), 4, marks=SLOW),
+        pytest.param(deep("tp = 2\ndata_parallel = 'zero1'\nbucket_size = 30000", MUON), 4, marks=SLOW),
+        pytest.param(deep("tp = 2", INT8), 4, marks=SLOW),
+        pytest.param(deep(model=AHEAD), 2, marks=SLOW),
+        pytest.param(staged("1F1B", "pp = 2", 2, MUON), 4, marks=SLOW),
         pytest.param(staged("1F1B", "pp = 2", 2), 4, marks=SLOW),
         pytest.param(staged("1F1B", "pp = 4", 4, FULL), 4, marks=SLOW),
         pytest.param(staged("1F1B", "pp = 4\ntp = 2", 4), 8, marks=SLOW),

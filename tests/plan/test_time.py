@@ -1,10 +1,14 @@
 """The estimate of time: operations as the model counts them, and rooflines, links and timelines by hand."""
 
+from contextlib import nullcontext
+
 import pytest
 
 from forge.config import check_world, parse_toml_text
 from forge.model import flops_per_token
+from forge.model.flops import mean_keys
 from forge.parallel.build import build_meta_model
+from forge.plan.attention import as_on_cards
 from forge.plan.collectives import Collective
 from forge.plan.estimate import Spent, StepTime, call_seconds, message_seconds, seconds_of
 from forge.plan.fake import FakeRank, fake_ranks
@@ -27,27 +31,60 @@ CARD = Hardware(
 EXPERTS = "n_kv_heads = 4\n[model.moe]\nn_experts = 4\ntop_k = 2\nexpert_dim = 24\n"
 
 
+WINDOWS = "sliding_window = 24\nsliding_window_pattern = 2\nattention_sinks = true\n"
+LATENT = """n_kv_heads = 4\nattention = "mla"\n[model.mla]\nq_lora_rank = 12\nkv_lora_rank = 10\nqk_nope_head_dim = 6
+qk_rope_head_dim = 4\nv_head_dim = 5\n[model.mtp]\ndepth = 1\n"""
+
+
+def of_kinds(parallel: str = "", model: str = "") -> str:
+    text = plan_text(parallel, model=model).replace("vocab_size = 67", "vocab_size = 68")
+    return text.replace("n_kv_heads = 2\n", "") if "n_kv_heads = 4" in model else text
+
+
+CONTEXTS = ("allgather", "ulysses", "ring")
+ON_BOTH = [(of_kinds("tp = 2"), 2), (of_kinds(model=EXPERTS), 1)]
+# A CPU computes all scores and leaves some out.
+ON_CARDS = [
+    *ON_BOTH,
+    (of_kinds(model=WINDOWS), 1),
+    (of_kinds(model=LATENT), 1),
+    *((of_kinds(f"cp = 2\ncontext = '{context}'", model=WINDOWS), 2) for context in CONTEXTS),
+]
+
+
 @pytest.mark.parametrize(
-    ("text", "world"),
-    [
-        (plan_text(), 1),
-        (plan_text("tp = 2").replace("vocab_size = 67", "vocab_size = 68"), 2),
-        (plan_text(model=EXPERTS).replace("n_kv_heads = 2\n", ""), 1),
-    ],
+    ("text", "world", "card"),
+    [*((*case, True) for case in ON_CARDS), *((*case, False) for case in ON_BOTH)],
 )
-def test_traced_operations_are_those_that_the_model_counts(text: str, world: int) -> None:
+def test_traced_operations_are_those_that_the_model_counts(text: str, world: int, card: bool) -> None:
     config = parse_toml_text(text)
-    with fake_ranks(0, world):
-        rank = FakeRank(config, check_world(config, world))
-        rank.step(1)  # in the first step DTensor also computes what shapes come out
-        rank.step(1)
-        # Attention's backward has four products; a kernel that computes the scores again has five.
-        traced = sum(
-            number * work.flops * (0.8 if work.kind == "attention" and moment.phase == "backward" else 1.0)
-            for (moment, work), number in rank.trace.work.items()
-        )
+    traced = 0.0
+    for number in range(world):
+        with fake_ranks(number, world), as_on_cards() if card else nullcontext():
+            rank = FakeRank(config, check_world(config, world))
+            rank.step(1)  # in the first step DTensor also computes what shapes come out
+            rank.step(1)
+        for (moment, work), times in rank.trace.work.items():
+            # A kernel's backward computes the scores again, which are not counted; otherwise it has twice as many products.
+            counts = {"forward": 3, "backward": 0}[moment.phase] if work.kind == "attention" else 1
+            traced += counts * times * work.flops
     counted = flops_per_token(build_meta_model(config), config.train.seq_len) * config.train.seq_len
-    assert traced == pytest.approx(counted / world, rel=1e-9)
+    assert traced == pytest.approx(counted, rel=1e-9)
+
+
+def test_a_window_takes_less_time_on_a_card_and_no_table_of_scores() -> None:
+    def attention(model: str) -> tuple[float, int]:
+        config = parse_toml_text(of_kinds(model=model))
+        with fake_ranks(0, 1), as_on_cards():
+            rank = FakeRank(config, check_world(config, 1))
+            rank.step(1)
+        work = rank.trace.work
+        return sum(n * one.flops for (_, one), n in work.items() if one.kind == "attention"), rank.trace.kept
+
+    whole, kept = attention("")
+    window, kept_of_window = attention("sliding_window = 8\n")
+    assert window / whole == pytest.approx(mean_keys(80, 8) / mean_keys(80, 0))
+    assert kept_of_window == kept
 
 
 def test_an_operator_takes_what_limits_it() -> None:

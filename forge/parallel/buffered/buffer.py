@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from forge import compat
+from forge.parallel.boxes import local_box
 from forge.parallel.buffered.communication import ProcessGroups, address, own_part
-from forge.parallel.buffered.layout import Bucket, Slot, slice_boxes
+from forge.parallel.buffered.layout import Bucket, Slot, flat_boxes
 from forge.parallel.buffered.plan import BufferPlan
-from forge.parallel.fsdp import own_box
 from forge.parallel.mesh import Meshes
-from forge.shard import Box, Kind, Shard
+from forge.shard import Kind, Shard
 
 
 class PlacedParameter:
@@ -146,7 +146,7 @@ class Buffer:
                     Shard(
                         name=placed.name,
                         global_shape=placed.parameter.shape,
-                        boxes=_boxes(placed.parameter, start, stop),
+                        boxes=flat_boxes(local_box(placed.parameter), start, stop),
                         parameter=leaf,
                         replicas=self._replicas(placed.parameter, meshes),
                         kind=kinds[placed.name],
@@ -161,22 +161,6 @@ class Buffer:
             names = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
             axes += tuple(name for name, placement in names if placement.is_replicate())
         return meshes.copies[axes] if axes else None
-
-
-def local_box(parameter: nn.Parameter) -> Box:
-    """Return the box of the parameter that tensor or expert parallelism gives to this rank."""
-    if isinstance(parameter, DTensor):
-        return own_box(parameter)
-    return Box((0,) * parameter.ndim, tuple(parameter.shape))
-
-
-def _boxes(parameter: nn.Parameter, start: int, stop: int) -> tuple[Box, ...]:
-    """Return elements [start, stop) of this rank's flattened part of the parameter as boxes of the global tensor."""
-    local = local_box(parameter)
-    return tuple(
-        Box(tuple(a + b for a, b in zip(local.offsets, box.offsets, strict=True)), box.sizes)
-        for box in slice_boxes(local.sizes, start, stop)
-    )
 
 
 def _local(parameter: nn.Parameter) -> Tensor:

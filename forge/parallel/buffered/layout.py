@@ -118,6 +118,14 @@ def _in_row(index: int, shape: Sequence[int], start: int, stop: int) -> Iterator
         yield Box((index, *box.offsets), (1, *box.sizes))
 
 
+def flat_boxes(local: Box, start: int, stop: int) -> tuple[Box, ...]:
+    """Return elements [start, stop) of the flattened box `local` as boxes of the global tensor."""
+    return tuple(
+        Box(tuple(a + b for a, b in zip(local.offsets, box.offsets, strict=True)), box.sizes)
+        for box in slice_boxes(local.sizes, start, stop)
+    )
+
+
 def _divide(items: Sequence[Item], bucket_numel: int) -> Iterator[list[Item]]:
     group: list[Item] = []
     numel = 0

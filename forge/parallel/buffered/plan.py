@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -22,15 +23,16 @@ from forge.parallel.precision import plan_units
 class Groups:
     """Groups of more than one rank that train the same parameters, dense ones or experts.
 
-    shard: each rank keeps a part of gradients and optimizer state, cut over one group after the other. replicate: ranks
-    hold copies of these parts; replicate_axes: the mesh axes of these groups. same_weights: all ranks that compute with
-    the same values, perhaps only this one.
+    shard: each rank keeps a part of gradients and optimizer state, cut over one group after the other; shard_axes: the mesh
+    axis of each. replicate: ranks hold copies of these parts; replicate_axes: the mesh axes of these groups. same_weights:
+    all ranks that compute with the same values, perhaps only this one.
     """
 
     shard: tuple[dist.ProcessGroup, ...]
     replicate: tuple[dist.ProcessGroup, ...]
     replicate_axes: tuple[str, ...]
     same_weights: dist.ProcessGroup
+    shard_axes: tuple[str, ...] = ()
 
     @property
     def parts(self) -> int:
@@ -39,9 +41,16 @@ class Groups:
     @property
     def part(self) -> int:
         """Number of this rank's part."""
+        return self._part([group.rank() for group in self.shard])
+
+    def part_at(self, at: Mapping[str, int]) -> int:
+        """Return the number of the part of the rank `at` these places, by mesh axis."""
+        return self._part([at[axis] for axis in self.shard_axes])
+
+    def _part(self, places: list[int]) -> int:
         part = 0
-        for group in self.shard:
-            part = part * group.size() + group.rank()
+        for group, place in zip(self.shard, places, strict=True):
+            part = part * group.size() + place
         return part
 
 
@@ -106,9 +115,11 @@ def _groups_of(layout: Layout, *, expert: bool) -> Groups:
     copies, everyone = meshes.copies[("dp_replicate",)], meshes.copies[("dp_replicate", axis)]
     if parallel.data_parallel == "ddp":
         return Groups((), _several(everyone), ("dp_replicate", axis), everyone)
-    if parallel.shard_optimizer_over == "dp":
-        return Groups(_several(one_copy, copies), (), (), everyone)
-    return Groups(_several(one_copy), _several(copies), ("dp_replicate",), everyone)
+    over_copies = parallel.shard_optimizer_over == "dp"
+    split = {axis: one_copy, "dp_replicate": copies} if over_copies else {axis: one_copy}
+    split = {name: group for name, group in split.items() if group.size() > 1}
+    copied = ((), ()) if over_copies else (_several(copies), ("dp_replicate",))
+    return Groups(tuple(split.values()), *copied, everyone, tuple(split))
 
 
 def _formats_of(parameter: nn.Parameter, compute: torch.dtype, layout: Layout) -> Formats:
