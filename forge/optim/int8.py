@@ -88,6 +88,7 @@ class Int8Moments:
         device = self._shards[0].data.device
         numbers = np.unique(np.concatenate(cut)) if cut else np.empty(0, dtype=np.int64)
         for region in self._cut():
+            assert region.blocks is not None
             region.agreed = torch.tensor(np.searchsorted(numbers, region.blocks), device=device)
         return torch.zeros(len(numbers), dtype=wide_dtype(self._shards[0]), device=device)
 
@@ -215,8 +216,7 @@ def _make_regions(shard: Shard, first_block: int) -> tuple[Shard, list[_Region]]
         *heights, _ = box.sizes or (1,)
         for start, stop, blocks in _divide(shard.global_shape, box, first_block):
             block, end = start // BLOCK, -(-stop // BLOCK)
-            owned = start % BLOCK == 0
-            region = _Region(number, start - left, stop - left, shard.data, owned, blocks)
+            region = _Region(number, start - left, stop - left, shard.data, start % BLOCK == 0, blocks)
             found.append((region, Box((*tops, block), (*heights, end - block)), (prod(heights), end - block)))
     owned = [(region, box, shape) for region, box, shape in found if region.owned]
     values = shard.data.new_zeros(sum(box.numel for _, box, _ in owned), dtype=wide_dtype(shard))

@@ -197,6 +197,15 @@ def test_the_benchmark_of_monitors(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.processes
+def test_the_benchmark_of_planning(tmp_path):
+    found = run_here(tmp_path, "planning", "--tiny", "--rounds", "1", "--steps", "1", "--warmup", "1")
+    (one,) = found["rounds"]
+    assert len(one["configurations"]) == 10 and set(found["errors"]) == set(one["configurations"])
+    assert all(each["estimate_s"] > 0 and each["step_s"] > 0 for each in one["configurations"].values())
+
+
+@pytest.mark.slow
+@pytest.mark.processes
 def test_the_benchmark_of_recipes(tmp_path):
     held_out = '--data.validation=[{name="one",path="synthetic"}]'
     options = ["--steps", "4", "--seeds", "2", "--rates", "1e-2", "1e-3", "--only", "adamw", "lion"]

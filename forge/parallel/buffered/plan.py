@@ -118,8 +118,8 @@ def _groups_of(layout: Layout, *, expert: bool) -> Groups:
     over_copies = parallel.shard_optimizer_over == "dp"
     split = {axis: one_copy, "dp_replicate": copies} if over_copies else {axis: one_copy}
     split = {name: group for name, group in split.items() if group.size() > 1}
-    copied = ((), ()) if over_copies else (_several(copies), ("dp_replicate",))
-    return Groups(tuple(split.values()), *copied, everyone, tuple(split))
+    replicate, axes = ((), ()) if over_copies else (_several(copies), ("dp_replicate",))
+    return Groups(tuple(split.values()), replicate, axes, everyone, shard_axes=tuple(split))
 
 
 def _formats_of(parameter: nn.Parameter, compute: torch.dtype, layout: Layout) -> Formats:

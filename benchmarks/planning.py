@@ -1,0 +1,144 @@
+"""The estimate of a plan against the time of real steps, on this machine, for ten configurations.
+
+    python benchmarks/planning.py
+
+In each round it measures the machine as scripts/measure_hardware.py does, then plans each configuration with that and runs
+it. Prints the medians over rounds and writes the table, with date, versions and settings, to benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
+
+import torch
+
+from benchmarks.measure import environment, markdown, parser, publish
+from benchmarks.ranks import rows_of_ranks
+from forge.config import check_world, load_config
+from forge.data.loader import Batch
+from forge.optim import build_optimizer
+from forge.parallel.build import build_parallel_model
+from forge.parallel.gradients import clip_gradients, report_gradients
+from forge.parallel.initialize import initialize
+from forge.parallel.mesh import make_meshes
+from forge.plan.hardware import Hardware
+from forge.plan.plan import make_plan
+from scripts.measure_hardware import measure
+from scripts.options import exit_code_of
+
+BASE = ("--train.global_batch_size=8", "--train.micro_batch_size=4", "--model.vocab_size=4096")
+# Name -> (ranks, base, overrides).
+CONFIGS: dict[str, tuple[int, str, tuple[str, ...]]] = {
+    "debug": (1, "debug", ()),
+    "wider": (1, "debug", ("--model.dim=512", "--model.ffn_dim=1408")),
+    "deeper": (1, "debug", ("--model.n_layers=8",)),
+    "longer sequences": (1, "debug", ("--train.seq_len=1024", "--train.micro_batch_size=1")),
+    "small microbatches": (1, "debug", ("--train.micro_batch_size=1",)),
+    "recomputed": (1, "debug", ("--activation_checkpoint.mode=full",)),
+    "large vocabulary": (1, "debug", ("--model.vocab_size=16384",)),
+    "experts": (1, "moe_debug", ()),
+    "two ranks, fsdp2": (2, "debug", ()),
+    "two ranks, tensor": (2, "debug", ("--parallel.tp=2",)),
+}
+BAR = 0.2
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = parser(__doc__, rounds=3, steps=5, warmup=2, threads=1).parse_args(arguments)
+    return exit_code_of(lambda: compare(given))
+
+
+def compare(given: argparse.Namespace) -> None:
+    """Plan and run every configuration; print and write the table."""
+    torch.set_num_threads(given.threads)
+    about = environment(torch.device("cpu"))
+    rounds: list[dict[str, Any]] = []
+    for number in range(given.rounds):
+        machine = measure(given.threads, tiny=given.tiny)
+        hardware, found = Hardware.model_validate(machine), {}
+        for name, (ranks, base, overrides) in CONFIGS.items():
+            found[name] = _one(ranks, base, overrides, hardware, given)
+            estimate, run = found[name]["estimate_s"], found[name]["step_s"]
+            print(f"round {number + 1}, {name}: {estimate:.3f} s planned, {run:.3f} s measured", flush=True)
+        rounds.append({"machine": machine, "load": os.getloadavg()[0], "configurations": found})
+    rows = [_row(name, [one["configurations"][name] for one in rounds]) for name in CONFIGS]
+    table = markdown(["configuration", "planned, s", "measured, s", "error", "in each round"], rows)
+    errors = {name: _error([one["configurations"][name] for one in rounds]) for name in CONFIGS}
+    within = sum(abs(error) <= BAR for error in errors.values())
+    loads = ", ".join(f"{one['load']:.1f}" for one in rounds)
+    about["settings"] = {
+        "device": "cpu",
+        **{name: getattr(given, name) for name in ("rounds", "steps", "warmup", "threads")},
+    }
+    publish(
+        "planning",
+        given.output,
+        about,
+        {"rounds": rounds, "errors": errors},
+        f"{table}\n\n{within} of {len(CONFIGS)} within {BAR:.0%}. Load after each round: {loads}.",
+    )
+
+
+def _one(
+    ranks: int, base: str, overrides: tuple[str, ...], hardware: Hardware, given: argparse.Namespace
+) -> dict[str, float]:
+    """Seconds of a step as planned and as measured."""
+    argv = [f"--config={base}", *BASE, *overrides]
+    if given.tiny:
+        argv += ["--model.dim=64", "--model.ffn_dim=64", "--model.n_layers=2", "--train.seq_len=64"]
+    config = load_config(argv)
+    speed = make_plan(config, check_world(config, ranks), hardware).speed
+    assert speed is not None
+    (run,) = rows_of_ranks(ranks, _run, argv, given.warmup, given.steps, given.threads)
+    return {"estimate_s": speed.step_s} | run
+
+
+def _run(
+    device: torch.device, argv: list[str], warmup: int, steps: int, threads: int
+) -> list[dict[str, float]]:
+    """The median time of this rank's steps, each a whole optimizer step on random tokens."""
+    torch.set_num_threads(threads)
+    config = load_config(argv)
+    degrees = check_world(config, torch.distributed.get_world_size())
+    meshes = make_meshes(degrees, device.type)
+    model = build_parallel_model(config, meshes, device, values=initialize)
+    optimizer = build_optimizer(model.shards, config.optimizer, meshes.stage)
+    train = config.train
+    shape = (degrees.accumulation * train.micro_batch_size, train.seq_len)
+    tokens = torch.randint(config.model.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    batch, seconds = Batch(tokens, tokens), []
+    for _ in range(warmup + steps):
+        start = time.perf_counter()
+        sums = model.forward_backward(batch, model.count_tokens(batch))
+        model.finalize_gradients()
+        report = report_gradients(model.shards, sums.objective, stop=False)
+        clip_gradients(model.shards, report.norm, train.grad_clip_norm)
+        optimizer.step(config.optimizer.lr, report.skip)
+        model.after_update()
+        model.update_router(report.skip)
+        model.zero_gradients()
+        seconds.append(time.perf_counter() - start)
+    last = seconds[warmup:]
+    return [{"step_s": statistics.median(last), "least_s": min(last), "most_s": max(last)}]
+
+
+def _error(found: list[dict[str, float]]) -> float:
+    return statistics.median(one["estimate_s"] / one["step_s"] - 1 for one in found)
+
+
+def _row(name: str, found: list[dict[str, float]]) -> list[str]:
+    planned, measured = (statistics.median(one[key] for one in found) for key in ("estimate_s", "step_s"))
+    each = ", ".join(f"{one['estimate_s'] / one['step_s'] - 1:+.0%}" for one in found)
+    return [name, f"{planned:.3f}", f"{measured:.3f}", f"{_error(found):+.0%}", each]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
