@@ -3,7 +3,9 @@
     python benchmarks/planning.py
 
 In each round it measures the machine as scripts/measure_hardware.py does, then plans each configuration with that and runs
-it. Prints the medians over rounds and writes the table, with date, versions and settings, to benchmarks/results/.
+it. With one thread (the default), steps of one process are measured by processor time, as the machine is, so that other work
+on the machine does not count; those of two ranks by the clock. Prints the medians over rounds and writes the table, with
+date, versions and settings, to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -106,6 +108,7 @@ def _run(
 ) -> list[dict[str, float]]:
     """The median time of this rank's steps, each a whole optimizer step on random tokens."""
     torch.set_num_threads(threads)
+    clock = time.process_time if torch.distributed.get_world_size() == threads == 1 else time.perf_counter
     config = load_config(argv)
     degrees = check_world(config, torch.distributed.get_world_size())
     meshes = make_meshes(degrees, device.type)
@@ -116,7 +119,7 @@ def _run(
     tokens = torch.randint(config.model.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     batch, seconds = Batch(tokens, tokens), []
     for _ in range(warmup + steps):
-        start = time.perf_counter()
+        start = clock()
         sums = model.forward_backward(batch, model.count_tokens(batch))
         model.finalize_gradients()
         report = report_gradients(model.shards, sums.objective, stop=False)
@@ -125,7 +128,7 @@ def _run(
         model.after_update()
         model.update_router(report.skip)
         model.zero_gradients()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(clock() - start)
     last = seconds[warmup:]
     return [{"step_s": statistics.median(last), "least_s": min(last), "most_s": max(last)}]
 

@@ -114,28 +114,24 @@ class FakeRank:
 
     def step(self, microbatches: int, *, update: bool = True) -> None:
         """Make the calls of one optimizer step (`Trainer.step`), with this many microbatches; the optimizer's if `update`."""
-        train = self.config.train
         with _explained(), self._watched():
             self.trace.begin()
-            shape = (microbatches * train.micro_batch_size, train.seq_len)
-            documents = torch.zeros(shape, dtype=torch.int32) if self.config.data.document_mask else None
-            tokens, labels = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
-            batch = Batch(tokens, labels, documents=documents)
-            model = self.model
+            batch, model = self._batch(microbatches), self.model
             sums = model.forward_backward(batch, model.count_tokens(batch))
             model.finalize_gradients()
             self.trace.moment = Moment("update")
             report = report_gradients(model.shards, sums.objective, stop=False)
-            clip_gradients(model.shards, report.norm, train.grad_clip_norm)
+            clip_gradients(model.shards, report.norm, self.config.train.grad_clip_norm)
             if update:
                 self.optimizer.step(self.config.optimizer.lr, report.skip)
             model.after_update()
             model.update_router(report.skip)
             model.zero_gradients()
 
-    def update(self) -> None:
-        """Make the optimizer's calls of a step alone, with gradients from nowhere."""
+    def update(self, microbatches: int) -> None:
+        """Make the optimizer's calls of such a step alone, with gradients from nowhere."""
         with _explained(), self._watched():
+            batch = self._batch(microbatches)  # which lives until the end of a step
             for shard in self.model.shards:
                 if shard.parameter.grad is None:
                     shard.parameter.grad = torch.empty_like(shard.parameter)
@@ -143,6 +139,14 @@ class FakeRank:
             self.trace.moment = Moment("update")
             self.optimizer.step(self.config.optimizer.lr, torch.zeros(()))
             self.model.zero_gradients()
+            del batch
+
+    def _batch(self, microbatches: int) -> Batch:
+        train = self.config.train
+        shape = (microbatches * train.micro_batch_size, train.seq_len)
+        documents = torch.zeros(shape, dtype=torch.int32) if self.config.data.document_mask else None
+        tokens, labels = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+        return Batch(tokens, labels, documents=documents)
 
     @contextmanager
     def _watched(self) -> Iterator[None]:

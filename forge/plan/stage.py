@@ -103,7 +103,7 @@ def plan_stage(
         # The first one also sets up what later ones use.
         for microbatches in (traced.accumulation if degrees.pp > 1 else 1, traced.accumulation):
             if optimizer == "alone":
-                fake.update()
+                fake.update(microbatches)
             else:
                 fake.step(microbatches, update=optimizer == "with")
         axes = axes_of(fake.meshes)
