@@ -131,12 +131,12 @@ class FakeRank:
     def update(self, microbatches: int) -> None:
         """Make the optimizer's calls of such a step alone, with gradients from nowhere."""
         with _explained(), self._watched():
+            self.trace.begin()
+            self.trace.moment = Moment("update")
             batch = self._batch(microbatches)  # which lives until the end of a step
             for shard in self.model.shards:
                 if shard.parameter.grad is None:
                     shard.parameter.grad = torch.empty_like(shard.parameter)
-            self.trace.begin()
-            self.trace.moment = Moment("update")
             self.optimizer.step(self.config.optimizer.lr, torch.zeros(()))
             self.model.zero_gradients()
             del batch

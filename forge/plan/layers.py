@@ -323,6 +323,7 @@ def _with_state(one: StagePlan, whole: StagePlan) -> StagePlan:
 
 def _with_update(one: StagePlan, update: StagePlan) -> StagePlan:
     """`one`, traced without the optimizer's part of a step, with this part, traced alone."""
+    one = _with_more(one, 1, update.kept)
     peaks, flops, time = dict(one.peaks), Counter(one.flops), one.time
     for place, peak in update.peaks.items():
         peaks[place] = max(peak, one.peaks.get(place, peak), key=lambda peak: peak.size)

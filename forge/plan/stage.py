@@ -86,7 +86,7 @@ def plan_stage(
     """Trace one step of the first rank with this rank of the pp axis; `config` from `plannable`.
 
     microbatches: how many are traced; None: as many as show what a step does. load: as in `FakeRank`. optimizer: whether its
-    part of the step is traced; alone: nothing else.
+    part of the step is traced; alone: nothing else, and `kept` is what it leaves to the next step, such as numbers drawn.
     """
     rank, traced = pp_rank * degrees.world // degrees.pp, _fewer_microbatches(config, degrees)
     if microbatches is not None:
@@ -101,11 +101,13 @@ def plan_stage(
         stack.callback(gc.enable)
         state = {kind: 0 for kind in STATE} | fake.state_bytes()
         # The first one also sets up what later ones use.
+        left: list[int] = []
         for microbatches in (traced.accumulation if degrees.pp > 1 else 1, traced.accumulation):
             if optimizer == "alone":
                 fake.update(microbatches)
             else:
                 fake.step(microbatches, update=optimizer == "with")
+            left.append(fake.trace.before)
         axes = axes_of(fake.meshes)
         calls = Counter(
             (axes.get(call.group, "?"), call.kind, call.size, hideable(moment, call))
@@ -121,9 +123,10 @@ def plan_stage(
             # The device has what is gathered and computed; the CPU has what the optimizer works on.
             peaks = {place: _on_device(peak, state["buckets"]) for place, peak in peaks.items()}
             state = {kind: 0 for kind in STATE}
+        kept = left[1] - left[0] if optimizer == "alone" else fake.trace.kept
     reserved = 0 if hardware is None else hardware.reserved_bytes
     return StagePlan(
-        *(pp_rank, rank, layers, state, peaks, fake.trace.kept, _flops(fake.trace), time, calls, reserved),
+        *(pp_rank, rank, layers, state, peaks, kept, _flops(fake.trace), time, calls, reserved),
         *(*fake.saved_bytes(), fake.buckets()),
     )
 

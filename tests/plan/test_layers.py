@@ -63,7 +63,7 @@ def totals(stage: StagePlan, *, sizes: bool = True) -> dict[tuple[str, str], int
         pytest.param(deep("ep = 2", FULL, model=EXPERTS), 4, marks=SLOW),
         pytest.param(deep(model="sliding_window = 16\nsliding_window_pattern = 2\n"), 2, marks=SLOW),
         pytest.param(deep(more=MUON), 4, marks=SLOW),
-        pytest.param(deep("tp = 2\ndata_parallel = 'zero1'\nbucket_size = 30000", MUON), 4, marks=SLOW),
+        pytest.param(deep("data_parallel = 'zero1'\nbucket_size = 30000", MUON), 4, marks=SLOW),
         pytest.param(deep("tp = 2", INT8), 4, marks=SLOW),
         pytest.param(deep(model=AHEAD), 2, marks=SLOW),
         pytest.param(staged("1F1B", "pp = 2", 2, MUON), 4, marks=SLOW),
