@@ -6,26 +6,22 @@ import pytest
 
 from forge.config import check_world, parse_toml_text
 from forge.errors import UserError
-from tests.support.layouts import SCHEDULES, pipeline_text
-from tests.support.planning import allocated, facts_of, float32, measured, plan_text, planned, traced
-
-EXPERTS = "n_kv_heads = 4\n[model.moe]\nn_experts = 4\ntop_k = 2\nexpert_dim = 24\n"
-
-
-MUON = '\n[optimizer]\nname = "muon"\n[optimizer.muon]\nsecond_moment = "neuron"\n'
-INT8 = '\n[optimizer]\nmoment_dtype = "int8"\n'
-
-
-def experts(parallel: str) -> str:
-    return plan_text(parallel, model=EXPERTS).replace("n_kv_heads = 2\n", "")
-
-
-def pipeline(schedule: str, parallel: str = "") -> str:
-    text = float32(pipeline_text(2, schedule, parallel=parallel, micro=1))
-    return text.replace("document_mask = true", "document_mask = false").replace(
-        "global_batch_size = 8", "global_batch_size = 16"
-    )
-
+from tests.support.layouts import SCHEDULES
+from tests.support.planning import (
+    FULL,
+    INT8,
+    MUON,
+    SELECTIVE,
+    allocated,
+    experts,
+    facts_of,
+    larger,
+    measured,
+    pipeline,
+    plan_text,
+    planned,
+    traced,
+)
 
 CASES = {
     "fsdp2": (plan_text().replace("global_batch_size = 8", "global_batch_size = 20"), 4),
@@ -68,18 +64,6 @@ def test_state_and_collectives_are_those_of_a_run(name: str) -> None:
     check(*CASES[name])
 
 
-LARGER = {"dim = 32": "dim = 128", "ffn_dim = 48": "ffn_dim = 256", "vocab_size = 67": "vocab_size = 512"}
-LARGER |= {"seq_len = 80": "seq_len = 512", "loss_chunk_tokens = 32": "loss_chunk_tokens = 256"}
-
-
-def larger(text: str, *more: str) -> str:
-    """Of a size at which what kernels allocate for themselves weighs little."""
-    for key, value in LARGER.items():
-        text = text.replace(key, value)
-    return "\n".join([text, *more])
-
-
-FULL, SELECTIVE = (f'[activation_checkpoint]\nmode = "{mode}"' for mode in ("full", "selective"))
 ACTIVATIONS = {
     "plain": (larger(plan_text()), 1),
     "full": (larger(plan_text(), FULL), 1),

@@ -54,8 +54,8 @@ def test_a_plan_is_one_json_object_and_nothing_else_is_printed(tmp_path, capsys)
 @pytest.mark.parametrize(("gib", "code"), [(1.0, 0), (0.0001, 3)])
 def test_the_exit_code_says_whether_it_fits(tmp_path, capsys, gib: float, code: int) -> None:
     assert plan(tmp_path, gib=gib) == code
-    said = capsys.readouterr().out
-    assert ("does not fit" in said) is ("which is still too much" in said) is (code == 3)
+    text = capsys.readouterr().out
+    assert ("does not fit" in text) is ("which is still too much" in text) is (code == 3)
 
 
 def test_a_plan_that_does_not_fit_says_which_keys_free_enough(tmp_path, capsys) -> None:

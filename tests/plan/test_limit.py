@@ -20,8 +20,18 @@ from forge.model import Router
 from forge.parallel.initialize import initialize
 from forge.plan import fake
 from forge.plan.plan import plannable
-from tests.plan.test_against_runs import FULL, INT8, MUON, SELECTIVE, experts, larger, pipeline
-from tests.support.planning import in_turn, plan_text, planned
+from tests.support.planning import (
+    FULL,
+    INT8,
+    MUON,
+    SELECTIVE,
+    experts,
+    in_turn,
+    larger,
+    pipeline,
+    plan_text,
+    planned,
+)
 
 SLOW = pytest.mark.slow
 

@@ -30,6 +30,14 @@ from forge.plan.stage import StagePlan, plan_stage
 from tests.support.collectives import collectives_of
 from tests.support.equivalence import config_batches, tiny_config
 from tests.support.harness import run_ranks
+from tests.support.layouts import pipeline_text
+
+EXPERTS = "n_kv_heads = 4\n[model.moe]\nn_experts = 4\ntop_k = 2\nexpert_dim = 24\n"
+
+
+MUON = '\n[optimizer]\nname = "muon"\n[optimizer.muon]\nsecond_moment = "neuron"\n'
+INT8 = '\n[optimizer]\nmoment_dtype = "int8"\n'
+FULL, SELECTIVE = (f'[activation_checkpoint]\nmode = "{mode}"' for mode in ("full", "selective"))
 
 LINK = Link(gb_per_s=1.0, latency_us=10.0)
 CPU = Hardware(memory_gib=1.0, memory_gb_per_s=10.0, cards_per_node=8, node=LINK, cluster=LINK)
@@ -53,6 +61,28 @@ def plan_text(parallel: str = "", **keys: str) -> str:
     """A tiny configuration with four layers and no documents."""
     text = float32(tiny_config(parallel=parallel, **keys)).replace("n_layers = 3", "n_layers = 4")
     return text.replace("document_mask = true", "document_mask = false")
+
+
+def experts(parallel: str) -> str:
+    return plan_text(parallel, model=EXPERTS).replace("n_kv_heads = 2\n", "")
+
+
+def pipeline(schedule: str, parallel: str = "") -> str:
+    text = float32(pipeline_text(2, schedule, parallel=parallel, micro=1))
+    return text.replace("document_mask = true", "document_mask = false").replace(
+        "global_batch_size = 8", "global_batch_size = 16"
+    )
+
+
+LARGER = {"dim = 32": "dim = 128", "ffn_dim = 48": "ffn_dim = 256", "vocab_size = 67": "vocab_size = 512"}
+LARGER |= {"seq_len = 80": "seq_len = 512", "loss_chunk_tokens = 32": "loss_chunk_tokens = 256"}
+
+
+def larger(text: str, *more: str) -> str:
+    """Of a size at which what kernels allocate for themselves weighs little."""
+    for key, value in LARGER.items():
+        text = text.replace(key, value)
+    return "\n".join([text, *more])
 
 
 def planned(text: str, world: int) -> list[StagePlan]:
