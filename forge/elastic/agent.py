@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 from torch.distributed.run import main as torchrun
 
 from forge.config import load_config
@@ -88,8 +88,12 @@ def run_agent(node: Node, argv: Sequence[str]) -> int:
         return error.get_first_failure()[1].exitcode or FAILED
     except SignalException:
         return STOPPED
-    except RendezvousGracefulExitError:  # a spare that was never needed
-        return FINISHED
+    except (RendezvousClosedError, AttributeError) as error:
+        # The rendezvous was closed while this node waited in it, so the run has ended. For a spare, PyTorch's agent
+        # returns None, and its launcher then asks None whether it has failed.
+        if isinstance(error, AttributeError) and "is_failed" not in str(error):
+            raise
+        return FINISHED if _is_over(store) else FAILED
     store.set(OVER, "1")
     return FINISHED
 
@@ -124,6 +128,15 @@ def _meet(address: str, timeout: timedelta = timedelta(minutes=5)) -> dist.TCPSt
         raise UserError(
             f"--meeting {address}: nobody answers there; start `elastic.py meeting` first ({error})", FAILED
         ) from None
+
+
+def _is_over(store: dist.Store) -> bool:
+    """Whether an agent reports within a while that the run is finished."""
+    try:
+        store.wait([OVER], timedelta(seconds=10))
+    except dist.DistError:
+        return False
+    return True
 
 
 def _share_clock(offset_s: float) -> None:

@@ -28,6 +28,10 @@ class Meeting:
         self.address = f"{socket.gethostname()}:{self._store.port}"
         self.port = self._store.port
 
+    def read(self, key: str) -> bytes:
+        """Return what agents have written under `key`."""
+        return self._store.get(key)
+
     def serve(self, closed: threading.Event, linger_s: float = LINGER_S) -> None:
         """Keep the clock until an agent reports the end of the run and `linger_s` seconds have passed, or until `closed`."""
         while not self._store.check([OVER]):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -77,6 +79,15 @@ class Nodes:
             return path.exists() and f'"step": {step},'.encode() in path.read_bytes()
 
         wait_for(there, 240)
+
+    def wait_for_spare(self) -> None:
+        """Return when an agent waits because there are enough nodes, as the state of PyTorch's rendezvous shows."""
+
+        def waits() -> bool:
+            state = pickle.loads(base64.b64decode(self._meeting.read("torch.rendezvous.forge")))
+            return bool(state.redundancy_list)
+
+        wait_for(waits, 240)
 
     def finish(self, seconds: float = 240) -> dict[str, int]:
         """Wait for every agent; return the exit codes."""
