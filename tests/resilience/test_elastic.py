@@ -1,0 +1,102 @@
+"""What the ranks and agents of an elastic run decide by themselves."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from datetime import UTC, datetime
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+from forge.config.schema import Resilience
+from forge.elastic import agent
+from forge.elastic.meeting import OVER, Meeting, clock_offset
+from forge.errors import FINISHED, STOPPED
+from forge.resilience import elastic, stragglers
+from forge.resilience.elastic import exit_code_after_stop, may_leave
+from tests.support.harness import run_ranks
+
+
+def code(rank: int, world: int, reasons: list[str | None], nodes: str, restarts_left: int) -> int:
+    os.environ.pop("FORGE_NODES", None)
+    if nodes:
+        os.environ["FORGE_NODES"] = nodes
+    return exit_code_after_stop(lambda: reasons[rank], restarts_left, patience_s=0.1)
+
+
+@pytest.mark.parametrize(
+    "reasons, nodes, restarts_left, codes",
+    [
+        (
+            ["SIGTERM", None],
+            "1:2",
+            5,
+            [FINISHED, STOPPED],
+        ),  # another node leaves: this one meets the rest again
+        (["SIGTERM", "SIGUSR1"], "1:2", 5, [FINISHED, FINISHED]),
+        (["resilience.time_limit_s = 9 is near", None], "1:2", 5, [FINISHED, FINISHED]),
+        (["SIGTERM", None], "", 5, [FINISHED, FINISHED]),
+        (["SIGTERM", None], "", 0, [STOPPED, STOPPED]),
+    ],
+)
+def test_only_a_signal_to_some_nodes_of_an_elastic_run_is_not_the_end_of_the_run(
+    reasons, nodes, restarts_left, codes
+) -> None:
+    assert run_ranks(code, 2, reasons, nodes, restarts_left) == codes
+
+
+def test_a_node_may_leave_while_more_than_the_least_number_are_there(monkeypatch) -> None:
+    monkeypatch.delenv("FORGE_NODES", raising=False)
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "3")
+    assert not may_leave()
+    monkeypatch.setenv("FORGE_NODES", "2:4")
+    assert may_leave()
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    assert not may_leave()
+
+
+def test_a_rank_that_is_slow_so_often_in_a_row_lets_its_node_leave(monkeypatch) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(stragglers.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(stragglers, "may_leave", lambda: True)
+    monkeypatch.setattr(stragglers, "leave", lambda: left.append(1))
+    hook = stragglers.Stragglers(
+        Resilience(drain_stragglers=2), [], torch.device("cpu"), lambda *_, **__: None
+    )
+    for slow in ({1}, {0}, {1}, {0, 1}):
+        assert not left
+        hook._drain(10, slow)
+    assert left == [1]
+
+
+def test_the_rendezvous_reads_the_clock_of_the_meeting(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(dynamic_rendezvous, "datetime", None)  # put back after the test
+    monkeypatch.setattr(agent, "time", Ahead)
+    agent._share_clock(-3 * 3600.0)
+    now = dynamic_rendezvous.datetime.now(UTC)
+    assert abs((now - datetime.now(UTC)).total_seconds()) < 600
+    assert "10800 s ahead" in capsys.readouterr().err
+
+
+class Ahead:
+    """A clock that is three hours ahead."""
+
+    @staticmethod
+    def time() -> float:
+        return time.time() + 3 * 3600
+
+
+def test_an_agent_learns_how_far_its_clock_is_from_the_meetings_and_the_meeting_ends_with_the_run() -> None:
+    held = Meeting(0)
+    serving = threading.Thread(target=held.serve, args=(threading.Event(), 0.0))
+    serving.start()
+    store = dist.TCPStore("localhost", held.port, is_master=False)
+    assert abs(clock_offset(store)) < 60
+    store.set(OVER, "1")
+    serving.join(60)
+    assert not serving.is_alive()
+    assert elastic.OWN_SIGNAL_S < 30  # PyTorch's agents kill their ranks after 30 s
