@@ -1,0 +1,79 @@
+"""elastic.sbatch with stand-ins for srun, scontrol and the interpreter: what it starts, and how the job ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "slurm" / "elastic.sbatch"
+# The interpreter writes what it is called with. The meeting then lasts until it is killed, the agent ends as it is told to.
+PYTHON = """#!/bin/bash
+echo "$@" >> "$LOG"
+if [[ $2 == meeting ]]; then
+    [[ -n $FINISHED ]] && exit 0
+    exec sleep 600
+fi
+exit "$CODE"
+"""
+# Takes its own options off and runs the rest once, as the step of one node.
+SRUN = """#!/bin/bash
+echo "srun $*" >> "$LOG"
+while [[ $1 == --* ]]; do shift; done
+exec "$@"
+"""
+
+
+def job(folder: Path, code: int, **environment: str) -> tuple[int, str]:
+    for name, text in {
+        "python": PYTHON,
+        "srun": SRUN,
+        "scontrol": '#!/bin/bash\necho "scontrol $*" >> "$LOG"\n',
+    }.items():
+        path = folder / name
+        path.write_text(text)
+        path.chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "12345", "SLURM_JOB_NUM_NODES": "4", "SLURM_SUBMIT_DIR": str(SCRIPT.parents[2])}
+    own = {"MEETING_ENDS_S": "0.1", "LOG": str(folder / "log"), "CODE": str(code)}
+    path = f"{folder}:{os.environ['PATH']}"
+    ended = subprocess.run(
+        ["bash", str(SCRIPT), "--config", "debug.toml"],
+        env={"PATH": path, "PYTHON": str(folder / "python")} | slurm | own | environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return ended.returncode, (folder / "log").read_text()
+
+
+def test_an_agent_starts_on_each_node_with_spares_left_out_of_the_greatest_number(tmp_path) -> None:
+    code, log = job(tmp_path, 0, SPARES="1", MIN_NODES="2", PROCESSES_PER_NODE="8")
+    assert code == 0 and "scontrol" not in log
+    step = next(line for line in log.splitlines() if line.startswith("srun"))
+    assert "--no-kill --kill-on-bad-exit=0 --wait=0 --nodes=4 --ntasks=4" in step
+    agent = next(
+        line for line in log.splitlines() if "elastic.py agent" in line and not line.startswith("srun")
+    )
+    assert "agent --nodes 2:3 --processes 8 --meeting" in agent and agent.endswith("-- --config debug.toml")
+    meeting = next(line for line in log.splitlines() if "elastic.py meeting" in line)
+    port = meeting.split()[-1]
+    assert f":{port} " in agent and 20000 <= int(port) < 32768
+
+
+@pytest.mark.parametrize("code", [1, 2, 77])
+def test_a_failure_ends_the_job_with_its_code(tmp_path, code: int) -> None:
+    ended, log = job(tmp_path, code)
+    assert ended == code and "scontrol" not in log
+
+
+def test_a_lost_node_does_not_make_a_failure_of_a_run_that_is_finished(tmp_path) -> None:
+    code, log = job(tmp_path, 137, FINISHED="1", MEETING_ENDS_S="20")
+    assert code == 0 and "scontrol" not in log
+
+
+def test_a_stop_after_a_save_requeues_the_job_and_the_meeting_ends_with_it(tmp_path) -> None:
+    code, log = job(tmp_path, 75)
+    assert code == 0 and "scontrol requeue 12345" in log
