@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "slurm" / "elastic.sbatch"
-# The interpreter writes what it is called with. The meeting then lasts until it is killed, the agent ends as it is told to.
+# The interpreter writes what it is called with. The meeting then lasts until it is killed; the agent ends with CODE.
 PYTHON = """#!/bin/bash
 echo "$@" >> "$LOG"
 if [[ $2 == meeting ]]; then
