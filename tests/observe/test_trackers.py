@@ -145,9 +145,11 @@ def test_mlflow_has_the_points_of_two_starts_and_of_a_roll_back(tmp_path, monkey
 
 @pytest.mark.processes
 def test_wandb_has_the_points_of_two_starts_and_of_a_roll_back(tmp_path, monkeypatch) -> None:
-    pytest.importorskip("wandb", reason="pip install 'forge[wandb]'")
+    wandb = pytest.importorskip("wandb", reason="pip install 'forge[wandb]'")
     monkeypatch.setenv("WANDB_MODE", "offline")
     _two_starts(tmp_path, lambda: Wandb("project", tmp_path))
+    # The end of a run only begins to write what W&B's own process still has; the end of a program waits for it.
+    wandb.teardown()
     files = sorted(
         (tmp_path / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime
     )
