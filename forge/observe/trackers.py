@@ -1,9 +1,9 @@
 """Trackers: a run's curves at Weights & Biases or MLflow. No failure of theirs ends or delays a run.
 
 A run keeps one record at each. Which, and the last step in it, stands in `trackers.json` in the run's folder: a resumed run
-continues that record, and leaves out the steps that it has already. After a roll-back, or where a new history begins in the
-folder, the record would have steps that no longer count: it is marked as superseded, and a new one gets the whole history so
-far from metrics.jsonl.
+continues that record with the steps that it has not yet, which metrics.jsonl has. After a roll-back, or where a new history
+begins in the folder, the record would have steps that no longer count: it is marked as superseded, and a new one gets the
+whole history so far.
 """
 
 from __future__ import annotations
@@ -190,12 +190,11 @@ class Tracker:
             self._require_open(record)
             self._service.supersede()
             self._open, record = False, None
-        if record is not None:
-            self._record, self._last = record, last
-            # What the record has is not written again: the same steps have the same numbers.
-            self._known = last
-            return
-        self._record, self._last, self._known = None, -1, -1
+        if record is None:
+            last = -1
+        # What the record has is not written again: the same steps have the same numbers. What was on its way when the run
+        # was killed is.
+        self._record, self._last, self._known = record, last, last
         for at, values in self._history():
             if at <= step:
                 self._write(at, {name: float(value) for name, value in values.items() if value is not None})

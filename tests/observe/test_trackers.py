@@ -67,6 +67,21 @@ def test_a_resumed_run_goes_on_in_the_same_record_without_a_step_twice(tmp_path)
     assert service.records["record-0"][0] == (1, {"train/loss": 2.0})
 
 
+def test_a_resumed_run_adds_what_had_not_reached_the_tracker_when_it_was_killed(tmp_path) -> None:
+    service = Kept()
+    first = tracker(tmp_path, service)
+    first.discard_after(-1, history_ends=True)
+    write(first, 1, 2)
+    first.close()
+    history: list[tuple[int, dict[str, float | None]]] = [(n, {"train/loss": 1.0 + n}) for n in range(1, 8)]
+    second = tracker(tmp_path, service, history)
+    second.discard_after(5, history_ends=False)
+    write(second, 6, 7)
+    second.close()
+    assert [step for step, _ in service.records["record-0"]] == [1, 2, 3, 4, 5, 6, 7]
+    assert not service.superseded
+
+
 def test_several_points_of_one_step_are_all_kept(tmp_path) -> None:
     service = Kept()
     one = tracker(tmp_path, service)
