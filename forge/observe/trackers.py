@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 # How long the end of a run waits for what is on its way to a tracker.
 PATIENCE_S = 30.0
+# The trackers of a run have one file, and threads of their own.
+_saving = threading.Lock()
 Curves = tuple[int, Mapping[str, float | None]]
 
 
@@ -216,8 +218,9 @@ class Tracker:
             self._save()
 
     def _save(self) -> None:
-        saved = read_object(self._path) | {self._kind: {"record": self._record, "step": self._last}}
-        replace_atomically(self._path, encode(saved))
+        with _saving:
+            saved = read_object(self._path) | {self._kind: {"record": self._record, "step": self._last}}
+            replace_atomically(self._path, encode(saved))
 
     def _close(self) -> None:
         if self._open:

@@ -82,6 +82,22 @@ def test_a_resumed_run_adds_what_had_not_reached_the_tracker_when_it_was_killed(
     assert not service.superseded
 
 
+def test_two_trackers_of_a_run_share_its_file(tmp_path, caplog) -> None:
+    services = Kept(), Kept()
+    both = [
+        Tracker(kind, service, tmp_path, "run", {}, lambda: [])
+        for kind, service in zip("ab", services, strict=True)
+    ]
+    for step in range(200):
+        for one in both:
+            write(one, step)
+    for one in both:
+        one.close()
+    assert [len(service.records["record-0"]) for service in services] == [200, 200] and not caplog.records
+    saved = json.loads((tmp_path / "trackers.json").read_text())
+    assert {kind: of_kind["step"] for kind, of_kind in saved.items()} == {"a": 199, "b": 199}
+
+
 def test_several_points_of_one_step_are_all_kept(tmp_path) -> None:
     service = Kept()
     one = tracker(tmp_path, service)
