@@ -29,6 +29,7 @@ from forge.config import load_config
 from forge.config.fallbacks import choose_layout
 from forge.elastic.meeting import OVER, clock_offset
 from forge.errors import FAILED, FINISHED, STOPPED, UserError
+from forge.observe.json_lines import read_object
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
@@ -71,7 +72,7 @@ def layouts(argv: Sequence[str], node: Node) -> dict[int, str]:
 def run_agent(node: Node, argv: Sequence[str]) -> int:
     """Run the ranks of this node with train.py's arguments `argv`; return the exit code of the run.
 
-    That is 0 (finished, or another node is enough), 75 (stopped by a signal) or the code of the first rank that failed.
+    That is 0 (finished), 75 (the run was stopped, or this node) or the code of the first rank that failed.
     Raises UserError where nobody meets at `node.meeting`.
     """
     store = _meet(node.meeting)
@@ -93,9 +94,19 @@ def run_agent(node: Node, argv: Sequence[str]) -> int:
         # returns None, and its launcher then asks None whether it has failed.
         if isinstance(error, AttributeError) and "is_failed" not in str(error):
             raise
-        return FINISHED if _is_over(store) else FAILED
+        return exit_code_at_end(argv) if _is_over(store) else FAILED
     store.set(OVER, "1")
-    return FINISHED
+    return exit_code_at_end(argv)
+
+
+def exit_code_at_end(argv: Sequence[str]) -> int:
+    """Return the exit code of a run that has ended well: 75 if it was stopped, as by `resilience.time_limit_s`, else 0.
+
+    Its ranks ended with 0 in both cases, or PyTorch's agent would have started them again.
+    """
+    run = load_config(list(argv)).run
+    state = read_object(Path(run.output_dir) / run.name / "status.json").get("state")
+    return STOPPED if state == "stopped" else FINISHED
 
 
 def _torchrun_options(node: Node) -> list[str]:

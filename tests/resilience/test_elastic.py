@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -100,3 +101,14 @@ def test_an_agent_learns_how_far_its_clock_is_from_the_meetings_and_the_meeting_
     serving.join(60)
     assert not serving.is_alive()
     assert elastic.OWN_SIGNAL_S < 30  # PyTorch's agents kill their ranks after 30 s
+
+
+@pytest.mark.parametrize("state, code", [("stopped", STOPPED), ("finished", FINISHED), ("", FINISHED)])
+def test_a_run_that_stopped_by_itself_ends_with_75_also_where_its_ranks_ended_with_0(
+    tmp_path, state, code
+) -> None:
+    if state:
+        (tmp_path / "mine").mkdir()
+        (tmp_path / "mine" / "status.json").write_text(json.dumps({"state": state}))
+    argv = ["--config=debug.toml", "--run.name=mine", f"--run.output_dir={tmp_path}"]
+    assert agent.exit_code_at_end(argv) == code
