@@ -34,7 +34,7 @@ RECIPE := --optimizer.name=muon --optimizer.lr=2e-2 --optimizer.weight_decay=0 \
     --schedule.name=linear --schedule.warmup_steps=5 --schedule.min_lr_ratio=0 \
     --train.steps=480 --train.global_batch_size=8 --train.micro_batch_size=1
 
-.PHONY: train data test quick test-all faults chaos refactoring checks format docs clean
+.PHONY: train data test bytecode quick test-all faults chaos refactoring checks format docs clean
 
 train: data
 	@$(BIN)/python train.py --config debug.toml $(RECIPE)
@@ -61,14 +61,18 @@ data/python/train/dataset.json: data/tokenizer/tokenizer.model | $(READY)
 	$(BIN)/python scripts/prepare_data.py --input $(SOURCES) --extensions .py \
 	    --tokenizer data/tokenizer --output data/python --holdout 0.02 --max-bytes $(CORPUS_BYTES) --workers 2
 
-test: $(READY)
+test: $(READY) bytecode
 	$(BIN)/python -m pytest -m "not slow" $(PARALLEL) $(TESTS)
 
-quick: $(READY)
+quick: $(READY) bytecode
 	$(BIN)/python -m pytest -m "not (slow or processes or compiles or gpu)" $(PARALLEL) $(TESTS)
 
-test-all: $(READY)
+test-all: $(READY) bytecode
 	$(BIN)/python -m pytest $(PARALLEL) $(TESTS)
+
+# Tests start hundreds of processes, each of which would compile forge again where the environment forbids to keep bytecode.
+bytecode: $(READY)
+	@$(BIN)/python -m compileall -q forge
 
 faults: $(READY)
 	$(BIN)/python -m tests.faults.table

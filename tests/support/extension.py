@@ -22,12 +22,12 @@ SMALL = [*FLOAT64, "--train.steps=3", "--schedule.name=constant", "--train.micro
 
 
 def copy_repository(target: Path) -> None:
-    """Make `target` a repository in which forge/ can be changed."""
+    """Make `target` a repository in which forge/ can be changed; what does not is compiled already."""
     target.mkdir()
     for path in REPOSITORY.iterdir():
         if path.name not in ("forge", "data", "runs", "build", ".git"):
             (target / path.name).symlink_to(path)
-    shutil.copytree(REPOSITORY / "forge", target / "forge", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(REPOSITORY / "forge", target / "forge")
 
 
 def apply_page(page: Path, target: Path) -> list[Path]:
