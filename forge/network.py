@@ -1,4 +1,4 @@
-"""Where the ranks of a Slurm step meet, and the network interface over which Gloo connects ranks on several nodes."""
+"""Where the ranks of a Slurm step meet, how ranks recognise those of the same start, and Gloo's network interface."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ import os
 import re
 import socket
 import struct
+import time
 from collections.abc import Mapping, MutableMapping
+from datetime import timedelta
+from uuid import uuid4
 
 from torch.distributed import Store
 
-from forge.errors import UserError
+from forge.errors import FAILED, UserError
 
 # Below the range from which Linux gives ports to outgoing connections (32768 to 60999).
 FIRST_PORT, END_OF_PORTS = 20000, 32768
 # Steps of one job, and the next jobs, get different ports. Coprime to the number of ports, so no two jobs nearby share one.
 PORTS_PER_JOB = 17
+POLL_S = 0.05
 _SIOCGIFADDR = 0x8915  # ioctl of Linux: the IPv4 address of an interface
 
 
@@ -43,6 +47,30 @@ def _first_host(environment: Mapping[str, str]) -> str:
             "srun set no SLURM_STEP_NODELIST; export MASTER_ADDR and MASTER_PORT and start again."
         )
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])
+
+
+def name_start(store: Store, rank: int, size: int, timeout: timedelta) -> str:
+    """Return a name of this start that all its ranks get, and no earlier start had. Call on every rank.
+
+    A store that outlives starts holds what ranks of earlier ones wrote, which may have been more or fewer. So each rank
+    writes a word of its own, and rank 0 publishes the words that it finds until every rank has seen its own one there and
+    has counted itself under the word of rank 0, which nobody before could know. Raises UserError (exit 1) after `timeout`.
+    """
+    own, end = uuid4().hex, time.monotonic() + timeout.total_seconds()
+    keys = [f"word-of-rank-{one}" for one in range(size)]
+    store.set(keys[rank], own)
+    while time.monotonic() < end:
+        if rank == 0:
+            store.set("words", b" ".join(store.multi_get(keys)).decode())
+            if store.add(f"seen-{own}", 0) == size - 1:
+                return own
+        else:
+            words = store.get("words").decode().split()
+            if len(words) == size and words[rank] == own:
+                store.add(f"seen-{words[0]}", 1)
+                return words[0]
+        time.sleep(POLL_S)
+    raise UserError(f"not all of {size} ranks started within {timeout.total_seconds():.0f} s", FAILED)
 
 
 def choose_gloo_interface(

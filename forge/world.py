@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from forge import compat
 from forge.errors import UserError
-from forge.network import choose_gloo_interface, slurm_meeting_point
+from forge.network import choose_gloo_interface, name_start, slurm_meeting_point
 
 # Enough for sockets to 8,192 ranks in eight groups.
 OPEN_FILES = 1 << 16
@@ -133,7 +133,7 @@ def join(world: World, timeout: timedelta = timedelta(minutes=10)) -> None:
         os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
     store: dist.Store = dist.HashStore()
     if world.launcher != "python":
-        store = _fresh(_meet(world, timeout), os.environ)
+        store = _fresh(_meet(world, timeout), world, timeout, os.environ)
         if world.local_size != world.size:
             choose_gloo_interface(store, world.rank, world.size, os.environ["MASTER_ADDR"])
     dist.init_process_group(
@@ -183,13 +183,15 @@ def _raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def _fresh(store: dist.Store, environment: Mapping[str, str]) -> dist.Store:
-    """A view of `store` without the keys that workers wrote before a restart.
+def _fresh(store: dist.Store, world: World, timeout: timedelta, environment: Mapping[str, str]) -> dist.Store:
+    """Return a view of `store` without the keys that workers wrote before a restart.
 
     torchrun keeps one store over all restarts, but PyTorch assumes a new one each time: a group could then connect to
-    the address of a dead worker, and hang. On one node the number of restarts distinguishes the starts; on several
-    nodes the agents may count differently.
+    the address of a dead worker, and hang. On one node the number of restarts distinguishes the starts; the agents of several
+    nodes count differently, because a change of nodes counts as no restart.
     """
-    if environment.get("LOCAL_WORLD_SIZE") != environment.get("WORLD_SIZE"):
-        return store
-    return dist.PrefixStore(f"start-{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    if environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE"):
+        return dist.PrefixStore(f"start-{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return dist.PrefixStore(f"start-{name_start(store, world.rank, world.size, timeout)}", store)
+    return store

@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ import torch.distributed as dist
 
 from forge import network
 from forge.errors import UserError
-from forge.network import choose_gloo_interface, slurm_meeting_point
+from forge.network import choose_gloo_interface, name_start, slurm_meeting_point
 
 
 @pytest.mark.parametrize(
@@ -154,3 +156,28 @@ def test_machines_with_loopback_names_connect(tmp_path) -> None:
         timeout=240,
     )
     assert done.stdout == "va vb\nva vb\n", done.stderr
+
+
+def test_ranks_of_a_start_share_a_name_whatever_earlier_ones_left_in_the_store() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def start(rank: int, size: int) -> str:
+        # As a torchrun's worker: a connection of its own, to a store that outlives it.
+        store = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+        return name_start(store, rank, size, timedelta(seconds=60))
+
+    names = []
+    for size in (4, 3, 3, 4):
+        with ThreadPoolExecutor(size) as threads:
+            # The last ranks come first, and find only what the start before has left.
+            found = [threads.submit(start, rank, size) for rank in reversed(range(size))]
+        (name,) = {one.result() for one in found}
+        names.append(name)
+    assert len(set(names)) == 4
+
+
+def test_a_start_that_lacks_a_rank_ends_with_one_sentence() -> None:
+    store = dist.HashStore()
+    store.set("word-of-rank-1", "of an earlier start")
+    with pytest.raises(UserError, match="not all of 2 ranks started"):
+        name_start(store, 0, 2, timedelta(seconds=0.2))
