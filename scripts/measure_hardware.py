@@ -33,6 +33,8 @@ from forge.observe.hardware import GIB
 from scripts.options import exit_code_of, positive
 
 Rates = list[list[float]]
+# Seconds of a call after which larger ones are not measured: a CPU that computes slowly in bfloat16 would take minutes.
+LONG = 0.3
 
 
 def main(argv: list[str]) -> int:
@@ -86,8 +88,10 @@ def _products(device: torch.device, dtype: torch.dtype, largest: int) -> Rates:
     size = 32
     while size <= largest:
         a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-        operations = 2.0 * size**3
-        found.append([operations, operations / _seconds(partial(torch.matmul, a, b), device) / 1e12])
+        operations, seconds = 2.0 * size**3, _seconds(partial(torch.matmul, a, b), device)
+        found.append([operations, operations / seconds / 1e12])
+        if seconds > LONG:
+            break
         size *= 2
     return found
 
@@ -105,8 +109,11 @@ def _attention(device: torch.device, dtype: torch.dtype, largest: int) -> Rates:
             F.scaled_dot_product_attention(q, k, v, is_causal=True).backward(v.detach())
 
         operations = 7 * 2.0 * 8 * 64 * seq * (seq + 1) / 2
+        seconds = _seconds(both, device)
         # Forward and backward are two operators, of which each has about half.
-        found.append([operations / 2, operations / _seconds(both, device) / 1e12])
+        found.append([operations / 2, operations / seconds / 1e12])
+        if seconds > LONG:
+            break
         seq *= 2
     return found
 

@@ -141,6 +141,13 @@ class FakeRank:
             self.model.zero_gradients()
             del batch
 
+    def batch_bytes(self, microbatches: int) -> int:
+        """Return the bytes of the tokens of so many microbatches, which lie on the device for a whole step."""
+        with self._fake:
+            batch = self._batch(microbatches)
+        parts = (batch.tokens, batch.labels, batch.documents)
+        return sum(part.nbytes for part in parts if part is not None)
+
     def _batch(self, microbatches: int) -> Batch:
         train = self.config.train
         shape = (microbatches * train.micro_batch_size, train.seq_len)

@@ -305,18 +305,14 @@ def _with_more(one: StagePlan, microbatches: int, size: int) -> StagePlan:
     peaks = dict(one.peaks)
     for place, peak in one.peaks.items():
         if place[0] in ("forward", "backward"):
-            kinds = peak.kinds | {"activations": peak.kinds.get("activations", 0) + microbatches * size}
-            peaks[place] = Peak(peak.size + microbatches * size, peak.moment, kinds)
+            peaks[place] = peak.with_more("activations", microbatches * size)
     return replace(one, peaks=peaks)
 
 
 def _with_state(one: StagePlan, whole: StagePlan) -> StagePlan:
     """`one` with the bytes of the rank that holds all layers."""
     more = sum(whole.state.values()) - sum(one.state.values())
-    peaks = {
-        place: Peak(peak.size + more, peak.moment, peak.kinds | {"state": peak.kinds.get("state", 0) + more})
-        for place, peak in one.peaks.items()
-    }
+    peaks = {place: peak.with_more("state", more) for place, peak in one.peaks.items()}
     same = {name: getattr(whole, name) for name in ("state", "host", "checkpoint", "buckets")}
     return replace(one, peaks=peaks, **same)
 

@@ -117,7 +117,11 @@ def plan_stage(
         if hardware is not None:
             groups = {name: dist.get_process_group_ranks(_group(name)) for name in axes}
             time = time_of(fake.trace, hardware, groups)
-        peaks = _by_place(fake.trace, fake.model)
+        waiting = fake.batch_bytes(degrees.accumulation - traced.accumulation)
+        peaks = {
+            place: peak.with_more("activations", waiting)
+            for place, peak in _by_place(fake.trace, fake.model).items()
+        }
         layers = _layers(fake.model, config)
         if config.parallel.cpu_offload and hardware is not None and hardware.card:
             # The device has what is gathered and computed; the CPU has what the optimizer works on.

@@ -53,6 +53,10 @@ class Peak:
     moment: Moment = Moment()
     kinds: dict[str, int] = field(default_factory=dict)
 
+    def with_more(self, kind: str, size: int) -> Peak:
+        """Return the peak with `size` bytes more of this kind."""
+        return Peak(self.size + size, self.moment, self.kinds | {kind: self.kinds.get(kind, 0) + size})
+
 
 class Trace(TorchDispatchMode):
     """A mode to enter after `FakeTensorMode`. live: bytes that live now, by kind. calls: collectives and their moments."""
