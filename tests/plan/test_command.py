@@ -58,6 +58,7 @@ def test_the_exit_code_says_whether_it_fits(tmp_path, capsys, gib: float, code: 
     assert ("does not fit" in text) is ("which is still too much" in text) is (code == 3)
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_fit_says_which_keys_free_enough(tmp_path, capsys) -> None:
     def found(gib: float, *options: str) -> dict[str, Any]:
         plan(tmp_path, "--json", *options, gib=gib)
