@@ -89,6 +89,13 @@ class Monitors:
         self._own_maxima = self._sums["maxima"][rank]
         activations, attention = self._own_maxima
         self._maxima = {"activations": activations, "attention": attention}
+        # Views of each layer's numbers, made once: a step makes none.
+        self._of_layer = {
+            name: [row.unbind() for row in view.unbind()]
+            for name, view in self._sums.items()
+            if name in ("activations", "attention", "experts", "units")
+        }
+        self._max_of_layer = {name: view.unbind() for name, view in self._maxima.items()}
         self._handles: list[Callable[[], None]] = []
         self._seen: dict[int, list[tuple[Any, ...]]] = {}
         self._before: list[tuple[Shard, Tensor]] = []
@@ -233,8 +240,8 @@ class Monitors:
         if "activations" in self._chosen:
             x = local(output)
             square = torch.linalg.vector_norm(x, dtype=promoted(x.dtype)).double().square()
-            _add(self._sums["activations"][layer], square, x.numel())
-            _raise_to(self._maxima["activations"][layer], torch.linalg.vector_norm(x, torch.inf).double())
+            _add(self._of_layer["activations"][layer], square, x.numel())
+            _raise_to(self._max_of_layer["activations"][layer], torch.linalg.vector_norm(x, torch.inf))
         for kind, *tensors in kept:
             getattr(self, f"_measure_{kind}")(layer, *tensors)
 
@@ -242,17 +249,18 @@ class Monitors:
         """gate `[batch, seq, n]`, of all `units` or of those that this rank of tensor parallelism has."""
         opened = (local(gate) > 0).flatten(0, -2)
         tokens, own = opened.shape
-        sums, (rank, ranks) = self._sums["units"][layer], self._tp
+        rank, ranks = self._tp
         first = rank * -(-units // ranks) if own < units else 0
-        sums[0, first : first + own] += opened.sum(0)
-        sums[1, first : first + own] += tokens
+        opens, counts = self._of_layer["units"][layer]
+        opens[first : first + own] += opened.sum(0)
+        counts[first : first + own] += tokens
 
     def _measure_scores(self, layer: int, scores: Tensor) -> None:
         """scores `[..., n_experts]`, not negative."""
         scores = scores.flatten(0, -2)
         share = scores / scores.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
         entropy = torch.special.entr(share).sum().double() / math.log(max(scores.shape[-1], 2))
-        _add(self._sums["experts"][layer], entropy, len(scores))
+        _add(self._of_layer["experts"][layer], entropy, len(scores))
 
     def _measure_attention(self, layer: int, q: Tensor, k: Tensor, mask: Any, split: Any) -> None:
         """q `[batch, heads, seq, head_dim]`, k `[batch, kv_heads, seq, head_dim]`, of this rank's part of the sequence."""
@@ -266,12 +274,16 @@ class Monitors:
         logits = (q @ k.to(exact).unsqueeze(2).transpose(-1, -2)).flatten(1, 2) * q.shape[-1] ** -0.5
         keys = torch.arange(k.shape[2], device=k.device)
         hidden = ~dense_part(mask.window, mask.documents, positions, keys)
-        _raise_to(self._maxima["attention"][layer], logits.masked_fill(hidden, -torch.inf).amax().double())
+        shown = logits.masked_fill(hidden, -torch.inf)
+        _raise_to(self._max_of_layer["attention"][layer], shown.amax())
         if mask.soft_cap:
-            logits = mask.soft_cap * torch.tanh(logits / mask.soft_cap)
-        shares = logits.masked_fill(hidden, -torch.inf).softmax(-1)
+            capped = mask.soft_cap * torch.tanh(logits / mask.soft_cap)
+            shown = capped.masked_fill(hidden, -torch.inf)
+        shares = shown.softmax(-1)
         _add(
-            self._sums["attention"][layer], torch.special.entr(shares).sum().double(), logits[..., 0].numel()
+            self._of_layer["attention"][layer],
+            torch.special.entr(shares).sum().double(),
+            logits[..., 0].numel(),
         )
 
 
@@ -323,10 +335,11 @@ def _counted(shards: Sequence[Shard]) -> Iterator[Shard]:
     return (shard for shard in shards if shard.boxes and shard.counted)
 
 
-def _add(place: Tensor, value: Tensor, count: int) -> None:
+def _add(place: Sequence[Tensor], value: Tensor, count: int) -> None:
     """Add to a sum and to its count; a number of the host is the argument of a kernel, so nothing is copied."""
-    place[0] += value
-    place[1] += count
+    total, number = place
+    total += value
+    number += count
 
 
 def _raise_to(place: Tensor, value: Tensor) -> None:
