@@ -211,6 +211,10 @@ def _optimizer(config: Config) -> Iterator[str]:
     optimizer, default = config.optimizer, MuonConfig()
     if optimizer.moment_dtype == "int8" and optimizer.name in ("lion", "muon"):
         yield f"optimizer.moment_dtype = int8 needs optimizer.name = adamw, but it is {optimizer.name}; use bfloat16"
+    if config.compile.optimizer and optimizer.name != "adamw":
+        yield f"compile.optimizer needs optimizer.name = adamw, but it is {optimizer.name}; use false"
+    if config.compile.optimizer and optimizer.moment_dtype == "int8":
+        yield "compile.optimizer does not go with optimizer.moment_dtype = int8; use bfloat16, or false"
     if optimizer.parametrization != "standard":
         used = {"base_dim": "model.dim", "base_depth": "model.n_layers"}
         for key in list(used)[: 2 if optimizer.parametrization == "completep" else 1]:

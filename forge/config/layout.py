@@ -153,5 +153,8 @@ class Compile(Section):
     """Compile each block."""
     loss: bool = False
     """Compile the head and the loss."""
+    optimizer: bool = False
+    """Compile AdamW's update to one pass over the memory, which also clips and writes the copy that the model computes
+    with. Not for moments in int8."""
     backend: Text = "inductor"
     """Compiler backend. inductor generates kernels; aot_eager only traces, which finds the same errors within a second."""

@@ -170,7 +170,11 @@ RULES: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
         "activation_checkpoint.mode is not memory_budget",
         lambda c: c.activation_checkpoint.mode != "memory_budget",
     ),
-    ("compile.backend", "nothing is compiled", lambda c: not (c.compile.enabled or c.compile.loss)),
+    (
+        "compile.backend",
+        "nothing is compiled",
+        lambda c: not (c.compile.enabled or c.compile.loss or c.compile.optimizer),
+    ),
     ("optimizer.no_decay", "optimizer.weight_decay is 0", lambda c: not c.optimizer.weight_decay),
     (
         "optimizer.mup.base_dim optimizer.mup.base_head_dim",

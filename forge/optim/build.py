@@ -4,19 +4,28 @@ from __future__ import annotations
 
 from torch.distributed import ProcessGroup
 
+from forge.config.layout import Compile
 from forge.config.schema import OptimizerConfig
+from forge.optim.compiled import CompiledAdamW
 from forge.optim.ema import WithAverage
 from forge.optim.optimizer import Optimizer, optimizer_class
 from forge.shard import Shard
 
 
 def build_optimizer(
-    shards: list[Shard], config: OptimizerConfig, group: ProcessGroup | None = None
+    shards: list[Shard],
+    config: OptimizerConfig,
+    group: ProcessGroup | None = None,
+    compiled: Compile | None = None,
 ) -> Optimizer:
     """Make the optimizer that `config.name` names, with the mean of weights that `config.ema` asks for.
 
     group: the ranks that together hold every element of the parameters, each with the same list of shards; None in one
-    process. Optimizers that need whole matrices exchange them over it.
+    process. Optimizers that need whole matrices exchange them over it. compiled: how to compile the update, which AdamW can.
     """
-    optimizer = optimizer_class(config.name)(shards, config, group)
+    if compiled is None:
+        optimizer = optimizer_class(config.name)(shards, config, group)
+    else:
+        assert config.name == "adamw", "refused by the configuration"
+        optimizer = CompiledAdamW(shards, config, group, compiled)
     return WithAverage(optimizer, shards, config.ema) if config.ema else optimizer

@@ -62,6 +62,19 @@ class StochasticRounding:
             along = [next(vectors).view(-1, *[1] * (dims - 1 - d)) for d in range(dims)]
             yield box, functools.reduce(operator.xor, along).view(box.sizes)
 
+    def factors(self, shard: Shard, slot: str) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield this update's noise of each box as that of its rows `[rows, 1]` and columns `[columns]`, to be xored.
+
+        A row is along the last dimension; a vector is one row.
+        """
+        vectors = iter(self._noise[slot, shard.name])
+        for box in shard.boxes:
+            *leading, columns = (next(vectors) for _ in box.sizes or (1,))
+            rows = torch.zeros_like(columns[:1])
+            for vector in leading:
+                rows = (rows.unsqueeze(-1) ^ vector).flatten()
+            yield rows.unsqueeze(-1), columns
+
     def copy_(self, narrow: Tensor, wide: Tensor, shard: Shard, slot: str) -> None:
         """Round `wide`, float32 or float64, into `narrow`, bfloat16; both are laid out like `shard.data`.
 

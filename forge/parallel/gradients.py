@@ -57,14 +57,19 @@ def report_gradients(shards: list[Shard], loss: Tensor, *, stop: bool, save: boo
     return GradientReport(norm=norm, skip=skip, stop=entries[1], save=entries[3])
 
 
-def clip_gradients(shards: list[Shard], norm: Tensor, max_norm: float) -> None:
+def clip_gradients(shards: list[Shard], norm: Tensor, max_norm: float, optimizer: object = None) -> None:
     """Scale all gradients in place so that their global norm is at most `max_norm` (0: leave them), on the device.
+
+    An optimizer with a method `scale_by` gets the factor instead, and scales what it reads in its next step.
 
     Pascanu et al., "On the difficulty of training recurrent neural networks", 2013.
     """
     if max_norm == 0:
         return
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    if scale_by := getattr(optimizer, "scale_by", None):
+        scale_by(coefficient)
+        return
     for dtype, grads in _present(shards).items():
         factor = coefficient.to(device=grads[0].device, dtype=promoted(dtype))
         if dtype == factor.dtype:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from forge.checkpoint import load
 from forge.checkpoint.loading import TensorReader
-from forge.config.schema import OptimizerConfig
+from forge.config import Config
 from forge.distributed import RanksFailed, on_every_rank, on_first_rank
 from forge.errors import NO_CHECKPOINT, UserError
 from forge.optim import Optimizer, build_optimizer
@@ -22,12 +22,17 @@ STARTS_ALONE = {"ema", "row_moment"}
 log = logging.getLogger(__name__)
 
 
-def make_optimizer(config: OptimizerConfig, model: ParallelModel, meshes: Meshes) -> Optimizer:
-    """The optimizer of this rank's shards, at its start. Collective.
+def make_optimizer(config: Config, model: ParallelModel, meshes: Meshes) -> Optimizer:
+    """The optimizer of this rank's shards, at its start, compiled if `compile.optimizer` says so. Collective.
 
     Raises UserError on every rank if a stage has parameters that it cannot update.
     """
-    return on_every_rank("making the optimizer", lambda: build_optimizer(model.shards, config, meshes.stage))
+
+    def build() -> Optimizer:
+        compiled = config.compile if config.compile.optimizer else None
+        return build_optimizer(model.shards, config.optimizer, meshes.stage, compiled)
+
+    return on_every_rank("making the optimizer", build)
 
 
 def load_training_state(

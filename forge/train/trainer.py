@@ -62,7 +62,7 @@ class Trainer:
         self.model = build_parallel_model(config, self.meshes, self.device)
         compat.raise_timeouts(patience(config.resilience))  # of groups that engines have made
 
-        self.optimizer = make_optimizer(config.optimizer, self.model, self.meshes)
+        self.optimizer = make_optimizer(config, self.model, self.meshes)
         reporter.memory.count_state(self.model.memory(), self.optimizer.tensors())
         # What was built is counted, which for a class of the user's own need not be what [model] says.
         whole = build_meta_model(config)
@@ -122,7 +122,7 @@ class Trainer:
             if self.process_last_result():
                 sums, report = self.compute_gradients(batch)
         report = self.anomalies.examine(step, batch, sums, report)
-        clip_gradients(self.model.shards, report.norm, config.train.grad_clip_norm)
+        clip_gradients(self.model.shards, report.norm, config.train.grad_clip_norm, self.optimizer)
         with self.hooks.around("optimizer", step):
             self.optimizer.step(lr, report.skip)
         self.model.after_update()
@@ -200,7 +200,7 @@ class Trainer:
         """
         if start.point is not None:
             if not load_training_state(start.point, self.model, self.optimizer, self.config.optimizer.name):
-                self.optimizer = make_optimizer(self.config.optimizer, self.model, self.meshes)
+                self.optimizer = make_optimizer(self.config, self.model, self.meshes)
             self.progress.load(start.point.state)
         # In this order: a run that is killed in between meets the same trouble again, or knows that it has rolled back; and
         # a new history is recorded when nothing of the old one is left, before it saves for the first time.

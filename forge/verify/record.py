@@ -214,7 +214,7 @@ def make_step(
         }
         step.pieces |= pieces_of("gradient", ((shard, gradient(shard)) for shard in model.shards))
         hooks.process_last_result()
-    clip_gradients(model.shards, report.norm, settings.max_norm)
+    clip_gradients(model.shards, report.norm, settings.max_norm, optimizer)
     with hooks.around("optimizer", number):
         optimizer.step(settings.lr, report.skip)
     model.after_update()

@@ -186,8 +186,8 @@ def test_missing_keys_are_named_with_their_meaning(tmp_path) -> None:
 def test_a_section_that_is_not_a_table_is_refused(tmp_path) -> None:
     line = complaint(tmp_path, text="compile = 3\n" + TINY)
     assert (
-        line
-        == f"compile = 3 ({tmp_path / 'tiny.toml'}): must be a section, a table with the keys enabled, loss, backend"
+        line == f"compile = 3 ({tmp_path / 'tiny.toml'}): must be a section, a table with the keys "
+        "enabled, loss, optimizer, backend"
     )
 
 

@@ -94,7 +94,8 @@ def train(
 ) -> dict[str, Any]:
     """Steps begin + 1 to end, with what `load` holds before them and what `save` will hold after them."""
     model, config, meshes = built(text, world)
-    optimizer = build_optimizer(model.shards, config.optimizer)
+    compiled = config.compile if config.compile.optimizer else None
+    optimizer = build_optimizer(model.shards, config.optimizer, compiled=compiled)
     if load:
         for shard in model.shards:
             shard.data.fill_(float("nan"))
@@ -150,6 +151,22 @@ def _matrix() -> list[Any]:
 def test_five_steps_are_those_of_one_plain_process(variant, accumulation, tp, pp, world) -> None:
     text = config_of(variant, accumulation=accumulation, tp=tp, pp=pp)
     for found in run_ranks(train, world, text, 0, STEPS):
+        assert_close(found, plain("plain"))
+
+
+COMPILED = '[compile]\noptimizer = true\nbackend = "eager"\n'
+
+
+@pytest.mark.parametrize(
+    ("variant", "tp"),
+    [
+        pytest.param(variant, tp, marks=slow_unless((variant, tp) == ("zero1", 1)))
+        for variant, tp in itertools.product(ENGINES, (1, 2))
+    ],
+)
+def test_a_compiled_update_is_that_of_one_plain_process(variant: str, tp: int) -> None:
+    text = config_of(variant, accumulation=3, tp=tp) + COMPILED
+    for found in run_ranks(train, 2 * tp, text, 0, STEPS):
         assert_close(found, plain("plain"))
 
 

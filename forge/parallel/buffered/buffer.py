@@ -3,14 +3,16 @@
 compute    [numel]               parameters in precision.compute; the model's parameters are views of it
 masters    [part of numel]       parameters in precision.storage, updated by the optimizer; where storage is the dtype
                                  of `compute`, they are this rank's part of it
-gradients  [numel], zero2: part  accumulated in float32 at least; where whole, every `.grad` is a view of it, and
-                                 autograd accumulates in place (torch.Tensor.grad_dtype)
+gradients  [numel], zero2: part  accumulated in float32 at least. Where whole, the first microbatch's gradients are copied
+                                 to it, whatever it held, and every `.grad` becomes a view of it, to which autograd adds the
+                                 later ones in place (torch.Tensor.grad_dtype). So nothing is ever zeroed
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,11 +29,15 @@ from forge.shard import Kind, Shard
 
 
 class PlacedParameter:
-    """A parameter of the model that lies in its slot of a buffer; so does `gradient`, where gradients are whole."""
+    """A parameter of the model that lies in its slot of a buffer; so does `gradient`, where gradients are whole (else None).
 
-    def __init__(self, parameter: nn.Parameter, slot: Slot):
-        self.name, self.parameter, self.slot = slot.name, parameter, slot
-        self.gradient = parameter.grad
+    `.grad` is `gradient` from the end of a step's first microbatch on; before, it is what autograd has made, or None. `place`
+    is this rank's part of it.
+    """
+
+    def __init__(self, parameter: nn.Parameter, slot: Slot, gradient: Tensor | None):
+        self.name, self.parameter, self.slot, self.gradient = slot.name, parameter, slot, gradient
+        self.place: Any = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         self.numel = _local(parameter).numel()
         self._address = address(_local(parameter))
 
@@ -49,12 +55,12 @@ class PlacedParameter:
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BucketMemory:
     """Views of one bucket of a buffer.
 
     compute: the whole bucket; `own` is this rank's part of it. master: this rank's part of the masters. gradient: whole,
-    or what is left of it after the sum over `microbatch_groups`, which in zero2 follows each microbatch.
+    or what is left of it after the sum over `microbatch_groups`, which in zero2 follows each microbatch. shards: of masters.
     """
 
     plan: BufferPlan
@@ -65,6 +71,14 @@ class BucketMemory:
     gradient: Tensor
     microbatch_groups: ProcessGroups
     parameters: tuple[PlacedParameter, ...]
+    shards: list[Shard]
+
+    def take_fresh(self) -> bool:
+        """Return whether the optimizer has written all of `own` with the masters, once for each time that it has."""
+        fresh = all(shard.fresh or not shard.boxes for shard in self.shards)
+        for shard in self.shards:
+            shard.fresh = False
+        return fresh
 
 
 class Buffer:
@@ -113,26 +127,26 @@ class Buffer:
                 gradient=gradient,
                 microbatch_groups=microbatch_groups,
                 parameters=tuple(
-                    PlacedParameter(self._place(slot, originals[slot.name]), slot) for slot in bucket.slots
+                    PlacedParameter(*self._place(slot, originals[slot.name])) for slot in bucket.slots
                 ),
+                shards=[],
             )
             for bucket, whole, part, master, gradient in views
         ]
 
-    def _place(self, slot: Slot, original: nn.Parameter) -> nn.Parameter:
+    def _place(self, slot: Slot, original: nn.Parameter) -> tuple[nn.Parameter, Slot, Tensor | None]:
         shape = local_box(original).sizes
         # `.data`: otherwise all parameters would share one version counter, and gathering one bucket would look to
         # autograd like a change of weights that it has saved for backward.
         data = self.compute[slot.start :][: prod(shape)].view(shape).data
         parameter = nn.Parameter(_like(original, data), requires_grad=original.requires_grad)
-        if not self.sharded_gradients:
-            parameter.grad_dtype = self.gradients.dtype
-            parameter.grad = _like(original, self.gradients[slot.start :][: prod(shape)].view(shape))
-        return parameter
+        if self.sharded_gradients:
+            return parameter, slot, None
+        parameter.grad_dtype = None  # any: autograd adds bfloat16 to float32 in one pass
+        return parameter, slot, _like(original, self.gradients[slot.start :][: prod(shape)].view(shape))
 
     def shards(self, kinds: dict[str, Kind], meshes: Meshes) -> list[Shard]:
         """Return this rank's part of each parameter: flat slices of masters, whose gradients are views of the buffer."""
-        shards = []
         for memory in self.buckets:
             gradients = own_part(memory.gradient, self.plan.groups.shard[len(memory.microbatch_groups) :])
             for placed in memory.parameters:
@@ -142,7 +156,7 @@ class Buffer:
                 leaf = memory.master[at:][: stop - start].detach()
                 leaf.grad_dtype = None  # any
                 leaf.grad = gradients[at:][: stop - start]
-                shards.append(
+                memory.shards.append(
                     Shard(
                         name=placed.name,
                         global_shape=placed.parameter.shape,
@@ -150,9 +164,10 @@ class Buffer:
                         parameter=leaf,
                         replicas=self._replicas(placed.parameter, meshes),
                         kind=kinds[placed.name],
+                        rounded=None if memory.master is memory.own else memory.own[at:][: stop - start],
                     )
                 )
-        return shards
+        return [shard for memory in self.buckets for shard in memory.shards]
 
     def _replicas(self, parameter: nn.Parameter, meshes: Meshes) -> dist.ProcessGroup | None:
         groups = self.plan.groups

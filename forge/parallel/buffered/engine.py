@@ -96,7 +96,8 @@ class Buffered:
         self._reduction.begin(last=last)
 
     def take_weight_gradients(self, *, last: bool) -> None:
-        """Nothing to do: they lie where backward puts them, and are sent with what no hook reports."""
+        """They lie where backward puts them, and are sent with what no hook reports."""
+        self._reduction.place_gradients()
 
     def start_gradient_sync(self) -> None:
         """Launch the reduction of every bucket that backward has not launched."""
@@ -104,12 +105,11 @@ class Buffered:
 
     def finish_gradient_sync(self) -> None:
         self._reduction.finish()
+        self._gathering.wait()
         if self._layout.check_replicas:
             self._fingerprints.add()
 
     def zero_gradients(self) -> None:
-        for buffer in self.buffers:
-            buffer.gradients.zero_()
         self._reduction.forget()
 
     def after_update(self) -> None:

@@ -39,6 +39,8 @@ class Gathering:
         self._launched: list[AsyncCollectives] = []
         self._arrived = 0
         self._changed, self._begun = True, False
+        # Buckets whose part of `compute` the optimizer has written.
+        self._written: list[BucketMemory] = []
         # Between steps a checkpoint may be loaded into masters. Where a bucket's master is its part of `compute`, a gather
         # in flight would overwrite that (gloo writes back what it has read), so it must wait for the next forward.
         in_place = [bool(m.plan.groups.shard) and m.master is m.own for m in buckets]
@@ -52,8 +54,8 @@ class Gathering:
 
     def after_update(self) -> None:
         """Note that the masters have changed, and launch the first gathers."""
-        self._wait_for(len(self._launched) - 1)  # gathers in flight still read the old values
-        self._changed = True
+        self.wait()
+        self._changed, self._written = True, [memory for memory in self._buckets if memory.take_fresh()]
         if not self._begun:
             return  # other values may be loaded before the first forward
         if self._overlap:
@@ -61,6 +63,10 @@ class Gathering:
             self._launch(self._early)
         else:
             self.finish()
+
+    def wait(self) -> None:
+        """Wait for the gathers in flight, which read the old values. Call before anything writes masters or their copies."""
+        self._wait_for(len(self._launched) - 1)
 
     def finish(self) -> None:
         """Gather all buckets and wait: every parameter of the model then equals its masters."""
@@ -79,15 +85,16 @@ class Gathering:
         self._wait_for(last)
 
     def _restart(self) -> None:
-        """Copy masters into this rank's part of every bucket; all gathers are to be launched again."""
+        """Copy masters into this rank's part of every bucket that needs it; all gathers are to be launched again."""
         if not self._begun:
             # Ranks that hold copies of a part begin with those of the first.
             for memory in self._buckets:
                 for group in memory.plan.groups.replicate:
                     dist.broadcast(memory.master, group=group, group_src=0)
+            self._written.clear()
         self._begun = True
         for memory in self._buckets:
-            if memory.master is not memory.own:
+            if memory.master is not memory.own and memory not in self._written:
                 memory.own.copy_(memory.master)
         self._launched, self._arrived, self._changed = [], 0, False
 

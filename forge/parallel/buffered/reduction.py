@@ -46,7 +46,43 @@ class BucketGradients:
         self.expected = sum(placed.parameter.requires_grad for placed in memory.parameters)
         self.temporary_numel = memory.bucket.numel if self.collected or memory.plan.casts_gradients else 0
         self.temporary: Tensor | None = None
+        self.forget()
         self.begin()
+
+    def forget(self) -> None:
+        """Discard the gradients, without touching their memory: the next microbatch overwrites it."""
+        self._empty = True
+        if not self.collected:
+            for placed in self.memory.parameters:
+                placed.parameter.grad = None
+
+    def move(self) -> None:
+        """Copy what autograd has made of the step's first gradients to the buffer, to which it adds later ones."""
+        if self.collected or not self._empty:
+            return
+        made = []
+        for placed in self.memory.parameters:
+            gradient = placed.parameter.grad
+            if gradient is not None and gradient is not placed.gradient:
+                made.append((placed, gradient))
+        if not made:
+            return
+        torch._foreach_copy_(
+            [placed.place for placed, _ in made], [_complete(placed, gradient) for placed, gradient in made]
+        )
+        for placed, _ in made:
+            placed.parameter.grad = placed.gradient
+
+    def place_all(self) -> None:
+        """Call after the step's first backward: all gradients lie in the buffer, zeros where there is none."""
+        if self.collected or not self._empty:
+            return
+        self.move()
+        for placed in self.memory.parameters:
+            if placed.parameter.grad is None:
+                placed.place.zero_()
+                placed.parameter.grad = placed.gradient
+        self._empty = False
 
     def begin(self) -> None:
         self.arrived: set[str] = set()
@@ -86,7 +122,9 @@ class BucketGradients:
         elif self.collected:
             first = self.memory.microbatch_groups
             yield from sum_to_parts(temporary, first, ())
-            kept.add_(own_part(temporary, first))
+            own = own_part(temporary, first)
+            kept.copy_(own) if self._empty else kept.add_(own)
+            self._empty = False
             if last:  # over the copies of the model once per step
                 yield from sum_to_parts(kept, groups.shard[len(first) :], groups.replicate)
         else:
@@ -96,16 +134,20 @@ class BucketGradients:
 
     def _collect(self, placed: PlacedParameter) -> None:
         """Move the parameter's `.grad` into the temporary bucket, adding to what a hook has put there."""
-        gradient = placed.parameter.grad
-        if isinstance(gradient, DTensor):
-            assert isinstance(placed.parameter, DTensor)
-            # Tensor parallelism may leave a partial sum; complete it, as autograd does where it accumulates.
-            gradient = gradient.redistribute(placements=placed.parameter.placements).to_local()
-        assert gradient is not None
-        flat, target = gradient.detach().reshape(-1), self.sent(placed)
+        assert placed.parameter.grad is not None
+        flat, target = _complete(placed, placed.parameter.grad).detach().reshape(-1), self.sent(placed)
         target.add_(flat) if placed.name in self._copied else target.copy_(flat)
         self._copied.add(placed.name)
         placed.parameter.grad = None
+
+
+def _complete(placed: PlacedParameter, gradient: Tensor) -> Tensor:
+    """Return this rank's part of the parameter's gradient."""
+    if isinstance(gradient, DTensor):
+        assert isinstance(placed.parameter, DTensor)
+        # Tensor parallelism may leave a partial sum; complete it, as autograd does where it accumulates.
+        gradient = gradient.redistribute(placements=placed.parameter.placements).to_local()
+    return gradient
 
 
 class Reduction:
@@ -131,13 +173,14 @@ class Reduction:
         self._due: list[BucketGradients] = []
         self._next = 0
         self._running: deque[tuple[BucketGradients, AsyncCollectives]] = deque()
-        self._last = self._complete = False
+        self._last = self._complete = self._begun = False
         for bucket in self.buckets:
-            for placed in bucket.memory.parameters:
-                # Gradients of which no other rank has a part need not be known before the end of backward.
-                if placed.parameter.requires_grad and bucket.shared:
-                    hook = functools.partial(self._arrive, bucket, placed)
-                    placed.parameter.register_post_accumulate_grad_hook(hook)
+            trained = [placed for placed in bucket.memory.parameters if placed.parameter.requires_grad]
+            # Gradients of which no other rank has a part need not be known before the end of backward; but none of a
+            # bucket is to be in memory twice for longer than backward takes for the bucket.
+            for placed in trained if bucket.shared else trained[-1:]:
+                hook = functools.partial(self._arrive, bucket, placed, placed is trained[-1])
+                placed.parameter.register_post_accumulate_grad_hook(hook)
 
     def begin(self, *, last: bool) -> None:
         """Prepare for a backward; `last`: the last of the optimizer step."""
@@ -147,7 +190,9 @@ class Reduction:
                 "gradients have been summed over ranks already; call zero_gradients() of the parallel model before the "
                 "next step's backward"
             )
-        self._last = last
+        if self._begun:
+            self.place_gradients()
+        self._last, self._begun = last, True
         self._due = [bucket for bucket in self.buckets if last or bucket.collected]
         self._next = 0
         for bucket in self._due:
@@ -170,11 +215,24 @@ class Reduction:
         self.temporary.free()
         self._due, self._next, self._complete = [], 0, self._last
 
-    def forget(self) -> None:
-        """Note that gradients have been zeroed."""
-        self._complete = False
+    def place_gradients(self) -> None:
+        """Let all gradients that there are lie in the buffers. Call after a backward, before the next adds to them."""
+        for bucket in self.buckets:
+            bucket.place_all()
 
-    def _arrive(self, bucket: BucketGradients, placed: PlacedParameter, _parameter: nn.Parameter) -> None:
+    def forget(self) -> None:
+        """Discard the gradients."""
+        self._complete = self._begun = False
+        for bucket in self.buckets:
+            bucket.forget()
+
+    def _arrive(
+        self, bucket: BucketGradients, placed: PlacedParameter, moves: bool, _parameter: nn.Parameter
+    ) -> None:
+        if moves:  # the one that backward is expected to finish last
+            bucket.move()
+        if not bucket.shared:
+            return
         if not (self._last or bucket.collected):
             return
         if bucket.launched:
@@ -188,6 +246,7 @@ class Reduction:
             self._launch(self._due[self._next])
 
     def _launch(self, bucket: BucketGradients) -> None:
+        bucket.place_all()
         for placed in bucket.memory.parameters:
             placed.check()
         if bucket.temporary_numel and bucket.temporary is None:

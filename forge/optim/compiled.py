@@ -1,0 +1,130 @@
+"""AdamW's update as one compiled kernel per box of a shard: it reads what it needs once and writes what changes once.
+
+Per parameter with a float32 master, a float32 gradient and bfloat16 moments that is 20 bytes, and 2 for the copy that the
+model computes with (`Shard.rounded`). Gradients are scaled by the clip coefficient on the way. As operators of their own the
+same steps take several times as much, because each of them reads and writes whole tensors.
+
+`update_elements` is ordinary PyTorch, and computes the same without a compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils.dlpack import from_dlpack, to_dlpack
+
+from forge.config.layout import Compile
+from forge.config.schema import OptimizerConfig
+from forge.optim.adamw import AdamW
+from forge.optim.optimizer import gradient, weight_decay, wide_dtype
+from forge.shard import Shard
+
+# Kernels differ by dtypes, by what there is to round, and by whether a box has one row or several.
+GRAPHS = 32
+# Of the noise of a row, which has 16 bits.
+SKIP_BIT = 16
+
+
+class CompiledAdamW(AdamW):
+    """AdamW whose update is compiled as `compiled` says; moments are in bfloat16 or as wide as the arithmetic."""
+
+    def __init__(
+        self, shards: list[Shard], config: OptimizerConfig, group: ProcessGroup | None, compiled: Compile
+    ):
+        super().__init__(shards, config, group)
+        assert self._int8 is None, "refused by the configuration"
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
+        self._kernel: Callable[..., None] = torch.compile(
+            update_elements, backend=compiled.backend, fullgraph=True, dynamic=True
+        )
+        self._factor: Tensor | None = None
+
+    def scale_by(self, factor: Tensor) -> None:
+        """Multiply the gradients of the next step by the device scalar `factor`."""
+        self._factor = factor
+
+    def step(self, lr: float, skip: Tensor) -> None:
+        super().step(lr, skip)
+        self._steps += 1 - skip.to(self._steps.device)
+        self._factor = None
+
+    def _update(self, shards: list[Shard], lr: float, skip: Tensor) -> None:
+        numbers = self._numbers(shards[0], lr, skip).to(wide_dtype(shards[0]))
+        for shard in shards:
+            name = shard.name
+            tensors = [shard.data, gradient(shard), self.exp_avg[name], self.exp_avg_sq[name], shard.rounded]
+            for box, noise in self._boxes(shard, tensors, numbers[-1]):
+                operands = [None if t is None else _at_its_start(t) for t in box]
+                self._kernel(*operands, tuple(map(_at_its_start, noise)), numbers)
+            shard.fresh = True
+
+    def _numbers(self, shard: Shard, lr: float, skip: Tensor) -> Tensor:
+        """Return what `update_elements` computes with besides tensors, float64 `[9]`, without waiting for the device."""
+        count = self._steps.max().double() + 1
+        (beta1, beta2), rates = self._config.betas, shard.rates
+        rate, decay = lr * rates.lr, weight_decay(shard.name, self._config) / rates.lr
+        fixed = (1 - rate * decay, 1 - beta1, beta2, 1 - beta2, self._config.eps * rates.eps)
+        of_count = (rate / (1 - beta1**count), (1 - beta2**count).sqrt())
+        factor = torch.ones_like(count) if self._factor is None else self._factor.to(count)
+        return torch.stack([*(torch.full_like(count, x) for x in fixed), *of_count, factor, skip.to(count)])
+
+    def _boxes(
+        self, shard: Shard, tensors: Sequence[Tensor | None], skip: Tensor
+    ) -> Iterator[tuple[list[Tensor | None], tuple[Tensor, ...]]]:
+        """Yield the part of each tensor in one box, `[rows, columns]`, with the noise for both moments."""
+        assert all(t is None or t.is_contiguous() for t in tensors), "a part would be a copy"
+        if self._rounding is None:
+            yield [None if t is None else t.view(1, -1) for t in tensors], ()
+            return
+        pieces = [None if t is None else [piece for _, piece in shard.pieces(t)] for t in tensors]
+        first, second = (self._rounding.factors(shard, slot) for slot in ("exp_avg", "exp_avg_sq"))
+        for number, noise in enumerate(zip(first, second, strict=True)):
+            (rows, columns), of_second = noise
+            # Whether to skip stands by row, too: what depends on no row would be computed in a loop of its own.
+            rows = rows | (skip.to(torch.int32) << SKIP_BIT)
+            boxes = [None if p is None else p[number].view(-1, columns.numel()) for p in pieces]
+            yield boxes, (rows, columns, *of_second)
+
+
+def update_elements(
+    master: Tensor,
+    grad: Tensor,
+    first: Tensor,
+    second: Tensor,
+    rounded: Tensor | None,
+    noise: tuple[Tensor, ...],
+    numbers: Tensor,
+) -> None:
+    """Update elements `[rows, columns]` in place, as torch.optim.adamw does with fused=True, in the dtype of `numbers`.
+
+    rounded: gets the new values in its dtype. noise: () or, for each moment, what `StochasticRounding.factors` yields, with
+    SKIP_BIT of the first if nothing is to change. numbers: those of `CompiledAdamW._numbers`.
+    """
+    keep, share, decay_rate, square_share, eps, step_size, root, factor, skip = numbers.unbind()
+    wide, skipped = numbers.dtype, (noise[0] >> SKIP_BIT if noise else skip) > 0
+    values, scaled = master.to(wide), grad.to(wide) * factor
+    mean = torch.lerp(first.to(wide), scaled, share)
+    square = second.to(wide) * decay_rate + square_share * scaled * scaled
+    values = values * keep - step_size * mean / (square.sqrt() / root + eps)
+    for moment, wider, factors in ((first, mean, noise[:2]), (second, square, noise[2:])):
+        narrow = _round(wider, factors) if factors else wider
+        moment.copy_(torch.where(skipped, moment, narrow.to(moment.dtype)))
+    updated = torch.where(skipped, master, values.to(master.dtype))
+    master.copy_(updated)
+    if rounded is not None:
+        rounded.copy_(updated.to(rounded.dtype))
+
+
+def _at_its_start(tensor: Tensor) -> Tensor:
+    """Return the same memory without a storage offset: for offsets of 0 the compiler makes kernels of their own."""
+    return tensor if tensor.storage_offset() == 0 else from_dlpack(to_dlpack(tensor))
+
+
+def _round(wide: Tensor, factors: tuple[Tensor, ...]) -> Tensor:
+    """Round as `StochasticRounding.copy_` does: bfloat16 is the upper half of float32, and noise carries into it."""
+    rows, columns = factors
+    bits = wide.to(torch.float32).view(torch.int32) + ((rows ^ columns) & 0xFFFF)
+    return (bits & -0x10000).view(torch.float32)

@@ -1,0 +1,190 @@
+"""The compiled update computes what the operators one by one compute, in one pass over each tensor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from forge.config import load_config, parse_toml_text
+from forge.config.layout import Compile
+from forge.config.schema import OptimizerConfig
+from forge.errors import UserError
+from forge.optim.adamw import AdamW
+from forge.optim.compiled import CompiledAdamW, update_elements
+from forge.shard import Box, Shard
+from tests.support.equivalence import tiny_config
+
+SHAPES = {
+    "layers.0.attention.wq.weight": (24, 16),
+    "layers.0.experts.w2": (3, 8, 16),
+    "norm.weight": (16,),
+    "layers.0.scale": (),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_graphs_of_other_tests() -> None:
+    torch._dynamo.reset()
+
+
+GO, SKIP = torch.tensor(0.0), torch.tensor(1.0)
+
+
+def make(
+    dtype: torch.dtype, moments: str, backend: str = "", narrow: bool = False
+) -> tuple[list[Shard], AdamW]:
+    keys = f'[optimizer]\nweight_decay = 0.5\nmoment_dtype = "{moments}"\n'
+    config = parse_toml_text(tiny_config() + keys).optimizer
+    generator = torch.Generator().manual_seed(0)
+    shards = []
+    for name, shape in SHAPES.items():
+        parameter = torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+        shards.append(Shard.whole(name, parameter))
+        shards[-1].rounded = torch.zeros(shape, dtype=torch.bfloat16) if narrow else None
+    return shards, compiled(shards, config, backend) if backend else AdamW(shards, config)
+
+
+def compiled(shards: list[Shard], config: OptimizerConfig, backend: str) -> CompiledAdamW:
+    """backend: "plain" is without the compiler, which takes seconds."""
+    chosen = Compile(optimizer=True, backend="eager" if backend == "plain" else backend)
+    optimizer = CompiledAdamW(shards, config, None, chosen)
+    if backend == "plain":
+        optimizer._kernel = update_elements
+    return optimizer
+
+
+def give(shards: list[Shard], seed: int, scale: float = 1.0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for shard in shards:
+        values = torch.randn(shard.parameter.shape, generator=generator)
+        shard.parameter.grad = (scale * values).to(shard.parameter.dtype)
+
+
+def everything(shards: list[Shard], optimizer: AdamW) -> list[torch.Tensor]:
+    rounded = [shard.rounded for shard in shards if shard.rounded is not None]
+    return [s.data.clone() for s in shards] + [t.clone() for _, _, t in optimizer.tensors()] + rounded
+
+
+FORMATS = [("float64", "float32"), ("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")]
+# Of the size of a parameter; float32: two units in the last place, because operations are fused in another way.
+TOLERANCES = {"float64": 1e-13, "float32": 2.5e-7, "bfloat16": 2.0**-8}
+
+
+def agree(storage: str, moments: str, backend: str) -> None:
+    dtype = getattr(torch, storage)
+    plain, one = make(dtype, moments)
+    ours, other = make(dtype, moments, backend)
+    for step in range(4):
+        for shards in (plain, ours):
+            give(shards, step)
+        one.step(0.01, SKIP if step == 2 else GO)
+        other.step(0.01, SKIP if step == 2 else GO)
+    assert one.state() == other.state() == {"updates": 3}
+    for mine, theirs in zip(everything(ours, other), everything(plain, one), strict=True):
+        narrow = mine.dtype == torch.bfloat16  # a value at the edge may be rounded to the next
+        tolerance = TOLERANCES["bfloat16" if narrow else storage]
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("storage", "moments"), FORMATS)
+def test_the_update_equals_the_fused_kernel(storage: str, moments: str) -> None:
+    agree(storage, moments, "plain")
+
+
+def test_a_traced_update_equals_the_fused_kernel() -> None:
+    agree("float32", "bfloat16", "eager")
+
+
+@pytest.mark.slow
+@pytest.mark.compiles
+@pytest.mark.processes
+@pytest.mark.parametrize(("storage", "moments"), FORMATS)
+def test_a_compiled_update_equals_the_fused_kernel(storage: str, moments: str) -> None:
+    agree(storage, moments, "inductor")
+
+
+@pytest.mark.slow
+@pytest.mark.compiles
+@pytest.mark.processes
+def test_the_compiler_makes_one_kernel_that_touches_each_tensor_once() -> None:
+    from torch._inductor import metrics
+
+    metrics.reset()
+    shape, rows, columns = (64, 48), torch.zeros(64, 1, dtype=torch.int32), torch.zeros(48, dtype=torch.int32)
+    master, grad = torch.ones(shape), torch.ones(shape)
+    narrow = [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(3)]
+    noise, numbers = (rows, columns, rows.clone(), columns.clone()), torch.ones(9)
+    with torch.no_grad():
+        torch.compile(update_elements, fullgraph=True, dynamic=True)(master, grad, *narrow, noise, numbers)
+    assert metrics.generated_kernel_count == 1  # one loop over the elements
+
+
+@pytest.mark.parametrize(("storage", "moments"), FORMATS)
+def test_a_skipped_step_leaves_every_bit_though_gradients_are_nan(storage: str, moments: str) -> None:
+    shards, optimizer = make(getattr(torch, storage), moments, "plain", narrow=True)
+    give(shards, 0)
+    optimizer.step(0.1, GO)
+    before = everything(shards, optimizer)
+    give(shards, 1, torch.nan)
+    optimizer.step(0.1, SKIP)
+    for old, new in zip(before, everything(shards, optimizer), strict=True):
+        assert torch.equal(old, new)
+    assert optimizer.state() == {"updates": 1}
+
+
+def test_gradients_are_scaled_as_they_are_read_once() -> None:
+    scaled, one = make(torch.float64, "float32", "plain")
+    plain, other = make(torch.float64, "float32", "plain")
+    for step, factor in enumerate((0.25, 1.0)):
+        give(scaled, step)
+        give(plain, step, factor)
+        if factor != 1.0:
+            one.scale_by(torch.tensor(factor, dtype=torch.float64))
+        one.step(0.1, GO)
+        other.step(0.1, GO)
+    for mine, theirs in zip(everything(scaled, one), everything(plain, other), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_the_copy_that_the_model_computes_with_is_written() -> None:
+    shards, optimizer = make(torch.float32, "bfloat16", "plain", narrow=True)
+    give(shards, 0)
+    optimizer.step(0.1, GO)
+    for shard in shards:
+        assert shard.fresh and torch.equal(shard.rounded, shard.data.bfloat16())
+
+
+def test_a_part_is_updated_as_in_the_whole() -> None:
+    name, shape = "layers.0.attention.wq.weight", SHAPES["layers.0.attention.wq.weight"]
+    (whole, *_), optimizer = make(torch.float32, "bfloat16", "plain")
+    # A slice of the flattened parameter: the end of a row, whole rows, the beginning of a row.
+    boxes = (Box((3, 10), (1, 6)), Box((4, 0), (9, 16)), Box((13, 0), (1, 5)))
+    inside = slice(3 * 16 + 10, 13 * 16 + 5)
+    part = Shard(name, torch.Size(shape), boxes, torch.nn.Parameter(whole.data.flatten()[inside].clone()))
+    config = parse_toml_text(
+        tiny_config() + '[optimizer]\nweight_decay = 0.5\nmoment_dtype = "bfloat16"\n'
+    ).optimizer
+    other = compiled([part], config, "plain")
+    for step in range(3):
+        give(optimizer._shards, step)
+        part.parameter.grad = whole.parameter.grad.flatten()[inside].clone()
+        optimizer.step(0.01, GO)
+        other.step(0.01, GO)
+    assert torch.equal(part.data, whole.data.flatten()[inside])
+    for moments, of_whole in ((other.exp_avg, optimizer.exp_avg), (other.exp_avg_sq, optimizer.exp_avg_sq)):
+        assert torch.equal(moments[name], of_whole[name].flatten()[inside])
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("--optimizer.name=lion", r"compile.optimizer .*needs optimizer.name = adamw"),
+        (
+            "--optimizer.moment_dtype=int8",
+            r"compile.optimizer .*does not go with optimizer.moment_dtype = int8",
+        ),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(key: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_config(["--config=debug.toml", "--compile.optimizer=true", key])
