@@ -44,8 +44,12 @@ from scripts.options import exit_code_of, positive
 
 PRECISIONS = {
     "float32": ("--precision.compute=float32",),
-    "float32 masters, bfloat16 moments": ("--optimizer.moment_dtype=bfloat16",),
+    "float32 masters, bfloat16 moments": (
+        "--precision.compute=bfloat16",
+        "--optimizer.moment_dtype=bfloat16",
+    ),
     "all bfloat16": (
+        "--precision.compute=bfloat16",
         "--precision.storage=bfloat16",
         "--precision.reduce=bfloat16",
         "--optimizer.moment_dtype=bfloat16",

@@ -1,23 +1,25 @@
-"""One CUDA card in under eight minutes: the 1B and 8B Llama-3 shapes at 4096 tokens, with the state in two forms.
+"""One CUDA card in under eight minutes: the 8B and 1B Llama-3 shapes at 4096 tokens, with the state in two forms.
 
-    python benchmarks/gpu.py                    everything that fits in --minutes; what does not is listed
-    python benchmarks/gpu.py --only 1b          rows whose name contains this
+    python benchmarks/gpu.py                       what fits in --minutes, the most informative first
+    python benchmarks/gpu.py --only "8b B 1x8"     rows whose name contains this
 
-    A   parameters, gradients and both moments in bfloat16: what most published speeds are measured with
-    B   float32 parameters and gradients, bfloat16 moments, bfloat16 products: what one would train with
+    A     parameters, gradients and both moments in bfloat16: what most published speeds are measured with
+    B     float32 parameters and gradients, bfloat16 moments, bfloat16 products: what one would train with
+    1x8   microbatches of 1 sequence, 8 of them in a step
+    bare  a plain PyTorch loop of the same model, microbatches and state
 
-Every row trains a fresh model on learnable data and is refused if its loss does not fall. The table is written to
-benchmarks/results/ after each row, so a run that is cut short leaves what it measured.
+Every row is a process of its own that trains a fresh model on learnable data, and is refused if its loss does not fall: what
+crashes costs one row. The table is printed and written to benchmarks/results/ after each.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import json
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 import torch
 
 from benchmarks.kernels import largest_other, shares, times_of
-from benchmarks.loops import ForgeLoop, configure, joined, known_peak
+from benchmarks.loops import BareLoop, ForgeLoop, configure, joined, known_peak, make_batches
 from benchmarks.measure import (
     Spread,
     environment,
@@ -37,37 +39,55 @@ from benchmarks.measure import (
     take_turns,
     write_results,
 )
+from forge.config import Config
 from forge.errors import BAD_CONFIG, UserError
 from forge.model import flops_per_token
 from forge.observe.hardware import GIB
 from forge.parallel.build import build_meta_model
 from scripts.options import exit_code_of
 
-# Name -> (config that has the shape, its batch on one card).
-SHAPES = {
-    "1b": ("1b.toml", ("--train.micro_batch_size=2", "--train.global_batch_size=8")),
-    "8b": ("7b.toml", ("--train.micro_batch_size=1", "--train.global_batch_size=2")),
-}
+SHAPES = {"8b": "7b.toml", "1b": "1b.toml"}
 STATES = {
     "A": ("--precision.storage=bfloat16", "--precision.reduce=bfloat16", "--optimizer.moment_dtype=bfloat16"),
     "B": ("--precision.storage=float32", "--precision.reduce=float32", "--optimizer.moment_dtype=bfloat16"),
 }
 COMPILE = ("--compile.enabled=true", "--compile.loss=true")
-# In the order in which they are measured: where time runs out, the last ones are missing.
-VARIANTS = {
-    "compile": COMPILE,
+OPTIONS = {
+    "bare": (),
     "eager": (),
-    "compile, AC full": (*COMPILE, "--activation_checkpoint.mode=full"),
-    "compile, AC selective": (*COMPILE, "--activation_checkpoint.mode=selective"),
-    "compile, float8 rowwise": (*COMPILE, "--precision.float8=rowwise"),
-    "compile, float8 tensorwise": (*COMPILE, "--precision.float8=tensorwise"),
-    "compile, AC full, float8 rowwise": (
-        *COMPILE,
-        "--activation_checkpoint.mode=full",
-        "--precision.float8=rowwise",
-    ),
+    "compile": COMPILE,
+    "compiled update": ("--compile.optimizer=true",),
+    "AC full": ("--activation_checkpoint.mode=full",),
+    "AC selective": ("--activation_checkpoint.mode=selective",),
+    "float8 rowwise": ("--precision.float8=rowwise",),
+    "float8 tensorwise": ("--precision.float8=tensorwise",),
 }
+# In the order in which they are measured: where time runs out, the last ones are missing.
+ROWS = (
+    "8b B 1x8, compile",
+    "8b B 1x8, compile, float8 rowwise",
+    "8b A 2x4, compile",
+    "8b A 2x4, bare, compile",
+    "8b A 4x2, compile, AC full",
+    "8b B 1x8, compile, compiled update",
+    "8b A 2x4, compile, compiled update",
+    "8b B 4x2, compile, AC full",
+    "8b A 2x4, bare",
+    "8b B 1x8, eager",
+    "8b B 1x8, compile, float8 tensorwise",
+    "8b B 4x2, compile, AC full, float8 rowwise",
+    "8b B 2x4, compile, AC selective",
+    "1b B 2x4, compile",
+    "1b A 2x4, compile",
+    "1b A 2x4, bare, compile",
+    "1b B 2x4, compile, float8 rowwise",
+    "1b B 2x4, eager",
+)
+# What the configs compile and recompute for the cards that they name is a row's own choice here.
 COMMON = (
+    "--compile.enabled=false",
+    "--compile.loss=false",
+    "--activation_checkpoint.mode=none",
     "--train.seq_len=4096",
     "--precision.compute=bfloat16",
     "--optimizer.lr=3e-4",
@@ -81,10 +101,7 @@ TINY = (
     "--model.ffn_dim=128",
     "--model.vocab_size=128",
     "--train.seq_len=64",
-    "--train.global_batch_size=2",
-    "--train.micro_batch_size=1",
     "--optimizer.lr=1e-2",
-    "--compile.backend=aot_eager",
 )
 
 
@@ -106,6 +123,12 @@ class Row:
     last_loss: float = 0.0
     largest_outside: tuple[tuple[str, float], ...] = ()
 
+    @staticmethod
+    def of(fields: dict[str, Any]) -> Row:
+        """The row that another process has written as JSON."""
+        rate = fields["tokens_per_second"]
+        return Row(**fields | {"tokens_per_second": rate and Spread(**rate)})
+
 
 def main(arguments: list[str] | None = None) -> int:
     given, overrides = _parser().parse_known_args(arguments)
@@ -113,54 +136,62 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(given: argparse.Namespace, overrides: list[str]) -> list[Row]:
-    """Measures row after row until all are done or the time is up, and writes the table after each."""
+    """Measures row after row until all are done or the time is up; prints and writes the table after each."""
     if not torch.cuda.is_available() and not given.tiny:
         raise UserError("benchmarks/gpu.py needs a CUDA card; --tiny shows on a CPU that it works")
-    plan = list(_plan(given))
+    if given.row:
+        given.row_file.write_text(json.dumps(vars(_attempt(given.row, given, overrides)), default=vars))
+        return []
+    plan = [name for name in ROWS if given.only in name]
     if not plan:
-        raise UserError(
-            f"--only {given.only}: no row's name contains that, as {', '.join(SHAPES)} or {', '.join(STATES)} do"
-        )
+        raise UserError(f"--only {given.only}: no row's name contains that; the rows are {'; '.join(ROWS)}")
     began = time.monotonic()
-    device = joined().device
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     about = environment(device) | {"settings": _settings(given, device)}
     rows: list[Row] = []
-    longest = 0.0
-    for name, config_name, options in plan:
-        row_began = time.monotonic()
-        if 60 * given.minutes - (row_began - began) < longest:
+    for name in plan:
+        left = 60 * given.minutes - (time.monotonic() - began)
+        if left < (1 if given.tiny else 30):
             rows.append(Row(name, "not run: no time left"))
         else:
             print(f"{name} ...", file=sys.stderr, flush=True)
-            rows.append(
-                _attempt(
-                    name, config_name, [*options, *(TINY if given.tiny else ()), *overrides], given, device
-                )
-            )
-            longest = max(longest, time.monotonic() - row_began)
-        table = _table(rows)
-        path = write_results("gpu", given.output, about, {"rows": [vars(row) for row in rows]}, table)
+            rows.append(_in_a_process(name, given, overrides, left))
+        path = write_results("gpu", given.output, about, {"rows": [vars(row) for row in rows]}, _table(rows))
+        print(_table(rows[-1:]).splitlines()[-1], flush=True)
     print(_table(rows))
     print(f"\nwritten to {path}", file=sys.stderr)
     return rows
 
 
-def _plan(given: argparse.Namespace) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """(row's name, config, overrides), in the order of measuring."""
-    for variant, options in VARIANTS.items():
-        for shape, (config, batch) in SHAPES.items():
-            for state, precision in STATES.items():
-                name = f"{shape} {state}, {variant}"
-                if given.only in name:
-                    yield name, config, (*COMMON, *batch, *precision, *options)
+def _in_a_process(name: str, given: argparse.Namespace, overrides: list[str], seconds: float) -> Row:
+    """The row, measured by a process that has the card for itself; one that says why not if it does not end well."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "row.json"
+        command = [sys.executable, __file__, "--row", name, "--row-file", str(file), *overrides]
+        for key in ("rounds", "steps", "warmup"):
+            command += [f"--{key}", str(getattr(given, key))]
+        command += ["--tiny"] if given.tiny else []
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return Row(name, f"not measured within the {seconds:.0f} s that were left")
+        if done.returncode == BAD_CONFIG:
+            raise UserError(done.stderr.strip())
+        if not file.exists():
+            last = (done.stderr.strip().splitlines() or ["no message"])[-1][:200]
+            return Row(name, f"failed with exit code {done.returncode}: {last}")
+        return Row.of(json.loads(file.read_text()))
 
 
-def _attempt(
-    name: str, config: str, options: list[str], given: argparse.Namespace, device: torch.device
-) -> Row:
-    """The row, or a row that says why not. What it held on the card is free again afterwards."""
+def _attempt(name: str, given: argparse.Namespace, overrides: list[str]) -> Row:
+    """The row, or a row that says why not."""
+    shape, state, (micro, microbatches), variants = parts_of(name)
+    options = [*COMMON, *STATES[state], *(option for variant in variants for option in OPTIONS[variant])]
+    options += [f"--train.micro_batch_size={micro}", f"--train.global_batch_size={micro * microbatches}"]
+    if given.tiny:
+        options += [*TINY, *(("--compile.backend=aot_eager",) if "compile" in name else ())]
     try:
-        return _measure(name, config, options, given, device)
+        return _measure(name, configure(SHAPES[shape], *options, *overrides), given, joined().device)
     except UserError as error:
         if error.exit_code == BAD_CONFIG:
             raise
@@ -169,20 +200,26 @@ def _attempt(
         return Row(name, "out of memory")
     except (RuntimeError, NotImplementedError, ImportError) as error:  # of the compiler, of a missing kernel
         return Row(name, f"failed: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
-    finally:
-        torch.compiler.reset()
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(device)
 
 
-def _measure(
-    name: str, config_name: str, options: list[str], given: argparse.Namespace, device: torch.device
-) -> Row:
-    config = configure(config_name, *options)
+def parts_of(name: str) -> tuple[str, str, tuple[int, int], list[str]]:
+    """Return the shape, the state, microbatch size and number, and the variants of a row."""
+    head, *variants = name.split(", ")
+    shape, state, batch = head.split()
+    micro, number = batch.split("x")
+    return shape, state, (int(micro), int(number)), variants
+
+
+def _measure(name: str, config: Config, given: argparse.Namespace, device: torch.device) -> Row:
     with tempfile.TemporaryDirectory() as folder:
-        loop = ForgeLoop(name, config, Path(folder))
+        loop: ForgeLoop | BareLoop
+        if ", bare" in name:
+            loop = BareLoop(name, config, make_batches(config, 4, device), device)
+            if config.compile.enabled:
+                for layer in loop.model.layers.values():  # type: ignore[operator, union-attr]
+                    layer.compile(backend=config.compile.backend)
+        else:
+            loop = ForgeLoop(name, config, Path(folder))
         try:
             began = time.perf_counter()
             loop.step()
@@ -229,6 +266,7 @@ def _table(rows: list[Row]) -> str:
     head = [
         "model, state, variant",
         "tokens/s",
+        "of bare, compiled",
         "MFU",
         "GiB allocated (reserved)",
         "outside products and attention",
@@ -238,15 +276,18 @@ def _table(rows: list[Row]) -> str:
         "loss from",
         "to",
     ]
+    rates = {row.name: row.tokens_per_second for row in rows}
     lines = []
     for row in rows:
         if row.tokens_per_second is None:
             lines.append([row.name, row.note, *[""] * (len(head) - 2)])
             continue
+        bare = rates.get(f"{row.name.split()[0]} A 2x4, bare, compile")
         lines.append(
             [
                 row.name,
                 row.tokens_per_second.show(0),
+                "" if bare is None else f"{row.tokens_per_second.median / bare.median:.2f}",
                 "peak not known" if row.mfu is None else f"{row.mfu:.3f}",
                 f"{row.allocated_gib:.1f} ({row.reserved_gib:.1f})",
                 f"{row.outside:.1%}",
@@ -264,7 +305,6 @@ def _settings(given: argparse.Namespace, device: torch.device) -> dict[str, Any]
     return {
         "device": device.type,
         "seq_len": 64 if given.tiny else 4096,
-        "sequences per step (microbatch)": "1b: 8 (2), 8b: 2 (1)" if not given.tiny else "2 (1)",
         "A": "all-bfloat16 state",
         "B": "float32 parameters and gradients, bfloat16 moments",
         "rounds": given.rounds,
@@ -274,10 +314,14 @@ def _settings(given: argparse.Namespace, device: torch.device) -> dict[str, Any]
 
 
 def _parser() -> argparse.ArgumentParser:
-    made = parser(__doc__, rounds=3, steps=3, warmup=2)
-    end = "no row begins that may end later (%(default)s)"
+    made = parser(__doc__, rounds=3, steps=2, warmup=2)
+    end = "what has not ended then is cut off (%(default)s)"
     made.add_argument("--minutes", type=float, default=8.0, metavar="M", help=end)
     made.add_argument("--only", default="", metavar="TEXT", help="rows whose name contains this (all)")
+    made.add_argument(
+        "--row", default="", metavar="NAME", help="measure this one in this process, for --row-file"
+    )
+    made.add_argument("--row-file", type=Path, metavar="FILE", help="where the row of --row goes, as JSON")
     return made
 
 

@@ -265,6 +265,15 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     )
 
 
+def why_no_bfloat16(device: torch.device) -> str | None:
+    """Why a step in bfloat16 would take minutes on `device`; None if it would not."""
+    if device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return None
+    return (
+        "this CPU has no instructions for bfloat16 (avx512), without which PyTorch multiplies by plain loops"
+    )
+
+
 def why_no_llama() -> str | None:
     """Why transformers' Llama cannot take part; None if it can."""
     return None if find_spec("transformers") else "transformers is not installed"

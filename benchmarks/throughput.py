@@ -29,6 +29,7 @@ from benchmarks.loops import (
     joined,
     make_batches,
     settings_of,
+    why_no_bfloat16,
     why_no_llama,
 )
 from benchmarks.measure import (
@@ -114,11 +115,15 @@ def _contenders(
     found: list[Contender] = [
         BareLoop(BARE, plain, batches, device),
         ForgeLoop(FORGE, plain, folder / "float32"),
-        BareLoop(NARROW_BARE, bfloat16, batches, device),
-        ForgeLoop(NARROW_FORGE, bfloat16, folder / "bfloat16"),
     ]
+    slow = why_no_bfloat16(device)
+    if not slow or given.tiny:
+        found.append(BareLoop(NARROW_BARE, bfloat16, batches, device))
+        found.append(ForgeLoop(NARROW_FORGE, bfloat16, folder / "bfloat16"))
     if skipped is None:
         return found
+    if slow and not given.tiny:
+        skipped |= {name: slow for name in (NARROW_BARE, NARROW_FORGE)}
     narrow = "--precision.compute=bfloat16"
     if reason := why_no_llama():
         skipped["transformers' Llama, float32"] = reason

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from benchmarks.kernels import kind_of, largest_other, shares
-from benchmarks.loops import TINY
+from benchmarks.loops import TINY, joined
 from benchmarks.measure import RESULTS, require_learning
 from forge.errors import UserError
 from tests.support.harness import run_ranks
@@ -108,25 +108,69 @@ def test_learning_is_a_loss_that_fell(losses):
     require_learning("a model", [4.0, 3.5, 3.0])
 
 
-def test_the_gpu_benchmark_at_toy_size(tmp_path):
-    code, found = run(tmp_path, "gpu", "--tiny", *FAST, "--only", "eager", "--minutes", "600")
-    rows = found["results"]["rows"]
-    assert code == 0 and [row["name"] for row in rows] == [
-        "1b A, eager",
-        "1b B, eager",
-        "8b A, eager",
-        "8b B, eager",
-    ]
-    for row in rows:
-        assert row["note"] == "" and row["last_loss"] < row["first_loss"] and 0 < row["outside"] < 1
-
-
-def test_the_gpu_benchmark_refuses_rows_that_do_not_learn_and_rows_without_time(tmp_path):
-    _, found = run(tmp_path, "gpu", "--tiny", *FAST, "--only", "1b B, eager", "--optimizer.lr=1e-30")
+@pytest.mark.processes
+def test_a_row_of_the_gpu_benchmark_is_a_process(tmp_path):
+    code, found = run(tmp_path, "gpu", "--tiny", *FAST, "--only", "8b B 1x8, eager", "--minutes", "600")
     (row,) = found["results"]["rows"]
-    assert "did not fall" in row["note"] and row["tokens_per_second"] is None
-    _, found = run(tmp_path, "gpu", "--tiny", *FAST, "--only", "B, eager", "--minutes", "0.0001")
-    assert [row["note"] for row in found["results"]["rows"]][1:] == ["not run: no time left"]
+    assert code == 0 and row["note"] == "" and row["last_loss"] < row["first_loss"] and 0 < row["outside"] < 1
+
+
+def test_rows_of_the_gpu_benchmark_at_toy_size(tmp_path):
+    rows = {}
+    for name, keys in {"8b A 2x4, bare": (), "1b B 2x4, eager": ("--optimizer.lr=1e-30",)}.items():
+        file = tmp_path / "row.json"
+        run_ranks(_main, 1, "gpu", ["--tiny", *FAST, "--row", name, "--row-file", str(file), *keys])
+        rows[name] = json.loads(file.read_text())
+    assert rows["8b A 2x4, bare"]["note"] == "" and rows["8b A 2x4, bare"]["tokens_per_second"]["median"] > 0
+    assert "did not fall" in rows["1b B 2x4, eager"]["note"]
+
+
+def test_rows_of_the_gpu_benchmark_without_time_say_so(tmp_path):
+    _, found = run(tmp_path, "gpu", "--tiny", "--minutes", "0.0001")
+    rows = found["results"]["rows"]
+    assert {row["note"] for row in rows} == {"not run: no time left"} and rows[0][
+        "name"
+    ] == "8b B 1x8, compile"
+
+
+@pytest.mark.processes
+def test_the_count_of_bytes(tmp_path):
+    _, found = run(tmp_path, "bytes", "--tiny", "--worlds", "1", "--only", "fsdp2, float32")
+    rows = {row["name"]: row["bytes"] for row in found["results"]["rows"]}
+    plain, narrow = rows["fsdp2, float32"], rows["fsdp2, float32 masters, bfloat16 moments"]
+    # Norm 4; clip reads and writes; AdamW reads gradient, and reads and writes three more tensors.
+    assert plain["zeroing"] == plain["masters to compute"] == 0
+    assert plain["norm"] == pytest.approx(4, abs=0.1) and plain["clip"] == pytest.approx(8, abs=0.1)
+    assert plain["update"] == pytest.approx(28, abs=0.5) and plain["each other"] == pytest.approx(12, abs=0.1)
+    # A gradient in bfloat16 is copied to float32 at first, then added to it, in one pass each.
+    assert narrow["first microbatch"] == pytest.approx(6, abs=0.1)
+    assert narrow["each other"] == pytest.approx(10, abs=0.1) and narrow[
+        "masters to compute"
+    ] == pytest.approx(6, abs=0.1)
+
+
+def test_a_compiled_update_takes_twenty_six_bytes(tmp_path):
+    keys = (
+        "--precision.compute=bfloat16",
+        "--optimizer.moment_dtype=bfloat16",
+        "--compile.optimizer=true",
+        "--compile.backend=eager",
+        *TINY,
+    )
+    (row,) = run_ranks(_traffic, 1, keys)
+    whole = sum(row["bytes"][part] for part in ("zeroing", "norm", "clip", "update", "masters to compute"))
+    assert row["bytes"]["masters to compute"] == row["bytes"]["clip"] == 0 and whole == pytest.approx(
+        26, abs=0.9
+    )
+
+
+def _traffic(rank: int, world: int, keys: tuple[str, ...]) -> dict:
+    import torch
+
+    from benchmarks.bytes import traffic_of
+
+    joined()
+    return traffic_of("debug.toml", keys, torch.device("cpu"))
 
 
 def test_the_data_benchmark(tmp_path):

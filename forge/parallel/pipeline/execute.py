@@ -29,6 +29,7 @@ from forge.parallel.context import ModelInputs
 from forge.parallel.data import DataParallel
 from forge.parallel.layout import Layout
 from forge.parallel.model import ParallelModel
+from forge.parallel.pipeline.neighbours import neighbour_groups
 from forge.parallel.pipeline.plan import PipelinePlan, Stage
 from forge.parallel.pipeline.schedule import Action
 from forge.parallel.pipeline.tied import NAME, Tied
@@ -53,6 +54,7 @@ class PipelinedModel(ParallelModel):
         rank = pp.rank()
         self.stages = {part.stage.index: part for part in parts}
         self.plan, self.pp = plan, pp
+        self.neighbours = neighbour_groups(pp, plan.schedule.rank_of)
         self._microbatches, self._program = plan.schedule.microbatches, plan.schedule.programs[rank]
         self._forward_program = plan.schedule.forward_only().programs[rank]
         self.last_backward = plan.schedule.last_backward(rank)
@@ -141,7 +143,7 @@ class _Run:
 
     def __init__(self, model: PipelinedModel, microbatches: list[ModelInputs], divisor: Tensor):
         self._model, self._microbatches, self._divisor = model, microbatches, divisor
-        self.messages = Messages(model.pp, model.plan.schedule.rank_of, divisor.device)
+        self.messages = Messages(model.neighbours, model.plan.schedule.rank_of, divisor.device)
         self.losses = torch.zeros(3, dtype=torch.float64, device=divisor.device)
         self.outputs: dict[tuple[int, int], Tensor] = {}
         self._inputs: dict[tuple[int, int], Tensor] = {}
@@ -223,12 +225,13 @@ class _Run:
 class Messages:
     """Activations and their gradients between stages; sent only if the neighbour is on another rank.
 
-    Each is kept under the action that needs it: F the input of its stage, B the gradient of its output. rank_of: the rank of
-    `group` that holds each stage. Nothing waits but `take`, for the one tensor that it returns.
+    Each is kept under the action that needs it: F the input of its stage, B the gradient of its output. groups: this rank's
+    with each neighbour (`neighbour_groups`). rank_of: the rank of the pipeline that holds each stage. Nothing waits but
+    `take`, for the one tensor that it returns.
     """
 
-    def __init__(self, group: dist.ProcessGroup, rank_of: tuple[int, ...], device: torch.device):
-        self._group, self._rank_of, self._device = group, rank_of, device
+    def __init__(self, groups: dict[int, dist.ProcessGroup], rank_of: tuple[int, ...], device: torch.device):
+        self._groups, self._rank_of, self._device = groups, rank_of, device
         self._here: dict[Action, Tensor] = {}
         self._receiving: dict[Action, tuple[dist.Work, Tensor]] = {}
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
@@ -248,7 +251,7 @@ class Messages:
     def send(self, user: Action) -> None:
         """Start to send what was put for the stage of `user` to its rank."""
         tensor = self._here.pop(user).contiguous()
-        work = dist.isend(tensor, group=self._group, group_dst=self._rank_of[user.stage])
+        work = dist.isend(tensor, **self._with(user.stage, "group_dst"))
         assert work is not None
         self._sending.append((work, tensor))
         # A tensor must live until it is sent; free those that are. Only `close` waits for the others.
@@ -257,11 +260,16 @@ class Messages:
 
     def receive(self, user: Action, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Start to receive what another rank sends for the stage of `user`."""
-        source = self._rank_of[user.stage - 1 if user.kind == "F" else user.stage + 1]
+        source = user.stage - 1 if user.kind == "F" else user.stage + 1
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
-        work = dist.irecv(tensor, group=self._group, group_src=source)
+        work = dist.irecv(tensor, **self._with(source, "group_src"))
         assert work is not None
         self._receiving[user] = work, tensor
+
+    def _with(self, stage: int, key: str) -> dict[str, Any]:
+        """Return the group that this rank has with the one of `stage`, and under `key` that one's rank in it."""
+        group = self._groups[self._rank_of[stage]]
+        return {"group": group, key: 1 - group.rank()}
 
     def close(self) -> None:
         """Wait until everything is sent."""
