@@ -63,8 +63,7 @@ class Shard:
     nothing has no boxes. `replicas` is the group of ranks that hold copies of the same elements (None: only this rank).
     `heads`: of how many attention heads the rows are, one head after another; 1 where rows are of no heads.
     `logits`: of these heads, if the optimizer bounds them by scaling this parameter. `rates`: of its updates.
-    `rounded`: this rank's part of what the model computes with, if that is a narrower copy of the data. An optimizer may
-    write it in the pass that updates the data; it then sets `fresh`, and the engine does not copy the shard again.
+    `rounded`: this rank's part of a narrower copy that the model computes with; an optimizer that writes it sets `fresh`.
     """
 
     name: str

@@ -55,7 +55,13 @@ class CompiledAdamW(AdamW):
         numbers = self._numbers(shards[0], lr, skip).to(wide_dtype(shards[0]))
         for shard in shards:
             name = shard.name
-            tensors = [shard.data, gradient(shard), self.exp_avg[name], self.exp_avg_sq[name], shard.rounded]
+            tensors = [
+                shard.data,
+                gradient(shard).contiguous(),
+                self.exp_avg[name],
+                self.exp_avg_sq[name],
+                shard.rounded,
+            ]
             for box, noise in self._boxes(shard, tensors, numbers[-1]):
                 operands = [None if t is None else _at_its_start(t) for t in box]
                 self._kernel(*operands, tuple(map(_at_its_start, noise)), numbers)

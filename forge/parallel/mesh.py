@@ -130,16 +130,17 @@ class _Groups:
             return world
         key = (in_layers, str(sets))
         if key not in self._made:
-            group = new_group(world, sets)
-            assert group is not None
-            self._made[key] = group
+            self._made[key] = new_group(world, sets)
         return self._made[key]
 
 
-def new_group(world: dist.ProcessGroup, sets: list[list[int]]) -> dist.ProcessGroup | None:
-    """Make a group of each of `sets`, which do not overlap; return that of this rank, if it is in any. Collective."""
+def new_group(world: dist.ProcessGroup, sets: list[list[int]]) -> dist.ProcessGroup:
+    """Make a group of each of `sets`, which divide all ranks; return that of this rank. Collective."""
     if world.bound_device_id is not None:  # NCCL divides the communicator of all ranks, all sets at once
-        return dist.split_group(world, sets)
-    own = next((ranks for ranks in sets if dist.get_rank() in ranks), None)
-    # Without local synchronisation, every rank would have to take part in making every set's group.
-    return None if own is None else dist.new_group(own, use_local_synchronization=True)
+        group = dist.split_group(world, sets)
+    else:
+        own = next(ranks for ranks in sets if dist.get_rank() in ranks)
+        # Without local synchronisation, every rank would have to take part in making every set's group.
+        group = dist.new_group(own, use_local_synchronization=True)
+    assert group is not None
+    return group

@@ -71,6 +71,8 @@ SAME_ON_BOTH: dict[str, tuple[str, ...]] = {
     "compiled, recomputed": (*COMPILED, "--activation_checkpoint.mode=full"),
     "compiled, partly recomputed": (*COMPILED, "--activation_checkpoint.mode=selective"),
     "compiled, memory budget": (*COMPILED, "--activation_checkpoint.mode=memory_budget"),
+    "compiled update": ("--compile.optimizer=true", "--optimizer.moment_dtype=bfloat16"),
+    "compiled, zero1": (*COMPILED, "--compile.optimizer=true", "--parallel.data_parallel=zero1"),
     "deterministic": ("--run.deterministic=true",),
     "float8 rowwise": ("--precision.float8=rowwise",),
     "float8 tensorwise": ("--precision.float8=tensorwise", *COMPILED),

@@ -32,10 +32,11 @@ def neighbour_groups(pipeline: dist.ProcessGroup, rank_of: Sequence[int]) -> dic
         joined.append(pair)
     stride, found = world.size() // ranks, {}  # pp is the slowest axis
     for pairs in rounds:
-        group = new_group(
-            world, [[stride * r + line for r in pair] for pair in pairs for line in range(stride)]
-        )
-        if group is not None:
-            (pair,) = (pair for pair in pairs if own in pair)
-            found[sum(pair) - own] = group
+        # Who is in no pair makes a group, too: a group's name, on which its ranks agree, counts those before it.
+        alone = [(rank,) for rank in range(ranks) if rank not in {r for pair in pairs for r in pair}]
+        sets = [[stride * r + line for r in few] for few in [*pairs, *alone] for line in range(stride)]
+        group = new_group(world, sets)
+        for pair in pairs:
+            if own in pair:
+                found[sum(pair) - own] = group
     return found

@@ -1,0 +1,75 @@
+"""Parts of a step on a CUDA card. Experts that no token visits are in tests/model/test_experts.py, float8 in test_runs.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from forge.config import check_world, parse_toml_text
+from forge.model import IGNORE
+from forge.optim import build_optimizer
+from forge.parallel.build import build_parallel_model
+from forge.parallel.gradients import clip_gradients, report_gradients
+from forge.parallel.mesh import make_meshes
+from forge.parallel.model import ParallelModel
+from forge.verify.record import every_batch
+from forge.world import World, join
+from tests.support.buffers import engine_config
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+EXPERTS = "\n[model.moe]\nn_experts = 4\ntop_k = 2\nexpert_dim = 16\n"
+NARROW = ("float32", "bfloat16", "float32")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> None:
+    join(World(rank=0, size=1, local_rank=0, launcher="python"))
+
+
+def make(text: str, device: torch.device) -> ParallelModel:
+    config = parse_toml_text(text)
+    return build_parallel_model(config, make_meshes(check_world(config, 1), device.type), device)
+
+
+@pytest.mark.parametrize("experts", ["", EXPERTS], ids=["dense", "experts"])
+def test_a_microbatch_without_valid_tokens_adds_nothing(experts: str) -> None:
+    text = engine_config("zero1", micro=4, batch=8) + experts
+    found: list[list[Tensor]] = []
+    for device in (CPU, CUDA):
+        model = make(text, device)
+        batch = next(iter(every_batch(parse_toml_text(text)))).to(device)
+        batch.labels[:4] = IGNORE
+        sums = model.forward_backward(batch, model.count_tokens(batch))
+        model.finalize_gradients()
+        found.append(
+            [sums.values.cpu(), *(shard.grad.cpu() for shard in model.shards if shard.grad is not None)]
+        )
+    for cpu, cuda in zip(*found, strict=True):
+        torch.testing.assert_close(cuda, cpu, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+def test_a_compiled_update_equals_the_plain_one(moments: str) -> None:
+    text = engine_config("zero1", micro=8, formats=NARROW)
+    text += f'\n[optimizer]\nmoment_dtype = "{moments}"\n[compile]\noptimizer = true\n'
+    config, found = parse_toml_text(text), []
+    for compiled in (None, config.compile):
+        model = make(text, CUDA)
+        optimizer = build_optimizer(model.shards, config.optimizer, compiled=compiled)
+        for _, batch in zip(range(3), every_batch(config), strict=False):
+            batch = batch.to(CUDA)
+            sums = model.forward_backward(batch, model.count_tokens(batch))
+            model.finalize_gradients()
+            report = report_gradients(model.shards, sums.objective, stop=False)
+            clip_gradients(model.shards, report.norm, 0.1, optimizer)
+            optimizer.step(1e-3, report.skip)
+            model.after_update()
+            model.zero_gradients()
+        found.append([shard.data.clone() for shard in model.shards])
+    for plain, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=0, atol=1e-4)
