@@ -136,23 +136,18 @@ def test_rows_of_the_gpu_benchmark_without_time_say_so(tmp_path):
     ] == "8b B 1x8, compile"
 
 
-@pytest.mark.processes
-def test_the_count_of_bytes(tmp_path):
-    main = importlib.import_module("benchmarks.bytes").main
-    assert main(["--tiny", "--worlds", "1", "--only", "fsdp2, float32", "--output", str(tmp_path)]) == 0
-    (file,) = tmp_path.glob("*-bytes.json")
-    found = json.loads(file.read_text())
-    rows = {row["name"]: row["bytes"] for row in found["results"]["rows"]}
-    plain, narrow = rows["fsdp2, float32"], rows["fsdp2, float32 masters, bfloat16 moments"]
-    # Norm 4; clip reads and writes; AdamW reads gradient, and reads and writes three more tensors.
-    assert plain["zeroing"] == plain["masters to compute"] == 0
+def test_the_count_of_bytes():
+    (plain,) = run_ranks(_traffic, 1, ("--precision.compute=float32", *TINY))
+    keys = ("--precision.compute=bfloat16", "--optimizer.moment_dtype=bfloat16", *TINY)
+    (narrow,) = run_ranks(_traffic, 1, keys)
+    plain, narrow = plain["bytes"], narrow["bytes"]
+    # Norm 4; clip reads and writes; AdamW reads the gradient, and reads and writes three more tensors.
+    assert plain["zeroing"] == plain["masters to compute"] == narrow["zeroing"] == 0
     assert plain["norm"] == pytest.approx(4, abs=0.1) and plain["clip"] == pytest.approx(8, abs=0.1)
-    assert plain["update"] == pytest.approx(28, abs=0.5) and plain["each other"] == pytest.approx(12, abs=0.1)
-    # A gradient in bfloat16 is copied to float32 at first, then added to it, in one pass each.
-    assert narrow["first microbatch"] == pytest.approx(6, abs=0.1)
-    assert narrow["each other"] == pytest.approx(10, abs=0.1) and narrow[
-        "masters to compute"
-    ] == pytest.approx(6, abs=0.1)
+    assert plain["update"] == pytest.approx(28, abs=0.5) and plain["each other"] == pytest.approx(12, abs=0.5)
+    # A gradient in bfloat16 is copied to float32 at first, then added to it, each in one pass; the head's is cast before.
+    assert 6 <= narrow["first microbatch"] < 7.5 and 10 <= narrow["each other"] < 11.5
+    assert narrow["masters to compute"] == pytest.approx(6, abs=0.1)
 
 
 def test_a_compiled_update_takes_twenty_six_bytes(tmp_path):
