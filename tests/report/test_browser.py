@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from forge.errors import FINISHED
-from tests.support.browser import BROWSER, show
+from forge.report.page import make_page
+from forge.report.read import read_run
+from tests.support.browser import BROWSER, print_page, show
 from tests.support.recorded import write_run
 from tests.support.trained import call
 
@@ -30,6 +32,23 @@ def test_a_browser_draws_the_page_without_an_error(tmp_path: Path) -> None:
     # Planned by the script itself, from the run's config.toml.
     assert "run: the plan against the run</caption>" in browser.dom
     assert _colors(shot) > 200
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.skipif(BROWSER is None, reason="no chromium: apt-get install chromium")
+def test_on_paper_every_table_is_shown_and_every_drawing_has_a_name_for_a_screen_reader(
+    tmp_path: Path,
+) -> None:
+    """The tags of a PDF are what a screen reader sees; tables behind "The numbers" are folded on the screen alone."""
+    page = tmp_path / "page.html"
+    page.write_text(make_page([read_run(write_run(tmp_path / "run"))]))
+    tags = print_page(page, tmp_path / "page.pdf")
+    html = page.read_text()
+    assert html.count("<details>") > 12
+    for tag, element in (("H1", "<h1"), ("H2", "<h2"), ("Table", "<table")):
+        assert len(re.findall(rb"/S\s*/%s\b" % tag.encode(), tags)) == html.count(element), tag
+    assert len(re.findall(rb"/Alt\b", tags)) >= html.count('role="img"')
 
 
 def _colors(shot: Path) -> int:

@@ -49,6 +49,26 @@ def show(page: Path, picture: Path, width: int, height: int) -> Shown:
     return Shown(browser.stdout, browser.stderr)
 
 
+def print_page(page: Path, paper: Path) -> bytes:
+    """Print the file `page` as a PDF with tags, as on paper, to `paper`; return its content."""
+    assert BROWSER is not None, "no chromium: apt-get install chromium"
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-pdf-header-footer"]
+    with tempfile.TemporaryDirectory() as profile:
+        subprocess.run(
+            [
+                BROWSER,
+                *options,
+                f"--user-data-dir={profile}",
+                f"--print-to-pdf={paper}",
+                page.resolve().as_uri(),
+            ],
+            capture_output=True,
+            timeout=120,
+            check=True,
+        )
+    return paper.read_bytes()
+
+
 def main() -> int:
     """Make the page of a run, and the picture of its head."""
     parser = argparse.ArgumentParser(description=__doc__)
