@@ -142,9 +142,8 @@ def test_activation_checkpointing_with_split_blocks(split: str, mode: str) -> No
     check(2, recompute(mode), "everything", parallel=SPLIT[split], micro=2)
 
 
-@pytest.mark.parametrize(
-    "split", [pytest.param(split, marks=() if split == "tp" else SLOW) for split in SPLIT]
-)
+@SLOW
+@pytest.mark.parametrize("split", SPLIT)
 def test_compile_with_split_blocks(split: str) -> None:
     check(2, COMPILE + recompute("selective"), "everything", parallel=SPLIT[split], micro=2)
 

@@ -132,7 +132,7 @@ RECOMPUTED = {
     (2, "ep = 1"): "",
     (4, "ep = 2"): "full",
     (4, "tp = 2\nep = 4\nsequence_parallel = false"): "",
-    (4, "cp = 2\ntp = 2\nep = 2"): "selective",
+    (4, "cp = 2\ntp = 2\nep = 2"): "",
 }
 
 

@@ -59,7 +59,7 @@ def test_every_layout_is_legal_and_none_is_left_that_cannot_hold_its_state() -> 
     ("parallel", "world", "model"),
     [
         ("", 2, ""),
-        ("tp = 2\ndata_parallel = 'zero1'", 4, ""),
+        pytest.param("tp = 2\ndata_parallel = 'zero1'", 4, "", marks=SLOW),
         pytest.param("data_parallel = 'zero2'", 2, "", marks=SLOW),
         pytest.param("pp = 2", 4, "", marks=SLOW),
         pytest.param("ep = 2\ndp_replicate = 2", 4, EXPERTS, marks=SLOW),
