@@ -99,8 +99,7 @@ def _trials() -> list:
     """Thirty, the first one fast."""
     names = [list(TWO_RANKS)[seed % len(TWO_RANKS)] for seed in range(30)]
     return [
-        pytest.param(name, seed, marks=pytest.mark.slow if seed else [])
-        for seed, name in enumerate(names)
+        pytest.param(name, seed, marks=pytest.mark.slow if seed else []) for seed, name in enumerate(names)
     ]
 
 
