@@ -3,6 +3,7 @@
 # make test ROOM=parallel    the tests of one room, and of what holds it as a whole
 # make quick       the tests that start no processes, in two minutes
 # make faults      run every fault of the table in docs/recovery.md, and print it with a result per row
+# make chaos       random faults over four nodes on this machine for half an hour (MINUTES=, SEED=)
 # make refactoring REVISION=main    train with that commit and with this tree, and compare every number bit for bit
 # make checks      format, lint, types
 # make docs        build the documentation site into build/docs; a broken link is an error
@@ -33,7 +34,7 @@ RECIPE := --optimizer.name=muon --optimizer.lr=2e-2 --optimizer.weight_decay=0 \
     --schedule.name=linear --schedule.warmup_steps=5 --schedule.min_lr_ratio=0 \
     --train.steps=480 --train.global_batch_size=8 --train.micro_batch_size=1
 
-.PHONY: train data test bytecode quick test-all faults refactoring checks format docs clean
+.PHONY: train data test bytecode quick test-all faults chaos refactoring checks format docs clean
 
 train: data
 	@$(BIN)/python train.py --config debug.toml $(RECIPE)
@@ -75,6 +76,9 @@ bytecode: $(READY)
 
 faults: $(READY)
 	$(BIN)/python -m tests.faults.table
+
+chaos: $(READY)
+	$(BIN)/python -m tests.faults.chaos --minutes $(or $(MINUTES),30) --seed $(or $(SEED),0)
 
 refactoring: $(READY)
 	$(BIN)/python -m tests.refactoring.table against $(or $(REVISION),HEAD)

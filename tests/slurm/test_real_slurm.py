@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import sys
 import time
 import tomllib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from tests.support import slurm as slurms
 from tests.support.runs import BASE, Run, wait_for
 from tests.support.slurm import NODES, SCRIPT, Job, Slurm
 
+ELASTIC = SCRIPT.with_name("elastic.sbatch")
 pytestmark = pytest.mark.skipif(bool(slurms.MISSING), reason=f"not installed: {', '.join(slurms.MISSING)}")
 
 
@@ -228,3 +232,29 @@ def _value(text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
+
+
+@pytest.mark.slow
+def test_an_elastic_job_outlives_one_of_its_nodes(slurm, tmp_path) -> None:
+    run, log = Run(tmp_path), tmp_path / "job.log"
+    arguments = [*BASE, f"--run.output_dir={tmp_path}", "--train.steps=400", "--checkpoint.interval=10"]
+    submit = ["sbatch", "--parsable", "--nodes=2", "--exclusive", "--time=5", f"--output={log}", str(ELASTIC)]
+    number = slurm(*submit, *arguments, PYTHON=sys.executable, PROCESSES_PER_NODE="1", LOST_AFTER="8").strip()
+
+    def ended() -> bool:
+        return slurm("squeue", "-h", "-j", number) == ""
+
+    try:
+        wait_for(lambda: run.stepping or ended(), 150)
+        assert [event["world_size"] for event in run.events("started")] == [2], log.read_text()
+        of_second_node = slurm.processes(f"SLURM_JOB_ID={number}", "SLURM_PROCID=1")
+        agents = [pid for pid in of_second_node if b"elastic.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        for pid in agents:
+            os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: run.events("recovered") or ended(), 150)
+        wait_for(ended, 150)
+    finally:
+        slurm("scancel", number)
+    assert [event["world_size"] for event in run.events("started")] == [2, 1], log.read_text()
+    assert run.status()["state"] == "finished"
+    assert [line["step"] for line in run.metrics()] == list(range(1, 401))

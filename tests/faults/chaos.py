@@ -1,0 +1,126 @@
+"""`make chaos`: random faults over four nodes on this machine, and a curve that shows nothing of them.
+
+    python -m tests.faults.chaos [--minutes 30] [--seed 0]
+
+Agents stand for nodes, of one rank each. By turns a rank is killed, a node is killed, two nodes are killed at once, a node
+is asked to leave, or one is added; between two and four are left, and the run goes on before the next fault. In the end the
+run is compared with an undisturbed one of as many steps in one process, in float64 to 1e-9, and each fault has to be in
+events.jsonl with the recovery that followed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.support.elastic import BATCH, FLOAT64_EXPERTS, Nodes, assert_same_course, elastic
+from tests.support.runs import Run, wait_for
+
+MOST, LEAST = 4, 2
+PATIENCE_S = 300.0
+
+
+class Chaos:
+    """Faults in the life of `nodes`, drawn from `seed`."""
+
+    def __init__(self, nodes: Nodes, seed: int):
+        self._nodes, self._random, self._number = nodes, random.Random(seed), 0
+        self._began = time.monotonic()
+        self.faults: list[str] = []
+
+    def add(self) -> None:
+        self._number += 1
+        self._nodes.start(f"node{self._number}")
+
+    def next(self) -> None:
+        """Let one fault happen and wait until the run has gone on from it."""
+        alive = sorted(self._nodes.agents)
+        possible = ["rank killed"]
+        if len(alive) < MOST:
+            possible.append("node added")
+        if len(alive) > LEAST:
+            possible += ["node killed", "node asked to leave"]
+        if len(alive) > LEAST + 1:
+            possible.append("two nodes killed")
+        fault = self._random.choice(possible)
+        before = len(self._nodes.run.events("recovered"))
+        self._say(f"{fault} (of {len(alive)} nodes, at step {self.step})")
+        if fault == "rank killed":
+            os.kill(self._nodes.run.status()["pid"], signal.SIGKILL)
+        elif fault == "node added":
+            self.add()
+        elif fault == "node asked to leave":
+            name = self._random.choice(alive)
+            self._nodes.agents[name].terminate()
+            assert self._nodes.agents.pop(name).wait(PATIENCE_S) == 75
+        else:
+            self._nodes.kill(*self._random.sample(alive, 2 if fault == "two nodes killed" else 1))
+        self.faults.append(fault)
+        wait_for(lambda: len(self._nodes.run.events("recovered")) > before, PATIENCE_S)
+        recovered = self._nodes.run.events("recovered")[-1]
+        self._say(f"  went on after {recovered['seconds']} s, {recovered['steps_lost']} steps made again")
+        target = self.step + self._random.randint(1, 25)
+        wait_for(lambda: self.step >= target, PATIENCE_S)
+
+    @property
+    def step(self) -> int:
+        return self._nodes.run.status()["step"]
+
+    def stop(self) -> None:
+        for agent in self._nodes.agents.values():
+            agent.terminate()
+        codes = self._nodes.finish(PATIENCE_S)
+        assert set(codes.values()) == {75}, codes
+
+    def _say(self, text: str) -> None:
+        print(f"{time.monotonic() - self._began:7.1f} s  {text}", flush=True)
+
+
+def chaos(folder: Path, minutes: float, seed: int) -> int:
+    """Return the number of faults. AssertionError if the course differs, or a fault or its recovery is not reported."""
+    options = [*FLOAT64_EXPERTS, "--checkpoint.interval=40"]
+    local = ["--checkpoint.local_interval=5", f"--checkpoint.local_dir={folder}/memory-NODE"]
+    endless = ["--train.steps=1000000", "--checkpoint.keep_last=2"]
+    end = time.monotonic() + 60 * minutes
+    with elastic(folder / "elastic", f"{LEAST}:{MOST}", 1, *options, *local, *endless) as nodes:
+        run = Chaos(nodes, seed)
+        for _ in range(MOST):
+            run.add()
+        nodes.wait_for_step(5)
+        while time.monotonic() < end:
+            run.next()
+        run.stop()
+    events = nodes.run.events()
+    recovered = sum(event["event"] == "recovered" for event in events)
+    changed = sum(event["event"] == "nodes_changed" for event in events)
+    assert recovered >= len(run.faults), f"{recovered} recoveries of {len(run.faults)} faults are reported"
+    of_nodes = sum("node" in fault for fault in run.faults)
+    assert changed >= of_nodes, f"{changed} changes of {of_nodes} faults of nodes are reported"
+    steps = nodes.run.metrics()[-1]["step"]
+    whole = Run(folder / "whole", *BATCH, *options, f"--train.steps={steps}")
+    assert whole() == 0
+    assert_same_course(nodes.run, whole)
+    print(f"{len(run.faults)} faults in {steps} steps; the course is that of an undisturbed run")
+    return len(run.faults)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+        chaos(Path(folder), given.minutes, given.seed)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
