@@ -47,6 +47,7 @@ NAMES = {
 }
 # Tests of a row in which something else happens.
 OTHERS = {
+    "test_e3_a_spare_that_is_not_needed_ends_with_the_run": "Nothing ended this run early",
     "test_k1_a_signal_in_the_crash_report_does_not_cut_them_short": "an error in the program on one rank",
     "test_n3_only_what_has_copies_is_compared_and_only_if_asked": "Nothing ended this run early",
     "test_s6_a_second_run_on_the_same_directory_is_refused_and_names_the_first": _STOPPED,

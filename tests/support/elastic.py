@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from forge.elastic.meeting import Meeting
 from tests.support.launchers import ROOT
@@ -121,12 +122,18 @@ def assert_same_course(run: Run, whole: Run, tolerance: float = 1e-9) -> None:
     found, expected = run.metrics(), whole.metrics()
     assert [line["step"] for line in found] == [line["step"] for line in expected]
     for one, other in zip(found, expected, strict=True):
-        assert one.keys() == other.keys()
-        for name, value in other.items():
-            if isinstance(value, float):
-                assert abs(one[name] - value) <= tolerance * max(1.0, abs(value)), (one["step"], name)
-            else:
-                assert one[name] == value, (one["step"], name)
+        assert _close(one, other, tolerance), (one["step"], one, other)
+
+
+def _close(one: Any, other: Any, tolerance: float) -> bool:
+    """Whether two lines of metrics are equal, their numbers to `tolerance`."""
+    if isinstance(other, dict):
+        return one.keys() == other.keys() and all(_close(one[key], other[key], tolerance) for key in other)
+    if isinstance(other, list):
+        return len(one) == len(other) and all(map(_close, one, other, [tolerance] * len(other)))
+    if isinstance(other, float):
+        return abs(one - other) <= tolerance * max(1.0, abs(other))
+    return one == other
 
 
 FLOAT64_EXPERTS = [*FLOAT64, "--model.moe.n_experts=4", "--model.moe.top_k=2", "--model.moe.expert_dim=32"]
