@@ -32,8 +32,8 @@ def record(whole: WholeRecord) -> RankRecord:
             for key, t in step.items()
             if t.ndim < 3
         }
-        steps.append(RankStep(pieces, seen))
-    return RankRecord(WHOLE, steps)
+        steps.append(RankStep(pieces, seen, WHOLE))
+    return RankRecord(steps)
 
 
 def compared(whole: WholeRecord, *ranks: RankRecord) -> Comparison:

@@ -37,7 +37,7 @@ def ranks(whole: WholeRecord, spoiled: tuple[str, str] = ("", ""), by: float = 1
     for rank in (0, 1):
         steps = []
         for tensors in whole.steps:
-            step = RankStep()
+            step = RankStep(part=Part(2 * rank, tuple(range(8))))
             for key, tensor in tensors.items():
                 mine = tensor.clone()
                 if key == spoiled and rank == 1:
@@ -51,7 +51,7 @@ def ranks(whole: WholeRecord, spoiled: tuple[str, str] = ("", ""), by: float = 1
                     place = (rows, slice(0, 6))
                 step.pieces[key] = [Piece(part_of(mine, place), place)]
             steps.append(step)
-        found.append(RankRecord(Part(2 * rank, tuple(range(8))), steps))
+        found.append(RankRecord(steps))
     return found
 
 

@@ -117,7 +117,7 @@ def _groups_of(layout: Layout, *, expert: bool) -> Groups:
         return Groups((), _several(everyone), ("dp_replicate", axis), everyone)
     over_copies = parallel.shard_optimizer_over == "dp"
     split = {axis: one_copy, "dp_replicate": copies} if over_copies else {axis: one_copy}
-    split = {name: group for name, group in split.items() if group.size() > 1}
+    split = {name: group for name, group in split.items() if _several(group)}
     replicate, axes = ((), ()) if over_copies else (_several(copies), ("dp_replicate",))
     return Groups(tuple(split.values()), replicate, axes, everyone, shard_axes=tuple(split))
 
