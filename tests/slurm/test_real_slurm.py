@@ -238,7 +238,15 @@ def _value(text: str) -> Any:
 def test_an_elastic_job_outlives_one_of_its_nodes(slurm, tmp_path) -> None:
     run, log = Run(tmp_path), tmp_path / "job.log"
     arguments = [*BASE, f"--run.output_dir={tmp_path}", "--train.steps=400", "--checkpoint.interval=10"]
-    submit = ["sbatch", "--parsable", "--nodes=2", "--exclusive", "--time=20", f"--output={log}", str(ELASTIC)]
+    submit = [
+        "sbatch",
+        "--parsable",
+        "--nodes=2",
+        "--exclusive",
+        "--time=20",
+        f"--output={log}",
+        str(ELASTIC),
+    ]
     number = slurm(*submit, *arguments, PYTHON=sys.executable, PROCESSES_PER_NODE="1", LOST_AFTER="8").strip()
 
     def ended() -> bool:
