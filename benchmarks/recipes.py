@@ -55,18 +55,7 @@ def measure(given: argparse.Namespace, overrides: list[str]) -> None:
     from forge.report.draw import Curve, curves  # needs matplotlib
 
     about = environment(torch.device("cpu"))
-    config = load_config(["--config", given.config, *overrides])
-    if not config.data.validation:
-        raise UserError("data.validation is empty, but held-out loss decides; name held-out data")
-    train = config.train
-    about["settings"] = {
-        "config": Path(given.config).stem,
-        "device": "cuda" if torch.cuda.is_available() else "cpu",
-        "steps": given.steps,
-        "global_batch_size": train.global_batch_size,
-        "seq_len": train.seq_len,
-        "seeds": given.seeds,
-    }
+    about["settings"] = settings_of_runs(given, overrides) | {"seeds": given.seeds}
     results = {name: _tune(name, given, overrides) for name in given.only}
     by_step, by_time = list[Curve](), list[Curve]()
     for name, runs in results.items():
@@ -83,6 +72,20 @@ def measure(given: argparse.Namespace, overrides: list[str]) -> None:
     ):
         drawing = curves("loss", drawn, "nats per token", size=(7.2, 3.6), x=x)
         (given.output / f"{stem}-{suffix}.svg").write_text(drawing)
+
+
+def settings_of_runs(given: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
+    """Return what all runs have in common. Raises UserError for a config that is wrong or has no held-out data."""
+    config = load_config(["--config", given.config, *overrides])
+    if not config.data.validation:
+        raise UserError("data.validation is empty, but held-out loss decides; name held-out data")
+    return {
+        "config": Path(given.config).stem,
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+        "steps": given.steps,
+        "global_batch_size": config.train.global_batch_size,
+        "seq_len": config.train.seq_len,
+    }
 
 
 def _tune(name: str, given: argparse.Namespace, overrides: list[str]) -> dict[str, list[Run]]:

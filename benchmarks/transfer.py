@@ -22,9 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 import torch
 
 from benchmarks.measure import environment, markdown, parser, publish
-from benchmarks.recipes import train
+from benchmarks.recipes import settings_of_runs, train
 from forge.config import load_config, to_toml
-from forge.errors import UserError
 from forge.sweep.coordinates import of_width
 from scripts.options import exit_code_of, positive
 
@@ -39,17 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
 def measure(given: argparse.Namespace, overrides: list[str]) -> None:
     """Train all, print and write the table."""
     about = environment(torch.device("cpu"))
-    config = load_config(["--config", given.config, *overrides])
-    if not config.data.validation:
-        raise UserError("data.validation is empty, but held-out loss decides; name held-out data")
-    about["settings"] = {
-        "config": Path(given.config).stem,
-        "device": "cuda" if torch.cuda.is_available() else "cpu",
-        "steps": given.steps,
-        "global_batch_size": config.train.global_batch_size,
-        "seq_len": config.train.seq_len,
-        "overrides": overrides,
-    }
+    about["settings"] = settings_of_runs(given, overrides) | {"overrides": overrides}
     rows = [row for name in given.parametrizations for row in _widths(name, given, overrides)]
     publish("transfer", given.output, about, {"rows": rows}, _table(rows, given.rates))
 

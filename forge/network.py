@@ -53,22 +53,22 @@ def name_start(store: Store, rank: int, size: int, timeout: timedelta) -> str:
     """Return a name of this start that all its ranks get, and no earlier start had. Call on every rank.
 
     A store that outlives starts holds what ranks of earlier ones wrote, which may have been more or fewer. So each rank
-    writes a word of its own, and rank 0 publishes the words that it finds until every rank has seen its own one there and
-    has counted itself under the word of rank 0, which nobody before could know. Raises UserError (exit 1) after `timeout`.
+    writes a nonce, and rank 0 publishes the nonces that it finds until every rank has seen its own one there and
+    has counted itself under the nonce of rank 0, which nobody before could know. Raises UserError (exit 1) after `timeout`.
     """
     own, end = uuid4().hex, time.monotonic() + timeout.total_seconds()
-    keys = [f"word-of-rank-{one}" for one in range(size)]
+    keys = [f"nonce-of-rank-{one}" for one in range(size)]
     store.set(keys[rank], own)
     while time.monotonic() < end:
         if rank == 0:
-            store.set("words", b" ".join(store.multi_get(keys)).decode())
+            store.set("nonces", b" ".join(store.multi_get(keys)).decode())
             if store.add(f"seen-{own}", 0) == size - 1:
                 return own
         else:
-            words = store.get("words").decode().split()
-            if len(words) == size and words[rank] == own:
-                store.add(f"seen-{words[0]}", 1)
-                return words[0]
+            nonces = store.get("nonces").decode().split()
+            if len(nonces) == size and nonces[rank] == own:
+                store.add(f"seen-{nonces[0]}", 1)
+                return nonces[0]
         time.sleep(POLL_S)
     raise UserError(f"not all of {size} ranks started within {timeout.total_seconds():.0f} s", FAILED)
 

@@ -178,6 +178,6 @@ def test_ranks_of_a_start_share_a_name_whatever_earlier_ones_left_in_the_store()
 
 def test_a_start_that_lacks_a_rank_ends_with_one_sentence() -> None:
     store = dist.HashStore()
-    store.set("word-of-rank-1", "of an earlier start")
+    store.set("nonce-of-rank-1", "of an earlier start")
     with pytest.raises(UserError, match="not all of 2 ranks started"):
         name_start(store, 0, 2, timedelta(seconds=0.2))
