@@ -191,9 +191,6 @@ def _claim(path: Path) -> Iterator[int | None]:
     """Hold the right to fetch a block: yields the file to write, or None where another thread or process has fetched it."""
     partial = _partial(path)
     while True:
-        if path.exists():
-            yield None
-            return
         file = os.open(partial, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -201,7 +198,8 @@ def _claim(path: Path) -> Iterator[int | None]:
             if not _is_same(file, partial):
                 continue
             try:
-                yield file
+                # Only under the lock: the block may have come before we made the file.
+                yield None if path.exists() else file
             finally:
                 if _is_same(file, partial):
                     os.unlink(partial)

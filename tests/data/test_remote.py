@@ -169,6 +169,23 @@ def test_readers_of_one_block_fetch_it_once_also_in_several_processes(store, tmp
     assert set(counts.values()) == {1}
 
 
+def test_a_block_that_comes_just_before_it_is_claimed_is_not_fetched_again(
+    store, tmp_path, monkeypatch
+) -> None:
+    first, second = opened(store, tmp_path), opened(store, tmp_path)
+    open_file, raced = os.open, []
+
+    def another_reader_first(path, *rest, **options):
+        if Path(path).name.startswith(".") and not raced:
+            raced.append(path)
+            first.read(0, 2000)
+        return open_file(path, *rest, **options)
+
+    monkeypatch.setattr(cache_module.os, "open", another_reader_first)
+    assert (second.read(0, 2000) == first.read(0, 2000)).all() and raced
+    assert {count for (_, span), count in store.gets.items() if span} == {1}
+
+
 def test_the_cache_keeps_its_limit_and_the_batches(local, store, tmp_path) -> None:
     limit = 4
     source = opened(store, tmp_path, gib=limit * BLOCK_BYTES / 2**30)
