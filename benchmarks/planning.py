@@ -2,10 +2,10 @@
 
     python benchmarks/planning.py
 
-In each round it measures the machine as scripts/measure_hardware.py does, then plans each configuration with that and runs
-it. With one thread (the default), steps of one process are measured by processor time, as the machine is, so that other work
-on the machine does not count; those of two ranks by the clock. Prints the medians over rounds and writes the table, with
-date, versions and settings, to benchmarks/results/.
+In each round it measures the machine as scripts/measure_hardware.py does, with one process and with two, then plans each
+configuration with that and runs it. With one thread (the default), steps of one process are measured by processor time, as
+the machine is, so that other work on the machine does not count; those of two ranks by the clock. Prints the medians over
+rounds and writes the table, with date, versions and settings, to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -61,21 +61,27 @@ def main(arguments: list[str] | None = None) -> int:
 def compare(given: argparse.Namespace) -> None:
     """Plan and run every configuration; print and write the table."""
     torch.set_num_threads(given.threads)
-    about = environment(torch.device("cpu"))
     rounds: list[dict[str, Any]] = []
     for number in range(given.rounds):
-        machine = measure(given.threads, tiny=given.tiny)
-        hardware, found = Hardware.model_validate(machine), {}
+        machine = {ranks: measure(given.threads, ranks, tiny=given.tiny) for ranks in (1, 2)}
+        found = {}
         for name, (ranks, base, overrides) in CONFIGS.items():
+            hardware = Hardware.model_validate(machine[ranks])
             found[name] = _one(ranks, base, overrides, hardware, given)
             estimate, run = found[name]["estimate_s"], found[name]["step_s"]
             print(f"round {number + 1}, {name}: {estimate:.3f} s planned, {run:.3f} s measured", flush=True)
         rounds.append({"machine": machine, "load": os.getloadavg()[0], "configurations": found})
+        # After each, so that a benchmark that is ended leaves what it has measured.
+        _publish(rounds, given)
+
+
+def _publish(rounds: list[dict[str, Any]], given: argparse.Namespace) -> None:
     rows = [_row(name, [one["configurations"][name] for one in rounds]) for name in CONFIGS]
     table = markdown(["configuration", "planned, s", "measured, s", "error", "in each round"], rows)
     errors = {name: _error([one["configurations"][name] for one in rounds]) for name in CONFIGS}
     within = sum(abs(error) <= BAR for error in errors.values())
     loads = ", ".join(f"{one['load']:.1f}" for one in rounds)
+    about = environment(torch.device("cpu"))
     about["settings"] = {
         "device": "cpu",
         **{name: getattr(given, name) for name in ("rounds", "steps", "warmup", "threads")},

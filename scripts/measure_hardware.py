@@ -5,7 +5,8 @@ python scripts/measure_hardware.py --output here.toml
 python train.py --config debug.toml --plan --world-size 2 --hardware here.toml
 
 Measures matrix products and attention by size, an elementwise operator by bytes, what an operator takes beside its work,
-and an all-reduce of two ranks: on a CUDA card where there is one (NCCL needs two), else on the CPU over gloo.
+and an all-reduce of two ranks: on a CUDA card where there is one (NCCL needs two), else on the CPU over gloo. Cores of a CPU
+slow each other down: for a plan of several ranks on it, measure with as many --processes.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -47,21 +50,33 @@ def main(argv: list[str]) -> int:
     add(
         "--threads", type=positive, default=torch.get_num_threads(), help="of PyTorch on a CPU (default: all)"
     )
+    add(
+        "--processes",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="that compute at the same time on a CPU (default: 1)",
+    )
     add("--tiny", action="store_true", help="of toy size: shows that it works, measures nothing")
     given = parser.parse_args(argv)
-    return exit_code_of(lambda: _write(given.output, measure(given.threads, tiny=given.tiny)))
+    return exit_code_of(
+        lambda: _write(given.output, measure(given.threads, given.processes, tiny=given.tiny))
+    )
 
 
-def measure(threads: int, *, tiny: bool = False) -> dict[str, Any]:
-    """Return the keys of a hardware file."""
+def measure(threads: int, computing: int = 1, *, tiny: bool = False) -> dict[str, Any]:
+    """Return the keys of a hardware file, for each of `computing` processes of this machine with `threads` threads."""
     torch.set_num_threads(threads)
     card = torch.cuda.is_available()
     device = torch.device("cuda" if card else "cpu")
     largest = 64 if tiny else 8192 if card else 2048
     dtypes = (torch.bfloat16, torch.float32) if card else (torch.float32, torch.bfloat16)
-    products = {_name(dtype): _products(device, dtype, largest) for dtype in dtypes}
-    attention = {_name(dtype): _attention(device, dtype, largest) for dtype in dtypes}
-    elementwise = _elementwise(device, 1 << (16 if tiny else 30 if card else 27))
+    with _others(0 if card else computing - 1, threads):
+        products = {_name(dtype): _products(device, dtype, largest) for dtype in dtypes}
+        attention = {_name(dtype): _attention(device, dtype, largest) for dtype in dtypes}
+        elementwise = _elementwise(device, 1 << (16 if tiny else 30 if card else 27))
+        # On a card the launch of an operator is hidden by the one before.
+        operator_us = 0.0 if card else _operator_us(device)
     link = _link(card, 1 << (16 if tiny else 28 if card else 24))
     memory = (
         torch.cuda.mem_get_info()[1] if card else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -73,14 +88,41 @@ def measure(threads: int, *, tiny: bool = False) -> dict[str, Any]:
         "memory_gb_per_s": elementwise[-1][1],
         "memory_efficiency": 1.0,
         "cards_per_node": max(1, torch.cuda.device_count()) if card else len(os.sched_getaffinity(0)),
-        # On a card the launch of an operator is hidden by the one before.
-        "operator_us": 0.0 if card else _operator_us(device),
+        "operator_us": operator_us,
         "node": link,
         "cluster": link,
         "elementwise": elementwise,
         "products": products,
         "attention": attention,
     }
+
+
+@contextmanager
+def _others(count: int, threads: int) -> Iterator[None]:
+    """In the body, `count` other processes compute."""
+    context = processes.get_context("spawn")
+    ready = context.Semaphore(0)
+    busy = [context.Process(target=_compute, args=(threads, ready), daemon=True) for _ in range(count)]
+    for process in busy:
+        process.start()
+    for _ in busy:
+        ready.acquire()
+    try:
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.join()
+
+
+def _compute(threads: int, ready: Any) -> None:
+    """Multiply and add until killed, or left alone, as a rank that trains does."""
+    parent = os.getppid()
+    torch.set_num_threads(threads)
+    a, b = (torch.randn(512, 512) for _ in range(2))
+    ready.release()
+    while os.getppid() == parent:
+        torch.add(a @ b, b)
 
 
 def _products(device: torch.device, dtype: torch.dtype, largest: int) -> Rates:
@@ -122,8 +164,14 @@ def _elementwise(device: torch.device, largest: int) -> Rates:
     found = []
     size = 1 << 14
     while size <= largest:
-        a, b = (torch.randn(size // 12, device=device) for _ in range(2))
-        found.append([float(size), size / _seconds(partial(torch.mul, a, b), device) / 1e9])
+        # In turns, so that what an operator touches has left the caches, as in a step.
+        turns = cycle(torch.randn(max(1, min(64, largest // size)), 3, size // 12, device=device))
+
+        def multiply(turns: Iterator[torch.Tensor] = turns) -> None:
+            a, b, product = next(turns)
+            torch.mul(a, b, out=product)
+
+        found.append([float(size), size / _seconds(multiply, device) / 1e9])
         size *= 4
     return found
 

@@ -20,7 +20,7 @@ from forge.shard import Shard
 
 class Optimizer(Protocol):
     """Updates this rank's shards. Made as `Class(shards, config, group)` by `build_optimizer`. May have `follow(config)`,
-    which phases that change keys of [optimizer] call before a step."""
+    which phases call before a step, and `scale_by(factor)`, which takes clipping's factor of the next step."""
 
     def step(self, lr: float, skip: Tensor) -> None:
         """Make one update with the shards' gradients. Where the device scalar `skip` is 1.0, change nothing at all."""

@@ -95,7 +95,8 @@ def apply_blocks(model: Transformer, layout: Layout) -> None:
     _set_memory_budget(layout)
     if has_all_names(model):
         check_modules(model, layout.activation_checkpoint)
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
+    if layout.compile.enabled or layout.compile.loss or torch.cuda.is_available():
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
     policy = BlockPolicy(layout)
     for layer, block in model.layers.items():
         policy.wrap(block, int(layer))

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import fcntl
+import multiprocessing
 import os
+import signal
+import threading
 from array import array
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +22,7 @@ from pydantic import BaseModel
 
 from forge.data.format import token_dtype
 from forge.data.tokenizer import Tokenizer, load_tokenizer
+from forge.errors import UserError
 from forge.prepare.documents import Bad, Document, read_documents
 from forge.prepare.long_text import TextPart, digest_of, read_part, slices
 from forge.prepare.quality import Quality, add_counts
@@ -87,6 +93,55 @@ def encode_chunk(number: int, chunk: Chunk, how: Encoding) -> None:
             return
         if not part_path(how.parts, number).exists():
             _make(number, chunk, how)
+
+
+def encode_chunks(
+    numbers: list[int], chunks: list[Chunk], how: Encoding, workers: int, advance: Callable[[int], None]
+) -> None:
+    """Make the parts of chunks in `workers` processes; `advance` is called with the number of each that is done.
+
+    Raises UserError when a worker was killed.
+    """
+    workers = min(workers, len(numbers))
+    if workers <= 1:
+        for number in numbers:
+            encode_chunk(number, chunks[number], how)
+            advance(number)
+    else:
+        context = multiprocessing.get_context("spawn")  # forking a process that has threads is not safe
+        with ProcessPoolExecutor(workers, context) as pool:
+            with _ignoring_interrupts():
+                futures = {pool.submit(encode_chunk, n, chunks[n], how): n for n in numbers}
+            try:
+                for future in as_completed(futures):
+                    future.result()
+                    advance(futures[future])
+            except BrokenProcessPool:
+                raise UserError(
+                    "a worker was killed (out of memory?); the same command continues from here, with fewer "
+                    "--workers if need be",
+                    exit_code=1,
+                ) from None
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+
+@contextmanager
+def _ignoring_interrupts() -> Iterator[None]:
+    """Let workers that start in the body inherit that they ignore Ctrl-C, which reaches all processes of a terminal.
+
+    The main process ends them after their chunk. A handler that they set themselves would come too late while they start.
+    A thread, as of a worker of Dask, can set no handler, and its process has no terminal.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _make(number: int, chunk: Chunk, how: Encoding) -> None:

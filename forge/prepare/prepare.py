@@ -15,14 +15,10 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import multiprocessing
 import os
 import shutil
-import signal
 import sys
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,7 +43,7 @@ from forge.prepare.part import (
     Chunk,
     Encoding,
     Tally,
-    encode_chunk,
+    encode_chunks,
     part_path,
     read_tokens,
     split_of,
@@ -280,34 +276,7 @@ def _encode_missing(request: Request, chunks: list[Chunk], parts: Path, wanted: 
         done += sizes[number]
         progress.update(done)
 
-    workers = min(request.workers, len(missing))
-    if workers <= 1:
-        for number in missing:
-            encode_chunk(number, chunks[number], how)
-            advance(number)
-    else:
-        context = multiprocessing.get_context("spawn")  # forking a process that has threads is not safe
-        with ProcessPoolExecutor(workers, context) as pool:
-            # Workers inherit that they ignore Ctrl-C, which reaches all processes of a terminal: the main process ends
-            # them after their chunk. A handler that they set themselves would come too late while they start.
-            before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-            try:
-                futures = {pool.submit(encode_chunk, n, chunks[n], how): n for n in missing}
-            finally:
-                signal.signal(signal.SIGINT, before)
-            try:
-                for future in as_completed(futures):
-                    future.result()
-                    advance(futures[future])
-            except BrokenProcessPool:
-                raise UserError(
-                    "a worker was killed (out of memory?); the same command continues from here, with fewer "
-                    "--workers if need be",
-                    exit_code=1,
-                ) from None
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+    encode_chunks(missing, chunks, how, request.workers, advance)
     seconds = progress.close()
     if done:
         rate = f"{done / 1e6 / seconds:.1f} MB/s"

@@ -30,6 +30,8 @@ context.set_forkserver_preload(
         "torch.distributed.checkpoint",
         "torch.utils._sympy.functions",
         "torch._inductor.compile_fx",
+        "torch.nn.attention.bias",
+        "torch.distributed.pipelining.schedules",
         "pydantic",
         "forge.verify.preload",
     ]

@@ -6,10 +6,11 @@ travel (Llama Team 2024, "The Llama 3 Herd of Models", section 3.3.2).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from forge import compat
 from forge.model import AttentionMask, LatentAttention, sdpa_attention
@@ -57,13 +58,16 @@ class AllGatherAttention:
         return sdpa_attention(q, k, v, mask, sinks)
 
 
-def lower_right(split: SequenceSplit, tokens: int) -> tuple[CausalBias, ...]:
-    """Return the masks of this rank's two chunks of queries, `tokens` together, each against the keys up to its end."""
+def lower_right(split: SequenceSplit, tokens: int) -> tuple[Any, ...]:
+    """Return the masks of this rank's two chunks of queries, `tokens` together: a `CausalBias` each, up to its end."""
+    # Loads PyTorch's compiler, which takes most of a second: not for runs without context parallelism.
+    from torch.nn.attention.bias import causal_lower_right
+
     size = tokens // 2
     return tuple(causal_lower_right(size, (chunk + 1) * size) for chunk in split.chunks(split.rank))
 
 
-def causal_chunks(q: Tensor, k: Tensor, v: Tensor, masks: tuple[CausalBias, ...]) -> Tensor:
+def causal_chunks(q: Tensor, k: Tensor, v: Tensor, masks: tuple[Any, ...]) -> Tensor:
     """Plain causal attention of this rank's two chunks of queries; `masks`: of `lower_right`.
 
     q `[batch, heads, seq / cp, head_dim]`, k and v `[batch, kv_heads, seq, head_dim]` -> shaped like q. For CUDA, where a

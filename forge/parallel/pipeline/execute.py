@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from forge.model import Transformer
 from forge.model.precision import promoted
@@ -200,6 +199,9 @@ class _Run:
         if kind == "I":
             given = None if gradient is None else [gradient]
             parameters = part.model.parameters()
+            # PyTorch's pipelines load its compiler, which takes every process that imports them most of a second.
+            from torch.distributed.pipelining._backward import stage_backward_input
+
             (found,), graphs = stage_backward_input([output], given, [x], parameters)
             self._weight_graphs[stage, microbatch] = graphs
             x.grad = None
@@ -215,6 +217,8 @@ class _Run:
             self._backward(action)
             return
         part, last = self._model.stages[stage], action in self._model.last_backward
+        from torch.distributed.pipelining._backward import stage_backward_weight
+
         stage_backward_weight(part.model.parameters(), self._weight_graphs.pop((stage, microbatch)))
         if last:
             # Not earlier: FSDP would take the gradients of the first weights for the end of a backward.

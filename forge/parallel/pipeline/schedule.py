@@ -22,8 +22,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from torch.distributed.pipelining.schedules import get_schedule_class
-
 from forge.config.pipeline import V_SHAPED
 from forge.errors import UserError
 
@@ -176,6 +174,9 @@ def make_schedule(name: str, ranks: int, stages: int, microbatches: int) -> Sche
     if name in makers:
         order = tuple(tuple(makers[name](rank, ranks, microbatches)) for rank in range(ranks))
         return Schedule(order, tuple(range(ranks)), microbatches)
+    # Loads PyTorch's compiler, which takes most of a second: not for runs without a pipeline.
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
     rank_of = tuple(place(stage, ranks, v_shaped=name in V_SHAPED) for stage in range(stages))
     # PyTorch's classes make the tables of all ranks from one rank's stages, of which they read only these numbers.
     stub = SimpleNamespace(num_stages=stages, group_size=ranks, group_rank=0, group=None, submod=None)
