@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import resource
 import shutil
+import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -44,9 +45,10 @@ Prepare = Callable[[Path, Path, Path, int], None]
 
 
 def by_forge(text: Path, tokenizer: Path, output: Path, processes: int) -> None:
-    from forge.prepare.prepare import Request, prepare
-
-    prepare(Request((str(text),), str(tokenizer), output, workers=processes))
+    # By its command, because workers that this script starts would import what only this script needs.
+    script = Path(__file__).resolve().parent.parent / "scripts" / "prepare_data.py"
+    options = ["--input", text, "--tokenizer", tokenizer, "--output", output, "--workers", str(processes)]
+    subprocess.run([sys.executable, script, *options], check=True, capture_output=True)
 
 
 def by_datasets(text: Path, tokenizer: Path, output: Path, processes: int) -> None:

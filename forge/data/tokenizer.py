@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import unicodedata
 from collections.abc import Iterable
@@ -220,6 +221,8 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, files: dict[str, bytes], name: str):
+        # forge encodes text by text, in as many processes as are wanted.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         try:
             import tokenizers  # only where it is used, and optional
         except ImportError:
@@ -248,7 +251,8 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         text.encode("utf-8")  # raises for lone surrogates
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        # Its "fast" leaves out where in the text each token is, a fifth of the time.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def cut(self, text: str, start: int) -> int:
         if self.can_cut:

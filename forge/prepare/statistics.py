@@ -31,7 +31,8 @@ def page(folder: Path, tokenizer: Tokenizer | None, samples: int = 5, excerpt: i
     quantiles = np.quantile(lengths, [0.05, 0.5, 0.95]).astype(int).tolist()
     rows = [
         ("documents", f"{index.documents:,}"),
-        ("tokens", f"{index.tokens:,} as {index.dtype}, in {len(index.shards)} shards"),
+        ("tokens", f"{index.tokens:,} as {index.dtype}"),
+        ("shards", f"{len(index.shards):,}"),
         ("text", f"{index.text_bytes / 1e6:,.1f} MB, {index.text_bytes / index.tokens:.3f} bytes per token"),
         ("vocabulary", f"{index.vocab_size:,}; the greatest id is {index.max_token_id:,}"),
         (

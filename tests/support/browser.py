@@ -1,4 +1,7 @@
-"""A page in a real browser: what it says and how it looks. `python -m tests.support.browser RUN` draws docs/report.png."""
+"""A page in a real browser: what it says and how it looks.
+
+`python -m tests.support.browser RUN` draws docs/report.png, and with a page, --output and --height any other picture.
+"""
 
 from __future__ import annotations
 
@@ -70,16 +73,20 @@ def print_page(page: Path, paper: Path) -> bytes:
 
 
 def main() -> int:
-    """Make the page of a run, and the picture of its head."""
+    """Draw the head of a page, or of the page that is made of a run."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", type=Path, help="a run's directory")
+    parser.add_argument("source", type=Path, help="a run's directory, or a page")
     parser.add_argument("--output", type=Path, default=PICTURE, help="the picture (docs/report.png)")
+    parser.add_argument("--height", type=int, default=1300, help="of the picture, in pixels (%(default)s)")
     given = parser.parse_args()
+    if given.source.is_file():
+        show(given.source, given.output, 1180, given.height)
+        return 0
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "page.html"
-        code = report.main([str(given.run), "--output", str(page)])
+        code = report.main([str(given.source), "--output", str(page)])
         if code == 0:
-            show(page, given.output, 1180, 1300)
+            show(page, given.output, 1180, given.height)
     return code
 
 
