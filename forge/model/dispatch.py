@@ -31,19 +31,20 @@ class LocalDispatcher:
 
     def __init__(self, n_experts: int, drops: bool):
         self.n_experts, self.drops = n_experts, drops
+        self.sums = EAGER
 
     def __call__(
         self, x: Tensor, experts: Tensor, weights: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
         plan = sort_by_expert(experts, self.n_experts)
-        rows = spread(x, plan)
+        rows = spread(x, plan, self.sums)
         if not self.drops:
-            return combine(compute(rows, plan.counts), weights, plan)
+            return combine(compute(rows, plan.counts), weights, plan, self.sums)
         # Choices without an expert are sorted last, past the rows that are computed: the uninitialised memory there
         # must enter neither the outputs nor, by the first fill, the gradients.
         past = (torch.arange(rows.shape[0], device=x.device) >= plan.counts.sum()).unsqueeze(-1)
         rows = compute(rows.masked_fill(past, 0.0), plan.counts)
-        return combine(rows.masked_fill(past, 0.0), weights, plan)
+        return combine(rows.masked_fill(past, 0.0), weights, plan, self.sums)
 
 
 class Plan(NamedTuple):
@@ -69,53 +70,86 @@ def sort_by_expert(experts: Tensor, n_experts: int) -> Plan:
     return Plan(order, places.view_as(experts), counts)
 
 
-def spread(x: Tensor, plan: Plan) -> Tensor:
+def add_choices(rows: Tensor, places: Tensor) -> Tensor:
+    """rows `[tokens * top_k, dim]` -> the sum of each token's, `[tokens, dim]`; summed in promote(float32, rows)."""
+    total = rows.index_select(0, places[:, 0]).to(promoted(rows.dtype))
+    for column in places.unbind(1)[1:]:
+        total += rows.index_select(0, column)
+    return total.to(rows.dtype)
+
+
+def weigh_choices(rows: Tensor, weights: Tensor, places: Tensor) -> Tensor:
+    """The same with weights `[tokens, top_k]`."""
+    total = torch.zeros(places.shape[0], rows.shape[1], dtype=promoted(rows.dtype), device=rows.device)
+    for column, weight in zip(places.unbind(1), weights.unbind(1), strict=True):
+        total.addcmul_(rows.index_select(0, column), weight.unsqueeze(-1).to(total.dtype))
+    return total.to(rows.dtype)
+
+
+def weigh_backward(
+    grad: Tensor, rows: Tensor, weights: Tensor, order: Tensor, places: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of `weigh_choices` with respect to rows and weights, for that of its result, `[tokens, dim]`."""
+    grad = grad.to(promoted(rows.dtype))
+    if torch.compiler.is_compiling():
+        # Row by row, in one pass over the rows; without a compiler that would make `[tokens * top_k, dim]` in this dtype.
+        of_rows = grad.index_select(0, order // places.shape[1])
+        own = weights.flatten().index_select(0, order).unsqueeze(-1)
+        return (of_rows * own).to(rows.dtype), (of_rows * rows).sum(-1)[places].to(weights.dtype)
+    grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
+    for j, (column, weight) in enumerate(zip(places.unbind(1), weights.unbind(1), strict=True)):
+        grad_rows.index_copy_(0, column, (grad * weight.unsqueeze(-1)).to(rows.dtype))
+        grad_weights[:, j] = (grad * rows.index_select(0, column)).sum(-1)
+    return grad_rows, grad_weights
+
+
+class Sums(NamedTuple):
+    """What adds up rows by token. An extension point of dispatchers: replaced by the compiled functions."""
+
+    add: Callable[..., Tensor] = add_choices
+    weigh: Callable[..., Tensor] = weigh_choices
+    weigh_backward: Callable[..., tuple[Tensor, Tensor]] = weigh_backward
+
+
+EAGER = Sums()
+
+
+def spread(x: Tensor, plan: Plan, sums: Sums = EAGER) -> Tensor:
     """x `[tokens, dim]` -> rows `[tokens * top_k, dim]` sorted by expert; with top_k = 1 a permutation."""
-    return _Spread.apply(x, plan.order, plan.places)
+    return _Spread.apply(x, plan.order, plan.places, sums)
 
 
-def combine(rows: Tensor, weights: Tensor, plan: Plan) -> Tensor:
+def combine(rows: Tensor, weights: Tensor, plan: Plan, sums: Sums = EAGER) -> Tensor:
     """rows `[tokens * top_k, dim]` sorted by expert, weights `[tokens, top_k]` -> weighted sums `[tokens, dim]`.
 
     The result has rows' dtype. Sums are in promote(float32, rows), one choice at a time, so that no
     `[tokens, top_k, dim]` exists in that dtype.
     """
-    return _Combine.apply(rows, weights, plan.places)
+    return _Combine.apply(rows, weights, plan.order, plan.places, sums)
 
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, places: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, order: Tensor, places: Tensor, sums: Sums) -> Tensor:
         ctx.save_for_backward(places)
+        ctx.sums = sums
         return x.index_select(0, order // places.shape[1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         # index_select's own backward adds atomically, and in the compute dtype.
-        (places,) = ctx.saved_tensors
-        total = grad.index_select(0, places[:, 0]).to(promoted(grad.dtype))
-        for column in places.unbind(1)[1:]:
-            total += grad.index_select(0, column)
-        return total.to(grad.dtype), None, None
+        return ctx.sums.add(grad, *ctx.saved_tensors), None, None, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weights, places)
-        total = torch.zeros(places.shape[0], rows.shape[1], dtype=promoted(rows.dtype), device=rows.device)
-        for column, weight in zip(places.unbind(1), weights.unbind(1), strict=True):
-            total.addcmul_(rows.index_select(0, column), weight.unsqueeze(-1).to(total.dtype))
-        return total.to(rows.dtype)
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Tensor, places: Tensor, sums: Sums) -> Tensor:
+        ctx.save_for_backward(rows, weights, order, places)
+        ctx.sums = sums
+        return sums.weigh(rows, weights, places)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        rows, weights, places = ctx.saved_tensors
-        grad = grad.to(promoted(rows.dtype))
-        grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
-        for j, (column, weight) in enumerate(zip(places.unbind(1), weights.unbind(1), strict=True)):
-            grad_rows.index_copy_(0, column, (grad * weight.unsqueeze(-1)).to(rows.dtype))
-            grad_weights[:, j] = (grad * rows.index_select(0, column)).sum(-1)
-        return grad_rows, grad_weights, None
+        return *ctx.sums.weigh_backward(grad, *ctx.saved_tensors), None, None, None

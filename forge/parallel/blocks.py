@@ -14,7 +14,7 @@ is in no graph. From the inside out:
 Compilation is block by block: one graph that all blocks of a kind share, so depth costs no compile time. A graph that
 would break is an error, never a silent loss of speed. Of a block with a mixture of experts the attention half is one graph
 and the shared experts are another: how many rows go to an expert is known only at run time, so routing and dispatch are
-not compiled.
+not compiled, but for the sums over a token's experts, each of which becomes one pass over the rows.
 
 Activation checkpointing frees activations after forward and computes them again in backward:
 
@@ -46,6 +46,7 @@ from forge import compat
 from forge.config.layout import ActivationCheckpoint, Compile
 from forge.errors import UserError, did_you_mean
 from forge.model import MoE, Transformer
+from forge.model.dispatch import Sums
 from forge.parallel.layout import Layout
 from forge.parallel.modules import has_all_names
 from forge.parallel.precision import maximal_subtrees, plan_units
@@ -152,6 +153,9 @@ class BlockPolicy:
             # The whole call, so that what tensor parallelism hooked onto it is inside.
             call = self._compiler(shared._call_impl)
             shared._compiled_call_impl = hiding_gradients(shared, call)
+        dispatch: Any = block.feed_forward.dispatch
+        if hasattr(dispatch, "sums"):
+            dispatch.sums = Sums(*map(self._compiler, dispatch.sums))
 
 
 class Recomputed:

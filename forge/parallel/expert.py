@@ -29,7 +29,7 @@ from torch.nn import functional as F
 
 from forge import compat
 from forge.model import Experts, MoE, Router, SharedGate, ShortConvolution, Transformer
-from forge.model.dispatch import Plan, combine, sort_by_expert, spread
+from forge.model.dispatch import EAGER, Plan, combine, sort_by_expert, spread
 from forge.parallel.collectives import gather_for_all, own_piece, sum_over
 from forge.parallel.layout import Layout
 from forge.parallel.modules import replace_module
@@ -102,6 +102,7 @@ class AllToAllDispatcher:
         self.group, self.n_experts = group, n_experts
         # An attribute, because the planner, which has no data, knows no counts.
         self.sizes = sizes_from_counts
+        self.sums = EAGER
 
     def __call__(
         self, x: Tensor, experts: Tensor, weights: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
@@ -114,14 +115,14 @@ class AllToAllDispatcher:
         sends, receives = self.sizes(leaving, arriving)
 
         # There: rows are sorted by expert, so by rank. Dropped choices come last; they stay here and count as zeros.
-        rows, sent = spread(x, plan), sum(sends)
+        rows, sent = spread(x, plan, self.sums), sum(sends)
         rows = compat.all_to_all(rows[:sent], self.group, receives, sends)
         # Here: rows came sorted by rank; the experts take them sorted by expert.
         here = _by_local_expert(arriving, sum(receives))
         rows = spread(compute(spread(rows, here), here.counts), _inverse(here))
         # Back, to where each row came from.
         rows = compat.all_to_all(rows, self.group, sends, receives)
-        return combine(F.pad(rows, (0, 0, 0, experts.numel() - sent)), weights, plan)
+        return combine(F.pad(rows, (0, 0, 0, experts.numel() - sent)), weights, plan, self.sums)
 
 
 def sizes_from_counts(leaving: Tensor, arriving: Tensor) -> tuple[list[int], list[int]]:

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor import metrics
 from torch.nn import functional as F
 from torch.testing import assert_close
 
 from forge.model import Experts
 from forge.model import experts as module
-from forge.model.dispatch import LocalDispatcher, combine, sort_by_expert, spread
+from forge.model.dispatch import EAGER, LocalDispatcher, Sums, combine, sort_by_expert, spread
 
 DIM, HIDDEN, EXPERTS = 16, 8, 5
 COUNTS = {
@@ -142,6 +143,59 @@ def test_sums_over_experts_are_in_float32() -> None:
     x = torch.zeros(2, 4, dtype=torch.bfloat16, requires_grad=True)
     spread(x, plan).backward(rows)
     assert torch.equal(x.grad, total)
+
+
+INDUCTOR = [pytest.mark.slow, pytest.mark.processes]
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        ("aot_eager", torch.float64),
+        pytest.param("inductor", torch.float64, marks=INDUCTOR),
+        pytest.param("inductor", torch.bfloat16, marks=INDUCTOR),
+    ],
+)
+def test_compiled_sums_equal_those_of_one_choice_at_a_time(backend: str, dtype: torch.dtype) -> None:
+    torch.compiler.reset()
+    compiled = Sums(*(torch.compile(function, backend=backend, fullgraph=True) for function in EAGER))
+    for tokens in (6, 9):  # the second time with a size that varies
+        experts, weights = random_choices(tokens, 3)
+        plan = sort_by_expert(experts, EXPERTS)
+        found = []
+        for sums in (EAGER, compiled):
+            generator = torch.Generator().manual_seed(3)
+            x, rows = (
+                torch.randn(n, 8, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+                for n in (tokens, 3 * tokens)
+            )
+            own = weights.clone().requires_grad_()
+            total = combine(rows * spread(x, plan, sums), own, plan, sums)
+            total.backward(torch.linspace(-1, 1, total.numel()).view_as(total).to(dtype))
+            found.append((total, x.grad, rows.grad, own.grad))
+        for eager, of_compiler in zip(*found, strict=True):
+            assert_close(of_compiler, eager, rtol=0.02 if dtype == torch.bfloat16 else 1e-12, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.compiles
+def test_each_compiled_sum_is_one_pass() -> None:
+    torch.compiler.reset()
+    experts, weights = random_choices(64, 3)
+    plan, rows, grad = sort_by_expert(experts, EXPERTS), torch.randn(192, 16), torch.randn(64, 16)
+    passes = []
+    for function, inputs in (
+        (EAGER.add, (rows, plan.places)),
+        (EAGER.weigh, (rows, weights, plan.places)),
+        (EAGER.weigh_backward, (grad, rows, weights, plan.order, plan.places)),
+    ):
+        metrics.reset()
+        torch.compile(function, backend="inductor", fullgraph=True)(*inputs)
+        passes.append(metrics.generated_kernel_count)
+    # Of backward the second one is that of the weights, which are as many as rows.
+    assert passes == [1, 1, 2]
 
 
 @pytest.mark.parametrize("top_k", [1, 3, EXPERTS])
