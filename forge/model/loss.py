@@ -117,12 +117,19 @@ class _ChunkedLoss(torch.autograd.Function):
         return (*scaled, None, None, None, None, None, None)
 
 
-def whole_vocabulary(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | float]:
-    """Read logits `[chunk, vocab]` at target int64 `[chunk, 1]`. An extension point: loss parallelism replaces it.
+class Vocabulary:
+    """Which columns of the logits this process has: all. An extension point: loss parallelism replaces it."""
 
-    Returns, `[chunk, 1]` each: logsumexp, the target's logit, its column, and 1 where this process has it, else 0.
-    """
-    return logits.logsumexp(-1, keepdim=True), logits.gather(-1, target), target, 1.0
+    def locate(self, target: Tensor, columns: int) -> tuple[Tensor, Tensor | None]:
+        """target int64 `[chunk, 1]` -> its column, of the `columns` here, and whether it is one of them (None: always)."""
+        return target, None
+
+    def combine(self, lse: Tensor, target_logit: Tensor) -> tuple[Tensor, Tensor]:
+        """logsumexp and the target's logit (0 where it is not here), both `[chunk, 1]` -> those of all columns."""
+        return lse, target_logit
+
+
+WHOLE = Vocabulary()
 
 
 def chunk_loss(
@@ -133,7 +140,7 @@ def chunk_loss(
     z_loss_coef: float,
     soft_cap: float,
     wants_grad: bool,
-    read: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor | float]] = whole_vocabulary,
+    vocabulary: Vocabulary = WHOLE,
 ) -> tuple[Tensor, Tensor | None]:
     """One chunk: hidden `[chunk, dim]`, weight `[vocab, dim]`, target int64 and valid bool `[chunk, 1]`.
 
@@ -142,21 +149,27 @@ def chunk_loss(
     In rows that are not valid it is finite and has no meaning.
     """
     logits = head_logits(hidden, weight, soft_cap)  # [chunk, vocab]
-    lse, target_logit, column, here = read(logits, target)
+    column, here = vocabulary.locate(target, logits.shape[-1])
+    target_logit = logits.gather(-1, column)
+    if here is not None:
+        target_logit = target_logit.masked_fill(~here, 0.0)
+    largest = logits.amax(-1, keepdim=True)
+    # In place: another tensor of this size costs as much as a pass over it. Only a cap needs the logits again.
+    exps = (logits - largest if soft_cap else logits.sub_(largest)).exp_()
+    lse, target_logit = vocabulary.combine(largest + exps.sum(-1, keepdim=True).log(), target_logit)
     cross_entropy = (lse - target_logit).masked_fill(~valid, 0.0)
     z_loss = lse.square().masked_fill(~valid, 0.0)
     losses = torch.stack([cross_entropy, z_loss])
     if not wants_grad:
         return losses, None
-    # In place: another tensor of this size costs as much as a pass over it. Only a cap needs the logits again.
-    grad = ((logits - lse) if soft_cap else logits.sub_(lse)).exp_()
-    if z_loss_coef:
-        grad *= 1.0 + 2.0 * z_loss_coef * lse
+    # d objective / d logit = softmax * (1 + 2 z_loss_coef lse), less 1 for the target.
+    grad = exps.mul_((largest - lse).exp() * (1.0 + 2.0 * z_loss_coef * lse))
+    one = 1.0 if here is None else here.to(grad.dtype)
     if torch.compiler.is_compiling():
         # A compiler fuses this with all else into one pass; around scatter_ it writes and reads the probabilities.
-        grad = grad - here * (torch.arange(logits.shape[-1], device=logits.device) == column)
+        grad = grad - one * (torch.arange(grad.shape[-1], device=grad.device) == column)
     else:
-        grad.scatter_(-1, column, grad.gather(-1, column) - here)
+        grad.scatter_(-1, column, grad.gather(-1, column) - one)
     if soft_cap:
         grad *= 1.0 - (logits / soft_cap).square()
     return losses, grad.to(hidden.dtype)

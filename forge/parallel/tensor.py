@@ -34,7 +34,7 @@ from torch.distributed.tensor.placement_types import Shard as Split
 from forge import compat
 from forge.errors import UserError
 from forge.model import FusedLoss, LatentAttention, Transformer
-from forge.model.loss import chunk_loss
+from forge.model.loss import Vocabulary, chunk_loss
 from forge.parallel.collectives import SEQUENCE, gather_for_all, gather_for_parts, share
 from forge.parallel.layout import Layout
 from forge.parallel.modules import replace_module
@@ -141,7 +141,7 @@ class TensorLoss(FusedLoss):
         self.pieces = pieces
         self.split = first_row is not None
         if first_row is not None:
-            self.chunk = functools.partial(chunk_loss, read=SplitHead(mesh, first_row).read)
+            self.chunk = functools.partial(chunk_loss, vocabulary=SplitVocabulary(mesh, first_row))
 
     def forward(self, hidden: Tensor, head_weight: Tensor, labels: Tensor | None) -> Tensor:
         """hidden `[batch, seq, dim]`, or of seq / tp tokens if `pieces`; labels and results as for FusedLoss."""
@@ -153,28 +153,19 @@ class TensorLoss(FusedLoss):
         return super().forward(whole, weight.redistribute(placements=[Replicate()]).to_local(), labels)
 
 
-class SplitHead:
-    """Reads the logits of this rank's rows of the vocabulary, from `first_row` on."""
+class SplitVocabulary(Vocabulary):
+    """This rank has the logits of the rows of the head from `first_row` on."""
 
     def __init__(self, mesh: DeviceMesh, first_row: int):
         self.mesh = mesh
         self.first_row = first_row
 
-    def read(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """As forge.model.loss.whole_vocabulary, for logits `[chunk, rows]`, target int64 `[chunk, 1]`.
-
-        The first two results are equal on all ranks.
-        """
+    def locate(self, target: Tensor, columns: int) -> tuple[Tensor, Tensor]:
         column = target - self.first_row
-        here = (column >= 0) & (column < logits.shape[-1])
-        column = column.masked_fill(~here, 0)
-        lse, target_logit = self.combine(
-            logits.logsumexp(-1, keepdim=True), logits.gather(-1, column).masked_fill(~here, 0.0)
-        )
-        return lse, target_logit, column, here.to(logits.dtype)
+        here = (column >= 0) & (column < columns)
+        return column.masked_fill(~here, 0), here
 
     def combine(self, lse: Tensor, target_logit: Tensor) -> tuple[Tensor, Tensor]:
-        """Combine values over each rank's rows into values over the whole vocabulary; both `[chunk, 1]`, in and out."""
         mine = torch.stack([lse, target_logit])[None]
         ranks = functional.wait_tensor(compat.all_gather_single(mine, 0, self.mesh))  # [tp, 2, chunk, 1]
         return ranks[:, 0].logsumexp(0), ranks[:, 1].sum(0)

@@ -172,10 +172,10 @@ def forget_qk_norm() -> None:
 
 def only_local_logsumexp() -> None:
     """Each rank normalises over its own rows of the vocabulary."""
-    from forge.parallel.tensor import SplitHead
+    from forge.parallel.tensor import SplitVocabulary
 
-    combine = SplitHead.combine
-    SplitHead.combine = lambda self, lse, target: (lse, combine(self, lse, target)[1])
+    combine = SplitVocabulary.combine
+    SplitVocabulary.combine = lambda self, lse, target: (lse, combine(self, lse, target)[1])
 
 
 @pytest.mark.parametrize(

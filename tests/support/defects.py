@@ -241,10 +241,10 @@ def same_samples_on_all_ranks() -> None:
 
 def only_local_logsumexp() -> None:
     """A softmax over a rank's part of the vocabulary."""
-    from forge.parallel.tensor import SplitHead
+    from forge.parallel.tensor import SplitVocabulary
 
-    combine = SplitHead.combine
-    SplitHead.combine = lambda self, lse, target: (lse, combine(self, lse, target)[1])
+    combine = SplitVocabulary.combine
+    SplitVocabulary.combine = lambda self, lse, target: (lse, combine(self, lse, target)[1])
 
 
 def rows_of_other_ranks_not_masked() -> None:
