@@ -157,17 +157,6 @@ def test_fewer_rows_than_ranks_are_not_gathered_in_float8() -> None:
     assert float8._holders(48, 32) == 24 and float8._holders(64, 32) == 32 and float8._holders(33, 8) == 7
 
 
-def test_without_float8_torchao_is_not_imported() -> None:
-    code = (
-        "import sys, forge.parallel.build as b, forge.parallel.float8 as f\n"
-        "from tests.parallel.test_float8 import FakeMeshes, config, make_layout\n"
-        "c = config('float8 = \"none\"')\n"
-        "f.apply_float8(b.build_meta_model(c), make_layout(c, FakeMeshes))\n"
-        "assert 'torchao' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_torchao_is_imported_without_a_word() -> None:
     code = "from tests.parallel.test_float8 import build; build('float8 = \"tensorwise\"')"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
