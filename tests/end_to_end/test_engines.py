@@ -31,7 +31,9 @@ def test_a_run_changes_its_engine_at_every_resume_and_nobody_sees_it(tmp_path) -
     assert "zero1: " in run.log() and "bytes per parameter on this rank" in run.log()
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "engine", ["zero1", *(pytest.param(one, marks=pytest.mark.slow) for one in ENGINES if one != "zero1")]
+)
 def test_a_killed_run_goes_on_as_if_it_had_not_been(engine: str, tmp_path) -> None:
     options = (
         f"--parallel.data_parallel={engine}",

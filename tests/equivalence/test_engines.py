@@ -279,10 +279,10 @@ PINS = '[precision]\nfp32_modules = ["layers.*.attention_norm", "head"]\n'
 
 # Each with the engines with which it is tested when time is short.
 FEATURES = [
-    ((4, "tp = 2\ncp = 2", RECOMPUTE.format("full")), ["zero2"]),
+    ((4, "tp = 2\ncp = 2", RECOMPUTE.format("full")), []),
     (
         (4, "tp = 2\nsequence_parallel = false\nloss_parallel = false", RECOMPUTE.format("selective")),
-        ["zero1"],
+        [],
     ),
     ((2, "cp = 2", ""), ["zero1"]),
     ((2, "", RECOMPUTE.format("selective") + COMPILE), ["zero2"]),

@@ -92,10 +92,11 @@ def test_parts_in_blocks_that_are_recomputed_or_compiled(part: str, blocks: str)
 @pytest.mark.parametrize(
     ("parts", "axes", "blocks"),
     [
-        (
+        pytest.param(
             ("sandwich", "zero-centered", "biases", "norm over heads", "scaled", "ahead"),
             ("tp", "cp"),
             "plain",
+            marks=pytest.mark.slow,
         ),
         (("post", "gelu", "biases", "norm over heads"), ("tp, whole stream",), "selective, compiled"),
         (("relu2", "expert biases", "biases"), ("tp", "ep"), "plain"),

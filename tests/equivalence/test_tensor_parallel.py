@@ -86,7 +86,10 @@ def test_with_context_parallelism(context: str) -> None:
     "more",
     [
         '[activation_checkpoint]\nmode = "selective"\n',
-        '[activation_checkpoint]\nmode = "full"\n[compile]\nenabled = true\nloss = true\nbackend = "aot_eager"\n',
+        pytest.param(
+            '[activation_checkpoint]\nmode = "full"\n[compile]\nenabled = true\nloss = true\nbackend = "aot_eager"\n',
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 @pytest.mark.parametrize("sequence", ["true", pytest.param("false", marks=pytest.mark.slow)])

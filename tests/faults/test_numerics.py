@@ -55,7 +55,7 @@ def test_n1_a_fault_that_does_not_come_again_is_called_transient(tmp_path) -> No
     assert (skipped["step"], skipped["cause"], skipped["where"]) == (3, "transient", [])
 
 
-@pytest.mark.parametrize("model", [(), EXPERTS], ids=["dense", "moe"])
+@pytest.mark.parametrize("model", [pytest.param((), marks=pytest.mark.slow), EXPERTS], ids=["dense", "moe"])
 def test_n1_looking_into_a_step_changes_nothing(tmp_path, model: tuple[str, ...]) -> None:
     """Not even where the numbers of the bad step arrive when the next step's gradient is already there, as of step 5."""
     looks = Run(tmp_path / "a", *model)
@@ -67,7 +67,9 @@ def test_n1_looking_into_a_step_changes_nothing(tmp_path, model: tuple[str, ...]
     assert "cause" not in does_not.events("skipped")[0]
 
 
-@pytest.mark.parametrize("layout", TWO_RANKS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(one, marks=pytest.mark.slow) if "zero1" in one else one for one in TWO_RANKS]
+)
 def test_n2_bad_data_is_rolled_back_over_and_never_seen_again(tmp_path, layout: str) -> None:
     options = (*TWO_RANKS[layout], THREE)
     run = Run(tmp_path / "run", *options)

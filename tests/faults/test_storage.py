@@ -120,7 +120,8 @@ def full_until_step_6() -> None:
     save.Saves.save = save_with_room_from_6
 
 
-@pytest.mark.parametrize("what", ["rollbacks.json", pytest.param("metrics.jsonl", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["rollbacks.json", "metrics.jsonl"])
 def test_s2_a_disk_that_is_full_in_a_rollback_ends_all_ranks_with_one_sentence(tmp_path, what: str) -> None:
     """The same command then has the history of a run that had room."""
     options, patch = "--resilience.max_skipped_steps=3", "tests.support.spoil:samples_32_to_55"

@@ -64,6 +64,7 @@ def test_all_blocks_share_one_graph_that_later_steps_use_again(mode: str) -> Non
     assert not counters["graph_break"]
 
 
+@pytest.mark.slow
 def test_layers_of_two_kinds_train_are_evaluated_and_write_samples() -> None:
     windows = "sliding_window = 24\nsliding_window_pattern = 2"
     plain, compiled = (build(extra, keys=windows) for extra in ("", SECTION.format(backend="aot_eager")))

@@ -53,7 +53,7 @@ def check(text: str, world: int) -> None:
 
 
 SLOW = pytest.mark.slow
-FAST = ("experts", "pipeline", "muon")
+FAST = ("pipeline", "muon")
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_a_plan_is_one_json_object_and_nothing_else_is_printed(tmp_path, capsys)
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(("gib", "code"), [(1.0, 0), (0.0001, 3)])
+@pytest.mark.parametrize(("gib", "code"), [pytest.param(1.0, 0, marks=pytest.mark.slow), (0.0001, 3)])
 def test_the_exit_code_says_whether_it_fits(tmp_path, capsys, gib: float, code: int) -> None:
     assert plan(tmp_path, gib=gib) == code
     text = capsys.readouterr().out

@@ -85,7 +85,12 @@ echo "worker $SLURM_PROCID of $SLURM_STEP_NUM_TASKS, local $SLURM_LOCALID, cards
 
 
 @pytest.mark.parametrize(
-    "gpus", ["--gpus-per-node=2", "--ntasks-per-node=2 --gpus-per-task=1", "--gpus=4 --exclusive"]
+    "gpus",
+    [
+        pytest.param("--gpus-per-node=2", marks=pytest.mark.slow),
+        "--ntasks-per-node=2 --gpus-per-task=1",
+        "--gpus=4 --exclusive",
+    ],
 )
 def test_every_worker_sees_all_cards_of_its_node_however_they_were_asked_for(
     slurm, tmp_path, gpus: str

@@ -121,7 +121,7 @@ def _text(name: str, keys: dict[str, Any]) -> str:
     return to_toml(for_layout(config, replace(degrees, accumulation=1)))
 
 
-SLOW = ("mla_debug", "hybrid_debug")
+SLOW = ("debug", "mla_debug", "hybrid_debug")
 
 
 @pytest.mark.parametrize(
