@@ -76,6 +76,7 @@ def _run(given: argparse.Namespace) -> None:
         "law": vars(fit.law),
         "intervals": {name: fit.interval(attrgetter(name)) for name in vars(fit.law)},
         "worst_error": max(map(abs, fit.errors)),
+        "without_effect": fit.without_effect([run.parameters for run in best], [run.tokens for run in best]),
         "budgets": [_budget(fit, best, operations) for operations in given.budget],
         "predictions": [_prediction(fit, best, n, d) for n, d in given.predict],
         "learning_rate": _law_as_json(best_learning_rates(runs)),
@@ -150,7 +151,13 @@ def _text(found: dict[str, Any]) -> str:
         "90 % of resampled fits: "
         + ", ".join(f"{name} {low:.3g} to {high:.3g}" for name, (low, high) in found["intervals"].items()),
     ]
-    for one in found["budgets"]:
+    if found["without_effect"]:
+        names = " and ".join(found["without_effect"])
+        lines.append(
+            f"over these runs {names} changes the loss by less than the law is off: no budget has an optimum; take sizes and "
+            "tokens further apart, and learning rates that are near the best"
+        )
+    for one in found["budgets"] if not found["without_effect"] else ():
         low, high = one["parameters_interval"]
         lines.append(
             f"budget {one['operations']:.3g}: N = {one['parameters']:.3g} ({low:.3g} to {high:.3g}), "

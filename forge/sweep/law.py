@@ -59,6 +59,16 @@ class Fit:
         low, high = np.quantile(values, [(1 - share) / 2, (1 + share) / 2])
         return float(low), float(high)
 
+    def without_effect(self, parameters: Sequence[float], tokens: Sequence[float]) -> list[str]:
+        """Return which of N and D change the law over the runs by less than it is off: then no optimum follows from it."""
+        # Without the runs that went wrong.
+        least = max(float(np.quantile(np.abs(self.errors), 0.9)), 1e-4)
+        small, large = min(parameters), max(parameters)
+        few, many = min(tokens), max(tokens)
+        of_size = self.law.loss(small, many) / self.law.loss(large, many) - 1
+        of_tokens = self.law.loss(large, few) / self.law.loss(large, many) - 1
+        return [name for name, effect in (("N", of_size), ("D", of_tokens)) if effect < least]
+
 
 def fit_law(
     parameters: Sequence[float],

@@ -23,6 +23,16 @@ def runs(law: Law, noise: float = 0.0) -> tuple[list[float], list[float], list[f
     return [n for n, _ in points], [d for _, d in points], losses
 
 
+def test_runs_that_do_not_show_what_a_size_does_are_recognised() -> None:
+    for law, wanted in (
+        (LAWS[0], []),
+        (Law(1.7, 0.0, 0.35, 300.0, 0.3), ["N"]),
+        (Law(1.7, 300.0, 0.3, 0.0, 0.35), ["D"]),
+    ):
+        n, d, losses = runs(law, noise=0.005)
+        assert fit_law(n, d, losses, resamples=2).without_effect(n, d) == wanted
+
+
 @pytest.mark.parametrize("law", LAWS)
 def test_a_planted_law_is_recovered(law: Law) -> None:
     fit = fit_law(*runs(law), resamples=20)
