@@ -14,7 +14,7 @@ is in no graph. From the inside out:
 Compilation is block by block: one graph that all blocks of a kind share, so depth costs no compile time. A graph that
 would break is an error, never a silent loss of speed. Of a block with a mixture of experts the attention half is one graph
 and the shared experts are another: how many rows go to an expert is known only at run time, so routing and dispatch are
-not compiled, but for the sums over a token's experts, each of which becomes one pass over the rows.
+not compiled, but for the sums over a token's experts, each of which becomes one pass over the rows, or two in backward.
 
 Activation checkpointing frees activations after forward and computes them again in backward:
 
