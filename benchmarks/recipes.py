@@ -6,17 +6,18 @@
 
 Whole runs of train.py, one after another. Every optimizer is tried with all learning rates under the first seed, and its
 best one is repeated under the others; held-out loss decides. Prints the table, draws the curves of the best runs against
-steps and against time, and writes all of it to benchmarks/results/. Other --section.key=value options override the config.
+steps and against time (each step counted as long as the median one of its run, so that other work does not show), and writes
+all of it to benchmarks/results/. Other --section.key=value options override the config.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
     ),
     "lion": ("--optimizer.name=lion", "--optimizer.betas=[0.9,0.99]"),
 }
+SMOOTHED = 10  # steps
 # Of lion's rates by those of the others, which Lion's authors recommend.
 SMALLER = {"lion": 0.2}
 Run = dict[str, Any]
@@ -52,26 +54,28 @@ def main(arguments: list[str] | None = None) -> int:
 
 def measure(given: argparse.Namespace, overrides: list[str]) -> None:
     """Train all, print and write the table, draw the curves."""
-    from forge.report.draw import Curve, curves  # needs matplotlib
-
     about = environment(torch.device("cpu"))
     about["settings"] = settings_of_runs(given, overrides) | {"seeds": given.seeds}
     results = {name: _tune(name, given, overrides) for name in given.only}
-    by_step, by_time = list[Curve](), list[Curve]()
-    for name, runs in results.items():
-        best = runs["best"][0]
-        losses = best["losses"]
-        by_step.append(Curve(name, (list(range(1, len(losses) + 1)), losses), len(by_step)))
-        times = [round(1000 * at) for at in accumulate(best["step_times"])]
-        by_time.append(Curve(name, (times, losses), len(by_time)))
     publish("recipes", given.output, about, results, _table(results))
-    stem = f"{about['date']}-recipes"
-    for suffix, drawn, x in (
-        ("steps", by_step, "optimizer step"),
-        ("time", by_time, "milliseconds in steps"),
-    ):
-        drawing = curves("loss", drawn, "nats per token", size=(7.2, 3.6), x=x)
-        (given.output / f"{stem}-{suffix}.svg").write_text(drawing)
+    _draw(results, given.output / f"{about['date']}-recipes")
+
+
+def _draw(results: dict[str, dict[str, list[Run]]], stem: Path) -> None:
+    """Write the training losses of the best runs, each the mean of the last steps, against steps and against time."""
+    from forge.report.draw import Curve, curves  # needs matplotlib
+
+    by_step, by_time = list[Curve](), list[Curve]()
+    for color, (name, runs) in enumerate(results.items()):
+        losses, step_s = runs["best"][0]["losses"], statistics.median(runs["best"][0]["step_times"])
+        steps = list(range(SMOOTHED, len(losses) + 1))
+        means = [sum(losses[step - SMOOTHED : step]) / SMOOTHED for step in steps]
+        by_step.append(Curve(name, (steps, means), color))
+        by_time.append(Curve(name, ([round(step_s * step, 2) for step in steps], means), color))
+    unit = f"nats per token, mean of {SMOOTHED} steps"
+    for suffix, drawn, x in (("steps", by_step, "optimizer step"), ("time", by_time, "seconds in steps")):
+        drawing = curves("loss", drawn, unit, size=(7.2, 3.6), x=x)
+        stem.with_name(f"{stem.name}-{suffix}.svg").write_text(drawing)
 
 
 def settings_of_runs(given: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
@@ -138,14 +142,18 @@ def _table(results: dict[str, dict[str, list[Run]]]) -> str:
         "held-out loss at each learning rate",
         "best",
         "its loss over seeds",
-        "seconds in steps",
+        "seconds of a step, median",
     ]
     rows = []
     for name, runs in results.items():
         tried = ", ".join(f"{run['lr']:g}: {run['held_out']:.3f}" for run in runs["tried"])
         losses = Spread.of([run["held_out"] for run in runs["best"]])
-        seconds = Spread.of([run["seconds"] for run in runs["best"]])
-        rows.append([name, tried, f"{runs['best'][0]['lr']:g}", losses.show(3), seconds.show(0)])
+        step_s = statistics.median(time for run in runs["best"] for time in run["step_times"])
+        best = runs["best"][0]["lr"]
+        rates = [run["lr"] for run in runs["tried"]]
+        edge = " (of those tried the " + ("lowest)" if best == min(rates) else "highest)")
+        shown = f"{best:g}" + edge * (best in (min(rates), max(rates)) and len(rates) > 1)
+        rows.append([name, tried, shown, losses.show(3), f"{step_s:.3f}"])
     return f"{markdown(head, rows)}\n\nMedians over seeds (lowest to highest). The first seed chose the learning rate."
 
 

@@ -106,6 +106,60 @@ def test_a_wrong_key_path_or_command_would_be_found(tmp_path, clone) -> None:
         test_every_command_runs(page, clone, tmp_path)
 
 
+# The sweep of docs/recipes.md in small: fewer runs, of fewer tokens, of the same two sizes.
+SMALL_SWEEP = {
+    '"train.global_batch_size" = 16': '"train.global_batch_size" = 2\n"train.seq_len" = 64\n"train.micro_batch_size" = 2\n'
+    '"evaluate.sequences" = 2',
+    '"train.tokens" = [': '"train.tokens" = [512, 1_024, 2_048]  # ',
+    '"optimizer.lr" = [': '"optimizer.lr" = [4e-3]  # ',
+}
+# Runs every task of a job array, one after the other.
+SBATCH = """#!/bin/bash
+last=$(sed -n 's/^#SBATCH --array=0-\\([0-9]*\\)%.*/\\1/p' "$1")
+for task in $(seq 0 "$last"); do SLURM_ARRAY_TASK_ID=$task bash "$1" >> array.log 2>&1 || exit 1; done
+"""
+
+
+@pytest.mark.slow
+def test_the_walk_from_a_sweep_to_a_law_runs(clone: Path, tmp_path: Path) -> None:
+    """What docs/recipes.md leaves to the reader, in its order; the job array makes the runs, the sweep finds them made."""
+    (clone / "configs").unlink()
+    shutil.copytree(REPOSITORY / "configs", clone / "configs")
+    sweep = clone / "configs" / "ladder" / "sweep.toml"
+    text = sweep.read_text()
+    for old, new in SMALL_SWEEP.items():
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    sweep.write_text(text)
+    (tmp_path / "sbatch").write_text(SBATCH)
+    (tmp_path / "sbatch").chmod(0o755)
+    typed = [
+        one
+        for block in blocks(REPOSITORY / "docs" / "recipes.md")
+        if block.reason
+        for one in block.commands()
+    ]
+    typed.sort(key=lambda command: "--slurm" not in command)
+    assert len(typed) == 8
+    for command in typed:
+        code, output = (
+            _run_in_shell(command, clone, tmp_path) if "&&" in command else _run(command, clone, tmp_path)
+        )
+        assert code == 0, f"{command}\nexit code {code}\n{output}"
+    assert (clone / "array.log").exists() and len(
+        list((clone / "runs" / "ladder").glob("*/metrics.jsonl"))
+    ) == 6
+    assert (clone / "law.html").stat().st_size > 10_000
+
+
+def _run_in_shell(command: str, folder: Path, scratch: Path) -> tuple[int, str]:
+    path = os.pathsep.join([str(scratch), str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=folder, env=os.environ | {"PATH": path}, capture_output=True, text=True
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
 @pytest.fixture
 def clone(prepared: Path, tmp_path: Path) -> Path:
     """A copy for every page, for pages may give the same names to different things."""
@@ -180,9 +234,13 @@ def _small(words: list[str]) -> list[str]:
         return []
     given = {word.removeprefix("--").partition("=")[0] for word in words}
     options = SMALL | {"parallel.dp_shard": "-1"}
+    config = words[words.index("--config") + 1]
+    if "train.tokens" in given:
+        options.pop("train.steps")
+    elif config.startswith("ladder/"):
+        options["train.tokens"] = "0"
     if "--plan" in words:  # for as many processes as the page says
         options.pop("train.global_batch_size")
-    config = words[words.index("--config") + 1]
     if (
         config not in ("debug.toml", "runs/debug/config.toml")
         and not {"data.sources", "data.tokenizer"} & given
