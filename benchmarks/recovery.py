@@ -1,10 +1,12 @@
-"""Seconds and steps that a lost rank or node costs, with states on the nodes and without.
+"""Seconds and steps that a lost rank, a lost node and absent storage cost, with states on the nodes and without.
 
-    python benchmarks/recovery.py              two nodes of one rank on this machine; five minutes on two CPU cores
+    python benchmarks/recovery.py              two nodes of one rank on this machine; ten minutes on two CPU cores
 
-Agents stand for nodes. In each row a run of two nodes meets a fault halfway between two checkpoints and goes on. Seconds are
-those from the last sign of life before the fault to the result of the first new step (the `recovered` event), so they contain
-the start of an interpreter, imports, and, for a node, the wait until it counts as lost. Prints the table and writes it, with
+Agents stand for nodes: with an agent the kernel kills its ranks, so a lost agent is a lost node. In each row a run of two
+nodes meets a fault halfway between two checkpoints and goes on; in the rows of storage the save before that has failed, too.
+Seconds to the first new step (the `recovered` event) count from the last sign of life, so they contain the start of an
+interpreter, imports, and, for a node, the wait until it counts as lost; those to where the run was count from the fault
+until the step that it interrupted is done, and grow with the steps to make again. Prints the table and writes it, with
 date, versions and settings, to benchmarks/results/.
 """
 
@@ -15,6 +17,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,11 @@ from tests.support.elastic import LOST_AFTER_S, elastic
 from tests.support.runs import wait_for
 
 INTERVAL, LOCAL_INTERVAL = 100, 5
+# Steps long enough to weigh something beside a start of the processes.
+MODEL = ("--model.dim=128", "--model.ffn_dim=384", "--model.n_layers=4", "--train.seq_len=128")
+# The save at the first checkpoint fails, as when shared storage is away.
+NO_SAVE = {"FORGE_FAULT": f"save.between_shards:{INTERVAL}:*:raise"}
+FAULTS = {"rank": {}, "node": {}, "storage, then a rank": NO_SAVE, "storage, then a node": NO_SAVE}
 TIERS = {"shared storage alone": [], "states on the nodes": [f"--checkpoint.local_interval={LOCAL_INTERVAL}"]}
 
 
@@ -47,7 +55,7 @@ def measure(given: argparse.Namespace) -> None:
         "nodes": 2,
     }
     rows = []
-    for fault in ("rank", "node"):
+    for fault in FAULTS:
         for tier, options in TIERS.items():
             with tempfile.TemporaryDirectory() as folder:
                 rows.append({"lost": fault, "resumes from": tier} | _case(Path(folder), fault, options))
@@ -57,14 +65,17 @@ def measure(given: argparse.Namespace) -> None:
 def _case(folder: Path, fault: str, options: list[str]) -> dict[str, Any]:
     memory = f"--checkpoint.local_dir={folder}/NODE"
     steps = [f"--checkpoint.interval={INTERVAL}", f"--train.steps={3 * INTERVAL}", memory]
-    with elastic(folder, "1:2", 1, *steps, *options) as nodes:
-        nodes.start("a", "b")
+    with elastic(folder, "1:2", 1, *MODEL, *steps, *options) as nodes:
+        nodes.start("a", "b", **FAULTS[fault])
         nodes.wait_for_step(INTERVAL + INTERVAL // 2)
-        if fault == "rank":
+        if fault.endswith("rank"):
             os.kill(nodes.run.status()["pid"], signal.SIGKILL)
         else:
             nodes.kill("a")
+        began, lost = time.monotonic(), nodes.run.metrics()[-1]
         wait_for(lambda: nodes.run.events("recovered"), 240)
+        nodes.wait_for_step(lost["step"] + 1)
+        until_there = time.monotonic() - began
         [recovered] = nodes.run.events("recovered")[:1]
         # Of the start before the fault, by the run's own ledger.
         seconds = next(
@@ -73,7 +84,9 @@ def _case(folder: Path, fault: str, options: list[str]) -> dict[str, Any]:
         share = seconds.get("save", 0.0) / (seconds["steps"] + seconds.get("save", 0.0))
         return {
             "seconds": recovered["seconds"],
+            "seconds until there": until_there,
             "steps lost": recovered["steps_lost"],
+            "step, s": lost["step_time_s"],
             "part of saves": share,
         }
 
@@ -83,7 +96,9 @@ def _table(rows: list[dict[str, Any]]) -> str:
         "lost",
         "resumes from",
         "seconds until the first new step",
+        "until where it was",
         "steps made again",
+        "seconds of a step",
         "part of the time that saves take",
     ]
     lines = [
@@ -91,7 +106,9 @@ def _table(rows: list[dict[str, Any]]) -> str:
             row["lost"],
             row["resumes from"],
             f"{row['seconds']:.1f}",
+            f"{row['seconds until there']:.1f}",
             str(row["steps lost"]),
+            f"{row['step, s']:.2f}",
             f"{row['part of saves']:.3f}",
         ]
         for row in rows
