@@ -35,11 +35,12 @@ from torch.distributed.tensor.placement_types import Shard as Split
 from forge import compat
 from forge.errors import UserError
 from forge.model import Experts, Router, Transformer
-from forge.parallel.boxes import own_box
+from forge.parallel.boxes import local_box
 from forge.parallel.expert import parameter_kinds
 from forge.parallel.float8 import scale_refresher
 from forge.parallel.layout import Layout
 from forge.parallel.precision import Unit, plan_units
+from forge.parallel.replicated import Replicated, replicated_parameters, units_without
 from forge.shard import Kind, Shard, local
 
 
@@ -54,13 +55,16 @@ class FullySharded:
     def __init__(self, model: Transformer, layout: Layout):
         # What this rank holds of the model once all units are gathered.
         self._unsharded_numel = sum(local(parameter).numel() for parameter in model.parameters())
-        groups, _ = plan_units(model, layout.precision)
+        groups, dtypes = plan_units(model, layout.precision)
+        whole = replicated_parameters(model, dtypes, layout)
+        groups = [units_without(group, whole) for group in groups]
+        self._whole = {name for name, parameter in model.named_parameters() if parameter in whole}
         if layout.compile.enabled:
             _refuse_units_in_blocks(model, groups)
         # What ends the model is needed again at once in backward: the last block, and the group behind it.
         ends = len(groups) - (3 if model.norm is not None else 2)
         sharded = [
-            [_shard_unit(unit, layout, last=number >= ends) for unit in group]
+            [_shard_unit(unit, layout, whole, last=number >= ends) for unit in group]
             for number, group in enumerate(groups)
         ]
         if isinstance(model.embedding, FSDPModule) and groups[0][-1].modules == (model.embedding,):
@@ -87,9 +91,11 @@ class FullySharded:
                 setattr(module, name, buffer.to(device))
         kinds = parameter_kinds(self._model)
         self.shards = [
-            _shard_of(name, parameter, kinds.get(parameter, "dense"), self._layout)
+            _shard_of(name, parameter, kinds.get(parameter, "dense"), self._layout, name in self._whole)
             for name, parameter in self._model.named_parameters()
         ]
+        whole = [shard for shard in self.shards if shard.name in self._whole]
+        self._replicated = Replicated(whole, self._layout.meshes.loss)
 
     def begin_microbatch(self, *, last: bool) -> None:
         parallel = self._layout.parallel
@@ -109,10 +115,11 @@ class FullySharded:
         compat.end_fsdp_backward(self._root)
 
     def start_gradient_sync(self) -> None:
-        """FSDP2 has done it inside the last backward."""
+        """FSDP2 has reduced its units inside the last backward, and waited at its end."""
+        self._replicated.start_sum()
 
     def finish_gradient_sync(self) -> None:
-        """And has waited at its end."""
+        self._replicated.finish_sum()
 
     def after_update(self) -> None:
         # Backward frees what was gathered, but what a forward without a backward gathered may still be there.
@@ -144,7 +151,7 @@ class FullySharded:
         )
 
 
-def _shard_unit(unit: Unit, layout: Layout, *, last: bool) -> FSDPModule:
+def _shard_unit(unit: Unit, layout: Layout, whole: set[nn.Parameter], *, last: bool) -> FSDPModule:
     mesh, reduce = _mesh(unit, layout), layout.reduce
     if unit.compute != layout.compute:
         reduce = torch.promote_types(reduce, unit.compute)
@@ -157,6 +164,7 @@ def _shard_unit(unit: Unit, layout: Layout, *, last: bool) -> FSDPModule:
         mp_policy=MixedPrecisionPolicy(unit.compute, reduce, cast_forward_inputs=False),
         reshard_after_forward=_reshard_after_forward(layout, _degree(mesh), experts=unit.experts, last=last),
         offload_policy=offload,
+        ignored_params=whole,
         shard_placement_fn=functools.partial(_expert_placement, ranks=_degree(mesh))
         if unit.experts
         else None,
@@ -245,12 +253,15 @@ def _refuse_units_in_blocks(model: Transformer, groups: list[list[Unit]]) -> Non
                 )
 
 
-def _shard_of(name: str, parameter: nn.Parameter, kind: Kind, layout: Layout) -> Shard:
-    assert isinstance(parameter, DTensor), f"{name} is not sharded"
-    mesh, placements = parameter.device_mesh, parameter.placements
-    box = own_box(parameter)
-    axes = zip(mesh.mesh_dim_names or (), placements, mesh.shape, strict=True)
-    copies = tuple(axis for axis, placement, size in axes if placement.is_replicate() and size > 1)
+def _shard_of(name: str, parameter: nn.Parameter, kind: Kind, layout: Layout, whole: bool) -> Shard:
+    copies: tuple[str, ...] = ("dp_replicate", "dp_shard_cp") if whole else ()
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        axes = zip(mesh.mesh_dim_names or (), parameter.placements, mesh.shape, strict=True)
+        copies += tuple(axis for axis, placement, size in axes if placement.is_replicate() and size > 1)
+    else:
+        assert whole, f"{name} is not sharded"
+    box = local_box(parameter)
     return Shard(
         name=name,
         global_shape=parameter.shape,

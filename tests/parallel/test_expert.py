@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
+from forge.model import Router
 from forge.model.dispatch import LocalDispatcher
 from forge.parallel.expert import AllToAllDispatcher
 from forge.parallel.model import SequentialModel
@@ -20,6 +22,7 @@ from tests.support.equivalence import tiny_config
 from tests.support.harness import run_ranks
 
 N_EXPERTS, DIM, TOP_K, LAYERS = 8, 6, 3, 3
+WIDTH = 32  # of the model's stream; DIM is that of the dispatcher alone
 
 
 def moe(parallel: str = "", micro: int = 4, more: str = "", experts: int = N_EXPERTS) -> str:
@@ -213,6 +216,39 @@ def test_experts_are_gathered_and_reduced_as_units_of_their_own() -> None:
     assert step["all_gather"] == dense["all_gather"] and step["reduce_scatter"] == dense["reduce_scatter"]
 
 
+def _of_routers(rank: int, world: int, text: str) -> tuple[list[int], int, set[tuple[Any, int]]]:
+    """Bytes of all all-reduces of a step, how many routers are units of FSDP, and (sizes, copies) of their weights."""
+    model, batch = build(text, world)
+
+    def step() -> None:
+        model.forward_backward(batch, model.count_tokens(batch))
+        model.finalize_gradients()
+
+    collectives = collectives_of(step)
+    routers = [shard for shard in model.shards if shard.kind == "router"]
+    held = {(shard.boxes[0].sizes, shard.replicas.size() if shard.replicas else 1) for shard in routers}
+    units = sum(
+        isinstance(module, Router) and isinstance(module, FSDPModule) for module in model.parts[0].modules()
+    )
+    return collectives.sizes("all_reduce"), units, held
+
+
+@pytest.mark.parametrize("parallel", ["ep = 2", "dp_replicate = 2\ndp_shard = 2", "tp = 2"])
+def test_routers_are_whole_on_every_rank_and_summed_once_per_step(parallel: str) -> None:
+    """Though they compute in float32 beside bfloat16, and there are two microbatches."""
+    text, weight = precise(moe(parallel, 2)), 4 * N_EXPERTS * WIDTH
+    for reduced, units, held in run_ranks(_of_routers, 4, text):
+        assert reduced.count(LAYERS * weight) == 1
+        assert held == {((N_EXPERTS, WIDTH), 4)} and units == 0
+
+
+def test_routers_that_have_to_be_cast_are_units() -> None:
+    text = precise(moe("ep = 2", 2), storage="bfloat16")
+    for reduced, units, held in run_ranks(_of_routers, 2, text):
+        assert 4 * LAYERS * N_EXPERTS * WIDTH not in reduced and units == LAYERS
+        assert {sizes for sizes, _ in held} == {(N_EXPERTS // 2, WIDTH)}
+
+
 @pytest.mark.parametrize(("balance", "number"), [("aux_loss", 0), ("sequence_aux_loss", LAYERS)])
 def test_only_balancing_by_sequence_sums_counts_in_forward(balance: str, number: int) -> None:
     more = f'balance = "{balance}"\nz_loss_coef = 0.1'
@@ -235,9 +271,9 @@ def _prefetched(rank: int, world: int, text: str) -> tuple[list[str], list[str]]
 
 def test_a_block_gathers_the_next_one_with_its_experts_ahead() -> None:
     forward, backward = run_ranks(_prefetched, 2, precise(moe("ep = 1")))[0]
-    inner = ["layers.{}.feed_forward.router", "layers.{}.feed_forward.experts"]
-    assert forward == ["layers.1", *(name.format(1) for name in inner)]
-    assert backward == [*(name.format(1) for name in inner), "layers.0", *(name.format(0) for name in inner)]
+    experts = "layers.{}.feed_forward.experts"
+    assert forward == ["layers.1", experts.format(1)]
+    assert backward == [experts.format(1), "layers.0", experts.format(0)]
 
 
 # In which dtype.

@@ -1,4 +1,4 @@
-"""scripts/fit.py on folders of finished runs: planted laws are printed and told to programs; bad input is one sentence."""
+"""scripts/fit.py on folders of finished runs: planted laws are printed, as text and as JSON; bad input is one sentence."""
 
 from __future__ import annotations
 
@@ -78,10 +78,10 @@ def test_the_text_says_law_budget_and_how_far_it_extrapolates(planted, capsys) -
         )
         == 0
     )
-    said = capsys.readouterr().out
-    assert re.search(r"^9 points of 27 runs; the law is off by 0\.\d+% at most$", said, re.M)
-    assert re.search(r"^budget 1e\+17: N = .+ times the operations of the largest run$", said, re.M)
-    assert re.search(r"^N = 2e\+05, D = 1e\+06: loss .+, within the runs$", said, re.M)
+    printed = capsys.readouterr().out
+    assert re.search(r"^9 points of 27 runs; the law is off by 0\.\d+% at most$", printed, re.M)
+    assert re.search(r"^budget 1e\+17: N = .+ times the operations of the largest run$", printed, re.M)
+    assert re.search(r"^N = 2e\+05, D = 1e\+06: loss .+, within the runs$", printed, re.M)
 
 
 def test_a_folder_without_runs_and_a_metric_that_no_run_has_are_one_sentence(
@@ -97,5 +97,5 @@ def test_a_folder_without_runs_and_a_metric_that_no_run_has_are_one_sentence(
         ),
     ):
         assert main(arguments) == 2
-        said = capsys.readouterr().err
-        assert sentence in said and "Traceback" not in said
+        printed = capsys.readouterr().err
+        assert sentence in printed and "Traceback" not in printed
