@@ -68,8 +68,9 @@ def _draw(results: dict[str, dict[str, list[Run]]], stem: Path) -> None:
     by_step, by_time = list[Curve](), list[Curve]()
     for color, (name, runs) in enumerate(results.items()):
         losses, step_s = runs["best"][0]["losses"], statistics.median(runs["best"][0]["step_times"])
-        steps = list(range(SMOOTHED, len(losses) + 1))
-        means = [sum(losses[step - SMOOTHED : step]) / SMOOTHED for step in steps]
+        wide = min(SMOOTHED, len(losses))
+        steps = list(range(wide, len(losses) + 1))
+        means = [sum(losses[step - wide : step]) / wide for step in steps]
         by_step.append(Curve(name, (steps, means), color))
         by_time.append(Curve(name, ([round(step_s * step, 2) for step in steps], means), color))
     unit = f"nats per token, mean of {SMOOTHED} steps"
