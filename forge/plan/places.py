@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 
 from forge.config import Degrees
-from forge.parallel.boxes import local_box, own_box
+from forge.parallel.boxes import local_box
 from forge.parallel.buffered.layout import Bucket, Slot, flat_boxes
 from forge.parallel.buffered.plan import Groups
 from forge.parallel.data import DataParallel
@@ -65,7 +65,7 @@ def _functions(engine: Any) -> Iterator[tuple[str, Callable[[Place], tuple[Box, 
 
 
 def _of_units(parameter: Any, at: Place) -> tuple[Box, ...]:
-    box = own_box(parameter, at)
+    box = local_box(parameter, at)
     return (box,) if box.numel else ()
 
 
