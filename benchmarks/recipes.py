@@ -130,8 +130,8 @@ def train(what: str, config: str, steps: int, options: list[str]) -> Run:
     found = {
         "held_out": sum(held_out) / len(held_out) if held_out and None not in held_out else float("inf"),
         "seconds": sum(line["step_time_s"] for line in ran),
-        "losses": [line["loss"] or float("inf") for line in ran],
-        "step_times": [line["step_time_s"] for line in ran],
+        "losses": [round(line["loss"] or float("inf"), 4) for line in ran],
+        "step_times": [round(line["step_time_s"], 4) for line in ran],
     }
     print(f"{what}: {found['held_out']:.3f} in {found['seconds']:.0f} s", file=sys.stderr)
     return found
