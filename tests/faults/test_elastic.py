@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.chaos import chaos
 from tests.support.elastic import BATCH, FLOAT64_EXPERTS, Nodes, assert_same_course, elastic
 from tests.support.runs import Run, wait_for
 
@@ -243,3 +244,9 @@ def test_e10_a_node_that_stays_slow_leaves_after_a_save(tmp_path) -> None:
     assert codes == {"a": 0, "b": 0, "c": 75}
     assert [event["world_size"] for event in nodes.run.events("started")] == [3, 2]
     assert nodes.run.events("recovered")[0]["steps_lost"] == 0
+
+
+@pytest.mark.slow
+def test_faults_at_random_leave_no_trace_in_the_course(tmp_path) -> None:
+    """A minute of what `make chaos` does for half an hour."""
+    assert chaos(tmp_path, minutes=1.0, seed=2) >= 2
