@@ -30,9 +30,9 @@ from scripts.options import exit_code_of
 from tests.support.elastic import LOST_AFTER_S, elastic
 from tests.support.runs import wait_for
 
-INTERVAL, LOCAL_INTERVAL = 100, 5
+INTERVAL, LOCAL_INTERVAL = 60, 3
 # Steps long enough to weigh something beside a start of the processes.
-MODEL = ("--model.dim=128", "--model.ffn_dim=384", "--model.n_layers=4", "--train.seq_len=128")
+MODEL = ("--model.dim=128", "--model.ffn_dim=384", "--model.n_layers=4", "--train.seq_len=64")
 # The save at the first checkpoint fails, as when shared storage is away.
 NO_SAVE = {"FORGE_FAULT": f"save.between_shards:{INTERVAL}:*:raise"}
 FAULTS = {"rank": {}, "node": {}, "storage, then a rank": NO_SAVE, "storage, then a node": NO_SAVE}
@@ -72,7 +72,7 @@ def _case(folder: Path, fault: str, options: list[str]) -> dict[str, Any]:
             os.kill(nodes.run.status()["pid"], signal.SIGKILL)
         else:
             nodes.kill("a")
-        began, lost = time.monotonic(), nodes.run.metrics()[-1]
+        began, lost = time.monotonic(), nodes.run.metrics(times=True)[-1]
         wait_for(lambda: nodes.run.events("recovered"), 240)
         nodes.wait_for_step(lost["step"] + 1)
         until_there = time.monotonic() - began
