@@ -152,8 +152,9 @@ def _table(results: dict[str, dict[str, list[Run]]]) -> str:
         step_s = statistics.median(time for run in runs["best"] for time in run["step_times"])
         best = runs["best"][0]["lr"]
         rates = [run["lr"] for run in runs["tried"]]
-        edge = " (of those tried the " + ("lowest)" if best == min(rates) else "highest)")
-        shown = f"{best:g}" + edge * (best in (min(rates), max(rates)) and len(rates) > 1)
+        shown = f"{best:g}"
+        if len(rates) > 1 and best in (min(rates), max(rates)):
+            shown += f" (of those tried the {'lowest' if best == min(rates) else 'highest'})"
         rows.append([name, tried, shown, losses.show(3), f"{step_s:.3f}"])
     return f"{markdown(head, rows)}\n\nMedians over seeds (lowest to highest). The first seed chose the learning rate."
 
