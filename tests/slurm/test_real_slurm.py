@@ -211,14 +211,14 @@ def test_a_sweep_as_a_job_array_is_finished_though_a_task_was_stopped(slurm, tmp
     """The stopped task saves, is requeued and goes on; the others run once. Then nothing is pending."""
     pairs = (option.removeprefix("--").split("=", 1) for option in BASE)
     overrides = {key: _value(text) for key, text in pairs if key not in ("config", "run.name", "train.steps")}
-    keys = {"train.steps": [5, 3000], "optimizer.lr": [0.001, 0.003]}
+    keys = {"train.steps": [5, 300], "optimizer.lr": [0.001, 0.003]}
     tree = {"config": "debug", "output_dir": str(tmp_path), "overrides": overrides, "keys": keys}
     sweep = Sweep.model_validate(tree | {"workers": 4, "threads": 1})
     sweep.folder.mkdir()
     script = tmp_path / "array.sbatch"
     script.write_text(job_array(sweep))
     number = slurm("sbatch", "--parsable", str(script))
-    (long,) = (t for t in first_trials(sweep) if t.values == {"train.steps": 3000, "optimizer.lr": 0.003})
+    (long,) = (t for t in first_trials(sweep) if t.values == {"train.steps": 300, "optimizer.lr": 0.003})
     run = Run(tmp_path)
     run.path = sweep.folder / long.run_name(0)
     wait_for(lambda: run.stepping, 150)

@@ -37,11 +37,9 @@ def test_changes_of_activations_are_flat_over_five_widths(options: list[str]) ->
     slopes = {name: growth(sizes) for name, sizes in flat.items()}
     assert all(abs(slope) < 0.45 for slope in slopes.values()), slopes
     assert sum(map(abs, slopes.values())) / len(slopes) < 0.2, slopes
-    # Muon's updates of matrices have one size at every width by themselves.
-    if "--optimizer.name=muon" in options:
-        return
+    # Muon's updates have one size at every width; the weights that they meet, of one deviation at all widths, do not.
     assert all(
-        growth(sizes) > 0.7 for name, sizes in steep.items() if "attention" in name or "stream" in name
+        growth(sizes) > 0.6 for name, sizes in steep.items() if "attention" in name or "stream" in name
     )
     assert growth(steep["logits"]) > 0.3
 
