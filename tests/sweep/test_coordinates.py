@@ -29,17 +29,18 @@ def recipe(*options: str) -> Config:
 
 
 @pytest.mark.parametrize(
-    "options", [[], MOE, pytest.param(["--optimizer.name=muon"], marks=pytest.mark.slow)]
+    ("options", "least"),
+    [([], 0.7), (MOE, 0.7), pytest.param(["--optimizer.name=muon"], 0.6, marks=pytest.mark.slow)],
 )
-def test_changes_of_activations_are_flat_over_five_widths(options: list[str]) -> None:
+def test_changes_of_activations_are_flat_over_five_widths(options: list[str], least: float) -> None:
+    """Under mup; without it those of attention and the stream grow with the width, by the power `least` or more."""
     flat = check_widths(recipe("--optimizer.parametrization=mup", *options), WIDTHS, steps=3)
     steep = check_widths(recipe(*options), WIDTHS, steps=3)
     slopes = {name: growth(sizes) for name, sizes in flat.items()}
     assert all(abs(slope) < 0.45 for slope in slopes.values()), slopes
     assert sum(map(abs, slopes.values())) / len(slopes) < 0.2, slopes
-    # Muon's updates have one size at every width; the weights that they meet, of one deviation at all widths, do not.
     assert all(
-        growth(sizes) > 0.6 for name, sizes in steep.items() if "attention" in name or "stream" in name
+        growth(sizes) > least for name, sizes in steep.items() if "attention" in name or "stream" in name
     )
     assert growth(steep["logits"]) > 0.3
 
