@@ -20,6 +20,7 @@ from forge.config.layout import Compile
 from forge.config.schema import OptimizerConfig
 from forge.optim.adamw import AdamW
 from forge.optim.optimizer import gradient, weight_decay, wide_dtype
+from forge.optim.rounding import noise_bits
 from forge.shard import Shard
 
 # Kernels differ by dtypes, by what there is to round, and by whether a box has one row or several.
@@ -40,6 +41,10 @@ class CompiledAdamW(AdamW):
         self._kernel: Callable[..., None] = torch.compile(
             update_elements, backend=compiled.backend, fullgraph=True, dynamic=True
         )
+        if self._rounding is not None:
+            self._rounding.bits = torch.compile(
+                noise_bits, backend=compiled.backend, fullgraph=True, dynamic=True
+            )
         self._factor: Tensor | None = None
 
     def scale_by(self, factor: Tensor) -> None:

@@ -46,11 +46,11 @@ class StochasticRounding:
                         sizes.append(size)
         self._keys = torch.cat(keys) if keys else torch.empty(0, dtype=torch.int64)
         self._noise: dict[tuple[str, str], list[Tensor]] = {}
+        self.bits = noise_bits  # CompiledAdamW replaces it
 
     def draw(self, updates: Tensor) -> None:
         """Draw the noise of the update after `updates`, a scalar on the device of the shards."""
-        bits = mix(self._keys + mix(updates.to(torch.int64) * _POSITION))
-        noise = (bits & 0xFFFF).to(torch.int32).split([sum(sizes) for sizes in self._sizes.values()])
+        noise = self.bits(self._keys, updates).split([sum(sizes) for sizes in self._sizes.values()])
         for (which, sizes), of_shard in zip(self._sizes.items(), noise, strict=True):
             self._noise[which] = list(of_shard.split(sizes))
 
@@ -86,6 +86,11 @@ class StochasticRounding:
             # bfloat16 is the upper half of float32: a carry out of the lower half rounds up.
             piece.add_(noise)
         narrow.copy_(bits.bitwise_and_(-0x10000).view(torch.float32))
+
+
+def noise_bits(keys: Tensor, updates: Tensor) -> Tensor:
+    """Return 16 uniform bits for each of `keys`, int64 `[n]`, at the update after `updates`, a scalar: int32 `[n]`."""
+    return (mix(keys + mix(updates.to(torch.int64) * _POSITION)) & 0xFFFF).to(torch.int32)
 
 
 def _key(text: str) -> int:
