@@ -13,7 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
 from torch.utils._pytree import tree_iter
 
 from forge.config import check_world, parse_toml_text
@@ -53,8 +57,8 @@ class Limited(TorchDispatchMode):
             return NotImplemented
         output = func(*args, **(kwargs or {}))
         for tensor in tree_iter(output):
-            # DTensor finds out shapes on fake tensors.
-            if isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor):
+            # DTensor finds out shapes on fake tensors; a wrapper's storage has a size and no memory.
+            if _has_memory(tensor):
                 storage = tensor.untyped_storage()
                 self._storages[storage._cdata] = weakref.ref(storage)
         living = [storage for one in self._storages.values() if (storage := one()) is not None]
@@ -62,6 +66,14 @@ class Limited(TorchDispatchMode):
         if sum(storage.nbytes() for storage in living) > self.limit:
             raise MemoryError
         return output
+
+
+def _has_memory(value: object) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and not isinstance(value, FakeTensor)
+        and not is_traceable_wrapper_subclass(value)
+    )
 
 
 def succeeds(text: str, world: int, limit: float) -> bool:
