@@ -142,11 +142,14 @@ class FakeRank:
             del batch
 
     def batch_bytes(self, microbatches: int) -> int:
-        """Return the bytes of the tokens of so many microbatches, which lie on the device for a whole step."""
+        """Return the bytes of so many microbatches' tokens, and of this rank's part of each: both live for a whole step."""
         with self._fake:
-            batch = self._batch(microbatches)
-        parts = (batch.tokens, batch.labels, batch.documents)
-        return sum(part.nbytes for part in parts if part is not None)
+            batch = self._batch(1)
+            (whole,) = batch.microbatches(self.model.micro_batch_size)
+            part = self.model._split.local_part(whole)
+        tensors = [x for x in (batch.tokens, batch.labels, batch.documents, *part) if x is not None]
+        storages = {storage._cdata: storage for storage in (x.untyped_storage() for x in tensors)}
+        return microbatches * sum(storage.nbytes() for storage in storages.values())
 
     def _batch(self, microbatches: int) -> Batch:
         train = self.config.train
