@@ -129,7 +129,7 @@ class Precision(Section):
     """Float8 matrix products, with one scale per tensor or per row."""
     float8_all_gather: Literal["auto"] | bool = "auto"
     """Gather parameters in float8. auto: only with fsdp2, tensorwise and tp = 1."""
-    float8_exclude: ListOf[Text] = ("head", "*.router", "*.wa", "*.wb")
+    float8_exclude: ListOf[Text] = ("head", "*.router", "*.wa", "*.wa_down", "*.wb")
     """Glob patterns of linear layers that do not use float8. Layers with a size that 16 does not divide never do."""
 
 

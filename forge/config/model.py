@@ -120,8 +120,11 @@ class MTPConfig(Section):
 
 
 class LinearAttentionConfig(Section):
-    """Gated DeltaNet in the linear layers of model.layer_pattern. Absent: there are none."""
+    """The linear layers of model.layer_pattern. Absent: there are none."""
 
+    kind: Literal["gated_delta", "kimi_delta"] = "gated_delta"
+    """Gated DeltaNet, in which a head's whole state decays by one number (gated_delta), or Kimi Delta Attention: one number
+    for each key channel, and decays and output gates from low-rank projections (kimi_delta)."""
     n_key_heads: Positive
     """Number of query and key heads."""
     n_value_heads: Count = 0

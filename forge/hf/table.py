@@ -163,6 +163,7 @@ ARCHITECTURES = (
             "zero_centered_norms": True,
             "attention_gate": "element",
             "moe.shared_expert_gate": True,
+            "linear_attention.kind": "gated_delta",
         },
         keys=_EXPERTS
         | {

@@ -55,13 +55,13 @@ class StateCache:
         # A token without decay and strength changes no state.
         if self.places is not None:
             stays = ~self._advances(self.places)
-            gates = log_decay.masked_fill(stays, 0.0), beta.masked_fill(stays, 0.0)
+            gates = log_decay.masked_fill(stays.unsqueeze(-1), 0.0), beta.masked_fill(stays, 0.0)
             out, self._state = recurrent_delta_rule(q, k, v.to(q.dtype), *gates, state=self._state)
             self._seen = self.places.of_text
             return out
         assert self.last is not None
         padding = (torch.arange(q.shape[1], device=q.device) > self.last[:, None]).unsqueeze(-1)
-        gates = log_decay.masked_fill(padding, 0.0), beta.masked_fill(padding, 0.0)
+        gates = log_decay.masked_fill(padding.unsqueeze(-1), 0.0), beta.masked_fill(padding, 0.0)
         out, self._state = chunked_delta_rule(q, k, v.to(q.dtype), *gates, None, size)
         self._seen = self.last
         return out

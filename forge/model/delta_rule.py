@@ -3,7 +3,8 @@ arXiv:2412.06464), token by token or in chunks.
 
     S_t = exp(g_t) S_{t-1};  S_t += beta_t k_t (v_t - S_t^T k_t)^T;  o_t = S_t^T q_t
 
-The paper writes the transpose of S. In a chunk that begins with the state S the corrected values of all tokens solve one
+The paper writes the transpose of S. The decay exp(g_t) is one number, or one per row of S (Kimi Team 2025, "Kimi Linear",
+arXiv:2510.26692). In a chunk that begins with the state S the corrected values of all tokens solve one
 triangular system (the UT transform, section 3.3), whose right side is linear in S:
 
     corrected = u - w S;  outputs = reads S + scores corrected;  S' = transition S + addition
@@ -11,11 +12,12 @@ triangular system (the UT transform, section 3.3), whose right side is linear in
 So a chunk is one affine map of the state. All chunks are prepared at once, in large products; only the chain of these maps
 (`affine_scan`) is sequential.
 
-Sizes: batch, seq, heads, chunks of size tokens, key_dim and value_dim (rows and columns of the state).
+Sizes: batch, seq, heads, chunks of size tokens, key_dim and value_dim (rows and columns of the state), decays (1 or key_dim).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,28 +46,60 @@ def divide(
 ) -> Chunks:
     """Prepare all chunks of `size` tokens.
 
-    q, k `[batch, seq, heads, key_dim]`, v `[batch, seq, heads, value_dim]`, log_decay (<= 0) and beta `[batch, seq, heads]`.
-    resets: bool `[batch, seq]`, true for a token that begins with an empty state; None: none does.
+    q, k `[batch, seq, heads, key_dim]`, v `[batch, seq, heads, value_dim]`, log_decay (<= 0) `[batch, seq, heads, decays]`,
+    beta `[batch, seq, heads]`. resets: bool `[batch, seq]`, true where a token begins with an empty state; None: nowhere.
     """
     q, k, v = (_chunked(x, size) for x in (q, k, v))
-    log_decay, beta = (_chunked(x, size) for x in (log_decay, beta))  # [chunks, batch, heads, size]
-    total = log_decay.cumsum(-1)
+    beta = _chunked(beta, size)  # [chunks, batch, heads, size]
+    total = _chunked(log_decay, size).cumsum(-2)  # [chunks, batch, heads, size, decays]
     index = torch.arange(size, device=q.device)
-    seen, begun = index[:, None] >= index, None
+    seen, carried = index[:, None] >= index, total.exp()
     if resets is not None:
         begun = _chunked(resets.to(torch.int32).unsqueeze(-1), size).cumsum(-1)  # [chunks, batch, 1, size]
         seen = seen & (begun.unsqueeze(-1) == begun.unsqueeze(-2))
-    # Sums of decays from one token to a later one. Masked before the exponential: the others may overflow.
-    between = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~seen, -torch.inf).exp()
-    carried = total.exp() if begun is None else total.exp().masked_fill(begun > 0, 0.0)
+        carried = carried.masked_fill(begun.unsqueeze(-1) > 0, 0.0)
     weighted = k * beta.unsqueeze(-1)
-    right = torch.cat([v * beta.unsqueeze(-1), weighted * carried.unsqueeze(-1)], dim=-1)
+    right = torch.cat([v * beta.unsqueeze(-1), weighted * carried], dim=-1)
+    system, scores = decayed_products((weighted, q), k, total, seen)
     # Only what is below the diagonal is read.
-    solved = torch.linalg.solve_triangular(weighted @ k.mT * between, right, upper=False, unitriangular=True)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     u, w = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
-    left = (k * between[..., -1, :].unsqueeze(-1)).mT  # decayed to the chunk's end
-    kept = carried[..., -1, None, None] * torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
-    return Chunks(q * carried.unsqueeze(-1), q @ k.mT * between, u, w, kept - left @ w, left @ u)
+    to_end = (total[..., -1:, :] - total).masked_fill(~seen[..., -1, :, None], -torch.inf).exp()
+    left = (k * to_end).mT
+    kept = carried[..., -1, :, None] * torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
+    return Chunks(q * carried, scores, u, w, kept - left @ w, left @ u)
+
+
+def decayed_products(several: Sequence[Tensor], columns: Tensor, total: Tensor, seen: Tensor) -> list[Tensor]:
+    """Return for each `rows` of `several` `[..., size, size]`: sum_d rows_id columns_jd exp(total_id - total_jd) where `seen`
+    allows i to read j, else 0.
+
+    rows, columns `[..., size, key_dim]`; total `[..., size, decays]`, which never grows along the tokens; seen bool, true for
+    no j > i. No exponent is above 0: the exponential of another one may overflow.
+    """
+    if total.shape[-1] == 1:
+        between = (total - total.mT).masked_fill(~seen, -torch.inf).exp()
+        return [rows @ columns.mT * between for rows in several]
+    size = total.shape[-2]
+    missing = (1 << (size - 1).bit_length()) - size
+    *several, columns = (F.pad(x, (0, 0, 0, missing)) for x in (*several, columns))
+    total = torch.cat([total, total[..., -1:, :].expand(*total.shape[:-2], missing, -1)], dim=-2)
+    # Blocks on the diagonal, twice as large each time. What is below it in a block decays up to the first token of the
+    # block's second half, and from there on: two factors of which neither can overflow.
+    found = [(rows * columns).sum(-1)[..., None, None] for rows in several]  # [..., blocks, 1, 1]
+    half = 1
+    while half < total.shape[-2]:
+        first, second = total.unflatten(-2, (-1, 2, half)).unbind(-3)
+        middle = second[..., :1, :]
+        early = (columns.unflatten(-2, (-1, 2, half))[..., 0, :, :] * (middle - first).exp()).mT
+        late = (second - middle).exp()
+        for n, rows in enumerate(several):
+            below = rows.unflatten(-2, (-1, 2, half))[..., 1, :, :] * late @ early
+            upper, lower = found[n].unflatten(-3, (-1, 2)).unbind(-3)
+            above = torch.cat([upper, torch.zeros_like(below)], dim=-1)
+            found[n] = torch.cat([above, torch.cat([below, lower], dim=-1)], dim=-2)
+        half *= 2
+    return [blocks[..., 0, :size, :size].masked_fill(~seen, 0.0) for blocks in found]
 
 
 def outputs(chunks: Chunks, states: Tensor, seq: int) -> Tensor:
@@ -101,8 +135,8 @@ def recurrent_delta_rule(
     for t in range(q.shape[1]):
         decay = log_decay[:, t].exp()
         if resets is not None:
-            decay = decay.masked_fill(resets[:, t, None], 0.0)
-        state = state * decay[..., None, None]
+            decay = decay.masked_fill(resets[:, t, None, None], 0.0)
+        state = state * decay.unsqueeze(-1)
         read = (state * k[:, t].unsqueeze(-1)).sum(-2)
         correction = beta[:, t].unsqueeze(-1) * (v[:, t] - read)
         state = state + k[:, t].unsqueeze(-1) * correction.unsqueeze(-2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import sqrt
 
@@ -34,18 +35,18 @@ class Normal:
 
 @dataclass(frozen=True)
 class Uniform:
-    """Independent draws from a uniform distribution; with `log` the logarithms of such draws."""
+    """Independent draws from a uniform distribution, or what `function` makes of them, element by element in float64."""
 
     low: float
     high: float
-    log: bool = False
+    function: Callable[[Tensor], Tensor] | None = None
 
     def of(self, drawn: Tensor) -> Tensor:
         """Turn draws from the standard normal distribution into draws from this one."""
         # In float64 and then rounded: float32's own functions depend on how many elements are computed together, and each
         # rank has others.
         values = self.low + (self.high - self.low) * torch.special.ndtr(drawn.double())
-        return (values.log() if self.log else values).to(drawn.dtype)
+        return (values if self.function is None else self.function(values)).to(drawn.dtype)
 
 
 def initial_values(model: nn.Module, config: ModelConfig) -> dict[str, float | Normal | Uniform]:

@@ -1,4 +1,5 @@
-"""Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464), with the projections and gates of Qwen3-Next.
+"""Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464), with the projections and gates of Qwen3-Next, and Kimi Delta
+Attention (Kimi Team 2025, arXiv:2510.26692), whose decays and gates are finer and come from low-rank projections.
 
 In place of attention over all keys: each head has a state of fixed size, which tokens decay, correct and read
 (forge/model/delta_rule.py), so a layer's work is linear in the sequence. Queries, keys and values first pass a short causal
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from math import log
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +26,7 @@ from forge.model.delta_rule import chunked_delta_rule
 from forge.model.flops import matrix_flops
 from forge.model.initial import Uniform
 from forge.model.mask import AttentionMask
+from forge.model.mla import Up
 from forge.model.norm import RMSNorm
 from forge.model.precision import promoted
 
@@ -48,11 +51,16 @@ class Recurrence(Protocol):
     def recur(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, mask: AttentionMask, size: int
     ) -> Tensor:
-        """Read the states: q, k `[batch, seq, heads, key_dim]`, v `[..., value_dim]`, log_decay, beta `[batch, seq, heads]`.
+        """Read the states: q, k `[batch, seq, heads, key_dim]`, v `[..., value_dim]`, beta `[batch, seq, heads]`, log_decay
+        `[..., 1 or key_dim]`.
 
         The result is shaped like v. All are in promote(float32, compute), only v is in the compute dtype. size: tokens per
         chunk.
         """
+
+
+class Narrow(nn.Linear):
+    """The first half of a low-rank projection, whose second half is an `Up`: into features that all heads share."""
 
 
 class LinearAttention(nn.Module):
@@ -74,11 +82,13 @@ class LinearAttention(nn.Module):
         self.wq = nn.Linear(config.dim, keys, bias=False)
         self.wk = nn.Linear(config.dim, keys, bias=False)
         self.wv = nn.Linear(config.dim, values, bias=False)
-        self.wg = nn.Linear(config.dim, values, bias=False)
-        self.wa = nn.Linear(config.dim, n_values, bias=False)
+        finer = chosen.kind == "kimi_delta"
+        channels, self.gate = self.key_dim if finer else 1, torch.sigmoid if finer else F.silu
+        self.wg_down, self.wg = _projection(config.dim, values, self.value_dim if finer else 0)
+        self.wa_down, self.wa = _projection(config.dim, n_values * channels, self.key_dim if finer else 0)
         self.wb = nn.Linear(config.dim, n_values, bias=False)
         self.conv = ShortConvolution(keys, values, chosen.conv_size)
-        self.decay = Decay(n_values)
+        self.decay = Decay(n_values, channels)
         self.out_norm = RMSNorm(self.value_dim, config.norm_eps)
         self.wo = nn.Linear(values, config.dim, bias=False)
         self.attend: Recurrence = local_recurrence
@@ -87,7 +97,7 @@ class LinearAttention(nn.Module):
         """x `[batch, seq, dim]` -> `[batch, seq, dim]`."""
         mask = shared.masks[self.window]
         q, k, v = self.conv(self.wq(x), self.wk(x), self.wv(x), self.attend.convolve, mask)
-        log_decay = self.decay(self.wa(x))  # [batch, seq, heads]
+        log_decay = self.decay(self.wa(self.wa_down(x)))
         beta = self.wb(x).to(log_decay.dtype).sigmoid()
         exact = promoted(v.dtype)
         q, k = (_unit(part.to(exact).unflatten(-1, (-1, self.key_dim))) for part in (q, k))
@@ -96,8 +106,8 @@ class LinearAttention(nn.Module):
         repeats = values.shape[2] // k.shape[2]
         q, k = (part.repeat_interleave(repeats, dim=2) for part in (q * self.key_dim**-0.5, k))
         out = self.attend.recur(q, k, values, log_decay, beta, mask, self.chunk_size).to(v.dtype)
-        gate = self.wg(x).unflatten(-1, (-1, self.value_dim))
-        return self.wo((self.out_norm(out) * F.silu(gate)).flatten(2))
+        gate = self.wg(self.wg_down(x)).unflatten(-1, (-1, self.value_dim))
+        return self.wo((self.out_norm(out) * self.gate(gate)).flatten(2))
 
     def flops_per_token(self, seq_len: int) -> float:
         """Return the operations of the matrices, and of three products with the state: read, correct, read.
@@ -105,6 +115,13 @@ class LinearAttention(nn.Module):
         As for a recurrence; what chunks compute beyond that is not counted.
         """
         return matrix_flops(self, seq_len) + 18 * self.heads["wv"] * self.key_dim * self.value_dim
+
+
+def _projection(dim: int, features: int, rank: int) -> tuple[nn.Module, nn.Linear]:
+    """Return the halves of a projection through `rank` features; 0: nothing and all of it."""
+    if rank:
+        return Narrow(dim, rank, bias=False), Up(rank, features, bias=False)
+    return nn.Identity(), nn.Linear(dim, features, bias=False)
 
 
 class ShortConvolution(nn.Module):
@@ -133,31 +150,41 @@ class ShortConvolution(nn.Module):
 
 
 class Decay(nn.Module):
-    """The logarithm of a head's decay: -exp(a_log) softplus(a + dt_bias), in promote(float32, compute).
+    """The logarithms of a head's decays: -exp(a_log) softplus(a + dt_bias), in promote(float32, compute).
 
-    As in Mamba 2 (Dao and Gu 2024, "Transformers are SSMs"): exp(a_log) is the rate, the softplus a length of time.
+    As in Mamba 2 (Dao and Gu 2024, "Transformers are SSMs"): exp(a_log) is the rate, of which a head has one, and the
+    softplus a length of time, of which it has `channels`.
     """
 
     exact_output = True
 
-    def __init__(self, heads: int):
+    def __init__(self, heads: int, channels: int):
         super().__init__()
+        self.channels = channels
         self.a_log = nn.Parameter(torch.empty(heads))
-        self.dt_bias = nn.Parameter(torch.empty(heads))
+        self.dt_bias = nn.Parameter(torch.empty(heads * channels))
 
     def forward(self, a: Tensor) -> Tensor:
-        """a `[batch, seq, heads]` -> `[batch, seq, heads]`, at most 0."""
+        """a `[batch, seq, heads * channels]` -> `[batch, seq, heads, channels]`, at most 0."""
         exact = promoted(a.dtype)
         a_log, dt_bias = (weight.to(exact) for weight in self.weights())
-        return -a_log.exp() * F.softplus(a.to(exact) + dt_bias)
+        times = F.softplus(a.to(exact) + dt_bias).unflatten(-1, (-1, self.channels))
+        return -a_log.exp().unsqueeze(-1) * times
 
     def weights(self) -> list[Tensor]:
         """Return a_log and dt_bias; tensor parallelism overrides this."""
         return [self.a_log, self.dt_bias]
 
     def initial_value(self, name: str) -> float | Uniform:
-        """Return the values of Qwen3-Next: rates from 0.01 to 16, times around softplus(1)."""
-        return Uniform(0.01, 16.0, log=True) if name == "a_log" else 1.0
+        """Return the values of Qwen3-Next: rates from 0.01 to 16, times around softplus(1).
+
+        For times by channel those of Mamba 2, which Kimi Linear has: rates from 1 to 16, times from 0.001 to 0.1.
+        """
+        if self.channels == 1:
+            return Uniform(0.01, 16.0, torch.log) if name == "a_log" else 1.0
+        if name == "a_log":
+            return Uniform(1.0, 16.0, torch.log)
+        return Uniform(log(0.001), log(0.1), lambda logs: logs.exp().expm1().log())  # which softplus inverts
 
 
 class LocalRecurrence:
@@ -173,7 +200,7 @@ class LocalRecurrence:
     def recur(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, mask: AttentionMask, size: int
     ) -> Tensor:
-        kernel = _fused_kernel() if mask.table is None and _is_for_kernels(v) else None
+        kernel = _fused_kernel(log_decay.shape[-1] > 1) if mask.table is None and _is_for_kernels(v) else None
         if kernel is not None:
             return kernel(q.to(v.dtype), k.to(v.dtype), v, log_decay, beta, scale=1.0)[0].to(q.dtype)
         resets = None if mask.table is None else mask.table == 0
@@ -220,10 +247,18 @@ def _is_for_kernels(v: Tensor) -> bool:
 
 
 @functools.cache
-def _fused_kernel() -> Callable[..., Any] | None:
-    """The chunked kernel of flash-linear-attention (fla), if that is installed."""
+def _fused_kernel(by_channel: bool) -> Callable[..., Any] | None:
+    """The chunked kernel of flash-linear-attention (fla) for decays by channel or by head, if that is installed."""
     try:
+        if by_channel:
+            from fla.ops.kda import chunk_kda
+
+            return chunk_kda
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     except ImportError:
         return None
-    return chunk_gated_delta_rule
+
+    def by_head(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, scale: float) -> Any:
+        return chunk_gated_delta_rule(q, k, v, log_decay.squeeze(-1), beta, scale=scale)
+
+    return by_head

@@ -96,8 +96,10 @@ def sum_partial_gradients(shards: Sequence[Shard], mesh: DeviceMesh) -> None:
 
 
 def _sees_a_part(model: nn.Module, name: str, plan: Plan, pieces: bool) -> bool:
-    """Whether the norm `name` works on only some of the tokens or heads."""
+    """Whether the module `name` works on, or for, only some of the tokens or heads."""
     parent, _, leaf = name.rpartition(".")
+    if leaf in ("wa_down", "wg_down"):
+        return plan.get(f"{parent}.{leaf.removesuffix('_down')}") == "colwise"
     if leaf == "latents":
         return plan.get(f"{parent}.wkv_b") == "colwise"
     of_heads = {"q_norm": "wq", "k_norm": "wk", "out_norm": "wv"}

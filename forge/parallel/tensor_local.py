@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Shard as Split
 from torch.nn import functional as F
 
@@ -154,7 +154,7 @@ class LocalDecay(Decay):
 
     def __init__(self, plain: Decay, place: Place, *, split: bool):
         with torch.device("meta"):
-            super().__init__(plain.a_log.numel())
+            super().__init__(plain.a_log.numel(), plain.channels)
         _take_parameters(self, plain, place.mesh, Split(0) if split else Replicate())
 
     def weights(self) -> list[Tensor]:
@@ -206,6 +206,23 @@ class LocalLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """x `[..., in_features]` -> this rank's features of x."""
         return F.linear(x, local_tensor(self.weight), None if self.bias is None else local_tensor(self.bias))
+
+
+class LocalNarrow(LocalLinear):
+    """A projection of all features, as one DTensor, into some that all heads share; its weight is whole on every rank.
+
+    Where ranks have different heads (`partial`), its gradients and the input's are sums over them.
+    """
+
+    def __init__(self, plain: nn.Linear, place: Place):
+        super().__init__(plain, place, split=False, partial=place.partial)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x `[..., in_features]` -> `[..., out_features]`, a local tensor."""
+        assert isinstance(x, DTensor)
+        return super().forward(
+            x.to_local(grad_placements=[Partial() if self.partial_gradients else Replicate()])
+        )
 
 
 class SharedLatents(Latents):

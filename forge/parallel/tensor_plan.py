@@ -55,6 +55,7 @@ from forge.model import (
     ShortConvolution,
     Sinks,
 )
+from forge.model.linear_attention import Narrow
 from forge.model.mla import Down, Latents, Up
 from forge.model.mtp import Join
 from forge.model.norm import ProjectionNorm
@@ -66,6 +67,7 @@ from forge.parallel.tensor_local import (
     LocalEmbedding,
     LocalJoin,
     LocalLinear,
+    LocalNarrow,
     LocalNorm,
     LocalRouter,
     LocalSharedGate,
@@ -246,6 +248,7 @@ STYLES: dict[type[nn.Module], dict[str | None, Apply]] = {
         "colwise": partial(LocalLinear, split=True, partial=False),
         None: partial(LocalLinear, split=False, partial=False),
     },
+    Narrow: {None: LocalNarrow},
     Latents: {None: SharedLatents},
     Sinks: {"colwise": partial(LocalSinks, split=True), None: partial(LocalSinks, split=False)},
     nn.Linear: {

@@ -17,9 +17,11 @@ from tests.support.small_documents import short_documents
 HEADS = "n_key_heads = 2\nn_value_heads = 4\nkey_head_dim = 8\nvalue_head_dim = 6\n"
 LINEAR = f"[model.linear_attention]\n{HEADS}chunk_size = 16\n"
 MOE = "[model.moe]\nn_experts = 4\nexpert_dim = 16\nn_dense_layers = 1\n"
+KIMI = LINEAR + 'kind = "kimi_delta"\n'
 MODELS = {
     "alone": f'layer_pattern = ["linear"]\n{LINEAR}',
     "hybrid": f'layer_pattern = ["linear", "linear", "full"]\nqk_norm = true\n{LINEAR}',
+    "kimi": f'layer_pattern = ["linear", "linear", "full"]\n{KIMI}',
     "mixture": f'layer_pattern = ["linear", "full"]\n{LINEAR}{MOE}',
 }
 KINDS = ["allgather", "ulysses", "ring"]
@@ -44,6 +46,7 @@ def slow(*values: object) -> object:
     [
         (2, "ring", "hybrid"),
         (4, "allgather", "alone"),
+        (2, "allgather", "kimi"),
         *(slow(*case) for case in itertools.product((2, 4), KINDS, MODELS)),
     ],
 )
@@ -52,14 +55,15 @@ def test_context_parallel(cp: int, kind: str, model: str) -> None:
 
 
 @pytest.mark.parametrize("sequence", ["true", slow("false")])
-@pytest.mark.parametrize("model", ["hybrid", slow("alone"), slow("mixture")])
+@pytest.mark.parametrize("model", ["hybrid", "kimi", slow("alone"), slow("mixture")])
 def test_tensor_parallel(sequence: str, model: str) -> None:
     check(2, f"tp = 2\nsequence_parallel = {sequence}", model)
 
 
 @pytest.mark.slow
-def test_projections_that_stay_whole_under_tensor_parallelism() -> None:
-    check(2, 'tp = 2\n[parallel.tp_plan_styles]\nembedding = "rowwise"')
+@pytest.mark.parametrize("model", ["hybrid", "kimi"])
+def test_projections_that_stay_whole_under_tensor_parallelism(model: str) -> None:
+    check(2, 'tp = 2\n[parallel.tp_plan_styles]\nembedding = "rowwise"', model)
 
 
 AXES = ["cp = 2", "tp = 2", "pp = 2", "dp_shard = 2"]
@@ -67,7 +71,7 @@ AXES = ["cp = 2", "tp = 2", "pp = 2", "dp_shard = 2"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", list(itertools.combinations(AXES, 2)), ids=" ".join)
-@pytest.mark.parametrize("model", ["hybrid", "mixture"])
+@pytest.mark.parametrize("model", ["hybrid", "kimi", "mixture"])
 def test_pairs_of_axes(axes: tuple[str, str], model: str) -> None:
     check(4, "\n".join(axes), model, micro=2)
 
@@ -82,8 +86,9 @@ def test_states_pass_within_the_stages_of_a_pipeline_and_beside_experts(parallel
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["fsdp2", "ddp", "zero1", "zero2"])
 @pytest.mark.parametrize("more", ["", "cp = 2\n"])
-def test_engines(engine: str, more: str) -> None:
-    check(4, f'data_parallel = "{engine}"\n{more}', micro=2)
+@pytest.mark.parametrize("model", ["hybrid", "kimi"])
+def test_engines(engine: str, more: str, model: str) -> None:
+    check(4, f'data_parallel = "{engine}"\n{more}', model, micro=2)
 
 
 @pytest.mark.slow
@@ -95,7 +100,7 @@ def test_engines_with_experts_over_ranks(engine: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 @pytest.mark.parametrize("parallel", ["cp = 2", "tp = 2"])
-@pytest.mark.parametrize("model", ["hybrid", "mixture"])
+@pytest.mark.parametrize("model", ["hybrid", "kimi", "mixture"])
 def test_compiled_and_recomputed_blocks(mode: str, parallel: str, model: str) -> None:
     compiled = '[compile]\nenabled = true\nbackend = "aot_eager_decomp_partition"\n'
     check(2, parallel, model, more=f'[activation_checkpoint]\nmode = "{mode}"\n{compiled}')

@@ -33,6 +33,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "layer_pattern": ["linear", "full"],
         "linear_attention": {"n_key_heads": 2, "n_value_heads": 4, "key_head_dim": 4, "chunk_size": 3},
     },
+    "linear layers with a decay for each channel": {
+        "layer_pattern": ["linear", "full"],
+        "linear_attention": {"kind": "kimi_delta", "n_key_heads": 2, "key_head_dim": 4, "chunk_size": 3},
+    },
     "sinks, gates, part of each head rotated": {
         "attention_sinks": True,
         "attention_gate": "element",

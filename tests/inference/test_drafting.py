@@ -22,6 +22,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "layer_pattern": ["linear", "full"],
         "linear_attention": {"n_key_heads": 2, "key_head_dim": 4, "conv_size": 3, "chunk_size": 4},
     },
+    "decays by channel": {
+        "mtp": {"depth": 2},
+        "layer_pattern": ["linear", "full"],
+        "linear_attention": {"kind": "kimi_delta", "n_key_heads": 2, "key_head_dim": 4, "chunk_size": 4},
+    },
     "experts": {"mtp": {"depth": 2}, "moe": {"n_experts": 4, "top_k": 2, "expert_dim": 8}},
 }
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]

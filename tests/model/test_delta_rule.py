@@ -11,16 +11,22 @@ from forge.model.delta_rule import affine_scan, chunked_delta_rule, recurrent_de
 TOLERANCE = 1e-10
 
 
-def inputs(seq: int, strength: float = 1.0, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+KEY_DIM = 4
+BY_HEAD_OR_CHANNEL = pytest.mark.parametrize("decays", [1, KEY_DIM])
+
+
+def inputs(
+    seq: int, strength: float = 1.0, dtype: torch.dtype = torch.float64, decays: int = 1
+) -> list[Tensor]:
     """q, k, v, log_decay and beta of two sequences and three heads; keys of length 1."""
     generator = torch.Generator().manual_seed(seq)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(2, seq, 3, *shape, generator=generator, dtype=torch.float64)
 
-    q, k = (draw(4) for _ in range(2))
+    q, k = (draw(KEY_DIM) for _ in range(2))
     k = k / k.norm(dim=-1, keepdim=True)
-    found = [q, k, draw(6), -strength * draw().exp(), draw().sigmoid()]
+    found = [q, k, draw(6), -strength * draw(decays).exp(), draw().sigmoid()]
     return [x.to(dtype).requires_grad_() for x in found]
 
 
@@ -42,16 +48,25 @@ def compare(arguments: list[Tensor], resets: Tensor | None, size: int) -> None:
         assert (chunked - recurrent).abs().max() <= TOLERANCE
 
 
+@BY_HEAD_OR_CHANNEL
 @pytest.mark.parametrize("strength", [0.01, 1.0, 300.0])
-@pytest.mark.parametrize(("seq", "size"), [(1, 4), (5, 64), (16, 4), (37, 16), (80, 64)])
-def test_chunks_compute_the_recurrence(seq: int, size: int, strength: float) -> None:
-    compare(inputs(seq, strength), None, size)
+@pytest.mark.parametrize(("seq", "size"), [(1, 4), (5, 64), (16, 4), (37, 16), (37, 11), (80, 64)])
+def test_chunks_compute_the_recurrence(seq: int, size: int, strength: float, decays: int) -> None:
+    compare(inputs(seq, strength, decays=decays), None, size)
 
 
+@BY_HEAD_OR_CHANNEL
 @pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
-def test_chunks_reset_where_the_recurrence_does(share: float) -> None:
+def test_chunks_reset_where_the_recurrence_does(share: float, decays: int) -> None:
     resets = torch.rand(2, 37, generator=torch.Generator().manual_seed(3)) < share
-    compare(inputs(37), resets, 8)
+    compare(inputs(37, decays=decays), resets, 8)
+
+
+def test_equal_decays_of_all_channels_are_one_decay() -> None:
+    q, k, v, log_decay, beta = inputs(37)
+    one = chunked_delta_rule(q, k, v, log_decay, beta, None, 16)
+    many = chunked_delta_rule(q, k, v, log_decay.expand(-1, -1, -1, KEY_DIM), beta, None, 16)
+    assert all((a - b).abs().max() <= TOLERANCE for a, b in zip(one, many, strict=True))
 
 
 def test_a_reset_hides_everything_before_it() -> None:
@@ -70,8 +85,9 @@ def test_a_key_written_with_full_strength_is_read_back() -> None:
     assert (out - v).abs().max() <= TOLERANCE
 
 
-def test_float32_stays_finite_where_decays_underflow() -> None:
-    arguments = inputs(40, 1e4, torch.float32)
+@BY_HEAD_OR_CHANNEL
+def test_float32_stays_finite_where_decays_underflow(decays: int) -> None:
+    arguments = inputs(40, 1e4, torch.float32, decays)
     out, state = chunked_delta_rule(*arguments, None, 16)
     found = torch.autograd.grad(out.sum() + state.sum(), arguments)
     assert all(x.isfinite().all() for x in (out, state, *found))

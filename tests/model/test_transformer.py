@@ -90,6 +90,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
             "conv_size": 3,
         },
     },
+    "linear layers with a decay for each channel": {
+        "layer_pattern": ["linear", "full"],
+        "linear_attention": {
+            "kind": "kimi_delta",
+            "n_key_heads": 2,
+            "n_value_heads": 4,
+            "key_head_dim": 3,
+            "value_head_dim": 5,
+            "chunk_size": 5,
+        },
+    },
     "all at once": {
         "qk_norm": True,
         "attention_bias": True,

@@ -16,7 +16,7 @@ from tests.support.harness import run_ranks
 BATCH, HEADS, CHUNK = 2, 3, 3
 
 
-def inputs(seq: int) -> list[Tensor]:
+def inputs(seq: int, decays: int) -> list[Tensor]:
     """What is convolved and the weights; q, k, v, log_decay and beta."""
     generator = torch.Generator().manual_seed(seq)
 
@@ -24,7 +24,7 @@ def inputs(seq: int) -> list[Tensor]:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     q, k, v = (draw(BATCH, seq, HEADS, size) for size in (4, 4, 5))
-    gates = -draw(BATCH, seq, HEADS).exp(), draw(BATCH, seq, HEADS).sigmoid()
+    gates = -draw(BATCH, seq, HEADS, decays).exp(), draw(BATCH, seq, HEADS).sigmoid()
     return [draw(BATCH, seq, 6), draw(6, 4), q, k / k.norm(dim=-1, keepdim=True), v, *gates]
 
 
@@ -40,8 +40,8 @@ def compute(function: Recurrence, own: list[Tensor], numbers: Tensor | None) -> 
     return [function.convolve(*own[:2], mask), function.recur(*own[2:], mask, CHUNK)]
 
 
-def on_rank(rank: int, world: int, seq: int, kind: str) -> None:
-    split, whole, numbers = SequenceSplit(dist.group.WORLD), inputs(seq), documents(seq, kind)
+def on_rank(rank: int, world: int, seq: int, kind: str, decays: int) -> None:
+    split, whole, numbers = SequenceSplit(dist.group.WORLD), inputs(seq, decays), documents(seq, kind)
     whole = [x.requires_grad_() for x in whole]
     expected = compute(local_recurrence, whole, numbers)
     generator = torch.Generator().manual_seed(2)
@@ -64,8 +64,9 @@ def slow(*values: int) -> object:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+@pytest.mark.parametrize("decays", [1, 4])
 @pytest.mark.parametrize("kind", ["one document", "documents"])
 @pytest.mark.parametrize(("world", "seq"), [(2, 40), (4, 16), slow(4, 40), slow(2, 4)])
-def test_values_and_gradients_are_those_of_one_process(world: int, seq: int, kind: str) -> None:
-    """Also where the part of a rank is shorter than the convolution."""
-    run_ranks(on_rank, world, seq, kind)
+def test_values_and_gradients_are_those_of_one_process(world: int, seq: int, kind: str, decays: int) -> None:
+    """Also where the part of a rank is shorter than the convolution; with decays by head and by channel."""
+    run_ranks(on_rank, world, seq, kind, decays)

@@ -65,7 +65,7 @@ def draw_model(generator: random.Random) -> dict[str, Any]:
     if "sliding" in model["layer_pattern"]:
         model |= {"sliding_window": 24, "sliding_rope_theta": choose([0.0, 50.0])}
     if "linear" in model["layer_pattern"]:
-        model["linear_attention"] = LINEAR
+        model["linear_attention"] = LINEAR | {"kind": choose(["gated_delta", "kimi_delta"])}
     if some(0.4):
         model["mtp"] = {"depth": choose([1, 2]), "loss_coef": 0.5}
     if some(0.6):

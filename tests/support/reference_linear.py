@@ -1,4 +1,4 @@
-"""Gated DeltaNet written a second time, in the plainest form that is still readable: loops over tokens and heads."""
+"""Gated DeltaNet and Kimi Delta Attention written a second time, in the plainest form: loops over tokens and heads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ def linear_attention(own: Parameters, config: ModelConfig, x: Tensor, documents:
     assert linear is not None
     size, width = linear.key_head_dim, linear.value_head_dim
     q, k, v = (_convolved(own, letter, x, documents) for letter in "qkv")
-    gate = x @ own["attention.wg.weight"].T
+    gate, lengths = _projected(own, "g", x), _projected(own, "a", x)
+    bias, squash = own["attention.decay.dt_bias"], _silu if linear.kind == "gated_delta" else _sigmoid
+    channels = size if linear.kind == "kimi_delta" else 1
     outs = []
     for head in range(linear.n_value_heads):
         of_key = head * linear.n_key_heads // linear.n_value_heads
@@ -26,17 +28,16 @@ def linear_attention(own: Parameters, config: ModelConfig, x: Tensor, documents:
                 state = torch.zeros_like(state)
             key = k[t, keys] / (k[t, keys].square().sum() + 1e-6).sqrt()
             query = q[t, keys] / (q[t, keys].square().sum() + 1e-6).sqrt() / size**0.5
-            step = (
-                1 + (x[t] @ own["attention.wa.weight"][head] + own["attention.decay.dt_bias"][head]).exp()
-            ).log()
+            own_lengths = slice(head * channels, (head + 1) * channels)
+            step = (1 + (lengths[t, own_lengths] + bias[own_lengths]).exp()).log()
             alpha = (-own["attention.decay.a_log"][head].exp() * step).exp()
-            beta = 1 / (1 + (-(x[t] @ own["attention.wb.weight"][head])).exp())
-            # As the paper writes it: S = S (alpha (I - beta k k^T)) + beta v k^T.
+            beta = _sigmoid(x[t] @ own["attention.wb.weight"][head])
+            # As the papers write it: S = S Diag(alpha) (I - beta k k^T) + beta v k^T.
             erased = torch.eye(size, dtype=x.dtype) - beta * torch.outer(key, key)
-            state = state @ (alpha * erased) + beta * torch.outer(v[t, values], key)
+            state = state * alpha @ erased + beta * torch.outer(v[t, values], key)
             read = state @ query
             normed = read / (read.square().mean() + config.norm_eps).sqrt() * own["attention.out_norm.weight"]
-            reads.append(normed * _silu(gate[t, values]))
+            reads.append(normed * squash(gate[t, values]))
         outs.append(torch.stack(reads))
     return torch.cat(outs, dim=-1) @ own["attention.wo.weight"].T
 
@@ -54,5 +55,15 @@ def _convolved(own: Parameters, letter: str, x: Tensor, documents: Tensor) -> Te
     return torch.stack(rows)
 
 
+def _projected(own: Parameters, letter: str, x: Tensor) -> Tensor:
+    """Through few features, if there is a first half of the projection."""
+    down = own.get(f"attention.w{letter}_down.weight")
+    return (x if down is None else x @ down.T) @ own[f"attention.w{letter}.weight"].T
+
+
 def _silu(x: Tensor) -> Tensor:
-    return x / (1 + (-x).exp())
+    return x * _sigmoid(x)
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    return 1 / (1 + (-x).exp())
