@@ -36,6 +36,7 @@ from forge.observe.hardware import GIB
 from scripts.options import exit_code_of, positive
 
 Rates = list[list[float]]
+Clock = Callable[[], float]
 # Seconds of a call after which larger ones are not measured: a CPU that computes slowly in bfloat16 would take minutes.
 LONG = 0.3
 
@@ -71,12 +72,13 @@ def measure(threads: int, computing: int = 1, *, tiny: bool = False) -> dict[str
     device = torch.device("cuda" if card else "cpu")
     largest = 64 if tiny else 8192 if card else 2048
     dtypes = (torch.bfloat16, torch.float32) if card else (torch.float32, torch.bfloat16)
+    clock = _clock(device, computing)
     with _others(0 if card else computing - 1, threads):
-        products = {_name(dtype): _products(device, dtype, largest) for dtype in dtypes}
-        attention = {_name(dtype): _attention(device, dtype, largest) for dtype in dtypes}
-        elementwise = _elementwise(device, 1 << (16 if tiny else 30 if card else 27))
+        products = {_name(dtype): _products(device, dtype, largest, clock) for dtype in dtypes}
+        attention = {_name(dtype): _attention(device, dtype, largest, clock) for dtype in dtypes}
+        elementwise = _elementwise(device, clock, 1 << (16 if tiny else 30 if card else 27))
         # On a card the launch of an operator is hidden by the one before.
-        operator_us = 0.0 if card else _operator_us(device)
+        operator_us = 0.0 if card else _operator_us(device, clock)
     link = _link(card, 1 << (16 if tiny else 28 if card else 24))
     memory = (
         torch.cuda.mem_get_info()[1] if card else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -125,12 +127,12 @@ def _compute(threads: int, ready: Any) -> None:
         torch.add(a @ b, b)
 
 
-def _products(device: torch.device, dtype: torch.dtype, largest: int) -> Rates:
+def _products(device: torch.device, dtype: torch.dtype, largest: int, clock: Clock) -> Rates:
     found = []
     size = 32
     while size <= largest:
         a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-        operations, seconds = 2.0 * size**3, _seconds(partial(torch.matmul, a, b), device)
+        operations, seconds = 2.0 * size**3, _seconds(partial(torch.matmul, a, b), clock)
         found.append([operations, operations / seconds / 1e12])
         if seconds > LONG:
             break
@@ -138,7 +140,7 @@ def _products(device: torch.device, dtype: torch.dtype, largest: int) -> Rates:
     return found
 
 
-def _attention(device: torch.device, dtype: torch.dtype, largest: int) -> Rates:
+def _attention(device: torch.device, dtype: torch.dtype, largest: int, clock: Clock) -> Rates:
     """Causal attention of 8 heads of 64, forward and backward: 2 and 5 products of half the scores."""
     found = []
     seq = 32
@@ -151,7 +153,7 @@ def _attention(device: torch.device, dtype: torch.dtype, largest: int) -> Rates:
             F.scaled_dot_product_attention(q, k, v, is_causal=True).backward(v.detach())
 
         operations = 7 * 2.0 * 8 * 64 * seq * (seq + 1) / 2
-        seconds = _seconds(both, device)
+        seconds = _seconds(both, clock)
         # Forward and backward are two operators, of which each has about half.
         found.append([operations / 2, operations / seconds / 1e12])
         if seconds > LONG:
@@ -160,7 +162,7 @@ def _attention(device: torch.device, dtype: torch.dtype, largest: int) -> Rates:
     return found
 
 
-def _elementwise(device: torch.device, largest: int) -> Rates:
+def _elementwise(device: torch.device, clock: Clock, largest: int) -> Rates:
     found = []
     size = 1 << 14
     while size <= largest:
@@ -171,12 +173,12 @@ def _elementwise(device: torch.device, largest: int) -> Rates:
             a, b, product = next(turns)
             torch.mul(a, b, out=product)
 
-        found.append([float(size), size / _seconds(multiply, device) / 1e9])
+        found.append([float(size), size / _seconds(multiply, clock) / 1e9])
         size *= 4
     return found
 
 
-def _operator_us(device: torch.device, number: int = 100) -> float:
+def _operator_us(device: torch.device, clock: Clock, number: int = 100) -> float:
     """Time of an operator on a few numbers, forward and backward, as the mean of both."""
     x = torch.zeros(8, device=device, requires_grad=True)
 
@@ -186,27 +188,33 @@ def _operator_us(device: torch.device, number: int = 100) -> float:
             y = y * 1.0
         y.sum().backward()
 
-    return _seconds(chain, device) / (2 * number) * 1e6
+    return _seconds(chain, clock) / (2 * number) * 1e6
 
 
-def _seconds(action: Callable[[], object], device: torch.device, least: float = 0.05) -> float:
+def _seconds(action: Callable[[], object], clock: Clock, least: float = 0.05) -> float:
     """Return the median time of one call."""
     action()
     action()
     found: list[float] = []
     while sum(found) < least or len(found) < 5:
-        start = _now(device)
+        start = clock()
         action()
-        found.append(_now(device) - start)
+        found.append(clock() - start)
     return statistics.median(found)
 
 
-def _now(device: torch.device) -> float:
-    """Seconds; of one thread on a CPU those that it computes, which are the same on a busy machine."""
+def _clock(device: torch.device, processes: int) -> Clock:
+    """Return what tells seconds: of one process with one thread on a CPU those that it computes, as on a quiet machine.
+
+    What several processes take from each other, by way of the machine's host too, shows on the wall only.
+    """
     if device.type == "cuda":
-        torch.cuda.synchronize()
-    elif torch.get_num_threads() == 1:
-        return time.process_time()
+        return _time_on_card
+    return time.process_time if processes == torch.get_num_threads() == 1 else time.perf_counter
+
+
+def _time_on_card() -> float:
+    torch.cuda.synchronize()
     return time.perf_counter()
 
 

@@ -3,7 +3,8 @@
 An operator takes as long as its operations at the card's peak, or its bytes at the bandwidth of its memory, whichever is
 longer. What is guessed where it was not measured by scripts/measure_hardware.py: the share of the peak that is reached
 (Hardware.efficiency for products, ATTENTION_SHARE of it for attention, Hardware.memory_efficiency), and that launches cost
-nothing; and always, that collectives in the background are hidden as long as there is computation.
+nothing; and always, that collectives in the background are hidden as long as there is computation. On a CPU they are not:
+the cores that move the bytes are those that compute.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def time_of(trace: Trace, hardware: Hardware, ranks_of: dict[str, list[int]]) ->
             continue  # the pipeline's timeline has them
         seconds = call_seconds(call, ranks_of.get(call.group, []), hardware)
         place = spent[_place(moment.phase, moment.microbatch)]
-        if call.background and moment.phase in ("forward", "backward"):
+        if hardware.card and call.background and moment.phase in ("forward", "backward"):
             place.background += seconds
         else:
             place.waiting += seconds
