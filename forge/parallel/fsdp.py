@@ -38,9 +38,10 @@ from forge.model import Experts, Router, Transformer
 from forge.parallel.boxes import local_box
 from forge.parallel.expert import parameter_kinds
 from forge.parallel.float8 import scale_refresher
+from forge.parallel.gradients import sum_gradients
 from forge.parallel.layout import Layout
 from forge.parallel.precision import Unit, plan_units
-from forge.parallel.replicated import Replicated, replicated_parameters, units_without
+from forge.parallel.replicated import replicated_parameters, units_without
 from forge.shard import Kind, Shard, local
 
 
@@ -94,8 +95,7 @@ class FullySharded:
             _shard_of(name, parameter, kinds.get(parameter, "dense"), self._layout, name in self._whole)
             for name, parameter in self._model.named_parameters()
         ]
-        whole = [shard for shard in self.shards if shard.name in self._whole]
-        self._replicated = Replicated(whole, self._layout.meshes.loss)
+        self._replicated = [shard for shard in self.shards if shard.name in self._whole]
 
     def begin_microbatch(self, *, last: bool) -> None:
         parallel = self._layout.parallel
@@ -116,10 +116,10 @@ class FullySharded:
 
     def start_gradient_sync(self) -> None:
         """FSDP2 has reduced its units inside the last backward, and waited at its end."""
-        self._replicated.start_sum()
 
     def finish_gradient_sync(self) -> None:
-        self._replicated.finish_sum()
+        if self._replicated:
+            sum_gradients(self._replicated, self._layout.meshes.loss)
 
     def after_update(self) -> None:
         # Backward frees what was gathered, but what a forward without a backward gathered may still be there.

@@ -5,6 +5,7 @@ Nothing here waits for the device: norm, decision and clip coefficient stay on i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,25 @@ from torch import Tensor
 
 from forge.model.precision import promoted
 from forge.shard import Shard
+
+
+def sum_gradients(shards: Sequence[Shard], ranks: dist.ProcessGroup) -> None:
+    """Sum the gradients of `shards` over `ranks`, which all hold the same elements. One collective.
+
+    A rank may have no gradient for some: its tokens have reached no router, others' may have.
+    """
+    shards = [shard for shard in shards if shard.boxes]
+    for shard in shards:
+        if shard.grad is None:
+            shard.parameter.grad = torch.zeros_like(shard.parameter)
+    grads = [grad for shard in shards if (grad := shard.grad) is not None]
+    if not grads:
+        return
+    exact = promoted(grads[0].dtype)
+    flat = torch.cat([grad.reshape(-1).to(exact) for grad in grads])
+    dist.all_reduce(flat, group=ranks)
+    parts = flat.split([grad.numel() for grad in grads])
+    torch._foreach_copy_(grads, [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)])
 
 
 @dataclass(frozen=True)

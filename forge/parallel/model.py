@@ -15,10 +15,11 @@ from forge.model.mtp import depth_of
 from forge.parallel.context import ModelInputs, SequenceSplit
 from forge.parallel.context.sequence import Sequences
 from forge.parallel.data import DataParallel
+from forge.parallel.gradients import sum_gradients
 from forge.parallel.layout import Layout
 from forge.parallel.logits import LargestLogits
 from forge.parallel.routers import RouterReport, Routers
-from forge.parallel.tensor import partial_shards, sum_partial_gradients
+from forge.parallel.tensor import partial_shards
 
 
 class StepBatch(Sequences, Protocol):
@@ -93,7 +94,8 @@ class ParallelModel:
         """Complete the sums of gradients over every axis: after this, gradients of shards are those of the global batch."""
         for engine in self._engines:
             engine.finish_gradient_sync()
-        sum_partial_gradients(self._partial, self._meshes.tp)
+        if self._partial:
+            sum_gradients(self._partial, self._meshes.tp.get_group())
         if self._largest_logits is not None:
             self._largest_logits.complete()
 

@@ -12,13 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from forge.model import Router, Transformer
 from forge.parallel.layout import Layout
 from forge.parallel.precision import Unit
-from forge.shard import Shard
 
 
 def replicated_parameters(
@@ -41,35 +39,3 @@ def units_without(units: Sequence[Unit], parameters: set[nn.Parameter]) -> list[
         if modules:
             kept.append(replace(unit, modules=modules))
     return kept
-
-
-class Replicated:
-    """The sum over `ranks` of the gradients of `shards`, which all of them hold whole."""
-
-    def __init__(self, shards: Sequence[Shard], ranks: dist.ProcessGroup):
-        self._shards, self._ranks = shards, ranks
-        self._work: dist.Work | None = None
-
-    def start_sum(self) -> None:
-        """Begin the sum, behind the last backward. Collective."""
-        if not self._shards:
-            return
-        for shard in self._shards:
-            if shard.grad is None:  # this rank's tokens have reached no router, others' may have
-                shard.parameter.grad = torch.zeros_like(shard.parameter)
-        self._flat = torch.cat([grad.reshape(-1) for grad in self._gradients()])
-        self._work = dist.all_reduce(self._flat, group=self._ranks, async_op=True)
-
-    def finish_sum(self) -> None:
-        """Wait for it, and let the gradients be the sums."""
-        if self._work is None:
-            return
-        self._work.wait()
-        grads = self._gradients()
-        parts = self._flat.split([grad.numel() for grad in grads])
-        torch._foreach_copy_(grads, [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)])
-        del self._flat
-        self._work = None
-
-    def _gradients(self) -> list[torch.Tensor]:
-        return [grad for shard in self._shards if (grad := shard.grad) is not None]

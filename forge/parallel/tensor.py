@@ -6,7 +6,7 @@ Which style each module has, and what that does to it: forge/parallel/tensor_pla
 
 A parameter that is whole on every rank, but whose gradient is made from this rank's part of the activations only (norms
 and routers on pieces of the sequence, QK-norm on some of the heads), has partial gradients: they are summed over the
-ranks once per step, all in one collective, by `sum_partial_gradients`.
+ranks once per step, all in one collective (`sum_gradients`).
 
 Loss: each rank computes the logits of its own rows of the vocabulary, and nobody gathers them. Per chunk of tokens the
 ranks exchange two numbers per token: the logsumexp over a rank's own rows, and the target's logit, which is 0 on all ranks
@@ -23,7 +23,6 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
-import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -77,22 +76,10 @@ def apply_tensor(model: Transformer, layout: Layout) -> None:
 
 
 def partial_shards(model: nn.Module, shards: Sequence[Shard]) -> list[Shard]:
-    """Return the shards whose gradients `sum_partial_gradients` has to complete; none without tensor parallelism."""
+    """Return the shards whose gradients have to be summed over the tp ranks; none without tensor parallelism."""
     modules = {n: m for n, m in model.named_modules() if getattr(m, "partial_gradients", False)}
     names = {f"{name}.{own}" for name, module in modules.items() for own, _ in module.named_parameters()}
     return [shard for shard in shards if shard.name in names]
-
-
-def sum_partial_gradients(shards: Sequence[Shard], mesh: DeviceMesh) -> None:
-    """Sum the gradients of `shards` over the ranks of `mesh`, which hold the same elements; one collective."""
-    grads = [grad for shard in shards if shard.boxes and (grad := shard.grad) is not None]
-    if not grads:
-        return
-    exact = torch.promote_types(torch.float32, grads[0].dtype)
-    flat = torch.cat([grad.reshape(-1).to(exact) for grad in grads])
-    dist.all_reduce(flat, group=mesh.get_group())
-    parts = flat.split([grad.numel() for grad in grads])
-    torch._foreach_copy_(grads, [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)])
 
 
 def _sees_a_part(model: nn.Module, name: str, plan: Plan, pieces: bool) -> bool:

@@ -7,8 +7,8 @@ from torch.distributed.tensor import DTensor
 from forge.config import parse_toml_text
 from forge.errors import BAD_CONFIG, UserError
 from forge.parallel.build import build_meta_model
+from forge.parallel.gradients import sum_gradients
 from forge.parallel.modules import matches_exact_depth
-from forge.parallel.tensor import sum_partial_gradients
 from forge.parallel.tensor_plan import plan_for
 from tests.support.building import built, layout_without_ranks
 from tests.support.collectives import collectives_of
@@ -109,7 +109,7 @@ def test_counted_boxes_cover_every_parameter_once(keys: str) -> None:
 
 
 def test_summing_nothing_is_no_collective() -> None:
-    sum_partial_gradients([], None)
+    sum_gradients([], None)
 
 
 @pytest.mark.parametrize(
