@@ -86,7 +86,8 @@ def few_layers(config: Config, degrees: Degrees) -> tuple[Few, Few] | None:
     if config.pipeline.schedule not in SHORTENED or len(set(kinds)) > 1 or min(counts) <= 3:
         return None
     ranks, per_rank = min(3, degrees.pp), stages // degrees.pp
-    microbatches = 4 if ranks == 2 and per_rank > 1 else 3
+    # Stages that take turns on a rank have all that can be in flight only behind a round of all ranks.
+    microbatches = 2 * ranks if per_rank > 1 else 3
     if degrees.accumulation < microbatches:
         return None
     return (
@@ -179,10 +180,9 @@ def _all_ranks(
         first_rank = rank * degrees.world // degrees.pp
         one = _extrapolate(small[role], large[role], steps, names, config, degrees, hardware, rank)
         more = in_flight(plan.schedule, rank) - in_flight(traced, role)
-        # A microbatch in flight also keeps what the stage before has sent.
-        received = sum(not stage.embed for stage in own) / len(own)
-        message = max((size for _, kind, size, _ in one.collectives if kind == "recv"), default=0)
-        one = _with_more(one, more, round(one.kept + received * message))
+        # More are in flight in a rank's first stage. There a microbatch also keeps what the stage before has sent.
+        sizes = [0 if own[0].embed else size for _, kind, size, _ in one.collectives if kind == "recv"]
+        one = _with_more(one, more, one.kept + max(sizes, default=0))
         stages.append(replace(one, pp_rank=rank, rank=first_rank, layers="; ".join(map(str, own))))
     return stages
 

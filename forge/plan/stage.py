@@ -37,10 +37,10 @@ class StagePlan:
     """The first rank of the pp axis' rank `pp_rank`; the other ranks with its stages hold as much, but for rounding.
 
     state: bytes by kind, as the run's memory report counts them. peaks: the most that lived at each place of a step. kept:
-    bytes of activations that one microbatch leaves to its backward. collectives: calls of one optimizer step by (axis,
-    kind, bytes of one call, whether computation can hide it). flops: of one microbatch and of the update, by phase and
-    part. time: None without hardware. host: bytes of host memory that an asynchronous save takes. checkpoint: bytes of a
-    checkpoint that these layers are, of all ranks together. buckets: as `FakeRank.buckets`.
+    bytes of activations that one microbatch leaves to its backward in the first stage. collectives: calls of one optimizer
+    step by (axis, kind, bytes of one call, whether computation can hide it). flops: of one microbatch and of the update, by
+    phase and part. time: None without hardware. host: bytes of host memory that an asynchronous save takes. checkpoint:
+    bytes of a checkpoint that these layers are, of all ranks together. buckets: as `FakeRank.buckets`.
     """
 
     pp_rank: int

@@ -71,7 +71,7 @@ class Trace(TorchDispatchMode):
         self.work: Counter[tuple[Moment, Work]] = Counter()
         """Operators that compute, by their moment and what they do."""
         self.kept = 0
-        """The most bytes of activations that the forward of one microbatch through one stage leaves to its backward."""
+        """The most bytes of activations that the forward of one microbatch through the first stage leaves to its backward."""
         self._forwards: Counter[Transformer] = Counter()
         self.before = 0
         """Bytes that lived when the step began."""
@@ -96,9 +96,9 @@ class Trace(TorchDispatchMode):
 
     def watch(self, parts: Sequence[Transformer]) -> None:
         """Let hooks on the parts of a model, one for each stage, say where a step is."""
+        parts[0].register_forward_hook(self._end_of_first_forward)
         for part in parts:
             part.register_forward_pre_hook(self._new_microbatch, prepend=True)
-            part.register_forward_hook(self._end_of_forward)
             ends = {"embedding": part.embedding, "norm": part.norm, "head": part.head}
             layers = {f"layers.{name}": layer for name, layer in part.layers.items()}
             for name, module in {**ends, **layers}.items():
@@ -110,7 +110,7 @@ class Trace(TorchDispatchMode):
         self._forwards[part] += 1
         self._activations_before = self._activations()
 
-    def _end_of_forward(self, *_: Any) -> None:
+    def _end_of_first_forward(self, *_: Any) -> None:
         self.kept = max(self.kept, self._activations() - self._activations_before)
 
     def _activations(self) -> int:
