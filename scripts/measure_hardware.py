@@ -204,7 +204,7 @@ def _seconds(action: Callable[[], object], clock: Clock, least: float = 0.05) ->
 
 
 def _clock(device: torch.device, processes: int) -> Clock:
-    """Return what tells seconds: of one process with one thread on a CPU those that it computes, as on a quiet machine.
+    """Return a clock in seconds: of one process with one thread on a CPU those that it computes, as on a quiet machine.
 
     What several processes take from each other, by way of the machine's host too, shows on the wall only.
     """

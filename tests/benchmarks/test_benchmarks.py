@@ -108,6 +108,7 @@ def test_learning_is_a_loss_that_fell(losses):
     require_learning("a model", [4.0, 3.5, 3.0])
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_row_of_the_gpu_benchmark_is_a_process(tmp_path):
     main = importlib.import_module("benchmarks.gpu").main

@@ -10,12 +10,20 @@ from pathlib import Path
 import pytest
 
 from tests.support.extension import apply_page, copy_repository
+from tests.support.layouts import slow_unless
 from tests.support.pages import REPOSITORY
 
 PAGES = sorted(path for path in (REPOSITORY / "docs" / "extending").glob("*.md") if path.name != "index.md")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+# Each trains in a copy of the repository, for half a minute.
+QUICK = ("model-part", "optimizer", "hook")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, id=page.stem, marks=slow_unless(page.stem in QUICK)) for page in PAGES],
+)
 def test_the_recipe_works(page: Path, tmp_path: Path) -> None:
     clone = tmp_path / "clone"
     copy_repository(clone)

@@ -9,7 +9,7 @@ PIPELINE = ["--parallel.pp=2", "--train.micro_batch_size=1"]
 EVALUATED = ["--evaluate.interval=5", '--data.validation=[{name="held", path="synthetic"}]']
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("schedule", ["1F1B", pytest.param("ZBVZeroBubble", marks=pytest.mark.slow)])
 def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, schedule: str) -> None:
     options = [*MODEL, *PIPELINE, f"--pipeline.schedule={schedule}"]
     whole, halves = Run(tmp_path / "whole", *options), Run(tmp_path / "halves", *options)
@@ -19,6 +19,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, schedule: str) -> None:
     assert_same_history(halves, whole)
 
 
+@pytest.mark.slow
 def test_a_killed_pipeline_goes_on_without_one_and_in_another(tmp_path) -> None:
     alone, moved = (Run(tmp_path / name, *MODEL, *FLOAT64, *EVALUATED) for name in ("alone", "moved"))
     assert alone() == 0

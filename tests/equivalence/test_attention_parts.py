@@ -90,10 +90,10 @@ def check(parts: tuple[str, ...], axes: tuple[str, ...]) -> None:
     ("parts", "axes"),
     [
         (LATENT, ("tp", "cp by allgather")),
-        (LATENT, ("tp, stream whole", "cp by ring")),
+        pytest.param(LATENT, ("tp, stream whole", "cp by ring"), marks=pytest.mark.slow),
         (DIRECT, ("tp", "cp by ulysses")),
         (DIRECT, ("tp", "pp")),
-        (GROUPED, ("tp", "cp by ring")),
+        pytest.param(GROUPED, ("tp", "cp by ring"), marks=pytest.mark.slow),
         (GROUPED, ("cp by ulysses", "fsdp")),
     ],
     ids=lambda names: "-".join(names),

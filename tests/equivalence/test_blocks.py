@@ -148,7 +148,8 @@ def test_compile_with_split_blocks(split: str) -> None:
     check(2, COMPILE + recompute("selective"), "everything", parallel=SPLIT[split], micro=2)
 
 
-@pytest.mark.parametrize("kind", ["tensorwise", pytest.param("rowwise", marks=SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tensorwise", "rowwise"])
 def test_float8_with_tensor_parallelism(kind: str) -> None:
     # Emulated products are made in float32, and here each rank makes a part of them.
     assert_equal(layout(float8(kind, parallel="tp = 2"), 2), float8_alone(kind), 1e-5)

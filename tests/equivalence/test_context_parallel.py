@@ -59,7 +59,9 @@ def test_with_replicas_and_accumulation(kind: str) -> None:
     check(4, kind, "cp = 2\ndp_replicate = 2\ndp_shard = 1", "everything", micro=2)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "ring" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
 @pytest.mark.parametrize("sequence", ["true", pytest.param("false", marks=pytest.mark.slow)])
 def test_with_tensor_parallelism(kind: str, sequence: str) -> None:
     check(4, kind, f"cp = 2\ntp = 2\nsequence_parallel = {sequence}", "everything")

@@ -98,7 +98,12 @@ def test_parts_in_blocks_that_are_recomputed_or_compiled(part: str, blocks: str)
             "plain",
             marks=pytest.mark.slow,
         ),
-        (("post", "gelu", "biases", "norm over heads"), ("tp, whole stream",), "selective, compiled"),
+        pytest.param(
+            ("post", "gelu", "biases", "norm over heads"),
+            ("tp, whole stream",),
+            "selective, compiled",
+            marks=pytest.mark.slow,
+        ),
         (("relu2", "expert biases", "biases"), ("tp", "ep"), "plain"),
         (("clamped", "expert biases", "some layers", "ahead"), ("pp",), "full"),
     ],

@@ -219,7 +219,13 @@ FLIPPED = {
 }
 
 
-@pytest.mark.parametrize("layout", COPIES)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(one, marks=pytest.mark.slow) if one in ("pp 2, ddp", "ep 2, hsdp") else one
+        for one in COPIES
+    ],
+)
 def test_n3_a_flipped_bit_is_named_by_all_ranks_wherever_its_copies_are(
     tmp_path, undisturbed, layout: str
 ) -> None:

@@ -53,7 +53,7 @@ def check(text: str, world: int) -> None:
 
 
 SLOW = pytest.mark.slow
-FAST = ("pipeline", "muon")
+FAST = ("muon",)
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_every_layout_is_legal_and_none_is_left_that_cannot_hold_its_state() -> 
 @pytest.mark.parametrize(
     ("parallel", "world", "model"),
     [
-        ("", 2, ""),
+        pytest.param("", 2, "", marks=SLOW),
         pytest.param("tp = 2\ndata_parallel = 'zero1'", 4, "", marks=SLOW),
         pytest.param("data_parallel = 'zero2'", 2, "", marks=SLOW),
         pytest.param("pp = 2", 4, "", marks=SLOW),

@@ -16,6 +16,7 @@ from forge.plan.hardware import Hardware, Link, find_hardware, rate_at
 from forge.plan.plan import make_plan
 from forge.plan.speed import speed_of
 from forge.plan.work import Work
+from tests.support.layouts import slow_unless
 from tests.support.planning import plan_text
 
 CARD = Hardware(
@@ -54,7 +55,10 @@ ON_CARDS = [
 
 @pytest.mark.parametrize(
     ("text", "world", "card"),
-    [*((*case, True) for case in ON_CARDS), *((*case, False) for case in ON_BOTH)],
+    [
+        *(pytest.param(*case, True, marks=slow_unless("cp" not in case[0])) for case in ON_CARDS),
+        *((*case, False) for case in ON_BOTH),
+    ],
 )
 def test_traced_operations_are_those_that_the_model_counts(text: str, world: int, card: bool) -> None:
     config = parse_toml_text(text)

@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "slurm" / "elastic.sbatch"
-# The interpreter writes what it is called with. The meeting then lasts until it is killed; the agent ends with CODE.
+# The interpreter writes what it is called with. The meeting then lasts until it is killed; once it has written, the agent
+# ends with CODE.
 PYTHON = """#!/bin/bash
 echo "$@" >> "$LOG"
 if [[ $2 == meeting ]]; then
     [[ -n $FINISHED ]] && exit 0
     exec sleep 600
 fi
+until grep -q "elastic.py meeting" "$LOG"; do sleep 0.02; done
 exit "$CODE"
 """
 # Takes its own options off and runs the rest once, as the step of one node.

@@ -69,6 +69,7 @@ def cluster(tmp_path) -> Iterator[Cluster]:
     cluster.port.close()
 
 
+@pytest.mark.slow
 def test_p6_a_run_that_slurm_stops_is_requeued_once_and_finishes_in_its_next_turn(cluster) -> None:
     """Two nodes, SIGTERM in mid-run as `--signal` sends it; the second turn ends at the last step."""
     steps = 100

@@ -48,7 +48,7 @@ def _views(rank: int, world: int, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "engine", [pytest.param(engine, marks=slow_unless(engine != "ddp")) for engine in ENGINES]
+    "engine", [pytest.param(engine, marks=slow_unless(engine == "zero1")) for engine in ENGINES]
 )
 def test_parameters_and_gradients_are_views_before_and_after_a_step(engine: str) -> None:
     run_ranks(_views, 2, engine_config(engine, SMALL, formats=BFLOAT16))
