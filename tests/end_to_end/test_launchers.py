@@ -12,6 +12,7 @@ from tests.support.runs import Run, reserve_port
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_torchrun_has_the_history_of_forked_ranks(tmp_path) -> None:
     forked = Run(tmp_path / "forked")
     assert forked(world=2) == 0

@@ -45,6 +45,7 @@ def undisturbed_course(undisturbed) -> Run:
     return undisturbed(*BATCH, *FLOAT64_EXPERTS, "--train.steps=14", "--checkpoint.interval=6")
 
 
+@pytest.mark.slow
 def test_e4_a_lost_node_is_covered_by_its_peer_and_the_curve_is_the_same(tmp_path, undisturbed) -> None:
     run = kept(tmp_path)
     killed_at(run, 12, 4)

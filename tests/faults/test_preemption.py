@@ -46,7 +46,7 @@ def test_p2_a_signal_from_outside_to_one_rank(tmp_path) -> None:
 EVALUATED = ['--data.validation=[{name="held",path="synthetic"}]', "--evaluate.interval=4"]
 MOMENTS = [
     pytest.param("set-up:0:0", marks=pytest.mark.slow),
-    "set-up:0:1",
+    pytest.param("set-up:0:1", marks=pytest.mark.slow),
     "step:1:0",
     "evaluation:4:1",
     "save.begin:4:0",
