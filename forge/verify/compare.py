@@ -15,7 +15,7 @@ from math import inf, nan
 import torch
 from torch import Tensor
 
-from forge.verify.pieces import Key, Piece, Place, global_index, part_of
+from forge.verify.pieces import Key, Piece, Place, global_index, index_sum, part_of
 from forge.verify.record import RankRecord, RankStep, WholeRecord
 
 TOLERANCE, FLOOR = 1e-9, 1e-3
@@ -55,7 +55,8 @@ class Difference:
 @dataclass
 class Comparison:
     """differences: one per tensor, those above the tolerance. largest: by kind, of all tensors, equal ones included.
-    compared: the number of tensors. counted: how many elements of each tensor are held, copies not counted. unplaced: what
+    compared: the number of tensors. counted: how many elements of each tensor are held, copies not counted. index_sums: of
+    their flat indices, so that an element twice does not stand for one that is missing. unplaced: what
     cannot be compared: modules whose shapes do not say which part of the global tensor a rank has, curves of hooks that
     differ from one run to the next."""
 
@@ -63,6 +64,7 @@ class Comparison:
     largest: dict[str, float] = field(default_factory=dict)
     compared: int = 0
     counted: dict[tuple[int, Key], int] = field(default_factory=dict)
+    index_sums: dict[tuple[int, Key], int] = field(default_factory=dict)
     unplaced: set[str] = field(default_factory=set)
 
 
@@ -94,7 +96,10 @@ def compare_rank(
             )
             result.compared += 1
             result.largest[key[0]] = max(result.largest.get(key[0], 0.0), found.size)
-            result.counted[number, key] = sum(piece.values.numel() for piece in pieces if piece.counted)
+            counted = [piece for piece in pieces if piece.counted]
+            result.counted[number, key] = sum(piece.values.numel() for piece in counted)
+            shape = whole[same].shape
+            result.index_sums[number, key] = sum(index_sum(piece.place, shape) for piece in counted)
             if not found.size <= (0.0 if key[0] in EXACT else tolerance):
                 result.differences.append(found)
     result.differences += _resumed(rank, record)
@@ -116,6 +121,7 @@ def merge(comparisons: Sequence[Comparison], expected: dict[tuple[int, Key], int
             result.largest[kind] = max(result.largest.get(kind, 0.0), size)
         for place, number in one.counted.items():
             result.counted[place] = result.counted.get(place, 0) + number
+            result.index_sums[place] = result.index_sums.get(place, 0) + one.index_sums[place]
         for found in one.differences:
             name = found.step, found.kind, found.name
             if name not in worst or found.size > worst[name].size:
@@ -123,7 +129,9 @@ def merge(comparisons: Sequence[Comparison], expected: dict[tuple[int, Key], int
     kinds = {key[0] for _, key in result.counted}
     for (step, key), number in expected.items():
         # With experts a rank may count nothing of a step: a missing entry is as bad as a part.
-        if key[0] in COMPLETE and key[0] in kinds and result.counted.get((step, key), 0) < number:
+        counted = result.counted.get((step, key), 0)
+        other = counted == number and result.index_sums.get((step, key), 0) != number * (number - 1) // 2
+        if key[0] in COMPLETE and key[0] in kinds and (counted < number or other):
             worst[step, *key] = Difference(step, *key, -1, (), nan, nan, inf)
             result.largest[key[0]] = inf
     result.differences = list(worst.values())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TypeAlias
 
 import torch
@@ -56,6 +57,19 @@ def part_of(tensor: Tensor, place: Place) -> Tensor:
         else:
             tensor = tensor.index_select(dim, torch.tensor(one, dtype=torch.int64))
     return tensor
+
+
+def index_sum(place: Place, shape: Sequence[int]) -> int:
+    """Return the sum of the flat indices, in a tensor of this shape, of the elements at `place`."""
+    along = [range(one.start, one.stop) if isinstance(one, slice) else one for one in place]
+    elements = prod(map(len, along))
+    if not elements:
+        return 0
+    strides = (prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return sum(
+        stride * sum(indices) * (elements // len(indices))
+        for stride, indices in zip(strides, along, strict=True)
+    )
 
 
 def ranges(place: Place) -> list[list[tuple[int, int]]]:

@@ -305,9 +305,19 @@ def norm_without_ep() -> None:
     import torch.distributed as dist
 
     from forge.shard import Shard
+    from forge.verify import record
 
-    counted = Shard.counted.fget
-    Shard.counted = property(lambda self: counted(self) and (self.kind != "expert" or dist.get_rank() == 0))
+    counted, report = Shard.counted, record.report_gradients
+    on_first = property(lambda self: counted.fget(self) and (self.kind != "expert" or dist.get_rank() == 0))
+
+    def of_first_rank(*arguments, **named):
+        Shard.counted = on_first
+        try:
+            return report(*arguments, **named)
+        finally:
+            Shard.counted = counted
+
+    record.report_gradients = of_first_rank
 
 
 def experts_born_by_local_index() -> None:
