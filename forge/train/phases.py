@@ -70,5 +70,5 @@ class PhaseChanges(Hook):
 def set_windows(model: Any, window: int) -> None:
     """Give all layers of `model` that have a sliding window one of `window` tokens."""
     for block in model.layers.values():
-        if block.attention.window:
+        if block.attention.window > 0:
             block.attention.window = window

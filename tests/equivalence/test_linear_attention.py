@@ -21,7 +21,7 @@ KIMI = LINEAR + 'kind = "kimi_delta"\n'
 MODELS = {
     "alone": f'layer_pattern = ["linear"]\n{LINEAR}',
     "hybrid": f'layer_pattern = ["linear", "linear", "full"]\nqk_norm = true\n{LINEAR}',
-    "kimi": f'layer_pattern = ["linear", "linear", "full"]\n{KIMI}',
+    "kimi": f'layer_pattern = ["linear", "sliding", "full"]\nsliding_window = 24\n{KIMI}',
     "mixture": f'layer_pattern = ["linear", "full"]\n{LINEAR}{MOE}',
 }
 KINDS = ["allgather", "ulysses", "ring"]

@@ -1,0 +1,24 @@
+"""What a phase changes in the model, in this process."""
+
+from forge.config import parse_toml_text
+from forge.train.phases import set_windows
+from forge.verify.plain import plain_model
+from tests.support.equivalence import tiny_config
+
+PATTERN = """
+layer_pattern = ["full", "sliding", "linear"]
+sliding_window = 24
+[model.linear_attention]
+n_key_heads = 2
+n_value_heads = 4
+key_head_dim = 8
+value_head_dim = 6
+"""
+
+
+def test_a_window_is_for_the_layers_that_have_one() -> None:
+    model = plain_model(parse_toml_text(tiny_config(model=PATTERN)))
+    before = [block.attention.window for block in model.layers.values()]
+    set_windows(model, 8)
+    assert before[1] == 24
+    assert [block.attention.window for block in model.layers.values()] == [before[0], 8, before[2]]
