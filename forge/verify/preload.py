@@ -1,6 +1,7 @@
 """Imported once by the fork server, so that no rank pays for it: every module of forge."""
 
 import contextlib
+import gc
 import importlib
 import pkgutil
 
@@ -11,3 +12,7 @@ for _module in pkgutil.walk_packages(forge.__path__, "forge."):
         continue
     with contextlib.suppress(ImportError):
         importlib.import_module(_module.name)
+
+# What is imported lives as long as the server: a rank's collector passes it by, and so does not copy its pages either.
+gc.collect()
+gc.freeze()
