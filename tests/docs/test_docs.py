@@ -190,6 +190,7 @@ SMALL = {
     "model.dim": "32", "model.n_layers": "4", "model.n_heads": "4", "model.n_kv_heads": "2", "model.ffn_dim": "64",
     "model.vocab_size": "1000", "train.seq_len": "64", "train.global_batch_size": "4", "train.micro_batch_size": "1",
     "train.steps": "3", "evaluate.sequences": "2", "evaluate.sample_tokens": "2", "metrics.tensorboard": "false",
+    "compile.enabled": "false",
 }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ PAGES = sorted(path for path in (REPOSITORY / "docs" / "extending").glob("*.md")
 
 
 # Each trains in a copy of the repository, for half a minute.
-QUICK = ("model-part", "optimizer", "hook")
+QUICK = ("optimizer",)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,7 @@
 """What inspect_data shows is what the loader hands to training."""
 
 import json
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +15,7 @@ from forge.data.steps import steps_from
 from forge.data.tokenizer import ByteTokenizer
 from forge.prepare.inspect import dataset_of_run, mixture_of_steps, samples_of_step
 from tests.support.streams import Counting
+from tests.support.trained import call, objects
 
 PHASED = [
     *("--config=debug", "--model.vocab_size=64", "--train.seq_len=32", "--train.global_batch_size=8"),
@@ -26,7 +24,6 @@ PHASED = [
     "--phase=[{until_tokens=500,global_batch_size=8,seq_len=8,document_mask=true},"
     "{until_tokens=2000,ramp='linear',global_batch_size=16,weights=[1.0,3.0]}]",
 ]
-ROOT = Path(__file__).parents[2]
 
 
 def dataset(**options):
@@ -105,20 +102,17 @@ def test_text_is_decoded():
     assert sample.text == ByteTokenizer().decode(ids.tolist())
 
 
-def inspect(*arguments):
-    command = [sys.executable, str(ROOT / "scripts" / "inspect_data.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240)
-
-
 SYNTHETIC = ["--config", "debug.toml", "--run.name=never-trained", '--data.sources=[{path="synthetic"}]']
 
 
-def test_the_script_shows_a_step_in_words_and_as_json():
-    words = inspect(*SYNTHETIC, "--step", 2, "--train.global_batch_size=4")
-    assert words.returncode == 0, words.stderr
-    assert words.stdout.count("synthetic  epoch 0") == 4
-    lines = inspect(*SYNTHETIC, "--step", 2, "--ranks", 4, "--rank", 3, "--json").stdout.splitlines()
-    assert [json.loads(line)["sample"] for line in lines] == [28, 29, 30, 31]
+def test_the_script_shows_a_step_in_words_and_as_json(tmp_path):
+    words = call(tmp_path, "inspect_data", *SYNTHETIC, "--step", 2, "--train.global_batch_size=4")
+    assert words.code == 0, words.err
+    assert words.out.count("synthetic  epoch 0") == 4
+    lines = objects(
+        call(tmp_path, "inspect_data", *SYNTHETIC, "--step", 2, "--ranks", 4, "--rank", 3, "--json")
+    )
+    assert [line["sample"] for line in lines] == [28, 29, 30, 31]
 
 
 def test_the_script_skips_what_the_runs_roll_backs_skip(tmp_path):
@@ -126,9 +120,10 @@ def test_the_script_skips_what_the_runs_roll_backs_skip(tmp_path):
     run.mkdir()
     rollback = {"from_step": 3, "to_step": 1, "first_sample": 16, "end_sample": 48}
     (run / "rollbacks.json").write_text(json.dumps([rollback]))
-    shown = inspect(*SYNTHETIC, "--step", 2, "--json", f"--run.output_dir={tmp_path}")
-    assert [json.loads(line)["sample"] for line in shown.stdout.splitlines()] == list(range(48, 64))
-    assert "samples 16 to 47 are skipped" in shown.stderr
+    options = (*SYNTHETIC, "--step", 2, "--json", f"--run.output_dir={tmp_path}")
+    shown = call(tmp_path, "inspect_data", *options)
+    assert [line["sample"] for line in objects(shown)] == list(range(48, 64))
+    assert "samples 16 to 47 are skipped" in shown.err
 
 
 @pytest.mark.parametrize(
@@ -142,6 +137,6 @@ def test_the_script_skips_what_the_runs_roll_backs_skip(tmp_path):
         (["--step", 1, '--data.sources=[{path="/absent.bin"}]'], 'dtype = "uint16"'),
     ],
 )
-def test_an_error_is_one_sentence_and_exit_code_2(options, message):
-    result = inspect(*SYNTHETIC, *options)
-    assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr
+def test_an_error_is_one_sentence_and_exit_code_2(options, message, tmp_path):
+    result = call(tmp_path, "inspect_data", *SYNTHETIC, *options)
+    assert result.code == 2 and message in result.err and "Traceback" not in result.err

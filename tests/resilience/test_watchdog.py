@@ -1,7 +1,5 @@
 """A phase that outlasts its bound ends the process with 76, after its stacks are written; nothing else does."""
 
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -11,6 +9,9 @@ from forge import compat
 from forge.config.schema import Resilience
 from forge.errors import WATCHDOG
 from forge.resilience.watchdog import STEPS, Watchdog, bounds, patience, step_bound
+from tests.support.harness import start_ranks
+from tests.support.scripts import run_script
+from tests.support.trained import Result
 
 PROGRAM = """
 import ctypes, sys, threading, time
@@ -57,28 +58,29 @@ print("out", flush=True)
 """
 
 
-def run(folder: Path, how: str, net: float = 240.0) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(folder), how, str(net)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+def run(folder: Path, how: str, net: float = 240.0) -> Result:
+    """The program in a process of its own; what the watchdog leaves is in FOLDER/run."""
+    (folder / "run").mkdir()
+    program, out, err = folder / "program.py", folder / "out.txt", folder / "err.txt"
+    program.write_text(PROGRAM)
+    words = [str(program), str(folder / "run"), how, str(net)]
+    (code,) = start_ranks(run_script, 1, words, folder, {}, out, err).join()
+    return Result(code, out.read_text(), err.read_text())
 
 
 def test_h1_a_step_beyond_its_bound_leaves_stacks_and_a_report_and_exits_76(tmp_path) -> None:
     ended = run(tmp_path, "in python")
-    assert ended.returncode == WATCHDOG
-    assert "reported at 3: short of step 3 has taken 60.2 s, and k.short = 0.3" in ended.stdout
-    assert "buried_in_python" in (tmp_path / "stacks-rank-3.txt").read_text()
-    assert (tmp_path / "collectives-rank-3").exists()
+    assert ended.code == WATCHDOG
+    assert "reported at 3: short of step 3 has taken 60.2 s, and k.short = 0.3" in ended.out
+    assert "buried_in_python" in (tmp_path / "run" / "stacks-rank-3.txt").read_text()
+    assert (tmp_path / "run" / "collectives-rank-3").exists()
 
 
 def test_a_step_may_take_some_times_what_steps_took_before(tmp_path) -> None:
     ended = run(tmp_path, "in a step")
-    assert ended.returncode == WATCHDOG
+    assert ended.code == WATCHDOG
     reason = "step of step 99 has taken 60.5 s, and 10 s are many times the median of the last steps (k.step = 1000 at most)"
-    assert reason in ended.stdout
+    assert reason in ended.out
 
 
 def test_the_bound_of_a_step_follows_the_median_within_limits() -> None:
@@ -93,18 +95,18 @@ def test_the_bound_of_a_step_follows_the_median_within_limits() -> None:
 
 def test_phases_within_their_bounds_pass_and_leave_nothing(tmp_path) -> None:
     ended = run(tmp_path, "not at all")
-    assert ended.returncode == 0 and "out" in ended.stdout
-    assert not list(tmp_path.iterdir())
+    assert ended.code == 0 and "out" in ended.out
+    assert not list((tmp_path / "run").iterdir())
 
 
 def test_a_report_that_hangs_does_not_keep_the_process(tmp_path) -> None:
-    assert run(tmp_path, "words hang").returncode == WATCHDOG
+    assert run(tmp_path, "words hang").code == WATCHDOG
 
 
 def test_a_process_that_never_releases_the_interpreter_lock_ends_with_its_stacks(tmp_path) -> None:
     ended = run(tmp_path, "holding the lock", net=0.5)
-    assert ended.returncode != 0 and "out" not in ended.stdout
-    assert "Timeout" in ended.stderr and "<string>" in ended.stderr
+    assert ended.code != 0 and "out" not in ended.out
+    assert "Timeout" in ended.err and "program.py" in ended.err
 
 
 def test_zero_is_no_bound_and_collectives_wait_longer_than_any_phase(tmp_path) -> None:
