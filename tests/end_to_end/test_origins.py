@@ -55,7 +55,7 @@ def test_a_checkpoint_that_was_set_aside_is_another_history(tmp_path) -> None:
     assert [line["step"] for line in run.metrics()] == [7, 8]
 
 
-@pytest.mark.parametrize("origin", ["path", "none", "init"])
+@pytest.mark.parametrize("origin", [pytest.param("path", marks=pytest.mark.slow), "none", "init"])
 def test_r6_the_same_command_again_goes_on_with_what_it_saved(tmp_path, source: Run, origin: str) -> None:
     """After a stop, then after a kill, as torchrun and Slurm start it again: each origin counts once."""
     option = {

@@ -17,7 +17,7 @@ DECAYING = ["--schedule.name=cosine", "--schedule.warmup_steps=3"]
         (1, []),
         (2, DECAYING),
         (1, EXPERTS),
-        (2, [*EXPERTS, "--parallel.ep=2"]),
+        pytest.param(2, [*EXPERTS, "--parallel.ep=2"], marks=pytest.mark.slow),
     ],
     ids=["one process", "fsdp 2", "experts", "ep 2"],
 )

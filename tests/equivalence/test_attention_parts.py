@@ -89,10 +89,10 @@ def check(parts: tuple[str, ...], axes: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("parts", "axes"),
     [
-        (LATENT, ("tp", "cp by allgather")),
+        pytest.param(LATENT, ("tp", "cp by allgather"), marks=pytest.mark.slow),
         pytest.param(LATENT, ("tp, stream whole", "cp by ring"), marks=pytest.mark.slow),
         (DIRECT, ("tp", "cp by ulysses")),
-        (DIRECT, ("tp", "pp")),
+        pytest.param(DIRECT, ("tp", "pp"), marks=pytest.mark.slow),
         pytest.param(GROUPED, ("tp", "cp by ring"), marks=pytest.mark.slow),
         (GROUPED, ("cp by ulysses", "fsdp")),
     ],

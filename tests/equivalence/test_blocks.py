@@ -131,7 +131,7 @@ SPLIT = {
 }
 
 
-FAST = [("tp", "selective"), ("cp", "selective"), ("ring", "full")]
+FAST = [("tp", "selective"), ("ring", "full")]
 PAIRS = [(split, mode) for split in SPLIT for mode in ("full", "selective")]
 
 

@@ -94,7 +94,9 @@ def expected_with_short_documents(variant: str) -> WholeRecord:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("variant", SHORT)
+@pytest.mark.parametrize(
+    "variant", ["documents and window", pytest.param("documents", marks=pytest.mark.slow)]
+)
 def test_documents_shorter_than_a_chunk(kind: str, variant: str) -> None:
     text = tiny_config(parallel=f'context = "{kind}"\ncp = 2', model=SHORT[variant], micro=4)
     assert_equal(run_ranks(on_rank_with_short_documents, 2, text), expected_with_short_documents(variant))

@@ -38,12 +38,16 @@ LAYOUTS = {
 BALANCE = ["bias", "aux_loss"]
 
 
+# Out of tensor and expert parallelism, into them, and the files of all ranks again.
+FAST = [("ep 4", "one process"), ("ep 4", "ep 4"), ("ep 4", "tp 2, ep 4"), ("fsdp 4", "ep 4")]
+
+
 def pairs() -> list[Any]:
     """From one process and from ep = 4 to every layout, and back, and from each to the next; some are slow."""
     ring = set(itertools.pairwise([*LAYOUTS, "one process"]))
     found = []
     for pair in itertools.product(LAYOUTS, LAYOUTS):
-        fast = "ep 8" not in pair and (pair[0] == "ep 4" or pair == ("fsdp 4", "ep 4"))
+        fast = pair in FAST
         if pair in ring or {"one process", "ep 4"} & set(pair):
             found.append(pytest.param(*pair, marks=[] if fast else pytest.mark.slow))
     return found

@@ -109,7 +109,9 @@ def test_one_process_reports_every_layer_and_parameter() -> None:
     "parallel",
     [
         "tp = 2\npp = 2",
-        'cp = 2\ntp = 2\nsequence_parallel = false\ndata_parallel = "ddp"',
+        pytest.param(
+            'cp = 2\ntp = 2\nsequence_parallel = false\ndata_parallel = "ddp"', marks=pytest.mark.slow
+        ),
         'ep = 2\ntp = 2\ndata_parallel = "fsdp2"',
         pytest.param('data_parallel = "zero2"', marks=pytest.mark.slow),
         pytest.param('ep = 4\ndata_parallel = "zero1"', marks=pytest.mark.slow),

@@ -88,7 +88,7 @@ def test_an_error_of_one_rank_is_the_reason_and_who_waits_for_it_is_not_called_d
     assert "killed or hung" not in reason
 
 
-@pytest.mark.parametrize("at_fault", [0, 1])
+@pytest.mark.parametrize("at_fault", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fault", ["an error", "a refusal"])
 def test_h3_a_rank_that_raises_ends_the_ranks_whose_wait_for_it_never_fails(
     tmp_path, at_fault: int, fault: str

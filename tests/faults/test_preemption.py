@@ -23,7 +23,9 @@ def assert_stopped_in_good_order(run: Run) -> None:
     assert run.metrics()[-1]["step"] == status["step"]
 
 
-@pytest.mark.parametrize(("rank", "name"), [(0, "SIGTERM"), (1, "SIGINT"), (1, "SIGUSR1")])
+@pytest.mark.parametrize(
+    ("rank", "name"), [pytest.param(0, "SIGTERM", marks=pytest.mark.slow), (1, "SIGINT"), (1, "SIGUSR1")]
+)
 def test_p2_a_signal_to_one_rank_stops_all_at_one_step(tmp_path, undisturbed, rank: int, name: str) -> None:
     run = Run(tmp_path)
     assert run(world=2, fault=f"step:5:{rank}:signal={name}") == 75
@@ -48,8 +50,8 @@ MOMENTS = [
     pytest.param("set-up:0:0", marks=pytest.mark.slow),
     pytest.param("set-up:0:1", marks=pytest.mark.slow),
     "step:1:0",
-    "evaluation:4:1",
-    "save.begin:4:0",
+    pytest.param("evaluation:4:1", marks=pytest.mark.slow),
+    pytest.param("save.begin:4:0", marks=pytest.mark.slow),
     "save.between_shards:4:1",
     pytest.param("save.before_rename:4:0", marks=pytest.mark.slow),
 ]

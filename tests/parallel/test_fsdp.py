@@ -277,7 +277,7 @@ def fsdp_matches(pattern: str, name: str) -> bool:
     return all(a in ("*", b) for a, b in zip(parts, names, strict=False)) and len(parts) <= len(names)
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("mode", ["selective", pytest.param("full", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", ["norms", "half a block", "one product", "a block"])
 def test_recomputation_uses_the_same_dtypes_and_gives_the_same_gradients(case: str, mode: str) -> None:
     plain = pinned_text(case, micro=2)

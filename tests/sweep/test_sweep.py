@@ -75,7 +75,9 @@ def test_the_metric_is_of_the_last_tenth_or_the_last_evaluation() -> None:
     assert metric_of(lines, "eval.b") is None
 
 
-@pytest.mark.parametrize(("method", "kills"), [("grid", [1, 31]), ("halving", [23, 40])])
+@pytest.mark.parametrize(
+    ("method", "kills"), [("grid", [1, 31]), pytest.param("halving", [23, 40], marks=pytest.mark.slow)]
+)
 def test_a_killed_sweep_ends_with_the_table_of_an_undisturbed_one(
     tmp_path, method: str, kills: list[int]
 ) -> None:

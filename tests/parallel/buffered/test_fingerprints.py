@@ -67,7 +67,7 @@ def test_a_bit_flip_is_found_after_ddp_has_cast_the_weights_again() -> None:
     ("engine", "keys"),
     [
         *((engine, "") for engine in ENGINES),
-        ("zero1", "tp = 2"),
+        pytest.param("zero1", "tp = 2", marks=pytest.mark.slow),
         ("zero2", "dp_replicate = 2\ndp_shard = 2"),
         ("zero1", "cp = 2"),
     ],

@@ -15,7 +15,7 @@ from forge.parallel.pipeline.schedule import Action
 from tests.support.building import built, built_on_nan
 from tests.support.collectives import Collectives
 from tests.support.harness import run_ranks
-from tests.support.layouts import SCHEDULES, pipeline_text
+from tests.support.layouts import SCHEDULES, pipeline_text, slow_unless
 
 
 def _sent(rank: int, world: int, text: str) -> dict[str, Any]:
@@ -98,7 +98,13 @@ def _computed(rank: int, world: int, text: str) -> set[int]:
     return set(counts.values())
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        pytest.param(one, marks=slow_unless(one in ("1F1B", "LoopedBFS", "ZBVZeroBubble")))
+        for one in SCHEDULES
+    ],
+)
 def test_a_block_is_computed_once_per_microbatch_and_once_more_under_checkpointing(schedule: str) -> None:
     """In particular not once for each weight where a schedule computes input and weight gradients apart."""
     more = "[activation_checkpoint]\nmode = 'full'"
