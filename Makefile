@@ -1,7 +1,7 @@
 # make train       set everything up, learn from real text, show what the model writes (a few minutes on two cores)
 # make test        set up and run the test suite (`make test-all`: the slow tests too)
 # make test ROOM=parallel    the tests of one room, and of what holds it as a whole
-# make quick       the tests that start no processes, in two minutes
+# make quick       the tests that start no processes, in two to three minutes
 # make faults      run every fault of the table in docs/recovery.md, and print it with a result per row
 # make chaos       random faults over four nodes on this machine for half an hour (MINUTES=, SEED=)
 # make refactoring REVISION=main    train with that commit and with this tree, and compare every number bit for bit

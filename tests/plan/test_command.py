@@ -35,7 +35,7 @@ def plan(folder, *options: str, gib: float | None = None) -> int:
     if gib is not None:
         (folder / "card.toml").write_text(HARDWARE.format(gib=gib))
         options = (*options, f"--hardware={folder / 'card.toml'}")
-    return main(["--config", str(folder / "tiny.toml"), "--plan", *options])
+    return main(["--config", str(folder / "tiny.toml"), "--plan", "--model.n_layers=1", *options])
 
 
 def test_a_plan_is_one_json_object_and_nothing_else_is_printed(tmp_path, capsys) -> None:
@@ -91,7 +91,7 @@ def test_a_plan_says_what_a_rank_with_crowded_experts_needs(tmp_path, capsys) ->
 
 def test_states_on_the_nodes_take_host_memory_for_three_of_them_with_their_copies(tmp_path, capsys) -> None:
     (tmp_path / "plain.toml").write_text(plan_text())
-    asked = ["--config", str(tmp_path / "plain.toml"), "--plan", "--world-size=2"]
+    asked = ["--config", str(tmp_path / "plain.toml"), "--plan", "--world-size=2", "--model.n_layers=1"]
     kept = ["--checkpoint.local_interval=5", "--checkpoint.peers=2"]
     assert main([*asked, *kept, "--json"]) == 0
     stage = json.loads(capsys.readouterr().out)["stages"][0]
