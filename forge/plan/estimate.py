@@ -104,7 +104,8 @@ def call_seconds(call: Collective, ranks: list[int], hardware: Hardware) -> floa
         # Each card of a node that takes part brings its own link to the others.
         bandwidth = min(hardware.node.gb_per_s, hardware.cluster.gb_per_s * number / len(nodes))
         latency = hardware.cluster.latency_us
-    times = {"all_reduce": 2.0}.get(call.kind, 1.0)
+    # Gloo's reduce-scatter is an all-reduce of which each rank keeps its part (pytorch/pytorch#118911).
+    times = 2.0 if call.kind == "all_reduce" or (call.kind == "reduce_scatter" and not hardware.card) else 1.0
     return latency * 1e-6 + times * call.size * (number - 1) / number / (bandwidth * 1e9)
 
 

@@ -91,10 +91,11 @@ def plannable(config: Config) -> tuple[Config, list[str]]:
     """Return the configuration that is traced, without what fake tensors cannot do, and a line for each difference."""
     changes: dict[str, Any] = {}
     warnings = []
-    if config.compile.enabled:
+    compiled = [f"compile.{key}" for key in ("enabled", "loss") if getattr(config.compile, key)]
+    if compiled:
         changes["compile"] = config.compile.model_copy(update={"enabled": False, "loss": False})
         warnings.append(
-            "compile.enabled: planned without it; a compiler that fuses operators keeps fewer activations"
+            f"{' and '.join(compiled)}: planned without; a compiler that fuses operators keeps fewer activations"
         )
     if config.activation_checkpoint.mode == "memory_budget":
         changes["activation_checkpoint"] = config.activation_checkpoint.model_copy(update={"mode": "none"})

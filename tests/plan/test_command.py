@@ -101,6 +101,24 @@ def test_states_on_the_nodes_take_host_memory_for_three_of_them_with_their_copie
 
 
 @pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        (("loss",), ["compile.loss"]),
+        (("enabled", "loss"), ["compile.enabled and compile.loss"]),
+        (("optimizer",), []),
+    ],
+)
+def test_what_is_compiled_is_planned_without_the_compiler(tmp_path, capsys, keys, named: list[str]) -> None:
+    def found(*options: str) -> dict[str, Any]:
+        assert plan(tmp_path, "--json", *options) == 0
+        return json.loads(capsys.readouterr().out)
+
+    compiled = found(*(f"--compile.{key}=true" for key in keys))
+    assert [line.partition(":")[0] for line in compiled["warnings"] if line.startswith("compile.")] == named
+    assert compiled["memory"] == found()["memory"]
+
+
+@pytest.mark.parametrize(
     ("option", "part"),
     [
         ("--world-size=3", "must be a multiple of"),

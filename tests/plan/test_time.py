@@ -121,6 +121,14 @@ def test_a_collective_takes_what_a_ring_moves_over_the_slowest_link() -> None:
     assert message_seconds(10**9, 4, CARD) == pytest.approx(1e-5 + 0.1)
 
 
+def test_a_reduce_scatter_on_a_cpu_is_an_all_reduce() -> None:
+    def seconds(kind: str, card: str) -> float:
+        return call_seconds(Collective(kind, 10**9), [0, 1], CARD.model_copy(update={"card": card}))
+
+    assert seconds("reduce_scatter", "") == seconds("all_reduce", "")
+    assert seconds("reduce_scatter", "NVIDIA H100") == seconds("all_gather", "NVIDIA H100")
+
+
 def test_a_pipeline_takes_its_fill_and_its_drain() -> None:
     text = plan_text("pp = 2").replace("global_batch_size = 8", "global_batch_size = 6")
     config = parse_toml_text(text + '[pipeline]\nschedule = "1F1B"\n')
