@@ -96,6 +96,8 @@ def test_ctrl_c_stops_all_processes_and_the_same_command_continues(tmp_path):
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # A shell starts what runs in its background with the signal ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     wait_for((tmp_path / "held").exists)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers too
