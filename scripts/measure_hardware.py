@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import socket
 import statistics
@@ -20,7 +21,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from scripts.options import exit_code_of, positive
 
 Rates = list[list[float]]
 Clock = Callable[[], float]
+Turns = Iterator[list[torch.Tensor]]
 # Seconds of a call after which larger ones are not measured: a CPU that computes slowly in bfloat16 would take minutes.
 LONG = 0.3
 
@@ -128,16 +129,33 @@ def _compute(threads: int, ready: Any) -> None:
 
 
 def _products(device: torch.device, dtype: torch.dtype, largest: int, clock: Clock) -> Rates:
+    """The three products of a linear layer in training, of shapes as in a model: output, gradients of input and weight."""
     found = []
-    size = 32
-    while size <= largest:
-        a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-        operations, seconds = 2.0 * size**3, _seconds(partial(torch.matmul, a, b), clock)
+    size = 16
+    while 2 * size <= largest:
+        turns = _in_turns([(4 * size, size), (2 * size, size), (4 * size, 2 * size)], device, dtype)
+
+        def train(turns: Turns = turns) -> None:
+            x, weight, grad = next(turns)
+            torch.matmul(x, weight.T)
+            torch.matmul(grad, weight)
+            torch.matmul(grad.T, x)
+
+        operations, seconds = 16.0 * size**3, _seconds(train, clock) / 3
         found.append([operations, operations / seconds / 1e12])
         if seconds > LONG:
             break
         size *= 2
     return found
+
+
+def _in_turns(shapes: list[tuple[int, ...]], device: torch.device, dtype: torch.dtype) -> Turns:
+    """Repeat several lists of tensors: so many that each has left the caches when its turn comes, as in a step."""
+    size = dtype.itemsize * sum(math.prod(shape) for shape in shapes)
+    number = max(1, min(64, (1 << (30 if device.type == "cuda" else 27)) // size))
+    return cycle(
+        [[torch.randn(*shape, device=device, dtype=dtype) for shape in shapes] for _ in range(number)]
+    )
 
 
 def _attention(device: torch.device, dtype: torch.dtype, largest: int, clock: Clock) -> Rates:
@@ -166,10 +184,9 @@ def _elementwise(device: torch.device, clock: Clock, largest: int) -> Rates:
     found = []
     size = 1 << 14
     while size <= largest:
-        # In turns, so that what an operator touches has left the caches, as in a step.
-        turns = cycle(torch.randn(max(1, min(64, largest // size)), 3, size // 12, device=device))
+        turns = _in_turns([(size // 12,)] * 3, device, torch.float32)
 
-        def multiply(turns: Iterator[torch.Tensor] = turns) -> None:
+        def multiply(turns: Turns = turns) -> None:
             a, b, product = next(turns)
             torch.mul(a, b, out=product)
 
