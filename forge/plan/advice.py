@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from forge.config import check_world
 from forge.config.toml import to_literal
-from forge.observe.memory_report import usable_changes
 from forge.plan.plan import Plan, make_plan
+from forge.train.out_of_memory import usable_changes
 
 # These train on other samples, or need other processes.
 NOT_THE_SAME_RUN = ("train.seq_len", "parallel.dp_shard")

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Callable
+from datetime import timedelta
 
 from torch.distributed import Store
 
@@ -69,6 +71,10 @@ class CrashReporter:
         cause = self._find_cause(trouble, quiet_s=self.alarm_s + 1.0)
         self._reporter.ended("failed", cause or trouble, FAILED)
 
+    def once(self, work: Callable[[], None], patience_s: float) -> None:
+        """Call `work` on the first rank that asks; the others wait until that has ended, for `patience_s` seconds at most."""
+        self._roll_call.once(work, patience_s)
+
     def _find_cause(self, trouble: str, quiet_s: float) -> str:
         """Who did not answer or failed first, as a sentence; empty in a world of one."""
         if self._world.size == 1:
@@ -112,6 +118,17 @@ class RollCall:
         first = self._store.compare_set(f"{self._name}/first", "", f"rank {self._rank}: {trouble}")
         self._store.set(f"{self._name}/{self._rank}", "here")
         return first.decode()
+
+    def once(self, work: Callable[[], None], patience_s: float) -> None:
+        """Call `work` if no other rank does, else wait for its end. Raises DistStoreError after `patience_s` seconds."""
+        done, own = f"{self._name}/once", f"rank {self._rank}"
+        if self._store.compare_set(f"{done}/by", "", own).decode() != own:
+            self._store.wait([done], timedelta(seconds=patience_s))
+            return
+        try:
+            work()
+        finally:
+            self._store.set(done, "done")
 
     def raise_alarm(self, alarm: Alarm) -> None:
         """Make every rank that waits end for this reason. The first alarm counts."""

@@ -44,6 +44,7 @@ from forge.train.crash import CrashReporter
 from forge.train.hooks import load_hooks, make_hooks
 from forge.train.mirror import restore_lost
 from forge.train.nodes import report_nodes
+from forge.train.out_of_memory import explaining_exhaustion
 from forge.train.tiers import Tiers
 from forge.train.trainer import Trainer
 from forge.world import World, join, read_world
@@ -142,7 +143,7 @@ def _run_in(
         signals.defer()
     signals.leaving = lambda reason: reporter.ended("stopped", reason, STOPPED)
     try:
-        with watchdog, reporter.memory.explaining(config, degrees):
+        with watchdog, explaining_exhaustion(reporter.memory, config, degrees, crash.once):
             reporter.phases.listen(watchdog.enter)
             stopped = _train(config, degrees, reporter, signals, hooks)
             signals.defer()

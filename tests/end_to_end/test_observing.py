@@ -1,7 +1,5 @@
 """What a run reports about itself: memory, traces, and what to do when memory runs out."""
 
-import pytest
-
 from tests.support.runs import Run
 
 
@@ -34,28 +32,45 @@ def test_a_profile_changes_nothing_in_the_history(tmp_path) -> None:
     assert profiled.metrics() == plain.metrics()
 
 
-@pytest.mark.parametrize("patch", ["card", "host"])
-def test_x2_out_of_memory_gives_the_report_and_three_keys_and_no_traceback(tmp_path, patch: str) -> None:
+def test_x2_out_of_memory_gives_the_report_three_keys_with_their_plans_and_no_traceback(tmp_path) -> None:
     run = Run(tmp_path)
-    assert run.start(patch=f"tests.end_to_end.test_observing:{patch}_is_full").join() == [1]
-    output = run.output()
+    assert run.start(patch="tests.end_to_end.test_observing:host_is_full", world=2).join() == [1, 1]
+    # Each rank says what takes its memory; one of them plans.
+    reports, _, planned = run.output().partition("planned: tensors of ")
+    assert len(_check_report(reports, run)) == 6 and "planned:" not in planned
+    now = float(planned.split()[0])
+    assert 0 < float(planned.partition("train.micro_batch_size = 1: ")[2].split()[0]) < now
+
+
+def test_x2_without_a_plan_in_time_it_gives_the_report_and_three_keys(tmp_path) -> None:
+    run = Run(tmp_path)
+    assert run.start(patch="tests.end_to_end.test_observing:card_is_full").join() == [1]
+    assert len(_check_report(run.output(), run)) == 3
+    assert "no plan was made" in run.output()
+
+
+def _check_report(output: str, run: Run) -> list[str]:
     assert "Traceback" not in output and "out of memory in step 1" in output
     assert "optimizer" in output and "GiB" in output
-    keys = [line for line in output.splitlines() if line.startswith("  ") and " = " in line]
-    assert len(keys) == 3 and "train.micro_batch_size = 1" in keys[0]
     assert run.status()["state"] == "failed" and run.status()["exit_code"] == 1
-
-
-def card_is_full() -> None:
-    import torch
-
-    _raise_in_forward(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."))
+    keys = [line for line in output.splitlines() if line.startswith("  ") and " = " in line]
+    assert "train.micro_batch_size = 1" in keys[0]
+    return keys
 
 
 def host_is_full() -> None:
     _raise_in_forward(
         RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes.")
     )
+
+
+def card_is_full() -> None:
+    import torch
+
+    from forge.train import out_of_memory
+
+    out_of_memory.PLANNING_S = 0.01
+    _raise_in_forward(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."))
 
 
 def _raise_in_forward(error: Exception) -> None:

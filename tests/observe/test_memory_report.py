@@ -1,11 +1,8 @@
 import pytest
 import torch
 
-from forge.config import check_world
-from forge.errors import UserError
-from forge.observe.memory_report import MemoryReport, advice, ran_out_of_memory
+from forge.observe.memory_report import MemoryReport
 from forge.shard import Box, Shard
-from tests.support.configs import load, tiny
 from tests.support.harness import run_ranks
 
 CPU = torch.device("cpu")
@@ -55,60 +52,3 @@ def test_activations_are_what_the_first_step_adds_and_are_reported_once() -> Non
     [(kind, fields)] = reported
     assert kind == "memory" and fields["optimizer_bytes"] == 8000 and fields["activations_bytes"] > 0
     assert "activations" in table and "growth of the process" in table
-
-
-OUT_OF_MEMORY = [
-    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
-    RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried"),
-    MemoryError(),
-]
-
-
-@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: type(error).__name__)
-def test_running_out_becomes_a_user_error_with_exit_code_1(tmp_path, caplog, error) -> None:
-    assert ran_out_of_memory(error)
-    config = load(tmp_path, "--train.global_batch_size=8", "--train.micro_batch_size=4")
-    report = MemoryReport(CPU)
-    with pytest.raises(UserError) as raised, report.explaining(config, check_world(config, 1)):
-        raise error
-    assert raised.value.exit_code == 1
-    assert "before the first step" in caplog.text and "parallel.dp_shard = 2" in caplog.text
-
-
-def test_other_errors_pass_through() -> None:
-    config = tiny()
-    with (
-        pytest.raises(RuntimeError, match="shapes"),
-        MemoryReport(CPU).explaining(config, check_world(config, 1)),
-    ):
-        raise RuntimeError("shapes differ")
-
-
-WORLDS = [
-    (1, ["--train.micro_batch_size=4"]),
-    (1, ["--train.micro_batch_size=1"]),
-    (4, ["--train.micro_batch_size=3", "--train.global_batch_size=12"]),
-    (4, ["--train.micro_batch_size=1", "--parallel.dp_replicate=2"]),
-]
-
-
-@pytest.mark.parametrize("state_dominates", [False, True])
-@pytest.mark.parametrize(("world", "options"), WORLDS)
-def test_x2_the_three_keys_are_accepted_as_they_stand(tmp_path, world, options, state_dominates) -> None:
-    options = ["--train.global_batch_size=32", *options]
-    config = load(tmp_path, *options)
-    lines = advice(config, check_world(config, world), state_dominates, on_card=False)
-    assert len({line.split(" = ")[0] for line in lines}) == 3
-    for line in lines:
-        assignment, _, effect = line.partition("  # ")
-        key, _, value = assignment.partition(" = ")
-        extra = ["--parallel.dp_shard=-1"] if key == "parallel.dp_replicate" else []
-        changed = load(tmp_path, *options, f"--{key}={value}", *extra)
-        check_world(changed, world * 2 if "processes" in effect else world)
-
-
-def test_what_to_change_first_depends_on_what_takes_the_memory(tmp_path) -> None:
-    config = load(tmp_path, "--train.global_batch_size=32", "--train.micro_batch_size=4")
-    degrees = check_world(config, 2)
-    assert advice(config, degrees, False, on_card=True)[0].startswith("train.micro_batch_size = 2")
-    assert advice(config, degrees, True, on_card=True)[0].startswith("parallel.dp_shard = 4")
