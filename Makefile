@@ -1,7 +1,7 @@
 # make train       set everything up, learn from real text, show what the model writes (a few minutes on two cores)
 # make test        set up and run the test suite (`make test-all`: the slow tests too)
 # make test ROOM=parallel    the tests of one room, and of what holds it as a whole
-# make quick       the tests that start no processes, in two to three minutes
+# make quick       the short tests that start no processes, in under a minute
 # make faults      run every fault of the table in docs/recovery.md, and print it with a result per row
 # make chaos       random faults over four nodes on this machine for half an hour (MINUTES=, SEED=)
 # make refactoring REVISION=main    train with that commit and with this tree, and compare every number bit for bit
@@ -25,8 +25,14 @@ TESTS_OF_train := tests/end_to_end
 TESTS_OF_resilience := tests/faults
 TESTS := $(if $(ROOM),tests/$(ROOM) $(TESTS_OF_$(ROOM)))
 
+# Where the environment forbids to keep bytecode, each of a thousand processes of a test run would compile forge again.
+export PYTHONDONTWRITEBYTECODE :=
+
 # Two processes of pytest, each with whole files: fixtures of a module are made once.
 PARALLEL := --numprocesses 2 --dist loadfile
+
+# Folders whose tests all start processes are not even read.
+QUICKLY := --numprocesses 2 --dist worksteal --ignore tests/equivalence --ignore tests/end_to_end --ignore tests/gpu
 
 # What learns most from this text in as much time (docs/optimizers.md): Muon, small batches, a rate that falls to 0.
 RECIPE := --optimizer.name=muon --optimizer.lr=2e-2 --optimizer.weight_decay=0 \
@@ -34,7 +40,7 @@ RECIPE := --optimizer.name=muon --optimizer.lr=2e-2 --optimizer.weight_decay=0 \
     --schedule.name=linear --schedule.warmup_steps=5 --schedule.min_lr_ratio=0 \
     --train.steps=480 --train.global_batch_size=8 --train.micro_batch_size=1
 
-.PHONY: train data test bytecode quick test-all faults chaos refactoring checks format docs clean
+.PHONY: train data test quick test-all faults chaos refactoring checks format docs clean
 
 train: data
 	@$(BIN)/python train.py --config debug.toml $(RECIPE)
@@ -61,18 +67,14 @@ data/python/train/dataset.json: data/tokenizer/tokenizer.model | $(READY)
 	$(BIN)/python scripts/prepare_data.py --input $(SOURCES) --extensions .py \
 	    --tokenizer data/tokenizer --output data/python --holdout 0.02 --max-bytes $(CORPUS_BYTES) --workers 2
 
-test: $(READY) bytecode
+test: $(READY)
 	$(BIN)/python -m pytest -m "not slow" $(PARALLEL) $(TESTS)
 
-quick: $(READY) bytecode
-	$(BIN)/python -m pytest -m "not (slow or processes or compiles or gpu)" $(PARALLEL) $(TESTS)
+quick: $(READY)
+	$(BIN)/python -m pytest -m "not (slow or long or processes or compiles or gpu)" $(QUICKLY) $(TESTS)
 
-test-all: $(READY) bytecode
+test-all: $(READY)
 	$(BIN)/python -m pytest $(PARALLEL) $(TESTS)
-
-# Tests start hundreds of processes, each of which would compile forge again where the environment forbids to keep bytecode.
-bytecode: $(READY)
-	@$(BIN)/python -m compileall -q forge
 
 faults: $(READY)
 	$(BIN)/python -m tests.faults.table

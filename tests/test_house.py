@@ -64,6 +64,7 @@ MODULES = {
 HIDDEN = re.compile(r"\.__class__ = |__dict__\[[\"']_forge|TYPE_CHECKING")
 
 
+@pytest.mark.long
 def test_each_room_imports_only_from_itself_and_from_below() -> None:
     for path in FILES:
         room = path.relative_to(FORGE).parts[0].removesuffix(".py")
@@ -98,6 +99,7 @@ def test_the_model_sees_only_its_own_section_of_the_config() -> None:
                 assert node.module == "forge.config.model", path
 
 
+@pytest.mark.long
 def test_no_modules_import_each_other_in_a_circle() -> None:
     imports = {name: modules_imported(name) for name in MODULES}
     try:
@@ -165,12 +167,14 @@ def test_the_core_exists_and_can_be_read_in_a_day() -> None:
     assert lines <= sizes.MAX_CORE_LINES, f"the core has {lines} lines: python -m tests.support.sizes"
 
 
+@pytest.mark.long
 def test_plain_words_only() -> None:
     found = {str(path.relative_to(ROOT)): list(words.banned(path)) for path in words.files()}
     found = {path: where for path, where in found.items() if where}
     assert not found, f"{found}: python -m tests.support.words says what to write instead"
 
 
+@pytest.mark.long
 def test_no_test_imports_from_another_test() -> None:
     for path in (ROOT / "tests").rglob("*.py"):
         homes = ("tests.support.", ".".join(path.relative_to(ROOT).parent.parts) + ".")

@@ -73,6 +73,7 @@ def test_s1_a_damaged_checkpoint_is_named_and_the_one_before_is_used(name, how, 
     assert names(folder) == [".damaged-step-00000002", "step-00000001", "step-00000002"]
 
 
+@pytest.mark.long
 def test_every_flipped_bit_of_a_manifest_is_found(tmp_path):
     (tmp_path / "a").write_bytes(b"content")
     text = compose(10, 2, {"tp": 1.5e-30, "é": None}, {"a": entry(tmp_path / "a")}).encode()

@@ -223,6 +223,7 @@ PLACES = st.sampled_from(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(PLACES, JUNK), max_size=6), st.sets(st.sampled_from(REQUIRED), max_size=3))
 def test_every_error_becomes_a_line_that_names_its_key(changes, missing) -> None:

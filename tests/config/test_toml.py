@@ -43,6 +43,7 @@ KEYS = {
 TABLES = {section: st.fixed_dictionaries(values) for section, values in KEYS.items()}
 
 
+@pytest.mark.long
 @settings(max_examples=100, deadline=None)
 @given(st.fixed_dictionaries(TABLES), st.booleans())
 def test_any_config_loads_again_to_itself(tables, scaled: bool) -> None:
@@ -53,6 +54,7 @@ def test_any_config_loads_again_to_itself(tables, scaled: bool) -> None:
     assert parse_toml_text(to_toml(config)) == config
 
 
+@pytest.mark.long
 @given(st.recursive(st.one_of(st.booleans(), st.integers(), TEXT, st.floats(allow_nan=False)), st.lists))
 def test_a_literal_reads_back_exactly(value) -> None:
     assert tomllib.loads(f"x = {to_literal(value)}")["x"] == value

@@ -110,6 +110,7 @@ def test_everything_wrong_is_reported_at_once() -> None:
 SMALL = st.integers(1, 12)
 
 
+@pytest.mark.long
 @settings(max_examples=200, deadline=None)
 @given(batch=st.integers(1, 64), micro=SMALL, world=SMALL)
 def test_every_remedy_for_a_batch_works(batch: int, micro: int, world: int) -> None:

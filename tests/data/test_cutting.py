@@ -71,6 +71,7 @@ def tokenizer(request):
     return KINDS[request.param]()
 
 
+@pytest.mark.long
 @given(before=TEXTS, text=TEXTS, after=TEXTS, start=st.integers(0, 12))
 def test_the_ids_of_the_parts_are_those_of_the_whole(tokenizer, before, text, after, start):
     assert tokenizer.can_cut

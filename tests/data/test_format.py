@@ -13,6 +13,7 @@ from forge.prepare.writer import ShardWriter
 from tests.support.streams import write_documents
 
 
+@pytest.mark.long
 @settings(max_examples=40, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12),

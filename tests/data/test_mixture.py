@@ -21,6 +21,7 @@ def blocks(mixture, first, count):
     return [mixture.turn(i) for i in range(first * mixture.block, (first + count) * mixture.block)]
 
 
+@pytest.mark.long
 @settings(max_examples=50, deadline=None)
 @given(weights=WEIGHTS, sizes=st.lists(st.integers(1, 40), min_size=5, max_size=5), block=st.integers(1, 64))
 def test_d4_each_epoch_shows_every_window_once_before_the_next_begins(weights, sizes, block):

@@ -54,6 +54,7 @@ def batches(source, count: int, mask: bool = True, **options) -> list[np.ndarray
     return [np.stack([batch.tokens, batch.labels, batch.documents]) for batch in found]
 
 
+@pytest.mark.long
 def test_a_remote_source_gives_the_batches_of_a_local_one_over_epochs(local, store, tmp_path) -> None:
     assert len(local.index.shards) > 2
     steps = 2 * (local.tokens // S) // 8 + 3
@@ -61,6 +62,7 @@ def test_a_remote_source_gives_the_batches_of_a_local_one_over_epochs(local, sto
         assert (here == there).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["503", "reset", "truncate"])
 def test_faults_of_a_store_change_no_batch(local, store, tmp_path, fault) -> None:
     source = opened(store, tmp_path)

@@ -78,6 +78,7 @@ def reported(file: Path) -> Iterator[str]:
             yield texts[0]
 
 
+@pytest.mark.long
 def test_every_message_of_the_page_is_one_of_the_code() -> None:
     texts = set()
     for file in (REPOSITORY / "forge").rglob("*.py"):

@@ -21,6 +21,7 @@ from tests.support.hf_models import (
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-9}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("case", CASES)
 def test_an_imported_model_has_the_same_logits_loss_and_gradients(
@@ -60,6 +61,7 @@ FREE = {"bos_token_id", "eos_token_id", "pad_token_id", "num_nextn_predict_layer
 FREE |= {"max_window_layers", "head_dim", "rope_parameters", "_name_or_path"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_imported_weights_are_exported_unchanged(case: str, tmp_path: Path) -> None:
     theirs = their_model(case)

@@ -78,6 +78,7 @@ MODELS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_of_forge_computes_the_same_in_transformers(name: str, tmp_path: Path) -> None:
     expected, model = MODELS[name]

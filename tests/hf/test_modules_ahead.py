@@ -52,6 +52,7 @@ def with_modules(case: str, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", ["deepseek_v3", "glm4_moe_quarter"])
 def test_modules_are_read_and_written_and_predict_the_same(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -66,6 +66,7 @@ def test_what_the_library_writes_is_read(tmp_path: Path) -> None:
     assert same(read(tmp_path), some_tensors())
 
 
+@pytest.mark.long
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_no_damage_to_a_header_is_anything_but_refused(data: st.DataObject, tmp_path_factory) -> None:

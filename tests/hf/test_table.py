@@ -261,6 +261,7 @@ PUBLISHED: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_preset_is_the_published_model(name: str) -> None:
     import torch

@@ -70,6 +70,7 @@ def whole(model: Transformer) -> Any:
     return recomputed(lambda tokens: model(tokens), model.seq_len)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_scores_are_those_without_a_cache(name: str) -> None:
@@ -82,6 +83,7 @@ def test_scores_are_those_without_a_cache(name: str) -> None:
                 text.append((7 * step + row) % VOCAB)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["dense", "window", "mixture of experts"])
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_a_batch_writes_what_each_text_writes_alone_and_without_a_cache(

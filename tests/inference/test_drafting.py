@@ -42,6 +42,7 @@ def written(
     return [step[0] for step in generate(scores, [prompt], tokens, sampling)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("prompt", [PROMPT, [2]], ids=["prompt", "one token"])
@@ -50,6 +51,7 @@ def test_drafts_change_no_token(name: str, temperature: float, prompt: list[int]
     assert written(DraftedScores(model), sampling, prompt) == written(CachedScores(model), sampling, prompt)
 
 
+@pytest.mark.long
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["three modules", "linear layers"])
 def test_scores_are_those_without_drafts_wherever_the_text_goes(name: str) -> None:

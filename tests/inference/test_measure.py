@@ -86,6 +86,7 @@ def expected_loss(
     return total / count, count
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("sequences", [None, 2, 99])
 @torch.no_grad()

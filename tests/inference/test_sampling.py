@@ -92,6 +92,7 @@ def test_the_model_sees_at_most_the_last_seq_len_tokens() -> None:
 LOGITS = torch.tensor([2.0, 0.0, 1.0, 1.0, -torch.inf], dtype=torch.float64)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sampling", "left"),
     [

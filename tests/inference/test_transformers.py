@@ -21,6 +21,7 @@ NEW = 12
 FAST = {"llama3", "mistral", "qwen3", "mixtral", "glm4_moe", "gpt_oss", "qwen3_next"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -75,6 +76,7 @@ def ours(layer: nn.Module) -> LinearAttention:
     return own
 
 
+@pytest.mark.long
 def test_outputs_and_gradients_are_those_of_transformers() -> None:
     plain = theirs()
     own, mask = ours(plain), AttentionMask(LINEAR, None)

@@ -48,6 +48,7 @@ def test_the_block_table_skips_only_empty_tiles_and_calls_full_only_full_ones(
         assert_close(ours.full_kv_num_blocks, exact.full_kv_num_blocks)
 
 
+@pytest.mark.long
 @CASES
 @WINDOWS
 def test_flex_attention_equals_sdpa(documents: Tensor | None, window: int) -> None:
@@ -57,6 +58,7 @@ def test_flex_attention_equals_sdpa(documents: Tensor | None, window: int) -> No
     assert_close(flex, dense, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("soft_cap", [0.0, 0.7])
 def test_the_attention_function_follows_its_table(soft_cap: float) -> None:
     q, k, v = _heads(2, SEQ, CPU, torch.float32)

@@ -76,6 +76,7 @@ def test_loss_and_every_gradient_equal_the_plain_form(
     assert_equals_plain_form(moe_model(config), *batch(seq=8))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes",
     [
@@ -105,6 +106,7 @@ def test_other_activations_with_biases_equal_the_plain_form(activation: str) -> 
     assert_equals_plain_form(moe_model(config), *batch(seq=8))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("balance", BALANCES)
 def test_equal_scores_equal_the_plain_form(balance: str) -> None:
     """All experts score the same, and one expert is never chosen."""
@@ -116,6 +118,7 @@ def test_equal_scores_equal_the_plain_form(balance: str) -> None:
     assert all(router.counts.count_nonzero() == 2 for router in model.routers.values())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("balance", BALANCES)
 def test_all_tokens_on_one_expert_equal_the_plain_form(balance: str) -> None:
     model = moe_model(moe_config(balance=balance, top_k=1, score_function="sigmoid"))
@@ -128,6 +131,7 @@ def test_all_tokens_on_one_expert_equal_the_plain_form(balance: str) -> None:
     assert all(router.counts[chosen] == router.counts.sum() == valid for router in model.routers.values())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("balance", BALANCES)
 def test_a_batch_with_one_valid_token_equals_the_plain_form(balance: str) -> None:
     tokens, labels = batch(seq=8)
@@ -246,11 +250,13 @@ def assert_bias_moves_by_the_sign(config: ModelConfig) -> None:
         assert torch.equal(after, bias)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("balance", BALANCES)
 def test_microbatches_change_nothing(balance: str) -> None:
     assert_microbatches_do_not_matter(moe_config(balance=balance))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("balance", BALANCES)
 @pytest.mark.parametrize("selective", [False, True], ids=["full", "selective"])
 def test_recomputation_changes_nothing(balance: str, selective: bool) -> None:
@@ -315,6 +321,7 @@ def not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "_foreach_add_", lambda *_: None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("put_in", "check"),
     [

@@ -28,6 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one document", "documents"])
 def test_objective_and_every_gradient_equal_the_plain_form(

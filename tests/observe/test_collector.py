@@ -40,6 +40,7 @@ def test_collects_at_multiples_of_the_interval_and_only_then():
         assert garbage() is None
 
 
+@pytest.mark.long
 def test_what_exists_before_the_run_is_frozen_and_python_s_way_returns_after_it():
     with running(10):
         assert gc.get_freeze_count() > 0
@@ -62,6 +63,7 @@ def test_interval_zero_leaves_everything_to_python():
         assert garbage() is not None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("interval", [0, 1])
 def test_the_time_of_collections_is_counted_wherever_they_start(interval):
     gc.disable()  # or Python makes one in between

@@ -55,6 +55,7 @@ def test_every_card_is_slower_in_wider_formats():
         assert bfloat16 > tf32 >= float32 >= (float64 or 0)
 
 
+@pytest.mark.long
 def test_memory_on_cpu_is_the_peak_of_the_resident_set():
     before = memory_gib(torch.device("cpu"))
     held = torch.ones(int((before + 0.02) * 2**30), dtype=torch.uint8)

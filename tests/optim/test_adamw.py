@@ -74,6 +74,7 @@ def test_bfloat16_moments_stay_close_to_float32_ones() -> None:
         torch.testing.assert_close(a.parameter, b.parameter, rtol=0, atol=5 * 0.01 * 2 * 2**-8)
 
 
+@pytest.mark.long
 def test_a_bfloat16_second_moment_follows_gradients_that_became_smaller() -> None:
     # Per step it moves by 0.001 of its value, half of bfloat16's last bit or less: rounded to nearest it stays at 0.26.
     shape = (64, 32)

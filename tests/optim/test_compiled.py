@@ -91,6 +91,7 @@ def test_the_update_equals_the_fused_kernel(storage: str, moments: str) -> None:
     agree(storage, moments, "plain")
 
 
+@pytest.mark.long
 def test_a_traced_update_equals_the_fused_kernel() -> None:
     agree("float32", "bfloat16", "eager")
 

@@ -109,6 +109,7 @@ def moment(values: Tensor, slot: str, updates: int = 0) -> Tensor:
     return moments.read(shard, slot)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("slot", ["exp_avg", "exp_avg_sq"])
 def test_the_expectation_of_a_rounded_value_is_the_value(slot: str) -> None:
     values = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
@@ -131,6 +132,7 @@ def test_what_a_code_has_is_kept_and_a_positive_second_moment_stays_positive() -
     assert torch.equal(moment(signed, "exp_avg", 1), signed)
 
 
+@pytest.mark.long
 def test_it_trains_like_float32_with_a_quarter_of_the_memory() -> None:
     target = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
 

@@ -102,6 +102,7 @@ def test_rows_that_see_no_key_have_no_weight() -> None:
     assert torch.equal(before == -torch.inf, lse == -torch.inf)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("soft_cap", [0.0, 2.0])
 def test_flex_attention_with_tiles_of_a_part_says_the_same(soft_cap: float) -> None:

@@ -74,6 +74,7 @@ def test_positions_that_the_batch_gives_are_kept() -> None:
     assert found.positions is not None and found.positions.tolist() == [[7, 6, 1, 0]] * 2
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Lower right causal bias")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_causal_chunks_are_the_rows_of_causal_attention(compiled: bool) -> None:

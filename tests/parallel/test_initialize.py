@@ -20,6 +20,7 @@ def drawn(box: Box, seed: int = 0, name: str = "w", std: float = 1.0) -> torch.T
     return out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "box",
     [

@@ -38,6 +38,7 @@ def plan(folder, *options: str, gib: float | None = None) -> int:
     return main(["--config", str(folder / "tiny.toml"), "--plan", "--model.n_layers=1", *options])
 
 
+@pytest.mark.long
 def test_a_plan_is_one_json_object_and_nothing_else_is_printed(tmp_path, capsys) -> None:
     assert plan(tmp_path, "--json", "--world-size=2") == 0
     found = json.loads(capsys.readouterr().out)
@@ -51,6 +52,7 @@ def test_a_plan_is_one_json_object_and_nothing_else_is_printed(tmp_path, capsys)
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("gib", "code"), [pytest.param(1.0, 0, marks=pytest.mark.slow), (0.0001, 3)])
 def test_the_exit_code_says_whether_it_fits(tmp_path, capsys, gib: float, code: int) -> None:
     assert plan(tmp_path, gib=gib) == code
@@ -89,6 +91,7 @@ def test_a_plan_says_what_a_rank_with_crowded_experts_needs(tmp_path, capsys) ->
     assert set(found["flops"]["forward"]) == {"layers", "attention", "head"} > set(found["flops"]["backward"])
 
 
+@pytest.mark.long
 def test_states_on_the_nodes_take_host_memory_for_three_of_them_with_their_copies(tmp_path, capsys) -> None:
     (tmp_path / "plain.toml").write_text(plan_text())
     asked = ["--config", str(tmp_path / "plain.toml"), "--plan", "--world-size=2", "--model.n_layers=1"]
@@ -100,6 +103,7 @@ def test_states_on_the_nodes_take_host_memory_for_three_of_them_with_their_copie
     assert "states on the nodes (checkpoint.local_interval) take" in capsys.readouterr().out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
@@ -152,6 +156,7 @@ def test_a_model_that_reads_data_is_refused_with_its_line(tmp_path, capsys) -> N
     assert f"{__file__}:" in message and "aten._local_scalar_dense" in message
 
 
+@pytest.mark.long
 def test_ranks_of_one_process_do_not_disturb_each_other() -> None:
     """Equal meshes of two worlds have different groups."""
     config = parse_toml_text(plan_text("pp = 2"))

@@ -53,6 +53,7 @@ def totals(stage: StagePlan, *, sizes: bool = True) -> dict[tuple[str, str], int
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("text", "world"),
     [

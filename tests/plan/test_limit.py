@@ -110,11 +110,13 @@ CASES = {
 }
 
 
+@pytest.mark.long
 def test_a_limit_is_noticed() -> None:
     assert not succeeds(plan_text(), 1, 1000.0)
     assert succeeds(plan_text(), 1, inf)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [name if name == "fsdp2" else pytest.param(name, marks=SLOW) for name in CASES]
 )

@@ -39,6 +39,7 @@ def test_layouts_that_fit_come_first_and_the_fastest_before_others() -> None:
     assert [one.needed > 2**20 for one in nearest] == [True]
 
 
+@pytest.mark.long
 def test_every_layout_is_legal_and_none_is_left_that_cannot_hold_its_state() -> None:
     config = parse_toml_text(plan_text())
     found = layouts(config, 4, BARE)

@@ -53,6 +53,7 @@ ON_CARDS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("text", "world", "card"),
     [
@@ -76,6 +77,7 @@ def test_traced_operations_are_those_that_the_model_counts(text: str, world: int
     assert traced == pytest.approx(counted, rel=1e-9)
 
 
+@pytest.mark.long
 def test_a_window_takes_less_time_on_a_card_and_no_table_of_scores() -> None:
     def attention(model: str) -> tuple[float, int]:
         config = parse_toml_text(of_kinds(model=model))

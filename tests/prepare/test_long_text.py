@@ -33,6 +33,7 @@ def text_file(folder, text):
     return File(str(path), "long.txt", path.stat().st_size)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [1, 3, 50, 3000, 10**6])
 @pytest.mark.parametrize("window", [16, 1 << 14])
 def test_parts_have_each_character_once_and_the_ids_of_the_whole(tmp_path, model, monkeypatch, size, window):
@@ -89,6 +90,7 @@ def test_no_long_string_is_tokenized_at_once(tmp_path, monkeypatch):
     assert sum(lengths) == len(text) + 2_000_000 and max(lengths) <= 1 << 18
 
 
+@pytest.mark.long
 def test_memory_does_not_grow_with_a_chunk(tmp_path):
     """4 MB of text are 8 MB of tokens of two bytes, in one compressed file and so in one chunk."""
     with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
@@ -120,6 +122,7 @@ def test_a_bad_large_text_is_counted_among_the_others(tmp_path, capsys):
     assert "1 of 2 documents are bad and left out:\n  a.txt: not UTF-8 at byte 0" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_large_text_that_could_not_be_read_before_takes_its_place_among_the_others(tmp_path, monkeypatch):
     (tmp_path / "in").mkdir()
     for name in "abc":

@@ -53,6 +53,7 @@ def test_parts_joined_are_what_one_machine_writes_byte_for_byte(text, whole, tmp
     assert f"train/{plan_name('best_fit', 100)}.json" in whole
 
 
+@pytest.mark.long
 def test_interrupted_parts_are_done_again_and_finished_ones_are_not(text, whole, tmp_path) -> None:
     wanted = request(text, tmp_path / "out", packing="best_fit", seq_len=100)
     parts = tmp_path / "out" / ".parts"
@@ -77,6 +78,7 @@ def test_parts_of_another_request_are_refused_and_kept(text, tmp_path) -> None:
     assert part_path(tmp_path / "out" / ".parts", 0).exists()
 
 
+@pytest.mark.long
 def test_a_store_and_its_faults_give_what_a_folder_gives(text, whole, tmp_path, monkeypatch) -> None:
     from forge import remote
 

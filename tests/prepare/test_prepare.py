@@ -69,6 +69,7 @@ def test_holdout_splits_all_documents_and_keeps_copies_on_one_side(tmp_path):
     assert not set(train) & set(held_out)
 
 
+@pytest.mark.long
 def test_an_interrupted_run_continues(text, tmp_path, monkeypatch, capsys):
     run(text, tmp_path / "whole")
     write, written = part.write_part, []
@@ -92,6 +93,7 @@ def test_an_interrupted_run_continues(text, tmp_path, monkeypatch, capsys):
     assert TokenDataset(tmp_path / "out").fingerprint == TokenDataset(tmp_path / "whole").fingerprint
 
 
+@pytest.mark.long
 def test_a_run_interrupted_between_the_two_datasets_completes(text, tmp_path, monkeypatch):
     join = module._join
     monkeypatch.setattr(
@@ -107,6 +109,7 @@ def test_a_run_interrupted_between_the_two_datasets_completes(text, tmp_path, mo
     assert len(documents(tmp_path / "out" / "train")) + len(documents(tmp_path / "out" / "validation")) == 330
 
 
+@pytest.mark.long
 def test_parts_of_other_input_are_not_used(text, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(module, "_check_tally", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):

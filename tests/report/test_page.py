@@ -15,6 +15,8 @@ from forge.report.page import make_page
 from forge.report.read import read_run
 from tests.support.recorded import PLAN, write_run
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory) -> str:

@@ -91,6 +91,7 @@ class Ahead:
         return time.time() + 3 * 3600
 
 
+@pytest.mark.long
 def test_an_agent_learns_how_far_its_clock_is_from_the_meetings_and_the_meeting_ends_with_the_run() -> None:
     held = Meeting(0)
     serving = threading.Thread(target=held.serve, args=(threading.Event(), 0.0))

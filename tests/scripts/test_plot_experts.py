@@ -5,6 +5,8 @@ import runpy
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "plot_experts.py"
 
 
@@ -19,6 +21,7 @@ def line(step: int, counts: list[int] | None) -> dict:
     return {"step": step, "loss": 1.0, "routers": {"1": load, "3": load}}
 
 
+@pytest.mark.long
 def test_a_curve_for_each_layer_and_below_them_a_map_of_each(tmp_path) -> None:
     lines = [line(step, [5, 3, 0] if step % 2 else None) for step in range(1, 14)]
     code, text = plot(tmp_path, [*lines, {"step": 13, "eval": {"x": 1.0}}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
@@ -23,8 +24,15 @@ def covering(
     reached = {number: set(goals(case)) for number, case in enumerate(cases)}
     kept = {cases.index(case) for case in taken}
     left = set().union(*reached.values()) - set().union(*(reached[number] for number in kept))
+    # What a case reaches of what is left only shrinks, so a number from before is at least as large as it is now.
+    queue = [(-len(goals), number) for number, goals in reached.items()]
+    heapq.heapify(queue)
     while left:
-        best = max(reached, key=lambda number: (len(reached[number] & left), -number))
+        before, best = heapq.heappop(queue)
+        now = -len(reached[best] & left)
+        if now != before:
+            heapq.heappush(queue, (now, best))
+            continue
         kept.add(best)
         left -= reached[best]
     return [cases[number] for number in sorted(kept)]

@@ -28,6 +28,7 @@ def recipe(*options: str) -> Config:
     return load_config(["--config", "debug", *SMALL, *options])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "least"),
     [([], 0.7), (MOE, 0.7), pytest.param(["--optimizer.name=muon"], 0.6, marks=pytest.mark.slow)],

@@ -50,6 +50,7 @@ def planted(tmp_path_factory) -> tuple[Path, list[float]]:
     return folder, sorted(set(sizes))
 
 
+@pytest.mark.long
 def test_a_planted_law_and_learning_rate_are_found_from_run_directories(planted, capsys) -> None:
     folder, sizes = planted
     asked = ["--metric=eval.python", "--budget=1e17", "--predict", "1e8", "2e9", "--json", "--resamples=5"]
@@ -70,6 +71,7 @@ def test_a_planted_law_and_learning_rate_are_found_from_run_directories(planted,
     assert all(row["best"] == pytest.approx(BEST_LR, rel=0.3) for row in optima)
 
 
+@pytest.mark.long
 def test_the_text_says_law_budget_and_how_far_it_extrapolates(planted, capsys) -> None:
     folder, _ = planted
     assert (

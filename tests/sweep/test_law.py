@@ -23,6 +23,7 @@ def runs(law: Law, noise: float = 0.0) -> tuple[list[float], list[float], list[f
     return [n for n, _ in points], [d for _, d in points], losses
 
 
+@pytest.mark.long
 def test_runs_that_do_not_show_what_a_size_does_are_recognised() -> None:
     for law, wanted in (
         (LAWS[0], []),
@@ -33,6 +34,7 @@ def test_runs_that_do_not_show_what_a_size_does_are_recognised() -> None:
         assert fit_law(n, d, losses, resamples=2).without_effect(n, d) == wanted
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("law", LAWS)
 def test_a_planted_law_is_recovered(law: Law) -> None:
     fit = fit_law(*runs(law), resamples=20)

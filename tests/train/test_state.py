@@ -6,6 +6,7 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -99,6 +100,7 @@ class History:
             assert read == set(range(max(read, default=-1) + 1)) - bad
 
 
+@pytest.mark.long
 @settings(max_examples=100, deadline=None)
 @given(MIXTURES, st.lists(STEPS, min_size=2, max_size=8))
 def test_every_sample_is_read_once_in_any_history(mixture, steps) -> None:
@@ -117,6 +119,7 @@ def test_every_sample_is_read_once_in_any_history(mixture, steps) -> None:
     assert len(history.progress.order.segments) <= 1 + len(steps)
 
 
+@pytest.mark.long
 @settings(max_examples=100, deadline=None)
 @given(
     weights=st.lists(st.sampled_from([0.1, 0.3, 1.0, 2.5]), min_size=1, max_size=3),

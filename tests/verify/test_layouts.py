@@ -24,6 +24,7 @@ def test_every_axis_and_every_pair_of_axes_is_covered(config) -> None:
     assert all(why_illegal(config, case) is None for case in cases)
 
 
+@pytest.mark.long
 def test_layouts_at_random_are_legal_different_and_the_same_for_a_seed() -> None:
     cases = list(itertools.islice(at_random(MIXED, [2, 4], seed=1), 50))
     assert len(set(cases)) == 50 and {case.world for case in cases} == {2, 4}

@@ -47,6 +47,7 @@ def made(name: str, pp: int, microbatches: int, per_rank: int = 2) -> Schedule:
     return make_schedule(name, pp, pp * (1 if name in ONE_PER_RANK else per_rank), microbatches)
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(NAMES), st.sampled_from([2, 3, 4, 8]), st.integers(1, 33), st.integers(2, 4))
 def test_every_accepted_schedule_is_whole_and_ends(
