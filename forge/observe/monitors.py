@@ -213,7 +213,8 @@ class Monitors:
         activation checkpointing; when the block has returned, they are measured."""
         seen = self._seen[layer] = []
         if "attention" in self._chosen and not self._compiled and hasattr(block.attention, "attend"):
-            watched = _WatchedAttention(block.attention.attend, seen)
+            latent = hasattr(block.attention.attend, "attend_latent")
+            watched = (_WatchedLatents if latent else _WatchedAttention)(block.attention.attend, seen)
             self._handles.append(
                 functools.partial(setattr, block.attention, "attend", block.attention.attend)
             )
@@ -299,6 +300,16 @@ class _WatchedAttention:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._attend, name)
+
+
+class _WatchedLatents(_WatchedAttention):
+    """The same for an attention function that takes the latents of latent attention."""
+
+    def attend_latent(self, layer: Any, q: Tensor, latent: Tensor, key: Tensor, mask: Any) -> Tensor:
+        with torch.no_grad():
+            k, _ = layer.expand(latent, key)
+        _keep(self._seen, "attention", q, k, mask, self._attend.split)
+        return self._attend.attend_latent(layer, q, latent, key, mask)
 
 
 def _keep(seen: list[tuple[Any, ...]], *found: Any) -> None:

@@ -97,6 +97,11 @@ class ObservedAttention:
     def __init__(self, attend: AttentionFunction, largest: Tensor, layout: Layout, split: SequenceSplit):
         self._attend, self._largest, self._split, self._tp = attend, largest, split, layout.meshes.tp
 
+    @property
+    def split(self) -> SequenceSplit | None:
+        """How context parallelism divides the sequence, as its attention functions say; None without it."""
+        return getattr(self._attend, "split", None)
+
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
         return self._attend.prepare(mask, x)
 

@@ -31,6 +31,16 @@ n_shared_experts = 2
 n_dense_layers = 1
 """
 DENSE = "qk_norm = true"
+LATENT = """
+attention = "mla"
+[model.mla]
+q_lora_rank = 12
+kv_lora_rank = 10
+qk_nope_head_dim = 6
+qk_rope_head_dim = 4
+v_head_dim = 5
+"""
+CLIPPED = '[optimizer]\nname = "muon"\nmuon = { qk_clip = 100.0 }'
 
 
 def monitored(rank: int, world: int, text: str) -> dict[str, Any]:
@@ -121,6 +131,12 @@ def test_one_process_reports_every_layer_and_parameter() -> None:
 )
 def test_a_mixture_of_experts_on_any_layout(parallel: str) -> None:
     assert_same(parallel, MOE, 4)
+
+
+@pytest.mark.parametrize("more", ["", CLIPPED], ids=["plain", "clipped logits"])
+@pytest.mark.parametrize("model", ["attention_bias = true", LATENT], ids=["grouped", "latent"])
+def test_attention_over_parts_of_a_sequence(model: str, more: str) -> None:
+    assert_same(f"cp = 2\n{more}", model, 2)
 
 
 @pytest.mark.parametrize(
