@@ -278,7 +278,7 @@ DEFECTS = {
         "tied",
         "gradient of embedding.weight, step 1",
     ),
-    "tied values": (tied_values_left_behind, "1F1B", "tied", "parameter of embedding.weight, step 1"),
+    "tied values": (tied_values_left_behind, "1F1B", "tied", "loss of cross-entropy, step 2"),
     "labels": (labels_for_the_last_stage_only, "1F1B", "experts", "gradient of .*, step 1"),
 }
 
