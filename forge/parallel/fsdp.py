@@ -99,14 +99,16 @@ class FullySharded:
 
     def begin_microbatch(self, *, last: bool) -> None:
         parallel = self._layout.parallel
-        # In a pipeline other microbatches are under way when one ends: what is gathered stays until the last is done.
-        keeps = parallel.pp > 1 and parallel.reshard_after_forward in ("auto", "never")
+        # What forward does not free may stay until the last microbatch is done: in a pipeline others are under way when one
+        # ends. What it frees must not: recomputation, which gathers it, would issue operations that forward did not.
+        keeps = parallel.reshard_after_forward in ("auto", "never")
         self._root.set_is_last_backward(last)
         for unit, alone in self._units:
             # In this order: set_requires_gradient_sync switches the all-reduce as well.
             unit.set_requires_gradient_sync(last or not (alone or _defers(self._layout)), recurse=False)
             unit.set_requires_all_reduce(last, recurse=False)
-            unit.set_reshard_after_backward(last or not (alone or keeps), recurse=False)
+            stays = keeps and (alone or parallel.pp > 1)
+            unit.set_reshard_after_backward(last or not stays, recurse=False)
 
     def take_weight_gradients(self, *, last: bool) -> None:
         """Do what backward's hooks would have done, had these gradients come from a backward."""

@@ -11,7 +11,7 @@ from benchmarks.kernels import kind_of, largest_other, shares
 from benchmarks.loops import TINY, joined
 from benchmarks.measure import RESULTS, require_learning
 from forge.errors import UserError
-from tests.support.harness import run_ranks
+from tests.support.harness import may_start_processes, run_ranks
 
 FAST = ["--rounds", "2", "--steps", "4"]
 
@@ -25,6 +25,7 @@ def no_group_is_left():
 
 
 def _main(rank: int, world: int, name: str, arguments: list[str]) -> int:
+    may_start_processes()
     return importlib.import_module(f"benchmarks.{name}").main(arguments)
 
 

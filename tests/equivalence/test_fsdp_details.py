@@ -12,7 +12,11 @@ from tests.support.equivalence import WholeRecord, assert_equal, layout, referen
 from tests.support.harness import run_ranks
 from tests.support.layouts import slow_unless
 
-VARIANTS = {"plain": "", "tied": "tie_embeddings = true"}
+VARIANTS = {
+    "plain": "",
+    "tied": "tie_embeddings = true",
+    "experts": "[model.moe]\nn_experts = 4\nexpert_dim = 24",
+}
 HSDP = "dp_replicate = 2\ndp_shard = 2"
 
 
@@ -38,6 +42,15 @@ def test_deferred_reduction(world: int, parallel: str) -> None:
     check(world, parallel, "defer_gradient_reduction = true")
 
 
+# Recomputation runs a block's forward again, and with it what FSDP2 does around the experts inside.
+@pytest.mark.parametrize(
+    ("world", "parallel"), [(1, ""), (2, "ep = 2"), (2, "dp_replicate = 2\ndp_shard = 1")]
+)
+def test_experts_that_no_other_rank_shards_are_freed_in_each_microbatch(world: int, parallel: str) -> None:
+    selective = '[activation_checkpoint]\nmode = "selective"\n'
+    check(world, parallel, 'reshard_after_forward = "always"', variant="experts", micro=2, extra=selective)
+
+
 # test_data_parallel.py runs every policy without these options.
 POLICIES = ['"always"', '"never"', "2"]
 
@@ -47,7 +60,7 @@ def test_deferred_reduction_with_every_reshard_policy(policy: str) -> None:
     check(4, "defer_gradient_reduction = true", f"reshard_after_forward = {policy}")
 
 
-@pytest.mark.parametrize("variant", only("plain", VARIANTS))
+@pytest.mark.parametrize("variant", only("plain", ["plain", "tied"]))
 @pytest.mark.parametrize("prefetch", [0, 2, 9])
 def test_prefetch(prefetch: int, variant: str) -> None:
     check(2, f"prefetch = {prefetch}", variant=variant, micro=2)

@@ -107,6 +107,7 @@ def test_names_stay() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.processes  # a C++ compiler
 @pytest.mark.parametrize("mode", ["none", "selective"])
 def test_inductor_computes_the_same(mode: str) -> None:
     recompute = f'[activation_checkpoint]\nmode = "{mode}"'

@@ -407,11 +407,13 @@ def test_nothing_of_full_size_waits_between_microbatches_unless_asked() -> None:
     assert run_ranks(_unsharded_between_microbatches, 2, text)[0] == [(False, True)] * 3 + [(False, False)]
 
 
-def test_one_process_casts_parameters_once_per_step() -> None:
+def test_a_rank_that_holds_all_casts_parameters_once_per_step_unless_forward_frees_them() -> None:
+    text = tiny_config(micro=1, parallel="dp_replicate = 2\ndp_shard = 1")
+    assert run_ranks(_unsharded_between_microbatches, 2, text)[0] == [(True, True)] * 3 + [(False, False)]
     # Freeing parameters is what only FSDP does, so it stays FSDP's in one process, too.
     text = tiny_config(micro=2, parallel='reshard_after_forward = "always"')
     (found,) = run_ranks(_unsharded_between_microbatches, 1, text)
-    assert found == [(True, True)] * 3 + [(False, False)]
+    assert found == [(False, True)] * 3 + [(False, False)]
 
 
 # In one process.

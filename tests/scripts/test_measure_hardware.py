@@ -1,13 +1,11 @@
 """What measures a machine writes a file that --hardware takes."""
 
-import runpy
 from pathlib import Path
 
 import pytest
 
 from forge.plan.hardware import find_hardware
-
-SCRIPT = runpy.run_path(str(Path(__file__).resolve().parents[2] / "scripts" / "measure_hardware.py"))
+from scripts import measure_hardware
 
 
 def test_a_file_has_what_was_measured(tmp_path: Path) -> None:
@@ -23,7 +21,7 @@ def test_a_file_has_what_was_measured(tmp_path: Path) -> None:
         "products": {"float32": [[1e6, 0.01], [1e9, 0.1]]},
         "attention": {"float32": [[1e6, 0.01]]},
     }
-    (tmp_path / "here.toml").write_text(SCRIPT["to_toml"](measured))
+    (tmp_path / "here.toml").write_text(measure_hardware.to_toml(measured))
     found = find_hardware(str(tmp_path / "here.toml"))
     assert found.memory_gb_per_s == 12.35 and found.operator_us == 3.0
     assert found.products == {"float32": [(1e6, 0.01), (1e9, 0.1)]} and found.elementwise[1] == (
@@ -35,7 +33,7 @@ def test_a_file_has_what_was_measured(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_machine_is_measured(tmp_path: Path) -> None:
-    assert SCRIPT["main"](["--tiny", "--threads=1", "--output", str(tmp_path / "here.toml")]) == 0
+    assert measure_hardware.main(["--tiny", "--threads=1", "--output", str(tmp_path / "here.toml")]) == 0
     found = find_hardware(str(tmp_path / "here.toml"))
     assert (
         found.operator_us > 0 and found.node.gb_per_s > 0 and set(found.products) == {"float32", "bfloat16"}
