@@ -11,7 +11,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +50,13 @@ TIMES = ("tokens_per_second", "step_time_s", "data_time_s", "gc_time_s", "memory
 
 
 class Run:
-    """A run directory under `folder`, and the command that works on it."""
+    """A run directory under `folder`, and the command that works on it; `base` must not name another run."""
 
-    def __init__(self, folder: Path, *options: str):
+    def __init__(self, folder: Path, *options: str, base: Sequence[str] = BASE):
         self.path = folder / "run"
         self._terminal = folder / "terminal.txt"
         folder.mkdir(exist_ok=True)
-        self._options = [*BASE, f"--run.output_dir={folder}", *options]
+        self._options = [*base, f"--run.output_dir={folder}", *options]
 
     def start(self, *options: str, world: int = 1, fault: str = "", patch: str = "") -> Any:
         """Start the command; `.join()` of the result gives the exit codes in rank order.

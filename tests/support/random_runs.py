@@ -1,0 +1,157 @@
+"""Runs drawn at random from what a configuration has beside the model, and what their metrics must have in common.
+
+A seed gives one run. What the configuration's checks refuse is drawn again, by the same checks that a user meets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forge.config import Config, parse_toml_text
+from forge.config.toml import to_literal
+from forge.errors import UserError
+from forge.verify.layouts import Case, at_random
+from tests.support.equivalence import tiny_config
+from tests.support.random_models import draw_model
+
+SYNTHETIC = 'sources = [{path = "synthetic", weight = 1.0}]\ndocument_mask = true\n'
+
+
+def write_tokens(folder: Path) -> None:
+    """Raw files of the vocabulary of `tiny_config`, in which 0 ends a document."""
+    generator = np.random.default_rng(0)
+    for name, size in (("a", 60_000), ("b", 30_000), ("held-out", 9_000)):
+        ids = generator.integers(1, 67, size)
+        ids[generator.integers(0, size, size // 30)] = 0
+        ids.astype(np.uint16).tofile(folder / f"{name}.bin")
+
+
+def draw_keys(generator: random.Random, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Keys of every section but [model], "section.key" -> value, and of a phase; legal together or not."""
+
+    def some(share: float = 0.5) -> bool:
+        return generator.random() < share
+
+    choose = generator.choice
+
+    def source(name: str, **more: Any) -> dict[str, Any]:
+        return {"path": str(folder / f"{name}.bin"), "dtype": "uint16", "eos_id": 0, "name": name, **more}
+
+    sources = [source("a", weight=1.0), source("b", weight=0.5)][: choose([1, 2, 2])]
+    keys: dict[str, Any] = {
+        "data.sources": sources,
+        "data.tokenizer": "none",
+        "data.document_mask": some(),
+        "data.mixture_block": choose([4, 16, 1024]),
+        "train.steps": 4,
+        "train.grad_clip_norm": choose([0.0, 0.5]),
+        "train.loss_chunk_tokens": choose([16, 32, 1000]),
+        "train.z_loss_coef": choose([0.0, 0.01]),
+        "train.gc_interval": choose([0, 1, 100]),
+        # Not lion: where a gradient is 0 but for rounding, it moves by the sign of that.
+        "optimizer.name": choose(["adamw", "muon"]),
+        "optimizer.lr": 3e-3,
+        "optimizer.parametrization": choose(["standard", "standard", "mup", "completep"]),
+        "schedule.name": "constant",
+        "schedule.warmup_steps": choose([0, 2]),
+        "schedule.unit": choose(["steps", "tokens"]),
+        "checkpoint.mode": choose(["async", "sync"]),
+        "checkpoint.interval": choose([1, 2]),
+        "metrics.log_interval": 1,
+        "metrics.expert_map_interval": 1,
+        "metrics.tensorboard": False,
+        "metrics.sources": some(0.4),
+        "metrics.monitor_interval": choose([0, 1, 2]),
+        "resilience.check_replicas": some(),
+    }
+    if some(0.3):
+        keys["optimizer.ema"] = 0.9
+    if keys["optimizer.parametrization"] != "standard":
+        keys["optimizer.mup.base_dim"] = 16
+    if keys["optimizer.parametrization"] == "completep":
+        keys["optimizer.mup.base_depth"] = 1
+    if keys["optimizer.name"] == "adamw":
+        keys["optimizer.moment_dtype"] = choose(["float32", "bfloat16", "int8"])
+    else:
+        keys |= {
+            "optimizer.muon.orthogonalization": choose(["newton_schulz", "polar_express"]),
+            "optimizer.muon.second_moment": choose(["none", "neuron"]),
+            "optimizer.muon.cautious_decay": some(),
+            "optimizer.muon.split_heads": some(),
+            "optimizer.muon.qk_clip": choose([0.0, 0.0, 0.01]),
+        }
+    if some():
+        keys |= {
+            "data.validation": [source("held-out")],
+            # The first of two starts ends with an evaluation, too.
+            "evaluate.interval": choose([1, 2]),
+            "evaluate.sequences": choose([3, 5, 8]),
+        }
+    phase: dict[str, Any] = {}
+    if some(0.4):
+        possible = {
+            "seq_len": 40,
+            "global_batch_size": choose([4, 16]),
+            "lr": 1e-3,
+            "document_mask": some(),
+            "weights": [0.2, 0.8][: len(sources)],
+        }
+        phase = {key: value for key, value in possible.items() if some()} | {
+            "until_tokens": choose([640, 1280])
+        }
+    return keys, phase
+
+
+def to_text(model: dict[str, Any], keys: dict[str, Any], phase: dict[str, Any]) -> str:
+    """The TOML of `tiny_config` with this model, these keys over its own, and this phase."""
+    base = tiny_config(model="\n".join(f"{key} = {to_literal(value)}" for key, value in model.items()))
+    text = base.replace(SYNTHETIC, "").replace("steps = 3\n", "").replace("z_loss_coef = 0.01\n", "", 1)
+    text = text.replace("loss_chunk_tokens = 32\n", "")
+    for key, value in keys.items():
+        section, _, name = key.rpartition(".")
+        line = f"{name} = {to_literal(value)}\n"
+        header = f"[{section}]\n"
+        text = text.replace(header, header + line, 1) if header in text else f"{text}\n{header}{line}"
+    if phase:
+        text += "\n[[phase]]\n" + "".join(f"{key} = {to_literal(value)}\n" for key, value in phase.items())
+    return text
+
+
+def draw_run(seed: int, worlds: tuple[int, ...], folder: Path) -> tuple[Config, Case, Case]:
+    """A run in one process on the files of `write_tokens`, and two layouts for it with one of so many ranks."""
+    generator = random.Random(seed)
+    while True:
+        model = draw_model(generator)
+        keys, phase = draw_keys(generator, folder)
+        with contextlib.suppress(UserError, StopIteration):
+            config = parse_toml_text(to_text(model, keys, phase))
+            layouts = at_random(config, worlds, generator.randrange(2**32))
+            return config, next(layouts), next(layouts)
+
+
+def numbers(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """What lines of metrics.jsonl say of each step, by "step name of the number"."""
+    found = {}
+    for line in lines:
+        flat = dict(_flat(line))
+        for name, value in flat.items():
+            # The change of a weight that is 0 but for rounding, relative to it, is any number.
+            weight = flat.get(name.replace("monitors.updates.", "monitors.weights."))
+            if "monitors.updates." not in name or weight is None or weight > 1e-6:
+                found[f"{line['step']} {name}"] = value
+    return found
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict | list):
+        parts = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, part in parts:
+            yield from _flat(part, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, value
