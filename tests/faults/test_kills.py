@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 import signal
 import time
+from statistics import mean
 
 import pytest
 
@@ -111,18 +113,32 @@ def test_k2_kills_at_random_moments(tmp_path, undisturbed, layout: str, seed: in
     """One rank or both, twice in a run that saves in the background."""
     options = (*TWO_RANKS[layout], *MANY_STEPS)
     whole = undisturbed(*options, world=2)
-    seconds = sum(line["step_time_s"] for line in whole.metrics(times=True))
+    seconds = mean(line["step_time_s"] for line in whole.metrics(times=True))
     run, drawn = Run(tmp_path, *options), random.Random(seed)
     for _ in range(2):
         begun, ranks = _begun(run), run.start(world=2)
         _wait_for_training(run, ranks, begun)
-        time.sleep(drawn.uniform(0, seconds))
+        # By the step, not the clock: a kill after the end would show nothing.
+        step, of_a_step = drawn.randrange(25), drawn.uniform(0, seconds)
+        _wait_for_step(run, ranks, step)
+        time.sleep(of_a_step)
         for rank in drawn.choice([[0], [1], [0, 1]]):
             ranks.processes[rank].kill()  # unless it has ended
         ranks.join()
     begun = _begun(run)
     assert run(world=2) == 0
     assert_same_history(run, whole, swept=_begun(run) > begun)
+
+
+def _step(run: Run) -> int:
+    """The last step that is reported, of a line that is complete."""
+    path = run.path / "metrics.jsonl"
+    lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
+    return json.loads(lines[-1])["step"] if lines else 0
+
+
+def _wait_for_step(run: Run, ranks: Started, step: int) -> None:
+    wait_for(lambda: _step(run) >= step or not ranks.processes[0].is_alive())
 
 
 def _begun(run: Run) -> int:
