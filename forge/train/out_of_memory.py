@@ -83,8 +83,8 @@ def _log_plans(
 ) -> None:
     """Log the planned peak as the run is and with each of `changes`: what is known after `patience_s` seconds."""
     log.info("planning what these keys free, for %.0f s at most", patience_s)
-    worlds = [degrees.world * (2 if key == "parallel.dp_shard" else 1) for (key, _, _), _ in changes]
-    configs = [(config, degrees.world), *zip((changed for _, changed in changes), worlds, strict=True)]
+    configs = [(config, degrees.world)]
+    configs += [(changed, _world(change, degrees)) for change, changed in changes]
     now, *then = planned_peaks(configs, device, patience_s)
     lines = [
         f"{_assignment(change)}: {peak / GIB:.4g} GiB"
@@ -140,6 +140,11 @@ def _number(child: subprocess.Popen[str]) -> int | None:
     assert child.stdout is not None
     with child.stdout as output:
         return int(output.read()) if child.wait() == 0 else None
+
+
+def _world(change: Change, degrees: Degrees) -> int:
+    """The number of processes that a change is for."""
+    return degrees.world * (2 if change[0] == "parallel.dp_shard" else 1)
 
 
 def _assignment(change: Change) -> str:
@@ -204,7 +209,7 @@ def _accepted(config: Config, degrees: Degrees, change: Change) -> Config | None
     changes = {name: value} | ({"dp_shard": -1} if name == "dp_replicate" else {})
     changed = config.model_copy(update={section: getattr(config, section).model_copy(update=changes)})
     try:
-        check_world(changed, degrees.world * (2 if name == "dp_shard" else 1))
+        check_world(changed, _world(change, degrees))
     except UserError:
         return None
     return None if check(changed) else changed

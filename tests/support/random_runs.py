@@ -17,10 +17,9 @@ from forge.config import Config, parse_toml_text
 from forge.config.toml import to_literal
 from forge.errors import UserError
 from forge.verify.layouts import Case, at_random
+from forge.verify.shrink import changed
 from tests.support.equivalence import tiny_config
 from tests.support.random_models import draw_model
-
-SYNTHETIC = 'sources = [{path = "synthetic", weight = 1.0}]\ndocument_mask = true\n'
 
 
 def write_tokens(folder: Path) -> None:
@@ -108,21 +107,6 @@ def draw_keys(generator: random.Random, folder: Path) -> tuple[dict[str, Any], d
     return keys, phase
 
 
-def to_text(model: dict[str, Any], keys: dict[str, Any], phase: dict[str, Any]) -> str:
-    """The TOML of `tiny_config` with this model, these keys over its own, and this phase."""
-    base = tiny_config(model="\n".join(f"{key} = {to_literal(value)}" for key, value in model.items()))
-    text = base.replace(SYNTHETIC, "").replace("steps = 3\n", "").replace("z_loss_coef = 0.01\n", "", 1)
-    text = text.replace("loss_chunk_tokens = 32\n", "")
-    for key, value in keys.items():
-        section, _, name = key.rpartition(".")
-        line = f"{name} = {to_literal(value)}\n"
-        header = f"[{section}]\n"
-        text = text.replace(header, header + line, 1) if header in text else f"{text}\n{header}{line}"
-    if phase:
-        text += "\n[[phase]]\n" + "".join(f"{key} = {to_literal(value)}\n" for key, value in phase.items())
-    return text
-
-
 def draw_run(seed: int, worlds: tuple[int, ...], folder: Path) -> tuple[Config, Case, Case]:
     """A run in one process on the files of `write_tokens`, and two layouts for it with one of so many ranks."""
     generator = random.Random(seed)
@@ -130,7 +114,9 @@ def draw_run(seed: int, worlds: tuple[int, ...], folder: Path) -> tuple[Config, 
         model = draw_model(generator)
         keys, phase = draw_keys(generator, folder)
         with contextlib.suppress(UserError, StopIteration):
-            config = parse_toml_text(to_text(model, keys, phase))
+            lines = [f"{key} = {to_literal(value)}" for key, value in model.items()]
+            tiny = parse_toml_text(tiny_config(model="\n".join(lines)))
+            config = changed(tiny, keys | {"phase": [phase] if phase else []})
             layouts = at_random(config, worlds, generator.randrange(2**32))
             return config, next(layouts), next(layouts)
 
