@@ -1,7 +1,7 @@
 """Fault injection: make one rank fail at a named point of one step, to prove that the run survives it.
 
-`FORGE_FAULT=point:step:rank[:action]` in the environment; `*` as step or rank means every one. Without the variable
-nothing here has any effect. Actions: `kill` (the default) sends SIGKILL to this process, `raise` raises OSError(ENOSPC) as
+`FORGE_FAULT=point:step:rank[:action]` in the environment; `*` as step or rank means every one. Without the variable, fault
+injection is off. Actions: `kill` (the default) sends SIGKILL to this process, `raise` raises OSError(ENOSPC) as
 a full disk would, `sleep` or `sleep=SECONDS` (default: an hour) sleeps, `signal` or `signal=NAME` (default: SIGTERM) sends
 this process a signal. After a restart by torchrun nothing fails, or the run could never get past the point.
 
@@ -17,6 +17,7 @@ Points:
     save.before_rename   on rank 0, when the partial folder is complete but does not have its final name
     save.before_prune    on rank 0, when the new checkpoint is complete and the old ones are still there
     save.during_prune    on rank 0, when an old checkpoint has lost its manifest and nothing else
+    mirror.restore       on rank 0, when the manifest of a copy of that step has been fetched and nothing else
 """
 
 from __future__ import annotations

@@ -250,7 +250,14 @@ class _Reader(io.RawIOBase):
 def find_objects(url: str) -> dict[str, int]:
     """Return URL -> size in bytes of the object `url`, or of all objects below it, in the order of their URLs."""
     files = filesystem_of(url)
-    found = with_retries(url, lambda: files.find(url, detail=True))
+
+    def find() -> dict[str, Any]:
+        try:
+            return files.find(url, detail=True)
+        except FileNotFoundError:
+            return {}
+
+    found = with_retries(url, find)
     objects = {
         (name if is_url(name) else files.unstrip_protocol(name)): int(about["size"])
         for name, about in sorted(found.items())

@@ -1,6 +1,6 @@
 """The protocol by which a checkpoint appears complete or not at all. A process may die at any point of it.
 
-    partial folder, and room for everything on the disk
+    partial folder, and room for everything on the disk (old checkpoints go early where there is none)
     -> every rank writes and syncs its tensors (DCP), then hashes its files
     -> rank 0 writes the other files and, last, the manifest, and syncs the folder
     -> rename to the final name, sync the parent folder
@@ -77,7 +77,7 @@ def write_checkpoint(
             if final.exists():
                 logger.error("%s has no %s, so it is not a checkpoint: moved out of the way", final, MANIFEST)
                 folders.set_aside(root, step, "damaged")
-            partial.mkdir()
+            folders.start_partial(root, step)
         size = RANK_BYTES + sum(tensor.written_bytes for tensor in contents.tensors.values())
         return size + sum(map(len, contents.files.values())) if rank == 0 else size
 
@@ -89,7 +89,7 @@ def write_checkpoint(
                 logger.info("step %d has a complete checkpoint already: not saved again", step)
             return False
         needed = sum(size or 0 for size in sizes)
-        on_first_rank("looking for room", lambda: require_room(root, needed), group)
+        on_first_rank("looking for room", lambda: make_room(root, needed, keep_last, keep_every), group)
         fill_folder(partial, final, contents, group)
     except RanksFailed:
         # Collective, so that no rank goes on before the partial folder is gone and its space is free again.
@@ -99,7 +99,7 @@ def write_checkpoint(
         raise
     if rank == 0:
         try:
-            folders.prune(root, step, keep_last, keep_every)
+            folders.prune(root, keep_last, keep_every, lambda point: fault_point(point, step))
         # Of any kind: the checkpoint is complete, and the other ranks have gone on already.
         except Exception as error:
             logger.error("could not remove old checkpoints in %s: %s", root, describe(error))
@@ -123,6 +123,21 @@ def fill_folder(
 
     parts = gather_from_ranks("reading back what was written", own_files, group)
     on_first_rank("completing the checkpoint", lambda: _complete(partial, final, contents, parts), group)
+
+
+def make_room(root: Path, needed: int, keep_last: int, keep_every: int) -> None:
+    """Raise OSError if the checkpoint cannot fit, even after removing those that its own pruning would remove.
+
+    The newest complete checkpoint always stays.
+    """
+    try:
+        require_room(root, needed)
+    except OSError:
+        if keep_last == 0 or len(folders.steps(root)) < 2:
+            raise
+        logger.warning("too little room in %s for the next checkpoint: removing old ones before it", root)
+        folders.prune(root, max(keep_last - 1, 1), keep_every)
+        require_room(root, needed)
 
 
 def require_room(root: Path, needed: int) -> None:

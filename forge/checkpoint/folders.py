@@ -1,7 +1,7 @@
 """The folders below `checkpoints/` of a run, by name, and the functions that find, rename and remove them.
 
 step-00000100            complete, if it holds manifest.json
-.partial-step-00000100   being written, or left by a process that died while writing: worthless
+.partial-step-00000100   being written or restored, or left by a process that died meanwhile: worthless
 .pruned-step-00000100    being removed: worthless
 .damaged-step-00000100   found damaged, no longer used; kept for the user
 .aside-step-00000100     of a later step than the one a run went back to; kept for the user
@@ -12,14 +12,16 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from forge.checkpoint.manifest import MANIFEST
 from forge.errors import UserError
-from forge.fault import fault_point
 
 logger = logging.getLogger(__name__)
 _STEP = re.compile(r"step-(\d{8,})")
+# Leftovers that cannot be removed and were reported: once per process is enough.
+_reported: set[Path] = set()
 
 
 def step_name(step: int) -> str:
@@ -27,12 +29,18 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def step_of(name: str) -> int | None:
+    """Return the step in the name of a complete checkpoint's folder; None for any other name."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
 def steps(root: Path, *, complete: bool = True) -> list[int]:
     """Return the steps that have a (complete) checkpoint folder, ascending; none if `root` does not exist."""
     if not root.is_dir():
         return []
-    found = [match for path in root.iterdir() if (match := _STEP.fullmatch(path.name))]
-    return sorted(int(m[1]) for m in found if not complete or (root / m[0] / MANIFEST).is_file())
+    found = [path for path in root.iterdir() if step_of(path.name) is not None]
+    return sorted(int(path.name[5:]) for path in found if not complete or (path / MANIFEST).is_file())
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -51,40 +59,80 @@ def find_checkpoint(path: Path) -> Path:
     )
 
 
+def is_empty(root: Path) -> bool:
+    """Return whether `root` holds no checkpoint of the present history: none complete, incomplete or damaged."""
+    if not root.is_dir():
+        return True
+    names = (path.name for path in root.iterdir())
+    return not any(re.match(r"(\.damaged-)?step-\d{8,}", name) for name in names)
+
+
 def set_aside(root: Path, step: int, why: str) -> str:
     """Rename `step-n` to `.{why}-step-n`, or `.{why}-step-n.k` if that exists; return the new name."""
-    name = f".{why}-{step_name(step)}"
-    taken = 0
-    while (root / name).exists():
-        taken += 1
-        name = f".{why}-{step_name(step)}.{taken}"
-    (root / step_name(step)).rename(root / name)
-    return name
+    target = _unused(root / f".{why}-{step_name(step)}")
+    (root / step_name(step)).rename(target)
+    return target.name
+
+
+def start_partial(root: Path, step: int) -> Path:
+    """Make and return the empty folder `.partial-step-n`. A leftover of that name is removed or renamed."""
+    partial = root / f".partial-{step_name(step)}"
+    if partial.exists() and not _remove(partial):
+        partial.rename(_unused(root / f".pruned-{step_name(step)}"))
+    partial.mkdir(parents=True)
+    return partial
 
 
 def sweep(root: Path) -> None:
-    """Remove what killed saves and removals have left. Only one run may use the folder."""
+    """Remove the leftovers of killed saves and removals. Log those that cannot be removed. Only one run may use the folder.
+
+    NFS keeps `.nfs*` files in a removed folder as long as any process has them open.
+    """
     for pattern in (".partial-step-*", ".pruned-step-*"):
         for path in root.glob(pattern):
-            logger.warning("removing %s, left by a process that ended while saving", path)
-            shutil.rmtree(path)
+            if path not in _reported:
+                logger.warning("removing %s, left by a process that ended while saving", path)
+            _remove(path)
 
 
-def prune(root: Path, step: int, keep_last: int, keep_every: int) -> None:
+def prune(
+    root: Path, keep_last: int, keep_every: int, fault: Callable[[str], None] = lambda point: None
+) -> None:
     """Remove all but the newest `keep_last` (0: keep all) and those whose step is a multiple of `keep_every`.
 
-    `step`, the one just saved, is for fault injection.
+    fault: called with the name of each fault point. Raises OSError if a manifest cannot be removed.
     """
     if keep_last == 0:
         return
-    fault_point("save.before_prune", step)
+    fault("save.before_prune")
     kept = steps(root)[-keep_last:]
     for old in steps(root, complete=False):
-        if old >= kept[0] or (keep_every and old % keep_every == 0):
+        if not kept or old >= kept[0] or (keep_every and old % keep_every == 0):
             continue
-        path, removed = root / step_name(old), root / f".pruned-{step_name(old)}"
+        path, removed = root / step_name(old), _unused(root / f".pruned-{step_name(old)}")
         # The manifest first: a process that dies below leaves a folder that is no longer taken for a checkpoint.
         (path / MANIFEST).unlink(missing_ok=True)
-        fault_point("save.during_prune", step)
+        fault("save.during_prune")
         path.rename(removed)
-        shutil.rmtree(removed)
+        _remove(removed)
+
+
+def _unused(path: Path) -> Path:
+    """Return `path`, or `path.k` with the first k that does not exist."""
+    taken, free = 0, path
+    while free.exists():
+        taken += 1
+        free = path.with_name(f"{path.name}.{taken}")
+    return free
+
+
+def _remove(path: Path) -> bool:
+    """Remove a worthless folder; return whether it is gone. A failure is logged once per folder and process."""
+    try:
+        shutil.rmtree(path)
+        return True
+    except OSError as error:
+        if path not in _reported:
+            _reported.add(path)
+            logger.warning("%s cannot be removed now and stays: %s", path, error)
+        return False

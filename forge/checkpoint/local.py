@@ -201,7 +201,7 @@ def write_parts(
             folders.sweep(root)
             # Of an earlier start: it was not complete over all nodes, or the run would have gone on from there.
             shutil.rmtree(final, ignore_errors=True)
-            part.mkdir()
+            folders.start_partial(root, step)
         return sum(tensor.written_bytes for tensor in contents.tensors.values())
 
     def copies() -> list[Transfer]:
@@ -249,7 +249,7 @@ def write_parts(
         raise
     if nodes.leads:
         try:
-            folders.prune(root, step, keep_last, 0)
+            folders.prune(root, keep_last, 0, lambda point: fault_point(point, step))
         except Exception as error:  # the state is complete, and the other ranks have gone on
             log.error("could not remove old states in %s: %s", root, describe(error))
 

@@ -1,30 +1,34 @@
 """Copies of complete checkpoints in a store, made by a thread, and the way back.
 
 URL/mirror.json              the steps of this run's history that the store has whole, ascending; written last
-URL/step-00000100/...        what the local folder of that name holds
+URL/step-00000100/...        the files of the local folder of that name; manifest.json is written last and removed first
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import queue
 import shutil
-import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from forge.checkpoint import folders
-from forge.checkpoint.manifest import MANIFEST, Damaged, entry, read_manifest
-from forge.errors import UserError
-from forge.files import sync_folder
-from forge.remote import filesystem_of, give_up_on, join, read_whole, with_retries
+from forge.checkpoint.commit import require_room
+from forge.checkpoint.manifest import MANIFEST, Damaged, read_manifest
+from forge.errors import FAILED, NO_CHECKPOINT, UserError
+from forge.fault import fault_point
+from forge.files import replace_atomically, sync_folder
+from forge.remote import filesystem_of, find_objects, give_up_on, join, open_remote, read_whole, with_retries
 
 INDEX = "mirror.json"
 _AT_ONCE = 8  # files
+_READ_BYTES = 1 << 22
 log = logging.getLogger(__name__)
 
 
@@ -97,98 +101,144 @@ class Mirror:
             url = join(target, name)
             with_retries(url, lambda: self._files.put_file(str(folder / name), url))
 
-        _each(put, names, self._given_up)
+        _each(put, [name for name in names if name != MANIFEST], self._given_up)
+        put(MANIFEST)
         steps = sorted({*self._known(), step})
         newest = steps[-self._keep_last :] if self._keep_last else steps
         kept = [one for one in steps if one in newest or (self._keep_every and one % self._keep_every == 0)]
         self._write(kept)
         log.info("step %d is copied to %s", step, target)
         for old in set(steps) - set(kept):
-            try:
-                self._files.rm(join(self._url, folders.step_name(old)), recursive=True)
-            except Exception as error:  # such as a store without removal
-                log.warning("%s: step %d is not removed: %s", self._url, old, error)
+            self._remove(old, recursive=True)
 
     def _forget_after(self, step: int) -> None:
         known = self._known()
         if any(one > step for one in known):
             self._write([one for one in known if one <= step])
+            for later in known:
+                if later > step:
+                    self._remove(later, recursive=False)
+
+    def _remove(self, step: int, recursive: bool) -> None:
+        """Remove a copy that the index no longer lists, or only its manifest: a rebuilt index then leaves it out."""
+        folder = join(self._url, folders.step_name(step))
+        try:
+            self._files.rm_file(join(folder, MANIFEST))
+            if recursive:
+                self._files.rm(folder, recursive=True)
+        except Exception as error:  # e.g. a store that forbids removal
+            log.warning("%s: step %d is not removed: %s", self._url, step, error)
 
     def _known(self) -> list[int]:
         if self._steps is None:
-            self._steps = _steps_of(self._url)
+            self._steps = copied_steps(self._url)
         return self._steps
 
     def _write(self, steps: list[int]) -> None:
-        with tempfile.NamedTemporaryFile("w") as file:
-            json.dump({"version": 1, "steps": steps}, file)
-            file.flush()
-            url = join(self._url, INDEX)
-            with_retries(url, lambda: self._files.put_file(file.name, url))
+        content, url = json.dumps({"version": 1, "steps": steps}).encode(), join(self._url, INDEX)
+
+        def put() -> None:
+            if url.startswith("file://"):  # the only kind of store that would be overwritten in place
+                path = Path(self._files._strip_protocol(url))
+                path.parent.mkdir(parents=True, exist_ok=True)
+                replace_atomically(path, content)
+            else:
+                self._files.pipe_file(url, content)
+
+        with_retries(url, put)
         self._steps = steps
 
 
 def restore(url: str, root: Path) -> int | None:
     """Bring the newest checkpoint of the mirror at `url` into `root`; return its step, or None if there is none.
 
-    One that is incomplete or damaged there is passed over, with an error in the log. Raises UserError if none is usable.
+    A copy that is incomplete or damaged is passed over, with an error in the log. The mirror is not changed.
+
+    Raises UserError: exit 77 if no copy is usable; exit 1 if the store does not answer or `root` has too little room. The
+    same command then starts the restore again.
     """
-    steps = _steps_of(url)
+    steps = copied_steps(url)
     for step in reversed(steps):
-        source, partial = join(url, folders.step_name(step)), root / f".partial-{folders.step_name(step)}"
-        log.warning("%s has no checkpoint: bringing step %d from %s", root, step, source)
+        source = join(url, folders.step_name(step))
+        log.warning("%s has no checkpoint: restoring step %d from %s", root, step, source)
+        partial = folders.start_partial(root, step)
         try:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
             _fetch(source, partial)
-        except (Damaged, UserError) as error:
-            shutil.rmtree(partial)
+        except Damaged as error:
+            shutil.rmtree(partial, ignore_errors=True)
             log.error("%s cannot be used: %s", source, error)
             continue
+        except (UserError, OSError) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise UserError(
+                f"checkpoint.mirror = {url}: restoring step {step} failed: {error}. The mirror is unchanged; run the same "
+                "command again when the cause is gone",
+                FAILED,
+            ) from error
         partial.rename(root / folders.step_name(step))
         sync_folder(root)
         return step
     if steps:
         raise UserError(
             f"checkpoint.mirror = {url}: none of its checkpoints {steps} can be used; see the log. To begin a new "
-            "history, use another run.name"
+            "history, use another run.name",
+            NO_CHECKPOINT,
         )
     return None
 
 
+def copied_steps(url: str) -> list[int]:
+    """Return the steps that the mirror at `url` has whole, ascending: those of its index, or of its manifests without one."""
+    index = join(url, INDEX)
+    try:
+        return [int(step) for step in json.loads(read_whole(index))["steps"]]
+    except FileNotFoundError:
+        problem = "is missing"
+    except (ValueError, KeyError, TypeError):
+        problem = "cannot be read as JSON"
+    found = find_objects(url)
+    homes = [name.split("/")[-2] for name in found if name.endswith(f"/{MANIFEST}")]
+    steps = sorted(step for home in homes if (step := folders.step_of(home)) is not None)
+    if steps or problem != "is missing":
+        log.warning("%s %s: rebuilt from the manifests of steps %s", index, problem, steps)
+    return steps
+
+
 def _fetch(source: str, folder: Path) -> None:
-    files = filesystem_of(source)
-    (folder / MANIFEST).write_bytes(_read(join(source, MANIFEST)))
-    expected = read_manifest(folder)["files"]
+    """Fill `folder` from the copy at `source`. Raises Damaged for a copy that is not what was saved."""
+    try:
+        (folder / MANIFEST).write_bytes(read_whole(join(source, MANIFEST)))
+    except FileNotFoundError:
+        raise Damaged(f"{join(source, MANIFEST)} is missing") from None
+    manifest = read_manifest(folder)
+    files, expected = filesystem_of(source), manifest["files"]
+    fault_point("mirror.restore", manifest["step"])
+    require_room(folder, sum(described["size"] for described in expected.values()))
 
     def get(name: str) -> None:
         path, url = folder / name, join(source, name)
+        size = with_retries(url, lambda: _size(files, url))
+        if size != expected[name]["size"]:
+            raise Damaged(f"{url} " + ("is missing" if size is None else "is not what was saved"))
         path.parent.mkdir(parents=True, exist_ok=True)
-        with_retries(url, lambda: files.get_file(url, str(path)))
-        if entry(path) != expected[name]:
-            raise Damaged(f"{url} is not what was saved")
-        with open(path, "rb") as file:
+        digest = hashlib.sha256()
+        with open_remote(url) as remote, open(path, "wb") as file:
+            while block := remote.read(_READ_BYTES):
+                digest.update(block)
+                file.write(block)
+            file.flush()
             os.fsync(file.fileno())
+        if digest.hexdigest() != expected[name]["sha256"]:
+            raise Damaged(f"{url} is not what was saved")
 
     _each(get, list(expected), threading.Event())
 
 
-def _read(url: str) -> bytes:
+def _size(files: Any, url: str) -> int | None:
     try:
-        return read_whole(url)
+        return int(files.info(url)["size"])
     except FileNotFoundError:
-        raise Damaged(f"{url} is missing") from None
-
-
-def _steps_of(url: str) -> list[int]:
-    try:
-        return [int(step) for step in json.loads(read_whole(join(url, INDEX)))["steps"]]
-    except FileNotFoundError:
-        return []
-    except (ValueError, KeyError, TypeError):
-        raise UserError(
-            f"checkpoint.mirror: {join(url, INDEX)} cannot be read as JSON; restore or remove it"
-        ) from None
+        return None
 
 
 def _each(work: Callable[[str], None], names: list[str], given_up: threading.Event) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import operator
 import os
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -78,6 +79,13 @@ class JsonLines:
                 log.warning("cannot write to %s, its lines are kept in memory for now: %s", self.path, error)
             self._warned = True
 
+    def sync(self) -> None:
+        """Put all lines on disk: a crash of the machine then loses none of them. A failure is logged."""
+        try:
+            os.fsync(self._open())
+        except OSError as error:
+            log.warning("cannot sync %s: %s", self.path, error)
+
     def close(self) -> None:
         """Close the file; the next `append` opens it again."""
         if self._descriptor is not None:
@@ -88,7 +96,10 @@ class JsonLines:
         if self._descriptor is None:
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             size = os.fstat(self._descriptor).st_size
-            if size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n":
+            last = os.pread(self._descriptor, 1, size - 1) if size > 0 else b"\n"
+            if last == b"\0":
+                _log_zeros(self.path)
+            if last != b"\n":
                 # A killed process left half a line: ours must not continue it.
                 self._unwritten = b"\n" + self._unwritten
         return self._descriptor
@@ -101,6 +112,8 @@ class JsonLines:
         """
         self.close()
         written = self.path.read_bytes() if self.path.exists() else b""
+        if written.endswith(b"\0"):
+            _log_zeros(self.path)
         lines = (written + self._unwritten).splitlines(keepends=True)
         content = b"".join(
             line for number, line in enumerate(lines, 1) if self._keeps(line, number, after_step)
@@ -131,3 +144,25 @@ class JsonLines:
         except (ValueError, KeyError, TypeError):
             log.warning("%s: line %d is not a metrics line and is dropped", self.path, number)
             return False
+
+
+def warn_of_gap(path: Path, step: int, interval: int) -> None:
+    """Log that training lines before `step` are missing, if the last one is more than its usual distance before it.
+
+    interval: the usual distance, in steps; that of the last lines in the file counts if it is greater.
+    """
+    steps = [0, *(line["step"] for line in read_lines(path, "loss"))]
+    usual = max(interval, *map(operator.sub, steps[-10:], [0, *steps][-11:-1]))
+    if steps[-1] + usual < step or len(steps) == 1 < step:
+        log.warning(
+            "%s has no training line of steps %d to %d, which a crash or an edit lost; the checkpoint is whole",
+            path,
+            steps[-1] + 1,
+            step,
+        )
+
+
+def _log_zeros(path: Path) -> None:
+    log.warning(
+        "%s ends in zero bytes, left by a crash of the machine or its file system; they are dropped", path
+    )

@@ -15,7 +15,7 @@ from forge.distributed import on_first_rank
 from forge.hook import Hook, StepResult
 from forge.observe.collector import Collector
 from forge.observe.hardware import memory_gib, peak_flops
-from forge.observe.json_lines import JsonLines, read_lines
+from forge.observe.json_lines import JsonLines, read_lines, warn_of_gap
 from forge.observe.live import Progress
 from forge.observe.monitors import is_monitored
 from forge.observe.progress import StepTimes
@@ -127,14 +127,24 @@ class MetricsWriter(Hook):
         """
         self._restart_means()
         self._board.discard_after(max(step, 0))
-        kept = on_first_rank(
-            "cutting metrics.jsonl", lambda: None if self._log is None else self._log.cut(step, aside)
-        )
+
+        def cut() -> Path | None:
+            assert self._log is not None
+            kept = self._log.cut(step, aside)
+            warn_of_gap(self._log.path, step, self._config.metrics.log_interval)
+            return kept
+
+        kept = on_first_rank("cutting metrics.jsonl", cut)
         for tracker in self._trackers:
             # A resumed run makes the steps behind its checkpoint again as they were; after a roll-back they are others.
             tracker.discard_after(step, self._has_run or step < 0)
         self._has_run = True
         return kept
+
+    def sync(self) -> None:
+        """Put all lines of metrics.jsonl on disk."""
+        if self._log is not None:
+            self._log.sync()
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Add numbers to curves of TensorBoard, by name such as `my/number`."""

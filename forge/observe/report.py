@@ -8,9 +8,10 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
-from forge.errors import BAD_CONFIG
+from forge.errors import BAD_CONFIG, NO_CHECKPOINT
 from forge.files import replace_atomically
 from forge.hook import Hook
 from forge.observe.goodput import Ledger, read_past
@@ -73,19 +74,20 @@ class Reporter:
 
     def __init__(self, directory: RunDirectory, world: World, began: float | None = None, fallback: str = ""):
         self.directory, self.world, self.step, self._fallback = directory, world, 0, fallback
+        self._begun = False
+        self._status_failed = False
         self.phases = Phases()
         self.memory = MemoryReport(world.device, self.event)
         self._events: JsonLines | None = None
         self._ledger: Ledger | None = None
         self.before: dict[str, Any] = {}
         """On the first rank: status.json as the start before this one left it; empty if there was none."""
-        self.was_finished = False
-        """On the first rank: whether that start ended with all steps done."""
         if world.rank == 0:
             self._events = JsonLines(directory.events)
             past = read_past(directory.events, directory.status)
             self.before = read_object(directory.status)
-            self.was_finished = self.before.get("state") == "finished"
+            step = self.before.get("step")
+            self.step = step if isinstance(step, int) else 0
             self._ledger = Ledger(past, time.monotonic() if began is None else began, self.event)
             self.phases.listen(self._ledger.enter)
 
@@ -106,9 +108,15 @@ class Reporter:
             )
             self.event("layout_fallback", world_size=world.size, override=self._fallback)
 
-    def running(self, step: int) -> None:
-        """Report that the run has made `step` updates."""
-        self.step = step
+    def begun(self, step: int, path: Path | None, *, new: bool) -> None:
+        """Report that training starts after `step` updates. path: the checkpoint it continues; new: a history begins."""
+        self._begun = True
+        self.event("fresh" if path is None else "resumed", step=step, path=path and str(path), new=new)
+        self.running(step)
+
+    def running(self, step: int | None = None) -> None:
+        """Report that the run has made `step` updates; None: as many as before this start."""
+        self.step = self.step if step is None else step
         self._write_status("running", "", None)
 
     def ended(self, state: State, reason: str, exit_code: int) -> None:
@@ -118,12 +126,19 @@ class Reporter:
             if exit_code != BAD_CONFIG:
                 log.info("%s", self._ledger.table())
         self.event(state, step=self.step, reason=reason, exit_code=exit_code)
-        self._write_status(state, reason, exit_code)
+        refused = not self._begun and exit_code in (BAD_CONFIG, NO_CHECKPOINT)
+        if refused and self.before.get("state") in ("stopped", "finished", "failed"):
+            # The run is what it was: a refused start has changed nothing.
+            self._replace_status(self.before | {"reason": f"the last start was refused: {reason}"}, sync=True)
+        else:
+            self._write_status(state, reason, exit_code)
+
+    def sync_events(self) -> None:
+        """Put the events so far on disk."""
+        if self._events is not None:
+            self._events.sync()
 
     def _write_status(self, state: State, reason: str, exit_code: int | None) -> None:
-        """A full disk costs a warning and leaves the old file."""
-        if self._events is None:
-            return
         status = {
             "state": state,
             "step": self.step,
@@ -133,8 +148,17 @@ class Reporter:
             "pid": os.getpid(),
             "time": utc_now(),
         }
+        # Ranks would wait for the disk of the first one at each line of the metrics.
+        self._replace_status(status, sync=state != "running")
+
+    def _replace_status(self, status: dict[str, Any], sync: bool) -> None:
+        """Replace the file, on the first rank. A full disk leaves the old one and costs a warning until it has room."""
+        if self._events is None:
+            return
         try:
-            # Ranks would wait for the disk of the first one at each line of the metrics.
-            replace_atomically(self.directory.status, encode(status), sync=state != "running")
+            replace_atomically(self.directory.status, encode(status), sync=sync)
+            self._status_failed = False
         except OSError as error:
-            log.warning("%s could not be replaced and is out of date: %s", self.directory.status, error)
+            if not self._status_failed:
+                log.warning("%s could not be replaced and is out of date: %s", self.directory.status, error)
+            self._status_failed = True

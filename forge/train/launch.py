@@ -44,6 +44,7 @@ from forge.train.crash import CrashReporter
 from forge.train.hooks import load_hooks, make_hooks
 from forge.train.mirror import restore_lost
 from forge.train.nodes import report_nodes
+from forge.train.origin import Earlier, read_earlier
 from forge.train.out_of_memory import explaining_exhaustion
 from forge.train.tiers import Tiers
 from forge.train.trainer import Trainer
@@ -75,6 +76,7 @@ def _main(argv: list[str], signals: StopSignals) -> int:
             return FINISHED
         if command.action == "plan":
             return _planner()(config, command) if world.rank == 0 else FINISHED
+        _refuse_moved_run(command, config)
         config, degrees, fallback = choose_layout(argv, config, world.size)
         join(world)
         code = run(config, degrees, world, signals, fallback)
@@ -174,17 +176,19 @@ def _train(
     if config.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    finished = world.rank == 0 and reporter.was_finished and not world.restarted
-    reporter.running(0)
+    earlier = Earlier()
+    if world.rank == 0:
+        earlier = read_earlier(directory, {} if world.restarted else reporter.before)
+    reporter.running()
     reporter.started(vars(degrees))
     report_nodes(reporter)
     fault_point("set-up", 0)
 
     kept, folder = config.checkpoint, directory.checkpoints
     checkpoints = Checkpoints(folder, keep_last=kept.keep_last, keep_every=kept.keep_every, mode=kept.mode)
-    restore_lost(config, checkpoints)
+    restore_lost(config, checkpoints, directory, earlier)
     tiers = Tiers(config, checkpoints, directory)
-    start = tiers.find_start(finished, reporter)
+    start = tiers.find_start(earlier, reporter)
     point = start.point
     for fallback in checkpoints.fallbacks:
         reporter.event("fallback", problem=fallback)
@@ -194,8 +198,8 @@ def _train(
             point.path, point.state["inputs"], data.fingerprints, kept.allow_changed_data
         ):
             reporter.event("changed_data", change=change)
-        reporter.running(point.step)
         if point.step >= config.train.steps:
+            reporter.running(point.step)
             done = f"step {point.step} of {config.train.steps}"
             log.info("%s is finished: %s. Raise train.steps to go on.", config.run.name, done)
             return None
@@ -204,16 +208,28 @@ def _train(
     on_first_rank(
         "writing config.toml", lambda: replace_atomically(directory.config, to_toml(config).encode())
     )
-    if point is None:
-        reporter.event("fresh", step=0, path=None)
-    else:
+    if point is not None:
         log.info("resumed from %s at step %d", point.path, point.step)
-        reporter.event("resumed", step=point.step, path=str(point.path))
+    reporter.begun(point.step if point else 0, point.path if point else None, new=start.origin is not None)
     all_hooks = make_hooks(trainer, hooks, tiers.local)
     signals.defer()
     stopped = trainer.train(all_hooks)
     reporter.step = trainer.progress.step
     return stopped
+
+
+def _refuse_moved_run(command: CommandLine, config: Config) -> None:
+    """Raise UserError where the command names the config.toml of a run that it would not continue, most often a moved one."""
+    path, target = Path(command.config or ""), Path(config.run.output_dir) / config.run.name
+    home = path.resolve().parent
+    if path.name != "config.toml" or not (home / "status.json").is_file() or home == target.resolve():
+        return
+    if {"run.name", "run.output_dir"} & {key for key, _ in command.raw}:
+        return
+    raise UserError(
+        f"{path} belongs to the run in {home}, but its run.output_dir and run.name lead to {target}. To continue the run, "
+        f"add --run.output_dir={home.parent} --run.name={home.name}; to begin another, add --run.name=OTHER"
+    )
 
 
 def _planner() -> Callable[[Config, CommandLine], int]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from forge.checkpoint import Checkpoints
-from forge.checkpoint.mirror import Mirror, restore
+from forge.checkpoint import Checkpoints, folders
+from forge.checkpoint.mirror import Mirror, copied_steps, restore
 from forge.config import Config
 from forge.distributed import on_first_rank
 from forge.errors import UserError
 from forge.hook import Hook
+from forge.observe.run_directory import RunDirectory
 from forge.remote import filesystem_of, is_url, join
+from forge.train.origin import Earlier, new_history_because
 from forge.train.save import Saves
 from forge.train.trainer import Trainer
 
@@ -23,18 +25,28 @@ def mirror_url(config: Config) -> str:
     return join(config.checkpoint.mirror, config.run.name)
 
 
-def restore_lost(config: Config, checkpoints: Checkpoints) -> None:
-    """Bring back the newest checkpoint where the local ones are gone and `checkpoint.resume` is "auto". Collective."""
+def restore_lost(config: Config, checkpoints: Checkpoints, directory: RunDirectory, earlier: Earlier) -> None:
+    """Restore the newest copy where the run directory has lost all checkpoints of the history that `config` continues.
+
+    Collective. Raises UserError: as `restore`, or exit 2 where a new history would overwrite the copies of another.
+    """
     kept, folder = config.checkpoint, checkpoints.folder
     if not kept.mirror:
         return
 
     def bring() -> None:
         url = mirror_url(config)
-        filesystem_of(url)  # is refused now, not at the first save
-        # A damaged checkpoint, or one set aside, is no lost folder: what to do then is not decided here.
-        if kept.resume == "auto" and not any(folder.glob("*step-*")):
+        filesystem_of(url)  # refuses a URL now, not at the first save
+        new_because = new_history_because(config, directory, earlier.finished)
+        # A damaged checkpoint, or one set aside, shows that the folder is not lost: `find_start` decides about those.
+        if new_because is None and folders.is_empty(folder):
             restore(url, folder)
+        elif new_because is not None and (copies := copied_steps(url)):
+            raise UserError(
+                f"checkpoint.mirror = {url}: has the checkpoints {copies} of another history, which a new one would "
+                f"overwrite ({new_because}). Use another run.name or another checkpoint.mirror, or continue that history "
+                'with checkpoint.resume = "auto"'
+            )
 
     on_first_rank("restoring the mirror", bring)
 

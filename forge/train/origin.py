@@ -12,12 +12,14 @@ import logging
 import tomllib
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from forge.checkpoint import read_digest
 from forge.config import Config, to_toml
 from forge.distributed import on_first_rank
 from forge.errors import UserError
 from forge.files import replace_atomically
+from forge.observe.json_lines import read_lines
 from forge.observe.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -39,6 +41,34 @@ class Origin:
     path: str | None = None
     step: int = 0
     digest: str | None = None
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """The run directory's record of earlier starts. Known on the first rank only.
+
+    finished: whether the last one ended with all steps done. saved: the last step that the present history saved; 0: none.
+    """
+
+    finished: bool = False
+    saved: int = 0
+
+
+def read_earlier(directory: RunDirectory, status: dict[str, Any]) -> Earlier:
+    """Read the record of earlier starts. status: `status.json` as the last one left it."""
+    events = read_lines(directory.events, "event")
+    saved, finished = 0, status.get("state") == "finished"
+    for event in events:
+        if event["event"] == "saved":
+            saved = int(event["step"])
+        elif event["event"] == "fresh" or (event["event"] == "resumed" and event.get("new")):
+            saved = 0
+    if not saved and (finished or status.get("state") == "stopped"):
+        saved = int(status.get("step") or 0)  # both are written after a save
+    if not events:
+        # Somebody removed the record. Metrics alone do not tell which steps were saved, but they tell of a history.
+        saved = saved or max((int(line["step"]) for line in read_lines(directory.metrics, "step")), default=0)
+    return Earlier(finished, saved)
 
 
 def origin_of(config: Config) -> Origin:
@@ -75,9 +105,10 @@ def new_history_because(config: Config, directory: RunDirectory, finished: bool)
     finished: the last start of the run ended with all steps done. Without checkpoints to continue from, the history is made
     again from its origin.
     """
-    asked, began = origin_of(config), read_origin(directory)
+    asked = origin_of(config)
     if asked.resume == "auto":
         return None
+    began = read_origin(directory)
     if began is None:
         return "nothing records where the history before began"
     if asked.path is not None:

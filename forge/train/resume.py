@@ -15,7 +15,13 @@ from forge.errors import NO_CHECKPOINT, UserError
 from forge.observe.run_directory import RunDirectory
 from forge.parallel.model import ParallelModel
 from forge.train.changes import compare_for_init, compare_for_resume
-from forge.train.origin import Origin, log_that_origins_count_once, new_history_because, origin_of
+from forge.train.origin import (
+    Earlier,
+    Origin,
+    log_that_origins_count_once,
+    new_history_because,
+    origin_of,
+)
 from forge.train.state import model_tensors
 
 log = logging.getLogger(__name__)
@@ -48,32 +54,40 @@ class Start:
     replaces: bool = False
 
 
-def find_start(config: Config, checkpoints: Checkpoints, directory: RunDirectory, finished: bool) -> Start:
-    """Where the run starts, by `checkpoint.resume` and by what its directory holds; all verified. Collective.
+def find_start(config: Config, checkpoints: Checkpoints, directory: RunDirectory, earlier: Earlier) -> Start:
+    """Find where the run starts, by `checkpoint.resume` and by what its directory holds; all verified. Collective.
 
-    finished: on the first rank, whether the last start of the run ended with all steps done.
-
-    Raises UserError: exit 77 if checkpoints exist but none is usable, or the named one is not; exit 2 if the config
-    changes what a resume must not change.
+    Raises UserError: exit 77 if checkpoints exist, or existed, but none is usable, or the named one is damaged; exit 2 if the
+    named one does not exist or the config changes what a resume must not change.
     """
     wanted, verify = config.checkpoint.resume, config.checkpoint.verify
-    asked, replaced = on_first_rank(
-        "reading origin.json", lambda: (origin_of(config), new_history_because(config, directory, finished))
+    asked, replaced, saved = on_first_rank(
+        "reading origin.json",
+        lambda: (origin_of(config), new_history_because(config, directory, earlier.finished), earlier.saved),
     )
     if replaced is None:
         step = checkpoints.latest(verify=verify)
         if step is not None:
             log_that_origins_count_once(config, checkpoints.path(step))
             return Start(resume_point(checkpoints.path(step), config), kept=step)
-    elif checkpoints.steps():
+        if saved:
+            raise UserError(
+                f"{checkpoints.folder} holds no checkpoint, but the run has saved step {saved}. Bring the checkpoints back "
+                "(is their file system mounted?), or begin anew under another run.name; nothing was changed",
+                NO_CHECKPOINT,
+            )
+    named = asked.path or asked.init
+    if named:
+        _require_sound(
+            Path(named), checkpoints, "checkpoint.resume" if asked.path else "checkpoint.init", verify
+        )
+    if replaced is not None and checkpoints.steps():
         log.warning("checkpoint.resume = %s begins a new history: %s", wanted, replaced)
     if asked.path is None:
         if asked.init:
-            _require_sound(Path(asked.init), checkpoints, "checkpoint.init", verify)
             compare_for_init(Path(asked.init), config)
         return Start(None, kept=-1, origin=asked, replaces=replaced is not None)
     path = Path(wanted)
-    _require_sound(path, checkpoints, "checkpoint.resume", verify)
     point = resume_point(path, config, branch=True)
     own = path.resolve() == checkpoints.path(point.step).resolve()
     kept = point.step if own or replaced is None else -1
@@ -105,9 +119,10 @@ def _require_sound(path: Path, checkpoints: Checkpoints, key: str, verify: bool)
     try:
         newest = find_checkpoint(path)
     except UserError as error:
-        raise UserError(f"{key} = {error}", exit_code=NO_CHECKPOINT) from None
-    hint = "" if newest == path else f"; did you mean {str(newest)!r}?"
-    raise UserError(f"{key} = {str(path)!r}: {problem}{hint}", exit_code=NO_CHECKPOINT)
+        raise UserError(f"{key} = {error}") from None
+    if newest != path:
+        raise UserError(f"{key} = {str(path)!r}: {problem}; did you mean {str(newest)!r}?")
+    raise UserError(f"{key} = {str(path)!r}: {problem}", exit_code=NO_CHECKPOINT)
 
 
 def load_weights(path: Path, model: ParallelModel) -> None:

@@ -7,6 +7,7 @@ the run directory has the roll-backs of this history, and so has each checkpoint
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,9 +19,11 @@ from forge.distributed import on_first_rank
 from forge.errors import FAILED, RollbackRequired, UserError
 from forge.files import replace_atomically
 from forge.observe.run_directory import RunDirectory
-from forge.train.origin import read_origin
+from forge.train.origin import Origin, read_origin
 from forge.train.resume import ResumePoint, Start
 from forge.train.state import Progress, Rollback
+
+log = logging.getLogger(__name__)
 
 
 def find_rollback_point(
@@ -36,7 +39,7 @@ def find_rollback_point(
     Raises UserError (exit 1) if there is none, or if too many roll-backs have not helped.
     """
     limit, verify = config.resilience.max_rollbacks, config.checkpoint.verify
-    origin = on_first_rank("reading origin.json", lambda: read_origin(directory))
+    origin = on_first_rank("reading origin.json", lambda: _origin(directory))
     begun = origin.step if origin is not None else 0
     # A checkpoint made since a roll-back shows that it has helped.
     last_saved = max(checkpoints.steps(), default=begun)
@@ -77,7 +80,7 @@ def sync_rollback_history(
     own = start.kept >= 0
 
     def merge() -> list[Rollback]:
-        found = _read(directory)
+        found = read_rollbacks(directory)
         written = [Rollback.read(one, progress.order) for one in found] if own else []
         # A new one may be equal to one before, where the same trouble has come back, and counts.
         known = [*written, *(one for one in progress.rollbacks if one not in written), *new]
@@ -88,8 +91,29 @@ def sync_rollback_history(
     progress.pass_over(on_first_rank("reading and writing rollbacks.json", merge))
 
 
-def _read(directory: RunDirectory) -> list[dict[str, Any]]:
-    return json.loads(directory.rollbacks.read_text()) if directory.rollbacks.exists() else []
+def read_rollbacks(directory: RunDirectory) -> list[dict[str, Any]]:
+    """Return the content of `rollbacks.json`; an empty list without one. Raises UserError (exit 2) if it cannot be read."""
+    try:
+        found = json.loads(directory.rollbacks.read_bytes())
+    except FileNotFoundError:
+        return []
+    except ValueError as error:
+        found = error
+    if not (isinstance(found, list) and all(isinstance(one, dict) for one in found)):
+        raise UserError(
+            f"{directory.rollbacks} cannot be read as JSON. Remove it: the newest checkpoint holds the roll-backs before its "
+            "step, and a later one is made again if its cause is met again"
+        )
+    return found
+
+
+def _origin(directory: RunDirectory) -> Origin | None:
+    """Return the origin of the history; None, with a warning, where a checkpoint is the only way back."""
+    try:
+        return read_origin(directory)
+    except UserError as error:
+        log.warning("%s", error)
+        return None
 
 
 def _write(directory: RunDirectory, rollbacks: list[Rollback]) -> None:

@@ -65,6 +65,9 @@ class Saves(Hook):
         with trainer.reporter.phases.during("save", step):
             self._saved_at = time.monotonic()
             self.prepare(step)
+            # Before the manifest: a checkpoint on disk never lacks the lines of its own past.
+            trainer.metrics.sync()
+            trainer.reporter.sync_events()
             trainer.results.save_requested = False
             if last:
                 self.save_and_wait()

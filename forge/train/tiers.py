@@ -9,7 +9,6 @@ import os
 import secrets
 import shutil
 from pathlib import Path
-from typing import Any
 
 from forge.checkpoint import Checkpoints
 from forge.checkpoint.folders import steps
@@ -21,8 +20,9 @@ from forge.files import replace_atomically
 from forge.hook import Hook
 from forge.observe.report import Reporter
 from forge.observe.run_directory import RunDirectory
-from forge.train.origin import new_history_because
+from forge.train.origin import Earlier, new_history_because
 from forge.train.resume import Start, find_start, resume_point
+from forge.train.rollback import read_rollbacks
 from forge.train.save import Saves
 from forge.train.trainer import Trainer
 
@@ -44,7 +44,7 @@ class Tiers:
         self.local: LocalTier | None = None
         self._open(on_first_rank("reading the history's number", self._history))
 
-    def find_start(self, finished: bool, reporter: Reporter) -> Start:
+    def find_start(self, earlier: Earlier, reporter: Reporter) -> Start:
         """Return where the run starts: at the newest state that is whole, of the nodes or else of the shared storage.
 
         Raises UserError as `resume.find_start` does.
@@ -55,7 +55,7 @@ class Tiers:
             replaced, shared = on_first_rank(
                 "listing checkpoints",
                 lambda: (
-                    new_history_because(config, directory, finished),
+                    new_history_because(config, directory, earlier.finished),
                     max(steps(checkpoints.folder), default=-1),
                 ),
             )
@@ -63,12 +63,12 @@ class Tiers:
                 local = self.local
                 point = resume_point(local.path(step), config, fetch=lambda names: local.fetch(step, names))
                 start = Start(point, kept=step)
-        start = start or find_start(config, checkpoints, directory, finished)
+        start = start or find_start(config, checkpoints, directory, earlier)
         self._follow(start)
         return start
 
     def _newest(self, local: LocalTier, shared: int, reporter: Reporter) -> int | None:
-        known = len(on_first_rank("reading rollbacks.json", lambda: _rollbacks(self._directory)))
+        known = len(on_first_rank("reading rollbacks.json", lambda: read_rollbacks(self._directory)))
         step = local.newest(after=shared)
         for problem in local.problems:
             if reporter.world.rank == 0:
@@ -157,7 +157,3 @@ def _make(folder: Path, key: str) -> None:
             f'checkpoint.local_dir = "{key}": {folder} cannot be written to ({error.strerror}); name a folder in memory or '
             "on a disk of each node, or set checkpoint.local_interval = 0"
         ) from error
-
-
-def _rollbacks(directory: RunDirectory) -> list[Any]:
-    return json.loads(directory.rollbacks.read_text()) if directory.rollbacks.exists() else []

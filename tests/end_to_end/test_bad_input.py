@@ -79,7 +79,7 @@ def test_s3_an_output_folder_that_cannot_be_made_is_reported_at_the_start(tmp_pa
 def test_a_checkpoint_to_resume_that_does_not_exist_is_reported(tmp_path) -> None:
     absent = tmp_path / "absent"
     for folder, why in ((tmp_path, "holds no complete checkpoint"), (absent, "does not exist")):
-        output = refused(Run(tmp_path), f"--checkpoint.resume={folder}", code=77)
+        output = refused(Run(tmp_path), f"--checkpoint.resume={folder}", code=2)
         assert f"checkpoint.resume = {folder}: {why}; name a checkpoint" in output
 
 
@@ -87,7 +87,7 @@ def test_a_run_in_place_of_a_checkpoint_is_reported_with_its_newest(tmp_path) ->
     first = Run(tmp_path / "first")
     assert first("--train.steps=2") == 0
     for key in ("resume", "init"):
-        output = refused(Run(tmp_path / "second"), f"--checkpoint.{key}={first.path}", code=77)
+        output = refused(Run(tmp_path / "second"), f"--checkpoint.{key}={first.path}", code=2)
         assert f"did you mean '{first.path / 'checkpoints' / 'step-00000002'}'?" in output
 
 
