@@ -28,7 +28,11 @@ OPTIONS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("activation_checkpoint.mode", "dp_shard", ("full", "selective", "none")),
     ("parallel.defer_gradient_reduction", "dp_shard", (True, False)),
     ("parallel.reshard_after_forward", "dp_shard", ("always", "never", "auto")),
-    ("pipeline.schedule", "pp", ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")),
+    (
+        "pipeline.schedule",
+        "pp",
+        ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"),
+    ),
     ("train.micro_batch_size", "dp_shard", (2, 4, 1)),
 )  # fmt: skip
 # How many options are tried alone: the others vary at random only.

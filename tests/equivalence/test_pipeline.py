@@ -27,6 +27,8 @@ from tests.support.equivalence import (
     layout,
     layout_on_rank,
     plain_model,
+    reference,
+    tiny_config,
 )
 from tests.support.harness import RankFailed, run_ranks
 from tests.support.layouts import MODELS, SCHEDULES, pipeline_text, plain_text, slow_unless
@@ -61,6 +63,37 @@ FOUR = [
 @pytest.mark.parametrize(("schedule", "model"), FOUR)
 def test_every_schedule_over_four_ranks(schedule: str, model: str) -> None:
     assert_equal(layout(pipeline_text(4, schedule, model), 4), expected(model))
+
+
+# Schedules that split the backward, engines that shard optimizer state, and the embedding's second copy on the last stage.
+AHEAD = [
+    (2, "1F1B", "zero2", 1, False),
+    (2, "1F1B", "zero1", 2, True),
+    (1, "ZBVZeroBubble", "fsdp2", 2, False),
+    (1, "DualPipeV", "fsdp2", 1, True),
+    (2, "InterleavedZeroBubble", "zero2", 2, False),
+    (2, "ZBVZeroBubble", "ddp", 2, True),
+    (2, "DualPipeV", "zero1", 1, False),
+]
+
+
+@pytest.mark.parametrize(
+    ("shards", "schedule", "engine", "depth", "tied"),
+    [pytest.param(*case, marks=slow_unless(number < 4)) for number, case in enumerate(AHEAD)],
+)
+def test_prediction_further_ahead_in_a_pipeline(
+    shards: int, schedule: str, engine: str, depth: int, tied: bool
+) -> None:
+    model = f"tie_embeddings = {str(tied).lower()}\n[model.mtp]\ndepth = {depth}\nloss_coef = 0.5\n"
+    parallel = f"pp = 2\ndp_shard = {shards}\ndata_parallel = '{engine}'"
+
+    def text(parallel: str) -> str:
+        # The embedding outweighs the layers beside it, so that shards of a buffer are cut within it.
+        small = tiny_config(parallel=parallel, model=model).replace("n_layers = 3", "n_layers = 4")
+        return small.replace("vocab_size = 67", "vocab_size = 1031")
+
+    piped = f"{text(parallel)}\n[pipeline]\nschedule = '{schedule}'\n"
+    assert_equal(layout(piped, 2 * shards), reference(text("")))
 
 
 AXES = {

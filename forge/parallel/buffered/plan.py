@@ -96,7 +96,7 @@ def plan_buffers(model: Transformer, layout: Layout) -> list[BufferPlan]:
         expert = kinds.get(parameter) == "expert"
         key = _formats_of(parameter, dtypes[parameter], layout), expert
         # Both ends of a pipeline may hold it. In a bucket of its own it is cut the same way on both.
-        alone = model.config.tie_embeddings and name == "embedding.weight"
+        alone = model.config.embedding_at_both_ends and name == "embedding.weight"
         members.setdefault(key, []).append(Item(name, _slot_numel(parameter), alone))
     plans = []
     for (formats, expert), items in members.items():

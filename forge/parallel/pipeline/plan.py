@@ -73,7 +73,11 @@ def plan_pipeline(config: Config, degrees: Degrees) -> PipelinePlan:
             _check_csv(config, len(made.rank_of))
         else:
             made = make_schedule(name, pp, number_of_stages(config), number)
-        return made if whole is None else made.unsplit()
+        if whole is not None:
+            return made.unsplit()
+        # The embedding's gradient has several paths through the last stage, of which some do not pass its input: PyTorch's
+        # split would walk their common part twice.
+        return made.unsplit({len(made.rank_of) - 1}) if config.model.mtp is not None else made
 
     schedule = with_microbatches(degrees.accumulation)
     stages = make_stages(config, len(schedule.rank_of))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import csv
 import re
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -159,10 +159,18 @@ class Schedule:
         )
         return Schedule(order, self.rank_of, 1)
 
-    def unsplit(self) -> Schedule:
-        """Return the same schedule with a whole backward in the place of each I, and without W."""
+    def unsplit(self, stages: Container[int] | None = None) -> Schedule:
+        """Return the same schedule with a whole backward for each I of these stages (None: of all), and without their W."""
+
+        def whole(action: Action) -> bool:
+            return stages is None or action.stage in stages
+
         order = tuple(
-            tuple(a._replace(kind="B") if a.kind == "I" else a for a in rank if a.kind != "W")
+            tuple(
+                action._replace(kind="B") if action.kind == "I" and whole(action) else action
+                for action in rank
+                if not (action.kind == "W" and whole(action))
+            )
             for rank in self.order
         )
         return Schedule(order, self.rank_of, self.microbatches)
