@@ -120,7 +120,7 @@ class Precision(Section):
     """Format of parameters and activations in forward and backward."""
     reduce: Dtype = "float32"
     """Format in which gradients are summed over ranks."""
-    fp32_modules: ListOf[Text] = ("*.router",)
+    fp32_modules: ListOf[Text] = ("*.router", "*.decay")
     """Glob patterns of module names that compute in float32, or in precision.compute if that is wider."""
     mixed_storage_rule: Literal["uniform_storage", "per_parameter"] = "uniform_storage"
     """If a unit holds parameters of several formats. uniform_storage: compute with each in its own format. per_parameter:

@@ -19,7 +19,10 @@ from forge.shard import Shard
 
 @register("lion")
 class Lion:
-    """The update theta <- theta - lr * (sign(beta1 m + (1 - beta1) g) + weight_decay * theta), m <- beta2 m + (1 - beta2) g.
+    """The update theta <- theta - lr * (sign(c) + weight_decay * theta), m <- beta2 m + (1 - beta2) g.
+
+    c = beta1 m + (1 - beta1) g. Elements of c below `optimizer.eps` count as c / eps in place of their sign: that of a
+    gradient that is zero but for rounding would depend on the layout.
 
     m has the dtype promote(float32, storage), or bfloat16 with stochastic rounding if `optimizer.moment_dtype` says so.
     """
@@ -44,7 +47,7 @@ class Lion:
             mean, weight = momentum.to(wide), shard.data.to(wide)
             # With the mean itself as the gradient the mean stays as it is.
             new = torch.where(skip > 0, mean, gradient(shard).to(wide))
-            direction = mean.lerp(new, 1 - beta1).sign_()
+            direction = mean.lerp(new, 1 - beta1).div_(self._config.eps * shard.rates.eps).clamp_(-1, 1)
             decay = weight_decay(shard.name, self._config) / shard.rates.lr
             write_unless(skip, shard.data, weight - lr * shard.rates.lr * (direction + decay * weight))
             mean.lerp_(new, 1 - beta2)

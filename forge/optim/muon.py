@@ -78,7 +78,7 @@ class Muon:
             weight = shard.data.to(wide_dtype(shard))
             decay: float | Tensor = lr * weight_decay(shard.name, self._config)
             if self._keys.cautious_decay:
-                decay = (update * weight > 0).to(weight.dtype) * decay
+                decay = (update * weight.sign() > _least_update(shard, weight.dtype)).to(weight.dtype) * decay
             write_unless(
                 skip,
                 shard.data,
@@ -128,6 +128,8 @@ class Muon:
         """From the next step on, use these values of weight_decay, betas, eps and muon.momentum."""
         self._config, self._keys = config, config.muon
         self._rest.follow(config)
+        if self._rows is not None:
+            self._rows.decay = config.betas[1]
 
     def tensors(self) -> Iterator[tuple[str, Shard, Tensor]]:
         for shard in self._shards:
@@ -153,7 +155,7 @@ class _RowMoments:
     """
 
     def __init__(self, shards: list[Shard], batches: list[Batch], decay: float):
-        self._decay = decay
+        self.decay = decay
         boxes: dict[int, list[Box]] = {number: [] for number in range(len(shards))}
         for run in (run for batch in batches for run in batch.runs):
             rows = run.shape[0]
@@ -182,7 +184,7 @@ class _RowMoments:
         """
         moments = torch.cat(self._of_batch[id(batch)])
         wide = matrices.to(moments.dtype)
-        new = moments.lerp(wide.square().mean(-1), 1 - self._decay)
+        new = moments.lerp(wide.square().mean(-1), 1 - self.decay)
         counts = [run.count for run in batch.runs]
         for held, values in zip(self._of_batch[id(batch)], new.split(counts), strict=True):
             write_unless(skip, held, values)
@@ -208,6 +210,14 @@ def _is_muons(shard: Shard) -> bool:
         f'optimizer.name = "muon": {shard.name} of {shape} is no matrix, and Muon updates matrices only; use adamw, or an '
         "optimizer of your own (docs/extending/optimizer.md)"
     )
+
+
+def _least_update(shard: Shard, dtype: torch.dtype) -> float:
+    """Return the size below which an element of an orthogonal update may be rounding noise, whose sign depends on the layout.
+
+    An orthogonal matrix has elements of about 1 / sqrt(longer side).
+    """
+    return sqrt(torch.finfo(dtype).eps / max(shard.global_shape[-2:]))
 
 
 def _iteration_dtype(shards: list[Shard]) -> torch.dtype:

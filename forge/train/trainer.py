@@ -62,6 +62,10 @@ class Trainer:
         self.model = build_parallel_model(config, self.meshes, self.device)
         compat.raise_timeouts(patience(config.resilience))  # of groups that engines have made
 
+        if start.point is None and config.checkpoint.init:
+            # Before the optimizer, whose mean of the weights begins at them.
+            load_weights(Path(config.checkpoint.init), self.model)
+            log.info("weights from %s, a new history", config.checkpoint.init)
         self.optimizer = make_optimizer(config, self.model, self.meshes)
         reporter.memory.count_state(self.model.memory(), self.optimizer.tensors())
         # What was built is counted, which for a class of the user's own need not be what [model] says.
@@ -84,9 +88,6 @@ class Trainer:
         """Whether this rank asks for a checkpoint; all ranks learn of it with the norm of the next gradient."""
         self.hooks = Hooks()
 
-        if start.point is None and config.checkpoint.init:
-            load_weights(Path(config.checkpoint.init), self.model)
-            log.info("weights from %s, a new history", config.checkpoint.init)
         self.batches = self.restart_from(start)
 
     def train(self, hooks: Sequence[Hook]) -> str | None:

@@ -127,3 +127,17 @@ def test_experts_have_means_and_what_balances_them_is_taken_as_it_is(tmp_path: P
     assert any(".experts." in name for name in set(names) - set(plain))
     for name in plain:
         assert torch.equal(made.read(name), saved.read(name))
+
+
+def test_the_mean_of_a_run_that_begins_at_other_weights_begins_at_them(tmp_path) -> None:
+    """After one step the mean is within a step of the loaded weights, and not a tenth of it at random ones."""
+    first = Run(tmp_path / "first", "--run.seed=1")
+    assert first("--train.steps=2") == 0
+    origin = first.path / "checkpoints" / step_name(2)
+    run = Run(tmp_path / "second", *KEPT, f"--checkpoint.init={origin}", "--run.seed=2")
+    assert run("--train.steps=1", "--optimizer.lr=1e-6") == 0
+    loaded, mean = TensorReader(origin), TensorReader(run.path / "checkpoints" / step_name(1))
+    name = "layers.0.attention.wq.weight"
+    torch.testing.assert_close(
+        mean.read(f"optimizer.{name}.ema"), loaded.read(f"model.{name}"), rtol=0, atol=1e-4
+    )

@@ -48,6 +48,20 @@ def test_three_steps_by_the_formula() -> None:
         torch.testing.assert_close(values, mean, rtol=0, atol=1e-14)
 
 
+def test_gradients_that_are_zero_but_for_rounding_do_not_move_a_weight_by_their_sign() -> None:
+    """Layouts add the terms of such a gradient in other orders: its sign is any, its size is that of rounding."""
+    moved = []
+    for seed in (0, 1):
+        shards, lion = make(torch.float64)
+        before = shards[1].data.clone()
+        generator = torch.Generator().manual_seed(seed)
+        shards[1].parameter.grad = 1e-17 * torch.randn(6, generator=generator, dtype=torch.float64)
+        lion.step(0.1, GO)
+        moved.append(shards[1].data - before)
+    assert all(change.abs().max() < 1e-9 for change in moved)
+    assert not torch.equal(moved[0], moved[1])
+
+
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_skipped_step_leaves_every_bit_though_gradients_are_nan(dtype: torch.dtype, moments: str) -> None:

@@ -164,6 +164,37 @@ def test_cautious_decay_leaves_weights_that_the_update_makes_larger() -> None:
         )
 
 
+def test_cautious_decay_is_not_decided_by_rounding() -> None:
+    """Two gradients that differ only in a row that is zero but for rounding give the same weights."""
+    name = "layers.0.feed_forward.w1.weight"
+    found = []
+    for seed in (0, 1):
+        shards, optimizer = make({name: MATRICES[name]}, "cautious_decay = true")
+        noise = torch.randn(6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        shards[0].parameter.grad[3] = 1e-17 * noise
+        optimizer.step(0.1, GO)
+        found.append(shards[0].data)
+    torch.testing.assert_close(*found, rtol=0, atol=1e-13)
+
+
+def test_phases_change_the_decay_of_second_moments_of_rows() -> None:
+    name = "layers.0.feed_forward.w1.weight"
+    moments = []
+    for betas in ((0.9, 0.95), (0.9, 0.5)):
+        shards, optimizer = make({name: MATRICES[name]}, "second_moment = 'neuron'")
+        optimizer.step(0.1, GO)
+        config = parse_toml_text(tiny_config() + MUON + "second_moment = 'neuron'").optimizer
+        optimizer.follow(config.model_copy(update={"betas": betas}))
+        before = next(values.clone() for slot, _, values in optimizer.tensors() if slot == "row_moment")
+        give_gradients(shards, 1)
+        optimizer.step(0.1, GO)
+        moments.append(
+            next(values for slot, _, values in optimizer.tensors() if slot == "row_moment") - before
+        )
+    # new - old = (1 - decay) (square - old), and both runs have the same squares.
+    torch.testing.assert_close(moments[1], 10 * moments[0], rtol=1e-6, atol=0)
+
+
 def test_heads_whose_logits_are_above_the_limit_are_scaled_and_no_others() -> None:
     name, limit = "layers.0.attention.wq.weight", 50.0
     size = MATRICES[name][0] // 4

@@ -325,3 +325,19 @@ def test_tied_weights_of_two_modules_are_one_unit() -> None:
     net.head.weight = net.embedding.weight
     first = plan_units(net, config.precision)[0][0]
     assert [unit.modules for unit in first] == [(net.embedding, net.norm, net.head)]
+
+
+def test_decays_of_linear_attention_compute_in_float32_by_default() -> None:
+    """They are exponentiated: bfloat16 rounds a logarithm of a decay by up to 2 %."""
+    model = """layer_pattern = ["linear"]
+    [model.linear_attention]
+    n_key_heads = 2
+    n_value_heads = 4
+    key_head_dim = 8
+    value_head_dim = 6
+    """
+    config = parse_toml_text(tiny_config(model=model).replace('compute = "float64"', 'compute = "bfloat16"'))
+    built = build_meta_model(config)
+    _, dtypes = plan_units(built, config.precision)
+    found = {name: dtypes[p] for name, p in built.named_parameters() if ".decay." in name}
+    assert len(found) == 6 and set(found.values()) == {F32}

@@ -53,8 +53,7 @@ def draw_keys(generator: random.Random, folder: Path) -> tuple[dict[str, Any], d
         "train.loss_chunk_tokens": choose([16, 32, 1000]),
         "train.z_loss_coef": choose([0.0, 0.01]),
         "train.gc_interval": choose([0, 1, 100]),
-        # Not lion: where a gradient is 0 but for rounding, it moves by the sign of that.
-        "optimizer.name": choose(["adamw", "muon"]),
+        "optimizer.name": choose(["adamw", "muon", "lion"]),
         "optimizer.lr": 3e-3,
         "optimizer.parametrization": choose(["standard", "standard", "mup", "completep"]),
         "schedule.name": "constant",
@@ -77,6 +76,8 @@ def draw_keys(generator: random.Random, folder: Path) -> tuple[dict[str, Any], d
         keys["optimizer.mup.base_depth"] = 1
     if keys["optimizer.name"] == "adamw":
         keys["optimizer.moment_dtype"] = choose(["float32", "bfloat16", "int8"])
+    elif keys["optimizer.name"] == "lion":
+        keys["optimizer.moment_dtype"] = choose(["float32", "bfloat16"])
     else:
         keys |= {
             "optimizer.muon.orthogonalization": choose(["newton_schulz", "polar_express"]),
