@@ -47,8 +47,8 @@ train: data
 	@$(BIN)/python scripts/report.py runs/debug --output runs/debug/report.html
 	@echo
 	@echo "The page about this run:  runs/debug/report.html    (open it in a browser)"
-	@echo "Next:  $(BIN)/python train.py --config runs/debug/config.toml --train.steps=800    trains on from here"
-	@echo "       $(BIN)/torchrun --nproc-per-node 2 train.py --config runs/debug/config.toml --run.name=two    on two processes"
+	@echo "Next:  $(BIN)/python scripts/generate.py --checkpoint runs/debug --prompt 'def main('    writes on"
+	@echo "       $(BIN)/torchrun --nproc-per-node 2 train.py --config runs/debug/config.toml --run.name=two    the same on two processes"
 	@echo "       $(BIN)/tensorboard --logdir runs    shows the curves"
 	@echo "       $(BIN)/python train.py --help    lists every key"
 

@@ -32,8 +32,11 @@ def reduce_scatter_into(part: Tensor, whole: Tensor, group: dist.ProcessGroup) -
     return scatter(part, whole, group=group, async_op=True)
 
 
-def all_gather_into(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Gather every rank's `part` `[n]` into `whole` `[ranks * n]`, of which `part` may be a view, without waiting."""
+def all_gather_into(whole: Tensor, part: Tensor, group: dist.ProcessGroup | None = None) -> dist.Work:
+    """Gather every rank's `part` `[n]` into `whole` `[ranks * n]`, of which `part` may be a view, without waiting.
+
+    group: None: all ranks.
+    """
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(whole, part, group=group, async_op=True)
 

@@ -99,7 +99,7 @@ def write_checkpoint(
         raise
     if rank == 0:
         try:
-            folders.prune(root, keep_last, keep_every, lambda point: fault_point(point, step))
+            folders.prune(root, keep_last, keep_every, step)
         # Of any kind: the checkpoint is complete, and the other ranks have gone on already.
         except Exception as error:
             logger.error("could not remove old checkpoints in %s: %s", root, describe(error))

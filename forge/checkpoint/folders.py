@@ -12,11 +12,11 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 from forge.checkpoint.manifest import MANIFEST
 from forge.errors import UserError
+from forge.fault import fault_point
 
 logger = logging.getLogger(__name__)
 _STEP = re.compile(r"step-(\d{8,})")
@@ -95,16 +95,14 @@ def sweep(root: Path) -> None:
             _remove(path)
 
 
-def prune(
-    root: Path, keep_last: int, keep_every: int, fault: Callable[[str], None] = lambda point: None
-) -> None:
+def prune(root: Path, keep_last: int, keep_every: int, step: int = -1) -> None:
     """Remove all but the newest `keep_last` (0: keep all) and those whose step is a multiple of `keep_every`.
 
-    fault: called with the name of each fault point. Raises OSError if a manifest cannot be removed.
+    step: the one just saved, for fault injection. Raises OSError if a manifest cannot be removed.
     """
     if keep_last == 0:
         return
-    fault("save.before_prune")
+    fault_point("save.before_prune", step)
     kept = steps(root)[-keep_last:]
     for old in steps(root, complete=False):
         if not kept or old >= kept[0] or (keep_every and old % keep_every == 0):
@@ -112,7 +110,7 @@ def prune(
         path, removed = root / step_name(old), _unused(root / f".pruned-{step_name(old)}")
         # The manifest first: a process that dies below leaves a folder that is no longer taken for a checkpoint.
         (path / MANIFEST).unlink(missing_ok=True)
-        fault("save.during_prune")
+        fault_point("save.during_prune", step)
         path.rename(removed)
         _remove(removed)
 

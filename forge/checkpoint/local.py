@@ -249,7 +249,7 @@ def write_parts(
         raise
     if nodes.leads:
         try:
-            folders.prune(root, keep_last, 0, lambda point: fault_point(point, step))
+            folders.prune(root, keep_last, 0, step)
         except Exception as error:  # the state is complete, and the other ranks have gone on
             log.error("could not remove old states in %s: %s", root, describe(error))
 

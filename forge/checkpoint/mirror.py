@@ -200,7 +200,7 @@ def copied_steps(url: str) -> list[int]:
     homes = [name.split("/")[-2] for name in found if name.endswith(f"/{MANIFEST}")]
     steps = sorted(step for home in homes if (step := folders.step_of(home)) is not None)
     if steps or problem != "is missing":
-        log.warning("%s %s: rebuilt from the manifests of steps %s", index, problem, steps)
+        log.warning("the index %s %s: it is rebuilt from the manifests of steps %s", index, problem, steps)
     return steps
 
 

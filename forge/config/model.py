@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from annotated_types import Ge, Le
 from pydantic import Field, model_validator
 
 from forge.config.section import (
@@ -144,9 +145,9 @@ class ModelConfig(Section):
 
     kind: Text = "transformer"
     """A registered model, or an import path `package.module:Class`."""
-    dim: Positive
+    dim: Annotated[int, Ge(1), Le(2**18)]
     """Width of the residual stream."""
-    n_layers: Positive
+    n_layers: Annotated[int, Ge(1), Le(10_000)]
     """Number of Transformer blocks."""
     n_heads: Positive
     """Number of query heads."""
@@ -156,7 +157,7 @@ class ModelConfig(Section):
     """Size of a head. Must be even. 0: dim / n_heads."""
     ffn_dim: Positive
     """Hidden size of the dense feed-forward."""
-    vocab_size: Positive
+    vocab_size: Annotated[int, Ge(1), Le(10**8)]
     """Rows of the embedding, at least the size of the tokenizer's vocabulary."""
     norm_position: Literal["pre", "post", "sandwich"] = "pre"
     """RMSNorm on the input of attention and feed-forward (pre), on their output before it is added to the stream (post, as

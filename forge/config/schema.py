@@ -187,15 +187,15 @@ class ScheduleConfig(Section):
 class Train(Section):
     """The batch size, the sequence length and the number of steps."""
 
-    steps: Positive
+    steps: Annotated[int, Ge(1), Le(10**9)]
     """Total number of optimizer steps, including those before a resume."""
-    seq_len: Positive
+    seq_len: Annotated[int, Ge(1), Le(10**9)]
     """Tokens per sequence."""
-    global_batch_size: Positive
+    global_batch_size: Annotated[int, Ge(1), Le(10**7)]
     """Sequences per optimizer step: micro_batch_size * data-parallel ranks * gradient accumulation, which follows."""
     micro_batch_size: Positive = 1
     """Sequences per rank and forward pass."""
-    tokens: Count = 0
+    tokens: Annotated[int, Ge(0), Le(10**16)] = 0
     """Total number of tokens, in place of `steps`, which follow from it and from the phases. 0: as `steps` says."""
     grad_clip_norm: NonNegativeNumber = 1.0
     """Maximum global gradient norm: larger gradients are scaled down to it. 0: off."""

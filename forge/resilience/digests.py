@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from forge import compat
+
 # Number of elements that are widened to 64 bits at a time.
 CHUNK = 1 << 20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -69,7 +71,7 @@ def _gather(digests: list[Tensor], group: ProcessGroup) -> Tensor:
     """Return the digests of all ranks: int64 `[ranks of the group, tensors]`."""
     mine = torch.stack(digests)
     of_all = mine.new_empty(group.size() * len(mine))
-    dist.all_gather_into_tensor(of_all, mine, group=group)
+    compat.all_gather_into(of_all, mine, group).wait()
     return of_all.view(group.size(), len(mine))
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from forge import compat
 from forge.config.schema import Resilience
 from forge.hook import Hook
 from forge.model import Transformer
@@ -89,7 +90,7 @@ class Stragglers(Hook):
             median(self._step_s),
         ]
         of_all = torch.empty(dist.get_world_size() * len(mine), dtype=torch.float64)
-        work = dist.all_gather_into_tensor(of_all, torch.tensor(mine, dtype=torch.float64), async_op=True)
+        work = compat.all_gather_into(of_all, torch.tensor(mine, dtype=torch.float64))
         self._gathering = step, of_all, work
         self._data_s, self._step_s = [], []
         for spans in self._spans.values():

@@ -134,6 +134,8 @@ def _refuse_a_past_decay(path: Path, step: int, old: Config, new: Config) -> Non
 
 def _warn_of_jump(path: Path, step: int, old: Config, new: Config) -> None:
     """Warn if a run whose learning rate had begun to decay goes on with a higher one, as more steps make it."""
+    if step >= new.train.steps:
+        return  # no step follows
     start = decay_start(old.schedule, old.train.steps)
     last, following = (
         learning_rate(config.schedule, lr=config.optimizer.lr, step=number, steps=config.train.steps)

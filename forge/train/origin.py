@@ -66,7 +66,7 @@ def read_earlier(directory: RunDirectory, status: dict[str, Any]) -> Earlier:
     if not saved and (finished or status.get("state") == "stopped"):
         saved = int(status.get("step") or 0)  # both are written after a save
     if not events:
-        # Somebody removed the record. Metrics alone do not tell which steps were saved, but they tell of a history.
+        # Somebody removed the record. Metrics do not show which steps were saved, but they show a history.
         saved = saved or max((int(line["step"]) for line in read_lines(directory.metrics, "step")), default=0)
     return Earlier(finished, saved)
 

@@ -73,7 +73,7 @@ def find_start(config: Config, checkpoints: Checkpoints, directory: RunDirectory
         if saved:
             raise UserError(
                 f"{checkpoints.folder} holds no checkpoint, but the run has saved step {saved}. Bring the checkpoints back "
-                "(is their file system mounted?), or begin anew under another run.name; nothing was changed",
+                "(is their file system mounted?), or begin a new run under another run.name; nothing was changed",
                 NO_CHECKPOINT,
             )
     named = asked.path or asked.init

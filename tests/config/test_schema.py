@@ -1,13 +1,14 @@
 """Every public key exists, accepts its off value and is documented."""
 
 import pickle
+import re
 import subprocess
 import sys
 
 import pytest
 
 from forge.config.keys import keys, sections
-from tests.support.configs import load, tiny
+from tests.support.configs import complaint, load, tiny
 
 # Keys that job scripts and other programs name: none may go away or change its off value.
 PUBLIC = {
@@ -158,3 +159,21 @@ def test_a_config_cannot_be_changed_and_can_be_pickled() -> None:
 def test_importing_the_configuration_does_not_import_torch() -> None:
     code = "import sys, forge.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "train.steps=99999999999999999999999",
+        "train.global_batch_size=1000000000",
+        "train.seq_len=9999999999",
+        "model.n_layers=100000",
+        "model.dim=1000000",
+        "model.vocab_size=1000000000",
+    ],
+)
+def test_an_absurd_size_is_refused_at_once_with_the_largest_one(tmp_path, option: str) -> None:
+    key, _, value = option.partition("=")
+    assert re.search(
+        rf"{key} = {value} .*allowed: integer >= 1 and <= \d+", complaint(tmp_path, f"--{option}")
+    )

@@ -122,7 +122,7 @@ def test_s8_a_run_that_was_killed_before_its_first_save_starts_again(tmp_path, u
 
 
 def test_s8_a_new_history_that_has_saved_nothing_starts_again(tmp_path) -> None:
-    """The saves that events.jsonl tells of belong to the history before."""
+    """The saves in events.jsonl belong to the history before."""
     run = Run(tmp_path)
     assert run("--train.steps=4") == 0
     assert run("--checkpoint.resume=none", fault="step:2:0") == -signal.SIGKILL

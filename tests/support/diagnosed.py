@@ -52,8 +52,10 @@ OTHERS = {
     "test_n3_only_what_has_copies_is_compared_and_only_if_asked": "Nothing ended this run early",
     "test_s6_a_second_run_on_the_same_directory_is_refused_and_names_the_first": _STOPPED,
 }
-# No fault of a run: ways to resume, data that are prepared, a job script; and S5, which no run has.
+# No fault of a run: ways to resume, data that are prepared, a job script; and S5, which no run has. What S7 to S11, R7 and R8
+# refuse or repair is one message.
 NOT_NAMED = {"E2", "E6", "E9", "P6", "S5", "R1", "R2", "R3", "R4", "R5", "R6", "D3", "D4"}
+NOT_NAMED |= {"S7", "S8", "S9", "S10", "S11", "R7", "R8"}
 
 
 def row_of(test: str) -> str | None:

@@ -102,8 +102,9 @@ def test_more_steps_for_a_decayed_run_are_warned_of_with_the_checkpoint_before_t
         (90, ["--train.steps=100"]),
         (80, ["--train.steps=200"]),
         (100, ["--train.steps=200", "--optimizer.lr=0.0001"]),
+        (90, ["--train.steps=50"]),
     ],
-    ids=["the same run", "not yet decayed", "at the rate it had reached"],
+    ids=["the same run", "not yet decayed", "at the rate it had reached", "fewer steps than it has made"],
 )
 def test_no_jump_no_warning(tmp_path, caplog, step: int, options: list[str]) -> None:
     path = checkpoint(tmp_path, step, *DECAYING, "--train.steps=100")
