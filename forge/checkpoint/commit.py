@@ -164,7 +164,13 @@ class _Writer(dcp.FileSystemWriter):
         self._step = step
 
     def write_data(self, plan: Any, planner: Any) -> Any:
-        written = super().write_data(plan, planner)
+        try:
+            written = super().write_data(plan, planner)
+        except RuntimeError as error:
+            # PyTorch's archive writer reports its own position, and the system's error only as the context.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
         fault_point("save.between_shards", self._step)
         return written
 

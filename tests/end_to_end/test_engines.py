@@ -69,3 +69,18 @@ def test_a_shipped_config_trains_under_each_engine_on_one_curve(config: str, tmp
     assert expected[-1] < expected[0] - 0.1
     for engine in ENGINES:
         assert losses(engine) == pytest.approx(expected, rel=1e-4), engine
+
+
+@pytest.mark.parametrize("option", ["parallel.tp=2", "parallel.data_parallel=zero1", "parallel.cp=2"])
+def test_a_run_calls_nothing_that_this_version_of_pytorch_deprecates(option: str, tmp_path) -> None:
+    run = Run(
+        tmp_path, f"--{option}", "--resilience.check_replicas=true", "--resilience.straggler_interval=2"
+    )
+    patch = "tests.end_to_end.test_engines:deprecations_are_errors"
+    assert run.start("--train.steps=4", patch=patch, world=2).join() == [0, 0], run.output()
+
+
+def deprecations_are_errors() -> None:
+    import warnings
+
+    warnings.filterwarnings("error", category=FutureWarning)

@@ -113,6 +113,20 @@ def test_s10_leftovers_that_cannot_be_removed_cost_a_warning_and_no_save(tmp_pat
     assert run.metrics() == undisturbed().metrics()
 
 
+def test_s2_a_limit_of_file_sizes_is_named_as_the_cause(tmp_path) -> None:
+    """PyTorch's archive writer hides the error of the system."""
+    run = Run(tmp_path, "--checkpoint.max_failed_saves=1")
+    assert run.start(patch="tests.faults.test_storage:small_files_only").join() == [1]
+    assert "writing tensors failed on rank 0: OSError: [Errno 27] File too large" in run.status()["reason"]
+
+
+def small_files_only() -> None:
+    import resource
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+
 def leftovers_that_stay() -> None:
     """Make a leftover of a pruned checkpoint and one of the next save's own partial folder."""
     for name in (f".pruned-{step_name(2)}", f".partial-{step_name(6)}"):
