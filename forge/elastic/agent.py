@@ -168,7 +168,8 @@ def _meet(address: str, timeout: timedelta = timedelta(minutes=5)) -> SignedStor
 def _is_over(store: dist.Store) -> bool:
     """Whether an agent reports within a while that the run is finished."""
     try:
-        store.wait([OVER], timedelta(seconds=10))
+        store.set_timeout(timedelta(seconds=10))
+        store.get(OVER)
     except dist.DistError:
         return False
     return True

@@ -31,15 +31,17 @@ class Meeting:
     """
 
     def __init__(self, port: int, host: str = "localhost"):
+        self.is_local = is_loopback(host)
+        own = self.is_local and VARIABLE not in os.environ
+        secret = b"" if own else read_secret(host, port)
         try:
             family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             listening = socket.create_server(address[:2], family=family)
         except OSError as error:
             raise UserError(f"meeting --host {host} --port {port}: {error.strerror}") from None
         self.host, self.port = listening.getsockname()[:2]
-        self.is_local = is_loopback(self.host)
-        own = self.is_local and VARIABLE not in os.environ
-        secret = make_local_secret(self.port) if own else read_secret(self.host, self.port)
+        if own:
+            secret = make_local_secret(self.port)
         # The store would listen on all addresses by itself.
         server = dist.TCPStore(
             self.host,
@@ -56,11 +58,19 @@ class Meeting:
 
     def serve(self, closed: threading.Event, linger_s: float = LINGER_S) -> None:
         """Keep the clock until an agent reports the end of the run and `linger_s` seconds have passed, or until `closed`."""
-        while not self._store.check([OVER]):
+        while not is_over(self._store):
             self._store.set(CLOCK, repr(time.time()))
             if closed.wait(TICK_S):
                 return
         closed.wait(linger_s)
+
+
+def is_over(store: dist.Store) -> bool:
+    """Return whether an agent has reported the end of the run; a stranger's report does not count."""
+    try:
+        return store.check([OVER]) and bool(store.get(OVER))
+    except UserError:
+        return False
 
 
 def clock_offset(store: dist.Store) -> float:

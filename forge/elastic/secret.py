@@ -82,6 +82,8 @@ class SignedStore(dist.Store):
 
     Only counters (`add`) have none: the server computes them, and they are read as integers. An older value of the same
     key passes: whoever can write to the store can stop a run, but not choose a value.
+
+    Keep a reference: a `dist.PrefixStore` of this store does not keep the Python part of it alive.
     """
 
     def __init__(self, store: dist.Store, secret: bytes):

@@ -33,6 +33,7 @@ class Nodes:
         self._agent = agent
         self._options = [*BASE, f"--run.output_dir={folder}", *BATCH, *options]
         self._meeting, self._closed = Meeting(0), threading.Event()
+        self.port = self._meeting.port
         self._serving = threading.Thread(target=self._meeting.serve, args=(self._closed, 1.0), daemon=True)
         self._serving.start()
         self.agents: dict[str, subprocess.Popen] = {}
@@ -43,7 +44,7 @@ class Nodes:
         for name in names:
             settings = [f"--nodes={self._nodes}", f"--processes={self._processes}"]
             settings += [
-                f"--meeting=localhost:{self._meeting.port}",
+                f"--meeting=localhost:{self.port}",
                 f"--lost-after={LOST_AFTER_S}",
                 "--gather=3",
                 "--patience=240",
