@@ -47,6 +47,7 @@ from forge.train.nodes import report_nodes
 from forge.train.out_of_memory import explaining_exhaustion
 from forge.train.tiers import Tiers
 from forge.train.trainer import Trainer
+from forge.terminal import stderr
 from forge.world import World, join, read_world
 
 log = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ def _main(argv: list[str], signals: StopSignals) -> int:
     try:
         world = read_world()
     except UserError as error:
-        print(f"forge: {error}", file=sys.stderr, flush=True)
+        stderr.write(f"forge: {error}\n")
         return error.exit_code
     try:
         command = parse_command_line(argv)
@@ -82,7 +83,7 @@ def _main(argv: list[str], signals: StopSignals) -> int:
         return code
     except UserError as error:
         if world.rank == 0:
-            print(f"forge: {error}", file=sys.stderr, flush=True)
+            stderr.write(f"forge: {error}\n")
         else:
             # torchrun kills the other workers when the first one ends, and rank 0 must have printed by then. On a busy
             # machine ranks that have not met yet are seconds apart.
