@@ -21,7 +21,9 @@ if __name__ == "__main__":
 
         code = main(sys.argv[1:])
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, OSError):  # it was closed from the start, or its reader is gone
+        with contextlib.suppress(
+            AttributeError, OSError
+        ):  # it was closed from the start, or its reader is gone
             stream.flush()
     # Communication threads of a failed peer group may never join; everything worth keeping is on disk by now.
     os._exit(code)

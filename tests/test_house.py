@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "compat": set(),
     "shard": set(),
     "network": {"errors"},
-    "world": {"compat", "errors", "network"},
+    "world": {"compat", "errors", "network", "terminal"},
     "distributed": {"errors"},
     "imports": {"errors"},
     "remote": {"errors"},

@@ -54,7 +54,10 @@ def test_nobody_waits_for_a_reader_that_hangs_and_dropped_lines_are_counted(pipe
     for number in range(10):
         stream.write(f"line {number}\n")
     lines = read(reader, "stderr\n")
-    assert lines == [*(f"line {number}" for number in range(3)), "forge: 7 lines dropped here: nobody read stderr"]
+    assert lines == [
+        *(f"line {number}" for number in range(3)),
+        "forge: 7 lines dropped here: nobody read stderr",
+    ]
     stream.write("after\n")
     assert read(reader, "after\n") == ["after"]
 

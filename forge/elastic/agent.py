@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
@@ -118,7 +119,9 @@ def run_agent(node: Node, argv: Sequence[str]) -> int:
         result = None
     except RendezvousTimeoutError as error:
         rendezvous.shutdown()
-        raise UserError(f"--patience {node.patience_s} is over: {error or 'too few nodes came'}", FAILED) from None
+        raise UserError(
+            f"--patience {node.patience_s} is over: {error or 'too few nodes came'}", FAILED
+        ) from None
     except RendezvousConnectionError:
         raise UserError(f"--meeting {node.meeting}: the meeting has ended before the run", FAILED) from None
     rendezvous.shutdown()
@@ -134,7 +137,8 @@ class _Agent(LocalElasticAgent):
     """PyTorch's agent, which kills the ranks of a round that has lost a member: they wait for it, so they cannot save."""
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        lost = worker_group.spec.rdzv_handler.num_nodes_waiting() and self._rdzv_handler.has_lost_member()
+        rendezvous: Any = self._rdzv_handler
+        lost = rendezvous.num_nodes_waiting() and rendezvous.has_lost_member()
         self._shutdown(signal.SIGKILL if lost else signal.SIGTERM)
 
 

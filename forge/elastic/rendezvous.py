@@ -12,7 +12,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousTimeout,
+)
 
 from forge.errors import UserError
 
@@ -46,9 +49,7 @@ class Rendezvous(DynamicRendezvousHandler):
         holder: Callable[[], str | None],
     ) -> Rendezvous:
         """Join the rendezvous in `store`. nodes: least and most. holder: the process that has the run directory's lock."""
-        timeout = RendezvousTimeout(
-            join=timedelta(seconds=patience_s), last_call=timedelta(seconds=gather_s)
-        )
+        timeout = RendezvousTimeout(join=timedelta(seconds=patience_s), last_call=timedelta(seconds=gather_s))
         handler = cls.from_backend(
             RUN_ID,
             store,
@@ -102,7 +103,9 @@ class Rendezvous(DynamicRendezvousHandler):
             if now >= deadline:
                 raise RendezvousTimeoutError(f"the run directory is still in use by {holder}")
             if now >= speak_at:
-                text = f"waiting for {holder}, a rank of a lost node: it holds the run directory until it ends"
+                text = (
+                    f"waiting for {holder}, a rank of a lost node: it holds the run directory until it ends"
+                )
                 print(f"forge: {text}", file=sys.stderr, flush=True)
                 speak_at = now + 60
             if self.num_nodes_waiting():

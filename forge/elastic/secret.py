@@ -81,14 +81,15 @@ class SignedStore(dist.Store):
     """A view of `store` in which each value has a signature: HMAC-SHA256 of key and value under `secret`.
 
     Only counters (`add`) have none: the server computes them, and they are read as integers. An older value of the same
-    key passes: whoever can write to the store can stop a run, but not choose a value.
+    key passes: anyone who can write to the store can stop a run, but not choose a value.
 
     Keep a reference: a `dist.PrefixStore` of this store does not keep the Python part of it alive.
     """
 
     def __init__(self, store: dist.Store, secret: bytes):
         super().__init__()
-        self._store, self._secret = store, secret
+        self._store: Any = store  # PyTorch's stubs are incomplete
+        self._secret = secret
 
     def set(self, key: str, value: str | bytes) -> None:
         self._store.set(key, self._sign(key, value))
@@ -116,7 +117,8 @@ class SignedStore(dist.Store):
         return self._store.check(list(keys))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._store.wait(list(keys), timeout or self.timeout)
+        own: Any = self
+        self._store.wait(list(keys), timeout or own.timeout)
 
     def _mac(self, key: str, value: bytes) -> bytes:
         name = key.encode()

@@ -23,7 +23,8 @@ def setup_logging(rank: int, folder: Path, live: bool = False) -> None:
     live: where stderr is a terminal, rank 0 keeps a live view below its messages.
 
     forge's own messages are logged from INFO up, all others, with Python's warnings, from WARNING up. On stderr rank 0
-    prints them all, other ranks only errors, with their rank; no message waits for the reader of stderr. If the folder cannot be written to, one warning is logged.
+    prints them all, other ranks only errors, with their rank. No message waits for the reader of stderr. If the folder
+    cannot be written to, one warning is logged.
     """
     reset_logging()
     logging.getLogger().setLevel(logging.WARNING)

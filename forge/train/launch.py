@@ -39,6 +39,7 @@ from forge.observe.run_directory import RunDirectory
 from forge.resilience.elastic import exit_code_after_stop
 from forge.resilience.stopping import StopSignals
 from forge.resilience.watchdog import Watchdog, bounds, patience
+from forge.terminal import stderr
 from forge.train.changes import check_data
 from forge.train.crash import CrashReporter
 from forge.train.hooks import load_hooks, make_hooks
@@ -47,7 +48,6 @@ from forge.train.nodes import report_nodes
 from forge.train.out_of_memory import explaining_exhaustion
 from forge.train.tiers import Tiers
 from forge.train.trainer import Trainer
-from forge.terminal import stderr
 from forge.world import World, join, read_world
 
 log = logging.getLogger(__name__)

@@ -102,7 +102,8 @@ def test_agents_meet_at_the_host_name_that_jobset_gives_the_meeting(manifest) ->
 
 def test_the_meeting_and_the_agents_have_one_secret(manifest) -> None:
     [meeting], [agent] = (
-        job["template"]["spec"]["template"]["spec"]["containers"] for job in manifest["spec"]["replicatedJobs"]
+        job["template"]["spec"]["template"]["spec"]["containers"]
+        for job in manifest["spec"]["replicatedJobs"]
     )
     assert meeting["env"] == agent["env"] and [one["name"] for one in agent["env"]] == [VARIABLE]
 

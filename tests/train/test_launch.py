@@ -23,7 +23,7 @@ def test_a_reader_who_has_seen_enough_is_no_error() -> None:
 
 def test_standard_streams_that_are_closed_are_no_error_and_no_file_takes_their_place(tmp_path) -> None:
     options = [*BASE, "--train.steps=3", f"--run.output_dir={tmp_path}"]
-    command = f'exec {shlex.join([sys.executable, str(TRAIN), *options])} <&- >&- 2>&-'
+    command = f"exec {shlex.join([sys.executable, str(TRAIN), *options])} <&- >&- 2>&-"
     assert subprocess.run(["bash", "-c", command], timeout=240).returncode == 0
     run = tmp_path / "run"
     assert json.loads((run / "status.json").read_text())["state"] == "finished"
