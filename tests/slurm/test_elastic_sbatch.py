@@ -19,6 +19,7 @@ if [[ $2 == meeting ]]; then
     [[ -n $FINISHED ]] && exit 0
     exec sleep 600
 fi
+[[ $1 == */job.py ]] && exit "${PROGRESS:-75}"
 until grep -q "elastic.py meeting" "$LOG"; do sleep 0.02; done
 exit "$CODE"
 """
@@ -96,3 +97,9 @@ def test_a_lost_node_does_not_make_a_failure_of_a_run_that_is_finished(tmp_path)
 def test_a_stop_after_a_save_requeues_the_job_and_the_meeting_ends_with_it(tmp_path) -> None:
     code, log = job(tmp_path, 75)
     assert code == 0 and "scontrol requeue 12345" in log
+    assert "job.py stopped --config debug.toml" in log
+
+
+def test_a_stop_without_progress_ends_the_job(tmp_path) -> None:
+    code, log = job(tmp_path, 75, PROGRESS="1")
+    assert code == 1 and "scontrol" not in log
