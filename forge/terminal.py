@@ -7,9 +7,9 @@ stop. O_NONBLOCK is no way out, because other processes share the pipe. So a thr
 from __future__ import annotations
 
 import os
+import select
 import threading
 from collections import deque
-from contextlib import suppress
 from typing import TextIO
 
 # How long a message may wait for the reader, once; and how many may be kept until it reads again.
@@ -64,9 +64,13 @@ class PatientStream:
             with self._changed:
                 self._changed.wait_for(lambda: self._texts)
                 content = self._texts[0].encode(self.encoding, "backslashreplace")
-            with suppress(OSError):
-                while content:
+            while content:
+                try:
                     content = content[os.write(self._descriptor, content) :]
+                except BlockingIOError:  # another process has set O_NONBLOCK
+                    select.select([], [self._descriptor], [])
+                except OSError:
+                    break
             with self._changed:
                 self._texts.popleft()
                 if not self._texts and self._dropped:

@@ -1,10 +1,11 @@
 #!/usr/bin/env python
-"""Train on nodes that come and go. Start the place where they meet, then one agent per node:
+"""Train on nodes that come and go. Start the place where they meet, then one agent per node, with one secret for all:
 
+    export FORGE_RENDEZVOUS_SECRET=$(openssl rand -hex 32)
     python scripts/elastic.py meeting --port 29400
     python scripts/elastic.py agent --nodes 2:3 --processes 8 --meeting HOST:29400 -- --config 7b.toml [...]
 
-The meeting runs on any machine that stays: it needs no card, and little of anything else. docs/elastic.md has the rest.
+The meeting runs on any machine that stays and whose ports only the nodes can reach. It needs no GPU. See docs/elastic.md.
 """
 
 from __future__ import annotations

@@ -85,3 +85,12 @@ def test_a_reader_that_is_gone_raises_nothing() -> None:
     os.close(reader)
     PatientStream(writer).write("text\n")
     os.close(writer)
+
+
+def test_a_descriptor_that_another_process_has_made_non_blocking_loses_nothing(pipe) -> None:
+    reader, writer = pipe
+    fill(writer)
+    os.set_blocking(writer, False)
+    stream = PatientStream(writer)
+    stream.write("kept\n")
+    assert read(reader, "kept\n") == ["kept"]

@@ -4,9 +4,9 @@
 
 Agents stand for nodes, of one rank each. By turns a rank is killed, a node is killed, two nodes are killed at once, a node
 is asked to leave, one is added, or one is frozen and continues later. Or all nodes stop, and their checkpoints vanish for a
-start, or are lost and restored from the mirror, which is killed while it restores. Between two and four nodes are left, and the
-run continues before the next fault. In the end the run is compared with an undisturbed one of as many steps in one process, in
-float64 to 1e-9, and each fault has to be in events.jsonl with the recovery that followed.
+start, or are lost and restored from the mirror, which is killed while it restores. Between two and four nodes are left, and
+the run continues before the next fault. In the end the run is compared with an undisturbed one of as many steps in one
+process, in float64 to 1e-9, and each fault has to be in events.jsonl with the recovery that followed.
 """
 
 from __future__ import annotations
