@@ -9,6 +9,8 @@ import resource
 import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,11 +20,14 @@ import torch
 import torch.distributed as dist
 
 from forge import compat
-from forge.errors import UserError
-from forge.network import choose_gloo_interface, name_start, slurm_meeting_point
+from forge.errors import FAILED, UserError
+from forge.network import POLL_S, choose_gloo_interface, name_start, slurm_meeting_point
+from forge.terminal import stderr
 
 # Enough for sockets to 8,192 ranks in eight groups.
 OPEN_FILES = 1 << 16
+# How long ranks may be apart before the wait for them is reported, and how often after that.
+SILENT_S, SPEAK_AGAIN_S = 10.0, 60.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -61,7 +66,7 @@ class World:
 def read_world(environment: Mapping[str, str] = os.environ) -> World:
     """Read the launcher's environment: torchrun's variables, else those of an srun step, else a single process.
 
-    Raises UserError for a variable that is missing or not a number.
+    Raises UserError for a variable that is missing or not a number, and for a rank that is not below the number of ranks.
     """
 
     def number(name: str, default: str = "") -> int:
@@ -75,16 +80,28 @@ def read_world(environment: Mapping[str, str] = os.environ) -> World:
                 f"torchrun or srun, or unset RANK, WORLD_SIZE and SLURM_STEP_NUM_TASKS for one process"
             ) from None
 
-    if "RANK" in environment and "WORLD_SIZE" in environment:
+    given = [name for name in ("RANK", "WORLD_SIZE") if name in environment]
+    if len(given) == 1:
+        other = "WORLD_SIZE" if given == ["RANK"] else "RANK"
+        raise UserError(
+            f"{given[0]} = {environment[given[0]]} is set in the environment, but {other} is not: start under torchrun or "
+            f"srun, set both, or unset {given[0]} for one process"
+        )
+    if given:
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if name not in environment:
                 raise UserError(
                     f"RANK and WORLD_SIZE are set in the environment, but {name}, with which ranks connect, is not: start "
                     f"under torchrun or srun, set it, or unset RANK and WORLD_SIZE for one process"
                 )
+        rank, size = number("RANK"), number("WORLD_SIZE")
+        if not 0 <= rank < size:
+            raise UserError(
+                f"RANK = {rank} and WORLD_SIZE = {size} in the environment: RANK must be at least 0 and below WORLD_SIZE"
+            )
         return World(
-            rank=number("RANK"),
-            size=number("WORLD_SIZE"),
+            rank=rank,
+            size=size,
             local_rank=number("LOCAL_RANK", "0"),
             launcher="torchrun",
             restarts_left=number("TORCHELASTIC_MAX_RESTARTS", "0")
@@ -109,7 +126,7 @@ def join(world: World, timeout: timedelta = timedelta(minutes=10)) -> None:
     """Create the default process group, for a single process too, so that no later code asks whether there is one.
 
     Raises UserError when there are more processes on this machine than CUDA cards, when srun does not say which node is
-    the first, or when the port is taken.
+    the first, when the port is taken, or when not all processes have arrived after `timeout`.
     """
     if world.device.type == "cuda":
         use_expandable_segments(os.environ)
@@ -134,6 +151,7 @@ def join(world: World, timeout: timedelta = timedelta(minutes=10)) -> None:
     store: dist.Store = dist.HashStore()
     if world.launcher != "python":
         store = _fresh(_meet(world, timeout), world, timeout, os.environ)
+        _wait_for_all(store, world, timeout)
         if world.local_size != world.size:
             choose_gloo_interface(store, world.rank, world.size, os.environ["MASTER_ADDR"])
     dist.init_process_group(
@@ -145,15 +163,44 @@ def join(world: World, timeout: timedelta = timedelta(minutes=10)) -> None:
 
 def _meet(world: World, timeout: timedelta) -> dist.Store:
     """Connect to the store at MASTER_ADDR and MASTER_PORT, which rank 0 opens unless torchrun has."""
+    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    opens = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    silence = threading.Timer(
+        SILENT_S, lambda: stderr.write(f"forge: rank {world.rank} waits for rank 0, at {host}:{port}\n")
+    )
+    silence.daemon = True
+    if world.local_rank == 0:
+        silence.start()
     try:
-        return next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))[0]
+        # Without its own wait for the others, which says nothing.
+        return dist.TCPStore(
+            host, int(port), is_master=opens, wait_for_workers=False, multi_tenant=opens, timeout=timeout
+        )
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
-        port = os.environ["MASTER_PORT"]
         raise UserError(
             f"port {port} is in use on {socket.gethostname()}; export another MASTER_PORT."
         ) from None
+    finally:
+        silence.cancel()
+
+
+def _wait_for_all(store: dist.Store, world: World, timeout: timedelta) -> None:
+    """On rank 0 return when all processes have connected, and say how many have while that takes long."""
+    arrived = store.add("arrived", 1)
+    began = time.monotonic()
+    speak_s = SILENT_S
+    while world.rank == 0 and arrived < world.size:
+        waited_s = time.monotonic() - began
+        text = f"{arrived} of {world.size} processes have arrived at port {os.environ['MASTER_PORT']}"
+        if waited_s >= timeout.total_seconds():
+            raise UserError(f"only {text} within {timeout.total_seconds():.0f} s", FAILED)
+        if waited_s >= speak_s:
+            stderr.write(f"forge: {text} after {waited_s:.0f} s\n")
+            speak_s += SPEAK_AGAIN_S
+        time.sleep(POLL_S)
+        arrived = store.add("arrived", 0)
 
 
 def end_with_agent() -> None:

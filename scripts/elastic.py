@@ -1,10 +1,11 @@
 #!/usr/bin/env python
-"""Train on nodes that come and go. Start the place where they meet, then one agent per node:
+"""Train on nodes that come and go. Start the place where they meet, then one agent per node, with one secret for all:
 
+    export FORGE_RENDEZVOUS_SECRET=$(openssl rand -hex 32)
     python scripts/elastic.py meeting --port 29400
     python scripts/elastic.py agent --nodes 2:3 --processes 8 --meeting HOST:29400 -- --config 7b.toml [...]
 
-The meeting runs on any machine that stays: it needs no card, and little of anything else. docs/elastic.md has the rest.
+The meeting runs on any machine that stays and whose ports only the nodes can reach. It needs no GPU. See docs/elastic.md.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import re
 import signal
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -29,6 +31,11 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="meeting|agent|layouts")
     meeting = commands.add_parser(
         "meeting", help="hold the place where the agents of one run meet, until it is over"
+    )
+    meeting.add_argument(
+        "--host",
+        default=socket.gethostname(),
+        help="name or address of this machine at which agents reach it; the meeting listens on no other",
     )
     meeting.add_argument("--port", type=int, default=29400, help="0: a free one, which is printed")
     agent = commands.add_parser("agent", help="run the ranks of this node")
@@ -52,19 +59,20 @@ def main(arguments: list[str] | None = None) -> int:
         command.add_argument("train", nargs="*", metavar="-- ARGUMENTS", help="of train.py")
     given = parser.parse_args(arguments)
     if given.command == "meeting":
-        return exit_code_of(lambda: _meeting(given.port))
+        return exit_code_of(lambda: _meeting(given.port, given.host))
     codes: list[int] = []
     return exit_code_of(lambda: codes.append(_node(given))) or codes[0]
 
 
-def _meeting(port: int) -> None:
+def _meeting(port: int, host: str) -> None:
     from forge.elastic.meeting import Meeting
 
     closed = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: closed.set())
-    meeting = Meeting(port)
-    print(f"agents meet at {meeting.address}", flush=True)
+    meeting = Meeting(port, host)
+    only = " (this machine only; for others give --host)" if meeting.is_local else ""
+    print(f"agents meet at {host}:{meeting.port}{only}", flush=True)
     meeting.serve(closed)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -48,6 +49,37 @@ def test_the_launcher_sets_rank_and_world_size(environment: dict[str, str], worl
 def test_a_variable_that_is_not_a_number_is_named(name: str) -> None:
     with pytest.raises(UserError, match=f"{name} = first is not a whole number"):
         read_world(TORCHRUN | {name: "first"})
+
+
+@pytest.mark.parametrize("name, other", [("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")])
+def test_half_of_rank_and_world_size_is_refused(name: str, other: str) -> None:
+    with pytest.raises(UserError, match=f"{name} = 1 is set .*, but {other} is not") as error:
+        read_world({name: "1"})
+    assert error.value.exit_code == 2
+
+
+@pytest.mark.parametrize("rank, size", [("2", "2"), ("-1", "2"), ("0", "0")])
+def test_a_rank_that_is_not_below_the_number_of_ranks_is_refused(rank: str, size: str) -> None:
+    with pytest.raises(UserError, match=f"RANK = {rank} and WORLD_SIZE = {size} .* must be") as error:
+        read_world(TORCHRUN | {"RANK": rank, "WORLD_SIZE": size})
+    assert error.value.exit_code == 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_wait_for_missing_ranks_is_reported_and_ends(monkeypatch, capfd, rank: int) -> None:
+    port, meeting = reserve_port()
+    for name, value in meeting.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("forge.world.SILENT_S", 0.2)
+    expected = {
+        0: f"1 of 3 processes have arrived at port {meeting['MASTER_PORT']} after",
+        1: f"rank 1 waits for rank 0, at {meeting['MASTER_ADDR']}:{meeting['MASTER_PORT']}",
+    }
+    ends = {0: "only 1 of 3 processes have arrived", 1: "timed out"}
+    with pytest.raises((UserError, dist.DistNetworkError), match=ends[rank]):
+        join(World(rank, 3, 0, "srun", local_size=1), timedelta(seconds=2))
+    assert expected[rank] in capfd.readouterr().err
+    port.close()
 
 
 @pytest.mark.parametrize("name", ["MASTER_ADDR", "MASTER_PORT"])

@@ -16,6 +16,7 @@ FORGE = ROOT / "forge"
 GROUND = {
     "errors",
     "files",
+    "terminal",
     "shard",
     "compat",
     "fault",
@@ -33,12 +34,13 @@ CORE = GROUND | MIDDLE | {"train"}
 MAY_IMPORT = {
     "errors": set(),
     "files": set(),
+    "terminal": set(),
     "fault": set(),
     "hook": {"errors"},
     "compat": set(),
     "shard": set(),
     "network": {"errors"},
-    "world": {"compat", "errors", "network"},
+    "world": {"compat", "errors", "network", "terminal"},
     "distributed": {"errors"},
     "imports": {"errors"},
     "remote": {"errors"},

@@ -10,6 +10,7 @@ their ranks, which save first; an agent beyond the greatest number of nodes wait
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -17,19 +18,28 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
-from torch.distributed.run import main as torchrun
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousTimeoutError,
+)
 
 from forge.config import load_config
 from forge.config.fallbacks import choose_layout
 from forge.elastic.meeting import OVER, clock_offset
+from forge.elastic.rendezvous import Rendezvous
+from forge.elastic.secret import VARIABLE, SignedStore, read_secret
 from forge.errors import FAILED, FINISHED, STOPPED, UserError
 from forge.observe.json_lines import read_object
+from forge.observe.run_directory import RunDirectory
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
@@ -73,30 +83,63 @@ def run_agent(node: Node, argv: Sequence[str]) -> int:
     """Run the ranks of this node with train.py's arguments `argv`; return the exit code of the run.
 
     That is 0 (finished), 75 (the run was stopped, or this node) or the code of the first rank that failed.
-    Raises UserError where nobody meets at `node.meeting`.
+    Raises UserError where nobody meets at `node.meeting`, or strangers do.
     """
     store = _meet(node.meeting)
+    os.environ.pop(VARIABLE, None)  # ranks do not need it
     _share_clock(clock_offset(store))
     os.environ |= {
         # Agents would else keep the address of the first rank's store of the first round, also when that node is gone.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": SIGNALS,
         "FORGE_NODES": f"{node.least}:{node.most}",
     }
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    rendezvous = Rendezvous.at(
+        store,
+        (node.least, node.most),
+        node.lost_after_s,
+        node.gather_s,
+        node.patience_s,
+        _directory(argv).holder,
+    )
+    spec = WorkerSpec(
+        "default",
+        node.processes,
+        rendezvous,
+        entrypoint=sys.executable,
+        args=("-u", str(TRAIN), *argv),
+        max_restarts=node.restarts,
+    )
     try:
-        torchrun([*_torchrun_options(node), str(TRAIN), *argv])
-    except ChildFailedError as error:
-        return error.get_first_failure()[1].exitcode or FAILED
+        result = _Agent(spec, DefaultLogsSpecs()).run()
     except SignalException:
         return STOPPED
-    except (RendezvousClosedError, AttributeError) as error:
-        # The rendezvous was closed while this node waited in it, so the run has ended. For a spare, PyTorch's agent
-        # returns None, and its launcher then asks None whether it has failed.
-        if isinstance(error, AttributeError) and "is_failed" not in str(error):
-            raise
+    except RendezvousClosedError:
+        result = None
+    except RendezvousTimeoutError as error:
+        rendezvous.shutdown()
+        raise UserError(
+            f"--patience {node.patience_s} is over: {error or 'too few nodes came'}", FAILED
+        ) from None
+    except RendezvousConnectionError:
+        raise UserError(f"--meeting {node.meeting}: the meeting has ended before the run", FAILED) from None
+    rendezvous.shutdown()
+    if result is None:  # The rendezvous was closed while this node waited in it, so the run has ended.
         return exit_code_at_end(argv) if _is_over(store) else FAILED
+    if result.is_failed():
+        return min(result.failures.values(), key=lambda one: one.timestamp).exitcode or FAILED
     store.set(OVER, "1")
     return exit_code_at_end(argv)
+
+
+class _Agent(LocalElasticAgent):
+    """PyTorch's agent, which kills the ranks of a round that has lost a member: they wait for it, so they cannot save."""
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        rendezvous: Any = self._rdzv_handler
+        lost = rendezvous.num_nodes_waiting() and rendezvous.has_lost_member()
+        self._shutdown(signal.SIGKILL if lost else signal.SIGTERM)
 
 
 def exit_code_at_end(argv: Sequence[str]) -> int:
@@ -104,47 +147,33 @@ def exit_code_at_end(argv: Sequence[str]) -> int:
 
     Its ranks ended with 0 in both cases, or PyTorch's agent would have started them again.
     """
-    run = load_config(list(argv)).run
-    state = read_object(Path(run.output_dir) / run.name / "status.json").get("state")
+    state = read_object(_directory(argv).status).get("state")
     return STOPPED if state == "stopped" else FINISHED
 
 
-def _torchrun_options(node: Node) -> list[str]:
-    rendezvous = {
-        "is_host": 0,
-        "keep_alive_interval": 1,
-        "keep_alive_max_attempt": node.lost_after_s,
-        "last_call_timeout": node.gather_s,
-        "join_timeout": node.patience_s,
-    }
-    return [
-        f"--nnodes={node.least}:{node.most}",
-        f"--nproc-per-node={node.processes}",
-        f"--max-restarts={node.restarts}",
-        "--rdzv-backend=c10d",
-        "--rdzv-id=forge",
-        f"--rdzv-endpoint={node.meeting}",
-        f"--rdzv-conf={','.join(f'{key}={value}' for key, value in rendezvous.items())}",
-        f"--signals-to-handle={SIGNALS}",
-    ]
+def _directory(argv: Sequence[str]) -> RunDirectory:
+    run = load_config(list(argv)).run
+    return RunDirectory(Path(run.output_dir) / run.name)
 
 
-def _meet(address: str, timeout: timedelta = timedelta(minutes=5)) -> dist.TCPStore:
+def _meet(address: str, timeout: timedelta = timedelta(minutes=5)) -> SignedStore:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise UserError(f"--meeting {address}: must be HOST:PORT, as `elastic.py meeting` prints it")
     try:
-        return dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
+        store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
     except dist.DistError as error:
         raise UserError(
             f"--meeting {address}: nobody answers there; start `elastic.py meeting` first ({error})", FAILED
         ) from None
+    return SignedStore(store, read_secret(host, int(port)))
 
 
 def _is_over(store: dist.Store) -> bool:
     """Whether an agent reports within a while that the run is finished."""
     try:
-        store.wait([OVER], timedelta(seconds=10))
+        store.set_timeout(timedelta(seconds=10))
+        store.get(OVER)
     except dist.DistError:
         return False
     return True

@@ -7,12 +7,16 @@ time stamps, and the clocks of machines may be apart.
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
 from datetime import timedelta
 
 import torch.distributed as dist
+
+from forge.elastic.secret import VARIABLE, SignedStore, is_loopback, make_local_secret, read_secret
+from forge.errors import UserError
 
 CLOCK, OVER = "forge/clock", "forge/over"
 TICK_S = 0.5
@@ -21,12 +25,32 @@ LINGER_S = 15.0
 
 
 class Meeting:
-    """The store of one run at `port` of this machine (0: a free one). `serve` returns when the run is over."""
+    """The store of one run at `port` (0: a free one) of the address of `host`. `serve` returns when the run is over.
 
-    def __init__(self, port: int):
-        self._store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
-        self.address = f"{socket.gethostname()}:{self._store.port}"
-        self.port = self._store.port
+    Raises UserError if this machine does not have that address, or the port is taken, or there is no secret.
+    """
+
+    def __init__(self, port: int, host: str = "localhost"):
+        self.is_local = is_loopback(host)
+        own = self.is_local and VARIABLE not in os.environ
+        secret = b"" if own else read_secret(host, port)
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            listening = socket.create_server(address[:2], family=family)
+        except OSError as error:
+            raise UserError(f"meeting --host {host} --port {port}: {error.strerror}") from None
+        self.host, self.port = listening.getsockname()[:2]
+        if own:
+            secret = make_local_secret(self.port)
+        # The store would listen on all addresses by itself.
+        server = dist.TCPStore(
+            self.host,
+            self.port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
+        self._store = SignedStore(server, secret)
 
     def read(self, key: str) -> bytes:
         """Return what agents have written under `key`."""
@@ -34,11 +58,19 @@ class Meeting:
 
     def serve(self, closed: threading.Event, linger_s: float = LINGER_S) -> None:
         """Keep the clock until an agent reports the end of the run and `linger_s` seconds have passed, or until `closed`."""
-        while not self._store.check([OVER]):
+        while not is_over(self._store):
             self._store.set(CLOCK, repr(time.time()))
             if closed.wait(TICK_S):
                 return
         closed.wait(linger_s)
+
+
+def is_over(store: dist.Store) -> bool:
+    """Return whether an agent has reported the end of the run; a stranger's report does not count."""
+    try:
+        return store.check([OVER]) and bool(store.get(OVER))
+    except UserError:
+        return False
 
 
 def clock_offset(store: dist.Store) -> float:

@@ -7,8 +7,10 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from forge.observe.live import LiveHandler
+from forge.terminal import patient
 
 # It warns at every redistribution on a mesh of two axes, such as that of each gradient norm; ours are intended.
 _NOISY = "torch.distributed.tensor._redistribute"
@@ -21,7 +23,8 @@ def setup_logging(rank: int, folder: Path, live: bool = False) -> None:
     live: where stderr is a terminal, rank 0 keeps a live view below its messages.
 
     forge's own messages are logged from INFO up, all others, with Python's warnings, from WARNING up. On stderr rank 0
-    prints them all, other ranks only errors, with their rank. If the folder cannot be written to, one warning is logged.
+    prints them all, other ranks only errors, with their rank. No message waits for the reader of stderr. If the folder
+    cannot be written to, one warning is logged.
     """
     reset_logging()
     logging.getLogger().setLevel(logging.WARNING)
@@ -29,8 +32,8 @@ def setup_logging(rank: int, folder: Path, live: bool = False) -> None:
     _route_torch()
     logging.captureWarnings(True)
 
-    handler = LiveHandler if live and rank == 0 and sys.stderr.isatty() else logging.StreamHandler
-    terminal: logging.Handler = handler(sys.stderr)
+    handler: Any = LiveHandler if live and rank == 0 and sys.stderr.isatty() else logging.StreamHandler
+    terminal: logging.Handler = handler(patient(sys.stderr))
     terminal.setLevel(logging.INFO if rank == 0 else logging.ERROR)
     terminal.setFormatter(_Short(rank))
     _add(terminal)
@@ -68,7 +71,7 @@ class _RankFile(logging.FileHandler):
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not self._warned:
-            print(f"{self.baseFilename} cannot be written to: {sys.exc_info()[1]}", file=sys.stderr)
+            patient(sys.stderr).write(f"{self.baseFilename} cannot be written to: {sys.exc_info()[1]}\n")
         self._warned = True
 
 

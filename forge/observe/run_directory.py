@@ -91,6 +91,22 @@ class RunDirectory:
         for folder in (self.checkpoints, self.logs):
             _require_writable(folder)
 
+    def holder(self) -> str | None:
+        """Return the process that holds the lock. None: no process does, or the file system has no locks."""
+        try:
+            descriptor = os.open(self._lock_path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return _holder(descriptor) or "another process"
+        except OSError:
+            pass
+        finally:
+            os.close(descriptor)
+        return None
+
     def release(self) -> None:
         """Release the lock, if it is held."""
         if self._descriptor is not None:

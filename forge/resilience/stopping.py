@@ -1,4 +1,4 @@
-"""Requests to stop after a save: by SIGTERM, SIGINT or SIGUSR1, or because the time limit of the job is near.
+"""Requests to stop after a save: by SIGTERM, SIGINT, SIGUSR1 or SIGHUP, or because the time limit of the job is near.
 
 train.py imports this before anything that takes long, so nothing here may import torch.
 """
@@ -17,8 +17,9 @@ from types import FrameType
 from typing import Any
 
 from forge.errors import STOPPED
+from forge.terminal import stderr
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # Signals that arrive within this time of each other are one request. At a preemption or time limit Slurm sends SIGTERM twice
 # within milliseconds, to torchrun and to its workers, and torchrun forwards each to its workers again.
 SAME_REQUEST_S = 2.0
@@ -67,7 +68,9 @@ class StopSignals:
         self._counting.start()
         self._previous_wakeup = signal.set_wakeup_fd(self._waking, warn_on_full_buffer=False)
         for number in SIGNALS:
-            self._previous[number] = signal.signal(number, self._handle)
+            # nohup has the run go on when the terminal is closed.
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._handle)
         self._outer, _active = _active, self
         return self
 
@@ -115,9 +118,7 @@ class StopSignals:
 
 
 def _to_stderr(text: str) -> None:
-    # The reader of our stderr may be gone.
-    with contextlib.suppress(OSError):
-        os.write(2, f"forge: {text}\n".encode())
+    stderr.write(f"forge: {text}\n")
 
 
 def _block_signals() -> None:

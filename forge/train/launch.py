@@ -39,6 +39,7 @@ from forge.observe.run_directory import RunDirectory
 from forge.resilience.elastic import exit_code_after_stop
 from forge.resilience.stopping import StopSignals
 from forge.resilience.watchdog import Watchdog, bounds, patience
+from forge.terminal import stderr
 from forge.train.changes import check_data
 from forge.train.crash import CrashReporter
 from forge.train.hooks import load_hooks, make_hooks
@@ -63,7 +64,7 @@ def _main(argv: list[str], signals: StopSignals) -> int:
     try:
         world = read_world()
     except UserError as error:
-        print(f"forge: {error}", file=sys.stderr, flush=True)
+        stderr.write(f"forge: {error}\n")
         return error.exit_code
     try:
         command = parse_command_line(argv)
@@ -84,7 +85,7 @@ def _main(argv: list[str], signals: StopSignals) -> int:
         return code
     except UserError as error:
         if world.rank == 0:
-            print(f"forge: {error}", file=sys.stderr, flush=True)
+            stderr.write(f"forge: {error}\n")
         else:
             # torchrun kills the other workers when the first one ends, and rank 0 must have printed by then. On a busy
             # machine ranks that have not met yet are seconds apart.

@@ -1,5 +1,7 @@
 """One turn of a Slurm job, for train.sbatch: check the configuration, start the workers, requeue the job where that helps.
 
+elastic.sbatch asks it whether a turn that was stopped is worth another one.
+
 On a login node this checks a configuration for 64 processes, and trains nothing:
 
     python scripts/slurm/job.py check 64 --config 7b.toml [--section.key=value ...]
@@ -24,7 +26,7 @@ HOME = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(HOME))
 
 from forge.config import Config, check_world, load_config  # noqa: E402
-from forge.errors import BAD_CONFIG, FINISHED, NO_CHECKPOINT, STOPPED, UserError  # noqa: E402
+from forge.errors import BAD_CONFIG, FAILED, FINISHED, NO_CHECKPOINT, STOPPED, UserError  # noqa: E402
 
 Action = Literal["end", "restart", "requeue"]
 # With less time than this from start to end a warning is printed: Slurm's notice of 300 s, and a start-up.
@@ -32,6 +34,7 @@ SHORT_S = 600
 # The step has to end so long before the job does.
 MARGIN_S = 30
 # Exit codes of a worker that a signal ended before the interpreter could handle it.
+KILLED = 128 + signal.SIGKILL
 BEFORE_HANDLERS = {128 + number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
 # Variables by which options of sbatch would reach srun; the step is one task per worker, each of which sees all GPUs.
 NOT_FOR_THE_STEP = (
@@ -59,11 +62,15 @@ class Record:
 
 @dataclass
 class History:
-    """Turns of one job in a row that failed, and that were stopped before they had saved anything new."""
+    """Turns of one job in a row that failed, and that were stopped or killed before they had saved anything new.
+
+    newest: of an elastic job, the newest checkpoint at the end of the turn before.
+    """
 
     job: str
     failed: int = 0
     without_progress: int = 0
+    newest: str = ""
 
     @staticmethod
     def read(path: Path, job: str) -> History:
@@ -113,7 +120,11 @@ def decide(
         return "restart", f"is {state}, exit code {code}"
     history.failed += 1
     if not saved:
-        return "end", f"is {state}, exit code {code}, and this turn has saved nothing"
+        # By the loss of a node, most often: srun ends before Slurm has noticed it.
+        history.without_progress += code == KILLED
+        if code != KILLED or history.without_progress >= limits.turns_without_progress:
+            return "end", f"is {state}, exit code {code}, and this turn has saved nothing"
+        return "requeue", f"is {state}, a worker was killed, and this turn has saved nothing"
     if history.failed > limits.failed_turns:
         return "end", f"is {state}, exit code {code}, after {history.failed} turns in a row that failed"
     history.without_progress = 0
@@ -124,11 +135,7 @@ def train(argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
     """Run one turn of the job with train.py's arguments `argv` and return the exit code of the job."""
     job, nodes = environment.get("SLURM_JOB_ID", "0"), _number(environment, "SLURM_JOB_NUM_NODES", 1)
     workers = workers_per_node(environment)
-    limits = Limits(
-        restarts=_number(environment, "MAX_RESTARTS", 0),
-        failed_turns=_number(environment, "MAX_FAILED_TURNS", 10),
-        turns_without_progress=_number(environment, "MAX_TURNS_WITHOUT_PROGRESS", 3),
-    )
+    limits = _limits(environment)
     config = check(argv, nodes * workers)
     run = (Path(config.run.output_dir) / config.run.name).absolute()
     left = time_left_s(_output_of("squeue", "-h", "-j", job, "-o", "%L"))
@@ -173,6 +180,21 @@ def train(argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
         _print(f"job {job} cannot be requeued; submit the same command again")
         return code or STOPPED
     return FINISHED
+
+
+def count_stop(argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
+    """Count a turn of elastic.sbatch that was stopped. Return 75 if another one may make progress, else 1."""
+    config, job = load_config(argv), environment.get("SLURM_JOB_ID", "0")
+    run = (Path(config.run.output_dir) / config.run.name).absolute()
+    history, after = History.read(run / "requeues.json", job), Record.read(run)
+    names = {name for name, _ in after.checkpoints}
+    before = Record("", frozenset(one for one in after.checkpoints if one[0] <= history.newest))
+    history.newest = max(names, default="")
+    action, why = decide(before, after, STOPPED, history, _limits(environment), 0)
+    if action == "requeue" and not _write(run / "requeues.json", history):
+        action, why = "end", f"{why}, and {run / 'requeues.json'} cannot be written"
+    _print(f"{run} {why}; {'requeueing' if action == 'requeue' else 'not requeued:'} job {job}")
+    return STOPPED if action == "requeue" else FAILED
 
 
 def check(argv: list[str], world: int) -> Config:
@@ -232,6 +254,14 @@ def time_left_s(text: str) -> int | None:
     return int(match[1] or 0) * 24 * 3600 + seconds
 
 
+def _limits(environment: Mapping[str, str]) -> Limits:
+    return Limits(
+        restarts=_number(environment, "MAX_RESTARTS", 0),
+        failed_turns=_number(environment, "MAX_FAILED_TURNS", 10),
+        turns_without_progress=_number(environment, "MAX_TURNS_WITHOUT_PROGRESS", 3),
+    )
+
+
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:
     text = environment.get(name) or str(default)
     if not text.isdecimal():
@@ -260,13 +290,15 @@ def _print(text: str) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Run `train ARGUMENTS` or `check WORLD ARGUMENTS`, and return the exit code."""
+    """Run `train ARGUMENTS`, `stopped ARGUMENTS` or `check WORLD ARGUMENTS`, and return the exit code."""
     try:
         if argv[:1] in (["-h"], ["--help"]):
             print(__doc__)
             return FINISHED
         if argv[:1] == ["train"]:
             return train(argv[1:])
+        if argv[:1] == ["stopped"]:
+            return count_stop(argv[1:])
         if argv[:1] == ["check"] and argv[1:2] and argv[1].isdecimal() and int(argv[1]):
             config = check(argv[2:], int(argv[1]))
             _print(f"{config.run.name} fits {argv[1]} processes")

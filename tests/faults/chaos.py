@@ -3,9 +3,10 @@
     python -m tests.faults.chaos [--minutes 30] [--seed 0]
 
 Agents stand for nodes, of one rank each. By turns a rank is killed, a node is killed, two nodes are killed at once, a node
-is asked to leave, or one is added; between two and four are left, and the run goes on before the next fault. In the end the
-run is compared with an undisturbed one of as many steps in one process, in float64 to 1e-9, and each fault has to be in
-events.jsonl with the recovery that followed.
+is asked to leave, one is added, or one is frozen and continues later. Or all nodes stop, and their checkpoints vanish for a
+start, or are lost and restored from the mirror, which is killed while it restores. Between two and four nodes are left, and
+the run continues before the next fault. In the end the run is compared with an undisturbed one of as many steps in one
+process, in float64 to 1e-9, and each fault has to be in events.jsonl with the recovery that followed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -27,10 +29,11 @@ PATIENCE_S = 300.0
 
 
 class Chaos:
-    """Faults in the life of `nodes`, drawn from `seed`."""
+    """Faults in the life of `nodes`, drawn from `seed`. alone: the same run in one process, without a mirror."""
 
-    def __init__(self, nodes: Nodes, seed: int):
+    def __init__(self, nodes: Nodes, seed: int, alone: Run, mirror: str):
         self._nodes, self._random, self._number = nodes, random.Random(seed), 0
+        self._alone, self._mirror = alone, mirror
         self._began = time.monotonic()
         self.faults: list[str] = []
 
@@ -41,11 +44,11 @@ class Chaos:
     def next(self) -> None:
         """Let one fault happen and wait until the run has gone on from it."""
         alive = sorted(self._nodes.agents)
-        possible = ["rank killed"]
+        possible = ["rank killed", "checkpoints vanished", "restore killed"]
         if len(alive) < MOST:
             possible.append("node added")
         if len(alive) > LEAST:
-            possible += ["node killed", "node asked to leave"]
+            possible += ["node killed", "node asked to leave", "frozen"]
         if len(alive) > LEAST + 1:
             possible.append("two nodes killed")
         fault = self._random.choice(possible)
@@ -59,6 +62,13 @@ class Chaos:
             name = self._random.choice(alive)
             self._nodes.agents[name].terminate()
             assert self._nodes.agents.pop(name).wait(PATIENCE_S) == 75
+        elif fault == "frozen":
+            self._freeze(self._random.choice(alive))
+        elif fault in ("checkpoints vanished", "restore killed"):
+            self.stop()
+            (self._vanish if fault == "checkpoints vanished" else self._kill_restore)()
+            for _ in alive:
+                self.add()
         else:
             self._nodes.kill(*self._random.sample(alive, 2 if fault == "two nodes killed" else 1))
         self.faults.append(fault)
@@ -68,15 +78,49 @@ class Chaos:
         target = self.step + self._random.randint(1, 25)
         wait_for(lambda: self.step >= target, PATIENCE_S)
 
+    def _freeze(self, name: str) -> None:
+        """Let a node hang until the others run without it, or wait for the lock of its rank 0; then let it continue."""
+        others = [other for other in self._nodes.agents if other != name]
+        before, waits = len(self._nodes.run.events("started")), self._waits(others)
+        holds_lock = self._nodes.first() == name
+        self._nodes.freeze(name)
+        if holds_lock:
+            wait_for(lambda: self._waits(others) >= waits + len(others), PATIENCE_S)
+        else:
+            wait_for(lambda: len(self._nodes.run.events("started")) > before, PATIENCE_S)
+        self._nodes.thaw(name)
+
+    def _waits(self, names: list[str]) -> int:
+        return sum(self._nodes.output(name).count("a rank of a lost node") for name in names)
+
+    def _vanish(self) -> None:
+        """Move the checkpoints away: a start refuses with 77 and removes nothing. Then bring them back."""
+        folder, metrics = self._alone.path / "checkpoints", self._alone.path / "metrics.jsonl"
+        away, lines = folder.with_name("away"), metrics.read_bytes()
+        folder.rename(away)
+        assert self._alone() == 77, self._alone.output()
+        assert metrics.read_bytes() == lines and not any(folder.iterdir())
+        folder.rmdir()
+        away.rename(folder)
+
+    def _kill_restore(self) -> None:
+        """Lose the checkpoints, and kill a process while it restores them from the mirror, once or twice."""
+        shutil.rmtree(self._alone.path / "checkpoints")
+        for _ in range(self._random.randint(1, 2)):
+            killed = self._alone.start(f"--checkpoint.mirror={self._mirror}", fault="mirror.restore:*:0")
+            assert killed.join() == [-signal.SIGKILL], self._alone.output()
+
     @property
     def step(self) -> int:
         return self._nodes.run.status()["step"]
 
     def stop(self) -> None:
+        """Ask all nodes to leave, and wait until the run has stopped."""
         for agent in self._nodes.agents.values():
             agent.terminate()
         codes = self._nodes.finish(PATIENCE_S)
         assert set(codes.values()) == {75}, codes
+        self._nodes.agents.clear()
 
     def _say(self, text: str) -> None:
         print(f"{time.monotonic() - self._began:7.1f} s  {text}", flush=True)
@@ -87,9 +131,11 @@ def chaos(folder: Path, minutes: float, seed: int) -> int:
     options = [*FLOAT64_EXPERTS, "--checkpoint.interval=40"]
     local = ["--checkpoint.local_interval=5", f"--checkpoint.local_dir={folder}/memory-NODE"]
     endless = ["--train.steps=1000000", "--checkpoint.keep_last=2"]
-    end = time.monotonic() + 60 * minutes
-    with elastic(folder / "elastic", f"{LEAST}:{MOST}", 1, *options, *local, *endless) as nodes:
-        run = Chaos(nodes, seed)
+    mirror, end = f"file://{folder}/mirror", time.monotonic() + 60 * minutes
+    alone = Run(folder / "elastic", *BATCH, *options, *endless)
+    mirrored = [*endless, f"--checkpoint.mirror={mirror}"]
+    with elastic(folder / "elastic", f"{LEAST}:{MOST}", 1, *options, *local, *mirrored) as nodes:
+        run = Chaos(nodes, seed, alone, mirror)
         for _ in range(MOST):
             run.add()
         nodes.wait_for_step(5)

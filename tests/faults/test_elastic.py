@@ -219,6 +219,54 @@ def test_e8_fewer_nodes_than_the_least_number_do_not_go_on_by_themselves(tmp_pat
         assert set(nodes.finish().values()) == {0}
 
 
+def wait_for_world(nodes: Nodes, *sizes: int) -> None:
+    """Wait until the run has been started on so many ranks, one start after the other."""
+    wait_for(lambda: [event["world_size"] for event in nodes.run.events("started")] == list(sizes), 240)
+
+
+@pytest.mark.slow
+def test_e11_a_frozen_node_is_lost_and_ends_its_ranks_when_it_wakes(tmp_path) -> None:
+    options = [*FLOAT64_EXPERTS, "--train.steps=130", "--checkpoint.interval=10"]
+    with elastic(tmp_path / "elastic", "2:3", 1, *options, GATE) as nodes:
+        nodes.start("a", "b", "c")
+        nodes.wait_for_step(25)
+        frozen = next(name for name in nodes.agents if name != nodes.first())
+        [rank] = nodes.ranks(frozen)
+        nodes.freeze(frozen)
+        wait_for_world(nodes, 3, 2)
+        wait_for_start(nodes, 1)
+        nodes.thaw(frozen)
+        wait_for(lambda: rank not in nodes.ranks(frozen), 120)
+        wait_for_world(nodes, 3, 2, 3)
+        (nodes.run.path / "gate").touch()
+        assert set(nodes.finish().values()) == {0}
+    whole = Run(tmp_path / "whole", *BATCH, *options)
+    assert whole(world=1) == 0
+    assert_same_course(nodes.run, whole)
+    assert not nodes.run.events("failed")
+
+
+@pytest.mark.slow
+def test_e11_a_run_waits_for_the_lock_of_a_frozen_rank_and_uses_up_no_restart(tmp_path) -> None:
+    options = [*FLOAT64_EXPERTS, "--train.steps=130", "--checkpoint.interval=10"]
+    with elastic(tmp_path / "elastic", "2:3", 1, *options, GATE, agent=["--restarts=1"]) as nodes:
+        nodes.start("a", "b", "c")
+        nodes.wait_for_step(25)
+        frozen = nodes.first()
+        others = [name for name in nodes.agents if name != frozen]
+        nodes.freeze(frozen)
+        wait_for(lambda: all("a rank of a lost node" in nodes.output(name) for name in others), 240)
+        # Nobody writes while the frozen rank could.
+        assert all(not nodes.ranks(name) for name in others) and len(nodes.run.events("started")) == 1
+        nodes.thaw(frozen)
+        wait_for_start(nodes, 1)
+        (nodes.run.path / "gate").touch()
+        assert set(nodes.finish().values()) == {0}
+    whole = Run(tmp_path / "whole", *BATCH, *options)
+    assert whole(world=1) == 0
+    assert_same_course(nodes.run, whole)
+
+
 CLOCK = "import time\nreal = time.time\ntime.time = lambda: real() + 3 * 3600\n"
 
 

@@ -1,14 +1,16 @@
 """Ranks that hang, die or crawl: the others do not wait for ever, and the log names who it was."""
 
+import contextlib
 import ctypes
 import os
 import signal
 
 import pytest
 
+from forge.checkpoint.folders import step_name
 from forge.errors import FAILED, UserError
 from forge.report.diagnose import diagnose
-from tests.support.runs import Run
+from tests.support.runs import Run, wait_for
 
 LONG = ["--train.steps=100000", "--checkpoint.interval=0"]
 
@@ -43,6 +45,39 @@ def test_h1_a_save_that_hangs_is_ended_too(tmp_path, point: str) -> None:
     assert run.start(world=2, fault=f"{point}:sleep").join() == [76, 76]
     assert "save of step" in run.status()["reason"] and "resilience.save_timeout_s" in run.status()["reason"]
     assert "step-00000004" not in run.checkpoints()
+
+
+def fill_stderr() -> None:
+    """Make stderr a full pipe that nobody reads, as that of a program that hangs."""
+    _, writer = os.pipe()
+    os.set_blocking(writer, False)
+    for size in (4096, 1):
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(writer, bytes(size))
+    os.set_blocking(writer, True)
+    os.dup2(writer, 2)
+
+
+FULL = "tests.faults.test_hangs:fill_stderr"
+
+
+def test_h4_a_full_pipe_behind_stderr_does_not_keep_a_signal_from_stopping_the_run(tmp_path) -> None:
+    run = Run(tmp_path, *LONG)
+    ranks = run.start(world=2, patch=FULL)
+    wait_for(lambda: run.stepping)
+    os.kill(ranks.pids[0], signal.SIGTERM)
+    assert ranks.join() == [75, 75]
+    assert run.status()["state"] == "stopped" and run.checkpoints() == [step_name(run.status()["step"])]
+    assert run.metrics()[-1]["step"] == run.status()["step"]
+
+
+def test_h4_a_full_pipe_behind_stderr_does_not_keep_the_watchdog_from_its_report(tmp_path) -> None:
+    run = Run(tmp_path, *LONG, "--resilience.step_timeout_s=10")
+    assert run.start(fault="step:5:0:sleep", patch=FULL).join() == [76]
+    assert (run.status()["state"], run.status()["exit_code"]) == ("failed", 76)
+    assert "resilience.step_timeout_s = 10" in run.status()["reason"]
+    assert (run.path / "logs" / "stacks-rank-0.txt").exists()
 
 
 @pytest.mark.parametrize("dead", [0, 1])

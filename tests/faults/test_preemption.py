@@ -24,7 +24,8 @@ def assert_stopped_in_good_order(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "name"), [pytest.param(0, "SIGTERM", marks=pytest.mark.slow), (1, "SIGINT"), (1, "SIGUSR1")]
+    ("rank", "name"),
+    [pytest.param(0, "SIGTERM", marks=pytest.mark.slow), (1, "SIGINT"), (1, "SIGUSR1"), (0, "SIGHUP")],
 )
 def test_p2_a_signal_to_one_rank_stops_all_at_one_step(tmp_path, undisturbed, rank: int, name: str) -> None:
     run = Run(tmp_path)

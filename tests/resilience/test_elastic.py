@@ -16,6 +16,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from forge.config.schema import Resilience
 from forge.elastic import agent
 from forge.elastic.meeting import OVER, Meeting, clock_offset
+from forge.elastic.secret import SignedStore, read_secret
 from forge.errors import FINISHED, STOPPED
 from forge.resilience import elastic, stragglers
 from forge.resilience.elastic import exit_code_after_stop, may_leave
@@ -96,7 +97,8 @@ def test_an_agent_learns_how_far_its_clock_is_from_the_meetings_and_the_meeting_
     held = Meeting(0)
     serving = threading.Thread(target=held.serve, args=(threading.Event(), 0.0))
     serving.start()
-    store = dist.TCPStore("localhost", held.port, is_master=False)
+    raw = dist.TCPStore("localhost", held.port, is_master=False)
+    store = SignedStore(raw, read_secret("localhost", held.port))
     assert abs(clock_offset(store)) < 60
     store.set(OVER, "1")
     serving.join(60)

@@ -26,13 +26,25 @@ with stopping.StopSignals() as signals:
 """
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
 def test_the_first_signal_is_a_request_with_a_name(name):
     with StopSignals() as signals:
         signals.defer()
         assert signals.reason is None
         os.kill(os.getpid(), signal.Signals[name])
         assert signals.reason == name
+
+
+def test_a_hangup_that_nohup_ignores_is_no_request():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as signals:
+            signals.defer()
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signals.reason is None
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_second_request_changes_nothing_but_prints_a_message(capfd, monkeypatch):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from forge.elastic.agent import Node, layouts
+from forge.elastic.secret import VARIABLE
 from forge.errors import BAD_CONFIG, NO_CHECKPOINT, STOPPED
 
 yaml = pytest.importorskip("yaml")
@@ -22,6 +23,7 @@ CONTAINER = {
     "command": [str],
     "args": [str],
     "ports": [{"containerPort": int}],
+    "env": [{"name": str, "valueFrom": {"secretKeyRef": {"name": str, "key": str}}}],
     "resources": {"limits": dict},
     "volumeMounts": [{"name": str, "mountPath": str}],
 }
@@ -96,6 +98,14 @@ def test_agents_meet_at_the_host_name_that_jobset_gives_the_meeting(manifest) ->
     )
     assert f"--meeting={name}-{meeting['name']}-0-0.{name}:{port}" in agent["args"]
     assert manifest["spec"]["successPolicy"]["targetReplicatedJobs"] == [nodes["name"]]
+
+
+def test_the_meeting_and_the_agents_have_one_secret(manifest) -> None:
+    [meeting], [agent] = (
+        job["template"]["spec"]["template"]["spec"]["containers"]
+        for job in manifest["spec"]["replicatedJobs"]
+    )
+    assert meeting["env"] == agent["env"] and [one["name"] for one in agent["env"]] == [VARIABLE]
 
 
 def test_exit_codes_that_need_a_person_fail_the_job_and_a_stop_is_no_failure(manifest) -> None:

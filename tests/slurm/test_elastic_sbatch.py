@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -13,10 +14,12 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "slurm" / "elastic.sbatch"
 # ends with CODE.
 PYTHON = """#!/bin/bash
 echo "$@" >> "$LOG"
+echo "secret $FORGE_RENDEZVOUS_SECRET" >> "$LOG"
 if [[ $2 == meeting ]]; then
     [[ -n $FINISHED ]] && exit 0
     exec sleep 600
 fi
+[[ $1 == */job.py ]] && exit "${PROGRESS:-75}"
 until grep -q "elastic.py meeting" "$LOG"; do sleep 0.02; done
 exit "$CODE"
 """
@@ -65,6 +68,21 @@ def test_an_agent_starts_on_each_node_with_spares_left_out_of_the_greatest_numbe
     assert f":{port} " in agent and 20000 <= int(port) < 32768
 
 
+def test_each_job_has_a_secret_of_its_own_and_agents_mean_the_address_of_the_meeting(tmp_path) -> None:
+    secrets = []
+    for _ in range(2):
+        _, log = job(tmp_path, 0)
+        lines = [line.split() for line in log.splitlines() if not line.startswith("srun")]
+        [meeting] = (line for line in lines if "meeting" in line)
+        [agent] = (line for line in lines if "agent" in line)
+        host, port = (meeting[meeting.index(option) + 1] for option in ("--host", "--port"))
+        assert agent[agent.index("--meeting") + 1] == f"{host}:{port}"
+        secrets += [line[1] for line in lines if line[0] == "secret"]
+        (tmp_path / "log").unlink()
+    assert secrets[0] == secrets[1] != secrets[2] == secrets[3]
+    assert all(re.fullmatch("[0-9a-f]{64}", secret) for secret in secrets)
+
+
 @pytest.mark.parametrize("code", [1, 2, 77])
 def test_a_failure_ends_the_job_with_its_code(tmp_path, code: int) -> None:
     ended, log = job(tmp_path, code)
@@ -79,3 +97,9 @@ def test_a_lost_node_does_not_make_a_failure_of_a_run_that_is_finished(tmp_path)
 def test_a_stop_after_a_save_requeues_the_job_and_the_meeting_ends_with_it(tmp_path) -> None:
     code, log = job(tmp_path, 75)
     assert code == 0 and "scontrol requeue 12345" in log
+    assert "job.py stopped --config debug.toml" in log
+
+
+def test_a_stop_without_progress_ends_the_job(tmp_path) -> None:
+    code, log = job(tmp_path, 75, PROGRESS="1")
+    assert code == 1 and "scontrol" not in log

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from forge.config import load_config
-from scripts.slurm.job import History, Limits, Record, decide, main, time_left_s, time_limit
+from scripts.slurm.job import History, Limits, Record, count_stop, decide, main, time_left_s, time_limit
 
 LIMITS = Limits(restarts=0, failed_turns=2, turns_without_progress=3)
 EMPTY = Record("", frozenset())
@@ -30,11 +32,15 @@ def record(state: str, exit_code: int, *steps: int) -> Record:
         (EMPTY, 75, "requeue"),
         # Ended by SIGTERM before it could handle one.
         (EMPTY, 143, "requeue"),
-        (EMPTY, 137, "end"),
+        # A node that was lost before the first save of the turn.
+        (EMPTY, 137, "requeue"),
+        (record("running", 0), 137, "requeue"),
+        (record("failed", 1), 137, "requeue"),
+        (record("failed", 2), 137, "end"),
+        (record("running", 0), 139, "end"),
         (record("failed", 1, 10), 1, "requeue"),
         (record("running", 0, 10), 137, "requeue"),
         (record("failed", 1), 1, "end"),
-        (record("running", 0), 137, "end"),
         # What only a person can fix.
         (record("failed", 2, 10), 2, "end"),
         (record("failed", 77, 10), 77, "end"),
@@ -62,6 +68,8 @@ def test_turns_that_fail_and_turns_without_progress_are_limited() -> None:
     history = History("7")
     assert turns(history, 75, EMPTY, 3) == ["requeue", "requeue", "end"]
     history = History("7")
+    assert turns(history, 137, record("running", 0), 3) == ["requeue", "requeue", "end"]
+    history = History("7")
     assert turns(history, 1, record("failed", 1, 10), 3) == ["requeue", "requeue", "end"]
 
 
@@ -75,6 +83,27 @@ def test_a_failure_restarts_in_the_same_turn_as_often_as_is_allowed() -> None:
     limits = Limits(restarts=1, failed_turns=2, turns_without_progress=3)
     after = record("failed", 1)
     assert [decide(EMPTY, after, 1, History("7"), limits, done)[0] for done in (0, 1)] == ["restart", "end"]
+
+
+def stopped_turns(folder: Path, saves: Sequence[Sequence[int]]) -> list[int]:
+    """Exit codes of `job.py stopped` after turns of an elastic job that have saved these steps."""
+    codes = []
+    for steps in saves:
+        for step in steps:
+            path = folder / "run" / "checkpoints" / f"step-{step:08}" / "manifest.json"
+            path.parent.mkdir(parents=True)
+            path.touch()
+        argv = ["--config=debug.toml", "--run.name=run", f"--run.output_dir={folder}"]
+        codes.append(count_stop(argv, {"SLURM_JOB_ID": "7"}))
+    return codes
+
+
+def test_an_elastic_job_ends_after_three_turns_without_progress(tmp_path) -> None:
+    assert stopped_turns(tmp_path, [[], [], []]) == [75, 75, 1]
+
+
+def test_a_new_checkpoint_of_an_elastic_job_ends_the_count(tmp_path) -> None:
+    assert stopped_turns(tmp_path, [[10], [], [], [20, 30], [], [], []]) == [75, 75, 75, 75, 75, 75, 1]
 
 
 def test_counts_are_of_one_job(tmp_path) -> None:

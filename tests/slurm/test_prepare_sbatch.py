@@ -1,4 +1,4 @@
-"""scripts/slurm/prepare.sbatch: parts on all nodes, and then, only if they have succeeded, the join on one."""
+"""scripts/slurm/prepare.sbatch: parts on all nodes, and then, unless the command is wrong, the join on one."""
 
 import os
 import subprocess
@@ -10,11 +10,15 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = REPOSITORY / "scripts" / "slurm" / "prepare.sbatch"
 
 
-@pytest.mark.parametrize("code", [0, 3])
-def test_parts_come_before_the_join_and_a_failure_ends_the_job(tmp_path, code) -> None:
+@pytest.mark.parametrize(
+    ("parts", "join", "ends"), [(0, 0, 0), (0, 3, 3), (137, 0, 0), (1, 0, 0), (137, 1, 1), (2, 0, 2)]
+)
+def test_the_join_makes_what_a_lost_node_has_left_and_decides_how_the_job_ends(
+    tmp_path, parts: int, join: int, ends: int
+) -> None:
     calls = tmp_path / "calls"
     srun = tmp_path / "srun"
-    srun.write_text(f'#!/bin/bash\necho "$*" >> {calls}\nexit {code}\n')
+    srun.write_text(f'#!/bin/bash\necho "$*" >> {calls}\n[[ $* == *--part* ]] && exit {parts}\nexit {join}\n')
     srun.chmod(0o755)
     environment = os.environ | {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
@@ -28,8 +32,8 @@ def test_parts_come_before_the_join_and_a_failure_ends_the_job(tmp_path, code) -
     )
     command = f"python {REPOSITORY}/scripts/prepare_data.py --input a folder --output out"
     expected = [
-        f"--cpus-per-task=8 {command} --part slurm",
-        f"--nodes=1 --ntasks=1 --cpus-per-task=8 {command}",
+        f"--no-kill --kill-on-bad-exit=0 --cpus-per-task=8 {command} --part slurm",
+        f"--no-kill --nodes=1 --ntasks=1 --cpus-per-task=8 {command}",
     ]
-    assert done.returncode == code, done.stderr
-    assert calls.read_text().splitlines() == expected[: 2 if code == 0 else 1]
+    assert done.returncode == ends, done.stderr
+    assert calls.read_text().splitlines() == expected[: 1 if parts == 2 else 2]

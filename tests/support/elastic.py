@@ -9,8 +9,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,13 @@ BATCH = ["--train.global_batch_size=24", "--train.micro_batch_size=2"]
 class Nodes:
     """Agents of one run in `folder`. Options of train.py are the same for all of them but for NODE in an option."""
 
-    def __init__(self, folder: Path, nodes: str, processes: int, *options: str):
+    def __init__(self, folder: Path, nodes: str, processes: int, *options: str, agent: Sequence[str] = ()):
         self.run = Run(folder)
         self._folder, self._nodes, self._processes = folder, nodes, processes
+        self._agent = agent
         self._options = [*BASE, f"--run.output_dir={folder}", *BATCH, *options]
         self._meeting, self._closed = Meeting(0), threading.Event()
+        self.port = self._meeting.port
         self._serving = threading.Thread(target=self._meeting.serve, args=(self._closed, 1.0), daemon=True)
         self._serving.start()
         self.agents: dict[str, subprocess.Popen] = {}
@@ -42,7 +44,7 @@ class Nodes:
         for name in names:
             settings = [f"--nodes={self._nodes}", f"--processes={self._processes}"]
             settings += [
-                f"--meeting=localhost:{self._meeting.port}",
+                f"--meeting=localhost:{self.port}",
                 f"--lost-after={LOST_AFTER_S}",
                 "--gather=3",
                 "--patience=240",
@@ -54,6 +56,7 @@ class Nodes:
                         SCRIPT,
                         "agent",
                         *settings,
+                        *self._agent,
                         "--",
                         *(o.replace("NODE", name) for o in self._options),
                     ],
@@ -62,6 +65,27 @@ class Nodes:
                     stdout=terminal,
                     stderr=subprocess.STDOUT,
                 )
+
+    def freeze(self, *names: str) -> None:
+        """SIGSTOP these agents and their ranks, as a node that hangs: no connection is closed."""
+        for name in names:
+            for pid in (self.agents[name].pid, *self.ranks(name)):
+                os.kill(pid, signal.SIGSTOP)
+
+    def thaw(self, *names: str) -> None:
+        """SIGCONT to these agents and their ranks; the ranks go first."""
+        for name in names:
+            for pid in (*self.ranks(name), self.agents[name].pid):
+                os.kill(pid, signal.SIGCONT)
+
+    def ranks(self, name: str) -> list[int]:
+        """Return the processes of the ranks of this agent."""
+        return [pid for pid in _processes() if _parent(pid) == self.agents[name].pid]
+
+    def first(self) -> str:
+        """Return the agent of rank 0."""
+        pid = self.run.status()["pid"]
+        return next(name for name in self.agents if pid in self.ranks(name))
 
     def kill(self, *names: str) -> None:
         """SIGKILL these agents; the kernel kills their ranks."""
@@ -98,19 +122,36 @@ class Nodes:
         return (self._folder / f"agent-{name}.txt").read_text()
 
     def close(self) -> None:
-        for agent in self.agents.values():
+        for name, agent in self.agents.items():
             if agent.poll() is None:
-                agent.send_signal(signal.SIGKILL)
+                ranks = self.ranks(name)
+                agent.kill()
                 agent.wait()
+                for pid in ranks:  # the kernel has killed them, unless they were started a moment ago
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
         self._closed.set()
         self._serving.join()
 
 
+def _processes() -> list[int]:
+    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:  # it has ended
+        return 0
+
+
 @contextmanager
-def elastic(folder: Path, nodes: str, processes: int, *options: str) -> Iterator[Nodes]:
-    """Agents that are killed at the end of the body."""
+def elastic(
+    folder: Path, nodes: str, processes: int, *options: str, agent: Sequence[str] = ()
+) -> Iterator[Nodes]:
+    """Agents, each with the options `agent` of elastic.py, that are killed at the end of the body."""
     folder.mkdir(exist_ok=True)
-    group = Nodes(folder, nodes, processes, *options)
+    group = Nodes(folder, nodes, processes, *options, agent=agent)
     try:
         yield group
     finally:

@@ -1,8 +1,12 @@
 """What train.py says before any run."""
 
+import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+
+from tests.support.runs import BASE
 
 TRAIN = Path(__file__).parents[2] / "train.py"
 
@@ -15,3 +19,14 @@ def test_a_reader_who_has_seen_enough_is_no_error() -> None:
     output = process.stderr.read()
     assert process.wait() == 0 and "Traceback" not in output
     process.stderr.close()
+
+
+def test_standard_streams_that_are_closed_are_no_error_and_no_file_takes_their_place(tmp_path) -> None:
+    options = [*BASE, "--train.steps=3", f"--run.output_dir={tmp_path}"]
+    command = f"exec {shlex.join([sys.executable, str(TRAIN), *options])} <&- >&- 2>&-"
+    assert subprocess.run(["bash", "-c", command], timeout=240).returncode == 0
+    run = tmp_path / "run"
+    assert json.loads((run / "status.json").read_text())["state"] == "finished"
+    for name in ("metrics.jsonl", "events.jsonl"):
+        for line in (run / name).read_text().splitlines():
+            json.loads(line)

@@ -1,0 +1,95 @@
+"""Writing to stderr without waiting for its reader.
+
+A pipe whose reader hangs fills up, and a write to it then blocks for ever: a process that logs would neither train nor
+stop. O_NONBLOCK is no way out, because other processes share the pipe. So a thread of this process writes.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from collections import deque
+from typing import TextIO
+
+# How long a message may wait for the reader, once; and how many may be kept until it reads again.
+PATIENCE_S, MOST = 1.0, 1000
+
+
+class PatientStream:
+    """A text stream on a file descriptor. `write` returns when the text is written, after PATIENCE_S at the latest.
+
+    While the reader does not read, texts are kept and `write` returns at once. Beyond MOST they are dropped; a line says how
+    many as soon as the reader reads again. Errors of the descriptor are ignored: the reader may be gone.
+    """
+
+    def __init__(self, descriptor: int, encoding: str = "utf-8"):
+        self.encoding = encoding
+        self._descriptor = descriptor
+        self._restart()
+        os.register_at_fork(after_in_child=self._restart)
+
+    def _restart(self) -> None:
+        """Begin without a thread: a forked child does not have that of its parent."""
+        self._changed = threading.Condition()
+        self._texts: deque[str] = deque()
+        self._thread: threading.Thread | None = None
+        self._stuck, self._dropped = False, 0
+
+    def write(self, text: str) -> int:
+        with self._changed:
+            if len(self._texts) >= MOST:
+                self._dropped += max(1, text.count("\n"))
+                return len(text)
+            self._texts.append(text)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._write_all, name="stderr", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+            if not self._stuck:
+                self._stuck = not self._changed.wait_for(lambda: not self._texts, PATIENCE_S)
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def _write_all(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._texts)
+                content = self._texts[0].encode(self.encoding, "backslashreplace")
+            while content:
+                try:
+                    content = content[os.write(self._descriptor, content) :]
+                except BlockingIOError:  # another process has set O_NONBLOCK
+                    select.select([], [self._descriptor], [])
+                except OSError:
+                    break
+            with self._changed:
+                self._texts.popleft()
+                if not self._texts and self._dropped:
+                    lines = f"{self._dropped} lines" if self._dropped > 1 else "1 line"
+                    self._texts.append(f"forge: {lines} dropped here: nobody read stderr\n")
+                    self._dropped = 0
+                self._stuck = self._stuck and bool(self._texts)
+                self._changed.notify_all()
+
+
+stderr = PatientStream(2)
+
+
+def patient(stream: TextIO | None) -> TextIO | PatientStream:
+    """Return `stream` as one that does not wait for its reader; `stream` itself if it has no file descriptor."""
+    if stream is None:
+        return stderr
+    try:
+        descriptor = stream.fileno()
+    except OSError:
+        return stream
+    return stderr if descriptor == 2 else PatientStream(descriptor, stream.encoding)
