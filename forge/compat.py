@@ -115,6 +115,11 @@ def pass_on(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return collectives.all_to_all_single(x.contiguous(), receives, sends, group)
 
 
+def arrived(x: Tensor) -> Tensor:
+    """Return `x`, a plain tensor or one that a functional collective is still filling, once it can be used. No gradient."""
+    return x.wait() if isinstance(x, collectives.AsyncCollectiveTensor) else x
+
+
 def fsdp_parameter_groups(model: FSDPModule) -> list[Any]:
     """Return the parameter groups of all FSDP2 units of `model`, a root that has been called; each is gathered as one."""
     found: list[Any] = []

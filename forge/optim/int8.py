@@ -126,9 +126,9 @@ class Int8Moments:
         self._maxima.zero_()
         for region in self._cut():
             assert region.values is not None and region.agreed is not None
-            self._maxima.index_reduce_(
-                0, region.agreed, region.values.abs().amax(1).to(self._maxima.dtype), "amax"
-            )
+            # A region has each block once, so this is exact; index_reduce_ has no deterministic kernel on CUDA.
+            own = region.values.abs().amax(1).to(self._maxima.dtype)
+            self._maxima[region.agreed] = torch.maximum(self._maxima[region.agreed], own)
         self._reduce()
         for key in self._codes:
             for region, codes, _ in self._views(key, self._codes[key], self._codes[key]):

@@ -58,8 +58,9 @@ def report_gradients(shards: list[Shard], loss: Tensor, *, stop: bool, save: boo
     Each element of the global gradient is counted on one rank only, so the norm is the same for every layout.
     """
     entries = torch.zeros(4, dtype=torch.float64, device=loss.device)
-    entries[1] = float(stop)
-    entries[3] = float(save)
+    # By a kernel each: an assignment would copy from the host and wait for the device.
+    entries[1].fill_(float(stop))
+    entries[3].fill_(float(save))
     entries[2] = (~torch.isfinite(loss)).double()
     for counted in (True, False):
         for dtype, grads in _present([shard for shard in shards if shard.counted is counted]).items():

@@ -96,12 +96,13 @@ class _Ring(torch.autograd.Function):
             lse.copy_(sinks[:, None])
         kv = torch.cat([k, v], dim=-1)
         for step, pairs in enumerate(steps):
-            # Start the next exchange before the computation that hides it.
+            # Start the next exchange before the computation that hides it, and wait where its block is used: a compiled
+            # kernel takes no tensor that is still on its way.
             arriving = compat.pass_on(kv, split.group) if step < len(steps) - 1 else kv
             for pair in pairs:
                 rows, columns, block = _block_of(pair, q, kv, soft_cap)
                 merge(out[:, :, rows], lse[:, :, rows], *kernel.forward(block))
-            kv = arriving
+            kv = compat.arrived(arriving)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.rest = steps, soft_cap, split
@@ -134,7 +135,7 @@ class _Ring(torch.autograd.Function):
             if travelling is not None:
                 grad_kv += travelling
             travelling = compat.pass_on(grad_kv, split.group)
-            kv = arriving
+            kv = compat.arrived(arriving)
         assert travelling is not None
         grad_k, grad_v = travelling.to(k.dtype).split([k.shape[-1], v.shape[-1]], dim=-1)
         return grad_q.to(q.dtype), grad_k, grad_v, grad_sinks, None, None, None

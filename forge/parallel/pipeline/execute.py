@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
+from forge import compat
 from forge.model import Transformer
 from forge.model.precision import promoted
 from forge.parallel.context import ModelInputs
@@ -242,7 +242,7 @@ class Messages:
 
     def put(self, user: Action, tensor: Tensor) -> None:
         """Keep `tensor` for the stage of `user`, on this rank or until it is sent."""
-        self._here[user] = tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+        self._here[user] = compat.arrived(tensor)
 
     def take(self, user: Action) -> Tensor:
         """Return what was put or received for `user`, once."""

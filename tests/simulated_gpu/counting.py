@@ -1,0 +1,86 @@
+"""Counts of one step on the simulated GPU: launches by kernel, copies, synchronisations with the line that waits, peak memory."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import subprocess
+import traceback
+import warnings
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forge.hook import Hook
+from forge.train.trainer import Trainer
+
+# The first step allocates, the second one finds what it left.
+COUNTED = 3
+
+
+class Counting(Hook):
+    """Counts step COUNTED on every rank, into `counts.RANK` of the run directory."""
+
+    def __init__(self, trainer: Trainer):
+        self._path = trainer.reporter.directory.root / f"counts.{trainer.reporter.world.rank}"
+        self._device = ctypes.CDLL(os.environ["LD_PRELOAD"])
+        self._waits: list[str] = []
+
+    def before_step(self, step: int) -> None:
+        if step == COUNTED:
+            warnings.showwarning = self._record  # type: ignore[assignment]
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            torch.cuda.reset_peak_memory_stats()
+            self._device.simgpu_reset()
+
+    def after_step(self, step: int) -> None:
+        if step == COUNTED:
+            torch.cuda.set_sync_debug_mode("default")
+            self._device.simgpu_write(str(self._path).encode())
+            about = {"waits": self._waits, "peak": torch.cuda.max_memory_allocated()}
+            self._path.with_suffix(f"{self._path.suffix}.json").write_text(json.dumps(about))
+
+    def _record(self, message: Any, category: Any, *rest: Any) -> None:
+        """Keep the innermost line of forge where PyTorch warns of a synchronisation."""
+        if "called a synchronizing" in str(message):
+            frames = [frame for frame in traceback.extract_stack() if "/forge/" in frame.filename]
+            place = frames[-1]
+            self._waits.append(f"{place.filename.rpartition('/forge/')[2]}:{place.name}")
+
+
+def read(run: Path, rank: int = 0) -> dict[str, Any]:
+    """Return the counts of a rank: kernels, copies and waits by name, launches, and the allocator's peak in bytes."""
+    kernels: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
+    for line in (run / f"counts.{rank}").read_text().splitlines():
+        kind, number, name = line.split("\t")
+        if kind == "kernel":
+            kernels[name if name.startswith(("cublas", "nccl")) else short(name)] += int(number)
+        elif kind == "call":
+            calls[name] += int(number)
+    about = json.loads((run / f"counts.{rank}.json").read_text())
+    return {
+        "launches": sum(kernels.values()),
+        "kernels": dict(sorted(kernels.items())),
+        "copies": {name: n for name, n in sorted(calls.items()) if name.startswith(("copy", "memset"))},
+        "synchronizations": {name: n for name, n in sorted(calls.items()) if name.startswith("synchronize")},
+        "waits": dict(sorted(Counter(about["waits"]).items())),
+        "peak": about["peak"],
+    }
+
+
+@cache
+def short(name: str) -> str:
+    """Return a kernel's name without its namespaces and most of its template's arguments."""
+    plain = subprocess.run(["c++filt", name], capture_output=True, text=True).stdout.strip()
+    head = re.split(r"[<(]", plain.removeprefix("void "), maxsplit=1)[0].rpartition("::")[2]
+    functor = re.search(
+        r"(\w*Functor\w*|\w+_kernel_cuda\w*|direct_copy\w*|\w+_functor\w*)", plain[len(head) :]
+    )
+    return f"{head} {functor[1]}" if functor and functor[1] != head else head

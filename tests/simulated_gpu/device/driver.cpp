@@ -1,0 +1,74 @@
+// The CUDA driver (libcuda.so.1) of a simulated GPU: the calls of PyTorch, Triton and cuDNN that need an answer. All others are
+// generated (build.py) and return success.
+#include <dlfcn.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#define API extern "C" __attribute__((visibility("default"))) int
+
+namespace {
+
+void* const kContext = reinterpret_cast<void*>(0x1000);
+
+void count_kernel(const char* name) {
+  static auto count = reinterpret_cast<void (*)(const char*)>(dlsym(RTLD_DEFAULT, "simgpu_count_kernel"));
+  if (count) count(name);
+}
+
+}  // namespace
+
+API cuInit(unsigned) { return 0; }
+API cuDriverGetVersion(int* version) { *version = 13000; return 0; }
+API cuDeviceGetCount(int* count) {
+  const char* devices = getenv("SIMGPU_DEVICES");
+  *count = devices ? atoi(devices) : 1;
+  return 0;
+}
+API cuDeviceGet(int* device, int ordinal) { *device = ordinal; return 0; }
+API cuDeviceGetName(char* name, int size, int) { strncpy(name, "NVIDIA H200", size); return 0; }
+API cuDeviceGetAttribute(int* value, int which, int device) {
+  auto of_runtime = reinterpret_cast<int (*)(int*, int, int)>(dlsym(RTLD_DEFAULT, "cudaDeviceGetAttribute"));
+  *value = 0;
+  return of_runtime ? of_runtime(value, which, device) : 0;
+}
+API cuDevicePrimaryCtxGetState(int, unsigned* flags, int* active) { *flags = 0; *active = 1; return 0; }
+API cuDevicePrimaryCtxRetain(void** context, int) { *context = kContext; return 0; }
+API cuCtxGetCurrent(void** context) { *context = kContext; return 0; }
+API cuCtxPopCurrent_v2(void** context) { *context = kContext; return 0; }
+API cuCtxGetDevice(int* device) { *device = 0; return 0; }
+API cuGetErrorString(int, const char** text) { *text = "simulated GPU"; return 0; }
+API cuGetErrorName(int, const char** text) { *text = "simulated GPU"; return 0; }
+
+// A module is a handle, a function its name.
+API cuModuleLoad(void** module, const char*) { *module = malloc(8); return 0; }
+API cuModuleLoadData(void** module, const void*) { *module = malloc(8); return 0; }
+API cuModuleLoadDataEx(void** module, const void*, ...) { *module = malloc(8); return 0; }
+API cuModuleGetFunction(void** function, void*, const char* name) { *function = strdup(name); return 0; }
+API cuFuncGetModule(void** module, void*) { *module = reinterpret_cast<void*>(8); return 0; }
+API cuFuncGetAttribute(int* value, int which, void*) {
+  *value = which == 0 ? 1024 : which == 4 ? 64 : 0;  // threads per block, registers
+  return 0;
+}
+API cuLaunchKernel(void* function, ...) { count_kernel(static_cast<const char*>(function)); return 0; }
+API cuLaunchKernelEx(const void*, void* function, void**, void**) { count_kernel(static_cast<const char*>(function)); return 0; }
+API cuOccupancyMaxActiveClusters(int* clusters, void*, const void*) { *clusters = 8; return 0; }
+API cuPointerGetAttribute(void* value, int which, unsigned long long at) {
+  if (which == 3) *static_cast<unsigned long long*>(value) = at;  // the address on the device
+  else if (which == 2) *static_cast<unsigned*>(value) = 2;        // the kind of memory: of a device
+  else *static_cast<int*>(value) = 0;
+  return 0;
+}
+API cuMemGetAddressRange_v2(unsigned long long* base, size_t* size, unsigned long long at) { *base = at; *size = 1 << 30; return 0; }
+API cuGetProcAddress_v2(const char* name, void** function, int, unsigned long long, int* status) {
+  char versioned[200];
+  snprintf(versioned, sizeof versioned, "%s_v2", name);
+  *function = dlsym(RTLD_DEFAULT, name);
+  if (!*function) *function = dlsym(RTLD_DEFAULT, versioned);
+  if (status) *status = *function ? 0 : 1;
+  return *function ? 0 : 500;
+}
+API cuGetProcAddress(const char* name, void** function, int version, unsigned long long flags) {
+  return cuGetProcAddress_v2(name, function, version, flags, nullptr);
+}
