@@ -12,6 +12,7 @@ import logging
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from forge.checkpoint import folders
 from forge.checkpoint.commit import Contents, require_room, save_tensors
 from forge.checkpoint.manifest import MANIFEST, Damaged, compose, entry, read_manifest
 from forge.checkpoint.nodes import Nodes, Transfer, exchange
-from forge.checkpoint.store import Checkpoints
+from forge.checkpoint.store import Checkpoints, SaveOutcome
 from forge.distributed import RanksFailed, describe, gather_from_ranks, on_every_rank, on_first_rank
 from forge.fault import fault_point
 
@@ -91,9 +92,9 @@ class LocalTier:
 
         on_every_rank("bringing files from other nodes", bring, self._group)
 
-    def forget_after(self, step: int) -> None:
-        """Remove the states of later steps (-1: all)."""
-        self.wait()
+    def forget_after(self, step: int) -> list[SaveOutcome]:
+        """Remove the states of later steps (-1: all). Return the saves that ended since the last call, as `wait` does."""
+        outcomes = self.wait()
 
         def remove() -> None:
             for later in folders.steps(self.folder, complete=False) if self.nodes.leads else ():
@@ -101,6 +102,16 @@ class LocalTier:
                     shutil.rmtree(self.path(later))
 
         on_every_rank("removing local states", remove, self._group)
+        return outcomes
+
+    def end(self) -> list[SaveOutcome]:
+        """Remove all states and their folder, and return as `wait`: the run has finished."""
+        outcomes = self.forget_after(-1)
+        if self.nodes.leads:
+            for folder in (self.folder, self.folder.parent):
+                with suppress(OSError):
+                    folder.rmdir()
+        return outcomes
 
     def _held(self, after: int) -> dict[int, str]:
         """On the first rank of a node return step -> digest of the manifest."""

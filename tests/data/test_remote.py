@@ -17,6 +17,7 @@ from forge.data.loader import Loader
 from forge.data.permutation import Permutation
 from forge.data.raw import MegatronTokens, RawTokens
 from forge.errors import UserError
+from forge.private import MARKER
 from forge.remote import BLOCK_BYTES, RemoteFile
 from tests.support.megatron import Written
 from tests.support.store import Request, Store, serving
@@ -300,3 +301,37 @@ def test_blocks_on_disk_end_with_their_checksum(store, tmp_path) -> None:
     for path in (tmp_path / "cache").glob("[0-9]*/[!.]*"):
         content = path.read_bytes()
         assert zlib.crc32(content[:-4]).to_bytes(4, "little") == content[-4:]
+
+
+def block_of_tokens(folder: Path) -> Path:
+    (path,) = (path for path in folder.glob("[0-9]*/*-0") if path.stat().st_size > BLOCK_BYTES)
+    return path
+
+
+def test_a_block_that_another_program_put_into_the_cache_is_fetched_again(store, tmp_path, caplog) -> None:
+    """Its CRC-32 is right, and its tokens are not those of the dataset."""
+    expected = opened(store, tmp_path).read(0, 3000)
+    block = block_of_tokens(tmp_path / "cache")
+    content = block.read_bytes()
+    data = bytes(len(content) - 4)
+    block.write_bytes(data + zlib.crc32(data).to_bytes(4, "little"))
+    assert (opened(store, tmp_path).read(0, 3000) == expected).all()
+    assert f"{block} is damaged: fetched again" in caplog.text and block.read_bytes() == content
+
+
+def test_a_folder_that_is_not_a_cache_is_refused_and_keeps_its_entries(store, tmp_path) -> None:
+    (tmp_path / "cache" / "2019-thesis").mkdir(parents=True)
+    (tmp_path / "cache" / "0042").mkdir()
+    with pytest.raises(UserError, match=r"data.cache_dir: .*cache holds files that forge did not make"):
+        opened(store, tmp_path)
+    assert sorted(os.listdir(tmp_path / "cache")) == ["0042", "2019-thesis"]
+
+
+def test_a_cache_that_an_earlier_version_made_is_used_and_becomes_private(store, tmp_path) -> None:
+    opened(store, tmp_path).read(0, 3000)
+    (tmp_path / "cache" / MARKER).unlink()
+    (tmp_path / "cache").chmod(0o755)
+    store.gets.clear()
+    opened(store, tmp_path).read(0, 3000)
+    assert not any(span for _, span in store.gets)
+    assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
