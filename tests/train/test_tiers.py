@@ -11,6 +11,7 @@ import pytest
 
 from forge.checkpoint.folders import steps
 from forge.private import MARKER, PrivateFolder
+from tests.support import mounts
 from tests.support.runs import Run
 
 # The run ends up with states on its node that are newer than its checkpoint.
@@ -87,3 +88,18 @@ def test_a_folder_that_anybody_could_have_made_is_refused_and_nothing_in_it_is_r
     assert run(option) == 2
     assert "checkpoint.local_dir" in run.output() and "chmod 700" in run.output()
     assert entries(place) == ["deadbeef"]
+
+
+def tiny_memory() -> None:
+    """A patch for `Run.start`: the folder of local states is on a file system of 64 kB."""
+    mounts.small(Path(os.environ["RUN_UNDER_TEST"]).parent / "memory", 1 << 16)
+
+
+def test_every_state_that_does_not_fit_is_reported_also_when_they_follow_each_other_closely(tmp_path) -> None:
+    if not mounts.allowed():
+        pytest.skip("no mount namespaces here")
+    (tmp_path / "memory").mkdir()
+    run = Run(tmp_path, "--checkpoint.local_interval=1", f"--checkpoint.local_dir={tmp_path}/memory/place")
+    assert run.start(patch="tests.train.test_tiers:tiny_memory").join() == [0]
+    assert [event["step"] for event in run.events("local_save_failed")] == list(range(1, 10))
+    assert run.log().count("on the nodes failed") == 9
