@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from forge.errors import FAILED, UserError
+from forge.redact import is_redacted, redact
 
 BLOCK_BYTES = 1 << 18
 """Files are fetched, kept and checked in blocks of this size, the last one shorter."""
@@ -94,7 +95,12 @@ def filesystem(protocol: str) -> Any:
 
 
 def filesystem_of(url: str) -> Any:
-    """Return fsspec's file system for a URL."""
+    """Return fsspec's file system for a URL. UserError for a URL whose secrets were left out, as in a run's config.toml."""
+    if is_redacted(url):
+        raise UserError(
+            f"{url}: its password or signature was left out when the configuration was written; set the key that has this "
+            "URL again, with the secret, on the command line"
+        )
     return filesystem(url.split("://", 1)[0])
 
 
@@ -118,6 +124,7 @@ def with_retries(what: str, work: Callable[[], Result]) -> Result:
 
     Raises UserError for any other error at once, for a transient one after RETRY_S seconds, or when `give_up_on` says so.
     """
+    what = redact(what)
     given_up: threading.Event = getattr(_thread, "given_up", None) or threading.Event()
     began, attempt, pause = time.monotonic(), 0, _FIRST_S
     thread = threading.get_ident()
@@ -130,7 +137,7 @@ def with_retries(what: str, work: Callable[[], Result]) -> Result:
             except UserError:
                 raise
             except Exception as error:
-                cause = f"{type(error).__name__}: {error}"
+                cause = redact(f"{type(error).__name__}: {error}")
                 times = "" if attempt == 1 else f" after {attempt} attempts"
                 failed = UserError(f"{what}: failed{times}: {cause}", FAILED)
                 if given_up.is_set() or not is_transient(error) or time.monotonic() - began > RETRY_S:
@@ -241,7 +248,9 @@ class RemoteFile:
             raise UserError(f"{url}: has {found} bytes instead of {size}; it is truncated or was replaced")
         assert found is not None
         self.size = found
-        self.key = key or hashlib.blake2b(repr((url, self._version)).encode(), digest_size=16).hexdigest()
+        self.key = (
+            key or hashlib.blake2b(repr((redact(url), self._version)).encode(), digest_size=16).hexdigest()
+        )
 
     @property
     def blocks(self) -> int:

@@ -25,6 +25,7 @@ GROUND = {
     "distributed",
     "imports",
     "private",
+    "redact",
     "remote",
     "config",
     "model",
@@ -32,7 +33,8 @@ GROUND = {
 MIDDLE = {"parallel", "data", "optim", "checkpoint", "resilience", "observe"}
 CORE = GROUND | MIDDLE | {"train"}
 MAY_IMPORT = {
-    "errors": set(),
+    "redact": set(),
+    "errors": {"redact"},
     "files": set(),
     "fault": set(),
     "hook": {"errors"},
@@ -43,8 +45,8 @@ MAY_IMPORT = {
     "distributed": {"errors"},
     "imports": {"errors"},
     "private": {"errors"},
-    "remote": {"errors"},
-    "config": {"errors", "imports"},
+    "remote": {"errors", "redact"},
+    "config": {"errors", "imports", "redact"},
     "model": {"errors", "imports", "config"},
     **{room: GROUND for room in MIDDLE},
     "train": GROUND | MIDDLE,

@@ -18,6 +18,7 @@ from forge.data.array import Array, CheckedArray, RemoteArray, map_array
 from forge.data.cache import BlockCache
 from forge.data.packing import PlanFile
 from forge.errors import UserError
+from forge.redact import redact
 from forge.remote import BLOCK_BYTES, RemoteFile, is_url, join, read_whole
 
 INDEX = "dataset.json"
@@ -104,7 +105,7 @@ class TokenDataset:
     def __init__(self, path: str | Path, vocab_size: int | None = None, cache: BlockCache | None = None):
         self.is_remote = is_url(path)
         self.path = str(path) if self.is_remote else Path(path)
-        self.name = str(path)
+        self.name = redact(str(path))
         self.next_use: TokenUses | None = None
         """When tokens of a remote dataset are needed, for its cache; None: not known."""
         self.index = read_index(path)
