@@ -3,6 +3,8 @@
 import difflib
 from collections.abc import Iterable
 
+from forge.redact import redact
+
 FINISHED = 0
 FAILED = 1
 BAD_CONFIG = 2
@@ -15,11 +17,11 @@ NO_CHECKPOINT = 77
 class UserError(Exception):
     """Ends the program with `message` on rank 0 and `exit_code` on every rank.
 
-    The message names what was given, what is allowed and what to do.
+    The message names what was given, what is allowed and what to do. Secrets of URLs in it are redacted.
     """
 
     def __init__(self, message: str, exit_code: int = BAD_CONFIG):
-        super().__init__(message)
+        super().__init__(redact(message))
         self.exit_code = exit_code
 
 

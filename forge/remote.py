@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import logging
 import random
+import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from forge.errors import FAILED, UserError
+from forge.redact import is_redacted, redact
 
 BLOCK_BYTES = 1 << 18
 """Files are fetched, kept and checked in blocks of this size, the last one shorter."""
@@ -21,7 +25,29 @@ RETRY_S = 600.0
 _FIRST_S, _LONGEST_S = 0.25, 30.0
 _TIMEOUT_S = 60.0  # of one request
 _READ_BYTES = 4 << 20
-_RETRIED_STATUS = (408, 425, 429)
+_RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504, 507, 509, *range(520, 531)}
+_RETRIED_ERRNO = {
+    *(
+        errno.EAGAIN,
+        errno.EBUSY,
+        errno.EINTR,
+        errno.EIO,
+        errno.ENOBUFS,
+        errno.ESTALE,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+    ),
+    *(errno.ENETDOWN, errno.ENETRESET, errno.ENETUNREACH, errno.ENOTCONN, socket.EAI_AGAIN),
+    getattr(errno, "EREMOTEIO", errno.EIO),  # Linux only
+}
+# Top package and class, because only the packages of the stores in use are installed; subclasses included.
+_RETRIED_TYPES = {
+    *("aiohttp.ClientConnectionError", "aiohttp.ClientPayloadError", "azure.ServiceRequestError"),
+    *("azure.ServiceResponseError", "botocore.ConnectionError", "botocore.HTTPClientError"),
+    *("botocore.IncompleteReadError", "google.TransportError", "http.IncompleteRead", "httpx.TransportError"),
+    *("requests.ChunkedEncodingError", "requests.ConnectionError", "requests.Timeout"),
+    *("urllib3.ProtocolError", "urllib3.TimeoutError"),
+}
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
@@ -69,7 +95,12 @@ def filesystem(protocol: str) -> Any:
 
 
 def filesystem_of(url: str) -> Any:
-    """Return fsspec's file system for a URL."""
+    """Return fsspec's file system for a URL. UserError for a URL whose secrets were left out, as in a run's config.toml."""
+    if is_redacted(url):
+        raise UserError(
+            f"{url}: its password or signature was left out when the configuration was written; set the key that has this "
+            "URL again, with the secret, on the command line"
+        )
     return filesystem(url.split("://", 1)[0])
 
 
@@ -78,7 +109,7 @@ _thread = threading.local()
 
 
 def give_up_on(event: threading.Event) -> None:
-    """Have this thread end its attempts to read once `event` is set."""
+    """Have this thread make no further attempt once `event` is set."""
     _thread.given_up = event
 
 
@@ -89,10 +120,11 @@ def waiting_for() -> str:
 
 
 def with_retries(what: str, work: Callable[[], Result]) -> Result:
-    """Call `work` until it succeeds, with growing, random pauses. `what`: the URL and what is done with it.
+    """Call `work`, and after a transient error again, with growing, random pauses. `what`: the URL and what is done with it.
 
-    Raises UserError where the object does not exist or may not be read, which does not pass, and after RETRY_S seconds.
+    Raises UserError for any other error at once, for a transient one after RETRY_S seconds, or when `give_up_on` says so.
     """
+    what = redact(what)
     given_up: threading.Event = getattr(_thread, "given_up", None) or threading.Event()
     began, attempt, pause = time.monotonic(), 0, _FIRST_S
     thread = threading.get_ident()
@@ -105,20 +137,55 @@ def with_retries(what: str, work: Callable[[], Result]) -> Result:
             except UserError:
                 raise
             except Exception as error:
-                cause = f"{type(error).__name__}: {error}"
-                status = getattr(error, "status", None)
-                lasts = isinstance(error, FileNotFoundError | PermissionError | NotImplementedError)
-                lasts |= isinstance(status, int) and 400 <= status < 500 and status not in _RETRIED_STATUS
-                if lasts or given_up.is_set() or time.monotonic() - began > RETRY_S:
-                    times = "" if attempt == 1 else f" after {attempt} attempts"
-                    raise UserError(f"{what}: failed{times}: {cause}", FAILED) from None
+                cause = redact(f"{type(error).__name__}: {error}")
+                times = "" if attempt == 1 else f" after {attempt} attempts"
+                failed = UserError(f"{what}: failed{times}: {cause}", FAILED)
+                if given_up.is_set() or not is_transient(error) or time.monotonic() - began > RETRY_S:
+                    raise failed from error
                 wait = pause * random.uniform(0.5, 1.5)
                 pause = min(2 * pause, _LONGEST_S)
                 _waits[thread] = f"{what}: {attempt} failed, the last by {cause}"
                 log.warning("%s: attempt %d failed, again in %.1f s: %s", what, attempt, wait, cause)
-                given_up.wait(wait)
+                if given_up.wait(wait):
+                    raise failed from error
     finally:
         _waits.pop(thread, None)
+
+
+def is_transient(error: BaseException) -> bool:
+    """Return whether an error of a store may pass by itself: by its type, else its HTTP status, else its errno.
+
+    File systems translate errors, so the errors that it was raised from count as well: fsspec reports an unreachable server
+    as FileNotFoundError, and s3fs an unknown status as EIO.
+    """
+    chain = [error]
+    while (cause := chain[-1].__cause__) is not None:
+        chain.append(cause)
+    if any(isinstance(one, ssl.SSLCertVerificationError) for one in chain):
+        return False
+    if any(
+        isinstance(one, TimeoutError | ConnectionError | Corrupt) or _names(one) & _RETRIED_TYPES
+        for one in chain
+    ):
+        return True
+    if statuses := [status for one in chain if (status := _status(one)) is not None]:
+        return statuses[0] in _RETRIED_STATUS
+    return any(isinstance(one, OSError) and one.errno in _RETRIED_ERRNO for one in chain)
+
+
+def _names(error: BaseException) -> set[str]:
+    return {f"{kind.__module__.split('.')[0]}.{kind.__name__}" for kind in type(error).__mro__}
+
+
+def _status(error: BaseException) -> int | None:
+    """The HTTP status in an error of aiohttp, azure, gcsfs, requests or botocore; None if it has none."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+        found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    else:
+        pairs = [(error, "status"), (error, "status_code"), (response, "status_code"), (error, "code")]
+        found = next((getattr(one, name) for one, name in pairs if hasattr(one, name)), None)
+    return found if isinstance(found, int) else None
 
 
 def read_whole(url: str) -> bytes:
@@ -128,7 +195,9 @@ def read_whole(url: str) -> bytes:
     def read() -> bytes | None:
         try:
             return files.cat_file(url)
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            if is_transient(error):
+                raise
             return None
 
     content = with_retries(url, read)
@@ -179,7 +248,9 @@ class RemoteFile:
             raise UserError(f"{url}: has {found} bytes instead of {size}; it is truncated or was replaced")
         assert found is not None
         self.size = found
-        self.key = key or hashlib.blake2b(repr((url, self._version)).encode(), digest_size=16).hexdigest()
+        self.key = (
+            key or hashlib.blake2b(repr((redact(url), self._version)).encode(), digest_size=16).hexdigest()
+        )
 
     @property
     def blocks(self) -> int:
@@ -197,23 +268,24 @@ class RemoteFile:
                     "what they were: restore it, or give the new data another path"
                 )
             return data
-        if self._digest(data) != self._expected(block):
-            data = read_range(
-                self._files, self.url, begin, end, self.size
-            )  # the store's own transfer may have been damaged
-            if self._digest(data) != self._expected(block):
+        if not self.is_intact(block, data):
+            # The transfer may have been damaged.
+            data = read_range(self._files, self.url, begin, end, self.size)
+            if not self.is_intact(block, data):
                 raise UserError(
                     f"{_bytes(self.url, begin, end)}: have another checksum than when the dataset was written; the object "
                     "was changed or is damaged: copy the dataset there again"
                 )
         return data
 
+    def is_intact(self, block: int, data: bytes) -> bool:
+        """Return whether `data` has the checksum of a block; True if the file has no checksums."""
+        return self._expected is None or self._digest is None or self._digest(data) == self._expected(block)
+
     def _look(self) -> tuple[int, str]:
         """Its size and version."""
         about = with_retries(self.url, lambda: self._files.info(self.url))
-        if about.get("size") is None:
-            raise UserError(f"{self.url}: its server does not report its size, which is needed")
-        return int(about["size"]), _version(about)
+        return _size(self.url, about), _version(about)
 
 
 def open_remote(url: str) -> io.BufferedReader:
@@ -224,7 +296,7 @@ def open_remote(url: str) -> io.BufferedReader:
 class _Reader(io.RawIOBase):
     def __init__(self, url: str):
         self._url, self._files, self._place = url, filesystem_of(url), 0
-        self._size = int(with_retries(url, lambda: self._files.info(url))["size"])
+        self._size = _size(url, with_retries(url, lambda: self._files.info(url)))
 
     def readable(self) -> bool:
         return True
@@ -254,24 +326,33 @@ def find_objects(url: str) -> dict[str, int]:
     def find() -> dict[str, Any]:
         try:
             return files.find(url, detail=True)
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            if is_transient(error):
+                raise
             return {}
 
     found = with_retries(url, find)
-    objects = {
-        (name if is_url(name) else files.unstrip_protocol(name)): int(about["size"])
-        for name, about in sorted(found.items())
-    }
-    if not objects:  # not every store finds a single object below itself
+    if not found:  # not every store finds a single object below itself
 
-        def look() -> dict[str, int]:
+        def look() -> dict[str, dict[str, Any]]:
             try:
-                return {url: int(files.info(url)["size"])}
-            except FileNotFoundError:
+                return {url: files.info(url)}
+            except FileNotFoundError as error:
+                if is_transient(error):
+                    raise
                 return {}
 
-        objects = with_retries(url, look)
-    return objects
+        found = with_retries(url, look)
+    urls = {(name if is_url(name) else files.unstrip_protocol(name)): found[name] for name in sorted(found)}
+    return {name: _size(name, about) for name, about in urls.items()}
+
+
+def _size(url: str, about: dict[str, Any]) -> int:
+    if about.get("size") is None:
+        raise UserError(
+            f"{url}: its server does not report its size, which is needed; name each file by its URL, or copy them here"
+        )
+    return int(about["size"])
 
 
 def version_of(url: str) -> str:

@@ -25,6 +25,8 @@ GROUND = {
     "world",
     "distributed",
     "imports",
+    "private",
+    "redact",
     "remote",
     "config",
     "model",
@@ -32,7 +34,8 @@ GROUND = {
 MIDDLE = {"parallel", "data", "optim", "checkpoint", "resilience", "observe"}
 CORE = GROUND | MIDDLE | {"train"}
 MAY_IMPORT = {
-    "errors": set(),
+    "redact": set(),
+    "errors": {"redact"},
     "files": set(),
     "terminal": set(),
     "fault": set(),
@@ -43,8 +46,9 @@ MAY_IMPORT = {
     "world": {"compat", "errors", "network", "terminal"},
     "distributed": {"errors"},
     "imports": {"errors"},
-    "remote": {"errors"},
-    "config": {"errors", "imports"},
+    "private": {"errors"},
+    "remote": {"errors", "redact"},
+    "config": {"errors", "imports", "redact"},
     "model": {"errors", "imports", "config"},
     **{room: GROUND for room in MIDDLE},
     "train": GROUND | MIDDLE,

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from forge.checkpoint import folders
 from forge.checkpoint.commit import Contents, require_room, save_tensors
 from forge.checkpoint.manifest import MANIFEST, Damaged, compose, entry, read_manifest
 from forge.checkpoint.nodes import Nodes, Transfer, exchange
-from forge.checkpoint.store import Checkpoints
+from forge.checkpoint.store import Checkpoints, SaveOutcome
 from forge.distributed import RanksFailed, describe, gather_from_ranks, on_every_rank, on_first_rank
 from forge.fault import fault_point
 
@@ -64,7 +66,7 @@ class LocalTier:
             digests = {rank: of_rank[step] for rank, of_rank in enumerate(held) if step in of_rank}
             if len(set(digests.values())) > 1:
                 self.problems.append(f"local states of step {step} are not of one save")
-            elif self._is_whole(step, min(digests)):
+            elif self._is_whole(step, digests.keys()):
                 return step
         return None
 
@@ -91,9 +93,9 @@ class LocalTier:
 
         on_every_rank("bringing files from other nodes", bring, self._group)
 
-    def forget_after(self, step: int) -> None:
-        """Remove the states of later steps (-1: all)."""
-        self.wait()
+    def forget_after(self, step: int) -> list[SaveOutcome]:
+        """Remove the states of later steps (-1: all). Return the saves that ended since the last call, as `wait` does."""
+        outcomes = self.wait()
 
         def remove() -> None:
             for later in folders.steps(self.folder, complete=False) if self.nodes.leads else ():
@@ -101,6 +103,16 @@ class LocalTier:
                     shutil.rmtree(self.path(later))
 
         on_every_rank("removing local states", remove, self._group)
+        return outcomes
+
+    def end(self) -> list[SaveOutcome]:
+        """Remove all states and their folder, and return as `wait`: the run has finished."""
+        outcomes = self.forget_after(-1)
+        if self.nodes.leads:
+            for folder in (self.folder, self.folder.parent):
+                with suppress(OSError):
+                    folder.rmdir()
+        return outcomes
 
     def _held(self, after: int) -> dict[int, str]:
         """On the first rank of a node return step -> digest of the manifest."""
@@ -110,70 +122,92 @@ class LocalTier:
                 try:
                     found[step] = str(read_manifest(self.path(step))["digest"])
                 except (Damaged, OSError):
-                    # The other nodes' manifests are the same.
-                    (self.path(step) / MANIFEST).unlink(missing_ok=True)
+                    _discard(self.path(step) / MANIFEST)  # the other nodes' manifests are the same
         return found
 
-    def _is_whole(self, step: int, holder: int) -> bool:
-        """Verify the state of `step`, of which rank `holder` has the manifest."""
+    def _is_whole(self, step: int, holders: Collection[int]) -> bool:
+        """Verify the state of `step`, of which the ranks `holders` have the manifest."""
         folder, nodes = self.path(step), self.nodes
 
-        def small() -> dict[str, bytes]:
-            files = read_manifest(folder)["files"]
-            names = [MANIFEST, *(name for name in files if not name.endswith(".distcp"))]
-            return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+        def intact() -> list[str]:
+            if nodes.rank not in holders:
+                return []
+            files = read_manifest(folder)["files"].items()
+            small = [(name, file) for name, file in files if not name.endswith(".distcp")]
+            return [MANIFEST, *(name for name, file in small if _problem(folder / name, file) is None)]
 
-        of_ranks = gather_from_ranks(
-            "reading a local state", lambda: small() if nodes.rank == holder else {}, self._group
-        )
-        contents = of_ranks[holder]
+        found = gather_from_ranks("checking the small files of a local state", intact, self._group)
+        source = {name: rank for rank, names in reversed(list(enumerate(found))) for name in names}
+
+        def read() -> dict[str, bytes]:
+            return {name: (folder / name).read_bytes() for name, rank in source.items() if rank == nodes.rank}
+
+        of_ranks = gather_from_ranks("reading a local state", read, self._group)
+        contents = {name: content for of_rank in of_ranks for name, content in of_rank.items()}
         on_every_rank("completing a local state", lambda: self._complete(step, contents), self._group)
         files = on_every_rank("reading a manifest", lambda: read_manifest(folder)["files"], self._group)
         tensors = [name for name in files if name.endswith(".distcp")]
-        if absent := [
-            name for name in files if name not in tensors and not _is(contents.get(name), files[name])
-        ]:
+        if absent := [name for name in files if name not in tensors and name not in contents]:
             self.problems.append(f"the local state of step {step} has a damaged {absent[0]}")
             return False
-        found = gather_from_ranks(
+        checked = gather_from_ranks(
             "hashing a local state", lambda: self._check(step, files, tensors), self._group
         )
-        holders: dict[str, list[int]] = {name: [] for name in tensors}
-        for rank, (good, damaged) in enumerate(found):
+        nodes_of: dict[str, list[int]] = {name: [] for name in tensors}
+        for rank, (good, damaged) in enumerate(checked):
             for name in good:
-                holders[name].append(nodes.node_of(rank))
-            self.problems += [
-                f"the local state of step {step} on node {nodes.node_of(rank)}: {name} has a wrong checksum"
-                for name in damaged
-            ]
-        if lost := [name for name, where in holders.items() if not where]:
+                nodes_of[name].append(nodes.node_of(rank))
+            where = f"the local state of step {step} on node {nodes.node_of(rank)}"
+            self.problems += [f"{where}: {problem}" for problem in damaged]
+        if lost := [name for name, where in nodes_of.items() if not where]:
             self.problems.append(
                 f"the local state of step {step} is incomplete: {len(lost)} of {len(tensors)} files are on no node"
             )
             return False
-        self._holders, self._files = holders, files
+        self._holders, self._files = nodes_of, files
         return True
 
     def _complete(self, step: int, contents: Mapping[str, bytes]) -> None:
-        """Write the small files where the node has not got them."""
+        """Write the small files where the node lacks them."""
         folder = self.path(step)
         if self.nodes.leads:
             for name, content in contents.items():
                 path = folder / name
-                if not path.is_file() or path.read_bytes() != content:
+                if _problem(path, _entry(content)) is not None:
+                    _discard(path)
                     path.parent.mkdir(parents=True, exist_ok=True)
                     path.write_bytes(content)
 
     def _check(
         self, step: int, files: Mapping[str, dict[str, Any]], tensors: list[str]
     ) -> tuple[list[str], list[str]]:
-        """Hash this rank's share of the tensor files of its node; return the good ones and the damaged ones."""
+        """Hash this rank's share of its node's tensor files; return the good ones, and a problem for each damaged one.
+
+        Damaged files are removed, so that a copy can take their place.
+        """
         good: list[str] = []
         damaged: list[str] = []
-        there = [name for name in tensors if (self.path(step) / name).is_file()]
-        for name in self.nodes.share(there):
-            (good if entry(self.path(step) / name) == files[name] else damaged).append(name)
+        folder = self.path(step)
+        for name in self.nodes.share([name for name in tensors if os.path.lexists(folder / name)]):
+            if (problem := _problem(folder / name, files[name])) is None:
+                good.append(name)
+            else:
+                damaged.append(f"{name} {problem}")
+                _discard(folder / name)
         return good, damaged
+
+
+def _problem(path: Path, expected: dict[str, Any]) -> str | None:
+    """Return what is wrong with a file of a local state, or None. An unreadable file is damaged: a peer has a copy."""
+    try:
+        return None if entry(path) == expected else "has a wrong checksum"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+
+
+def _discard(path: Path) -> None:
+    with suppress(OSError):
+        path.unlink()
 
 
 def write_parts(
@@ -270,7 +304,3 @@ def _listing(
 
 def _entry(content: bytes) -> dict[str, Any]:
     return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-
-
-def _is(content: bytes | None, expected: dict[str, Any]) -> bool:
-    return content is not None and _entry(content) == expected

@@ -24,7 +24,16 @@ from forge.checkpoint.manifest import MANIFEST, Damaged, read_manifest
 from forge.errors import FAILED, NO_CHECKPOINT, UserError
 from forge.fault import fault_point
 from forge.files import replace_atomically, sync_folder
-from forge.remote import filesystem_of, find_objects, give_up_on, join, open_remote, read_whole, with_retries
+from forge.remote import (
+    filesystem_of,
+    find_objects,
+    give_up_on,
+    is_transient,
+    join,
+    open_remote,
+    read_whole,
+    with_retries,
+)
 
 INDEX = "mirror.json"
 _AT_ONCE = 8  # files
@@ -237,7 +246,9 @@ def _fetch(source: str, folder: Path) -> None:
 def _size(files: Any, url: str) -> int | None:
     try:
         return int(files.info(url)["size"])
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        if is_transient(error):  # some stores report an unreachable server so
+            raise
         return None
 
 

@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from forge.config.schema import Config
 from forge.config.section import Phrase, Section
 from forge.config.toml import to_literal
+from forge.redact import redact, redact_all
 
 BOUNDS = {Ge: (">=", "ge"), Gt: (">", "gt"), Le: ("<=", "le"), Lt: ("<", "lt")}
 # `to_toml` writes a list of tables that is longer than this with one table per line.
@@ -115,14 +116,17 @@ def tables(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def difference(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
-    """Return (key, old value, new value) for every key that differs, in schema order; None in an absent section."""
+    """Return (key, old value, new value) for every key that differs, in schema order; None in an absent section.
+
+    Secrets of URLs are redacted, and do not count as a difference.
+    """
     before, after = (
         {
-            f"{section}.{name}": value
+            f"{section}.{name}": redact_all(value)
             for section, table in tables(config).items()
             for name, value in table.items()
         }
-        | dict(_lists_of(config))
+        | redact_all(dict(_lists_of(config)))
         for config in (old, new)
     )
     names = keys(type(old)) | keys(type(new)) | before | after
@@ -132,7 +136,10 @@ def difference(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
 
 
 def to_toml(config: Config) -> str:
-    """Return `config` as TOML with every key, in schema order, except absent keys and sections (None)."""
+    """Return `config` as TOML with every key, in schema order, except absent keys and sections (None).
+
+    Secrets of URLs are redacted: the text is written into run directories and checkpoints.
+    """
     blocks = []
     for section, table in tables(config).items():
         comment = title(sections(type(config))[section])
@@ -142,7 +149,7 @@ def to_toml(config: Config) -> str:
         blocks += [
             "\n".join([f"[[{name}]]", *(_assignment(*pair) for pair in item.items())]) for item in items
         ]
-    return "\n\n".join(blocks) + "\n"
+    return redact("\n\n".join(blocks) + "\n")
 
 
 def _lists_of(config: Config) -> list[tuple[str, list[dict[str, Any]]]]:

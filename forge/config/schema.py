@@ -116,8 +116,8 @@ class Data(Section):
     """How documents become sequences. stream: all in a row, cut every train.seq_len tokens; best_fit: whole documents, as
     many as fit; document: one in each. The last two need a plan in each source, made by scripts/prepare_data.py --packing."""
     cache_dir: str = ""
-    """Folder on each machine's own disk for parts of sources with URLs; processes and runs share it, and it may be deleted.
-    Empty: forge-cache-UID in the system's folder for temporary files."""
+    """Folder on each machine's own disk for parts of sources with URLs. It is private to the user (mode 0700), is shared by
+    the user's runs, and may be deleted. Empty: forge-cache-UID in the system's folder for temporary files."""
     cache_gib: PositiveNumber = 16.0
     """Limit of cache_dir in GiB."""
 
@@ -229,7 +229,8 @@ class Checkpoint(Section):
     local_interval: Count = 0
     """Steps between states that the nodes keep themselves, which a restart prefers to older checkpoints. 0: none."""
     local_dir: str = ""
-    """Folder of each node for these states, of which the last two are kept. Empty: in memory, below /dev/shm."""
+    """Folder of each node for these states, of which the last two are kept. It is private to the user (mode 0700): new,
+    empty, or made by forge. Empty: /dev/shm/forge-UID, in memory."""
     peers: Count = 1
     """Number of other nodes that keep a copy of a node's part of such a state."""
     resume: Text = "auto"

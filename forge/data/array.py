@@ -1,7 +1,8 @@
-"""Arrays in files: mapped from a local one, fetched block by block from a remote one."""
+"""Arrays in files: mapped from a local one, fetched block by block from a remote one; checked where there are checksums."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, overload
 
@@ -66,3 +67,51 @@ def map_array(path: str | Path, dtype: np.dtype, offset: int = 0, count: int | N
         return np.memmap(path, dtype, "r", offset, shape).view(np.ndarray)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+class CheckedArray:
+    """An `Array` in a local file, mapped into memory. Each block is compared with its checksum when it is first read.
+
+    expected: number of a block -> its checksum; digest: the checksum of bytes. A reading that finds a changed block raises
+    UserError with file and block. Threads may read at once.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        dtype: np.dtype,
+        expected: Callable[[int], bytes],
+        digest: Callable[[Any], bytes],
+    ):
+        self._path, self._expected, self._digest = path, expected, digest
+        self._values = map_array(path, dtype)
+        self._bytes = self._values.view(np.uint8).data
+        self._numbers_per_block = BLOCK_BYTES // self._values.itemsize
+        self._is_checked = np.zeros(-(-len(self._bytes) // BLOCK_BYTES), bool)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, place: Any) -> Any:
+        each = self._numbers_per_block
+        if isinstance(place, slice):
+            begin, end, _ = place.indices(len(self._values))
+            blocks: Any = slice(begin // each, -(-end // each))
+        else:
+            blocks = place // each
+        if not np.all(self._is_checked[blocks]):
+            for block in np.unique(np.arange(len(self._is_checked))[blocks]).tolist():
+                if not self._is_checked[block]:
+                    self._check(block)
+        return self._values[place]
+
+    def _check(self, block: int) -> None:
+        begin = block * BLOCK_BYTES
+        data = self._bytes[begin : begin + BLOCK_BYTES]
+        if self._digest(data) != self._expected(block):
+            raise UserError(
+                f"{self._path}: block {block} (bytes {begin} to {begin + len(data) - 1}) has another checksum than when the "
+                "dataset was written, so the file was changed or is damaged; scripts/verify_data.py finds all such files: "
+                "restore them, or prepare the dataset again"
+            )
+        self._is_checked[block] = True

@@ -17,6 +17,7 @@ from forge.data.permutation import key_of
 from forge.data.sources import SYNTHETIC, Source, count_windows, open_source
 from forge.data.synthetic import SyntheticSource
 from forge.data.tokenizer import Tokenizer, load_tokenizer
+from forge.data.windows import windows_of
 from forge.distributed import on_every_rank
 from forge.errors import UserError
 from forge.remote import is_url
@@ -71,10 +72,11 @@ def _weights(config: Config, sources: Sequence[Source], weights: Sequence[float]
         raise UserError(
             f"data.temperature = {temperature:g}: {endless[0]} has no size; set it to 0, or remove the source"
         )
-    largest = max(source.tokens for source in sources)
+    samples = [windows_of(source, config.train.seq_len, config.data.packing).count for source in sources]
+    largest = max(samples)
     return [
-        float(f"{weight * (source.tokens / largest) ** (1 / temperature):.6g}")
-        for source, weight in zip(sources, weights, strict=True)
+        float(f"{weight * (count / largest) ** (1 / temperature):.6g}")
+        for count, weight in zip(samples, weights, strict=True)
     ]
 
 

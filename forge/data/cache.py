@@ -1,12 +1,14 @@
 """Blocks of remote files on this machine's disk: bounded, shared by its processes, kept from one run to the next.
 
     FOLDER/lock, layout.json      which limit the folder was made for
+    FOLDER/.forge-private         marks the folder as private to this user (forge/private.py)
     FOLDER/0042/KEY-7             block 7 of the file with that key, then its CRC-32
     FOLDER/0042/.KEY-7            the same while it is fetched, locked by the thread that does
 
 The folders are sets of equal size: a block has its place in one of them by a hash of its name, and when a set is full one of
 its blocks makes room. So the limit holds without a count that processes would have to share. A process may die at any point:
-the kernel releases its locks, and a block that is not whole is fetched again.
+the kernel releases its locks, and a block that is not whole is fetched again. A block of a dataset with checksums is compared
+with its checksum whenever it is read from the disk. The blocks of other files have only their CRC-32 and the private folder.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import json
 import logging
 import os
-import shutil
+import re
 import tempfile
 import threading
 import zlib
@@ -29,11 +32,13 @@ import numpy as np
 
 from forge.errors import UserError
 from forge.files import replace_atomically
+from forge.private import MARKER, PrivateFolder
 from forge.remote import BLOCK_BYTES, RemoteFile
 
 _SET_BLOCKS = 64
 _SETS = 4096
 _IN_MEMORY = 64  # blocks
+_SET = re.compile(r"\d{4}")
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 NextUse = Callable[[np.ndarray], np.ndarray]
 """Numbers of blocks of a file, int64 `[n]` -> how far from now each is needed next, float64 `[n]`, in any common unit."""
@@ -42,7 +47,7 @@ log = logging.getLogger(__name__)
 
 def default_folder() -> Path:
     """Return the folder for blocks where `data.cache_dir` is not set: on this machine, of this user."""
-    return Path(tempfile.gettempdir()) / f"forge-cache-{os.getuid()}"
+    return Path(tempfile.gettempdir()) / f"forge-cache-{os.geteuid()}"
 
 
 class BlockCache:
@@ -62,8 +67,8 @@ class BlockCache:
         self._memory_lock = threading.Lock()
         self._is_full = False
         layout = f'{{"version": 1, "sets": {self._sets}, "blocks_per_set": {self._set_blocks}}}\n'.encode()
+        self._private = PrivateFolder(self.folder, "data.cache_dir", _is_unmarked_cache)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.folder / "lock", "a+")  # noqa: SIM115
             self._take(layout, gib)
         except OSError as error:
@@ -77,8 +82,7 @@ class BlockCache:
         with suppress(BlockingIOError):
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not path.exists() or path.read_bytes() != layout:
-                for old in self.folder.glob("[0-9]*"):
-                    shutil.rmtree(old)
+                self._private.remove(_SET)
                 replace_atomically(path, layout)
         fcntl.flock(self._lock, fcntl.LOCK_SH)
         if path.read_bytes() != layout:
@@ -95,7 +99,7 @@ class BlockCache:
                 self._memory.move_to_end(name)
                 return data
         path = self._path(name)
-        data = _load(path)
+        data = _load(path, file, number)
         if data is None:
             data = self._fetch(file, number, path)
         with self._memory_lock:
@@ -112,7 +116,7 @@ class BlockCache:
         try:
             path.parent.mkdir(exist_ok=True)
             with _claim(path) as partial:
-                data = _load(path) if partial is None else None
+                data = _load(path, file, number) if partial is None else None
                 if data is None:
                     data = file.fetch(number)
                     if partial is not None:
@@ -222,14 +226,32 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _load(path: Path) -> bytes | None:
-    """Return a block from the disk; None, and removed, if it is not as it was written."""
+def _is_unmarked_cache(folder: Path) -> bool:
+    """Return whether an earlier forge, which made no marker, made this folder: it holds a layout and nothing but a cache."""
+    names = [name for name in os.listdir(folder) if name != MARKER]
+    try:
+        known = set(json.loads((folder / "layout.json").read_bytes())) == {
+            "version",
+            "sets",
+            "blocks_per_set",
+        }
+    except (OSError, ValueError, TypeError):
+        return False
+    return known and all(name in ("lock", "layout.json") or _SET.fullmatch(name) for name in names)
+
+
+def _load(path: Path, file: RemoteFile, number: int) -> bytes | None:
+    """Return block `number` of `file` from the disk; None, and removed, if it is not as it was written."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
         return None
     data = content[:-4]
-    if len(content) > 4 and zlib.crc32(data).to_bytes(4, "little") == content[-4:]:
+    if (
+        len(content) > 4
+        and zlib.crc32(data).to_bytes(4, "little") == content[-4:]
+        and file.is_intact(number, data)
+    ):
         return data
     log.warning("%s is damaged: fetched again", path)
     path.unlink(missing_ok=True)

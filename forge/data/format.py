@@ -14,10 +14,11 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from forge.data.array import Array, RemoteArray, map_array
+from forge.data.array import Array, CheckedArray, RemoteArray, map_array
 from forge.data.cache import BlockCache
 from forge.data.packing import PlanFile
 from forge.errors import UserError
+from forge.redact import redact
 from forge.remote import BLOCK_BYTES, RemoteFile, is_url, join, read_whole
 
 INDEX = "dataset.json"
@@ -85,15 +86,17 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
-def block_digest(data: bytes) -> bytes:
+def block_digest(data: bytes | memoryview) -> bytes:
     """Return the checksum of a block of BLOCK_BYTES, the last one of a file shorter."""
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
 class TokenDataset:
-    """A `Source`: a token stream on disk or in a store. `verify` reads all bytes of one on disk.
+    """A `Source`: a token stream on disk or in a store.
 
-    Opening reads `dataset.json` and, on disk, compares file sizes. Blocks of a store are kept in `cache` and checked there.
+    Opening reads `dataset.json` and, on disk, compares file sizes. Where the dataset has checksums of blocks, each block is
+    compared with its checksum when this process first reads it (forge/data/integrity.py compares all). Blocks of a store are
+    kept in `cache`.
 
     With `vocab_size` (the model's), ids at or beyond it are refused: at opening by the recorded greatest id, and in
     `read`, where only a damaged file contains one. All problems are `UserError`s that name the file.
@@ -102,10 +105,10 @@ class TokenDataset:
     def __init__(self, path: str | Path, vocab_size: int | None = None, cache: BlockCache | None = None):
         self.is_remote = is_url(path)
         self.path = str(path) if self.is_remote else Path(path)
-        self.name = str(path)
+        self.name = redact(str(path))
         self.next_use: TokenUses | None = None
         """When tokens of a remote dataset are needed, for its cache; None: not known."""
-        self.index = _read_index(path)
+        self.index = read_index(path)
         self.vocab_size = vocab_size
         self._check()
         self._cache = (cache or BlockCache()) if self.is_remote else None
@@ -159,19 +162,6 @@ class TokenDataset:
         steps[0] = 0
         return np.cumsum(steps, dtype=np.int32)
 
-    def verify(self) -> None:
-        """Read everything and compare checksums; UserError names the first file that differs."""
-        assert not self.is_remote
-        for shard in self.index.shards:
-            for record in shard.files:
-                with open(join(self.path, record.name), "rb") as file:
-                    found = hashlib.file_digest(file, "sha256").hexdigest()
-                if found != record.sha256:
-                    raise UserError(
-                        f"{join(self.path, record.name)}: damaged, its SHA-256 is {found[:12]}... and {INDEX} "
-                        f"has {record.sha256[:12]}...; make the dataset again"
-                    )
-
     def _spans(self, start: int, count: int) -> Iterator[tuple[int, int, int]]:
         """Yield (number of the shard, first, end), offsets within the shard, for a range of the stream."""
         number, end = bisect_right(self._firsts, start) - 1, start + count
@@ -190,46 +180,54 @@ class TokenDataset:
         return RemoteArray(file, self._cache, dtype)
 
     def _open(self, number: int, record: FileRecord, dtype: np.dtype) -> Array:
-        """Return the content of a file of shard `number`."""
+        """Return the content of a file of shard `number`, compared with its checksums as it is read."""
         if record.name not in self._arrays:
-            path = join(self.path, record.name)
-            if self._cache is None:
-                self._arrays[record.name] = map_array(path, dtype)
-            else:
-                self._arrays[record.name] = self._open_remote(self._cache, path, number, record, dtype)
+            self._arrays[record.name] = self._open_checked(number, record, dtype)
         return self._arrays[record.name]
 
-    def _open_remote(
-        self, cache: BlockCache, path: str, number: int, record: FileRecord, dtype: np.dtype
-    ) -> Array:
-        shard, expected = self.index.shards[number], None
-        if record is shard.block_file:  # small, and with a checksum of its own where it is one block
-            if record.bytes <= BLOCK_BYTES:
-                file = RemoteFile(
-                    path,
-                    record.bytes,
-                    record.sha256[:32],
-                    expected=lambda _block: bytes.fromhex(record.sha256),
-                    digest=lambda data: hashlib.sha256(data).digest(),
-                )
-                cache.next_uses[file.key] = lambda blocks: np.zeros(len(blocks))
-                return RemoteArray(file, cache, dtype)
-        elif shard.block_file is not None:
-            block_file, first = shard.block_file, 0
-            if record is shard.document_file:
-                first = -(-shard.token_file.bytes // BLOCK_BYTES)
-
-            def expected(block: int) -> bytes:
-                # Not kept: of a large corpus they would fill the memory.
-                sums = self._open(number, block_file, np.dtype(f"V{DIGEST_BYTES}"))
-                return sums[first + block].tobytes()
-
+    def _open_checked(self, number: int, record: FileRecord, dtype: np.dtype) -> Array:
+        path, cache = join(self.path, record.name), self._cache
+        block_file = self.index.shards[number].block_file
+        if record is block_file:
+            return self._open_block_file(path, record, dtype)
+        expected = None if block_file is None else self._checksums(number, record, block_file)
+        if cache is None:
+            return (
+                map_array(path, dtype)
+                if expected is None
+                else CheckedArray(path, dtype, expected, block_digest)
+            )
         file = RemoteFile(path, record.bytes, record.sha256[:32], expected, block_digest)
-        if record is shard.token_file:
+        if record is self.index.shards[number].token_file:
             cache.next_uses[file.key] = lambda blocks: self._need_of(number, blocks)
         else:
             cache.next_uses[file.key] = lambda blocks: np.zeros(len(blocks))
         return RemoteArray(file, cache, dtype)
+
+    def _checksums(self, number: int, record: FileRecord, block_file: FileRecord) -> Callable[[int], bytes]:
+        """Return a function from the number of a block of `record` to its checksum. They stay in the file, being many."""
+        shard, first = self.index.shards[number], 0
+        if record is shard.document_file:
+            first = -(-shard.token_file.bytes // BLOCK_BYTES)
+        dtype = np.dtype(f"V{DIGEST_BYTES}")
+        return lambda block: self._open(number, block_file, dtype)[first + block].tobytes()
+
+    def _open_block_file(self, path: str, record: FileRecord, dtype: np.dtype) -> Array:
+        """Return the checksums of a shard, compared with their own checksum as far as that takes one read."""
+        if self._cache is None:
+            sums = map_array(path, dtype)
+            if hashlib.sha256(sums.view(np.uint8).data).hexdigest() != record.sha256:
+                raise UserError(
+                    f"{path}: has another checksum than when the dataset was written, so the file was changed or is damaged; "
+                    "restore it, or prepare the dataset again"
+                )
+            return sums
+        expected = (lambda _: bytes.fromhex(record.sha256)) if record.bytes <= BLOCK_BYTES else None
+        file = RemoteFile(
+            path, record.bytes, record.sha256[:32], expected, lambda data: hashlib.sha256(data).digest()
+        )
+        self._cache.next_uses[file.key] = lambda blocks: np.zeros(len(blocks))
+        return RemoteArray(file, self._cache, dtype)
 
     def _need_of(self, number: int, blocks: np.ndarray) -> np.ndarray:
         """How far from now each block of a shard's tokens is needed next; 0 where that is not known."""
@@ -276,7 +274,8 @@ class TokenDataset:
             )
 
 
-def _read_index(folder: str | Path) -> DatasetIndex:
+def read_index(folder: str | Path) -> DatasetIndex:
+    """Return the content of a dataset's `dataset.json`. UserError where there is none, or it is not valid."""
     path = join(folder, INDEX)
     try:
         text = (read_whole(path) if is_url(path) else Path(path).read_bytes()).decode("utf-8")

@@ -104,7 +104,7 @@ class Loader:
         return item.to(self._device)
 
     def close(self) -> None:
-        """End the thread; further `next` calls raise StopIteration. May be called twice."""
+        """End the thread, also while it waits for a store; further `next` calls raise StopIteration. May be called twice."""
         self._closed.set()
         self._thread.join()
 
@@ -114,7 +114,7 @@ class Loader:
                 torch.cuda.set_device(self._device)  # else pinning would make a context on device 0
             steps, ahead = tee(self._steps)
             samples = chain.from_iterable(step.reads() for step in ahead)
-            with closing(read_samples(self._dataset, samples, self._ahead)) as windows:
+            with closing(read_samples(self._dataset, samples, self._ahead, self._closed)) as windows:
                 while not self._closed.is_set():
                     self._put(self._batch(next(steps), windows))
         except BaseException as error:  # raised by `__next__`

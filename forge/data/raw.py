@@ -29,6 +29,7 @@ import numpy as np
 from forge.data.array import Array, RemoteArray, map_array
 from forge.data.cache import BlockCache
 from forge.errors import UserError
+from forge.redact import redact
 from forge.remote import RemoteFile, is_url
 
 DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -120,7 +121,7 @@ class RawTokens(MappedIds):
                 f"{path}: eos_id {eos_id} is not below model.vocab_size {vocab_size}, so no document would ever end; correct "
                 "it, or leave it out if the file is one document"
             )
-        self.name = str(path)
+        self.name = redact(str(path))
         self._eos_id = eos_id
 
     @cached_property
@@ -157,7 +158,7 @@ class MegatronTokens(MappedIds):
     """
 
     def __init__(self, path: str | Path, vocab_size: int, cache: BlockCache | None = None):
-        self.name = str(path)
+        self.name = redact(str(path))
         prefix = str(path).removesuffix(".idx")
         self._index = f"{prefix}.idx"
         index = self._index_file = _File(self._index, cache)

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent import futures
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -24,35 +24,64 @@ from forge.remote import give_up_on, is_url, waiting_for
 
 THREADS = 32
 STALL_S = 5.0
+_POLL_S = 0.1
 log = logging.getLogger(__name__)
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def in_order(work: Callable[[Item], Result], items: Iterable[Item], ahead: int) -> Iterator[Result]:
-    """Yield `work(item)` of each item, in order, with up to `ahead` of them under way. Closing it ends the threads."""
-    closed = threading.Event()
-    pool = ThreadPoolExecutor(min(THREADS, ahead), "forge-read-ahead", give_up_on, (closed,))
-    under_way: deque[Future[Result]] = deque()
+def in_order(
+    work: Callable[[Item], Result], items: Iterable[Item], ahead: int, closed: threading.Event | None = None
+) -> Iterator[Result]:
+    """Yield `work(item)` of each item, in order, with up to `ahead` of them under way. Closing it ends the threads.
+
+    Raises CancelledError once `closed` is set, also while it waits for a store: the threads are daemons, so neither this call
+    nor the process waits for the answers to their requests.
+    """
+    ended = threading.Event()
+    tasks: queue.SimpleQueue[tuple[futures.Future[Result], Item] | None] = queue.SimpleQueue()
+    under_way: deque[futures.Future[Result]] = deque()
+
+    def serve() -> None:
+        give_up_on(ended)
+        for future, item in iter(tasks.get, None):
+            if ended.is_set():
+                return
+            try:
+                future.set_result(work(item))
+            except BaseException as error:  # raised where the result is taken
+                future.set_exception(error)
+
+    def take() -> Result:
+        while not under_way[0].done():
+            if closed is not None and closed.is_set():
+                raise futures.CancelledError
+            futures.wait([under_way[0]], _POLL_S)
+        return under_way.popleft().result()
+
+    threads = min(THREADS, ahead)
+    for number in range(threads):
+        threading.Thread(target=serve, name=f"forge-read-ahead-{number}", daemon=True).start()
     try:
         for item in items:
-            under_way.append(pool.submit(work, item))
+            under_way.append(futures.Future())
+            tasks.put((under_way[-1], item))
             if len(under_way) >= ahead:
-                yield under_way.popleft().result()
+                yield take()
         while under_way:
-            yield under_way.popleft().result()
+            yield take()
     finally:
-        # Nobody waits for what is under way: a store may take its time.
-        closed.set()
-        pool.shutdown(wait=False, cancel_futures=True)
+        ended.set()
+        for _ in range(threads):
+            tasks.put(None)
 
 
 def read_samples(
-    dataset: PackedDataset, samples: Iterable[tuple[PackedDataset, int]], ahead: int
+    dataset: PackedDataset, samples: Iterable[tuple[PackedDataset, int]], ahead: int, closed: threading.Event
 ) -> Generator[tuple[np.ndarray, np.ndarray | None]]:
     """Yield each sample of its dataset, in order; of remote sources up to `ahead` of them are read at once.
 
-    All datasets have the sources of `dataset`; their orders and masks may be others.
+    All datasets have the sources of `dataset`; their orders and masks may be others. `closed` ends a wait, see `in_order`.
     """
     if not any(is_remote(windows.source) for windows in dataset.samples.values()):
         yield from (of[sample] for of, sample in samples)
@@ -67,7 +96,7 @@ def read_samples(
             position[0] = sample
             yield of, sample
 
-    yield from in_order(lambda pair: pair[0][pair[1]], followed(), ahead)
+    yield from in_order(lambda pair: pair[0][pair[1]], followed(), ahead, closed)
 
 
 def is_remote(source: Source) -> bool:

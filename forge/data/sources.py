@@ -53,7 +53,8 @@ def open_source(
     ignore both keys, because they record what they hold. A URL is read through `cache` (None: the default one); a remote
     Megatron dataset is named by its `.idx`.
     """
-    file = Path(path)
+    # A URL may carry a signature after its path.
+    file = Path(path.partition("?")[0] if is_url(path) else path)
     if path == SYNTHETIC:
         return SyntheticSource(seed, vocab_size)
     if file.suffix == ".bin" and not file.is_dir():

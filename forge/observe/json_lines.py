@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.files import replace_atomically
+from forge.redact import redact
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ def utc_now() -> str:
 
 def encode(fields: dict[str, Any]) -> bytes:
     """Return one JSON object on one line. Floats read back exactly (they are Python's repr); NaN and Inf are null."""
-    return json.dumps(_finite(fields), allow_nan=False).encode() + b"\n"
+    return redact(json.dumps(_finite(fields), allow_nan=False)).encode() + b"\n"
 
 
 def _finite(value: Any) -> Any:

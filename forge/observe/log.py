@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.observe.live import LiveHandler
+from forge.redact import redact
 from forge.terminal import patient
 
 # It warns at every redistribution on a mesh of two axes, such as that of each gradient norm; ours are intended.
@@ -44,7 +45,7 @@ def setup_logging(rank: int, folder: Path, live: bool = False) -> None:
         logging.getLogger(__name__).warning("no log file for rank %d: %s", rank, error)
         return
     line = f"%(asctime)s.%(msecs)03d rank {rank} %(levelname)s %(name)s: %(message)s"
-    file.setFormatter(logging.Formatter(line, "%Y-%m-%d %H:%M:%S"))
+    file.setFormatter(_Redacting(line, "%Y-%m-%d %H:%M:%S"))
     _add(file)
 
 
@@ -75,7 +76,14 @@ class _RankFile(logging.FileHandler):
         self._warned = True
 
 
-class _Short(logging.Formatter):
+class _Redacting(logging.Formatter):
+    """Replaces the secrets of URLs, also in tracebacks and in messages of other packages."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(super().format(record))
+
+
+class _Short(_Redacting):
     """`12:03:44 message`, with the level from WARNING up, and with the rank if that is not 0.
 
     The first line of a new day begins with its date.

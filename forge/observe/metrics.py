@@ -23,6 +23,7 @@ from forge.observe.router_load import expert_map, load_fields
 from forge.observe.run_directory import RunDirectory
 from forge.observe.tensorboard import Board
 from forge.observe.trackers import Tracker, make_trackers
+from forge.redact import redact_all
 from forge.world import World
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class MetricsWriter(Hook):
         self._board = Board(directory.tensorboard, world.rank == 0 and config.metrics.tensorboard)
         self._trackers: list[Tracker] = []
         if world.rank == 0:
-            settings = dict(flat(config.model_dump(mode="json")))
+            settings = dict(flat(redact_all(config.model_dump(mode="json"))))
             self._trackers = make_trackers(
                 config.metrics.trackers,
                 directory.root,

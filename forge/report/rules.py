@@ -153,8 +153,8 @@ RULES = (
     ),
     _rule(
         "damaged data, or of another tokenizer",
-        r"token id \d+|beyond the vocabulary|bytes, .*not a whole number|is truncated|has fewer than|no document|"
-        r"tokens?, and one sequence needs",
+        r"token id \d+|another checksum than when|beyond the vocabulary|bytes, .*not a whole number|is truncated|"
+        r"has fewer than|no document|tokens?, and one sequence needs",
         "Look at the data with scripts/inspect_data.py, and prepare it again.",
     ),
     _rule(

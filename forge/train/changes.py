@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 from forge.checkpoint import read_config
 from forge.checkpoint.folders import step_name, steps
 from forge.config import Config, difference, parse_toml_text
+from forge.config.phases import used_sources
 from forge.errors import UserError
 from forge.optim import decay_start, learning_rate
 
@@ -81,31 +83,71 @@ def compare_for_init(path: Path, new: Config) -> None:
         log.warning("checkpoint.init: %s = %s, the weights were trained with %s", key, after, before)
 
 
-def check_data(
-    path: Path, before: dict[str, Any], inputs: dict[str, Any], allow_changed_data: bool
-) -> list[str]:
+def check_data(path: Path, before: dict[str, Any], inputs: dict[str, Any], new: Config) -> list[str]:
     """Refuse to continue on other data or with another tokenizer than the checkpoint at `path` (UserError, exit 2).
 
-    before, inputs: the fingerprints there and now. With `allow_changed_data` other data are taken; returns what of them has
-    changed, one sentence each.
+    before, inputs: the fingerprints there and now; new: the run's configuration. With `checkpoint.allow_changed_data` other
+    data are taken; returns what of them has changed, one sentence each.
     """
-    changes = []
-    for key in sorted(set(before) | set(inputs)):
-        there, now = before.get(key), inputs.get(key)
-        if there == now:
-            continue
-        changes.append(f"{key} is not what {path} was trained on: fingerprint {there} there, {now} now")
-        # With another tokenizer the same ids mean something else. Blocks grow where weights need it (forge/data/mixture.py).
+    changed = [key for key in sorted(set(before) | set(inputs)) if before.get(key) != inputs.get(key)]
+    if not changed:
+        return []
+    old = _config_of(path)
+    changes: list[str] = []
+    for key in changed:
+        # With another tokenizer the same ids mean something else. Blocks grow where weights need it (data/mixture.py).
         free = key.startswith("data.sources") or key == "data.mixture_block"
-        if not (allow_changed_data and free):
-            remedy = ", set checkpoint.allow_changed_data = true to read these from here on" if free else ""
-            raise UserError(
-                f"{changes[-1]}. Restore the files and data.sources{remedy}, or start a new run (another run.name) with "
-                f"checkpoint.init = {str(path)!r} to keep the weights."
-            )
+        for name, there, now in _as_written(key, before.get(key), inputs.get(key), old, new):
+            change = f"{name} is not what {path} was trained on: {there} there, {now} now"
+            if not (new.checkpoint.allow_changed_data and free):
+                back = (
+                    f"Set {name} back" if "fingerprint" not in there else "Restore the files and data.sources"
+                )
+                remedy = (
+                    ", set checkpoint.allow_changed_data = true to read the new data from here on"
+                    if free
+                    else ""
+                )
+                raise UserError(
+                    f"{change}. {back}{remedy}, or start a new run (another run.name) with checkpoint.init = "
+                    f"{str(path)!r} to keep the weights."
+                )
+            if change not in changes:
+                changes.append(change)
     for change in changes:
         log.warning("%s", change)
     return changes
+
+
+def _as_written(key: str, there: object, now: object, old: Config, new: Config) -> list[tuple[str, str, str]]:
+    """Return what has changed as (key, value there, value now), as the user wrote it.
+
+    key, there, now: one of `input_fingerprints` (forge/data/build.py), whose weights and caps are computed. Its number of a
+    source counts the sources that are used.
+    """
+    source = re.fullmatch(r"data\.sources\[(\d+)\]\.(path|weight|max_epochs)", key)
+    if source is None:
+        kind = "fingerprint " if key == "data.tokenizer" else ""
+        return [(key, f"{kind}{there}", f"{kind}{now}")]
+    number, field = int(source[1]), source[2]
+    if field == "path":
+        return [(key, f"fingerprint {there}", f"fingerprint {now}")]
+    if number >= min(len(used_sources(old)), len(used_sources(new))):
+        return []  # a source that is new, or no longer there, is reported by its path
+    was, is_now = (config.data.sources[used_sources(config)[number]] for config in (old, new))
+    name = f"data.sources[{used_sources(new)[number]}].{field}"
+    written = [
+        (name, getattr(was, field), getattr(is_now, field)),
+        ("data.temperature", old.data.temperature, new.data.temperature),
+        ("data.at_cap", old.data.at_cap, new.data.at_cap),
+    ]
+    differ = [one for one in written if one[1] != one[2]]
+    computed = (f"{name}, with data.temperature and the size of the source,", there, now)
+    return [(name, _shown(was), _shown(is_now)) for name, was, is_now in differ or [computed]]
+
+
+def _shown(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _config_of(path: Path) -> Config:

@@ -195,9 +195,7 @@ def _train(
         reporter.event("fallback", problem=fallback)
     data = open_data(config)
     if point is not None:
-        for change in check_data(
-            point.path, point.state["inputs"], data.fingerprints, kept.allow_changed_data
-        ):
+        for change in check_data(point.path, point.state["inputs"], data.fingerprints, config):
             reporter.event("changed_data", change=change)
         if point.step >= config.train.steps:
             reporter.running(point.step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -115,6 +116,35 @@ def test_a_damaged_manifest_or_index_is_taken_from_another_node(tmp_path) -> Non
     flip(tmp_path / "a" / "step-00000001" / "manifest.json")
     flip(tmp_path / "a" / "step-00000001" / ".metadata")
     assert [step for step, _ in run_ranks(restore, 2, tmp_path, "ab")] == [1, 1]
+
+
+def make_unreadable(path: Path) -> None:
+    """Every read of the file fails with EIO."""
+    path.unlink()
+    path.symlink_to("/proc/self/mem")
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "trainer.json", "manifest.json"])
+def test_e5_a_file_that_cannot_be_read_on_one_node_is_taken_from_its_peer(tmp_path, name) -> None:
+    run_ranks(save_steps, 2, tmp_path, "ab", 2)
+    make_unreadable(tmp_path / "a" / "step-00000002" / name)
+    [(step, problems), _] = run_ranks(restore, 2, tmp_path, "ab")
+    assert step == 2
+    if name.endswith(".distcp"):
+        assert problems == [
+            "the local state of step 2 on node 0: __0_0.distcp cannot be read: Input/output error"
+        ]
+    assert all(
+        (tmp_path / "a" / "step-00000002" / name).read_bytes() == path.read_bytes()
+        for path in (tmp_path / "b" / "step-00000002").glob(name)
+    )
+
+
+def test_e5_a_flipped_bit_in_a_small_file_of_the_first_node_does_not_cost_the_state(tmp_path) -> None:
+    run_ranks(save_steps, 2, tmp_path, "ab", 2)
+    for name in ("trainer.json", ".metadata"):
+        flip(tmp_path / "a" / "step-00000002" / name)
+    assert [step for step, _ in run_ranks(restore, 2, tmp_path, "ab")] == [2, 2]
 
 
 def failing_save(rank: int, world: int, folder: Path, fault: str) -> tuple[str | None, str | None]:

@@ -1,3 +1,4 @@
+import json
 import os
 
 import numpy as np
@@ -7,6 +8,7 @@ from forge.config import load_config
 from forge.data.build import build_dataset, build_tokenizer, build_validation, input_fingerprints
 from forge.data.tokenizer import ByteTokenizer
 from forge.errors import UserError
+from forge.prepare.prepare import Request, prepare
 from forge.prepare.writer import ShardWriter
 
 CONFIG = """
@@ -121,3 +123,23 @@ def test_prepared_data_needs_its_tokenizer_named(tmp_path):
     data = f'tokenizer = "none"\nsources = [{{path = "{folder}"}}]'
     with pytest.raises(UserError, match=r"data\.tokenizer: is none, and .*set was prepared with a tokenizer"):
         build_dataset(configure(tmp_path, data))
+
+
+def test_a_temperature_weighs_sources_by_their_samples(tmp_path):
+    """Of a packing by documents: three short documents are as many samples as three long ones."""
+    paths = []
+    for name, length in (("short", 4), ("long", 30)):
+        text = tmp_path / f"{name}.jsonl"
+        text.write_text(
+            "\n".join(json.dumps({"text": chr(97 + n) * length}) for n in range(9 if name == "short" else 3))
+        )
+        prepare(Request((str(text),), "bytes", tmp_path / name, packing="document", seq_len=32))
+        paths.append(f'{{path = "{tmp_path / name}"}}')
+    config = configure(
+        tmp_path,
+        f'sources = [{", ".join(paths)}]\ntokenizer = "bytes"\npacking = "document"',
+        "--data.temperature=1",
+    )
+    dataset = build_dataset(config)
+    assert list(dataset.windows.values()) == [9, 3]
+    assert list(dataset.weights.values()) == [1.0, 0.333333]

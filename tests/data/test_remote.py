@@ -1,4 +1,6 @@
+import errno
 import os
+import socket
 import threading
 import zlib
 from collections import Counter
@@ -17,7 +19,8 @@ from forge.data.loader import Loader
 from forge.data.permutation import Permutation
 from forge.data.raw import MegatronTokens, RawTokens
 from forge.errors import UserError
-from forge.remote import BLOCK_BYTES, RemoteFile
+from forge.private import MARKER
+from forge.remote import BLOCK_BYTES, RemoteFile, find_objects
 from tests.support.megatron import Written
 from tests.support.store import Request, Store, serving
 from tests.support.streams import write_documents
@@ -300,3 +303,157 @@ def test_blocks_on_disk_end_with_their_checksum(store, tmp_path) -> None:
     for path in (tmp_path / "cache").glob("[0-9]*/[!.]*"):
         content = path.read_bytes()
         assert zlib.crc32(content[:-4]).to_bytes(4, "little") == content[-4:]
+
+
+def block_of_tokens(folder: Path) -> Path:
+    (path,) = (path for path in folder.glob("[0-9]*/*-0") if path.stat().st_size > BLOCK_BYTES)
+    return path
+
+
+def test_a_block_that_another_program_put_into_the_cache_is_fetched_again(store, tmp_path, caplog) -> None:
+    """Its CRC-32 is right, and its tokens are not those of the dataset."""
+    expected = opened(store, tmp_path).read(0, 3000)
+    block = block_of_tokens(tmp_path / "cache")
+    content = block.read_bytes()
+    data = bytes(len(content) - 4)
+    block.write_bytes(data + zlib.crc32(data).to_bytes(4, "little"))
+    assert (opened(store, tmp_path).read(0, 3000) == expected).all()
+    assert f"{block} is damaged: fetched again" in caplog.text and block.read_bytes() == content
+
+
+def test_a_folder_that_is_not_a_cache_is_refused_and_keeps_its_entries(store, tmp_path) -> None:
+    (tmp_path / "cache" / "2019-thesis").mkdir(parents=True)
+    (tmp_path / "cache" / "0042").mkdir()
+    with pytest.raises(UserError, match=r"data.cache_dir: .*cache holds files that forge did not make"):
+        opened(store, tmp_path)
+    assert sorted(os.listdir(tmp_path / "cache")) == ["0042", "2019-thesis"]
+
+
+def test_a_cache_that_an_earlier_version_made_is_used_and_becomes_private(store, tmp_path) -> None:
+    opened(store, tmp_path).read(0, 3000)
+    (tmp_path / "cache" / MARKER).unlink()
+    (tmp_path / "cache").chmod(0o755)
+    store.gets.clear()
+    opened(store, tmp_path).read(0, 3000)
+    assert not any(span for _, span in store.gets)
+    assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
+
+
+def test_closing_a_loader_does_not_wait_for_a_store_that_does_not_answer(store, tmp_path) -> None:
+    gate, entered, late = threading.Event(), threading.Event(), []
+
+    def hold(request: Request) -> None:
+        if request.range:
+            entered.set()
+            if not gate.wait(20):
+                late.append(request)
+
+    store.before = hold
+    loader = Loader(
+        PackedDataset([opened(store, tmp_path)], [1], S, seed=3), global_batch_size=2, rank=0, ranks=1
+    )
+    assert entered.wait(30)
+    loader.close()
+    gate.set()
+    assert not late
+
+
+def test_no_attempt_follows_once_a_thread_has_been_asked_to_give_up(monkeypatch) -> None:
+    monkeypatch.setattr(remote, "_FIRST_S", 3600.0)
+    given_up, attempts, raised = threading.Event(), [], []
+
+    def fail() -> None:
+        attempts.append(given_up.is_set())
+        raise ConnectionResetError("gone")
+
+    def read() -> None:
+        remote.give_up_on(given_up)
+        try:
+            remote.with_retries("s3://bucket/key", fail)
+        except UserError as error:
+            raised.append(str(error))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    given_up.set()
+    thread.join()
+    assert len(attempts) == 1 and raised == ["s3://bucket/key: failed: ConnectionResetError: gone"]
+
+
+class NoCredentialsError(Exception):
+    """Stands for that of botocore, which is not installed here."""
+
+    __module__ = "botocore.exceptions"
+
+
+class EndpointConnectionError(type("ConnectionError", (Exception,), {"__module__": "botocore.exceptions"})):
+    __module__ = "botocore.exceptions"
+
+
+class ClientError(Exception):
+    __module__ = "botocore.exceptions"
+
+    def __init__(self, status: int):
+        self.response = {"ResponseMetadata": {"HTTPStatusCode": status}}
+
+
+def raised_from(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (TypeError("int() argument must be a string"), False),
+        (NoCredentialsError("Unable to locate credentials"), False),
+        (EndpointConnectionError("Could not connect"), True),
+        (raised_from(PermissionError("expired"), ClientError(403)), False),
+        (raised_from(OSError(errno.EIO, "unknown code"), ClientError(400)), False),
+        (raised_from(OSError(errno.EBUSY, "slow down"), ClientError(503)), True),
+        (OSError(errno.ENOSPC, "No space left on device"), False),
+        (OSError(errno.ESTALE, "Stale file handle"), True),
+        (TimeoutError(), True),
+        (ValueError("bad URL"), False),
+        (NotImplementedError(), False),
+    ],
+)
+def test_only_errors_that_may_pass_are_tried_again(monkeypatch, error, passes) -> None:
+    monkeypatch.setattr(remote, "_FIRST_S", 0.001)
+    attempts = []
+
+    def work() -> str:
+        attempts.append(1)
+        if len(attempts) == 1:
+            raise error
+        return "done"
+
+    if passes:
+        assert remote.with_retries("s3://bucket/key", work) == "done"
+    else:
+        with pytest.raises(UserError, match=f"^s3://bucket/key: failed: {type(error).__name__}"):
+            remote.with_retries("s3://bucket/key", work)
+    assert len(attempts) == 1 + passes
+
+
+def test_statuses_of_a_real_server_and_a_server_that_is_away_decide(store) -> None:
+    files = remote.filesystem_of(store.url())
+    store.objects["bucket/key"] = b"content"
+    for status, passes in (("403", False), ("410", False), ("429", True), ("500", True), ("503", True)):
+        store.fault = lambda request, status=status: status
+        for ask in (files.cat_file, files.info):
+            with pytest.raises(Exception) as error:
+                ask(store.url("bucket/key"))
+            assert remote.is_transient(error.value) == passes, (status, ask)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        for ask in (files.cat_file, files.info):
+            with pytest.raises(Exception) as error:
+                ask(f"http://127.0.0.1:{unused.getsockname()[1]}/key")
+            assert remote.is_transient(error.value)
+
+
+def test_a_folder_of_a_server_whose_listing_has_no_sizes_is_refused_in_one_sentence(store) -> None:
+    store.objects["bucket/folder"] = b'<a href="a.txt">a.txt</a>'
+    with pytest.raises(UserError, match=r"bucket/folder/a.txt: its server does not report its size"):
+        find_objects(store.url("bucket/folder"))

@@ -3,6 +3,8 @@
 import json
 import shutil
 
+import numpy as np
+
 from forge.prepare.prepare import Request, prepare
 from tests.support.runs import Run, refused, sources, tensor_files, wait_for
 from tests.support.store import Store, serving
@@ -83,3 +85,33 @@ def test_sources_that_are_not_there_are_refused_before_training(tmp_path) -> Non
             Run(tmp_path), sources(store.url("bucket/none")), f"--data.cache_dir={tmp_path / 'c'}"
         )
         assert "holds no dataset.json" in output
+
+
+def test_a_run_writes_and_prints_no_secret_of_its_url_and_asks_for_it_when_it_resumes(tmp_path) -> None:
+    secrets = ("hunter2", "deadbeefcafe")
+    ids = np.arange(3000, dtype="<u2") % 64
+    with serving() as store:
+        store.objects["bucket/ids.bin"] = ids.tobytes()
+        url = f"http://user:hunter2@127.0.0.1:{store.port}/bucket/ids.bin?X-Amz-Signature=deadbeefcafe"
+        source = f'{{path="{url}",dtype="uint16",eos_id=0}}'
+        validation = f'--data.validation=[{{name="held",path="{url}",dtype="uint16"}}]'
+        options = [validation, "--data.tokenizer=none", f"--data.cache_dir={tmp_path / 'cache'}"]
+        run = Run(tmp_path, *options, "--evaluate.interval=4", "--metrics.tensorboard=true")
+        faults = ["503"]  # so that the log has an attempt that failed
+        store.fault = lambda request: faults.pop() if request.range and faults else None
+        assert run(f"--data.sources=[{source}]", "--train.steps=4") == 0
+        assert "attempt 1 failed" in run.output() and "X-Amz-Signature=REDACTED" in run.output()
+        printed = run.output()
+        written = run.path / "config.toml"
+        again = Run(tmp_path, base=[f"--config={written}", "--run.name=run"])
+        printed += refused(again, "--train.steps=6")
+        assert "on the command line" in printed
+        assert again(f"--data.sources=[{source}]", validation, "--train.steps=6") == 0
+        printed += again.output()
+        store.fault = lambda request: "403"
+        printed += refused(again, f"--data.sources=[{source}]", validation, "--train.steps=8", code=1)
+    files = [path for path in run.path.rglob("*") if path.is_file()]
+    assert len(files) > 20
+    for secret in secrets:
+        assert secret not in printed
+        assert not [path for path in files if secret.encode() in path.read_bytes()]

@@ -85,6 +85,32 @@ def test_d2_changed_data_are_taken_when_asked_to_and_are_the_run_s_own_from_then
     assert run("--train.steps=8", world=2) == 0
 
 
+def flip_a_bit(content: bytes) -> bytes:
+    return content[:100] + bytes([content[100] ^ 1]) + content[101:]
+
+
+def reverse_tokens(content: bytes) -> bytes:
+    return np.frombuffer(content, "<u2")[::-1].tobytes()
+
+
+@pytest.mark.parametrize("change", [flip_a_bit, reverse_tokens])
+def test_d2_data_changed_in_place_stop_the_run_with_file_and_block(tmp_path, change) -> None:
+    """Names, sizes, dataset.json and every token id stay valid, so only the checksums of blocks differ."""
+    data, text = tmp_path / "data", tmp_path / "text.txt"
+    text.write_text("It was a bright cold day in April. " * 400)
+    prepare_bytes(text, data)
+    run = Run(tmp_path, sources(data), *BYTES)
+    assert run("--train.steps=4") == 0
+    before = run.checkpoints()
+    [tokens] = data.glob("tokens-*.bin")
+    tokens.write_bytes(change(tokens.read_bytes()))
+    codes = run.start("--checkpoint.allow_changed_data=true", world=2).join()
+    assert all(codes) and 2 in codes
+    assert f"{tokens}: block 0 (bytes 0 to" in run.output() and "Traceback" not in run.output()
+    assert "another checksum than when the dataset was written" in run.status()["reason"]
+    assert run.checkpoints() == before
+
+
 def test_d2_another_tokenizer_is_refused_even_so(changed) -> None:
     run, _ = changed
     options = ["--data.sources=[{path='synthetic'}]", "--data.tokenizer=none"]

@@ -1,4 +1,4 @@
-"""Counts of one step on the simulated GPU: launches by kernel, copies, synchronisations with the line that waits, peak memory."""
+"""Counts of one step on the simulated GPU: launches by kernel, copies, waits with their lines, peak memory."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ NAMES = {
     "H2": "a rank is slow, and all wait for it",
     "H3": "a rank failed, and the others with it|an error in the program on one rank|planted",
     "D1": "damaged data, or of another tokenizer",
-    "D2": "data or tokenizer have changed since the checkpoint|the configuration cannot be continued",
+    "D2": "data or tokenizer have changed since the checkpoint|the configuration cannot be continued|damaged data",
     "E1": "nodes of an elastic run were lost, or joined",
     "E3": "nodes of an elastic run were lost, or joined",
     "E4": _KILLED,

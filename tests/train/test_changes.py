@@ -10,7 +10,7 @@ import pytest
 from forge.checkpoint.folders import step_name
 from forge.config import Config, load_config, to_toml
 from forge.errors import BAD_CONFIG, UserError
-from forge.train.changes import compare_for_init, compare_for_resume
+from forge.train.changes import check_data, compare_for_init, compare_for_resume
 
 MOE = ["--model.moe.n_experts=4", "--model.moe.expert_dim=32"]
 DECAYING = ["--schedule.name=wsd", "--schedule.warmup_steps=0", "--schedule.decay_fraction=0.2"]
@@ -110,3 +110,73 @@ def test_no_jump_no_warning(tmp_path, caplog, step: int, options: list[str]) -> 
     path = checkpoint(tmp_path, step, *DECAYING, "--train.steps=100")
     compare_for_resume(path, step, config(*DECAYING, *options))
     assert not [record for record in caplog.records if record.levelno == logging.WARNING]
+
+
+SOURCES = "--data.sources=[{path='a',weight=1.0},{path='b',weight=2.0,max_epochs=4.0}]"
+FINGERPRINTS = {
+    "data.sources[0].path": "aaaa",
+    "data.sources[0].weight": 1.0,
+    "data.sources[1].path": "bbbb",
+    "data.sources[1].weight": 0.187765,
+    "data.sources[1].max_epochs": 69236,
+}
+"""What a run with data.temperature = 2 records of these sources; weights and caps are computed."""
+
+
+@pytest.mark.parametrize(
+    ("options", "changed", "expected"),
+    [
+        (
+            ["--data.temperature=1"],
+            {"data.sources[1].weight": 0.117519},
+            "data.temperature is not what PATH was trained on: 2 there, 1 now. Set data.temperature back",
+        ),
+        (
+            [SOURCES.replace("max_epochs=4.0", "max_epochs=0.0")],
+            {"data.sources[1].max_epochs": None},
+            "data.sources[1].max_epochs is not what PATH was trained on: 4 there, 0 now. Set data.sources[1].max_epochs back",
+        ),
+        (
+            [SOURCES.replace("weight=2.0", "weight=3.5")],
+            {"data.sources[1].weight": 0.3},
+            "data.sources[1].weight is not what PATH was trained on: 2 there, 3.5 now. Set data.sources[1].weight back",
+        ),
+        (
+            ["--data.at_cap=refuse"],
+            {"data.sources[1].max_epochs": None},
+            "data.at_cap is not what PATH was trained on: leave_out there, refuse now. Set data.at_cap back",
+        ),
+        (
+            [SOURCES.replace("[{", "[{path='unused',weight=0.0},{").replace("weight=2.0", "weight=3.0")],
+            {"data.sources[1].weight": 0.3},
+            "data.sources[2].weight is not what PATH was trained on: 2 there, 3 now",
+        ),
+        (
+            [],
+            {"data.sources[1].weight": 0.19},
+            "data.sources[1].weight, with data.temperature and the size of the source, is not what PATH was trained on: "
+            "0.187765 there, 0.19 now",
+        ),
+        (
+            [SOURCES.replace("'b'", "'c'")],
+            {"data.sources[1].path": "cccc"},
+            "data.sources[1].path is not what PATH was trained on: fingerprint bbbb there, fingerprint cccc now. Restore",
+        ),
+    ],
+)
+def test_a_changed_mixture_is_refused_with_the_keys_and_values_that_the_user_wrote(
+    tmp_path, caplog, options: list[str], changed: dict[str, object], expected: str
+) -> None:
+    path = checkpoint(tmp_path, 10, SOURCES, "--data.temperature=2")
+    new = config(SOURCES, "--data.temperature=2", *options)
+    inputs = {key: value for key, value in {**FINGERPRINTS, **changed}.items() if value is not None}
+    expected = expected.replace("PATH", str(path))
+    with pytest.raises(UserError) as error:
+        check_data(path, FINGERPRINTS, inputs, new)
+    assert str(error.value).startswith(expected) and "checkpoint.allow_changed_data = true" in str(
+        error.value
+    )
+    assert ("fingerprint" in str(error.value)) == (".path" in expected)
+    allowed = config(SOURCES, "--data.temperature=2", *options, "--checkpoint.allow_changed_data=true")
+    changes = check_data(path, FINGERPRINTS, inputs, allowed)
+    assert len(changes) == 1 and expected.startswith(changes[0]) and changes == caplog.messages

@@ -3,8 +3,8 @@
 FOLDER/libsimgpu.so      the CUDA runtime, cuBLAS, cuSOLVER, cuSPARSE, cuFFT and NCCL; to be preloaded
 FOLDER/libcuda.so.1      the driver
 
-Needs g++ and nm. The headers come from PyTorch's own wheels. A library's call that is not written here is generated: it counts
-itself and returns success.
+Needs g++ and nm. The headers come from PyTorch's own wheels. Calls of libraries that are not written here are
+generated: they count themselves and return success.
 """
 
 from __future__ import annotations
@@ -24,15 +24,47 @@ COMPUTES = re.compile(
 )
 WRITTEN = re.compile(r"^(?:API|SIMGPU_EXPORT [\w ]+\*?) ?(\w+)\(", re.MULTILINE)
 # Calls of the driver that libraries look up, and whose success is all that matters here.
-DRIVER = """
-cuCtxSetCurrent cuCtxPushCurrent_v2 cuModuleUnload cuFuncSetAttribute cuFuncSetCacheConfig cuTensorMapEncodeTiled
-cuStreamWriteValue32_v2 cuCtxGetLimit cuCtxSetLimit cuLinkCreate_v2 cuModuleGetGlobal_v2 cuMemAlloc_v2 cuMemFree_v2
-cuMemcpyDtoH_v2 cuMemcpyHtoD_v2 cuMemsetD8_v2 cuStreamSynchronize cuCtxSynchronize cuEventRecord
-cuOccupancyMaxActiveBlocksPerMultiprocessor cuFuncGetName cuDeviceTotalMem_v2 cuDeviceGetUuid_v2 cuDeviceGetUuid
-cuTensorMapReplaceAddress cuTensorMapEncodeIm2col cuMemCreate cuMemMap cuMemUnmap cuMemRelease cuMemAddressReserve
-cuMemAddressFree cuMemSetAccess cuMemGetAllocationGranularity cuMemExportToShareableHandle cuMemImportFromShareableHandle
-cuMulticastCreate cuLaunchCooperativeKernel cuStreamGetCtx
-""".split()
+DRIVER = [
+    "cuCtxSetCurrent",
+    "cuCtxPushCurrent_v2",
+    "cuModuleUnload",
+    "cuFuncSetAttribute",
+    "cuFuncSetCacheConfig",
+    "cuTensorMapEncodeTiled",
+    "cuStreamWriteValue32_v2",
+    "cuCtxGetLimit",
+    "cuCtxSetLimit",
+    "cuLinkCreate_v2",
+    "cuModuleGetGlobal_v2",
+    "cuMemAlloc_v2",
+    "cuMemFree_v2",
+    "cuMemcpyDtoH_v2",
+    "cuMemcpyHtoD_v2",
+    "cuMemsetD8_v2",
+    "cuStreamSynchronize",
+    "cuCtxSynchronize",
+    "cuEventRecord",
+    "cuOccupancyMaxActiveBlocksPerMultiprocessor",
+    "cuFuncGetName",
+    "cuDeviceTotalMem_v2",
+    "cuDeviceGetUuid_v2",
+    "cuDeviceGetUuid",
+    "cuTensorMapReplaceAddress",
+    "cuTensorMapEncodeIm2col",
+    "cuMemCreate",
+    "cuMemMap",
+    "cuMemUnmap",
+    "cuMemRelease",
+    "cuMemAddressReserve",
+    "cuMemAddressFree",
+    "cuMemSetAccess",
+    "cuMemGetAllocationGranularity",
+    "cuMemExportToShareableHandle",
+    "cuMemImportFromShareableHandle",
+    "cuMulticastCreate",
+    "cuLaunchCooperativeKernel",
+    "cuStreamGetCtx",
+]
 
 
 def build(folder: Path) -> None:

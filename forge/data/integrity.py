@@ -1,0 +1,102 @@
+"""Compare every byte of a dataset on disk with its checksums (scripts/verify_data.py)."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from pydantic import ValidationError
+
+from forge.data.format import DIGEST_BYTES, INDEX, FileRecord, TokenDataset, block_digest, read_index
+from forge.data.packing import PlanFile, PlanIndex
+from forge.errors import FAILED, UserError
+from forge.remote import BLOCK_BYTES, is_url
+
+
+@dataclass(frozen=True)
+class FileCheck:
+    """A file of a dataset, the bytes that were read of it, and what is wrong with it (None: nothing)."""
+
+    path: Path
+    bytes: int
+    problem: str | None
+
+
+def check_files(dataset: str | Path) -> Iterator[FileCheck]:
+    """Yield a check of each file of the dataset: shards, checksums of blocks, plans of packings. Threads read them.
+
+    Raises UserError: exit 2 where `dataset` is not a folder of forge with checksums, exit 1 where `dataset.json` is damaged.
+    """
+    folder = Path(dataset)
+    if is_url(dataset):
+        raise UserError(
+            f"{dataset}: is a URL, and only folders are checked; training checks each block that it fetches"
+        )
+    if not folder.is_dir() and (folder.exists() or folder.with_suffix(".idx").exists()):
+        raise UserError(
+            f"{dataset}: nothing was checked: bare token files and Megatron datasets record no checksums; "
+            "scripts/prepare_data.py makes datasets that do"
+        )
+    try:
+        index = read_index(folder)
+    except UserError as error:
+        raise UserError(str(error), FAILED) if (folder / INDEX).exists() else error from None
+    if not index.shards:
+        raise UserError(f"{dataset}: nothing was checked: {INDEX} names no files", FAILED)
+    work: list[tuple[Path, FileRecord | PlanFile, Path | None, int]] = []
+    for shard in index.shards:
+        sums = None
+        if shard.block_file is not None:
+            work.append((folder / shard.block_file.name, shard.block_file, None, 0))
+            if _check(*work[-1]).problem is None:
+                sums = work[-1][0]
+        work.append((folder / shard.token_file.name, shard.token_file, sums, 0))
+        first = -(-shard.token_file.bytes // BLOCK_BYTES)
+        work.append((folder / shard.document_file.name, shard.document_file, sums, first))
+    broken = []
+    for path in sorted(folder.glob("packing-*.json")):
+        try:
+            plan = PlanIndex.model_validate_json(path.read_bytes())
+        except (OSError, ValidationError):
+            broken.append(FileCheck(path, 0, "cannot be read"))
+            continue
+        work += [(folder / file.name, file, None, 0) for file in (plan.sequence_file, plan.piece_file)]
+    damaged = len(broken)
+    yield from broken
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        for check in pool.map(lambda one: _check(*one), work):
+            damaged += check.problem is not None
+            yield check
+    if not damaged:
+        try:
+            TokenDataset(folder)
+        except UserError as error:  # the numbers in dataset.json contradict each other
+            raise UserError(str(error), FAILED) from None
+
+
+def _check(path: Path, record: FileRecord | PlanFile, sums: Path | None, first: int) -> FileCheck:
+    """Compare a file with its SHA-256, and name the damaged blocks by the checksums in `sums`, from number `first` on."""
+    digest, size, changed = hashlib.sha256(), 0, []
+    try:
+        expected = np.fromfile(sums, f"V{DIGEST_BYTES}")[first:] if sums else np.zeros(0, f"V{DIGEST_BYTES}")
+        with open(path, "rb") as file:
+            while data := file.read(BLOCK_BYTES):
+                block = size // BLOCK_BYTES
+                if block < len(expected) and block_digest(data) != expected[block].tobytes():
+                    changed.append(block)
+                digest.update(data)
+                size += len(data)
+    except OSError as error:
+        return FileCheck(path, size, f"cannot be read: {error.strerror}")
+    if size != record.bytes:
+        return FileCheck(path, size, f"has {size} bytes instead of {record.bytes}")
+    if digest.hexdigest() == record.sha256:
+        return FileCheck(path, size, None)
+    blocks = ", ".join(map(str, changed[:5])) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
+    where = f"; damaged blocks of {BLOCK_BYTES} bytes: {blocks}" if changed else ""
+    return FileCheck(path, size, f"has another SHA-256 than {INDEX} records{where}")

@@ -1,0 +1,46 @@
+"""Compare every byte of a dataset that prepare_data.py has written with its checksums.
+
+python scripts/verify_data.py data/python/train
+
+Exit code 0: intact; 1: a file is damaged or missing; 2: not a dataset with checksums, so nothing was checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
+
+from forge.data.integrity import check_files
+from forge.errors import FAILED, UserError
+from scripts.options import exit_code_of
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("dataset", metavar="DATASET", help="a folder with a dataset.json")
+    given = parser.parse_args(arguments)
+
+    def work() -> None:
+        files = size = damaged = 0
+        for check in check_files(given.dataset):
+            files, size = files + 1, size + check.bytes
+            if check.problem:
+                damaged += 1
+                print(f"{check.path}: {check.problem}", flush=True)
+        if damaged:
+            raise UserError(
+                f"{given.dataset}: {damaged} of {files} files are damaged; restore them, or prepare the dataset again",
+                FAILED,
+            )
+        print(f"{given.dataset}: intact: {files} files, {size / 1e9:.3g} GB")
+
+    return exit_code_of(work, "interrupted: not everything was checked")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
