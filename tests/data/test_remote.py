@@ -310,7 +310,7 @@ def block_of_tokens(folder: Path) -> Path:
     return path
 
 
-def test_a_block_that_another_program_put_into_the_cache_is_fetched_again(store, tmp_path, caplog) -> None:
+def test_x3_a_block_that_another_program_put_into_the_cache_is_fetched_again(store, tmp_path, caplog) -> None:
     """Its CRC-32 is right, and its tokens are not those of the dataset."""
     expected = opened(store, tmp_path).read(0, 3000)
     block = block_of_tokens(tmp_path / "cache")
@@ -339,7 +339,7 @@ def test_a_cache_that_an_earlier_version_made_is_used_and_becomes_private(store,
     assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
 
 
-def test_closing_a_loader_does_not_wait_for_a_store_that_does_not_answer(store, tmp_path) -> None:
+def test_d5_closing_a_loader_does_not_wait_for_a_store_that_does_not_answer(store, tmp_path) -> None:
     gate, entered, late = threading.Event(), threading.Event(), []
 
     def hold(request: Request) -> None:

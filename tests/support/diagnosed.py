@@ -40,6 +40,8 @@ NAMES = {
     "E4": _KILLED,
     "E5": "a state on a node was damaged, or incomplete",
     "E7": "a state on a node was damaged, or incomplete",
+    "E11": "nodes of an elastic run were lost, or joined",
+    "H4": f"{_STOPPED}|a phase outlasted its bound: a rank hangs",
     "E8": "nodes of an elastic run were lost, or joined",
     "E10": "a slow node has left an elastic run|a rank is slow",
     "X1": "something beside training failed",
@@ -52,10 +54,10 @@ OTHERS = {
     "test_n3_only_what_has_copies_is_compared_and_only_if_asked": "Nothing ended this run early",
     "test_s6_a_second_run_on_the_same_directory_is_refused_and_names_the_first": _STOPPED,
 }
-# No fault of a run: ways to resume, data that are prepared, a job script; and S5, which no run has. What S7 to S11, R7 and R8
+# No fault of a run: ways to resume, data that are prepared, a job script; and S5, which no run has. What the others
 # refuse or repair is one message.
 NOT_NAMED = {"E2", "E6", "E9", "P6", "S5", "R1", "R2", "R3", "R4", "R5", "R6", "D3", "D4"}
-NOT_NAMED |= {"S7", "S8", "S9", "S10", "S11", "R7", "R8"}
+NOT_NAMED |= {"E12", "D5", "X3", "S7", "S8", "S9", "S10", "S11", "R7", "R8"}
 
 
 def row_of(test: str) -> str | None:

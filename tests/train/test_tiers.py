@@ -69,7 +69,7 @@ def name_of(run: Run) -> str:
     return f"run-{hashlib.sha256(str(run.path.resolve()).encode()).hexdigest()[:8]}"
 
 
-def test_a_link_in_place_of_the_run_s_states_is_refused_and_not_followed(tmp_path) -> None:
+def test_x3_a_link_in_place_of_the_run_s_states_is_refused_and_not_followed(tmp_path) -> None:
     run, place, option = kept(tmp_path)
     home = tmp_path / "home"
     for name in ("deadbeef", "thesis"):
@@ -80,7 +80,7 @@ def test_a_link_in_place_of_the_run_s_states_is_refused_and_not_followed(tmp_pat
     assert entries(home) == ["deadbeef", "thesis"]
 
 
-def test_a_folder_that_anybody_could_have_made_is_refused_and_nothing_in_it_is_removed(tmp_path) -> None:
+def test_x3_a_folder_that_anybody_could_have_made_is_refused_and_nothing_in_it_is_removed(tmp_path) -> None:
     run, place, option = kept(tmp_path)
     place.mkdir()
     place.chmod(0o777)
@@ -95,7 +95,9 @@ def tiny_memory() -> None:
     mounts.small(Path(os.environ["RUN_UNDER_TEST"]).parent / "memory", 1 << 16)
 
 
-def test_every_state_that_does_not_fit_is_reported_also_when_they_follow_each_other_closely(tmp_path) -> None:
+def test_e12_every_state_that_does_not_fit_is_reported_also_when_they_follow_each_other_closely(
+    tmp_path,
+) -> None:
     if not mounts.allowed():
         pytest.skip("no mount namespaces here")
     (tmp_path / "memory").mkdir()
