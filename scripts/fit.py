@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
-from forge.errors import UserError
+from forge.errors import MissingExtra
 from forge.files import replace_atomically
 from forge.report.read import read_run
 from forge.sweep.law import OPERATIONS, Fit, fit_law
@@ -187,10 +187,9 @@ def _page(path: Path, metric: str, best: list[Measured], fit: Fit, found: dict[s
         from forge.report.draw import Curve, curves
         from forge.report.page import make_page
         from forge.report.parts import Part, Picture, Section, Table, Text
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "matplotlib":
-            raise
-        raise UserError("the page is drawn by matplotlib: pip install 'forge[report]'") from None
+    except MissingExtra as error:
+        print(f"no page: {error}", file=sys.stderr)
+        return
     rows = [
         [run.path.name, run.parameters, run.tokens, run.loss, fit.law.loss(run.parameters, run.tokens)]
         for run in best

@@ -1,6 +1,6 @@
 """Figures as SVG, drawn by matplotlib: those of the page, and those that scripts write as images of their own.
 
-Importing this raises UserError where matplotlib is missing.
+Importing this raises MissingExtra where matplotlib is missing.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from forge.errors import UserError
+from forge.errors import MissingExtra
 from forge.report.read import Points
 
 try:
     import matplotlib
 except ModuleNotFoundError:
-    raise UserError("curves are drawn by matplotlib: pip install 'forge[report]'") from None
+    raise MissingExtra("figures are drawn by matplotlib: pip install 'forge[report]'") from None
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure

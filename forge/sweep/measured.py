@@ -49,7 +49,10 @@ def measure(path: Path, metric: str) -> Measured:
 
 
 def find_runs(paths: Iterable[Path]) -> list[Path]:
-    """Return run directories: those given, and of a folder of runs (a sweep's) all in it that are finished."""
+    """Return run directories: those given, and the finished ones in folders of runs such as a sweep's.
+
+    Raises UserError for a folder without a finished run.
+    """
     found = []
     for path in paths:
         if (path / "status.json").is_file():
@@ -58,7 +61,10 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
         inside = sorted(file.parent for file in path.glob("*/status.json"))
         if not inside:
             raise UserError(f"{path}: is neither a run directory nor a folder of them")
-        found += [run for run in inside if read_object(run / "status.json").get("state") == "finished"]
+        finished = [run for run in inside if read_object(run / "status.json").get("state") == "finished"]
+        if not finished:
+            raise UserError(f"{path}: none of its {len(inside)} runs is finished; a law needs finished runs")
+        found += finished
     return found
 
 
