@@ -1,9 +1,14 @@
-"""Replacing a file so that a reader, even after a crash, finds the old content or the new."""
+"""Files that several processes use: atomic replacement, and locks."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 from pathlib import Path
+
+# Errors of flock on a file system without locks (some Lustre, NFS and FUSE mounts).
+_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 
 
 def replace_atomically(path: Path, content: bytes, *, sync: bool = True) -> None:
@@ -33,3 +38,17 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> bool:
+    """Lock an open file with flock. Return False where its file system has no locks.
+
+    Raises BlockingIOError if another process holds the lock, unless `wait`, and OSError if the file cannot be locked.
+    """
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return False
+        raise
+    return True

@@ -16,6 +16,7 @@ FORGE = ROOT / "forge"
 GROUND = {
     "errors",
     "files",
+    "printable",
     "shard",
     "compat",
     "fault",
@@ -33,6 +34,7 @@ CORE = GROUND | MIDDLE | {"train"}
 MAY_IMPORT = {
     "errors": set(),
     "files": set(),
+    "printable": set(),
     "fault": set(),
     "hook": {"errors"},
     "compat": set(),
