@@ -1,11 +1,13 @@
-"""Files that several processes use: atomic replacement, and locks."""
+"""Files: replaced atomically, locked, and parsed."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 # Errors of flock on a file system without locks (some Lustre, NFS and FUSE mounts).
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
@@ -38,6 +40,14 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def read_json(text: str | bytes) -> Any:
+    """Parse JSON from outside. Raises ValueError, also where it is nested too deeply for Python's parser."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("lists or objects are nested too deeply") from None
 
 
 def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> bool:

@@ -25,7 +25,7 @@ from forge.report.read import read_run
 from forge.sweep.law import OPERATIONS, Fit, fit_law
 from forge.sweep.measured import Measured, best_of_each, find_runs, measure
 from forge.sweep.optima import PowerLaw, fit_power_law, least_at
-from scripts.options import count, exit_code_of, number
+from scripts.options import add_trust_option, count, exit_code_of, number
 
 above_zero = number(float, lambda value: value > 0, "above 0")
 
@@ -58,13 +58,14 @@ def main(arguments: list[str] | None = None) -> int:
     )
     add("--resamples", type=count, default=100, help="for the intervals (%(default)s)")
     add("--output", type=Path, help="page to write")
+    add_trust_option(add)
     add("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(arguments)
     return exit_code_of(lambda: _run(given))
 
 
 def _run(given: argparse.Namespace) -> None:
-    runs = [measure(path, given.metric) for path in find_runs(given.runs)]
+    runs = [measure(path, given.metric, given.trust) for path in find_runs(given.runs)]
     best = best_of_each(runs)
     fit = fit_law(
         *([getattr(run, key) for run in best] for key in ("parameters", "tokens", "loss")),

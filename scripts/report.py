@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 from forge.files import replace_atomically
 from forge.report.read import RunRecord, read_run
 from forge.report.serve import make_server
-from scripts.options import count, exit_code_of, positive
+from scripts.options import add_trust_option, count, exit_code_of, positive
 from scripts.planned import Planner
 
 
@@ -42,6 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
         help="with --live: seconds between loads (%(default)s)",
     )
     add("--hardware", metavar="NAME", help="what the plan's time is for, as for train.py --plan")
+    add_trust_option(add)
     add("--no-plan", action="store_true", help="do not plan the runs, which takes seconds for each")
     given = parser.parse_args(arguments)
     return exit_code_of(lambda: _run(given))
@@ -50,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(given: argparse.Namespace) -> None:
     from forge.report.page import make_page  # needs matplotlib
 
-    planner = None if given.no_plan else Planner(given.hardware)
+    planner = None if given.no_plan else Planner(given.hardware, given.trust)
 
     def read() -> list[RunRecord]:
         runs = [read_run(path) for path in given.runs]

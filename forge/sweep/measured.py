@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forge.config import parse_toml_text
+from forge.config.extensions import require_trust
 from forge.errors import UserError
 from forge.model import parameter_counts
 from forge.observe.json_lines import read_lines, read_object
@@ -26,13 +27,18 @@ class Measured:
     loss: float
 
 
-def measure(path: Path, metric: str) -> Measured:
-    """Read a finished run. Raises UserError if it is none, or has no such metric."""
+def measure(path: Path, metric: str, trust: bool = False) -> Measured:
+    """Read a finished run. trust: import the class that its model.kind may name.
+
+    Raises UserError if the run is not finished, has no such metric or needs trust.
+    """
     if read_object(path / "status.json").get("state") != "finished":
         raise UserError(
             f"{path}: is not the directory of a finished run; a law needs losses at the end of a schedule"
         )
     config = parse_toml_text((path / "config.toml").read_text("utf-8"), str(path), import_classes=False)
+    if not trust:
+        require_trust(config, str(path / "config.toml"), ["model.kind"])
     lines = read_lines(path / "metrics.jsonl", "step")
     loss = metric_of(lines, metric)
     if loss is None:

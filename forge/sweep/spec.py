@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -16,7 +15,7 @@ from pydantic import Field, StringConstraints, ValidationError
 from forge.config import Config, load_config
 from forge.config.phases import Phases
 from forge.config.section import Count, ListOf, NonNegativeNumber, Positive, Section, Text
-from forge.config.toml import to_literal
+from forge.config.toml import read_toml, to_literal
 from forge.errors import UserError, did_you_mean
 
 # A name that fits on one line of a script or a terminal.
@@ -99,7 +98,7 @@ class Trial:
 def read_sweep(path: Path) -> Sweep:
     """Read a sweep's file and check every trial's configuration. Raises UserError with what is wrong."""
     try:
-        tree = tomllib.loads(path.read_text("utf-8"))
+        tree = read_toml(path.read_text("utf-8"))
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
     except ValueError as error:

@@ -95,6 +95,19 @@ def test_a_folder_whose_runs_are_not_finished_is_one_sentence(tmp_path, capsys) 
     assert f"{tmp_path}: none of its 1 runs is finished" in capsys.readouterr().err
 
 
+def test_a_class_that_a_run_names_is_imported_only_with_trust(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "stranger_fit.py").write_text("raise ValueError('imported')\n")
+    plant(tmp_path / "runs", 32, 100, 1e-3)
+    (config,) = tmp_path.glob("runs/*/config.toml")
+    config.write_text(config.read_text().replace('kind = "transformer"', 'kind = "stranger_fit:Own"'))
+    assert main([str(tmp_path / "runs"), "--metric=eval.python"]) == 2
+    printed = capsys.readouterr().err
+    assert "--trust" in printed and "ValueError" not in printed
+    assert main([str(tmp_path / "runs"), "--metric=eval.python", "--trust"]) == 2
+    assert "stranger_fit cannot be imported: ValueError: imported" in capsys.readouterr().err
+
+
 @pytest.mark.long
 def test_a_fit_ends_with_0_without_matplotlib(planted, tmp_path) -> None:
     folder, _ = planted
