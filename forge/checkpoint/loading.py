@@ -135,7 +135,7 @@ class TensorReader(dcp.FileSystemReader):
             reader = cls(path)
             reader.index()
         except RanksFailed as error:
-            raise UserError(f"checkpoint {path}: {error}", NO_CHECKPOINT) from None
+            raise UserError(f"checkpoint {path} cannot be verified: {error}", NO_CHECKPOINT) from None
         except Damaged as error:
             raise UserError(f"checkpoint {path} is damaged: {error}", NO_CHECKPOINT) from None
         return reader

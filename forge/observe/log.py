@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
 
 from forge.observe.live import LiveHandler
@@ -40,8 +41,7 @@ def setup_logging(rank: int, folder: Path, live: bool = False) -> None:
     except OSError as error:
         logging.getLogger(__name__).warning("no log file for rank %d: %s", rank, error)
         return
-    line = f"%(asctime)s.%(msecs)03d rank {rank} %(levelname)s %(name)s: %(message)s"
-    file.setFormatter(logging.Formatter(line, "%Y-%m-%d %H:%M:%S"))
+    file.setFormatter(_Dated(f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s"))
     _add(file)
 
 
@@ -70,6 +70,13 @@ class _RankFile(logging.FileHandler):
         if not self._warned:
             print(f"{self.baseFilename} cannot be written to: {sys.exc_info()[1]}", file=sys.stderr)
         self._warned = True
+
+
+class _Dated(logging.Formatter):
+    """Gives the local time with its offset from UTC, so that logs can be read on another machine."""
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        return datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds")
 
 
 class _Short(logging.Formatter):
