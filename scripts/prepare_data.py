@@ -13,6 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
+from forge.cores import cores
 from forge.prepare.part import MAX_BAD_FRACTION
 from forge.prepare.prepare import Request, prepare
 from forge.prepare.quality import Quality
@@ -52,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add, cores = parser.add_argument, len(os.sched_getaffinity(0))
+    add = parser.add_argument
     share = number(float, lambda value: 0 <= value < 1, "at least 0 and less than 1")
     add_input_options(add)
     tokenizers = "'bytes', a SentencePiece .model, a tokenizer.json, or a folder with one"
@@ -62,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--workers",
         type=positive,
-        default=cores,
+        default=cores(),
         metavar="N",
         help="number of processes (%(default)s, the cores of this machine)",
     )

@@ -214,6 +214,12 @@ def _find_config(command: CommandLine, problems: list[str]) -> Path | None:
         for path in (folder / given, folder / f"{given}.toml"):
             if path.is_file():
                 return path
+    if given.is_dir():
+        own = f"; it has {given / 'config.toml'}" if (given / "config.toml").is_file() else ""
+        problems.append(
+            f"--config {command.config}: is a folder; give a TOML file{own}, or a name ({shipped})"
+        )
+        return None
     close = nearest(given.name.removesuffix(".toml"), names)
     hint = f"did you mean {close}? " if close else ""
     problems.append(f"--config {command.config}: no such file; {hint}{shipped}")

@@ -13,7 +13,7 @@ from forge.checkpoint import find_checkpoint, find_damage, load, read_config
 from forge.checkpoint.fitting import compare, refuse_misfits
 from forge.checkpoint.folders import step_name, steps
 from forge.checkpoint.loading import TensorReader
-from forge.checkpoint.manifest import Damaged, read_manifest
+from forge.checkpoint.manifest import MANIFEST, Damaged, read_manifest
 from forge.config import Config, parse_toml_text
 from forge.config.extensions import require_trust
 from forge.data.tokenizer import Tokenizer, load_tokenizer
@@ -76,6 +76,10 @@ def open_checkpoint(
 
 
 def _find_undamaged(path: Path, verify: bool) -> Path:
+    if (path / "config.json").is_file() and not (path / MANIFEST).exists():
+        raise UserError(
+            f"{path}: is a folder of transformers; convert it with scripts/convert.py from-hf --input {path} --output FOLDER"
+        )
     newest = find_checkpoint(path)
     candidates = [newest]
     if newest != path:

@@ -211,6 +211,12 @@ def test_a_hooks_and_optimizers_path_is_not_imported_by_who_does_not_use_it(chec
     assert open_checkpoint(checkpoint, CPU).step == 2
 
 
+def test_a_folder_of_transformers_names_the_conversion(tmp_path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"convert\.py from-hf --input"):
+        open_checkpoint(tmp_path, CPU)
+
+
 def test_average_refuses_a_damaged_checkpoint_and_writes_nothing(checkpoint: Path, tmp_path) -> None:
     file = next(checkpoint.glob("*.distcp"))
     content = bytearray(file.read_bytes())
