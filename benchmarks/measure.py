@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
+from forge.cores import cores
 from forge.errors import FAILED, UserError
 from scripts.options import count, positive
 
@@ -160,7 +161,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     return {
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": cores(),
         "threads": torch.get_num_threads(),
         "system": platform.platform(),
         "versions": {"forge": _commit(), "python": platform.python_version()}

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -37,6 +36,7 @@ from benchmarks.measure import (
     take_turns,
 )
 from forge.config import Config
+from forge.cores import cores
 from forge.errors import UserError
 from forge.model import Experts, flops_per_token, parameter_counts
 from forge.parallel.build import build_meta_model
@@ -184,8 +184,8 @@ def _table(rows: list[dict[str, Any]]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    cores = len(os.sched_getaffinity(0))
-    made = parser(__doc__, config="the dense model", rounds=7, steps=2, warmup=3, threads=cores)
+    number_of_cores = cores()
+    made = parser(__doc__, config="the dense model", rounds=7, steps=2, warmup=3, threads=number_of_cores)
     add = made.add_argument
     add("--experts", type=positive, default=32, metavar="N", help="routed experts (%(default)s)")
     add("--top-k", type=positive, default=4, metavar="N", help="experts that a token visits (%(default)s)")

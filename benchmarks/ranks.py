@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 
+from forge.cores import cores
 from forge.errors import FAILED, UserError
 from forge.world import join, read_world
 
@@ -46,7 +47,7 @@ def _rank(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world)
     )
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world))
+    torch.set_num_threads(max(1, cores() // world))
     here = read_world()
     join(here)
     rows = measure(here.device, *arguments)

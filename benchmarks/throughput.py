@@ -10,7 +10,6 @@ benchmarks/README.md. Other --section.key=value options override the config for 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -43,6 +42,7 @@ from benchmarks.measure import (
     ratio,
 )
 from benchmarks.ranks import rows_of_ranks
+from forge.cores import cores
 from forge.errors import UserError
 from scripts.options import exit_code_of, positive
 
@@ -197,8 +197,10 @@ def _table(rows: list[dict[str, Any]], skipped: dict[str, str]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    cores = len(os.sched_getaffinity(0))
-    made = parser(__doc__, config="the model and its batch", rounds=9, steps=2, warmup=3, threads=cores)
+    number_of_cores = cores()
+    made = parser(
+        __doc__, config="the model and its batch", rounds=9, steps=2, warmup=3, threads=number_of_cores
+    )
     made.add_argument(
         "--worlds",
         type=positive,

@@ -25,6 +25,10 @@ class UserError(Exception):
         self.exit_code = exit_code
 
 
+class MissingExtra(UserError):
+    """A package of an optional extra is not installed."""
+
+
 class RollbackRequired(Exception):
     """Raised on all ranks in a step: the run has to return to a checkpoint from before step `first_bad`.
 

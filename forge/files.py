@@ -1,9 +1,16 @@
-"""Replacing a file so that a reader, even after a crash, finds the old content or the new."""
+"""Files: replaced atomically, locked, and parsed."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import json
 import os
 from pathlib import Path
+from typing import Any
+
+# Errors of flock on a file system without locks (some Lustre, NFS and FUSE mounts).
+_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 
 
 def replace_atomically(path: Path, content: bytes, *, sync: bool = True) -> None:
@@ -33,3 +40,25 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def read_json(text: str | bytes) -> Any:
+    """Parse JSON from outside. Raises ValueError, also where it is nested too deeply for Python's parser."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("lists or objects are nested too deeply") from None
+
+
+def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> bool:
+    """Lock an open file with flock. Return False where its file system has no locks.
+
+    Raises BlockingIOError if another process holds the lock, unless `wait`, and OSError if the file cannot be locked.
+    """
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return False
+        raise
+    return True

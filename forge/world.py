@@ -140,7 +140,7 @@ def join(world: World, timeout: timedelta = timedelta(minutes=10)) -> None:
             )
         torch.cuda.set_device(world.device)
     _raise_file_limit()
-    if "FORGE_NODES" in os.environ:
+    if os.environ.keys() & {"FORGE_NODES", "FORGE_END_WITH_LAUNCHER"}:
         end_with_agent()
     backend = compat.communication_backend(world.device)
     # With a device, each NCCL communicator is bound to its card now; without, PyTorch guesses at the first collective.
@@ -204,7 +204,10 @@ def _wait_for_all(store: dist.Store, world: World, timeout: timedelta) -> None:
 
 
 def end_with_agent() -> None:
-    """Let the kernel kill this process when its agent dies: the ranks of a lost agent must not go on in the old group."""
+    """Let the kernel kill this process when its launcher dies.
+
+    The ranks of a lost elastic agent must not go on in the old group. Those of a killed sweep would hold their run's lock.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

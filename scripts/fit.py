@@ -19,13 +19,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
-from forge.errors import UserError
+from forge.errors import MissingExtra
 from forge.files import replace_atomically
 from forge.report.read import read_run
 from forge.sweep.law import OPERATIONS, Fit, fit_law
 from forge.sweep.measured import Measured, best_of_each, find_runs, measure
 from forge.sweep.optima import PowerLaw, fit_power_law, least_at
-from scripts.options import count, exit_code_of, number
+from scripts.options import add_trust_option, count, exit_code_of, number
 
 above_zero = number(float, lambda value: value > 0, "above 0")
 
@@ -58,13 +58,14 @@ def main(arguments: list[str] | None = None) -> int:
     )
     add("--resamples", type=count, default=100, help="for the intervals (%(default)s)")
     add("--output", type=Path, help="page to write")
+    add_trust_option(add)
     add("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(arguments)
     return exit_code_of(lambda: _run(given))
 
 
 def _run(given: argparse.Namespace) -> None:
-    runs = [measure(path, given.metric) for path in find_runs(given.runs)]
+    runs = [measure(path, given.metric, given.trust) for path in find_runs(given.runs)]
     best = best_of_each(runs)
     fit = fit_law(
         *([getattr(run, key) for run in best] for key in ("parameters", "tokens", "loss")),
@@ -187,10 +188,9 @@ def _page(path: Path, metric: str, best: list[Measured], fit: Fit, found: dict[s
         from forge.report.draw import Curve, curves
         from forge.report.page import make_page
         from forge.report.parts import Part, Picture, Section, Table, Text
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "matplotlib":
-            raise
-        raise UserError("the page is drawn by matplotlib: pip install 'forge[report]'") from None
+    except MissingExtra as error:
+        print(f"no page: {error}", file=sys.stderr)
+        return
     rows = [
         [run.path.name, run.parameters, run.tokens, run.loss, fit.law.loss(run.parameters, run.tokens)]
         for run in best

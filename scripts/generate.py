@@ -31,6 +31,7 @@ from forge.inference import (
     recomputed,
 )
 from forge.inference.open import TrainedModel
+from forge.printable import printable
 from scripts.model import add_model_options, open_model
 from scripts.options import count, exit_code_of, number, positive
 
@@ -85,9 +86,6 @@ def _run(given: argparse.Namespace) -> None:
     model = opened.model
     tokenizer = load_tokenizer(given.tokenizer) if given.tokenizer else opened.tokenizer
     writings = [_begin(prompt, tokenizer, opened) for prompt in given.prompts]
-    live = len(writings) == 1 and not given.json
-    if live:
-        print(writings[0].shown, end="", flush=True)
     scores: NextScores = CachedScores(model)
     if given.draft:
         scores = _drafted(opened, len(writings))
@@ -101,6 +99,9 @@ def _run(given: argparse.Namespace) -> None:
             writings[row].finish = "end"
         return new[-1] == end
 
+    live = len(writings) == 1 and not given.json
+    if live:
+        print(_printable(writings[0].shown), end="", flush=True)
     prompts = [writing.prompt_tokens for writing in writings]
     began = time.monotonic()
     try:
@@ -108,7 +109,7 @@ def _run(given: argparse.Namespace) -> None:
             for writing, token in zip(writings, step, strict=True):
                 shown = "" if token is None else writing.add(token)
                 if live:
-                    print(shown, end="", flush=True)
+                    print(_printable(shown), end="", flush=True)
     except ValueError as error:
         raise UserError(f"{opened.path}: {error}", FAILED) from None
     seconds = time.monotonic() - began
@@ -117,10 +118,15 @@ def _run(given: argparse.Namespace) -> None:
         if given.json:
             print(json.dumps(writing.record(opened)))
         else:
-            print(rest if live else f"--- {place}\n{writing.shown}")
+            print(_printable(rest) if live else f"--- {place}\n{_printable(writing.shown)}")
     if not given.json:
         count = sum(len(writing.tokens) for writing in writings)
         print(f"{count} tokens in {seconds:.1f} s ({count / seconds:.1f} tokens/s)", file=sys.stderr)
+
+
+def _printable(text: str) -> str:
+    """Return a model's text without the control characters by which it could drive the terminal."""
+    return printable(text, keep="\n\t")
 
 
 def _drafted(opened: TrainedModel, prompts: int) -> NextScores:

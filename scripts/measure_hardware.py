@@ -32,6 +32,7 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 import torch.nn.functional as F
 
+from forge.cores import cores
 from forge.observe.hardware import GIB
 from scripts.options import exit_code_of, positive
 
@@ -90,7 +91,7 @@ def measure(threads: int, computing: int = 1, *, tiny: bool = False) -> dict[str
         "reserved_gib": 2.0 if card else 0.0,
         "memory_gb_per_s": elementwise[-1][1],
         "memory_efficiency": 1.0,
-        "cards_per_node": max(1, torch.cuda.device_count()) if card else len(os.sched_getaffinity(0)),
+        "cards_per_node": max(1, torch.cuda.device_count()) if card else cores(),
         "operator_us": operator_us,
         "node": link,
         "cluster": link,

@@ -11,7 +11,7 @@ from forge import compat
 from forge.errors import UserError
 from forge.inference.open import TrainedModel, open_checkpoint
 from forge.parallel.precision import DTYPES
-from scripts.options import positive
+from scripts.options import add_trust_option, positive
 
 
 def add_model_options(add: Callable[..., object]) -> None:
@@ -36,6 +36,7 @@ def add_model_options(add: Callable[..., object]) -> None:
         metavar="N",
         help="maximum context in tokens (the run's train.seq_len)",
     )
+    add_trust_option(add)
     add("--no-verify", action="store_true", help="compare only the sizes of files, not their checksums")
 
 
@@ -47,6 +48,7 @@ def open_model(given: argparse.Namespace) -> TrainedModel:
         compute=given.dtype,
         context=given.context,
         verify=not given.no_verify,
+        trust=given.trust,
     )
 
 

@@ -61,6 +61,11 @@ positive = number(int, lambda value: value >= 1, "at least 1")
 count = number(int, lambda value: value >= 0, "at least 0")
 
 
+def add_trust_option(add: Callable[..., object]) -> None:
+    """Add the option that allows imports which an opened folder's config.toml names."""
+    add("--trust", action="store_true", help="import classes and functions that an opened config.toml names")
+
+
 def add_input_options(add: Callable[..., object]) -> None:
     """Add the options for the input text: the parameters of `find_corpus` and `read_documents`."""
     add("--input", nargs="+", required=True, metavar="PATH", help="files, or directories to search")

@@ -10,12 +10,16 @@ from forge.report.read import RunRecord
 
 
 class Planner:
-    """Plans runs, each configuration once. hardware: a name or file; None: the run's own card, if it is known."""
+    """Plans runs, each configuration once. hardware: a name or file; None: the run's own GPU, if it is known.
 
-    def __init__(self, hardware: str | None):
+    trust: import classes and functions that a run's config.toml names; else such a run has no plan.
+    """
+
+    def __init__(self, hardware: str | None, trust: bool = False):
         from forge.plan.hardware import find_hardware
 
         self._hardware = None if hardware is None else find_hardware(hardware)
+        self._trust = trust
         self._lock = threading.Lock()  # a plan needs the process group of the process
         self._known: dict[tuple[str, int, str], dict[str, Any]] = {}
 
@@ -34,11 +38,14 @@ class Planner:
 
     def _plan(self, text: str, world: int, device: str) -> dict[str, Any]:
         from forge.config import check_world, parse_toml_text
+        from forge.config.extensions import require_trust
         from forge.plan.hardware import card_of
         from forge.plan.plan import make_plan
         from forge.plan.show import as_json
 
         try:
+            if not self._trust:
+                require_trust(parse_toml_text(text, "config.toml", import_classes=False), "config.toml")
             config = parse_toml_text(text)
             return as_json(make_plan(config, check_world(config, world), self._hardware or card_of(device)))
         except UserError as error:

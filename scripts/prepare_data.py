@@ -13,6 +13,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
+from forge.cores import cores
+from forge.prepare.part import MAX_BAD_FRACTION
 from forge.prepare.prepare import Request, prepare
 from forge.prepare.quality import Quality
 from scripts.options import add_input_options, exit_code_of, number, positive
@@ -51,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add, cores = parser.add_argument, len(os.sched_getaffinity(0))
+    add = parser.add_argument
     share = number(float, lambda value: 0 <= value < 1, "at least 0 and less than 1")
     add_input_options(add)
     tokenizers = "'bytes', a SentencePiece .model, a tokenizer.json, or a folder with one"
@@ -61,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--workers",
         type=positive,
-        default=cores,
+        default=cores(),
         metavar="N",
         help="number of processes (%(default)s, the cores of this machine)",
     )
@@ -70,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     sample = "use a sample of this many bytes of text, shared over all files (all)"
     add("--max-bytes", type=positive, metavar="N", help=sample)
     bad = "maximum fraction of unreadable documents; above it, fail with exit code 2 (%(default)s)"
-    add("--max-bad-fraction", type=share, default=0.01, metavar="F", help=bad)
+    add("--max-bad-fraction", type=share, default=MAX_BAD_FRACTION, metavar="F", help=bad)
     part = (
         "do the K-th (from 1) of N shares of the work, as one of N processes on machines with one --output; afterwards the "
         "same command without --part joins them. slurm: by the process's place in its srun, or in its job array"

@@ -5,7 +5,8 @@
     python scripts/report.py runs/a runs/b --output both.html
     python scripts/report.py runs/debug --live
 
-The page is a single file that needs no network. --live serves it to browsers on this machine, where it follows the run.
+The page is a single file that needs no network. --live serves it to browsers on this machine, where it follows the run; the
+address that it prints has a token, without which nobody gets the page.
 Each run is planned again from its config.toml, as by train.py --plan, to stand beside what was measured; the time of a step
 is planned for the run's card, or for --hardware. Needs the extra forge[report].
 """
@@ -20,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 
 from forge.files import replace_atomically
 from forge.report.read import RunRecord, read_run
-from forge.report.serve import make_server
-from scripts.options import count, exit_code_of, positive
+from forge.report.serve import PageServer
+from scripts.options import add_trust_option, count, exit_code_of, positive
 from scripts.planned import Planner
 
 
@@ -42,6 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
         help="with --live: seconds between loads (%(default)s)",
     )
     add("--hardware", metavar="NAME", help="what the plan's time is for, as for train.py --plan")
+    add_trust_option(add)
     add("--no-plan", action="store_true", help="do not plan the runs, which takes seconds for each")
     given = parser.parse_args(arguments)
     return exit_code_of(lambda: _run(given))
@@ -50,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(given: argparse.Namespace) -> None:
     from forge.report.page import make_page  # needs matplotlib
 
-    planner = None if given.no_plan else Planner(given.hardware)
+    planner = None if given.no_plan else Planner(given.hardware, given.trust)
 
     def read() -> list[RunRecord]:
         runs = [read_run(path) for path in given.runs]
@@ -64,11 +66,8 @@ def _run(given: argparse.Namespace) -> None:
         print(f"wrote {given.output}")
         return
     read()
-    server = make_server(lambda: make_page(read(), given.refresh), given.port)
-    print(
-        f"http://127.0.0.1:{server.server_port}/ follows {', '.join(map(str, given.runs))}; Ctrl-C ends it",
-        flush=True,
-    )
+    server = PageServer(lambda: make_page(read(), given.refresh), given.port)
+    print(f"{server.url} follows {', '.join(map(str, given.runs))}; Ctrl-C ends it", flush=True)
     try:
         server.serve_forever()
     except KeyboardInterrupt:

@@ -4,20 +4,22 @@
     python scripts/sweep.py sweep.toml
     python scripts/sweep.py sweep.toml --slurm > array.sbatch
 
-Runs are ordinary run directories in OUTPUT_DIR/NAME/. The same command goes on after any stop, and makes no run twice. It
-ends with the table (table.json) and a page about the runs (report.html, which needs the extra forge[report]).
+Runs are ordinary run directories in OUTPUT_DIR/NAME/. After any stop the same command continues, and repeats no finished
+run. It ends with the table (table.json) and a page about the runs (report.html, which needs the extra forge[report]). The
+exit code is 1 if a trial has no result.
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
 from forge.config.toml import to_literal
-from forge.errors import UserError
+from forge.errors import FAILED, MissingExtra, UserError
 from forge.files import replace_atomically
 from forge.report.read import read_run
 from forge.sweep.local import run_sweep
@@ -53,11 +55,16 @@ def _run(given: argparse.Namespace) -> None:
     results = run_sweep(sweep, live.show)
     print(live.text(results))
     best = next((row for row in rows(results, list(sweep.keys)) if row["result"] is not None), None)
-    if best is None:
-        raise UserError(f"no run has a result; {sweep.folder} has the log of each", exit_code=1)
-    winner = " ".join(f"--{key}={to_literal(best[key])}" for key in sweep.keys)
-    print(f"best: trial {best['trial']}, {sweep.metric} {best['result']:.5g}: {winner}")
-    _page(sweep, results, winner)
+    if best is not None:
+        winner = shlex.join(f"--{key}={to_literal(best[key])}" for key in sweep.keys)
+        print(f"best: trial {best['trial']}, {sweep.metric} {best['result']:.5g}: {winner}")
+        _page(sweep, results, winner)
+    if without := [one.trial.number for one in results if not one.done]:
+        raise UserError(
+            f"{len(without)} of {len(results)} trials have no result: {', '.join(map(str, without))}; {sweep.folder} has the "
+            "log of each run, and the same command makes failed runs again",
+            FAILED,
+        )
 
 
 class Live:
@@ -89,10 +96,8 @@ def _page(sweep: Sweep, results: list[Result], winner: str) -> None:
         from forge.report.draw import Curve, curves
         from forge.report.page import make_page
         from forge.report.parts import Part, Picture, Section, Table, Text
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "matplotlib":
-            raise
-        print("no page: it is drawn by matplotlib (pip install 'forge[report]')")
+    except MissingExtra as error:
+        print(f"no page: {error}")
         return
     table = rows(results, list(sweep.keys))
     parts: list[Part] = [

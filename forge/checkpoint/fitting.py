@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
 
-from forge.checkpoint.tensors import NamedTensors
+from forge.checkpoint.tensors import NamedTensors, ShardTensor
 from forge.errors import UserError
 
 _SHOWN = 5
@@ -71,3 +74,31 @@ def _shape(size: torch.Size) -> str:
 
 def _some(items: list[str], separator: str = ", ") -> str:
     return separator.join(items[:_SHOWN]) + (f"{separator}..." if len(items) > _SHOWN else "")
+
+
+def require_tiled(plan: LoadPlan, targets: dict[str, ShardTensor]) -> None:
+    """Check that the pieces to be read cover each element of the targets exactly once. Raises ValueError.
+
+    DCP skips elements that no chunk covers, and old values would stay in place. Boxes tile a box exactly if their corners,
+    each with the sign of its parity, add up to those of the box.
+    """
+    corners: dict[tuple[str, tuple[int, ...]], Counter[tuple[int, ...]]] = defaultdict(Counter)
+
+    def add(
+        key: tuple[str, tuple[int, ...]], offsets: Sequence[int], lengths: Sequence[int], sign: int
+    ) -> None:
+        for high in product((0, 1), repeat=len(offsets)):
+            place = tuple(o + length * h for o, length, h in zip(offsets, lengths, high, strict=True))
+            corners[key][place] += sign * (-1) ** sum(high)
+
+    for item in plan.items:
+        assert item.dest_index.offset is not None
+        add((item.dest_index.fqn, tuple(item.dest_index.offset)), item.dest_offsets, item.lengths, 1)
+    for name, target in targets.items():
+        for chunk in target.__create_chunk_list__():
+            add((name, tuple(chunk.offsets)), [0] * len(chunk.sizes), chunk.sizes, -1)
+    for (name, offset), left in corners.items():
+        if any(left.values()):
+            raise ValueError(
+                f"the index does not cover each element of {name} from {list(offset)} on exactly once"
+            )

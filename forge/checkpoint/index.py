@@ -9,26 +9,49 @@ import enum
 import hashlib
 import io
 import pickle
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from forge.checkpoint.manifest import Damaged, read_manifest
 
 
 def read_index(folder: Path) -> Metadata:
-    """Return the index of the checkpoint in `folder`. Raises Damaged if it is not what was saved. Not collective."""
+    """Return the index of the checkpoint in `folder`. Raises Damaged if it is not what was saved. Not collective.
+
+    The index refers only to bytes of files that the manifest lists, and to no tensor larger than these files.
+    """
     content = (folder / ".metadata").read_bytes()
-    expected = read_manifest(folder)["files"].get(".metadata", {})
-    if hashlib.sha256(content).hexdigest() != expected.get("sha256"):
+    files = read_manifest(folder)["files"]
+    if hashlib.sha256(content).hexdigest() != files.get(".metadata", {}).get("sha256"):
         raise Damaged(".metadata has a wrong checksum")
-    metadata = _Unpickler(io.BytesIO(content)).load()
+    try:
+        metadata = _Unpickler(io.BytesIO(content)).load()
+    except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, IndexError) as error:
+        raise Damaged(f".metadata cannot be read: {error}") from error
     if not isinstance(metadata, Metadata):
-        raise pickle.UnpicklingError(f".metadata holds a {type(metadata).__name__}")
+        raise Damaged(f".metadata holds a {type(metadata).__name__}")
     metadata.storage_meta = StorageMeta()
+    _require_within(metadata, files)
     return metadata
+
+
+def _require_within(metadata: Metadata, files: dict[str, Any]) -> None:
+    for place in (metadata.storage_data or {}).values():
+        size = files.get(place.relative_path, {}).get("size")
+        if size is None:
+            raise Damaged(f".metadata refers to {place.relative_path}, which is not a file of the checkpoint")
+        if not 0 <= place.offset <= place.offset + place.length <= size:
+            raise Damaged(f".metadata refers to bytes after the end of {place.relative_path}")
+    total = sum(file["size"] for file in files.values())
+    for name, saved in metadata.state_dict_metadata.items():
+        if isinstance(saved, TensorStorageMetadata):
+            needed = prod(saved.size) * saved.properties.dtype.itemsize
+            if min(saved.size, default=0) < 0 or needed > total:
+                raise Damaged(f".metadata gives {name} {needed} bytes, and all files have {total}")
 
 
 _ADMITTED = {

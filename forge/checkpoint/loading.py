@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection
-from math import prod
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,10 +19,11 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from forge.checkpoint.fitting import compare, refuse_misfits
+from forge.checkpoint.fitting import compare, refuse_misfits, require_tiled
 from forge.checkpoint.index import read_index
+from forge.checkpoint.manifest import Damaged, find_damage
 from forge.checkpoint.tensors import NamedTensors, ShardTensor
-from forge.distributed import RanksFailed, gather_from_ranks, on_every_rank
+from forge.distributed import RanksFailed, gather_from_ranks, on_every_rank, single_process_group
 from forge.errors import NO_CHECKPOINT, UserError
 from forge.shard import Shard, local
 
@@ -81,11 +81,7 @@ def _read(reader: TensorReader, wanted: NamedTensors) -> None:
             copies.append((values, contiguous))
         targets[name] = ShardTensor(shard, contiguous)
     planner, plan = _plan(reader.index(), targets)
-    # DCP skips what no chunk covers; a gap in the index must not leave old values in place.
-    found = sum(prod(item.lengths) for item in plan.items)
-    expected = sum(box.numel for shard, _ in wanted.values() for box in shard.boxes)
-    if found != expected:
-        raise ValueError(f"the index covers {found} of the {expected} elements that this rank holds")
+    require_tiled(plan, targets)
     reader.set_up_storage_reader(reader.index(), is_coordinator=False)
     reader.read_data(planner.finish_plan(plan), planner).wait()
     for values, contiguous in copies:
@@ -122,6 +118,27 @@ class TensorReader(dcp.FileSystemReader):
         values = torch.empty(shape, dtype=dtype)
         _read(self, {name: (Shard.whole(name, values), values)})
         return values
+
+    @classmethod
+    def verified(
+        cls, path: Path, report: Callable[[int, int], None] = lambda done, total: None
+    ) -> TensorReader:
+        """Verify the checkpoint at `path` in this process and return its reader. report: as for `find_damage`.
+
+        Raises UserError (exit 77) if the checkpoint is damaged or cannot be read.
+        """
+        try:
+            with single_process_group():
+                damage = find_damage(path, report=report)
+            if damage is not None:
+                raise Damaged(damage)
+            reader = cls(path)
+            reader.index()
+        except RanksFailed as error:
+            raise UserError(f"checkpoint {path} cannot be verified: {error}", NO_CHECKPOINT) from None
+        except Damaged as error:
+            raise UserError(f"checkpoint {path} is damaged: {error}", NO_CHECKPOINT) from None
+        return reader
 
     def files_of(self, wanted: NamedTensors) -> set[str]:
         """Return the names of the files with pieces of these shards."""

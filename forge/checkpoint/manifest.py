@@ -10,6 +10,7 @@ import errno
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from forge import compat
 from forge.distributed import gather_from_ranks, on_first_rank
 from forge.errors import NO_CHECKPOINT, UserError
+from forge.files import read_json
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -70,9 +72,17 @@ def _read_files(folder: Path) -> tuple[dict[str, Any], str | None]:
             raise UserError(message, NO_CHECKPOINT)
         for name, expected in manifest["files"].items():
             with _reading(name):
-                size = (folder / name).stat().st_size
-            if size != expected["size"]:
-                raise Damaged(f"{name} has {size} bytes instead of {expected['size']}")
+                status = (folder / name).stat()
+            if not stat.S_ISREG(status.st_mode):
+                raise Damaged(f"{name} is not a regular file")
+            if status.st_size != expected["size"]:
+                raise Damaged(f"{name} has {status.st_size} bytes instead of {expected['size']}")
+        # A pipe or a device blocks its reader, listed or not.
+        for root, _, names in os.walk(folder):
+            for path in (Path(root, name) for name in names):
+                name = path.relative_to(folder).as_posix()
+                if name not in manifest["files"] and path.exists() and not path.is_file():
+                    raise Damaged(f"{name} is not a regular file")
     except Damaged as error:
         return {}, str(error)
     return manifest["files"], None
@@ -143,8 +153,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """Return the manifest of a checkpoint. Raises `Damaged` if it is not as it was written. Not collective."""
     try:
         with _reading(MANIFEST):
+            if (folder / MANIFEST).exists() and not (folder / MANIFEST).is_file():
+                raise Damaged(f"{MANIFEST} is not a regular file")
             text = (folder / MANIFEST).read_text("utf-8")
-        manifest = json.loads(text)
+        manifest = read_json(text)
         body = {key: value for key, value in manifest.items() if key != "digest"}
     except (ValueError, AttributeError) as error:
         raise Damaged(f"{MANIFEST} cannot be read: {error}") from error

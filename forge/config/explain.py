@@ -139,6 +139,8 @@ def _wrong(path: KeyPath, field: FieldInfo, value: Any, reason: str) -> str:
         text += f'; did you mean "{close}"?'
     if isinstance(value, float) and value.is_integer() and "integer" in text:
         text += f"; write {int(value)}"
+    if value in ("True", "False") and "true or false" in text:
+        text += f"; write {value.lower()}"
     return f"{text}; {reason}" if reason else text
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Collection
 from functools import cache
 from typing import Any
 
@@ -10,9 +11,34 @@ from pydantic import ConfigDict, create_model
 
 from forge.config.schema import Config, OptimizerConfig
 from forge.config.section import Section
+from forge.errors import UserError
 from forge.imports import load_class
 
 OPTIMIZER_METHODS = ("step", "tensors", "state", "load_state")
+
+
+def import_paths(config: Config) -> dict[str, str]:
+    """Return key -> import path for every class and function that a configuration names."""
+    named = {
+        "model.kind": [config.model.kind],
+        "optimizer.name": [config.optimizer.name],
+        "parallel.tp_plan": [config.parallel.tp_plan],
+        "train.hooks": config.train.hooks,
+    }
+    return {key: path for key, paths in named.items() for path in paths if ":" in path}
+
+
+def require_trust(config: Config, source: str, keys: Collection[str] | None = None) -> None:
+    """Raise UserError if a configuration names import paths. source: the opened file. keys: that are imported; None: all.
+
+    Importing a module runs its code, so a folder from someone else may not choose the module.
+    """
+    for key, path in import_paths(config).items():
+        if keys is None or key in keys:
+            raise UserError(
+                f'{source}: {key} = "{path}" is an import path, and importing it runs its code; if you trust this folder and '
+                "that module, give --trust"
+            )
 
 
 class _Unchecked(Section):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +17,7 @@ from forge.config.keys import item_class, keys, lists, literals, members, sectio
 from forge.config.phases import with_steps
 from forge.config.schema import Config
 from forge.config.section import Section
-from forge.config.toml import from_literal
+from forge.config.toml import from_literal, read_toml
 from forge.errors import UserError, nearest
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -215,6 +214,12 @@ def _find_config(command: CommandLine, problems: list[str]) -> Path | None:
         for path in (folder / given, folder / f"{given}.toml"):
             if path.is_file():
                 return path
+    if given.is_dir():
+        own = f"; it has {given / 'config.toml'}" if (given / "config.toml").is_file() else ""
+        problems.append(
+            f"--config {command.config}: is a folder; give a TOML file{own}, or a name ({shipped})"
+        )
+        return None
     close = nearest(given.name.removesuffix(".toml"), names)
     hint = f"did you mean {close}? " if close else ""
     problems.append(f"--config {command.config}: no such file; {hint}{shipped}")
@@ -232,8 +237,8 @@ def _read_file(path: Path) -> Values:
 
 def _read_text(text: str, source: str) -> Values:
     try:
-        return Values(tomllib.loads(text), source)
-    except tomllib.TOMLDecodeError as error:
+        return Values(read_toml(text), source)
+    except ValueError as error:
         lines = ["", *text.splitlines()]
         match = re.search(r"at line (\d+)", str(error))
         line = lines[min(int(match[1]), len(lines) - 1) if match else -1].strip()

@@ -1,14 +1,26 @@
-"""TOML values, read and written."""
+"""TOML, read and written."""
 
 from __future__ import annotations
 
 import datetime
 import json
 import re
-import tomllib
 from typing import Any
 
+try:
+    from tomli import loads
+except ModuleNotFoundError:
+    from tomllib import loads  # the same code, in Python since 3.11
+
 BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def read_toml(text: str) -> dict[str, Any]:
+    """Parse a TOML document. Raises ValueError with one sentence."""
+    try:
+        return loads(text)
+    except RecursionError:
+        raise ValueError("tables or lists are nested too deeply") from None
 
 
 def to_literal(value: Any) -> str:
@@ -37,8 +49,8 @@ def from_literal(text: str, is_text: bool) -> Any:
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise ValueError("not UTF-8 text")
     try:
-        table = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError as error:
+        table = read_toml(f"value = {text}")
+    except ValueError as error:
         if is_text or text[:1] not in ("[", "{", '"', "'"):
             return text
         reason = re.sub(r" *[(]at .*", "", str(error))

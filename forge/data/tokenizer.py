@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from forge.errors import UserError
-from forge.files import replace_atomically
+from forge.files import read_json, replace_atomically
 
 BYTES = "bytes"
 MODEL_FILE = "tokenizer.model"
@@ -241,7 +241,7 @@ class HuggingFaceTokenizer:
         self._tokenizer.encode_special_tokens = True
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.bos_id, self.eos_id = self._ends()
-        described = json.loads(files[JSON_FILE])
+        described = read_json(files[JSON_FILE])
         model = described["model"]
         unknown = model.get("unk_token")
         self.unk_id = self._tokenizer.token_to_id(unknown) if unknown else model.get("unk_id")
@@ -273,7 +273,7 @@ class HuggingFaceTokenizer:
         settings: dict[str, Any] = {}
         for file in reversed(SETTINGS_FILES):
             try:
-                settings = {**settings, **json.loads(self._files.get(file, b"{}"))}
+                settings = {**settings, **read_json(self._files.get(file, b"{}"))}
             except (ValueError, TypeError) as error:
                 raise UserError(
                     f"tokenizer {self._name}: {file} beside it is not a JSON object: {error}"

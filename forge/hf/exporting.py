@@ -9,12 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from forge.checkpoint import find_damage, read_config
+from forge.checkpoint import read_config
 from forge.checkpoint.loading import TensorReader
 from forge.config import parse_toml_text
 from forge.data.tokenizer import load_tokenizer
-from forge.distributed import RanksFailed, single_process_group
-from forge.errors import NO_CHECKPOINT, UserError
+from forge.errors import UserError
 from forge.files import replace_atomically, sync_folder
 from forge.hf.folder import Conversion, Progress, new_folder, no_progress
 from forge.hf.model_config import choose_architecture, write_model
@@ -43,11 +42,10 @@ def export_weights(
     Raises UserError where the checkpoint is damaged (exit 77), or transformers has no class for its model or no form for
     its tokenizer (exit 2); OSError where `output` cannot be written. After any error `output` does not exist.
     """
-    _verify(checkpoint, progress)
+    reader = TensorReader.verified(checkpoint, lambda done, total: progress("verifying", done, total))
     config = parse_toml_text(read_config(checkpoint), str(checkpoint / "config.toml"), import_classes=False)
     architecture = choose_architecture(config.model)
     weights = [weight for weight in weights_of(config.model, architecture) if weight.theirs]
-    reader = TensorReader(checkpoint)
     saved = reader.tensors()
     planned: list[Planned] = []
     for weight in weights:
@@ -88,17 +86,6 @@ def export_weights(
         partial.rename(output.absolute())
         sync_folder(output.absolute().parent)
     return Conversion(architecture.name, with_tokenizer)
-
-
-def _verify(checkpoint: Path, progress: Progress) -> None:
-    """Hash the whole checkpoint, so that what is exported is what was saved."""
-    try:
-        with single_process_group():
-            damage = find_damage(checkpoint, report=lambda done, total: progress("verifying", done, total))
-    except RanksFailed as error:
-        raise UserError(f"{checkpoint}: {error}", NO_CHECKPOINT) from None
-    if damage is not None:
-        raise UserError(f"{checkpoint}: is damaged: {damage}", NO_CHECKPOINT)
 
 
 def _tensors(weights: list[Weight], reader: TensorReader, planned: list[Planned]) -> Iterator[Tensor]:

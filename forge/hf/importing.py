@@ -20,6 +20,7 @@ from forge.config import Config, parse_toml_text, to_toml
 from forge.config.toml import to_literal
 from forge.distributed import RanksFailed, single_process_group
 from forge.errors import FAILED, UserError
+from forge.files import read_json
 from forge.hf.architectures import ENDS
 from forge.hf.float8 import Scaled, with_scales
 from forge.hf.folder import Conversion, Progress, new_folder, no_progress
@@ -46,7 +47,7 @@ def import_weights(source: Path, output: Path, *, progress: Progress = no_progre
     files = import_files(source)
     described = source / "config.json"
     try:
-        values = json.loads(described.read_text("utf-8"))
+        values = read_json(described.read_text("utf-8"))
         if not isinstance(values, dict):
             raise ValueError("not an object")
     except OSError as error:
@@ -56,6 +57,10 @@ def import_weights(source: Path, output: Path, *, progress: Progress = no_progre
     architecture = architecture_of(values, described)
     stored, values = _dequantized(find_tensors(source), values, described)
     model = read_model(values, architecture, described)
+    if model["n_layers"] > len(stored):
+        raise UserError(
+            f"{described}: asks for {model['n_layers']} layers, and the folder has {len(stored)} tensors"
+        )
     # Transformers writes the number of modules, but not their tensors.
     if architecture.predicts_ahead and (depth := modules_ahead(stored, model["n_layers"])):
         model["mtp"] = {"depth": depth}

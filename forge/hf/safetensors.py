@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from forge.errors import UserError
+from forge.files import read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -70,7 +71,7 @@ def find_tensors(folder: Path) -> dict[str, Stored]:
         )
         raise UserError(f"{folder}: has neither {SINGLE} nor {INDEX}{remedy}")
     try:
-        places = json.loads(index.read_text("utf-8"))["weight_map"]
+        places = read_json(index.read_text("utf-8"))["weight_map"]
         if not all(Path(file).name == file for file in places.values()):
             raise ValueError("it names a file outside the folder")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -91,7 +92,7 @@ def read_header(file: Path) -> dict[str, Stored]:
             length = int.from_bytes(stream.read(8), "little")
             if size < 8 or length > min(size - 8, _LARGEST_HEADER):
                 raise UserError(f"{file}: is cut off within its header, or is not a safetensors file")
-            header = json.loads(stream.read(length))
+            header = read_json(stream.read(length))
         header.pop("__metadata__", None)
         begin = end = 8 + length
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):

@@ -18,6 +18,7 @@ from forge.data.tokenizer import (
     SentencePieceTokenizer,
 )
 from forge.errors import UserError
+from forge.files import read_json
 
 Json: TypeAlias = dict[str, Any]
 Ends: TypeAlias = tuple[str | None, str | None]
@@ -89,7 +90,7 @@ def _with_begin(files: dict[str, bytes], name: str) -> bytes:
     begin = HuggingFaceTokenizer(files, name).bos_id
     if HuggingFaceTokenizer({JSON_FILE: files[JSON_FILE]}, name).bos_id == begin:
         return files[JSON_FILE]
-    described = json.loads(files[JSON_FILE])
+    described = read_json(files[JSON_FILE])
     steps = described.get("post_processor") or {"type": "Sequence", "processors": []}
     steps = steps["processors"] if steps["type"] == "Sequence" else [steps]
     steps = [step for step in steps if step["type"] == "ByteLevel"]  # the others add tokens
@@ -105,7 +106,7 @@ def _with_begin(files: dict[str, bytes], name: str) -> bytes:
 
 def _vocab_size(described: Path) -> int:
     try:
-        tokenizer = json.loads(described.read_text("utf-8"))
+        tokenizer = read_json(described.read_text("utf-8"))
         vocab = tokenizer["model"]["vocab"]
         ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
         return 1 + max([*ids, *(token["id"] for token in tokenizer["added_tokens"])], default=-1)

@@ -12,6 +12,7 @@ import torch
 from forge.checkpoint import read_config
 from forge.checkpoint.commit import Contents, fill_folder
 from forge.checkpoint.loading import TRAINER, TensorReader
+from forge.checkpoint.manifest import MANIFEST
 from forge.checkpoint.tensors import ShardTensor
 from forge.config import Config, parse_toml_text
 from forge.distributed import RanksFailed, single_process_group
@@ -29,18 +30,21 @@ def average(paths: Sequence[Path], output: Path, *, ema: bool = False) -> int:
     Sums are float64, results have the dtypes of the last checkpoint, whose config, tokenizer and counters of routers come
     along.
 
-    Raises UserError if a folder is no checkpoint or has no such means, if the models differ, or if `output` exists.
+    Each checkpoint is verified before it is read.
+
+    Raises UserError if a folder is no checkpoint, is damaged (exit 77) or has no such means, if the models differ, or if
+    `output` exists.
     """
     if output.exists():
         raise UserError(f"{output}: exists already; choose another folder or remove it")
-    readers = [TensorReader(path) for path in paths]
-    try:
-        configs = [parse_toml_text(read_config(path), str(path), import_classes=False) for path in paths]
-        known = readers[-1].tensors()
-    except OSError as error:
-        raise UserError(
-            f"{error.filename}: {error.strerror}; needed: the folder of a checkpoint, step-..."
-        ) from None
+    for path in paths:
+        if not (path / MANIFEST).is_file():
+            raise UserError(
+                f"{path}: has no {MANIFEST}; needed: the folder of a complete checkpoint, step-..."
+            )
+    readers = [TensorReader.verified(path) for path in paths]
+    configs = [parse_toml_text(read_config(path), str(path), import_classes=False) for path in paths]
+    known = readers[-1].tensors()
     _require_one_model(paths, configs)
     for path, reader in zip(paths, readers, strict=True) if ema else ():
         have = reader.tensors()

@@ -10,9 +10,12 @@ from typing import Any
 import torch
 
 from forge.checkpoint import find_checkpoint, find_damage, load, read_config
+from forge.checkpoint.fitting import compare, refuse_misfits
 from forge.checkpoint.folders import step_name, steps
-from forge.checkpoint.manifest import read_manifest
+from forge.checkpoint.loading import TensorReader
+from forge.checkpoint.manifest import MANIFEST, Damaged, read_manifest
 from forge.config import Config, parse_toml_text
+from forge.config.extensions import require_trust
 from forge.data.tokenizer import Tokenizer, load_tokenizer
 from forge.distributed import RanksFailed, single_process_group
 from forge.errors import NO_CHECKPOINT, UserError
@@ -43,14 +46,16 @@ def open_checkpoint(
     compute: str | None = None,
     context: int | None = None,
     verify: bool = True,
+    trust: bool = False,
 ) -> TrainedModel:
     """Open the model at `path`: a run's folder, its checkpoints folder, one checkpoint, or an imported folder.
 
     Of several checkpoints the newest intact one is opened; a damaged one is skipped with a warning and left unchanged.
     Without `verify` the files with tensors are compared by name and size only. `compute` (float32, ...) and `context`
-    (tokens) override precision.compute and train.seq_len. Routing has no noise and no capacity limit.
+    (tokens) override precision.compute and train.seq_len. Routing has no noise and no capacity limit. trust: import the class
+    that its model.kind may name.
 
-    Raises UserError: exit 2 if there is no checkpoint or its config is invalid, 77 if none is intact.
+    Raises UserError: exit 2 if there is no checkpoint, its config is invalid or needs trust; 77 if none is intact.
     """
     found = _find_undamaged(Path(path), verify)
     try:
@@ -58,8 +63,10 @@ def open_checkpoint(
     except OSError as error:
         raise UserError(f"checkpoint {found}: config.toml cannot be read: {error.strerror}") from None
     config = parse_toml_text(text, str(found / "config.toml"), import_classes=False)
+    if not trust:
+        require_trust(config, str(found / "config.toml"), ["model.kind"])
     config = _for_inference(config, compute, context)
-    model = _build(config, device)
+    model = _build(config, device, found)
     with single_process_group():
         state = model.state_dict()
         load(found, {f"model.{name}": (Shard.whole(name, values), values) for name, values in state.items()})
@@ -69,6 +76,10 @@ def open_checkpoint(
 
 
 def _find_undamaged(path: Path, verify: bool) -> Path:
+    if (path / "config.json").is_file() and not (path / MANIFEST).exists():
+        raise UserError(
+            f"{path}: is a folder of transformers; convert it with scripts/convert.py from-hf --input {path} --output FOLDER"
+        )
     newest = find_checkpoint(path)
     candidates = [newest]
     if newest != path:
@@ -78,9 +89,12 @@ def _find_undamaged(path: Path, verify: bool) -> Path:
         try:
             with single_process_group():
                 damage = find_damage(candidate, contents=verify)
-            if damage is None:
-                return candidate
-            problems.append(f"checkpoint {candidate} is damaged: {damage}")
+            if damage is not None:
+                raise Damaged(damage)
+            TensorReader(candidate).index()
+            return candidate
+        except Damaged as error:
+            problems.append(f"checkpoint {candidate} is damaged: {error}")
         except RanksFailed as error:
             problems.append(f"checkpoint {candidate}: {error}")
         if len(candidates) > len(problems):
@@ -99,9 +113,22 @@ def _for_inference(config: Config, compute: str | None, context: int | None) -> 
     return config.model_copy(update={"model": model, "precision": precision, "train": train})
 
 
-def _build(config: Config, device: torch.device) -> Any:
-    """The model with uninitialised weights, each in the dtype in which training computes with it."""
+def _build(config: Config, device: torch.device, found: Path) -> Any:
+    """Return the model with uninitialised weights, each in the dtype in which training computes with it.
+
+    Raises UserError before it allocates anything if the checkpoint `found` has other tensors than its config.
+    """
+    index = TensorReader(found).index()
+    if config.model.n_layers > len(index.state_dict_metadata):
+        raise UserError(
+            f"{found}: config.toml has model.n_layers = {config.model.n_layers}, and the checkpoint has "
+            f"{len(index.state_dict_metadata)} tensors"
+        )
     model = build_meta_model(config)
+    state = {
+        f"model.{name}": (Shard.whole(name, values), values) for name, values in model.state_dict().items()
+    }
+    refuse_misfits(found, index, [compare(index, state)], ())
     compute = DTYPES[config.precision.compute]
     _, dtypes = plan_units(model, config.precision)
     cast_at_borders(model, dtypes, compute)

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,7 @@ def setup_logging(rank: int, folder: Path, live: bool = False) -> None:
     except OSError as error:
         logging.getLogger(__name__).warning("no log file for rank %d: %s", rank, error)
         return
-    line = f"%(asctime)s.%(msecs)03d rank {rank} %(levelname)s %(name)s: %(message)s"
-    file.setFormatter(_Redacting(line, "%Y-%m-%d %H:%M:%S"))
+    file.setFormatter(_Dated(f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s"))
     _add(file)
 
 
@@ -81,6 +81,13 @@ class _Redacting(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return redact(super().format(record))
+
+
+class _Dated(_Redacting):
+    """Gives the local time with its offset from UTC, so that logs can be read on another machine."""
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        return datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds")
 
 
 class _Short(_Redacting):

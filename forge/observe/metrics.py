@@ -23,6 +23,7 @@ from forge.observe.router_load import expert_map, load_fields
 from forge.observe.run_directory import RunDirectory
 from forge.observe.tensorboard import Board
 from forge.observe.trackers import Tracker, make_trackers
+from forge.printable import printable
 from forge.redact import redact_all
 from forge.world import World
 
@@ -187,7 +188,7 @@ class MetricsWriter(Hook):
         if self._log is not None:
             self._log.append(step=step, text={name: text})
             self._board.text(step, name, text)
-            log.info("step %d  %s:\n%s", step, name, text)
+            log.info("step %d  %s:\n%s", step, name, printable(text, keep="\n\t"))
 
     def _show(self, step: int, values: Mapping[str, float | None]) -> None:
         self._board.scalars(step, values)

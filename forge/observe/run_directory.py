@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import logging
 import os
@@ -14,12 +12,11 @@ import weakref
 from pathlib import Path
 
 from forge.errors import UserError
+from forge.files import lock
 from forge.observe.json_lines import utc_now
 
 log = logging.getLogger(__name__)
 
-# Errors of flock on a file system without locks (some Lustre and FUSE mounts).
-_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 # More than a file system stores in the inode itself, so that a full disk is noticed.
 _PROBE_BYTES = 64 * 1024
 
@@ -98,7 +95,7 @@ class RunDirectory:
         except OSError:
             return None
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            lock(descriptor, shared=True)
         except BlockingIOError:
             return _holder(descriptor) or "another process"
         except OSError:
@@ -117,7 +114,11 @@ class RunDirectory:
         deadline = time.monotonic() + patience_s
         while True:
             try:
-                return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not lock(descriptor):
+                    log.warning(
+                        "%s: its file system has no locks; a second run there would go unnoticed", self.root
+                    )
+                return
             except BlockingIOError:
                 if time.monotonic() >= deadline:
                     who = _holder(descriptor) or "another process"
@@ -126,12 +127,7 @@ class RunDirectory:
                     ) from None
                 time.sleep(0.05)
             except OSError as error:
-                if error.errno not in _NO_LOCKS:
-                    raise UserError(f"{self._lock_path} cannot be locked: {error.strerror}.") from error
-                log.warning(
-                    "%s: its file system has no locks; a second run there would go unnoticed", self.root
-                )
-                return
+                raise UserError(f"{self._lock_path} cannot be locked: {error.strerror}.") from error
 
 
 def _close_in_child() -> None:

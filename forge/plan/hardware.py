@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +12,7 @@ from annotated_types import Ge
 from pydantic import Field, Strict, ValidationError
 
 from forge.config.section import NonNegativeNumber, Positive, PositiveNumber, Section
+from forge.config.toml import read_toml
 from forge.errors import UserError, did_you_mean
 from forge.observe.hardware import GIB, card_peak_flops
 
@@ -100,12 +100,12 @@ def find_hardware(name: str) -> Hardware:
     known = sorted(path.stem for path in FOLDER.glob("*.toml"))
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name.lower()}.toml"
     try:
-        return Hardware.model_validate(tomllib.loads(path.read_text("utf-8")))
+        return Hardware.model_validate(read_toml(path.read_text("utf-8")))
     except OSError:
         raise UserError(
             f"--hardware {name}: not known; there are {', '.join(known)}, or the path of a TOML file"
             + did_you_mean(name, known)
         ) from None
-    except (ValidationError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValidationError, ValueError) as error:
         first = " ".join(str(error).splitlines()[:3])
         raise UserError(f"--hardware {name}: {path} does not describe hardware: {first}") from error

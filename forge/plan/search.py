@@ -7,7 +7,6 @@ than the best ten by far are never planned, and what is returned is what `--plan
 from __future__ import annotations
 
 import multiprocessing
-import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -20,6 +19,7 @@ import torch
 
 from forge.config import Config
 from forge.config.toml import to_literal
+from forge.cores import cores
 from forge.errors import UserError
 from forge.plan.hardware import Hardware
 from forge.plan.layouts import Changes, Layout, layouts, traceable
@@ -152,7 +152,7 @@ def _choose(left: list[Layout], number: int, *, own: bool) -> list[Layout]:
 @contextmanager
 def _pool(processes: int | None) -> Iterator[Any]:
     """Yield a function that plans layouts, on as many processes as there are cores."""
-    number = processes or min(8, len(os.sched_getaffinity(0)))
+    number = processes or min(8, cores())
     if number == 1:
         yield lambda chosen, hardware: [_attempt(layout, hardware) for layout in chosen]
         return

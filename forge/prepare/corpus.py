@@ -69,17 +69,18 @@ def find_corpus(
     extensions: Sequence[str] = EXTENSIONS,
     max_bytes: int | None = None,
     text_key: str = "text",
+    option: str = "--input",
 ) -> Corpus:
     """Find all files below `inputs`, without copies, and take a sample of `max_bytes` of them (see `sample`).
 
     Directories are walked (hidden ones, __pycache__ and links to directories are skipped) for files with one of the
     `extensions`, compressed (.gz, .zst) or not; of .json files only for those that hold JSON lines. A file named as an
-    input is included whatever its name. Of text files with equal content, and of several paths to one file, only the first
-    is kept.
+    input is included whatever its name. A link in a directory that leads out of it is passed over. Of text files with equal
+    content, and of several paths to one file, only the first is kept. option: of the command line, for messages.
 
     Raises UserError where an input is missing, nothing is found, or a file needs a package that is not installed.
     """
-    files, corpus = _list_files(inputs, extensions, text_key)
+    files, corpus = _list_files(inputs, extensions, text_key, option)
     kept = _drop_copies(files)
     found = taken = sum(file.size for file in kept)
     pieces = [whole(file) for file in kept]
@@ -90,14 +91,14 @@ def find_corpus(
     if not pieces:
         tried = f"; {len(corpus.unreadable)} are unreadable" if corpus.unreadable else ""
         raise UserError(
-            f"--input {' '.join(map(str, inputs))}: no file with text ({', '.join(extensions)}){tried}"
+            f"{option} {' '.join(map(str, inputs))}: no file with text ({', '.join(extensions)}){tried}"
             + "".join(f"; {note}" for note in corpus.notes())
         )
     return corpus
 
 
 def _list_files(
-    inputs: Sequence[str | Path], extensions: Sequence[str], text_key: str
+    inputs: Sequence[str | Path], extensions: Sequence[str], text_key: str, option: str
 ) -> tuple[list[File], Corpus]:
     """Return the files, and a corpus that has only what is not read."""
     files: list[File] = []
@@ -110,15 +111,18 @@ def _list_files(
             continue
         root = Path(given)
         if not root.exists():
-            raise UserError(f"--input {given}: no such file or directory")
+            raise UserError(f"{option} {given}: no such file or directory")
         if not os.access(root, os.R_OK):
-            raise UserError(f"--input {given}: cannot be read (permission denied)")
-        is_named = root.is_file()
+            raise UserError(f"{option} {given}: cannot be read (permission denied)")
+        is_named, inside = root.is_file(), os.path.join(os.path.realpath(root), "")
         for path, key in [(str(root), root.name)] if is_named else _walk(root, corpus.unreadable):
             if not is_named and not key.endswith(endings):
                 corpus.passed_over[_extension(key)] += 1
                 continue
             real = os.path.realpath(path)
+            if not is_named and not real.startswith(inside):
+                corpus.passed_over["links out of the folder"] += 1
+                continue
             if real in seen:
                 continue
             seen.add(real)
@@ -202,7 +206,7 @@ def _drop_copies(files: list[File]) -> list[File]:
                 with open_binary(file.path) as content:
                     digest = hashlib.file_digest(content, "sha256").digest()
             except OSError:
-                digest = file.path.encode()  # reported when its document is read
+                digest = os.fsencode(file.path)  # reported when its document is read
             if digest in seen:
                 continue
             seen.add(digest)

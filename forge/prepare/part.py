@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from array import array
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO, TypeAlias
+from typing import BinaryIO, TypeAlias, TypeVar
 
 import numpy as np
 from pydantic import BaseModel
@@ -23,16 +23,21 @@ from pydantic import BaseModel
 from forge.data.format import token_dtype
 from forge.data.tokenizer import Tokenizer, load_tokenizer
 from forge.errors import UserError
+from forge.files import lock
 from forge.prepare.documents import Bad, Document, read_documents
+from forge.prepare.inputs import Content, content_of, stamp_of
 from forge.prepare.long_text import TextPart, digest_of, read_part, slices
-from forge.prepare.quality import Quality, add_counts
+from forge.prepare.quality import FilterFailed, Quality, add_counts
 from forge.prepare.sample import Piece
 from forge.prepare.traits import Traits
+from forge.printable import printable
 
 TRAIN, VALIDATION = "train", "validation"
 NOTHING = Quality()
+MAX_BAD_FRACTION = 0.01  # of documents that are unreadable, unless the user allows more
 SHOWN = 5  # bad documents that are reported one by one
 Chunk: TypeAlias = list[Piece | TextPart]
+T = TypeVar("T")
 tokenizer_of = lru_cache(maxsize=1)(load_tokenizer)  # once in each worker process
 
 
@@ -40,7 +45,7 @@ class Tally(BaseModel):
     """Numbers of documents of a chunk, or of all; `lost`: files of which an unknown number of documents is unreadable.
 
     `unknown`: tokens that stand for text outside the tokenizer's vocabulary, of `tokens` in all. `left_out`:
-    documents that are good and not wanted, by reason.
+    documents that are good and not wanted, by reason. `stamp`, `content`: identity of a chunk's input (inputs.py).
     """
 
     documents: int = 0
@@ -51,6 +56,8 @@ class Tally(BaseModel):
     lost: list[Bad] = []
     left_out: dict[str, int] = {}
     text_bytes: dict[str, int] = {TRAIN: 0, VALIDATION: 0}
+    stamp: str = ""
+    content: str = ""
 
     def add(self, other: Tally) -> None:
         self.documents += other.documents
@@ -64,8 +71,28 @@ class Tally(BaseModel):
             self.text_bytes[split] += size
 
     def add_bad(self, document: Bad) -> None:
+        document = document._replace(where=printable(document.where))  # a file's name may not be UTF-8
         lost = [document] if document.many else []
         self.add(Tally(documents=1, bad=1, examples=[document], lost=lost))
+
+    def require_readable(self, allowed: float, remedy: str) -> None:
+        """Print the first bad documents. Raises UserError if more than a fraction of `allowed` is bad, or any is lost."""
+        if not self.bad:
+            return
+        print(f"{self.bad} of {self.documents} documents are bad and left out:", file=sys.stderr)
+        for where, reason, _ in self.examples:
+            print(f"  {where}: {reason}", file=sys.stderr)
+        if self.lost:
+            where, reason, _ = self.lost[0]
+            raise UserError(
+                f"{where}: {reason}; an unknown number of documents is lost with it: repair it, remove it from the input, or "
+                f"name another --text-key; {remedy}"
+            )
+        if self.bad > allowed * self.documents:
+            raise UserError(
+                f"{self.bad} of {self.documents} documents are bad, the first {self.examples[0].where}: "
+                f"{self.examples[0].reason}; repair the input, or name another --text-key; {remedy}"
+            )
 
 
 def split_of(digest: bytes, holdout: float) -> str:
@@ -84,37 +111,64 @@ class Encoding:
     quality: Quality = NOTHING
 
 
+def hash_chunk(_number: int, chunk: Chunk, how: Encoding) -> str:
+    """Return the hash of the documents of a chunk."""
+    return content_of(chunk, tokenizer_of(how.tokenizer), how.text_key, how.quality.metadata)
+
+
+def is_stamped(chunk: Chunk, number: int, parts: Path) -> bool:
+    """Whether the part of a chunk exists and the chunk's files are unchanged since, by their stamp."""
+    path = part_path(parts, number)
+    return path.exists() and read_tally(path).stamp == stamp_of(chunk)
+
+
+def _is_of(chunk: Chunk, number: int, how: Encoding) -> bool:
+    """Whether the part of a chunk exists and was made from the documents that the chunk has now."""
+    if is_stamped(chunk, number, how.parts):
+        return True
+    path = part_path(how.parts, number)
+    return path.exists() and read_tally(path).content == hash_chunk(number, chunk, how)
+
+
 def encode_chunk(number: int, chunk: Chunk, how: Encoding) -> None:
-    """Make the part of a chunk, unless another process does. Memory does not grow with it: tokens go to disk as they come."""
-    with open(how.parts / f"part-{number:05d}.lock", "w") as lock:
+    """Make the part of a chunk, unless it is made from this input already or another process makes it.
+
+    Memory does not grow with the chunk: tokens go to disk as they come.
+    """
+    with open(how.parts / f"part-{number:05d}.lock", "w") as file:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(file.fileno())
         except BlockingIOError:
             return
-        if not part_path(how.parts, number).exists():
+        if not _is_of(chunk, number, how):
             _make(number, chunk, how)
 
 
-def encode_chunks(
-    numbers: list[int], chunks: list[Chunk], how: Encoding, workers: int, advance: Callable[[int], None]
-) -> None:
-    """Make the parts of chunks in `workers` processes; `advance` is called with the number of each that is done.
+def for_chunks(
+    work: Callable[[int, Chunk, Encoding], T],
+    numbers: list[int],
+    chunks: list[Chunk],
+    how: Encoding,
+    workers: int,
+    advance: Callable[[int], None],
+) -> dict[int, T]:
+    """Call `work` on chunks in `workers` processes; return its results by number. advance: called after each chunk.
 
     Raises UserError when a worker was killed.
     """
-    workers = min(workers, len(numbers))
+    workers, results = min(workers, len(numbers)), dict[int, T]()
     if workers <= 1:
         for number in numbers:
-            encode_chunk(number, chunks[number], how)
+            results[number] = work(number, chunks[number], how)
             advance(number)
     else:
         context = multiprocessing.get_context("spawn")  # forking a process that has threads is not safe
         with ProcessPoolExecutor(workers, context) as pool:
             with _ignoring_interrupts():
-                futures = {pool.submit(encode_chunk, n, chunks[n], how): n for n in numbers}
+                futures = {pool.submit(work, n, chunks[n], how): n for n in numbers}
             try:
                 for future in as_completed(futures):
-                    future.result()
+                    results[futures[future]] = future.result()
                     advance(futures[future])
             except BrokenProcessPool:
                 raise UserError(
@@ -125,6 +179,7 @@ def encode_chunks(
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
+    return results
 
 
 @contextmanager
@@ -146,7 +201,7 @@ def _ignoring_interrupts() -> Iterator[None]:
 
 def _make(number: int, chunk: Chunk, how: Encoding) -> None:
     tokenizer = tokenizer_of(how.tokenizer)
-    tally, starts = Tally(), {}
+    tally, starts = Tally(stamp=stamp_of(chunk)), {}
     with ExitStack() as files:
         tokens = {
             split: _Tokens(tokenizer, files.enter_context(open(tokens_path(how.parts, number, split), "wb")))
@@ -170,20 +225,35 @@ def _encode(
 ) -> None:
     """Add the documents of a chunk to the tokens and traits of their splits, and to the tally."""
     tokenizer, quality, text_key = tokenizer_of(how.tokenizer), how.quality, how.text_key
+    content = Content()
+
+    def hashed(texts: Iterable[str]) -> Iterator[str]:
+        for text in texts:
+            content.add(text)
+            yield text
+
     for piece in chunk:
         if isinstance(piece, TextPart):
             tally.documents += piece.is_first
             tally.text_bytes[piece.split] += tokens[piece.split].add(
-                read_part(piece, tokenizer), begins=piece.is_first, ends=piece.is_last
+                hashed(read_part(piece, tokenizer)), begins=piece.is_first, ends=piece.is_last
             )
             continue
-        for document in read_documents(piece, text_key, quality.metadata):
+        for number, document in enumerate(read_documents(piece, text_key, quality.metadata), 1):
+            content.add(document)
             if isinstance(document, Bad):
                 tally.add_bad(document)
                 continue
             tally.documents += 1
             metadata = document.metadata if isinstance(document, Document) else {}
-            if (why := quality.reason(document, metadata, text_key)) is not None:
+            try:
+                why = quality.reason(document, metadata, text_key)
+            except FilterFailed as error:
+                begin = f" from byte {piece.begin} on" if piece.begin else ""
+                where = f"document {number} of {printable(piece.file.key)}{begin}"
+                begins = f"which begins {document[:60]!r}"
+                raise UserError(f"--filter {quality.filter}: failed on {where}, {begins}: {error}") from error
+            if why is not None:
                 add_counts(tally.left_out, [(why, 1)])
                 continue
             digest = digest_of(document.encode())
@@ -191,6 +261,7 @@ def _encode(
             size = tokens[split].add(slices(document, tokenizer))
             tally.text_bytes[split] += size
             traits[split].add(document, metadata, digest, size)
+    tally.content = content.hexdigest()
 
 
 class _Tokens:
@@ -247,6 +318,11 @@ def part_path(parts: Path, number: int) -> Path:
 def tokens_path(parts: Path, number: int, split: str) -> Path:
     """The token ids that a chunk adds to a split."""
     return parts / f"part-{number:05d}-{split}.bin"
+
+
+def read_tally(path: Path) -> Tally:
+    with np.load(path) as part:
+        return Tally.model_validate_json(part["tally"].tobytes())
 
 
 def read_tokens(path: Path, vocab_size: int) -> np.ndarray:

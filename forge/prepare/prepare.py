@@ -12,7 +12,6 @@ is missing.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -30,36 +29,46 @@ from forge.data.format import INDEX, DatasetIndex, TokenDataset
 from forge.data.packing import Kind
 from forge.data.tokenizer import Tokenizer
 from forge.errors import UserError
-from forge.files import replace_atomically
+from forge.files import lock, replace_atomically
 from forge.observe.progress import ProgressLine, format_duration
 from forge.prepare.corpus import EXTENSIONS, Corpus, find_corpus
 from forge.prepare.documents import Bad
+from forge.prepare.inputs import stamp_of
 from forge.prepare.long_text import TextPart, check_text, text_parts
 from forge.prepare.pack import describe_plan, pack
 from forge.prepare.part import (
+    MAX_BAD_FRACTION,
     NOTHING,
     TRAIN,
     VALIDATION,
     Chunk,
     Encoding,
     Tally,
-    encode_chunks,
+    encode_chunk,
+    for_chunks,
+    hash_chunk,
+    is_stamped,
     part_path,
+    read_tally,
     read_tokens,
     split_of,
     tokenizer_of,
     tokens_path,
 )
-from forge.prepare.quality import Quality, add_counts
+from forge.prepare.quality import Quality, add_counts, decontaminate_content, filter_code, known_ngrams
 from forge.prepare.sample import Piece
 from forge.prepare.traits import find_duplicates, metadata_lines, select, text_bytes
 from forge.prepare.writer import ShardWriter
-from forge.remote import is_url, version_of
+from forge.printable import printable
+from forge.remote import is_url
 
 _PARTS = ".parts"
 METADATA = "metadata.jsonl"
 Kept: TypeAlias = dict[tuple[str, int], np.ndarray]
-_VERSION = 3  # of the way in which a corpus is cut into parts
+_VERSION = 4  # of the way in which a corpus is cut into parts
+# Options as a user knows them, where they have another name.
+_NAMES = {"filter_code": "code of --filter", "decontaminate_content": "content of --decontaminate"}
+_REMEDY = "choose another --output or delete it"
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,7 @@ class Request:
     max_bytes: int | None = None
     text_key: str = "text"
     extensions: tuple[str, ...] = EXTENSIONS
-    max_bad_fraction: float = 0.01
+    max_bad_fraction: float = MAX_BAD_FRACTION
     part: tuple[int, int] | None = None
     """(k, n): tokenize only the k-th (from 1) of n shares of the chunks, and join nothing."""
     packing: Kind | None = None
@@ -95,12 +104,14 @@ def prepare(request: Request) -> list[Path]:
 
     Raises UserError for what the user can correct.
     """
-    tokenizer_of.cache_clear()  # the file may have changed since the last call
+    for cached in (tokenizer_of, known_ngrams):
+        cached.cache_clear()  # the files may have changed since the last call
     tokenizer = tokenizer_of(request.tokenizer)
     options = _options(request, tokenizer)
     done = _finished_targets(request, options)
     parts = request.output / _PARTS
     if len(done) == len(request.targets):
+        _check_input(request, tokenizer)
         shutil.rmtree(parts, ignore_errors=True)  # left if the last run was interrupted at its very end
         for folder in request.targets.values():
             print(f"{folder}: already prepared, {_describe(TokenDataset(folder).index)}")
@@ -111,11 +122,9 @@ def prepare(request: Request) -> list[Path]:
             "marks where one ends and the next begins; data.document_mask = true keeps them apart in attention",
             file=sys.stderr,
         )
-    corpus = find_corpus(request.inputs, request.extensions, request.max_bytes, request.text_key)
+    chunks, corpus = _find_chunks(request, tokenizer)
     for note in corpus.notes():
         print(note, file=sys.stderr, flush=True)
-    # What is decided by a text as a whole needs it in one piece.
-    chunks, corpus = _cut(corpus, tokenizer, request.holdout, cut_texts=not request.quality.is_on)
     if request.part is not None:
         _prepare_part(request, request.part, options, chunks, parts)
         return []
@@ -123,11 +132,15 @@ def prepare(request: Request) -> list[Path]:
         _match_plan(parts, options, chunks)
         _encode_missing(request, chunks, parts, range(len(chunks)))
         tally = _check_tally(request, corpus, len(chunks), parts)
+        found = _identity(read_tally(part_path(parts, number)) for number in range(len(chunks)))
+        for split in done:  # an interrupted run has joined it
+            _require_input(request.targets[split], found)
         kept = _choose(request, parts, len(chunks), tally)
         for split, folder in request.targets.items():
             if split not in done:
                 writer = _join(folder, split, tokenizer, parts, len(chunks), kept, request.quality)
-                origin = {"options": options, "unknown_tokens": tally.unknown, "left_out": tally.left_out}
+                origin: dict[str, Any] = {"options": options, "input": found}
+                origin |= {"unknown_tokens": tally.unknown, "left_out": tally.left_out}
                 index = writer.finish(tally.text_bytes[split], origin)
                 print(f"{folder}: {_describe(index)}")
         shutil.rmtree(parts)
@@ -149,8 +162,8 @@ def _prepare_part(
     """Do this machine's share of the chunks. All machines write to one folder; the same call without `part` joins."""
     number, count = part
     with _locked(parts, shared=True):
-        with open(parts / "plan.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with open(parts / "plan.lock", "w") as file:
+            lock(file.fileno(), wait=True)
             _match_plan(parts, options, chunks, shared=True)
         _encode_missing(request, chunks, parts, range(number - 1, len(chunks), count))
     done = sum(part_path(parts, chunk).exists() for chunk in range(len(chunks)))
@@ -162,15 +175,21 @@ def _prepare_part(
 
 def _options(request: Request, tokenizer: Tokenizer) -> dict[str, Any]:
     """What the result depends on; kept in dataset.json, so that the result of another request is not mistaken for it."""
-    return {
-        "input": [path if is_url(path) else os.path.abspath(path) for path in request.inputs],
+    quality = request.quality
+    options = {
+        "input": [path if is_url(path) else printable(os.path.abspath(path)) for path in request.inputs],
         "tokenizer": tokenizer.fingerprint,
         "holdout": request.holdout,
         "max_bytes": request.max_bytes,
         "text_key": request.text_key,
         "extensions": list(request.extensions),
-        "quality": request.quality.options(),
+        "quality": quality.options(),
     }
+    if quality.filter:
+        options["filter_code"] = filter_code(quality.filter)
+    if quality.decontaminate:
+        options["decontaminate_content"] = decontaminate_content(quality, request.text_key)
+    return options
 
 
 def _finished_targets(request: Request, options: dict[str, Any]) -> set[str]:
@@ -188,12 +207,59 @@ def _finished_targets(request: Request, options: dict[str, Any]) -> set[str]:
             else ["holdout"]
         )
         if split is None or differing:
-            raise UserError(
-                f"{folder}: already holds a dataset prepared with another {', '.join(differing)}; "
-                "choose another --output or delete it"
-            )
+            names = ", ".join(_NAMES.get(key, key) for key in differing)
+            raise UserError(f"{folder}: already holds a dataset prepared with another {names}; {_REMEDY}")
         finished.add(split)
     return finished
+
+
+def _identity(chunks: Iterable[Tally]) -> dict[str, Any]:
+    """Return the identity of an input from those of its chunks, in order."""
+    stamp, content = hashlib.sha256(), hashlib.sha256()
+    for chunk in chunks:
+        stamp.update(chunk.stamp.encode())
+        content.update(chunk.content.encode())
+    return {"version": _VERSION, "stamp": stamp.hexdigest(), "content": content.hexdigest()}
+
+
+def _require_input(folder: Path, found: dict[str, Any]) -> None:
+    """Raise UserError if the dataset in `folder` was made from another input than the one that was `found`."""
+    before = TokenDataset(folder).index.origin.get("input", found)
+    if before["version"] == found["version"] and before["content"] != found["content"]:
+        raise UserError(
+            f"{folder}: already holds a dataset prepared from other content of --input; {_REMEDY}"
+        )
+
+
+def _check_input(request: Request, tokenizer: Tokenizer) -> None:
+    """Check that finished datasets were made from the input as it is now. Raises UserError.
+
+    Documents are read only if a file has another stamp. Without the input, such as after a move, nothing is compared.
+    """
+    if gone := [path for path in request.inputs if not is_url(path) and not os.path.exists(path)]:
+        print(f"--input {gone[0]}: does not exist, so it is not compared with the dataset", file=sys.stderr)
+        return
+    before = [TokenDataset(folder).index.origin.get("input", {}) for folder in request.targets.values()]
+    if {} in before:
+        return  # made by an older version
+    chunks, _ = _find_chunks(request, tokenizer)
+    tallies = [Tally(stamp=stamp_of(chunk)) for chunk in chunks]
+    if all(one["stamp"] == _identity(tallies)["stamp"] for one in before):
+        return
+    how = _encoding(request)
+    hashes = for_chunks(
+        hash_chunk, list(range(len(chunks))), chunks, how, request.workers, lambda number: None
+    )
+    for number, tally in enumerate(tallies):
+        tally.content = hashes[number]
+    for folder in request.targets.values():
+        _require_input(folder, _identity(tallies))
+
+
+def _find_chunks(request: Request, tokenizer: Tokenizer) -> tuple[list[Chunk], Corpus]:
+    corpus = find_corpus(request.inputs, request.extensions, request.max_bytes, request.text_key)
+    # What is decided by a text as a whole needs it in one piece.
+    return _cut(corpus, tokenizer, request.holdout, cut_texts=not request.quality.is_on)
 
 
 def _cut(corpus: Corpus, tokenizer: Tokenizer, holdout: float, cut_texts: bool) -> tuple[list[Chunk], Corpus]:
@@ -230,23 +296,31 @@ def _locked(parts: Path, shared: bool = False) -> Iterator[None]:
     """Allow one program at a time per output folder, or several with `shared`. The kernel releases the lock at their end."""
     try:
         parts.mkdir(parents=True, exist_ok=True)
-        lock = open(parts / "lock", "w")  # noqa: SIM115
+        file = open(parts / "lock", "w")  # noqa: SIM115
     except OSError as error:
         raise UserError(f"--output {parts.parent}: cannot be written: {error.strerror}") from None
-    with lock:
+    with file:
         try:
-            fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except OSError:
+            if not lock(file.fileno(), shared=shared):
+                print(
+                    f"warning: {parts.parent}: its file system has no locks; a second prepare_data there would go unnoticed",
+                    file=sys.stderr,
+                )
+        except BlockingIOError:
             raise UserError(f"--output {parts.parent}: another prepare_data is writing to it") from None
+        except OSError as error:
+            raise UserError(f"--output {parts.parent}: cannot be locked: {error.strerror}") from None
         yield
 
 
 def _match_plan(parts: Path, options: dict[str, Any], chunks: list[Chunk], shared: bool = False) -> None:
-    """Keep the parts of an interrupted run only if it had these chunks and these options; `shared`: refuse others."""
+    """Keep the parts of an interrupted run only if it had these chunks and these options; `shared`: refuse others.
+
+    `encode_chunk` compares each part with the content of its chunk.
+    """
     digest = hashlib.sha256()
     for number, (file, *places) in ((n, piece) for n, chunk in enumerate(chunks) for piece in chunk):
-        modified = version_of(file.path) if is_url(file.path) else os.stat(file.path).st_mtime_ns
-        digest.update(os.fsencode(f"{number}\0{tuple(file)}\0{places}\0{modified}\n"))
+        digest.update(os.fsencode(f"{number}\0{tuple(file)}\0{places}\n"))
     content = {"options": options, "chunks": digest.hexdigest(), "version": _VERSION}
     plan = json.dumps(content, sort_keys=True).encode()
     path, existing = parts / "plan.json", list(parts.glob("part-*.npz"))
@@ -265,18 +339,23 @@ def _match_plan(parts: Path, options: dict[str, Any], chunks: list[Chunk], share
     replace_atomically(path, plan)
 
 
+def _encoding(request: Request) -> Encoding:
+    return Encoding(
+        request.tokenizer, request.text_key, request.holdout, request.output / _PARTS, request.quality
+    )
+
+
 def _encode_missing(request: Request, chunks: list[Chunk], parts: Path, wanted: Iterable[int]) -> None:
-    missing = [number for number in wanted if not part_path(parts, number).exists()]
+    missing = [number for number in wanted if not is_stamped(chunks[number], number, parts)]
     sizes = {number: sum(piece.size for piece in chunks[number]) for number in missing}
     progress, done = ProgressLine("tokenized", sum(sizes.values())), 0
-    how = Encoding(request.tokenizer, request.text_key, request.holdout, parts, request.quality)
 
     def advance(number: int) -> None:
         nonlocal done
         done += sizes[number]
         progress.update(done)
 
-    encode_chunks(missing, chunks, how, request.workers, advance)
+    for_chunks(encode_chunk, missing, chunks, _encoding(request), request.workers, advance)
     seconds = progress.close()
     if done:
         rate = f"{done / 1e6 / seconds:.1f} MB/s"
@@ -289,33 +368,20 @@ def _check_tally(request: Request, corpus: Corpus, count: int, parts: Path) -> T
     for bad in corpus.unreadable:
         tally.add_bad(bad)
     for number in range(count):
-        with np.load(part_path(parts, number)) as part:
-            found = Tally.model_validate_json(part["tally"].tobytes())
+        found = read_tally(part_path(parts, number))
         tally.add(found)
         if found.lost:
             part_path(parts, number).unlink()  # the file may be readable next time although it did not change
-    if tally.bad:
-        print(f"{tally.bad} of {tally.documents} documents are bad and left out:", file=sys.stderr)
-        for where, reason, _ in tally.examples:
-            print(f"  {where}: {reason}", file=sys.stderr)
     if tally.unknown:
         print(
             f"warning: {tally.unknown:,} of {tally.tokens:,} tokens ({tally.unknown / tally.tokens:.2%}) are unknown ones: "
             "text for which the tokenizer has no tokens, and which is lost",
             file=sys.stderr,
         )
-    if tally.lost:
-        where, reason, _ = tally.lost[0]
-        raise UserError(
-            f"{where}: {reason}; an unknown number of documents is lost with it, so no --max-bad-fraction covers it: "
-            "repair it, or remove it from the input (finished chunks are kept)"
-        )
-    if tally.bad > request.max_bad_fraction * tally.documents:
-        raise UserError(
-            f"{tally.bad} of {tally.documents} documents are bad, the first {tally.examples[0].where}: "
-            f"{tally.examples[0].reason}; --max-bad-fraction allows {request.max_bad_fraction:g}: "
-            "repair the input, or raise it (finished chunks are kept)"
-        )
+    tally.require_readable(
+        request.max_bad_fraction,
+        f"--max-bad-fraction allows {request.max_bad_fraction:g} (finished chunks are kept)",
+    )
     for split, folder in request.targets.items():
         if not tally.text_bytes[split]:
             hint = f", or another --holdout than {request.holdout:g}" if request.holdout else ""

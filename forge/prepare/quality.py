@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -15,6 +17,7 @@ from forge.errors import UserError
 from forge.imports import load_function
 from forge.prepare.corpus import find_corpus
 from forge.prepare.documents import Bad, read_documents
+from forge.printable import printable
 
 PERMUTATIONS, BANDS = 128, 16
 """Documents are compared where all 8 numbers of one of 16 bands of their signatures are equal: at a similarity of 0.8 with a
@@ -23,6 +26,10 @@ SIMILAR = 0.8
 _SHINGLE = 5  # words
 _WORD = re.compile(r"\w+")
 Keep = Callable[[str, Mapping[str, Any]], str | None]
+
+
+class FilterFailed(Exception):
+    """The user's filter raised an exception."""
 
 
 @dataclass(frozen=True)
@@ -53,16 +60,13 @@ class Quality:
         }
 
     def reason(self, text: str, metadata: Mapping[str, Any], text_key: str) -> str | None:
-        """Return why a document is left out whatever the others are, or None. Raises UserError if the filter fails."""
+        """Return why a document is left out whatever the others are, or None. Raises FilterFailed."""
         if self.filter:
+            keep = load_filter(self.filter)
             try:
-                why = load_filter(self.filter)(text, metadata)
-            except UserError:
-                raise
+                why = keep(text, metadata)
             except Exception as error:
-                raise UserError(
-                    f"--filter {self.filter}: failed on a document: {type(error).__name__}: {error}"
-                ) from error
+                raise FilterFailed(f"{type(error).__name__}: {error}") from error
             if why is not None:
                 return f"filter: {why}"
         if self.decontaminate:
@@ -70,6 +74,25 @@ class Quality:
             if not known.isdisjoint(ngrams(text, self.ngram)):
                 return "contaminated"
         return None
+
+
+def filter_code(path: str) -> str:
+    """Return the SHA-256 of the filter's source: its own module, and the module that its import path names.
+
+    Modules that these import are not read.
+    """
+    names = {path.partition(":")[0], getattr(load_filter(path), "__module__", None)}
+    files = {getattr(sys.modules.get(name or ""), "__file__", None) for name in names}
+    digest = hashlib.sha256()
+    for file in sorted(filter(None, files)):
+        digest.update(Path(file).read_bytes())
+    return digest.hexdigest()
+
+
+def decontaminate_content(quality: Quality, text_key: str) -> str:
+    """Return the SHA-256 of the n-grams of the --decontaminate files. Raises UserError if a file is not read."""
+    known = known_ngrams(quality.decontaminate, quality.ngram, text_key)
+    return hashlib.sha256(np.array(sorted(known), np.uint64).tobytes()).hexdigest()
 
 
 @lru_cache(maxsize=1)
@@ -83,12 +106,22 @@ def load_filter(path: str) -> Keep:
 
 @lru_cache(maxsize=1)
 def known_ngrams(files: tuple[str, ...], n: int, text_key: str) -> frozenset[int]:
-    """Return the n-grams of the documents of files; documents with fewer words have none."""
+    """Return the n-grams of the documents of files; documents with fewer words have none.
+
+    Raises UserError if a file cannot be read, or is passed over: a test set that is not read removes nothing.
+    """
     found: set[int] = set()
-    for piece in find_corpus(files, text_key=text_key).pieces:
+    corpus = find_corpus(files, text_key=text_key, option="--decontaminate")
+    for bad in corpus.unreadable:
+        raise UserError(f"--decontaminate {printable(bad.where)}: {bad.reason}")
+    if corpus.passed_over:
+        raise UserError(
+            f"--decontaminate {' '.join(files)}: {corpus.notes()[0]}; name each file itself, or remove the others"
+        )
+    for piece in corpus.pieces:
         for document in read_documents(piece, text_key):
             if isinstance(document, Bad):
-                raise UserError(f"--decontaminate {document.where}: {document.reason}")
+                raise UserError(f"--decontaminate {printable(document.where)}: {document.reason}")
             found.update(ngrams(document, n))
     return frozenset(found)
 

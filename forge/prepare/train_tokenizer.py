@@ -8,13 +8,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 
 from forge.data.tokenizer import MODEL_FILE, SentencePieceTokenizer
 from forge.errors import UserError
 from forge.prepare.corpus import EXTENSIONS, Corpus, find_corpus
 from forge.prepare.documents import Bad, read_documents
+from forge.prepare.part import MAX_BAD_FRACTION, Tally
 
 LEAST_SAMPLE = 32_000_000
 # Measured with 8,000 (32,000) pieces of source code, as the share of pieces that occur fewer than ten times in the sample:
@@ -69,17 +69,11 @@ def train_tokenizer(
             flush=True,
         )
     begin = time.monotonic()
-    bad: list[Bad] = []
-    sentences = _sentences(corpus, text_key, bad)
-    first = next(sentences, None)
-    if first is None:
-        reason = f"the input has no text, such as {bad[0].where}: {bad[0].reason}" if bad else None
-        raise UserError(f"--max-bytes {max_bytes}: {reason or 'the sample holds no document; raise it'}")
-    tokenizer = SentencePieceTokenizer(_train(chain([first], sentences), vocab_size), str(output))
+    if not _require_readable(corpus, text_key):
+        raise UserError(f"--max-bytes {max_bytes}: the sample holds no document; raise it")
+    tokenizer = SentencePieceTokenizer(_train(_sentences(corpus, text_key), vocab_size), str(output))
     tokenizer.save(folder)
-    bad += corpus.unreadable
-    note = f" ({len(bad)} unreadable left out, the first: {bad[0].where}: {bad[0].reason})" if bad else ""
-    print(f"tokenizer: {folder / MODEL_FILE} in {time.monotonic() - begin:.1f} s{note}", file=sys.stderr)
+    print(f"tokenizer: {folder / MODEL_FILE} in {time.monotonic() - begin:.1f} s", file=sys.stderr)
     return tokenizer
 
 
@@ -123,12 +117,31 @@ def _reason(message: str) -> str:
     return "SentencePiece: " + re.sub(r"^.*?\] ?", "", message)
 
 
-def _sentences(corpus: Corpus, text_key: str, bad: list[Bad]) -> Iterator[str]:
-    """Yield groups of whole lines, so that pieces may hold line ends; unreadable documents are appended to `bad`."""
+def _require_readable(corpus: Corpus, text_key: str) -> bool:
+    """Read the sample once and return whether it has text. Raises UserError where too much of it is unreadable.
+
+    SentencePiece reads all sentences before it trains, and no error leaves its loop over them.
+    """
+    tally = Tally()
+    for bad in corpus.unreadable:
+        tally.add_bad(bad)
     for piece in corpus.pieces:
         for document in read_documents(piece, text_key):
             if isinstance(document, Bad):
-                bad.append(document)
+                tally.add_bad(document)
+            else:
+                tally.documents += 1
+    tally.require_readable(
+        MAX_BAD_FRACTION, f"a tokenizer is trained without at most {MAX_BAD_FRACTION:.0%} of them"
+    )
+    return tally.documents > tally.bad
+
+
+def _sentences(corpus: Corpus, text_key: str) -> Iterator[str]:
+    """Yield groups of whole lines, so that pieces may hold line ends. Unreadable documents are left out."""
+    for piece in corpus.pieces:
+        for document in read_documents(piece, text_key):
+            if isinstance(document, Bad):
                 continue
             group: list[str] = []
             size = 0

@@ -213,5 +213,7 @@ def _time(runs: Sequence[RunRecord]) -> Section:
         rows = [[kind, *(seconds.get(kind, 0.0) for seconds in spent.values())] for kind in kinds]
         table = Table("Wall time by kind, in seconds", ["", *spent], rows)
         caption = "Goodput: wall time since the first start, by kind"
-        section.parts.append(Picture(caption, shares("goodput", spent, "seconds"), table, wide=True))
+        section.parts.append(
+            Picture(caption, shares("goodput", spent, "seconds", absent="down"), table, wide=True)
+        )
     return section

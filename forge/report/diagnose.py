@@ -22,7 +22,8 @@ from forge.report.read import RunRecord, read_run
 from forge.report.rules import AGAIN, DIED, MACHINE, RULES, Rule
 from forge.report.stacks import odd_ranks, read_collectives, read_stacks
 
-_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}) rank (\d+) ([A-Z]+) \S+: (.*)")
+# Logs of earlier versions have no offset from UTC: their times are taken for this machine's.
+_LINE = re.compile(r"(\d{4}-\d\d-\d\d[T ][\d:]{8}\.\d{3}(?:[+-]\d\d:\d\d)?) rank (\d+) ([A-Z]+) \S+: (.*)")
 ENDS = ("stopped", "finished", "failed")
 WIDTH, SHOWN = 110, 12
 
@@ -80,8 +81,7 @@ def read_log(path: Path) -> Iterator[tuple[datetime, int, str, str]]:
     with suppress(OSError):
         for line in path.read_text("utf-8", errors="replace").splitlines():
             if match := _LINE.match(line):
-                # Logs have the time of the machine's zone, taken here for this machine's.
-                when = datetime.strptime(match[1], "%Y-%m-%d %H:%M:%S.%f").astimezone(UTC)
+                when = datetime.fromisoformat(match[1]).astimezone(UTC)
                 yield when, int(match[2]), match[3], match[4]
 
 

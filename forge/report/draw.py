@@ -1,6 +1,6 @@
 """Figures as SVG, drawn by matplotlib: those of the page, and those that scripts write as images of their own.
 
-Importing this raises UserError where matplotlib is missing.
+Importing this raises MissingExtra where matplotlib is missing.
 """
 
 from __future__ import annotations
@@ -13,18 +13,21 @@ from typing import Any
 
 import numpy as np
 
-from forge.errors import UserError
+from forge.errors import MissingExtra
+from forge.printable import printable
 from forge.report.read import Points
 
 try:
     import matplotlib
 except ModuleNotFoundError:
-    raise UserError("curves are drawn by matplotlib: pip install 'forge[report]'") from None
+    raise MissingExtra("figures are drawn by matplotlib: pip install 'forge[report]'") from None
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+# Parts of a whole that are no part of it, such as time in which a run was down.
+ABSENT = "#999999"
 # Okabe and Ito's colours, which readers with any colour vision can distinguish; and dashes, for paper.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES = ("-", "--", ":", "-.")
@@ -78,6 +81,11 @@ MARKS = {
 }
 
 
+def _plain(text: str) -> str:
+    """Return a name as matplotlib shows it unchanged: dollars would begin mathematics, and control characters are not XML."""
+    return printable(text).replace("$", r"\$")
+
+
 def curves(
     key: str,
     drawn: Sequence[Curve],
@@ -97,14 +105,14 @@ def curves(
     """
     with matplotlib.rc_context(STYLE):
         outside = len(drawn) > 6
-        figure = _figure(*size, right=1.5 if outside else 0.12)
+        figure = _figure(*size, right=1.5 if outside else 0.12, top=0.22)  # room for a factor such as 1e30
         axes = figure.add_subplot()
         for curve in drawn:
             steps, values = curve.points
             values = [100 * value for value in values] if share else values
             style = {"color": COLORS[curve.color % len(COLORS)], "linestyle": DASHES[curve.run % len(DASHES)]}
             points = {"marker": "o", "markersize": 3} if len(steps) < 20 else {}
-            axes.plot(steps, values, label=curve.name, **style, **points)  # type: ignore[arg-type]
+            axes.plot(steps, values, label=_plain(curve.name), **style, **points)  # type: ignore[arg-type]
         if log and any(value > 0 for curve in drawn for value in curve.points[1]):
             axes.set_yscale("log")
         elif share:
@@ -115,9 +123,9 @@ def curves(
         for name, value in levels:
             axes.axhline(value, color="#888888", linestyle="--", linewidth=1.0)
             at_end = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom", "fontsize": 8}
-            axes.annotate(name, (1.0, value), **at_end)  # type: ignore[arg-type]
-        axes.set_ylabel(unit)
-        axes.set_xlabel(x)
+            axes.annotate(_plain(name), (1.0, value), **at_end)  # type: ignore[arg-type]
+        axes.set_ylabel(_plain(unit))
+        axes.set_xlabel(_plain(x))
         if len(drawn) > 1 or marks:
             place: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)} if outside else {}
             axes.legend(**place)
@@ -163,7 +171,7 @@ def heat_maps(
         norm, colors = _scale(every, log, even)
         image = None
         for place, one in zip(grid.flat, maps, strict=False):
-            place.set_title(one.title)
+            place.set_title(_plain(one.title))
             edges = _edges(one.steps)
             values = np.log2(np.maximum(one.values, 2.0**-4)) if even else one.values
             image = place.pcolormesh(
@@ -178,14 +186,14 @@ def heat_maps(
             )
             place.invert_yaxis()
             shown = range(0, len(one.rows), max(1, -(-len(one.rows) // 16)))
-            place.set_yticks(list(shown), [one.rows[row] for row in shown])
+            place.set_yticks(list(shown), [_plain(one.rows[row]) for row in shown])
             place.xaxis.set_major_locator(MaxNLocator(4, integer=True))
         for place in list(grid.flat)[len(maps) :]:
             place.set_axis_off()
         if image is not None:
             bar = figure.colorbar(image, cax=figure.add_axes((1 - 1.15 / 10.4, 0.25, 0.012, 0.5)))
             bar.ax.minorticks_off()
-            bar.set_label(unit)
+            bar.set_label(_plain(unit))
             if even:
                 bar.set_ticks([-2, -1, 0, 1, 2], labels=["1/4", "1/2", "1", "2", "4"])
         figure.supxlabel("step", fontsize=9)
@@ -211,27 +219,29 @@ def _edges(steps: Sequence[int]) -> np.ndarray:
     return np.concatenate([[centres[0] - (middle[0] - centres[0])], middle, [2 * centres[-1] - middle[-1]]])
 
 
-def shares(key: str, bars: Mapping[str, Mapping[str, float]], unit: str) -> str:
-    """Draw one horizontal bar for each run, of parts that follow each other."""
+def shares(key: str, bars: Mapping[str, Mapping[str, float]], unit: str, absent: str) -> str:
+    """Draw one horizontal bar for each run, of at most seven parts that follow each other, and a grey one, `absent`."""
     names = list(dict.fromkeys(part for parts in bars.values() for part in parts))
     with matplotlib.rc_context(STYLE):
         figure = _figure(10.4, 1.0 + 0.45 * len(bars), left=1.1, top=0.4)
         axes = figure.add_subplot()
         left = np.zeros(len(bars))
-        for number, name in enumerate(names):
+        colored = [name for name in names if name != absent]
+        assert len(colored) <= len(COLORS), f"more parts than colours: {colored}"
+        for name in names:
             widths = np.array([parts.get(name, 0.0) for parts in bars.values()])
             axes.barh(
-                list(bars),
+                list(map(_plain, bars)),
                 widths,
                 left=left,
-                label=name,
+                label=_plain(name),
                 height=0.6,
-                color=COLORS[number % len(COLORS)],
+                color=ABSENT if name == absent else COLORS[colored.index(name)],
                 edgecolor="white",
             )
             left += widths
         axes.invert_yaxis()
-        axes.set_xlabel(unit)
+        axes.set_xlabel(_plain(unit))
         axes.grid(axis="y", visible=False)
         axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=min(8, len(names)))
         return _svg(figure, key)
@@ -252,7 +262,7 @@ def lanes(key: str, drawn: Sequence[Lane]) -> str:
         axes = figure.add_subplot()
         for number, lane in enumerate(drawn):
             color = COLORS[number % len(COLORS)]
-            axes.scatter(lane.minutes, [lane.name] * len(lane.minutes), s=26, color=color, zorder=3)
+            axes.scatter(lane.minutes, [_plain(lane.name)] * len(lane.minutes), s=26, color=color, zorder=3)
         axes.invert_yaxis()
         axes.margins(y=0.12)
         axes.set_xlabel("minutes since the first start")

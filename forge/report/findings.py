@@ -37,7 +37,8 @@ def findings(runs: Sequence[RunRecord]) -> list[str]:
 
 def _end(run: RunRecord) -> str:
     if run.status.get("state") == "failed":
-        return f"The run has failed: {run.status.get('reason')}. scripts/diagnose.py says more."
+        reason = str(run.status.get("reason")).rstrip(".")
+        return f"The run has failed: {reason}. scripts/diagnose.py says more."
     return ""
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from forge.config.toml import read_toml
 from forge.errors import UserError
 from forge.observe.json_lines import read_lines, read_object
 
@@ -70,7 +70,7 @@ def read_run(path: Path) -> RunRecord:
         )
     config: dict[str, Any] = {}
     with suppress(OSError, ValueError):
-        config = tomllib.loads((path / "config.toml").read_text("utf-8"))
+        config = read_toml((path / "config.toml").read_text("utf-8"))
     return RunRecord(
         path,
         path.resolve().name,

@@ -28,6 +28,12 @@ MACHINE = (
     "Look at the machine of the rank that is named: out of memory (dmesg), a fault of its card, a reboot."
 )
 
+# Not within a path or a URL, such as s3://data/SIGIR.
+SIGNAL = r"(?<![\w/.-])SIG(?:TERM|INT|HUP|QUIT|USR1|USR2|XCPU)(?![\w/.-]*/)\b"
+LOST_PEER = (
+    r"[Cc]onnection (?:closed|reset|refused)|(?<![\w/.-])(?:by|remote|the) peer(?![\w/.-])|"
+    r"(?<![\w/.-])peer (?:closed|is gone)"
+)
 DIED = "a rank was killed, or died"
 
 RULES = (
@@ -170,21 +176,20 @@ RULES = (
     ),
     _rule(
         "stopped on request",
-        r"SIG[A-Z0-9]+|resilience\.time_limit_s = |another rank was asked to stop|stopping after this step|"
+        SIGNAL + r"|resilience\.time_limit_s = |another rank was asked to stop|stopping after this step|"
         r"stopped before the first step|leaving at once|is near",
         AGAIN,
         grave=False,
     ),
     _rule(
         "an error in the program on one rank",
-        r"rank \d+ fails in (?!.*(?:[Cc]onnection|gloo|NCCL|peer))",
+        rf"rank \d+ fails in (?!.*(?:[Cc]onnection|gloo|NCCL|{LOST_PEER}))",
         "Read the error. " + AGAIN,
     ),
     # What follows from the death of another rank.
     _rule(
         DIED,
-        r"no answer from ranks? |[Cc]onnection (?:closed|reset|refused)|store through which the ranks met is gone|"
-        r"process through which the ranks met is gone|peer",
+        rf"no answer from ranks? |(?:store|process) through which the ranks met is gone|{LOST_PEER}",
         MACHINE + " " + AGAIN,
     ),
     _rule(

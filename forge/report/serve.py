@@ -1,36 +1,57 @@
-"""Serve the page of runs that are still going, on this machine only."""
+"""Serve the page of runs that are still going, to browsers of this user on this machine."""
 
 from __future__ import annotations
 
+import hmac
 import logging
+import secrets
+import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 log = logging.getLogger(__name__)
 
 
-def make_server(make: Callable[[], str], port: int) -> ThreadingHTTPServer:
-    """Return a server on the loopback interface that makes the page again at each request. port 0: any free one."""
+class PageServer(ThreadingHTTPServer):
+    """Serves one page on the loopback interface, at `url` alone.
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            if self.path != "/":
-                return self.send_error(404)
-            try:
-                page = make().encode()
-            except Exception as error:  # a file may be replaced while it is read: the next request succeeds
-                log.warning("no page: %s: %s", type(error).__name__, error)
-                return self.send_error(
-                    503, "the run's files could not be read; the page is loaded again shortly"
-                )
-            self.send_response(200)
-            self.send_header("Content-Type", "text/html; charset=utf-8")
-            self.send_header("Content-Length", str(len(page)))
-            self.send_header("Cache-Control", "no-store")
-            self.end_headers()
-            self.wfile.write(page)
+    Any user of the machine can connect, and any web page can send a browser there under a name of its own: the path has a
+    random token, and the Host header must name the loopback interface. The page is made by one thread at a time, because
+    matplotlib's settings are global.
+    """
 
-        def log_message(self, *_: object) -> None:
-            """Do not print a line for each request."""
+    def __init__(self, make: Callable[[], str], port: int):
+        super().__init__(("127.0.0.1", port), _Handler)
+        self._make, self._lock = make, threading.Lock()
+        self.path = f"/{secrets.token_urlsafe(16)}/"
+        self.url = f"http://127.0.0.1:{self.server_port}{self.path}"
+        self.hosts = [f"{name}:{self.server_port}" for name in ("127.0.0.1", "localhost")]
 
-    return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    def page(self) -> bytes:
+        with self._lock:
+            return self._make().encode()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: PageServer
+
+    def do_GET(self) -> None:
+        if self.headers.get("Host") not in self.server.hosts:
+            return self.send_error(421)
+        if not hmac.compare_digest(self.path.encode(), self.server.path.encode()):
+            return self.send_error(404)
+        try:
+            page = self.server.page()
+        except Exception as error:  # a file may be replaced while it is read: the next request succeeds
+            log.warning("no page: %s: %s", type(error).__name__, error)
+            return self.send_error(503, "the run's files could not be read; the page is loaded again shortly")
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.send_header("Content-Length", str(len(page)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("Referrer-Policy", "no-referrer")
+        self.end_headers()
+        self.wfile.write(page)
+
+    def log_message(self, *_: object) -> None:
+        """Do not print a line for each request."""

@@ -1,4 +1,4 @@
-"""Run the trials of a sweep as processes of this machine, some at a time; what is done is not done again."""
+"""Run the trials of a sweep as processes on this machine. Finished runs are not repeated."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from forge.errors import STOPPED, UserError
-from forge.sweep.results import Result, result_of, rows, write_table
+from forge.sweep.results import Result, check_runs, result_of, rows, write_table
 from forge.sweep.spec import Sweep, Trial, first_trials, next_trials
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
@@ -22,11 +22,12 @@ PR_SET_PDEATHSIG = 1
 def run_sweep(
     sweep: Sweep, report: Callable[[list[Result]], None], train: Sequence[str] | None = None
 ) -> list[Result]:
-    """Make all runs of the sweep that are not finished; return the results of all rungs. `train`: the command of a run.
+    """Make all runs of the sweep that are not finished; return the results of all rungs. train: the command of a run.
 
-    After each run `table.json` in the sweep's folder is written and `report` called. The table depends on the runs alone, so
-    that of a sweep which was killed and started again is that of one which was not. Raises UserError (exit 75) when a run was
-    stopped or the time is over.
+    After each run write `table.json` to the sweep's folder and call `report`. The table depends only on the runs, so a sweep
+    that is killed and started again ends with the table of an undisturbed one. A failed run is left without a result.
+
+    Raises UserError for a run that was made with other values, and (exit 75) when a run was stopped or the time is over.
     """
     sweep.folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
@@ -58,6 +59,7 @@ def _make(
     began: float,
 ) -> None:
     """Make the runs of one rung."""
+    check_runs(sweep, trials)
 
     def show() -> None:
         results = [*before, *(result_of(sweep, trial) for trial in trials)]
@@ -101,7 +103,8 @@ def _make(
 
 
 def _start(sweep: Sweep, trial: Trial, seed: int, train: Sequence[str]) -> subprocess.Popen[bytes]:
-    environment = dict(os.environ)
+    # The kernel ends the launcher when the sweep dies; with this variable the ranks end with their launcher.
+    environment = os.environ | {"FORGE_END_WITH_LAUNCHER": "1"}
     if sweep.threads:
         environment["OMP_NUM_THREADS"] = str(sweep.threads)
     options = trial.options(sweep, seed)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forge.config import parse_toml_text
+from forge.config.extensions import require_trust
 from forge.errors import UserError
 from forge.model import parameter_counts
 from forge.observe.json_lines import read_lines, read_object
@@ -26,13 +27,18 @@ class Measured:
     loss: float
 
 
-def measure(path: Path, metric: str) -> Measured:
-    """Read a finished run. Raises UserError if it is none, or has no such metric."""
+def measure(path: Path, metric: str, trust: bool = False) -> Measured:
+    """Read a finished run. trust: import the class that its model.kind may name.
+
+    Raises UserError if the run is not finished, has no such metric or needs trust.
+    """
     if read_object(path / "status.json").get("state") != "finished":
         raise UserError(
             f"{path}: is not the directory of a finished run; a law needs losses at the end of a schedule"
         )
     config = parse_toml_text((path / "config.toml").read_text("utf-8"), str(path), import_classes=False)
+    if not trust:
+        require_trust(config, str(path / "config.toml"), ["model.kind"])
     lines = read_lines(path / "metrics.jsonl", "step")
     loss = metric_of(lines, metric)
     if loss is None:
@@ -49,7 +55,10 @@ def measure(path: Path, metric: str) -> Measured:
 
 
 def find_runs(paths: Iterable[Path]) -> list[Path]:
-    """Return run directories: those given, and of a folder of runs (a sweep's) all in it that are finished."""
+    """Return run directories: those given, and the finished ones in folders of runs such as a sweep's.
+
+    Raises UserError for a folder without a finished run.
+    """
     found = []
     for path in paths:
         if (path / "status.json").is_file():
@@ -58,7 +67,10 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
         inside = sorted(file.parent for file in path.glob("*/status.json"))
         if not inside:
             raise UserError(f"{path}: is neither a run directory nor a folder of them")
-        found += [run for run in inside if read_object(run / "status.json").get("state") == "finished"]
+        finished = [run for run in inside if read_object(run / "status.json").get("state") == "finished"]
+        if not finished:
+            raise UserError(f"{path}: none of its {len(inside)} runs is finished; a law needs finished runs")
+        found += finished
     return found
 
 

@@ -1,4 +1,4 @@
-"""The results of the runs of a sweep, read from their directories alone."""
+"""The results of a sweep's runs, read from their directories."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forge.config import load_config
+from forge.config.keys import difference
+from forge.errors import UserError
 from forge.files import replace_atomically
 from forge.observe.json_lines import read_lines, read_object
-from forge.sweep.spec import Sweep, Trial
+from forge.sweep.spec import Sweep, Trial, config_of
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Result:
 
 
 def result_of(sweep: Sweep, trial: Trial) -> Result:
-    """Return what the run directories of a trial, one for each seed, say of it so far."""
+    """Return a trial's result so far. Reads the run directory of each seed, which `check_runs` has checked."""
     values, states, tokens = [], [], 0
     for seed in sweep.seeds:
         path = sweep.folder / trial.run_name(seed)
@@ -53,6 +56,25 @@ def result_of(sweep: Sweep, trial: Trial) -> Result:
         states.append(state)
         values += [value] if value is not None else []
     return Result(trial, values, states, tokens)
+
+
+def check_runs(sweep: Sweep, trials: Iterable[Trial]) -> None:
+    """Check that existing runs of the trials have the trials' configurations. Raises UserError at the first difference.
+
+    A run directory is named by its trial's number, so an edited sweep file finds runs that had other values.
+    """
+    for trial in trials:
+        for seed in sweep.seeds:
+            path = sweep.folder / trial.run_name(seed)
+            if not (path / "config.toml").exists():
+                continue
+            made = load_config(["--config", f"{path}/config.toml"])
+            for key, there, here in difference(made, config_of(sweep, trial, seed)):
+                if key != "run.output_dir":  # the sweep may have been moved
+                    raise UserError(
+                        f"{path}: was made with {key} = {there}, and the sweep has {here}: give the edited sweep another "
+                        "name, or remove this run's folder"
+                    )
 
 
 def metric_of(lines: Sequence[dict[str, Any]], metric: str) -> float | None:

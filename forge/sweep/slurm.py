@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from pathlib import Path
 
 from forge.errors import UserError
-from forge.sweep.local import command
-from forge.sweep.results import result_of
+from forge.sweep.local import TRAIN, command
+from forge.sweep.results import check_runs, result_of
 from forge.sweep.spec import Sweep, Trial, first_trials, next_trials
 
 
@@ -16,6 +17,7 @@ def pending(sweep: Sweep) -> list[tuple[Trial, int]]:
     """Return trial and seed of each run of the present rung that is not finished; empty when all rungs are done."""
     trials = first_trials(sweep)
     while trials:
+        check_runs(sweep, trials)
         results = [result_of(sweep, trial) for trial in trials]
         left = [
             (result.trial, seed)
@@ -32,36 +34,33 @@ def pending(sweep: Sweep) -> list[tuple[Trial, int]]:
 def job_array(sweep: Sweep) -> str:
     """Return a script for sbatch that makes all pending runs, `workers` at a time. Raises UserError if none is pending.
 
-    A task that is stopped, by a time limit for example, is requeued exactly when its status says so.
+    `scripts/slurm/array_task.py` runs a task, requeues it after a stop, and ends with the exit code of its run.
     """
     runs = pending(sweep)
     if not runs:
         raise UserError(
             "all runs of the sweep are finished; without --slurm the same command prints the table"
         )
+    log = shlex.quote(f"{sweep.folder}/slurm-") + "${SLURM_ARRAY_JOB_ID}-${SLURM_ARRAY_TASK_ID}.log"
     lines = [
         "#!/bin/bash",
-        f"#SBATCH --job-name={sweep.name}",
+        f"#SBATCH --job-name={re.sub(r'[^A-Za-z0-9._-]', '-', sweep.name)}",
         f"#SBATCH --array=0-{len(runs) - 1}%{sweep.workers}",
-        f"#SBATCH --output={sweep.folder}/slurm-%A-%a.log",
+        # sbatch has its own quotes and patterns for names of files, so the script opens the log.
+        "#SBATCH --output=/dev/null",
         "#SBATCH --signal=B:TERM@300",
         "#SBATCH --requeue",
-        "#SBATCH --open-mode=append",
-        f"cd {shlex.quote(str(Path.cwd()))}",
+        f"cd {shlex.quote(str(Path.cwd()))} || exit",
+        f"exec >> {log} 2>&1 || exit",
         *([f"export OMP_NUM_THREADS={sweep.threads}"] if sweep.threads else []),
         "case $SLURM_ARRAY_TASK_ID in",
     ]
     for number, (trial, seed) in enumerate(runs):
-        options = trial.options(sweep, seed)
-        lines.append(f"{number}) run={trial.run_name(seed)}; options=({shlex.join(options)});;")
+        options = shlex.join(trial.options(sweep, seed))
+        lines.append(f"{number}) run={trial.run_name(seed)}; options=({options});;")
+    task = shlex.join([sys.executable, str(TRAIN.parent / "scripts" / "slurm" / "array_task.py")])
     lines += [
         "esac",
-        f'{shlex.join(command(sweep))} "${{options[@]}}" &',
-        "trap 'kill -TERM $!' TERM",
-        "wait $!; wait $!",
-        f"status={shlex.quote(str(sweep.folder))}/$run/status.json",
-        f"state=$({shlex.quote(sys.executable)} -c "
-        "'import json, sys; print(json.load(open(sys.argv[1]))[\"state\"])' $status)",
-        'if [ "$state" = stopped ]; then scontrol requeue ${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}; fi',
+        f'exec {task} {shlex.quote(str(sweep.folder))}/$run {shlex.join(command(sweep))} "${{options[@]}}"',
     ]
     return "\n".join(lines) + "\n"

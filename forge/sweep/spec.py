@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import math
 import random
-import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, StringConstraints, ValidationError
 
 from forge.config import Config, load_config
+from forge.config.phases import Phases
 from forge.config.section import Count, ListOf, NonNegativeNumber, Positive, Section, Text
-from forge.config.toml import to_literal
+from forge.config.toml import read_toml, to_literal
 from forge.errors import UserError, did_you_mean
+
+# A name that fits on one line of a script or a terminal.
+Line = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]+$")]
 
 
 class Between(Section):
-    """Values of a key in a random search or a halving: from `low` to `high`, by their logarithms if `log`."""
+    """Range of a key in a random search or a halving. log: draw uniformly in the logarithm."""
 
     low: float
     high: float
@@ -32,9 +35,9 @@ class Sweep(Section):
 
     config: Text
     """The recipe: a path or a name in configs/."""
-    name: Text = "sweep"
+    name: Line = "sweep"
     """Folder of the sweep, which holds a run directory for each trial and seed, within output_dir."""
-    output_dir: Text = "runs"
+    output_dir: Line = "runs"
     """Folder of the sweep's folder."""
     method: Literal["grid", "random", "halving"] = "grid"
     """grid: every combination; random: `trials` draws; halving: as random, of which the best go on to longer runs."""
@@ -43,7 +46,7 @@ class Sweep(Section):
     draw: Count = 0
     """random, halving: seed of the draws."""
     eta: Positive = 3
-    """halving: the best of so many go on, to runs so many times as long."""
+    """halving: keep the best 1/eta of the trials, and train them eta times longer."""
     rungs: Positive = 2
     """halving: how many lengths there are. The last is that of the recipe."""
     seeds: ListOf[Count] = (0,)
@@ -61,7 +64,7 @@ class Sweep(Section):
     threads: Count = 0
     """Threads of each process on a CPU. 0: as the environment has it."""
     budget_tokens: Count = 0
-    """Tokens of all runs together; trials beyond are left out, the last ones first. 0: no limit."""
+    """Tokens of all runs of all rungs together; the last trials are dropped until the rest fits. 0: no limit."""
     budget_minutes: NonNegativeNumber = 0.0
     """Minutes after which no run is started. 0: no limit."""
 
@@ -95,7 +98,7 @@ class Trial:
 def read_sweep(path: Path) -> Sweep:
     """Read a sweep's file and check every trial's configuration. Raises UserError with what is wrong."""
     try:
-        tree = tomllib.loads(path.read_text("utf-8"))
+        tree = read_toml(path.read_text("utf-8"))
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
     except ValueError as error:
@@ -108,6 +111,8 @@ def read_sweep(path: Path) -> Sweep:
             key, message = ".".join(map(str, one["loc"])), one["msg"]
             if one["type"] == "extra_forbidden":
                 message = "no such key" + did_you_mean(key, Sweep.model_fields)
+            elif one["type"] == "string_pattern_mismatch":
+                message = f"{one['input']!r}: must be one line of text without control characters"
             lines.append(f"{key}: {message}")
         raise UserError(f"{path}: {'; '.join(lines)}; docs/recipes.md has an example") from None
     for key, values in sweep.keys.items():
@@ -123,45 +128,63 @@ def read_sweep(path: Path) -> Sweep:
     return sweep
 
 
-def config_of(sweep: Sweep, trial: Trial) -> Config:
-    """Return the configuration of a trial with the first seed. Raises UserError."""
-    return load_config(trial.options(sweep, sweep.seeds[0]))
+def config_of(sweep: Sweep, trial: Trial, seed: int | None = None) -> Config:
+    """Return the configuration of a trial's run. seed: of the run, by default the first. Raises UserError."""
+    return load_config(trial.options(sweep, sweep.seeds[0] if seed is None else seed))
 
 
 def first_trials(sweep: Sweep) -> list[Trial]:
-    """Return the trials that a sweep begins with, as far as its budget of tokens goes; the same for the same file."""
-    steps = max(1, _longest(sweep) // sweep.eta ** (sweep.rungs - 1)) if sweep.method == "halving" else 0
-    made = [Trial(number, values, 0, steps) for number, values in enumerate(_values(sweep))]
+    """Return the trials of the first rung within the budget of tokens. A pure function of the sweep."""
+    steps = _steps_of_rungs(sweep)
+    trials = [Trial(number, values, 0, steps[0]) for number, values in enumerate(_values(sweep))]
     if not sweep.budget_tokens:
-        return made
-    kept, spent = [], 0
-    for trial in made:
-        train = config_of(sweep, trial).train
-        spent += train.steps * train.global_batch_size * train.seq_len * len(sweep.seeds)
-        if spent > sweep.budget_tokens:
-            break
-        kept.append(trial)
-    if not kept:
-        raise UserError(f"budget_tokens = {sweep.budget_tokens}: is less than one trial takes, {spent}")
-    return kept
+        return trials
+    tokens = [[_tokens(sweep, replace(trial, steps=length)) for trial in trials] for length in steps]
+    for number in range(len(trials), 0, -1):
+        if _tokens_of_all(sweep, [rung[:number] for rung in tokens]) <= sweep.budget_tokens:
+            return trials[:number]
+    least = _tokens_of_all(sweep, [rung[:1] for rung in tokens])
+    raise UserError(f"budget_tokens = {sweep.budget_tokens}: is less than one trial takes, {least}")
 
 
 def next_trials(sweep: Sweep, trials: list[Trial], results: dict[int, float]) -> list[Trial]:
-    """Return the trials of the next rung, by the `results` of those of the last one, by number; none after the last rung."""
-    rung = trials[0].rung + 1
-    if sweep.method != "halving" or rung >= sweep.rungs:
+    """Return the trials of the next rung: the best by `results` (trial number -> metric). Empty after the last rung."""
+    rung, steps = trials[0].rung + 1, _steps_of_rungs(sweep)
+    if rung == len(steps):
         return []
     ranked = sorted(
         (trial for trial in trials if trial.number in results), key=lambda t: (results[t.number], t.number)
     )
-    kept = ranked[: max(1, len(trials) // sweep.eta)]
-    steps = _longest(sweep) if rung == sweep.rungs - 1 else trials[0].steps * sweep.eta
-    return [Trial(trial.number, trial.values, rung, steps) for trial in sorted(kept, key=lambda t: t.number)]
+    kept = ranked[: _survivors(sweep, len(trials))]
+    return [replace(trial, rung=rung, steps=steps[rung]) for trial in sorted(kept, key=lambda t: t.number)]
 
 
-def _longest(sweep: Sweep) -> int:
-    """Return the steps of the recipe, which the last rung of a halving has."""
-    return load_config(Trial(0, {}).options(sweep, 0)).train.steps
+def _steps_of_rungs(sweep: Sweep) -> list[int]:
+    """Return the steps of a run in each rung; 0: those of the recipe."""
+    if sweep.method != "halving":
+        return [0]
+    longest = load_config(Trial(0, {}).options(sweep, 0)).train.steps
+    shortest = max(1, longest // sweep.eta ** (sweep.rungs - 1))
+    return [*(shortest * sweep.eta**rung for rung in range(sweep.rungs - 1)), longest]
+
+
+def _survivors(sweep: Sweep, trials: int) -> int:
+    return max(1, trials // sweep.eta)
+
+
+def _tokens(sweep: Sweep, trial: Trial) -> int:
+    """Return the tokens of a trial's runs."""
+    config = config_of(sweep, trial)
+    return Phases(config).tokens_after(config.train.steps) * len(sweep.seeds)
+
+
+def _tokens_of_all(sweep: Sweep, tokens: list[list[int]]) -> int:
+    """Return the tokens of a whole sweep. tokens: of each trial in each rung. The most expensive trials may survive."""
+    total, number = 0, len(tokens[0])
+    for rung in tokens:
+        total += sum(sorted(rung, reverse=True)[:number])
+        number = _survivors(sweep, number)
+    return total
 
 
 def _values(sweep: Sweep) -> Iterator[dict[str, Any]]:

@@ -45,7 +45,7 @@ from forge.train.crash import CrashReporter
 from forge.train.hooks import load_hooks, make_hooks
 from forge.train.mirror import restore_lost
 from forge.train.nodes import report_nodes
-from forge.train.origin import Earlier, read_earlier
+from forge.train.origin import Earlier, read_earlier, refuse_moved_run
 from forge.train.out_of_memory import explaining_exhaustion
 from forge.train.tiers import Tiers
 from forge.train.trainer import Trainer
@@ -77,7 +77,7 @@ def _main(argv: list[str], signals: StopSignals) -> int:
             return FINISHED
         if command.action == "plan":
             return _planner()(config, command) if world.rank == 0 else FINISHED
-        _refuse_moved_run(command, config)
+        refuse_moved_run(command, config)
         config, degrees, fallback = choose_layout(argv, config, world.size)
         join(world)
         code = run(config, degrees, world, signals, fallback)
@@ -215,20 +215,6 @@ def _train(
     stopped = trainer.train(all_hooks)
     reporter.step = trainer.progress.step
     return stopped
-
-
-def _refuse_moved_run(command: CommandLine, config: Config) -> None:
-    """Raise UserError where the command names the config.toml of a run that it would not continue, most often a moved one."""
-    path, target = Path(command.config or ""), Path(config.run.output_dir) / config.run.name
-    home = path.resolve().parent
-    if path.name != "config.toml" or not (home / "status.json").is_file() or home == target.resolve():
-        return
-    if {"run.name", "run.output_dir"} & {key for key, _ in command.raw}:
-        return
-    raise UserError(
-        f"{path} belongs to the run in {home}, but its run.output_dir and run.name lead to {target}. To continue the run, "
-        f"add --run.output_dir={home.parent} --run.name={home.name}; to begin another, add --run.name=OTHER"
-    )
 
 
 def _planner() -> Callable[[Config, CommandLine], int]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import logging
-import tomllib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from forge.checkpoint import read_digest
-from forge.config import Config, to_toml
+from forge.config import CommandLine, Config, to_toml
+from forge.config.toml import read_toml
 from forge.distributed import on_first_rank
 from forge.errors import UserError
 from forge.files import replace_atomically
@@ -140,11 +140,25 @@ def log_that_origins_count_once(config: Config, path: Path) -> None:
 def _changed_settings(config: Config, directory: RunDirectory) -> str:
     """Return the sections that differ from those of the last start, as text; empty if none does."""
     try:
-        before = tomllib.loads(directory.config.read_text("utf-8"))
+        before = read_toml(directory.config.read_text("utf-8"))
     except (OSError, ValueError):
         return "config.toml, which cannot be read"
-    now = tomllib.loads(to_toml(config))
+    now = read_toml(to_toml(config))
     names = [f"[{name}]" for name in SETTINGS if before.get(name) != now.get(name)]
     names += ["run.seed"] if before.get("run", {}).get("seed") != config.run.seed else []
     names += ["checkpoint.init"] if before.get("checkpoint", {}).get("init") != config.checkpoint.init else []
     return ", ".join(names)
+
+
+def refuse_moved_run(command: CommandLine, config: Config) -> None:
+    """Raise UserError where the command names the config.toml of a run that it would not continue, most often a moved one."""
+    path, target = Path(command.config or ""), Path(config.run.output_dir) / config.run.name
+    home = path.resolve().parent
+    if path.name != "config.toml" or not (home / "status.json").is_file() or home == target.resolve():
+        return
+    if {"run.name", "run.output_dir"} & {key for key, _ in command.raw}:
+        return
+    raise UserError(
+        f"{path} belongs to the run in {home}, but its run.output_dir and run.name lead to {target}. To continue the run, "
+        f"add --run.output_dir={home.parent} --run.name={home.name}; to begin another, add --run.name=OTHER"
+    )

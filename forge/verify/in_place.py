@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
 
 from forge.config import Config, check_world, to_toml
+from forge.config.toml import read_toml
 from forge.distributed import gather_from_ranks
 from forge.errors import UserError
 from forge.verify.compare import TOLERANCE, compare_rank, elements, merge
@@ -85,7 +85,7 @@ def _digest_on_rank(_rank: int, _world: int, text: str, settings: Settings) -> E
 def _read_digests(file: Path, small: Config) -> Expected:
     """Read digests. Raises UserError if they are of another configuration than `small`, its layout aside."""
     expected = Expected.read(file)
-    here, there = tomllib.loads(to_toml(small)), tomllib.loads(expected.text)
+    here, there = read_toml(to_toml(small)), read_toml(expected.text)
     for section in (key for key in here.keys() | there.keys() if key not in _HOW):
         mine, theirs = here.get(section, {}), there.get(section, {})
         for key in sorted(mine.keys() | theirs.keys()):

@@ -8,7 +8,6 @@ phase is one step, or two with a ramp. Data are synthetic: the proof needs token
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from fractions import Fraction
 from math import ceil, gcd, lcm, sqrt
@@ -20,6 +19,7 @@ from forge.config.load import examine
 from forge.config.model import ModelConfig, MoEConfig
 from forge.config.pipeline import ONE_PER_RANK
 from forge.config.section import Section
+from forge.config.toml import read_toml
 from forge.errors import UserError
 
 LAYERS, SEQ_LEN, BATCH = 4, 64, 8
@@ -30,7 +30,7 @@ DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 
 def changed(config: Config, keys: Mapping[str, Any]) -> Config:
     """Return `config` with other values for some keys, by their dotted names. Raises UserError if it is then invalid."""
-    tree = tomllib.loads(to_toml(config))
+    tree = read_toml(to_toml(config))
     for key, value in keys.items():
         *sections, last = key.split(".")
         table = tree

@@ -17,6 +17,7 @@ from forge.checkpoint.manifest import MANIFEST, Damaged, compose, entry, read_ma
 from forge.errors import NO_CHECKPOINT, UserError
 from tests.support.checkpoints import loaded_value, named, names, save_value, value_shards
 from tests.support.harness import run_ranks
+from tests.support.strangers import sign
 
 
 def save_steps(rank: int, world: int, folder: str, last: int = 2) -> None:
@@ -179,14 +180,6 @@ def refused(rank: int, world: int, folder: str) -> str:
     with pytest.raises(UserError) as error:
         load(Path(folder), named(value_shards(rank, world, 0.0)))
     return str(error.value)
-
-
-def sign(path: Path) -> None:
-    """Makes the manifest agree with what is there, as an attacker would who knows the format."""
-    manifest = read_manifest(path)
-    files = {name: entry(path / name) for name in manifest["files"]}
-    text = compose(manifest["step"], manifest["world_size"], manifest["layout"], files)
-    (path / MANIFEST).write_text(text)
 
 
 def test_an_index_is_not_opened_before_its_checksum_is_known_to_be_right(saved, tmp_path):

@@ -133,8 +133,8 @@ def test_a_line_names_the_origin_of_the_value(tmp_path) -> None:
     path = str(tmp_path / "tiny.toml")
     lines = complaints(tmp_path, "--train.steps=0", text=text)
     assert lines[1:] == [
-        f"model.dim = true ({path} [model]): allowed: integer >= 1",
-        "train.steps = 0 (command line): allowed: integer >= 1",
+        f"model.dim = true ({path} [model]): allowed: integer >= 1 and <= 262144",
+        "train.steps = 0 (command line): allowed: integer >= 1 and <= 1000000000",
     ]
     text = TINY + "[model.moe]\nn_experts = 4\ntop_k = 9\n"
     assert f"model.moe.top_k = 9 ({path} [model.moe]): must be at most" in complaint(tmp_path, text=text)
@@ -154,7 +154,7 @@ def test_a_line_names_the_origin_of_the_value(tmp_path) -> None:
         ("--parallel.data_parallel=fsdp", 'one of fsdp2, zero2, zero1, ddp; did you mean "fsdp2"?'),
         ("--pipeline.schedule=1f1b", 'did you mean "1F1B"?'),
         ("--precision.compute=float16", "loss scaling"),
-        ("--train.steps=1e3", "allowed: integer >= 1; write 1000"),
+        ("--train.steps=1e3", "allowed: integer >= 1 and <= 1000000000; write 1000"),
         ("--train.steps=true", "allowed: integer >= 1"),
         ('--train.steps="5"', "allowed: integer >= 1"),
         ("--optimizer.lr=nan", "allowed: number > 0"),

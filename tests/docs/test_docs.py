@@ -13,14 +13,13 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
 
 from forge.config import load_config
 from forge.config.keys import keys, sections
-from forge.config.toml import to_literal
+from forge.config.toml import read_toml, to_literal
 from tests.support.harness import start_ranks
 from tests.support.pages import PAGES, REPOSITORY, blocks, commands, links, quoted
 from tests.support.runs import reserve_port
@@ -61,7 +60,7 @@ def test_every_toml_block_is_accepted(page: Path) -> None:
     """A whole configuration loads; a part of one is accepted on top of the debug configuration."""
     for block in blocks(page):
         if block.language == "toml":
-            table = tomllib.loads(block.text)
+            table = read_toml(block.text)
             options = [
                 f"--{section}.{key}={to_literal(value)}"
                 for section, part in table.items()

@@ -92,6 +92,26 @@ BAD: dict[str, tuple[str, Callable[[Path], None], list[str]]] = {
         lambda folder: (folder / "config.json").write_text("{"),
         ["config.json", "not a JSON object"],
     ),
+    "config_nested_deeply": (
+        "llama",
+        lambda folder: (folder / "config.json").write_text("[" * 100_000),
+        ["config.json", "nested too deeply"],
+    ),
+    "header_nested_deeply": (
+        "llama",
+        files(lambda file: file.write_bytes((100_000).to_bytes(8, "little") + b"[" * 100_000)),
+        ["00002", "its header is damaged", "nested too deeply"],
+    ),
+    "index_nested_deeply": (
+        "llama",
+        lambda folder: (folder / "model.safetensors.index.json").write_text("[" * 100_000),
+        ["index.json", "nested too deeply"],
+    ),
+    "more_layers_than_tensors": (
+        "llama",
+        keys(num_hidden_layers=10**9),
+        ["config.json", "asks for 1000000000 layers, and the folder has"],
+    ),
     "unknown_architecture": (
         "llama",
         keys(architectures=["BertModel"]),

@@ -124,7 +124,7 @@ def test_parts_of_other_input_are_not_used(text, tmp_path, monkeypatch, capsys):
 @pytest.mark.processes
 def test_a_finished_run_is_reported_and_other_options_are_refused(text, tmp_path, monkeypatch, capsys):
     run(text, tmp_path / "out", workers=2)
-    monkeypatch.setattr(module, "find_corpus", None)
+    monkeypatch.setattr(module, "for_chunks", None)  # no document is read again
     run(text, tmp_path / "out")
     assert "already prepared" in capsys.readouterr().out
     for options, name in [

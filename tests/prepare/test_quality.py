@@ -9,12 +9,7 @@ from forge.data.format import TokenDataset
 from forge.errors import UserError
 from forge.prepare.prepare import Request, prepare
 from forge.prepare.quality import PERMUTATIONS, Quality, duplicates, ngrams, signature
-
-WORDS = [f"w{n}" for n in range(2000)]
-
-
-def text_of(seed: int, words: int = 200) -> str:
-    return " ".join(np.random.default_rng(seed).choice(WORDS, words).tolist())
+from tests.support.prepared import documents, text_of
 
 
 def write(folder: Path, records: list[dict]) -> Path:
@@ -24,14 +19,6 @@ def write(folder: Path, records: list[dict]) -> Path:
         lines = [json.dumps(record) for record in records[number::2]]
         (folder / f"{number}.jsonl").write_text("\n".join(lines))
     return folder
-
-
-def documents(folder: Path) -> list[str]:
-    """The texts of a dataset of bytes."""
-    data = TokenDataset(folder)
-    ids, owners = data.read(0, data.tokens), data.document_ids(0, data.tokens)
-    parts = np.split(ids, np.flatnonzero(np.diff(owners)) + 1)
-    return [bytes(int(one) for one in part if one < 256).decode() for part in parts]
 
 
 def made(folder: Path, output: Path, **options) -> list[str]:
@@ -127,7 +114,7 @@ def test_another_quality_is_another_dataset(tmp_path) -> None:
     [
         ("tests.prepare.test_quality:shorter", "has no function shorter"),
         ("nowhere:keep", "cannot be imported"),
-        ("tests.prepare.test_quality:write", "failed on a document: "),
+        ("tests.prepare.test_quality:write", r"failed on document 1 of 0\.jsonl, which begins 'w"),
     ],
 )
 def test_a_filter_that_fails_or_is_not_there_is_refused(tmp_path, path, message) -> None:

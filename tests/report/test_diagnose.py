@@ -4,14 +4,18 @@ too (tests/support/diagnosed.py), from the directory that the real run left."""
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pickle
 import socket
+import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from forge.errors import UserError
+from forge.observe.log import reset_logging, setup_logging
 from forge.report.diagnose import diagnose
 from forge.report.rules import RULES
 from forge.report.stacks import odd_ranks, read_collectives, standing
@@ -117,6 +121,14 @@ def test_what_is_no_run_is_refused(tmp_path) -> None:
         ("no sample at step 4: CUDA out of memory", "something beside training"),
         ("out of memory in step 1; what takes it and three keys to change are above", "out of memory"),
         ("rank 1: step of step 5: OSError: [Errno 28] injected", None),
+        ("s3://data/SIGIR/a.bin: no answer for 3 s; trying again", None),
+        ("/data/SIGTERM/a.bin: no answer for 3 s; trying again", None),
+        ("https://peerless.example/a: no answer for 3 s; trying again", None),
+        ("/data/by peer/a.bin and /scratch/peer/b: trying again", None),
+        ("SIGTERM: stopping after this step", "stopped on request"),
+        ("stopped by SIGUSR1, after step 4", "stopped on request"),
+        ("all_reduce failed: Connection closed by peer [10.0.0.2]:4242", "a rank was killed"),
+        ("Read error: the remote peer has left", "a rank was killed"),
     ],
 )
 def test_the_cause_that_a_message_states_goes_before_what_it_contains(message: str, name: str | None) -> None:
@@ -171,6 +183,36 @@ def test_of_a_rank_that_died_the_one_is_named_that_did_not_answer_and_not_who_lo
         json.dumps({"state": "failed", "step": 3, "reason": "x", "exit_code": 1})
     )
     assert "WHAT HAPPENED FIRST: a rank was killed, or died\nRANK: 2\n" in diagnose(run)
+
+
+@pytest.mark.parametrize("zone", ["America/New_York", "Asia/Tokyo", "UTC"])
+def test_a_log_of_another_time_zone_is_read_as_the_time_that_it_gives(
+    tmp_path, monkeypatch, zone: str
+) -> None:
+    """Written in one zone by logging itself, and read in another; the logs of before had no offset."""
+    events = [{"time": "2026-01-01T00:00:00+00:00", "event": "started", "world_size": 3}]
+    failed = {
+        "event": "failed",
+        "time": "2026-01-01T00:00:09+00:00",
+        "step": 3,
+        "reason": "no answer from rank 2",
+    }
+    write_lines(tmp_path / "events.jsonl", [*events, failed])
+    (tmp_path / "status.json").write_text(json.dumps({"state": "failed", "step": 3, "reason": "x"}))
+    try:
+        monkeypatch.setenv("TZ", zone)
+        time.tzset()
+        setup_logging(1, tmp_path / "logs")
+        record = logging.LogRecord("forge", logging.ERROR, "x.py", 1, "out of memory in step 1", None, None)
+        record.created = datetime(2026, 1, 1, 0, 0, 5, tzinfo=UTC).timestamp()
+        logging.getLogger("forge").handle(record)
+        reset_logging()
+        monkeypatch.setenv("TZ", "Australia/Sydney")
+        time.tzset()
+        assert "WHAT HAPPENED FIRST: out of memory\nRANK: 1\n  00:00:05 UTC" in diagnose(tmp_path)
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 def test_rank_0_which_reports_nothing_is_named_by_the_others(tmp_path) -> None:

@@ -56,6 +56,12 @@ def test_every_section_is_there_and_every_figure_has_its_numbers_as_a_table(page
         assert re.search(r'<svg [^>]*role="img" aria-label="\w', one)
 
 
+def test_a_reason_that_ends_with_a_full_stop_gets_no_second_one(tmp_path) -> None:
+    run = read_run(write_run(tmp_path / "run"))
+    run.status.update(state="failed", reason="no checkpoint to return to.")
+    assert "The run has failed: no checkpoint to return to. scripts/diagnose.py says more." in findings([run])
+
+
 def test_the_page_needs_no_other_file_and_no_network(page: str) -> None:
     outside = re.findall(r'(?:src|href)="(?!#|data:)([^"]*)"', page)
     assert outside == [] and "<script" not in page and "@import" not in page and "url(http" not in page

@@ -151,6 +151,20 @@ def test_any_folder_of_the_run_will_do(run) -> None:
     assert {each["step"] for each in found.values()} == {30}
 
 
+def test_control_characters_of_a_text_do_not_reach_the_terminal(run, tmp_path) -> None:
+    """With the tokens of bytes a prompt of ids may be any text."""
+    clear = ",".join(map(str, b"\x1b[2J\r\x9b\n\t"))
+    one = call(tmp_path, "generate", "--checkpoint", run.path, "--prompt-ids", clear, "--max-tokens", "4")
+    assert one.out.startswith("\\x1b[2J\\r") and "\n\t" in one.out
+    two = call(tmp_path, "generate", "--checkpoint", run.path, "--prompt-ids", clear, "--prompt-ids", clear)
+    assert "\x1b" not in one.out + two.out and two.out.count("\\x1b[2J") >= 2
+
+
+def test_a_draft_that_the_model_cannot_make_prints_no_prompt(run, tmp_path) -> None:
+    result = call(tmp_path, "generate", "--checkpoint", run.path, "--prompt", "b", "--draft")
+    assert "--draft" in refusal(result) and result.out == ""
+
+
 def test_a_damaged_checkpoint_is_passed_over_and_left_alone(run, tmp_path) -> None:
     copy = tmp_path / "run"
     shutil.copytree(run.path, copy)

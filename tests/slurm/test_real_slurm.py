@@ -7,13 +7,13 @@ import re
 import signal
 import sys
 import time
-import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from forge.config.toml import read_toml
 from forge.errors import UserError
 from forge.sweep.local import run_sweep
 from forge.sweep.slurm import job_array
@@ -234,8 +234,8 @@ def test_a_sweep_as_a_job_array_is_finished_though_a_task_was_stopped(slurm, tmp
 
 def _value(text: str) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        return read_toml(f"value = {text}")["value"]
+    except ValueError:
         return text
 
 

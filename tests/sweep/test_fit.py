@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -84,6 +86,38 @@ def test_the_text_says_law_budget_and_how_far_it_extrapolates(planted, capsys) -
     assert re.search(r"^9 points of 27 runs; the law is off by 0\.\d+% at most$", printed, re.M)
     assert re.search(r"^budget 1e\+17: N = .+ times the operations of the largest run$", printed, re.M)
     assert re.search(r"^N = 2e\+05, D = 1e\+06: loss .+, within the runs$", printed, re.M)
+
+
+def test_a_folder_whose_runs_are_not_finished_is_one_sentence(tmp_path, capsys) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "status.json").write_text('{"state": "running"}')
+    assert main([str(tmp_path)]) == 2
+    assert f"{tmp_path}: none of its 1 runs is finished" in capsys.readouterr().err
+
+
+def test_a_class_that_a_run_names_is_imported_only_with_trust(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "stranger_fit.py").write_text("raise ValueError('imported')\n")
+    plant(tmp_path / "runs", 32, 100, 1e-3)
+    (config,) = tmp_path.glob("runs/*/config.toml")
+    config.write_text(config.read_text().replace('kind = "transformer"', 'kind = "stranger_fit:Own"'))
+    assert main([str(tmp_path / "runs"), "--metric=eval.python"]) == 2
+    printed = capsys.readouterr().err
+    assert "--trust" in printed and "ValueError" not in printed
+    assert main([str(tmp_path / "runs"), "--metric=eval.python", "--trust"]) == 2
+    assert "stranger_fit cannot be imported: ValueError: imported" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_a_fit_ends_with_0_without_matplotlib(planted, tmp_path) -> None:
+    folder, _ = planted
+    code = "import sys; sys.modules['matplotlib'] = None; from scripts.fit import main; sys.exit(main(sys.argv[1:]))"
+    arguments = [str(folder), "--metric=eval.python", "--resamples=2", "--output", str(tmp_path / "law.html")]
+    ended = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "9 points of 27 runs" in ended.stdout and "no page: " in ended.stderr
 
 
 def test_a_folder_without_runs_and_a_metric_that_no_run_has_are_one_sentence(

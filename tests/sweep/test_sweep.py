@@ -12,11 +12,15 @@ from typing import Any
 
 import pytest
 
+from forge.config import to_toml
+from forge.config.toml import from_literal, to_literal
 from forge.errors import UserError
 from forge.sweep.local import run_sweep
 from forge.sweep.results import Result, as_text, metric_of, result_of, rows
 from forge.sweep.slurm import job_array, pending
-from forge.sweep.spec import Sweep, Trial, first_trials, next_trials, read_sweep
+from forge.sweep.spec import Sweep, Trial, config_of, first_trials, next_trials, read_sweep
+from scripts.sweep import main
+from tests.support.runs import BASE, wait_for
 
 FAKE = Path(__file__).with_name("fake_train.py")
 KEYS = {"optimizer.lr": [0.001, 0.003, 0.01], "optimizer.weight_decay": [0.0, 0.1]}
@@ -53,6 +57,25 @@ def test_the_budget_of_tokens_leaves_the_last_trials_out(tmp_path) -> None:
     assert len(first_trials(sweep_of(tmp_path, budget_tokens=4 * one))) == 4
     with pytest.raises(UserError, match="less than one trial"):
         first_trials(sweep_of(tmp_path, budget_tokens=one - 1))
+
+
+def test_the_budget_of_tokens_counts_every_rung(tmp_path) -> None:
+    def spent(sweep: Sweep) -> int:
+        total, trials = 0, first_trials(sweep)
+        while trials:
+            for trial in trials:
+                train = config_of(sweep, trial).train
+                total += train.steps * train.global_batch_size * train.seq_len * len(sweep.seeds)
+            trials = next_trials(sweep, trials, {trial.number: 0.0 for trial in trials})
+        return total
+
+    keys: dict[str, Any] = {"method": "halving", "trials": 9, "rungs": 3, "eta": 3, "keys": RANDOM}
+    whole = spent(sweep_of(tmp_path, **keys))
+    for budget in (whole, whole - 1, whole * 2 // 3):
+        sweep = sweep_of(tmp_path, **keys, budget_tokens=budget)
+        assert spent(sweep) <= budget
+    with pytest.raises(UserError, match="less than one trial"):
+        first_trials(sweep_of(tmp_path, **keys, budget_tokens=whole // 10))
 
 
 def test_halving_gives_the_best_longer_runs(tmp_path) -> None:
@@ -122,6 +145,7 @@ def test_an_array_has_the_pending_runs_only(tmp_path) -> None:
     folder.mkdir(parents=True)
     (folder / "status.json").write_text('{"state": "finished"}')
     (folder / "metrics.jsonl").write_text('{"step": 10, "loss": 1.0, "tokens": 5}\n')
+    (folder / "config.toml").write_text(to_toml(config_of(sweep, first)))
     assert len(pending(sweep)) == 11
     script = job_array(sweep)
     assert "#SBATCH --array=0-10%2" in script
@@ -140,6 +164,148 @@ def test_results_are_ranked_by_their_mean_over_seeds(tmp_path) -> None:
     assert result_of(sweep_of(tmp_path), trials[0]).states == ["waiting", "waiting"]
 
 
+@pytest.mark.processes
+@pytest.mark.long
+def test_runs_that_were_made_with_other_values_are_refused_and_not_ranked(tmp_path) -> None:
+    pairs = (option.removeprefix("--").split("=", 1) for option in BASE if not option.startswith("--config"))
+    few = {key: from_literal(text, False) for key, text in pairs if key != "run.name"} | {"train.steps": 2}
+    keys = {"overrides": few, "seeds": [0], "threads": 1}
+    sweep = sweep_of(tmp_path, keys={"optimizer.lr": [0.001]}, **keys)
+    (result,) = run_sweep(sweep, lambda results: None)
+    assert result.done and run_sweep(sweep, lambda results: None) == [result]
+    for edited, difference in (
+        (
+            sweep_of(tmp_path, keys={"optimizer.lr": [0.5]}, **keys),
+            "optimizer.lr = 0.001, and the sweep has 0.5",
+        ),
+        (sweep_of(tmp_path, keys={"optimizer.weight_decay": [0.3]}, **keys), "optimizer.lr = 0.001"),
+        (sweep_of(tmp_path, keys={"train.steps": [3]}, **keys), "train.steps = 2, and the sweep has 3"),
+    ):
+        for use in (lambda: run_sweep(edited, lambda results: None), lambda: job_array(edited)):  # noqa: B023
+            with pytest.raises(UserError, match=difference):
+                use()
+    moved = sweep.folder.rename(tmp_path / "moved")
+    assert run_sweep(sweep_of(tmp_path, name=moved.name, keys={"optimizer.lr": [0.001]}, **keys), print) == [
+        result
+    ]
+
+
+def write_sweep(folder: Path, **keys: Any) -> Path:
+    tree = {"config": "debug", "output_dir": str(folder), "overrides": TEN} | keys
+    file = folder / "sweep.toml"
+    file.write_text("".join(f"{key} = {to_literal(value)}\n" for key, value in tree.items()))
+    return file
+
+
+@pytest.mark.processes
+def test_a_failed_trial_gives_exit_1_after_the_table_and_the_winner(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("forge.sweep.local.command", lambda sweep: [sys.executable, str(FAKE)])
+    file = write_sweep(tmp_path, keys={"optimizer.lr": [0.9, 0.003]})
+    assert main([str(file)]) == 1
+    printed = capsys.readouterr()
+    assert "best: trial 1" in printed.out and "1 of 2 trials have no result: 0;" in printed.err
+    assert main([str(write_sweep(tmp_path, name="good", keys={"optimizer.lr": [0.003]}))]) == 0
+
+
+def test_a_finished_sweep_ends_with_0_without_matplotlib(tmp_path) -> None:
+    file = write_sweep(tmp_path, keys={"optimizer.lr": [0.003]})
+    code = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        "import forge.sweep.local as local; from scripts.sweep import main\n"
+        "local.command = lambda sweep: [sys.executable, sys.argv[2]]\n"
+        "sys.exit(main(sys.argv[1:2]))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(file), str(FAKE)], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "best: trial 0" in ended.stdout and "no page: " in ended.stdout
+
+
+RANKS = """
+import os, sys, time
+from pathlib import Path
+from forge.world import join, read_world
+join(read_world())
+Path(sys.argv[1], "rank-" + os.environ["RANK"]).write_text(str(os.getpid()))
+time.sleep(600)
+"""
+
+
+@pytest.mark.long
+def test_the_ranks_of_a_killed_sweep_end_with_it(tmp_path) -> None:
+    ranks = tmp_path / "ranks.py"
+    ranks.write_text(RANKS)
+    sweep = sweep_of(tmp_path, processes=2, threads=1, overrides=TEN)
+    code = (
+        "import sys; from forge.sweep.local import run_sweep; from forge.sweep.spec import Sweep\n"
+        "launch = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node=2']\n"
+        "run_sweep(Sweep.model_validate_json(sys.argv[1]), lambda results: None, [*launch, *sys.argv[2:]])"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, sweep.model_dump_json(), str(ranks), str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    files = [tmp_path / "rank-0", tmp_path / "rank-1"]
+    try:
+        wait_for(lambda: all(file.exists() and file.read_text() for file in files))
+    finally:
+        process.kill()
+        process.wait()
+    for file in files:
+        wait_for(lambda: not alive(int(file.read_text())))  # noqa: B023
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+# A run that is stopped before it has saved anything, unless LOSS is in the environment: then it fails.
+STOPPED_RUN = """
+import json, os, sys
+from pathlib import Path
+value = dict(argument.removeprefix("--").split("=", 1) for argument in sys.argv[3:])
+folder = Path(json.loads(value["run.output_dir"])) / json.loads(value["run.name"])
+folder.mkdir(parents=True, exist_ok=True)
+state, code = ("failed", 9) if "FAIL" in os.environ else ("stopped", 75)
+print("one turn")
+turn = len(list(folder.glob("turn-*")))
+(folder / f"turn-{turn}").touch()
+(folder / "status.json").write_text(json.dumps({"state": state, "exit_code": code, "turn": turn}))
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize("name", ["sweep", 'it\'s a "new" $sweep; 100%'])
+def test_an_array_task_gives_the_exit_code_of_its_run_and_is_requeued_twice_without_progress(
+    tmp_path, name: str, monkeypatch
+) -> None:
+    run, calls = tmp_path / "run.py", tmp_path / "bin"
+    run.write_text(STOPPED_RUN)
+    monkeypatch.setattr("forge.sweep.slurm.command", lambda sweep: [sys.executable, str(run)])
+    sweep = sweep_of(tmp_path, name=name, overrides=TEN, keys={"optimizer.lr": [0.003]}, seeds=[0])
+    sweep.folder.mkdir()
+    calls.mkdir()
+    (calls / "scontrol").write_text('#!/bin/bash\necho "$*" >> "$CALLS"\n')
+    (calls / "scontrol").chmod(0o755)
+    script = tmp_path / "array.sbatch"
+    script.write_text(job_array(sweep))
+    environment = os.environ | {"CALLS": str(calls / "log"), "PATH": f"{calls}:{os.environ['PATH']}"}
+    environment |= {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0"}
+
+    def turn(**more: str) -> int:
+        return subprocess.run(["bash", str(script)], env=environment | more, check=False).returncode
+
+    assert [turn(), turn(), turn()] == [0, 0, 75]
+    assert (calls / "log").read_text() == "requeue 7_0\n" * 2
+    log = (sweep.folder / "slurm-7-0.log").read_text()
+    assert log.count("one turn") == 3 and "3 turns in a row have saved nothing new" in log
+    assert turn(FAIL="1") == 9
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -153,6 +319,8 @@ def test_results_are_ranked_by_their_mean_over_seeds(tmp_path) -> None:
             "low below high",
         ),
         ('config = "debug"\nkeys = { "optimizer.lr" = [] }', "has no values"),
+        ('config = "debug"\nname = "a\\n#SBATCH -w x"\nkeys = {}', "name: 'a.*must be one line of text"),
+        ('config = "debug"\noutput_dir = "a\\rb"\nkeys = {}', "output_dir: .*must be one line of text"),
     ],
 )
 def test_a_wrong_file_is_explained(tmp_path, text: str, sentence: str) -> None:

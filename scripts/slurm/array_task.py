@@ -1,0 +1,58 @@
+#!/usr/bin/env python
+"""Run one task of a job array: make a sweep's run, requeue the task after a stop, and end with the exit code of the run.
+
+    python scripts/slurm/array_task.py RUN COMMAND...
+
+`scripts/sweep.py --slurm` writes this command. RUN is the run directory, COMMAND trains the run. A task is requeued until it
+has been stopped MAX_TURNS_WITHOUT_PROGRESS times in a row (3 unless set) without a new checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from forge.errors import FINISHED, STOPPED
+from scripts.slurm.job import History, Limits, Record, _number, _write, decide
+
+
+def main(argv: list[str]) -> int:
+    run, command = Path(argv[0]), argv[1:]
+    job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    limits = Limits(
+        restarts=0,
+        failed_turns=0,
+        turns_without_progress=_number(os.environ, "MAX_TURNS_WITHOUT_PROGRESS", 3),
+    )
+    history, before = History.read(run / "requeues.json", job), Record.read(run)
+    signal.pthread_sigmask(
+        signal.SIG_BLOCK, [signal.SIGTERM]
+    )  # until the process to which it is passed on exists
+    process = subprocess.Popen(command, preexec_fn=_unblock)
+    signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGTERM))
+    _unblock()
+    code = process.wait()
+    code = 128 - code if code < 0 else code
+    action, why = decide(before, Record.read(run), code, history, limits, restarts=0)
+    if action == "requeue" and not _write(run / "requeues.json", history):
+        action, why = "end", f"{why}, and {run}/requeues.json cannot be written"
+    print(
+        f"array task {job}: {run} {why}; {'requeueing' if action == 'requeue' else 'not requeued'}",
+        flush=True,
+    )
+    if action == "requeue" and subprocess.run(["scontrol", "requeue", job]).returncode == 0:
+        return FINISHED
+    return code or (STOPPED if action == "requeue" else FINISHED)
+
+
+def _unblock() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,34 @@
+"""The plan of an opened run: its configuration may not choose modules that are imported, unless the user trusts it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from forge.report.read import read_run
+from scripts.planned import Planner
+from tests.support.recorded import write_run
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("[model]\n", '[model]\nkind = "stranger_plan:Own"\n'),
+        ("[optimizer]\n", '[optimizer]\nname = "stranger_plan:Own"\n'),
+        ("[optimizer]\n", '[parallel]\ntp_plan = "stranger_plan:own"\n[optimizer]\n'),
+    ],
+)
+def test_a_run_that_names_import_paths_is_planned_only_with_trust(tmp_path, monkeypatch, old, new) -> None:
+    mark = tmp_path / "imported"
+    (tmp_path / "stranger_plan.py").write_text(f"from pathlib import Path\nPath({str(mark)!r}).touch()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    folder: Path = write_run(tmp_path / "run")
+    config = folder / "config.toml"
+    assert config.read_text().count(old) == 1
+    config.write_text(config.read_text().replace(old, new))
+    run = read_run(folder)
+    Planner(None).add(run)
+    assert run.plan is not None and "--trust" in run.plan["problem"] and not mark.exists()
+    Planner(None, trust=True).add(run)
+    assert "--trust" not in str(run.plan)
