@@ -5,6 +5,7 @@
 # make faults      run every fault of the table in docs/recovery.md, and print it with a result per row
 # make chaos       random faults over four nodes on this machine for half an hour (MINUTES=, SEED=)
 # make refactoring REVISION=main    train with that commit and with this tree, and compare every number bit for bit
+# make simgpu      every feature, engine and axis on a simulated GPU, under the CUDA build of PyTorch (UPDATE=1: write counts)
 # make checks      format, lint, types
 # make docs        build the documentation site into build/docs; a broken link is an error
 # Pip's own variables hold here: PIP_INDEX_URL and PIP_EXTRA_INDEX_URL say where packages come from.
@@ -40,7 +41,11 @@ RECIPE := --optimizer.name=muon --optimizer.lr=2e-2 --optimizer.weight_decay=0 \
     --schedule.name=linear --schedule.warmup_steps=5 --schedule.min_lr_ratio=0 \
     --train.steps=480 --train.global_batch_size=8 --train.micro_batch_size=1
 
-.PHONY: train data test quick test-all faults chaos refactoring checks format docs clean
+# The CUDA build of PyTorch, 5.5 GB, in an environment of its own, and the simulated GPU for it.
+SIMGPU := .simgpu
+DEVICE := $(CURDIR)/$(SIMGPU)/device
+
+.PHONY: train data test quick test-all faults chaos refactoring simgpu checks format docs clean
 
 train: data
 	@$(BIN)/python train.py --config debug.toml $(RECIPE)
@@ -85,6 +90,18 @@ chaos: $(READY)
 refactoring: $(READY)
 	$(BIN)/python -m tests.refactoring.table against $(or $(REVISION),HEAD)
 
+$(SIMGPU)/.ready: pyproject.toml constraints-cuda.txt
+	$(PYTHON) -m venv $(SIMGPU)
+	$(SIMGPU)/bin/pip install --quiet --disable-pip-version-check --constraint constraints-cuda.txt --editable . \
+	    pytest pytest-timeout pytest-rerunfailures pytest-xdist
+	@touch $@
+
+simgpu: $(SIMGPU)/.ready
+	$(SIMGPU)/bin/python -m tests.simulated_gpu.device.build $(DEVICE)
+	LD_PRELOAD=$(DEVICE)/libsimgpu.so LD_LIBRARY_PATH=$(DEVICE) TRITON_LIBCUDA_PATH=$(DEVICE) SIMGPU_DEVICES=4 \
+	    TORCH_CUDNN_SDPA_DEPRIORITIZED=1 PYTORCH_ALLOC_CONF=backend:native UPDATE=$(UPDATE) \
+	    $(SIMGPU)/bin/python -m pytest --reruns=0 tests/simulated_gpu
+
 checks: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -99,4 +116,4 @@ docs: $(READY)
 	@echo "Open build/docs/index.html"
 
 clean:
-	rm -rf .venv build data runs
+	rm -rf .venv $(SIMGPU) build data runs

@@ -175,11 +175,13 @@ def raise_timeouts(seconds: float) -> None:
     New groups get PyTorch's default (10 minutes on NCCL), not the timeout of the first group.
     """
     wanted = timedelta(seconds=seconds)
+    # 2.14 has a public name for it.
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for group in list(dist.distributed_c10d._world.pg_map):
         for device in group._device_types:
             options = getattr(group._get_backend(device), "options", None)
             if options is not None and options._timeout < wanted:
-                dist.distributed_c10d._set_pg_timeout(wanted, group)
+                set_timeout(wanted, group)
 
 
 def flight_record() -> bytes | None:
