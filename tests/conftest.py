@@ -6,6 +6,7 @@ And what every test of a fault has: a diagnosis of the runs that it leaves names
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -24,6 +25,8 @@ settings.load_profile("forge")
 # Threads that wait for each other on a busy processor make small operations a hundred times slower. Children inherit this.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
+# Under nohup it is ignored, and runs of the tests would ignore it too.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 processes.watch()
 
 

@@ -148,8 +148,8 @@ def test_a_manifest_that_is_nested_deeply_is_damage(checkpoint: Path) -> None:
 
 
 def test_a_config_with_more_layers_than_tensors_is_refused_before_anything_is_built(checkpoint: Path) -> None:
-    edit_config(checkpoint, "n_layers = 2", "n_layers = 1000000000")
-    with pytest.raises(UserError, match=r"model\.n_layers = 1000000000, and the checkpoint has"):
+    edit_config(checkpoint, "n_layers = 2", "n_layers = 9999")
+    with pytest.raises(UserError, match=r"model\.n_layers = 9999, and the checkpoint has"):
         open_checkpoint(checkpoint, CPU)
 
 
@@ -159,7 +159,7 @@ def test_a_config_with_other_shapes_is_refused_before_memory_is_taken(checkpoint
         open_checkpoint(checkpoint, CPU)
 
 
-def test_a_config_that_is_nested_deeply_is_one_sentence(checkpoint: Path, tmp_path, capsys) -> None:
+def test_a_config_that_is_nested_deeply_is_one_sentence(checkpoint: Path, tmp_path, capfd) -> None:
     deep = "x = " + "[" * 100_000
     (checkpoint / "config.toml").write_text(deep)
     sign(checkpoint)
@@ -167,7 +167,7 @@ def test_a_config_that_is_nested_deeply_is_one_sentence(checkpoint: Path, tmp_pa
         open_checkpoint(checkpoint, CPU)
     (tmp_path / "deep.toml").write_text(deep)
     assert train([f"--config={tmp_path / 'deep.toml'}"]) == 2
-    assert "nested too deeply" in capsys.readouterr().err
+    assert "nested too deeply" in capfd.readouterr().err
     assert train([*BASE, "--train.steps=" + "[" * 100_000]) == 2
     (tmp_path / "digits.toml").write_text("x = " + "1" * 5_000_000)
     assert train([f"--config={tmp_path / 'digits.toml'}"]) == 2

@@ -130,14 +130,14 @@ def test_what_is_compiled_is_planned_without_the_compiler(tmp_path, capsys, keys
         ("--search", "needs --world-size and --hardware"),
     ],
 )
-def test_what_is_wrong_is_one_sentence_and_exit_code_2(tmp_path, capsys, option: str, part: str) -> None:
+def test_what_is_wrong_is_one_sentence_and_exit_code_2(tmp_path, capfd, option: str, part: str) -> None:
     assert plan(tmp_path, option) == 2
-    assert part in capsys.readouterr().err
+    assert part in capfd.readouterr().err
 
 
-def test_a_file_that_does_not_describe_hardware_is_refused(tmp_path, capsys) -> None:
+def test_a_file_that_does_not_describe_hardware_is_refused(tmp_path, capfd) -> None:
     assert plan(tmp_path, gib=-1) == 2
-    assert "memory_gib" in capsys.readouterr().err
+    assert "memory_gib" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -150,9 +150,9 @@ def test_the_smallest_world_is_the_first_that_is_valid(parallel: str, world: int
     assert smallest_world(parse_toml_text(text)).world == world
 
 
-def test_a_model_that_reads_data_is_refused_with_its_line(tmp_path, capsys) -> None:
+def test_a_model_that_reads_data_is_refused_with_its_line(tmp_path, capfd) -> None:
     assert plan(tmp_path, "--model.kind=tests.plan.test_command:Reads") == 2
-    message = capsys.readouterr().err
+    message = capfd.readouterr().err
     assert f"{__file__}:" in message and "aten._local_scalar_dense" in message
 
 

@@ -7,17 +7,20 @@ import pytest
 from forge.errors import FINISHED
 from tests.support.trained import ROOT, call
 
-SHARED = {"add_input_options": "options", "add_model_options": "model"}
+# Functions that add options to several scripts -> their files.
+SHARED = {"add_input_options": "options", "add_trust_option": "options", "add_model_options": "model"}
 
 
-def source(name: str) -> str:
-    return (ROOT / "scripts" / f"{name}.py").read_text()
+def source(name: str, function: str = "") -> str:
+    """The text of a script, or of one of its functions."""
+    text = (ROOT / "scripts" / f"{name}.py").read_text()
+    return re.search(rf"^def {function}\(.*?(?=^\S|\Z)", text, re.M | re.S)[0] if function else text
 
 
 @pytest.mark.parametrize("name", ["evaluate", "generate", "inspect_data", "prepare_data", "train_tokenizer"])
 def test_help_names_every_option(tmp_path, name: str) -> None:
     code = source(name)
-    code += "".join(source(file) for function, file in SHARED.items() if function in code)
+    code += "".join(source(file, function) for function, file in SHARED.items() if f"{function}(" in code)
     options = set(re.findall(r"\"(--[a-z-]+)\"", code))
     output = call(tmp_path, name, "--help")
     assert output.code == FINISHED and len(options) > 5 and all(option in output.out for option in options)

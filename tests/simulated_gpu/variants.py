@@ -26,8 +26,6 @@ BASE = [
     "--metrics.log_interval=1",
     "--metrics.tensorboard=false",
     "--checkpoint.interval=0",
-    # It decides by a sum over ranks, which the simulated GPU does not compute.
-    "--resilience.check_replicas=false",
     '--train.hooks=["tests.simulated_gpu.counting:Counting"]',
 ]
 MOE = ["--model.moe.n_experts=8", "--model.moe.top_k=2", "--model.moe.expert_dim=64"]

@@ -1,7 +1,7 @@
 // The CUDA runtime of a simulated GPU. PyTorch calls it in place of libcudart.
 //
-// Device memory is host memory that nobody fills: kernels return at once and compute nothing. Copies to and from the host are
-// made, so that flags and sizes that pass through the device arrive. Streams and events are names.
+// Device memory is host memory that nobody fills: kernels return at once and compute nothing. Copies from the device deliver
+// zeros, so that all ranks decide alike by what they read. Streams and events are names.
 #define CUDARTAPI
 #include <cuda.h>
 #include <cuda_runtime_api.h>
@@ -100,7 +100,10 @@ void copy(void* to, const void* from, size_t bytes, const char* how) {
   Place source = place_of(from), target = place_of(to);
   simgpu_count_call((std::string(how) + " " + name_of(source) + " to " + name_of(target)).c_str());
   if (source == Place::device && target == Place::device && bytes > kCopied) return;
-  memcpy(to, from, bytes);
+  if (source == Place::device && target != Place::device)
+    memset(to, 0, bytes);
+  else
+    memcpy(to, from, bytes);
 }
 
 void fill(void* at, int value, size_t bytes) {
