@@ -61,13 +61,16 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | 
     """rows `[n, in]` in groups of `counts` int64 `[groups]`, weight `[groups, out, in]`, bias `[groups, out]` -> `[n, out]`.
 
     One grouped product, without a host sync. Its gradient must not be an expanded tensor.
-    For inputs that the kernels do not support (float64, row sizes that are no multiple of 16 bytes, no rows) a loop over
+    For inputs that the kernels do not support (float64, row sizes that are no multiple of 16 bytes) a loop over
     the groups, with a host sync.
     """
     if bias is not None:
         return grouped_linear(rows, weight, counts) + _bias_of_rows(rows, bias, counts)
+    if rows.shape[0] == 0:
+        # No token came to this rank. The product with all experts is empty, and so are its gradients.
+        return F.linear(rows, weight.flatten(0, 1))[:, : weight.shape[1]]
     aligned = all(side * rows.element_size() % 16 == 0 for side in weight.shape[1:])
-    if aligned and rows.dtype != torch.float64 and rows.shape[0] > 0:
+    if aligned and rows.dtype != torch.float64:
         return _grouped_mm(rows, weight.transpose(-2, -1), offs=counts.cumsum(0).to(torch.int32))
     sizes = counts.tolist()
     parts = rows.split([*sizes, rows.shape[0] - sum(sizes)])
