@@ -67,7 +67,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | 
     if bias is not None:
         return grouped_linear(rows, weight, counts) + _bias_of_rows(rows, bias, counts)
     if rows.shape[0] == 0:
-        # No token came to this rank. The product with all experts is empty, and so are its gradients.
+        # This rank received no token. The product with all experts is empty, and so are its gradients.
         return F.linear(rows, weight.flatten(0, 1))[:, : weight.shape[1]]
     aligned = all(side * rows.element_size() % 16 == 0 for side in weight.shape[1:])
     if aligned and rows.dtype != torch.float64:
