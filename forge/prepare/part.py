@@ -321,6 +321,7 @@ def tokens_path(parts: Path, number: int, split: str) -> Path:
 
 
 def read_tally(path: Path) -> Tally:
+    """Return the counts of a chunk from its file."""
     with np.load(path) as part:
         return Tally.model_validate_json(part["tally"].tobytes())
 
