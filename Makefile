@@ -99,7 +99,7 @@ $(SIMGPU)/.ready: pyproject.toml constraints-cuda.txt
 simgpu: $(SIMGPU)/.ready
 	$(SIMGPU)/bin/python -m tests.simulated_gpu.device.build $(DEVICE)
 	LD_PRELOAD=$(DEVICE)/libsimgpu.so LD_LIBRARY_PATH=$(DEVICE) TRITON_LIBCUDA_PATH=$(DEVICE) SIMGPU_DEVICES=4 \
-	    TORCH_CUDNN_SDPA_DEPRIORITIZED=1 PYTORCH_ALLOC_CONF=backend:native UPDATE=$(UPDATE) \
+	    PYTORCH_ALLOC_CONF=backend:native UPDATE=$(UPDATE) \
 	    $(SIMGPU)/bin/python -m pytest --reruns=0 tests/simulated_gpu
 
 checks: $(READY)

@@ -10,7 +10,6 @@ import subprocess
 import traceback
 import warnings
 from collections import Counter
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +29,11 @@ class Counting(Hook):
         self._path = trainer.reporter.directory.root / f"counts.{trainer.reporter.world.rank}"
         self._device = ctypes.CDLL(os.environ["LD_PRELOAD"])
         self._waits: list[str] = []
+        self._recording = warnings.catch_warnings()
 
     def before_step(self, step: int) -> None:
         if step == COUNTED:
+            self._recording.__enter__()
             warnings.showwarning = self._record  # type: ignore[assignment]
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
@@ -42,6 +43,7 @@ class Counting(Hook):
     def after_step(self, step: int) -> None:
         if step == COUNTED:
             torch.cuda.set_sync_debug_mode("default")
+            self._recording.__exit__(None, None, None)
             self._device.simgpu_write(str(self._path).encode())
             about = {"waits": self._waits, "peak": torch.cuda.max_memory_allocated()}
             self._path.with_suffix(f"{self._path.suffix}.json").write_text(json.dumps(about))
@@ -54,16 +56,23 @@ class Counting(Hook):
             self._waits.append(f"{place.filename.rpartition('/forge/')[2]}:{place.name}")
 
 
+class CountingAtFullSize(Counting):
+    """Counts a step and ends the process, whose last checkpoint would be many gigabytes of zeros."""
+
+    def after_step(self, step: int) -> None:
+        super().after_step(step)
+        if step == COUNTED:
+            os._exit(0)
+
+
 def read(run: Path, rank: int = 0) -> dict[str, Any]:
     """Return the counts of a rank: kernels, copies and waits by name, launches, and the allocator's peak in bytes."""
+    lines = [line.split("\t") for line in (run / f"counts.{rank}").read_text().splitlines()]
+    calls = {name: int(number) for kind, number, name in lines if kind == "call"}
+    mangled = {name: int(number) for kind, number, name in lines if kind == "kernel"}
     kernels: Counter[str] = Counter()
-    calls: Counter[str] = Counter()
-    for line in (run / f"counts.{rank}").read_text().splitlines():
-        kind, number, name = line.split("\t")
-        if kind == "kernel":
-            kernels[name if name.startswith(("cublas", "nccl")) else short(name)] += int(number)
-        elif kind == "call":
-            calls[name] += int(number)
+    for name, number in zip(short(list(mangled)), mangled.values(), strict=True):
+        kernels[name] += number
     about = json.loads((run / f"counts.{rank}.json").read_text())
     return {
         "launches": sum(kernels.values()),
@@ -75,12 +84,18 @@ def read(run: Path, rank: int = 0) -> dict[str, Any]:
     }
 
 
-@cache
-def short(name: str) -> str:
-    """Return a kernel's name without its namespaces and most of its template's arguments."""
-    plain = subprocess.run(["c++filt", name], capture_output=True, text=True).stdout.strip()
-    head = re.split(r"[<(]", plain.removeprefix("void "), maxsplit=1)[0].rpartition("::")[2]
+def short(mangled: list[str]) -> list[str]:
+    """Return the kernels' names without their namespaces and most of their templates' arguments."""
+    plain = subprocess.run(
+        ["c++filt"], input="\n".join(mangled), capture_output=True, text=True, check=True
+    ).stdout
+    return [_short(name) for name in plain.splitlines()]
+
+
+def _short(name: str) -> str:
+    name = name.removeprefix("void ").replace("(anonymous namespace)::", "")
+    head = re.split(r"[<(]", name, maxsplit=1)[0].rpartition("::")[2]
     functor = re.search(
-        r"(\w*Functor\w*|\w+_kernel_cuda\w*|direct_copy\w*|\w+_functor\w*)", plain[len(head) :]
+        r"(\w*Functor\w*|\w+_kernel_cuda\w*|direct_copy\w*|\w+_functor\w*)", name[len(head) :]
     )
     return f"{head} {functor[1]}" if functor and functor[1] != head else head

@@ -1,6 +1,6 @@
 """Build the simulated GPU for the PyTorch of this interpreter: `python -m tests.simulated_gpu.device.build FOLDER`.
 
-FOLDER/libsimgpu.so      the CUDA runtime, cuBLAS, cuSOLVER, cuSPARSE, cuFFT and NCCL; to be preloaded
+FOLDER/libsimgpu.so      the CUDA runtime, cuBLAS, cuSOLVER, cuSPARSE, cuFFT, cuDNN's graphs and NCCL; to be preloaded
 FOLDER/libcuda.so.1      the driver
 
 Needs g++ and nm. The headers come from PyTorch's own wheels. Calls of libraries that are not written here are
@@ -17,7 +17,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SITE = Path(sysconfig.get_path("purelib"))
-LIBRARIES = re.compile(r"(cublas|cusolver|cusparse|cufft|nccl|cudnnCreate)\w*")
+LIBRARIES = re.compile(r"(cublas|cusolver|cusparse|cufft|nccl|cudnnBackend|cudnn(Create$|SetStream))\w*")
 # Calls that compute, which on a real GPU are kernels.
 COMPUTES = re.compile(
     r"cublas\w*(gemm|Gemm|trsm|Matmul|geqrf)\w*|cusolver\w*(potrf|geqrf)\w*|cusparse(Lt)?\w*Sp?[MC]M\w*"

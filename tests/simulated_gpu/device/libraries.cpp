@@ -1,4 +1,4 @@
-// cuBLAS, cuSOLVER, cuSPARSE and NCCL of a simulated GPU: the calls that hand something out. The others are generated (build.py).
+// cuBLAS, cuSOLVER, cuSPARSE, cuDNN and NCCL of a simulated GPU: the calls that hand something out. The others are generated (build.py).
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -61,6 +61,18 @@ API cublasLtMatmulAlgoGetHeuristic(void*, void*, void*, void*, void*, void*, voi
   memset(result, 0, 64);
   return 0;
 }
+
+// cuDNN's graphs, which are attention here: every graph has one engine, without a workspace.
+API cudnnCreate(void** handle) { return hand_out(handle); }
+API cudnnBackendCreateDescriptor(int, void** descriptor) { return hand_out(descriptor); }
+API cudnnBackendDestroyDescriptor(void* descriptor) { free(descriptor); return 0; }
+API cudnnBackendGetAttribute(void*, int, int type, long long, long long* found, void* values) {
+  constexpr int kInt64 = 3, kInt32 = 23;
+  if (found) *found = 1;
+  if (values && (type == kInt64 || type == kInt32)) memset(values, 0, type == kInt64 ? 8 : 4);
+  return 0;
+}
+API cudnnBackendExecute(void*, void*, void*) { simgpu_count_kernel("cudnnBackendExecute"); return 0; }
 
 SIMGPU_EXPORT const char* ncclGetErrorString(int) { return "simulated GPU"; }
 SIMGPU_EXPORT const char* ncclGetLastError(void*) { return "simulated GPU"; }

@@ -22,7 +22,7 @@
 
 namespace {
 
-constexpr size_t kMemory = 150ull * 1000 * 1000 * 1000;
+constexpr size_t kMemory = 150754820096;  // as an H200 reports it
 constexpr size_t kPage = 4096;
 constexpr size_t kGuard = 2 << 20;      // mapped behind every block: libraries read ahead
 constexpr size_t kCopied = 1 << 20;     // larger copies within the device move nothing
@@ -244,7 +244,8 @@ API cudaDriverGetVersion(int* version) { *version = 13000; return cudaSuccess; }
 // Memory
 API cudaMalloc(void** at, size_t bytes) {
   simgpu_count_call("malloc");
-  *at = allocate(bytes, true);
+  bool fits = state().live + bytes <= kMemory;
+  *at = fits ? allocate(bytes, true) : nullptr;
   return *at ? cudaSuccess : cudaErrorMemoryAllocation;
 }
 API cudaMallocAsync(void** at, size_t bytes, cudaStream_t) { return cudaMalloc(at, bytes); }
