@@ -6,6 +6,7 @@
 # make chaos       random faults over four nodes on this machine for half an hour (MINUTES=, SEED=)
 # make refactoring REVISION=main    train with that commit and with this tree, and compare every number bit for bit
 # make simgpu      every feature, engine and axis on a simulated GPU, under the CUDA build of PyTorch (UPDATE=1: write counts)
+# make simgpu-all  and pairs of features, and the shipped configs compiled for Hopper and Blackwell
 # make checks      format, lint, types
 # make docs        build the documentation site into build/docs; a broken link is an error
 # Pip's own variables hold here: PIP_INDEX_URL and PIP_EXTRA_INDEX_URL say where packages come from.
@@ -44,8 +45,11 @@ RECIPE := --optimizer.name=muon --optimizer.lr=2e-2 --optimizer.weight_decay=0 \
 # The CUDA build of PyTorch, 5.5 GB, in an environment of its own, and the simulated GPU for it.
 SIMGPU := .simgpu
 DEVICE := $(CURDIR)/$(SIMGPU)/device
+SIMULATED = $(SIMGPU)/bin/python -m tests.simulated_gpu.device.build $(DEVICE) && \
+    LD_PRELOAD=$(DEVICE)/libsimgpu.so LD_LIBRARY_PATH=$(DEVICE) TRITON_LIBCUDA_PATH=$(DEVICE) SIMGPU_DEVICES=4 \
+    PYTORCH_ALLOC_CONF=backend:native UPDATE=$(UPDATE) $(SIMGPU)/bin/python -m pytest --reruns=0
 
-.PHONY: train data test quick test-all faults chaos refactoring simgpu checks format docs clean
+.PHONY: train data test quick test-all faults chaos refactoring simgpu simgpu-all checks format docs clean
 
 train: data
 	@$(BIN)/python train.py --config debug.toml $(RECIPE)
@@ -97,10 +101,10 @@ $(SIMGPU)/.ready: pyproject.toml constraints-cuda.txt
 	@touch $@
 
 simgpu: $(SIMGPU)/.ready
-	$(SIMGPU)/bin/python -m tests.simulated_gpu.device.build $(DEVICE)
-	LD_PRELOAD=$(DEVICE)/libsimgpu.so LD_LIBRARY_PATH=$(DEVICE) TRITON_LIBCUDA_PATH=$(DEVICE) SIMGPU_DEVICES=4 \
-	    PYTORCH_ALLOC_CONF=backend:native UPDATE=$(UPDATE) \
-	    $(SIMGPU)/bin/python -m pytest --reruns=0 tests/simulated_gpu
+	$(SIMULATED) -m "not slow" tests/simulated_gpu
+
+simgpu-all: $(SIMGPU)/.ready
+	$(SIMULATED) tests/simulated_gpu
 
 checks: $(READY)
 	$(BIN)/ruff format --check .

@@ -16,13 +16,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
 from forge.inference.average import average
-from scripts.options import exit_code_of
+from scripts.options import Options, exit_code_of
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Options(description=__doc__)
     add = parser.add_argument
     add("checkpoints", type=Path, nargs="+", metavar="CHECKPOINT", help="folders of checkpoints, step-...")
     add("--output", type=Path, required=True, help="folder to write; must not exist")

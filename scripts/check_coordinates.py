@@ -20,13 +20,11 @@ import torch
 from forge.config import load_config
 from forge.sweep.coordinates import check_widths, growth
 from scripts import svg
-from scripts.options import exit_code_of, positive
+from scripts.options import Options, exit_code_of, positive
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Options(description=__doc__)
     add = parser.add_argument
     add("--config", required=True, help="the recipe, a file or a name in configs/; overrides may follow")
     add("--widths", default="64,128,256,512", help="values of model.dim; other sizes follow (%(default)s)")

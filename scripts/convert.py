@@ -18,7 +18,7 @@ import torch
 from forge.checkpoint import find_checkpoint
 from forge.hf import export_weights, import_weights
 from forge.observe.progress import ProgressLine
-from scripts.options import exit_code_of, number
+from scripts.options import Options, exit_code_of, number
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 
@@ -68,10 +68,8 @@ class _Progress:
             self._line.close()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def _parser() -> Options:
+    parser = Options(description=__doc__)
     directions = parser.add_subparsers(dest="direction", required=True, metavar="to-hf|from-hf")
     to_hf = directions.add_parser("to-hf", help="convert a checkpoint or run for transformers")
     from_hf = directions.add_parser("from-hf", help="convert a folder of transformers to a checkpoint")

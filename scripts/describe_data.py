@@ -5,7 +5,6 @@ python scripts/describe_data.py data/python/train --tokenizer data/tokenizer --o
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -14,13 +13,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 from forge.data.tokenizer import load_tokenizer
 from forge.files import replace_atomically
 from forge.prepare.statistics import page
-from scripts.options import count, exit_code_of
+from scripts.options import Options, count, exit_code_of
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Options(description=__doc__)
     add = parser.add_argument
     add("dataset", type=Path, metavar="DIR", help="a folder with a dataset.json")
     add(

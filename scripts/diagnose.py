@@ -9,20 +9,17 @@ profile/. Prints a page of text.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
 from forge.report.diagnose import diagnose
-from scripts.options import exit_code_of
+from scripts.options import Options, exit_code_of
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Options(description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's directory, such as runs/debug")
     given = parser.parse_args(arguments)
     return exit_code_of(lambda: print(diagnose(given.run)))

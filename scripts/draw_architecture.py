@@ -9,7 +9,6 @@ a drawing cannot name what does not exist.
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import pkgutil
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
 from scripts import svg
+from scripts.options import Options
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -61,9 +61,7 @@ WIDTH, BOX, ROW, TOP = 960, 560, 66, 34
 
 def main(argv: list[str]) -> int:
     """Write batch.svg and parameter.svg; return the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Options(description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("docs"), help="the folder (default: docs)")
     folder = parser.parse_args(argv).output
     return max(

@@ -21,13 +21,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
 from forge.errors import FINISHED, UserError
-from scripts.options import exit_code_of
+from scripts.options import Options, exit_code_of
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Options(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="meeting|agent|layouts")
     meeting = commands.add_parser(
         "meeting", help="hold the place where the agents of one run meet, until it is over"

@@ -28,7 +28,7 @@ from forge.inference.open import TrainedModel
 from forge.observe.json_lines import encode
 from forge.observe.progress import ProgressLine
 from scripts.model import add_model_options, open_model
-from scripts.options import count, exit_code_of, positive
+from scripts.options import Options, count, exit_code_of, positive
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -134,10 +134,8 @@ def _tasks() -> Any:
     return tasks
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+def _parser() -> Options:
+    parser = Options(description=__doc__)
     add = parser.add_argument
     add_model_options(add)
     add(

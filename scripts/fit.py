@@ -25,15 +25,13 @@ from forge.report.read import read_run
 from forge.sweep.law import OPERATIONS, Fit, fit_law
 from forge.sweep.measured import Measured, best_of_each, find_runs, measure
 from forge.sweep.optima import PowerLaw, fit_power_law, least_at
-from scripts.options import add_trust_option, count, exit_code_of, number
+from scripts.options import Options, add_trust_option, count, exit_code_of, number
 
 above_zero = number(float, lambda value: value > 0, "above 0")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Options(description=__doc__)
     add = parser.add_argument
     add("runs", type=Path, nargs="+", metavar="RUN", help="run directories, or folders of them")
     add(

@@ -33,7 +33,7 @@ from forge.inference import (
 from forge.inference.open import TrainedModel
 from forge.printable import printable
 from scripts.model import add_model_options, open_model
-from scripts.options import count, exit_code_of, number, positive
+from scripts.options import Options, count, exit_code_of, number, positive
 
 
 @dataclass
@@ -167,10 +167,8 @@ def _begin(prompt: str | list[int], tokenizer: Tokenizer | None, opened: Trained
     return Writing(text, tokens, TextStream(tokenizer, tokens), shown)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+def _parser() -> Options:
+    parser = Options(description=__doc__)
     add = parser.add_argument
     # A smaller one divides scores beyond the range of float32.
     temperature = number(

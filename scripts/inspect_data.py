@@ -23,7 +23,7 @@ from forge.config import Phases, load_config
 from forge.data.build import build_tokenizer
 from forge.errors import UserError
 from forge.prepare.inspect import dataset_of_run, mixture_of_steps, samples_of_step
-from scripts.options import count, exit_code_of, positive
+from scripts.options import Options, count, exit_code_of, positive
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -72,11 +72,9 @@ def _check(given: argparse.Namespace, batch: int) -> None:
         )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Options:
+    parser = Options(
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
         epilog="Any other option, --section.key=value, overrides a key of the config.",
     )
     add = parser.add_argument

@@ -11,7 +11,6 @@ slow each other down: for a plan of several ranks on it, measure with as many --
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -34,7 +33,7 @@ import torch.nn.functional as F
 
 from forge.cores import cores
 from forge.observe.hardware import GIB
-from scripts.options import exit_code_of, positive
+from scripts.options import Options, exit_code_of, positive
 
 Rates = list[list[float]]
 Clock = Callable[[], float]
@@ -45,9 +44,7 @@ LONG = 0.3
 
 def main(argv: list[str]) -> int:
     """Measure, write the file and return the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Options(description=__doc__)
     add = parser.add_argument
     add("--output", type=Path, default=Path("hardware.toml"), help="file to write (default: hardware.toml)")
     add(

@@ -5,14 +5,30 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, NoReturn, TypeVar
 
-from forge.errors import FAILED, FINISHED, STOPPED, UserError
+from forge.errors import BAD_CONFIG, FAILED, FINISHED, STOPPED, UserError, nearest
 from forge.prepare.corpus import EXTENSIONS
 
 Number = TypeVar("Number", int, float)
+
+
+class Options(argparse.ArgumentParser):
+    """Options of a command, with its docstring as help. A mistake is one sentence on stderr and exit code 2."""
+
+    def __init__(self, **rest: Any):
+        super().__init__(
+            **{"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False, **rest}
+        )
+
+    def error(self, message: str) -> NoReturn:
+        unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
+        similar = nearest(unknown[1], self._option_string_actions) if unknown else None
+        hint = f"did you mean {similar}? " if similar else ""
+        self.exit(BAD_CONFIG, f"forge: {message}; {hint}{self.prog} --help lists the options\n")
 
 
 def exit_code_of(work: Callable[[], object], interrupted: str = "") -> int:
@@ -25,17 +41,17 @@ def exit_code_of(work: Callable[[], object], interrupted: str = "") -> int:
         work()
         sys.stdout.flush()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"forge: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:  # such as `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:  # a full disk
-        print(f"error: {error}", file=sys.stderr)
+        print(f"forge: {error}", file=sys.stderr)
         return FAILED
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's
             raise
-        print(f"error: out of memory: {str(error).splitlines()[0]}", file=sys.stderr)
+        print(f"forge: out of memory: {str(error).splitlines()[0]}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         if interrupted:
@@ -50,7 +66,7 @@ def number(kind: type[Number], holds: Callable[[Number], bool], allowed: str) ->
     def read(text: str) -> Number:
         value = kind(text)
         if not holds(value):
-            raise argparse.ArgumentTypeError(f"must be {allowed}")
+            raise argparse.ArgumentTypeError(f"{text}: must be {allowed}")
         return value
 
     read.__name__ = kind.__name__  # argparse's "invalid int value"

@@ -6,7 +6,6 @@ Needs the extra forge[report].
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -15,13 +14,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 from forge.errors import UserError
 from forge.report.read import read_run
 from scripts import svg
+from scripts.options import Options
 
 
 def main(argv: list[str]) -> int:
     """Draw and return the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Options(description=__doc__)
     add = parser.add_argument
     add("run", type=Path, help="the run's directory, which holds metrics.jsonl")
     add("--output", type=Path, default=Path("experts.svg"), help="image to write (default: experts.svg)")

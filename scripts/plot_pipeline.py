@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 from forge.config.pipeline import ONE_PER_RANK
 from forge.parallel.pipeline.schedule import Schedule, TimedAction, make_schedule, read_schedule
 from scripts import svg
-from scripts.options import positive
+from scripts.options import Options, positive
 
 LEFT, TOP, ROW, GAP, WIDTH = 64, 40, 26, 8, 1000
 COLORS = {"F": "#93c5fd", "B": "#86efac", "I": "#bbf7d0", "W": "#fcd34d"}
@@ -25,9 +25,7 @@ NAMES = {"F": "forward", "B": "backward", "I": "backward, input", "W": "backward
 
 def main(argv: list[str]) -> int:
     """Draw and return the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Options(description=__doc__)
     add = parser.add_argument
     add("--schedule", required=True, help="a value of pipeline.schedule: a name, or a CSV file")
     add("--ranks", type=positive, default=4, help="parallel.pp (default: 4)")

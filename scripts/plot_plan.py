@@ -10,7 +10,6 @@ microbatches, by kind. Of a pipeline also pipeline.svg: what each rank does when
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -24,6 +23,7 @@ from forge.errors import FINISHED
 from forge.observe.hardware import GIB
 from forge.parallel.pipeline.schedule import Action, TimedAction, idle_share
 from scripts import svg
+from scripts.options import Options
 from scripts.plot_pipeline import draw_timeline
 
 WIDTH, HEIGHT, LEFT, TOP = 900, 320, 64, 56
@@ -33,9 +33,7 @@ KINDS = ("state", "gradients", "gathered", "activations", "masks", "loss")
 
 def main(argv: list[str]) -> int:
     """Draw and return the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Options(description=__doc__)
     add = parser.add_argument
     add("--plan", type=Path, required=True, help="what train.py --plan --json printed")
     add("--output", type=Path, default=Path(), help="folder for the images (default: this one)")

@@ -17,7 +17,7 @@ from forge.cores import cores
 from forge.prepare.part import MAX_BAD_FRACTION
 from forge.prepare.prepare import Request, prepare
 from forge.prepare.quality import Quality
-from scripts.options import add_input_options, exit_code_of, number, positive
+from scripts.options import Options, add_input_options, exit_code_of, number, positive
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -49,10 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
     return exit_code_of(lambda: prepare(request), "interrupted; the same command continues from here")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def _parser() -> Options:
+    parser = Options(description=__doc__)
     add = parser.add_argument
     share = number(float, lambda value: 0 <= value < 1, "at least 0 and less than 1")
     add_input_options(add)

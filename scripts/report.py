@@ -22,14 +22,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 from forge.files import replace_atomically
 from forge.report.read import RunRecord, read_run
 from forge.report.serve import PageServer
-from scripts.options import add_trust_option, count, exit_code_of, positive
+from scripts.options import Options, add_trust_option, count, exit_code_of, positive
 from scripts.planned import Planner
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Options(description=__doc__)
     add = parser.add_argument
     add("runs", type=Path, nargs="+", metavar="RUN", help="a run's directory, such as runs/debug")
     add("--output", type=Path, default=Path("report.html"), help="the page to write (%(default)s)")

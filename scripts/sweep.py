@@ -26,13 +26,11 @@ from forge.sweep.local import run_sweep
 from forge.sweep.results import Result, as_text, rows
 from forge.sweep.slurm import job_array
 from forge.sweep.spec import Sweep, read_sweep
-from scripts.options import exit_code_of
+from scripts.options import Options, exit_code_of
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Options(description=__doc__)
     add = parser.add_argument
     add("sweep", type=Path, help="the file of the sweep; docs/recipes.md says what it has")
     add(

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
 from forge.prepare.train_tokenizer import BYTES_PER_PIECE, LEAST_SAMPLE, train_tokenizer
-from scripts.options import add_input_options, exit_code_of, positive
+from scripts.options import Options, add_input_options, exit_code_of, positive
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Options(description=__doc__)
     add = parser.add_argument
     add_input_options(add)
     add("--output", required=True, metavar="DIR", help="folder to write tokenizer.model to")

@@ -35,7 +35,7 @@ from forge.verify.report import as_json, heading, last_line, outcome_line, preci
 from forge.verify.run import Outcome, Report, Verifier, verify, verify_against
 from forge.verify.shrink import shrink, steps_through
 from forge.world import read_world
-from scripts.options import count, exit_code_of, number, positive
+from scripts.options import Options, count, exit_code_of, number, positive
 
 bound = number(float, lambda value: value >= 0, "at least 0")
 minutes = number(float, lambda value: value > 0, "more than 0")
@@ -215,10 +215,8 @@ def _worlds(text: str) -> list[int]:
         raise argparse.ArgumentTypeError("must be numbers of processes, such as 2,4") from None
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+def _parser() -> Options:
+    parser = Options(description=__doc__)
     parser.usage = "%(prog)s --config FILE [--section.key=VALUE ...] [options]"
     add = parser.add_argument
     add("--config", required=True, metavar="FILE", help="a TOML file, or a name in configs/")

@@ -7,7 +7,6 @@ Exit code 0: intact; 1: a file is damaged or missing; 2: not a dataset with chec
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -15,13 +14,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 
 from forge.data.integrity import check_files
 from forge.errors import FAILED, UserError
-from scripts.options import exit_code_of
+from scripts.options import Options, exit_code_of
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Options(description=__doc__)
     parser.add_argument("dataset", metavar="DATASET", help="a folder with a dataset.json")
     given = parser.parse_args(arguments)
 

@@ -48,7 +48,7 @@ def test_a_value_that_a_stranger_writes_ends_an_agent_with_one_sentence_and_is_n
         assert nodes.finish() == {"a": 2}
     output = nodes.output("a")
     assert "without this run's signature" in output and "Traceback" not in output
-    assert output.count("error: ") == 1 and not (tmp_path / "executed").exists()
+    assert output.count("forge: ") == 1 and not (tmp_path / "executed").exists()
 
 
 def test_an_agent_with_another_secret_is_refused(tmp_path) -> None:

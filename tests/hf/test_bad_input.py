@@ -40,7 +40,7 @@ def refusal(
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1, lines
-    return lines[0].removeprefix("error: ")
+    return lines[0].removeprefix("forge: ")
 
 
 def keys(**changes: Any) -> Callable[[Path], None]:

@@ -65,7 +65,7 @@ def test_an_error_is_one_sentence_and_exit_code_2(tmp_path, name, arguments):
     names = {"absent", "empty", "text", "out", "text/a.txt"}
     result = run(name, *[tmp_path / part if part in names else part for part in arguments])
     assert result.returncode == BAD_CONFIG
-    assert "Traceback" not in result.stderr and "error: " in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr and "forge: " in result.stderr.splitlines()[-1]
     assert not (tmp_path / "out").exists()
 
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from forge.errors import FINISHED
+from forge.errors import BAD_CONFIG, FINISHED
 from tests.support.trained import ROOT, call
 
 # Functions that add options to several scripts -> their files.
@@ -24,3 +24,18 @@ def test_help_names_every_option(tmp_path, name: str) -> None:
     options = set(re.findall(r"\"(--[a-z-]+)\"", code))
     output = call(tmp_path, name, "--help")
     assert output.code == FINISHED and len(options) > 5 and all(option in output.out for option in options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("generate", ["--checkpoint", "x", "--max-tokens", "0"], "--max-tokens: 0: must be at least 1"),
+        ("generate", ["--checkpoint", "x", "--max-tokns", "5"], "did you mean --max-tokens?"),
+        ("convert", ["to-x"], "choose from 'to-hf', 'from-hf'"),
+        ("convert", ["from-hf"], "required: --input, --output"),
+    ],
+)
+def test_a_wrong_option_is_one_sentence(tmp_path, name: str, options: list[str], said: str) -> None:
+    output = call(tmp_path, name, *options)
+    assert output.code == BAD_CONFIG and said in output.err
+    assert output.err.startswith("forge: ") and output.err.count("\n") == 1

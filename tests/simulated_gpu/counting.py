@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._inductor.config
 
 from forge.hook import Hook
 from forge.train.trainer import Trainer
@@ -57,7 +58,14 @@ class Counting(Hook):
 
 
 class CountingAtFullSize(Counting):
-    """Counts a step and ends the process, whose last checkpoint would be many gigabytes of zeros."""
+    """Counts a step and ends the process, whose last checkpoint would be many gigabytes of zeros.
+
+    Inductor notes the bytes that each kernel moves.
+    """
+
+    def __init__(self, trainer: Trainer):
+        super().__init__(trainer)
+        torch._inductor.config.benchmark_kernel = True
 
     def after_step(self, step: int) -> None:
         super().after_step(step)

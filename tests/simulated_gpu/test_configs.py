@@ -9,7 +9,6 @@ import json
 import os
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -38,11 +37,15 @@ def shrunk(name: str) -> list[str]:
     config = tomllib.loads((ROOT / "configs" / f"{name}.toml").read_text())
     model, moe = config["model"], config["model"].get("moe", {})
     dense = min(1, moe.get("n_dense_layers", 0))
-    options = [f"--config={name}.toml", f"--model.n_layers={max(len(model.get('layer_pattern', [])), dense + 1)}"]
+    options = [
+        f"--config={name}.toml",
+        f"--model.n_layers={max(len(model.get('layer_pattern', [])), dense + 1)}",
+    ]
     if moe:
         options += [f"--model.moe.n_dense_layers={dense}"]
         options += [f"--model.moe.n_experts={min(MOST_EXPERTS, moe['n_experts'])}"]
-    options += [f"--parallel.{axis}=1" for axis in ("dp_replicate", "tp", "cp", "pp", "ep") if axis in config.get("parallel", {})]
+    axes = {"dp_replicate", "tp", "cp", "pp", "ep"} & config.get("parallel", {}).keys()
+    options += [f"--parallel.{axis}=1" for axis in sorted(axes)]
     return [
         *options,
         "--run.name=run",
@@ -66,12 +69,10 @@ def attention(kernels: dict[str, int]) -> list[str]:
 
 @pytest.mark.parametrize("capability", ["90", "100"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_shipped_config_is_compiled_and_trains(name: str, capability: str, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setenv("SIMGPU_CAPABILITY", capability)
-    for key, value in compiled.environment(tmp_path).items():
-        monkeypatch.setenv(key, value)
+def test_a_shipped_config_is_compiled_and_trains(name: str, capability: str, tmp_path: Path) -> None:
+    variables = {"SIMGPU_CAPABILITY": capability, **compiled.environment(tmp_path)}
     run = Run(tmp_path, base=shrunk(name))
-    assert run() == 0, run.output()[-4000:]
+    assert run.start(variables=variables).join() == [0], run.output()[-4000:]
     counts = counting.read(run.path)
     assert not counts["waits"]
     found = {

@@ -43,7 +43,9 @@ def test_a_run_evaluates_saves_resumes_and_watches(name: str, tmp_path: Path, sh
     held_out = f'--data.validation=[{{path="{shards}"}}]'
     run = Run(tmp_path, sources(shards), held_out, *EVERYTHING, *options, base=variants.BASE)
     assert run("--train.steps=4", world=world) == 0, run.output()[-4000:]
-    assert run("--profile.span=[5,6]", "--profile.memory_snapshot=true", world=world) == 0, run.output()[-4000:]
+    assert run("--profile.span=[5,6]", "--profile.memory_snapshot=true", world=world) == 0, run.output()[
+        -4000:
+    ]
     assert "step-00000006" in run.checkpoints()
     assert [event["new"] for event in run.events("resumed")] == [False] if run.events("resumed") else True
     lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]

@@ -58,14 +58,22 @@ class Run:
         folder.mkdir(exist_ok=True)
         self._options = [*base, f"--run.output_dir={folder}", *options]
 
-    def start(self, *options: str, world: int = 1, fault: str = "", patch: str = "") -> Any:
+    def start(
+        self,
+        *options: str,
+        world: int = 1,
+        fault: str = "",
+        patch: str = "",
+        variables: dict[str, str] | None = None,
+    ) -> Any:
         """Start the command; `.join()` of the result gives the exit codes in rank order.
 
         `patch` ("module:function") is called on every rank first, to put a defect in; it finds the run's path in the
-        environment, as RUN_UNDER_TEST.
+        environment, as RUN_UNDER_TEST. variables: more of the environment.
         """
         self._terminal.unlink(missing_ok=True)
-        environment = {"RUN_UNDER_TEST": str(self.path)} | ({"FORGE_FAULT": fault} if fault else {})
+        environment = (variables or {}) | {"RUN_UNDER_TEST": str(self.path)}
+        environment |= {"FORGE_FAULT": fault} if fault else {}
         port, meeting = reserve_port() if world > 1 else (None, {})
         environment |= meeting
         ranks = start_ranks(_main, world, [*self._options, *options], environment, self._terminal, patch)

@@ -43,7 +43,7 @@ def objects(result: Result) -> list[dict[str, Any]]:
 def refusal(result: Result) -> str:
     """The one sentence that a user's mistake ends in."""
     assert "Traceback" not in result.err
-    errors = [line for line in result.err.splitlines() if "error: " in line]
+    errors = [line for line in result.err.splitlines() if "forge: " in line]
     assert len(errors) == 1 and result.err.splitlines()[-1] == errors[0], result.err
     return errors[0]
 

@@ -1,0 +1,44 @@
+"""The counts in golden files are of variants and configs that exist, and docs/performance.md shows them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.simulated_gpu import variants
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.toml") if "debug" not in path.stem)
+
+
+def golden(name: str) -> dict[str, dict]:
+    return json.loads((HERE / name).read_text())
+
+
+def test_counts_are_of_variants_that_exist() -> None:
+    assert set(golden("golden.json")) == {*variants.ONE, *(f"four: {name}" for name in variants.FOUR)}
+
+
+def test_kernels_are_of_shipped_configs_for_both_generations() -> None:
+    assert set(golden("golden_compiled.json")) == {f"{name} sm_{sm}" for name in CONFIGS for sm in (90, 100)}
+
+
+def test_the_page_shows_the_attention_of_each_shipped_config() -> None:
+    found = golden("golden_compiled.json")
+    rows = [
+        f"| `{name}` | {' and '.join(found[f'{name} sm_90']['attention'])} | {len(found[f'{name} sm_90']['kernels'])} | "
+        f"{spilling(found[f'{name} sm_90'])} | {spilling(found[f'{name} sm_100'])} |"
+        for name in CONFIGS
+    ]
+    missing = [row for row in rows if row not in (ROOT / "docs" / "performance.md").read_text().splitlines()]
+    assert not missing, "\n".join(missing)
+    assert all(
+        found[f"{name} sm_90"]["attention"] == found[f"{name} sm_100"]["attention"] for name in CONFIGS
+    )
+
+
+def spilling(counts: dict) -> str:
+    """Return how many kernels spill registers in each of their block sizes, and the most bytes a thread."""
+    spilled = [kernel["spilled"][0] for kernel in counts["kernels"].values() if kernel["spilled"][0]]
+    return f"{len(spilled)} ({max(spilled):,} bytes)" if spilled else "none"
