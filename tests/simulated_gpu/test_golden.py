@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 from tests.simulated_gpu import variants
+from tests.simulated_gpu.shipped import CONFIGS
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.toml") if "debug" not in path.stem)
 
 
 def golden(name: str) -> dict[str, dict]:

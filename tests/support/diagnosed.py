@@ -49,6 +49,8 @@ NAMES = {
 }
 # Tests of a row in which something else happens.
 OTHERS = {
+    # The same three nodes continue.
+    "test_e11_a_run_waits_for_the_lock_of_a_frozen_rank_and_uses_up_no_restart": _KILLED,
     "test_e3_a_spare_that_is_not_needed_ends_with_the_run": "Nothing ended this run early",
     "test_k1_a_signal_in_the_crash_report_does_not_cut_them_short": "an error in the program on one rank",
     "test_n3_only_what_has_copies_is_compared_and_only_if_asked": "Nothing ended this run early",

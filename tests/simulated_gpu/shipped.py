@@ -1,0 +1,43 @@
+"""Shipped configs, shrunk to one layer of each kind on one GPU. Widths, heads, vocabulary and context stay."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[2] / "configs"
+CONFIGS = sorted(path.stem for path in FOLDER.glob("*.toml") if "debug" not in path.stem)
+MOST_EXPERTS = 32
+
+
+def shrunk(name: str) -> list[str]:
+    """Return the options of train.py."""
+    config = tomllib.loads((FOLDER / f"{name}.toml").read_text())
+    model, moe = config["model"], config["model"].get("moe", {})
+    dense = min(1, moe.get("n_dense_layers", 0))
+    options = [
+        f"--config={name}.toml",
+        f"--model.n_layers={max(len(model.get('layer_pattern', [])), dense + 1)}",
+    ]
+    if moe:
+        options += [f"--model.moe.n_dense_layers={dense}"]
+        options += [f"--model.moe.n_experts={min(MOST_EXPERTS, moe['n_experts'])}"]
+    axes = {"dp_replicate", "tp", "cp", "pp", "ep"} & config.get("parallel", {}).keys()
+    options += [f"--parallel.{axis}=1" for axis in sorted(axes)]
+    return [*options, *COMMON]
+
+
+COMMON = [
+    "--run.name=run",
+    '--data.sources=[{path="synthetic",weight=1.0}]',
+    "--data.validation=[]",
+    "--data.tokenizer=bytes",
+    "--train.micro_batch_size=1",
+    "--train.global_batch_size=1",
+    "--train.steps=4",
+    "--evaluate.interval=0",
+    "--metrics.log_interval=1",
+    "--metrics.tensorboard=false",
+    "--checkpoint.interval=0",
+]
+COUNTING = '--train.hooks=["tests.simulated_gpu.counting:CountingAtFullSize"]'
