@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.simulated_gpu import counting, variants
+from tests.simulated_gpu import counting, order, variants
 from tests.support.runs import Run
 
 pytestmark = pytest.mark.skipif(
@@ -23,7 +23,7 @@ ALLOWED = {"parallel/expert.py:sizes_from_counts"}
 
 def counted(folder: Path, name: str, options: list[str], world: int) -> dict[str, Any]:
     run = Run(folder, *options, base=variants.BASE)
-    codes = run.start(world=world).join()
+    codes = run.start(world=world, patch="tests.simulated_gpu.patches:log_order").join()
     assert codes == [0] * world, run.output()[-4000:]
     return counting.read(run.path)
 
@@ -48,3 +48,4 @@ def test_a_step_on_one_gpu(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [name for name in variants.FOUR if name not in variants.UNSUPPORTED])
 def test_a_step_on_four_gpus(name: str, tmp_path: Path) -> None:
     check(f"four: {name}", counted(tmp_path, name, variants.FOUR[name], 4))
+    assert bool(order.check(tmp_path)) == (name in order.CONCURRENT)

@@ -4,6 +4,8 @@
 #include <cstring>
 #include <string>
 
+#include <unistd.h>
+
 #include "counters.h"
 
 #define API SIMGPU_EXPORT int
@@ -17,31 +19,42 @@ int hand_out(void** handle, size_t bytes = 256) {
   return 0;
 }
 
-// A communicator: a name that ranks of the same group share, since all make their groups in the same order.
+struct UniqueId {
+  char bytes[128];
+};
+
+// A communicator: a name that its ranks share and others do not. It is the unique id, or made from the parent's and the color.
 struct Communicator {
   std::string name;
   int splits = 0;
   int padding[64];
 };
 
-FILE* nccl_log() {
-  static bool opened = false;
-  static FILE* file = nullptr;
-  if (!opened) {
-    opened = true;
-    const char *folder = getenv("SIMGPU_NCCL_LOG"), *rank = getenv("RANK");
-    if (folder) file = fopen((std::string(folder) + "/nccl." + (rank ? rank : "0")).c_str(), "w");
-  }
-  return file;
+int made(void** communicator, const std::string& name) {
+  *communicator = new Communicator{name};
+  return 0;
 }
 
-int logged(const char* call, void* communicator, size_t count, int dtype, int peer, void* stream) {
-  simgpu_count_kernel(call);
-  if (FILE* file = nccl_log()) {
-    fprintf(file, "%s %s %zu %d %d %p\n", static_cast<Communicator*>(communicator)->name.c_str(), call, count, dtype, peer, stream);
-    fflush(file);
+// What the group of calls that is open in this thread has logged. NCCL launches it as one at its end.
+thread_local int open_groups = 0;
+thread_local std::string* grouped = nullptr;
+
+int launched(const std::string& line) {
+  if (open_groups == 0) {
+    simgpu_log(line.c_str());
+  } else {
+    if (!grouped) grouped = new std::string;
+    *grouped += line;
   }
   return 0;
+}
+
+// argument: the operation, the root or the peer.
+int logged(const char* call, void* communicator, size_t count, int dtype, int argument, void* stream) {
+  simgpu_count_kernel(call);
+  char rest[120];
+  snprintf(rest, sizeof rest, " %s %zu %d %d %zx\n", call, count, dtype, argument, reinterpret_cast<size_t>(stream));
+  return launched("call " + static_cast<Communicator*>(communicator)->name + rest);
 }
 
 }  // namespace
@@ -65,23 +78,37 @@ API cublasLtMatmulAlgoGetHeuristic(void*, void*, void*, void*, void*, void*, voi
 SIMGPU_EXPORT const char* ncclGetErrorString(int) { return "simulated GPU"; }
 SIMGPU_EXPORT const char* ncclGetLastError(void*) { return "simulated GPU"; }
 API ncclGetVersion(int* version) { *version = 23007; return 0; }
-API ncclGetUniqueId(void* id) { memset(id, 1, 128); return 0; }
-API ncclCommInitRankConfig(void** communicator, int, char*, int, void*) {
-  static int made = 0;
-  *communicator = new Communicator{"root" + std::to_string(made++)};
-  simgpu_count_call("ncclCommInitRankConfig");
+API ncclGetUniqueId(UniqueId* id) {
+  static int given = 0;
+  memset(id, 0, sizeof *id);
+  snprintf(id->bytes, sizeof *id, "%d-%d", getpid(), given++);
   return 0;
 }
-API ncclCommInitRank(void** communicator, int ranks, char* id, int rank) {
+API ncclCommInitRankConfig(void** communicator, int ranks, UniqueId id, int rank, void*) {
+  simgpu_count_call("ncclCommInitRankConfig");
+  simgpu_log(("init " + std::string(id.bytes) + " " + std::to_string(ranks) + " " + std::to_string(rank) + "\n").c_str());
+  return made(communicator, id.bytes);
+}
+API ncclCommInitRank(void** communicator, int ranks, UniqueId id, int rank) {
   return ncclCommInitRankConfig(communicator, ranks, id, rank, nullptr);
 }
-API ncclCommInitRankScalable(void** communicator, int ranks, int rank, int, char* id, void* config) {
-  return ncclCommInitRankConfig(communicator, ranks, id, rank, config);
+API ncclCommInitRankScalable(void** communicator, int ranks, int rank, int, UniqueId* ids, void* config) {
+  return ncclCommInitRankConfig(communicator, ranks, *ids, rank, config);
 }
-API ncclCommSplit(void* parent, int color, int, void** communicator, void*) {
+API ncclCommSplit(void* parent, int color, int key, void** communicator, void*) {
   auto* from = static_cast<Communicator*>(parent);
-  *communicator = new Communicator{from->name + "." + std::to_string(from->splits++) + "c" + std::to_string(color)};
+  std::string name = color < 0 ? "none" : from->name + "." + std::to_string(from->splits) + "c" + std::to_string(color);
+  from->splits++;
   simgpu_count_call("ncclCommSplit");
+  simgpu_log(("split " + from->name + " " + name + " " + std::to_string(key) + "\n").c_str());
+  return color < 0 ? hand_out(communicator) : made(communicator, name);
+}
+API ncclGroupStart() { open_groups++; return 0; }
+API ncclGroupEnd() {
+  if (--open_groups == 0 && grouped && !grouped->empty()) {
+    simgpu_log(("group\n" + *grouped + "end\n").c_str());
+    grouped->clear();
+  }
   return 0;
 }
 API ncclCommGetAsyncError(void*, int* error) { *error = 0; return 0; }
@@ -101,3 +128,4 @@ API ncclReduceScatter(void*, void*, size_t n, int dtype, int op, void* c, void* 
 API ncclBroadcast(void*, void*, size_t n, int dtype, int root, void* c, void* stream) { return logged("ncclBroadcast", c, n, dtype, root, stream); }
 API ncclBcast(void*, size_t n, int dtype, int root, void* c, void* stream) { return logged("ncclBroadcast", c, n, dtype, root, stream); }
 API ncclAlltoAll(void*, void*, size_t n, int dtype, void* c, void* stream) { return logged("ncclAlltoAll", c, n, dtype, -1, stream); }
+API ncclGather(void*, void*, size_t n, int dtype, int root, void* c, void* stream) { return logged("ncclGather", c, n, dtype, root, stream); }
