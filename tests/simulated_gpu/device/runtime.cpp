@@ -96,9 +96,24 @@ const char* name_of(Place place) {
   return place == Place::device ? "device" : place == Place::pinned ? "pinned" : "pageable";
 }
 
-void copy(void* to, const void* from, size_t bytes, const char* how) {
+cudaError_t logged(const char* call, const void* first, const void* second = nullptr) {
+  char line[80];
+  snprintf(line, sizeof line, "%s %zx %zx\n", call, reinterpret_cast<size_t>(first), reinterpret_cast<size_t>(second));
+  simgpu_log(line);
+  return cudaSuccess;
+}
+
+// The host waits for a stream, an event or the whole device.
+cudaError_t synchronized(const char* call, const void* handle = nullptr) {
+  simgpu_count_call((std::string("synchronize ") + call).c_str());
+  return logged((std::string("synchronize-") + call).c_str(), handle);
+}
+
+// The host waits for the stream of a copy from or to pageable memory: so CUDA may do.
+void copy(void* to, const void* from, size_t bytes, const char* how, const void* stream = nullptr) {
   Place source = place_of(from), target = place_of(to);
   simgpu_count_call((std::string(how) + " " + name_of(source) + " to " + name_of(target)).c_str());
+  if (source == Place::pageable || target == Place::pageable) logged("synchronize-stream", stream);
   if (source == Place::device && target == Place::device && bytes > kCopied) return;
   if (source == Place::device && target != Place::device)
     memset(to, 0, bytes);
@@ -116,19 +131,6 @@ template <typename Handle>
 cudaError_t make(Handle* handle) {
   *handle = reinterpret_cast<Handle>(malloc(256));
   return cudaSuccess;
-}
-
-cudaError_t logged(const char* call, const void* first, const void* second = nullptr) {
-  char line[80];
-  snprintf(line, sizeof line, "%s %zx %zx\n", call, reinterpret_cast<size_t>(first), reinterpret_cast<size_t>(second));
-  simgpu_log(line);
-  return cudaSuccess;
-}
-
-// The host waits for a stream, an event or the whole device.
-cudaError_t synchronized(const char* call, const void* handle = nullptr) {
-  simgpu_count_call((std::string("synchronize ") + call).c_str());
-  return logged((std::string("synchronize-") + call).c_str(), handle);
 }
 
 cudaError_t launched(const void* function) {
@@ -267,14 +269,14 @@ API cudaMalloc(void** at, size_t bytes) {
   return *at ? cudaSuccess : cudaErrorMemoryAllocation;
 }
 API cudaMallocAsync(void** at, size_t bytes, cudaStream_t) { return cudaMalloc(at, bytes); }
-API cudaFree(void* at) { release(at); return cudaSuccess; }
+API cudaFree(void* at) { release(at); return logged("synchronize-device", nullptr); }
 API cudaFreeAsync(void* at, cudaStream_t) { release(at); return cudaSuccess; }
 API cudaHostAlloc(void** at, size_t bytes, unsigned) {
   simgpu_count_call("malloc pinned");
   *at = allocate(bytes, false);
   return cudaSuccess;
 }
-API cudaFreeHost(void* at) { release(at); return cudaSuccess; }
+API cudaFreeHost(void* at) { release(at); return logged("synchronize-device", nullptr); }
 API cudaHostRegister(void*, size_t, unsigned) { return cudaSuccess; }
 API cudaHostUnregister(void*) { return cudaSuccess; }
 API cudaMemGetInfo(size_t* free, size_t* total) {
@@ -283,9 +285,12 @@ API cudaMemGetInfo(size_t* free, size_t* total) {
   *free = kMemory - std::min(kMemory, state().live);
   return cudaSuccess;
 }
-API cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) { copy(to, from, bytes, "copy and wait"); return cudaSuccess; }
-API cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
-  copy(to, from, bytes, "copy");
+API cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
+  copy(to, from, bytes, "copy and wait");
+  return logged("synchronize-stream", nullptr);
+}
+API cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+  copy(to, from, bytes, "copy", stream);
   return cudaSuccess;
 }
 API cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t bytes, cudaStream_t) {
