@@ -1,10 +1,15 @@
 // cuBLAS, cuSOLVER, cuSPARSE and NCCL of a simulated GPU: the calls that hand something out. The others are generated (build.py).
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <random>
 #include <string>
-
-#include <unistd.h>
+#include <vector>
 
 #include "counters.h"
 
@@ -26,13 +31,34 @@ struct UniqueId {
 // A communicator: a name that its ranks share and others do not. It is the unique id, or made from the parent's and the color.
 struct Communicator {
   std::string name;
+  int ranks, rank;
   int splits = 0;
   int padding[64];
 };
 
-int made(void** communicator, const std::string& name) {
-  *communicator = new Communicator{name};
-  return 0;
+struct Member {
+  int color, key;
+};
+
+// Return what all ranks of a communicator pass, in shared memory, which the last one to read it removes. Waits for all.
+std::vector<Member> exchanged(const std::string& name, int ranks, int rank, Member own) {
+  struct Shared {
+    std::atomic<int> written, read;
+    Member members[];
+  };
+  std::string path = "/simgpu-" + name;
+  size_t bytes = sizeof(Shared) + ranks * sizeof(Member);
+  int file = shm_open(path.c_str(), O_CREAT | O_RDWR, 0600);
+  if (file < 0 || ftruncate(file, bytes)) abort();
+  auto* shared = static_cast<Shared*>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0));
+  close(file);
+  shared->members[rank] = own;
+  shared->written++;
+  while (shared->written < ranks) usleep(100);
+  std::vector<Member> all(shared->members, shared->members + ranks);
+  if (++shared->read == ranks) shm_unlink(path.c_str());
+  munmap(shared, bytes);
+  return all;
 }
 
 // What the group of calls that is open in this thread has logged. NCCL launches it as one at its end.
@@ -79,15 +105,15 @@ SIMGPU_EXPORT const char* ncclGetErrorString(int) { return "simulated GPU"; }
 SIMGPU_EXPORT const char* ncclGetLastError(void*) { return "simulated GPU"; }
 API ncclGetVersion(int* version) { *version = 23007; return 0; }
 API ncclGetUniqueId(UniqueId* id) {
-  static int given = 0;
   memset(id, 0, sizeof *id);
-  snprintf(id->bytes, sizeof *id, "%d-%d", getpid(), given++);
+  snprintf(id->bytes, sizeof *id, "%08x", std::random_device()());
   return 0;
 }
 API ncclCommInitRankConfig(void** communicator, int ranks, UniqueId id, int rank, void*) {
   simgpu_count_call("ncclCommInitRankConfig");
   simgpu_log(("init " + std::string(id.bytes) + " " + std::to_string(ranks) + " " + std::to_string(rank) + "\n").c_str());
-  return made(communicator, id.bytes);
+  *communicator = new Communicator{id.bytes, ranks, rank};
+  return 0;
 }
 API ncclCommInitRank(void** communicator, int ranks, UniqueId id, int rank) {
   return ncclCommInitRankConfig(communicator, ranks, id, rank, nullptr);
@@ -97,12 +123,22 @@ API ncclCommInitRankScalable(void** communicator, int ranks, int rank, int, Uniq
 }
 API ncclCommSplit(void* parent, int color, int key, void** communicator, void*) {
   auto* from = static_cast<Communicator*>(parent);
-  std::string name = color < 0 ? "none" : from->name + "." + std::to_string(from->splits) + "c" + std::to_string(color);
-  from->splits++;
+  std::string split = from->name + "." + std::to_string(from->splits++), name = color < 0 ? "none" : split + "c" + std::to_string(color);
   simgpu_count_call("ncclCommSplit");
   simgpu_log(("split " + from->name + " " + name + " " + std::to_string(key) + "\n").c_str());
-  return color < 0 ? hand_out(communicator) : made(communicator, name);
+  int ranks = 0, rank = 0;
+  auto members = exchanged(split, from->ranks, from->rank, {color, key});
+  for (int other = 0; other < from->ranks; other++) {
+    if (members[other].color != color) continue;
+    ranks++;
+    rank += members[other].key < key || (members[other].key == key && other < from->rank);
+  }
+  if (color >= 0) *communicator = new Communicator{name, ranks, rank};
+  return 0;
 }
+API ncclRedOpCreatePreMulSum(int* op, void*, int, int, void*) { *op = 5; return 0; }
+API ncclCommCount(void* communicator, int* ranks) { *ranks = static_cast<Communicator*>(communicator)->ranks; return 0; }
+API ncclCommUserRank(void* communicator, int* rank) { *rank = static_cast<Communicator*>(communicator)->rank; return 0; }
 API ncclGroupStart() { open_groups++; return 0; }
 API ncclGroupEnd() {
   if (--open_groups == 0 && grouped && !grouped->empty()) {
