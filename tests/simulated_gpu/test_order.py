@@ -172,10 +172,10 @@ LAYOUTS: dict[str, list[str]] = {
         "--parallel.data_parallel=zero1",
         "--optimizer.name=muon",
     ],
-    "eight: pp, cp ring, hsdp": [
+    "eight: pp, cp, hsdp": [
         *variants.FOUR["pp zero bubble"],
         "--parallel.cp=2",
-        "--parallel.context=ring",
+        "--parallel.context=ulysses",
         "--parallel.dp_replicate=2",
     ],
 }
