@@ -6,11 +6,10 @@ A rank's log has a line for each call that waits or is waited for, in the host's
 
     init COMMUNICATOR SIZE RANK               the host creates a communicator, and waits for its other ranks
     split PARENT CHILD KEY                    the same for a part of the parent's ranks; all of them take part
-    call COMMUNICATOR KIND COUNT DTYPE ARGUMENT STREAM      an NCCL call; argument: the operation, the root or the peer
-    group, call ..., end                      calls that NCCL launches as one
+    call COMMUNICATOR NAME COUNT DTYPE ARGUMENT STREAM ...  NCCL calls that it launches as one, with six words each
     record EVENT STREAM                       wait EVENT STREAM
     synchronize-stream STREAM                 synchronize-event EVENT       synchronize-device
-    host THREAD GROUP RANKS KIND COUNT DTYPE  a gloo collective: the thread (-: the main one) waits for the other ranks
+    host THREAD GROUP RANKS NAME COUNT DTYPE  a gloo collective: the thread (-: the main one) waits for the other ranks
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ class Call(NamedTuple):
 
     operation: Operation
     name: str
-    count: int = 0
-    dtype: str = ""
-    argument: int = -1
-    stream: str = ""
+    count: int
+    dtype: str
+    argument: int
+    stream: str
 
     def __str__(self) -> str:
         communicator, ranks, kind, _ = self.operation
@@ -107,43 +106,34 @@ def _communicators(logs: Sequence[list[Line]]) -> dict[str, tuple[int, ...]]:
 
 
 def _records(rank: int, lines: list[Line], communicators: dict[str, tuple[int, ...]]) -> Iterator[Record]:
-    seen: Counter[tuple[str, ...] | Operation] = Counter()
-    group: list[Call] | None = None
+    seen: Counter[tuple[object, ...]] = Counter()
 
     def call(
-        communicator: str, name: str, count: int, dtype: str = "", argument: int = -1, stream: str = ""
+        communicator: str, name: str, count: int, dtype: str, argument: int = -1, stream: str = ""
     ) -> Call:
         ranks, kind = communicators[communicator], "collective"
         if name in ("ncclSend", "ncclRecv"):
             peer, kind = ranks[argument], "message"
             ranks = (rank, peer) if name == "ncclSend" else (peer, rank)
         # Sends and receives are counted apart, because a rank may send to itself.
-        key = communicator, ranks, kind, name * (kind == "message")
+        key = communicator, ranks, kind, name if kind == "message" else ""
         seen[key] += 1
         return Call(Operation(communicator, ranks, kind, seen[key]), name, count, dtype, argument, stream)
 
     for kind, *words in lines:
-        if kind == "group":
-            group = []
-        elif kind == "call":
-            communicator, name, count, dtype, argument, stream = words
-            one = call(communicator, name, int(count), _DTYPES[int(dtype)], int(argument), stream)
-            if group is None:
-                yield Record("launch", words, [one])
-            else:
-                group.append(one)
-        elif kind == "end":
-            assert group is not None
-            for communicator in dict.fromkeys(one.operation.communicator for one in group):
-                yield Record(
-                    "launch", words, [one for one in group if one.operation.communicator == communicator]
-                )
-            group = None
+        if kind == "call":
+            calls = [
+                call(communicator, name, int(count), _DTYPES[int(dtype)], int(argument), stream)
+                for communicator, name, count, dtype, argument, stream in zip(*[iter(words)] * 6, strict=True)
+            ]
+            for communicator in dict.fromkeys(one.operation.communicator for one in calls):
+                own = [one for one in calls if one.operation.communicator == communicator]
+                yield Record("launch", words, own)
         elif kind in ("init", "split"):
-            yield Record("host", words, [call(words[0], kind, int(words[1]) if kind == "init" else 0)])
+            yield Record("host", words, [call(words[0], kind, len(communicators[words[0]]), "ranks")])
         elif kind == "host":
-            thread, communicator, _, name, count, dtype = words
-            yield Record("host", words, [call(communicator, name, int(count), dtype)], thread)
+            thread, group, _, name, count, dtype = words
+            yield Record("host", words, [call(group, name, int(count), dtype)], thread)
         else:
             yield Record(kind, words)
 
@@ -249,10 +239,8 @@ def _tasks(rank: int, records: list[Record], serial: bool) -> Iterator[_Task]:
             new = {call.connection for call in record.calls} - connected
             if new:
                 connected |= new
-                host = threads[record.thread] = task(
-                    f"the connection for {text}", host, operations=sorted(new)
-                )
-                yield host
+                yield (host := task(f"the connection for {text}", host, operations=sorted(new)))
+                threads[record.thread] = host
             last = task(text, host, communicators.get(order), *map(streams.get, own), operations=operations)
             communicators[order] = last
             streams |= dict.fromkeys(own, last)
@@ -266,12 +254,13 @@ def _tasks(rank: int, records: list[Record], serial: bool) -> Iterator[_Task]:
             yield last
         else:
             handle = record.words[0] if record.words else ""
-            waits = {"synchronize-stream": [streams.get(handle)], "synchronize-event": [events.get(handle)]}
-            waits["synchronize-device"] = list(streams.values())
-            before = waits.get(record.kind, [])
-            threads[record.thread] = last = task(
-                text or "a wait of the host", host, *before, operations=operations
-            )
+            before = {
+                "synchronize-stream": [streams.get(handle)],
+                "synchronize-event": [events.get(handle)],
+                "synchronize-device": list(streams.values()),
+            }.get(record.kind, [])
+            text = text or "a wait of the host"
+            threads[record.thread] = last = task(text, host, *before, operations=operations)
             yield last
 
 

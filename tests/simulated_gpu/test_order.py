@@ -28,6 +28,11 @@ A, B = (f"ncclAllReduce of 4 float32 on {communicator}" for communicator in "ab"
 CONNECTED = call("a", "0") + call("b", "0")
 
 
+def grouped(calls: str) -> str:
+    """One line of all calls."""
+    return "call" + calls.replace("call", "").replace("\n", "") + "\n"
+
+
 def logs(*ranks: str) -> list[list[order.Record]]:
     return order.parse([init + CONNECTED + lines for init, lines in zip(INIT, ranks, strict=True)])
 
@@ -72,14 +77,14 @@ def test_two_ranks_that_both_send_first_wait_for_ever_unless_they_group_their_ca
     ]
     assert order.compare(logs(*exchange)) == []
     assert order.simulate(logs(*exchange)).count("waits for rank") == 2
-    grouped = logs(*(f"group\n{calls}end\n" for calls in exchange))
-    assert order.simulate(grouped) == order.simulate(grouped, serial=True) == ""
+    together = logs(*map(grouped, exchange))
+    assert order.simulate(together) == order.simulate(together, serial=True) == ""
 
 
 def test_a_rank_may_send_to_itself() -> None:
     rows = "".join(call("a", "1", kind, argument=peer) for peer in (0, 1) for kind in ("Send", "Recv"))
     assert order.compare(logs(rows, rows)) == []
-    assert order.simulate(logs(f"group\n{rows}end\n", f"group\n{rows}end\n")) == ""
+    assert order.simulate(logs(grouped(rows), grouped(rows))) == ""
 
 
 def test_a_deadlock_across_communicators_is_found_where_each_alone_has_the_same_order() -> None:

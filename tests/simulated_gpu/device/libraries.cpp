@@ -16,6 +16,7 @@
 #define API SIMGPU_EXPORT int
 
 extern "C" int cudaMalloc(void**, size_t);
+extern "C" int ncclGroupEnd();
 
 namespace {
 
@@ -61,26 +62,19 @@ std::vector<Member> exchanged(const std::string& name, int ranks, int rank, Memb
   return all;
 }
 
-// What the group of calls that is open in this thread has logged. NCCL launches it as one at its end.
+// The calls of the group that is open in this thread. NCCL launches them as one at its end, and so they are one line.
 thread_local int open_groups = 0;
 thread_local std::string* grouped = nullptr;
-
-int launched(const std::string& line) {
-  if (open_groups == 0) {
-    simgpu_log(line.c_str());
-  } else {
-    if (!grouped) grouped = new std::string;
-    *grouped += line;
-  }
-  return 0;
-}
 
 // argument: the operation, the root or the peer.
 int logged(const char* call, void* communicator, size_t count, int dtype, int argument, void* stream) {
   simgpu_count_kernel(call);
   char rest[120];
-  snprintf(rest, sizeof rest, " %s %zu %d %d %zx\n", call, count, dtype, argument, reinterpret_cast<size_t>(stream));
-  return launched("call " + static_cast<Communicator*>(communicator)->name + rest);
+  snprintf(rest, sizeof rest, " %s %zu %d %d %zx", call, count, dtype, argument, reinterpret_cast<size_t>(stream));
+  if (!grouped) grouped = new std::string;
+  *grouped += " " + static_cast<Communicator*>(communicator)->name + rest;
+  open_groups++;
+  return ncclGroupEnd();
 }
 
 }  // namespace
@@ -142,7 +136,7 @@ API ncclCommUserRank(void* communicator, int* rank) { *rank = static_cast<Commun
 API ncclGroupStart() { open_groups++; return 0; }
 API ncclGroupEnd() {
   if (--open_groups == 0 && grouped && !grouped->empty()) {
-    simgpu_log(("group\n" + *grouped + "end\n").c_str());
+    simgpu_log(("call" + *grouped + "\n").c_str());
     grouped->clear();
   }
   return 0;
