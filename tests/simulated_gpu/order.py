@@ -94,14 +94,17 @@ def parse(logs: Sequence[str]) -> list[list[Record]]:
 
 
 def _communicators(logs: Sequence[list[Line]]) -> dict[str, tuple[int, ...]]:
-    """Return each communicator's ranks of the world, in the order of their ranks in it."""
-    found: dict[str, dict[tuple[int, int], int]] = defaultdict(dict)
+    """Return each communicator's ranks of the world, in the order of their ranks in it; -1 for one that no log has."""
+    found: dict[str, dict[tuple[int, ...], int]] = defaultdict(dict)
     for rank, lines in enumerate(logs):
         for kind, *words in lines:
-            if kind in ("init", "split"):
-                found[words[kind == "split"]][int(words[2]), rank] = rank
+            if kind == "init":
+                absent = {(one,): -1 for one in range(int(words[1]))}
+                found[words[0]] = absent | found[words[0]] | {(int(words[2]),): rank}
+            elif kind == "split":
+                found[words[1]][int(words[2]), rank] = rank
             elif kind == "host":
-                found[words[1]] = {(int(one), 0): int(one) for one in words[2].split(",")}
+                found[words[1]] = {(int(one),): int(one) for one in words[2].split(",")}
     return {name: tuple(rank for _, rank in sorted(ranks.items())) for name, ranks in found.items()}
 
 

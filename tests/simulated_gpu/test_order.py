@@ -62,6 +62,12 @@ def test_a_collective_that_one_rank_never_calls_is_found() -> None:
     assert order.simulate(lonely).endswith("waits for rank 1, which never calls it")
 
 
+def test_a_rank_that_never_joins_a_communicator_is_found() -> None:
+    lonely = order.parse([INIT[0] + call("b", "1"), "init a 2 1\n"])
+    assert order.compare(lonely)[0].startswith("collective 1: rank -1: nothing; rank 0: init")
+    assert order.simulate(lonely).endswith("waits for rank -1, which never calls it")
+
+
 def test_a_missing_receive_is_found() -> None:
     send, receive = call("a", "1", "Send", argument=1), call("a", "1", "Recv")
     assert order.compare(logs(send, receive)) == []
