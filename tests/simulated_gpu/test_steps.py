@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.simulated_gpu import counting, variants
+from tests.simulated_gpu import counting, order, variants
 from tests.simulated_gpu.needed import simulated_gpu
 from tests.support.runs import Run
 
@@ -21,7 +21,7 @@ GOLDEN = Path(__file__).with_name("golden.json")
 def counted(folder: Path, options: list[str], world: int) -> dict[str, Any]:
     """Train the variant's model for four steps on `world` simulated GPUs and return the counts of rank 0."""
     run = Run(folder, *options, base=variants.BASE)
-    codes = run.start(world=world).join()
+    codes = run.start(world=world, patch="tests.simulated_gpu.patches:log_order").join()
     assert codes == [0] * world, run.output()[-4000:]
     return counting.read(run.path)
 
@@ -45,4 +45,6 @@ def test_a_step_on_one_gpu(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", variants.FOUR)
 def test_a_step_on_four_gpus(name: str, tmp_path: Path) -> None:
-    check(f"four: {name}", counted(tmp_path, variants.FOUR[name], 4))
+    found = counted(tmp_path, variants.FOUR[name], 4)
+    assert not order.check(tmp_path), "a GPU must run collectives of two communicators at once"
+    check(f"four: {name}", found | {"nccl": order.volume(order.read(tmp_path)[0])})

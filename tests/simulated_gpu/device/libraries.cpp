@@ -1,14 +1,22 @@
 // cuBLAS, cuSOLVER, cuSPARSE, cuDNN and NCCL of a simulated GPU: the calls that hand something out. The others are generated (build.py).
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <random>
 #include <string>
+#include <vector>
 
 #include "counters.h"
 
 #define API SIMGPU_EXPORT int
 
 extern "C" int cudaMalloc(void**, size_t);
+extern "C" int ncclGroupEnd();
 
 namespace {
 
@@ -17,31 +25,56 @@ int hand_out(void** handle, size_t bytes = 256) {
   return 0;
 }
 
-// A communicator: a name that ranks of the same group share, since all make their groups in the same order.
+struct UniqueId {
+  char bytes[128];
+};
+
+// A communicator: a name that its ranks share and others do not. It is the unique id, or made from the parent's and the color.
 struct Communicator {
   std::string name;
+  int ranks, rank;
   int splits = 0;
   int padding[64];
 };
 
-FILE* nccl_log() {
-  static bool opened = false;
-  static FILE* file = nullptr;
-  if (!opened) {
-    opened = true;
-    const char *folder = getenv("SIMGPU_NCCL_LOG"), *rank = getenv("RANK");
-    if (folder) file = fopen((std::string(folder) + "/nccl." + (rank ? rank : "0")).c_str(), "w");
-  }
-  return file;
+struct Member {
+  int color, key;
+};
+
+// Return what all ranks of a communicator pass, in shared memory, which the last one to read it removes. Waits for all.
+std::vector<Member> exchanged(const std::string& name, int ranks, int rank, Member own) {
+  struct Shared {
+    std::atomic<int> written, read;
+    Member members[];
+  };
+  std::string path = "/simgpu-" + name;
+  size_t bytes = sizeof(Shared) + ranks * sizeof(Member);
+  int file = shm_open(path.c_str(), O_CREAT | O_RDWR, 0600);
+  if (file < 0 || ftruncate(file, bytes)) abort();
+  auto* shared = static_cast<Shared*>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0));
+  close(file);
+  shared->members[rank] = own;
+  shared->written++;
+  while (shared->written < ranks) usleep(100);
+  std::vector<Member> all(shared->members, shared->members + ranks);
+  if (++shared->read == ranks) shm_unlink(path.c_str());
+  munmap(shared, bytes);
+  return all;
 }
 
-int logged(const char* call, void* communicator, size_t count, int dtype, int peer, void* stream) {
+// The calls of the group that is open in this thread. NCCL launches them as one at its end, and so they are one line.
+thread_local int open_groups = 0;
+thread_local std::string* grouped = nullptr;
+
+// argument: the operation, the root or the peer.
+int logged(const char* call, void* communicator, size_t count, int dtype, int argument, void* stream) {
   simgpu_count_kernel(call);
-  if (FILE* file = nccl_log()) {
-    fprintf(file, "%s %s %zu %d %d %p\n", static_cast<Communicator*>(communicator)->name.c_str(), call, count, dtype, peer, stream);
-    fflush(file);
-  }
-  return 0;
+  char rest[120];
+  snprintf(rest, sizeof rest, " %s %zu %d %d %zx", call, count, dtype, argument, reinterpret_cast<size_t>(stream));
+  if (!grouped) grouped = new std::string;
+  *grouped += " " + static_cast<Communicator*>(communicator)->name + rest;
+  open_groups++;
+  return ncclGroupEnd();
 }
 
 }  // namespace
@@ -77,23 +110,47 @@ API cudnnBackendExecute(void*, void*, void*) { simgpu_count_kernel("cudnnBackend
 SIMGPU_EXPORT const char* ncclGetErrorString(int) { return "simulated GPU"; }
 SIMGPU_EXPORT const char* ncclGetLastError(void*) { return "simulated GPU"; }
 API ncclGetVersion(int* version) { *version = 23007; return 0; }
-API ncclGetUniqueId(void* id) { memset(id, 1, 128); return 0; }
-API ncclCommInitRankConfig(void** communicator, int, char*, int, void*) {
-  static int made = 0;
-  *communicator = new Communicator{"root" + std::to_string(made++)};
-  simgpu_count_call("ncclCommInitRankConfig");
+API ncclGetUniqueId(UniqueId* id) {
+  memset(id, 0, sizeof *id);
+  snprintf(id->bytes, sizeof *id, "%08x", std::random_device()());
   return 0;
 }
-API ncclCommInitRank(void** communicator, int ranks, char* id, int rank) {
+API ncclCommInitRankConfig(void** communicator, int ranks, UniqueId id, int rank, void*) {
+  simgpu_count_call("ncclCommInitRankConfig");
+  simgpu_log(("init " + std::string(id.bytes) + " " + std::to_string(ranks) + " " + std::to_string(rank) + "\n").c_str());
+  *communicator = new Communicator{id.bytes, ranks, rank};
+  return 0;
+}
+API ncclCommInitRank(void** communicator, int ranks, UniqueId id, int rank) {
   return ncclCommInitRankConfig(communicator, ranks, id, rank, nullptr);
 }
-API ncclCommInitRankScalable(void** communicator, int ranks, int rank, int, char* id, void* config) {
-  return ncclCommInitRankConfig(communicator, ranks, id, rank, config);
+API ncclCommInitRankScalable(void** communicator, int ranks, int rank, int, UniqueId* ids, void* config) {
+  return ncclCommInitRankConfig(communicator, ranks, *ids, rank, config);
 }
-API ncclCommSplit(void* parent, int color, int, void** communicator, void*) {
+API ncclCommSplit(void* parent, int color, int key, void** communicator, void*) {
   auto* from = static_cast<Communicator*>(parent);
-  *communicator = new Communicator{from->name + "." + std::to_string(from->splits++) + "c" + std::to_string(color)};
+  std::string split = from->name + "." + std::to_string(from->splits++), name = color < 0 ? "none" : split + "c" + std::to_string(color);
   simgpu_count_call("ncclCommSplit");
+  simgpu_log(("split " + from->name + " " + name + " " + std::to_string(key) + "\n").c_str());
+  int ranks = 0, rank = 0;
+  auto members = exchanged(split, from->ranks, from->rank, {color, key});
+  for (int other = 0; other < from->ranks; other++) {
+    if (members[other].color != color) continue;
+    ranks++;
+    rank += members[other].key < key || (members[other].key == key && other < from->rank);
+  }
+  if (color >= 0) *communicator = new Communicator{name, ranks, rank};
+  return 0;
+}
+API ncclRedOpCreatePreMulSum(int* op, void*, int, int, void*) { *op = 5; return 0; }
+API ncclCommCount(void* communicator, int* ranks) { *ranks = static_cast<Communicator*>(communicator)->ranks; return 0; }
+API ncclCommUserRank(void* communicator, int* rank) { *rank = static_cast<Communicator*>(communicator)->rank; return 0; }
+API ncclGroupStart() { open_groups++; return 0; }
+API ncclGroupEnd() {
+  if (--open_groups == 0 && grouped && !grouped->empty()) {
+    simgpu_log(("call" + *grouped + "\n").c_str());
+    grouped->clear();
+  }
   return 0;
 }
 API ncclCommGetAsyncError(void*, int* error) { *error = 0; return 0; }
@@ -113,3 +170,4 @@ API ncclReduceScatter(void*, void*, size_t n, int dtype, int op, void* c, void* 
 API ncclBroadcast(void*, void*, size_t n, int dtype, int root, void* c, void* stream) { return logged("ncclBroadcast", c, n, dtype, root, stream); }
 API ncclBcast(void*, size_t n, int dtype, int root, void* c, void* stream) { return logged("ncclBroadcast", c, n, dtype, root, stream); }
 API ncclAlltoAll(void*, void*, size_t n, int dtype, void* c, void* stream) { return logged("ncclAlltoAll", c, n, dtype, -1, stream); }
+API ncclGather(void*, void*, size_t n, int dtype, int root, void* c, void* stream) { return logged("ncclGather", c, n, dtype, root, stream); }

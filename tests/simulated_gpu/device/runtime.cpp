@@ -96,9 +96,24 @@ const char* name_of(Place place) {
   return place == Place::device ? "device" : place == Place::pinned ? "pinned" : "pageable";
 }
 
-void copy(void* to, const void* from, size_t bytes, const char* how) {
+cudaError_t logged(const char* call, const void* first, const void* second = nullptr) {
+  char line[80];
+  snprintf(line, sizeof line, "%s %zx %zx\n", call, reinterpret_cast<size_t>(first), reinterpret_cast<size_t>(second));
+  simgpu_log(line);
+  return cudaSuccess;
+}
+
+// The host waits for a stream, an event or the whole device.
+cudaError_t synchronized(const char* call, const void* handle = nullptr) {
+  simgpu_count_call((std::string("synchronize ") + call).c_str());
+  return logged((std::string("synchronize-") + call).c_str(), handle);
+}
+
+// The host waits for the stream of a copy from or to pageable memory: so CUDA may do.
+void copy(void* to, const void* from, size_t bytes, const char* how, const void* stream = nullptr) {
   Place source = place_of(from), target = place_of(to);
   simgpu_count_call((std::string(how) + " " + name_of(source) + " to " + name_of(target)).c_str());
+  if (source == Place::pageable || target == Place::pageable) logged("synchronize-stream", stream);
   if (source == Place::device && target == Place::device && bytes > kCopied) return;
   if (source == Place::device && target != Place::device)
     memset(to, 0, bytes);
@@ -115,11 +130,6 @@ void fill(void* at, int value, size_t bytes) {
 template <typename Handle>
 cudaError_t make(Handle* handle) {
   *handle = reinterpret_cast<Handle>(malloc(256));
-  return cudaSuccess;
-}
-
-cudaError_t synchronized(const char* call) {
-  simgpu_count_call((std::string("synchronize ") + call).c_str());
   return cudaSuccess;
 }
 
@@ -178,6 +188,17 @@ SIMGPU_EXPORT void simgpu_count_kernel(const char* name) {
 SIMGPU_EXPORT void simgpu_count_call(const char* name) {
   Lock lock(state().mutex);
   state().calls[name]++;
+}
+
+SIMGPU_EXPORT void simgpu_log(const char* lines) {
+  Lock lock(state().mutex);
+  static FILE* file = [] {
+    const char *folder = getenv("SIMGPU_NCCL_LOG"), *rank = getenv("RANK");
+    return folder ? fopen((std::string(folder) + "/nccl." + (rank ? rank : "0")).c_str(), "a") : nullptr;
+  }();
+  if (!file) return;
+  fputs(lines, file);
+  fflush(file);
 }
 
 // Set all counts to 0, and the peak to what is allocated now.
@@ -249,14 +270,14 @@ API cudaMalloc(void** at, size_t bytes) {
   return *at ? cudaSuccess : cudaErrorMemoryAllocation;
 }
 API cudaMallocAsync(void** at, size_t bytes, cudaStream_t) { return cudaMalloc(at, bytes); }
-API cudaFree(void* at) { release(at); return cudaSuccess; }
+API cudaFree(void* at) { release(at); return logged("synchronize-device", nullptr); }
 API cudaFreeAsync(void* at, cudaStream_t) { release(at); return cudaSuccess; }
 API cudaHostAlloc(void** at, size_t bytes, unsigned) {
   simgpu_count_call("malloc pinned");
   *at = allocate(bytes, false);
   return cudaSuccess;
 }
-API cudaFreeHost(void* at) { release(at); return cudaSuccess; }
+API cudaFreeHost(void* at) { release(at); return logged("synchronize-device", nullptr); }
 API cudaHostRegister(void*, size_t, unsigned) { return cudaSuccess; }
 API cudaHostUnregister(void*) { return cudaSuccess; }
 API cudaMemGetInfo(size_t* free, size_t* total) {
@@ -265,9 +286,12 @@ API cudaMemGetInfo(size_t* free, size_t* total) {
   *free = kMemory - std::min(kMemory, state().live);
   return cudaSuccess;
 }
-API cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) { copy(to, from, bytes, "copy and wait"); return cudaSuccess; }
-API cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
-  copy(to, from, bytes, "copy");
+API cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
+  copy(to, from, bytes, "copy and wait");
+  return logged("synchronize-stream", nullptr);
+}
+API cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+  copy(to, from, bytes, "copy", stream);
   return cudaSuccess;
 }
 API cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t bytes, cudaStream_t) {
@@ -297,9 +321,12 @@ API cudaStreamCreate(cudaStream_t* stream) { return make(stream); }
 API cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) { return make(stream); }
 API cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) { return make(stream); }
 API cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
-API cudaStreamSynchronize(cudaStream_t) { return synchronized("stream"); }
+API cudaStreamSynchronize(cudaStream_t stream) { return synchronized("stream", stream); }
 API cudaStreamQuery(cudaStream_t) { return cudaSuccess; }
-API cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { simgpu_count_call("stream waits for event"); return cudaSuccess; }
+API cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  simgpu_count_call("stream waits for event");
+  return logged("wait", event, stream);
+}
 API cudaStreamGetPriority(cudaStream_t, int* priority) { *priority = 0; return cudaSuccess; }
 API cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) { *status = cudaStreamCaptureStatusNone; return cudaSuccess; }
 API cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id, cudaGraph_t*,
@@ -318,10 +345,13 @@ API cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t call, void* data) { call(data)
 API cudaEventCreate(cudaEvent_t* event) { return make(event); }
 API cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) { return make(event); }
 API cudaEventDestroy(cudaEvent_t event) { free(event); return cudaSuccess; }
-API cudaEventRecord(cudaEvent_t, cudaStream_t) { simgpu_count_call("event"); return cudaSuccess; }
-API cudaEventRecordWithFlags(cudaEvent_t, cudaStream_t, unsigned) { simgpu_count_call("event"); return cudaSuccess; }
+API cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  simgpu_count_call("event");
+  return logged("record", event, stream);
+}
+API cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) { return cudaEventRecord(event, stream); }
 API cudaEventQuery(cudaEvent_t) { return cudaSuccess; }
-API cudaEventSynchronize(cudaEvent_t) { return synchronized("event"); }
+API cudaEventSynchronize(cudaEvent_t event) { return synchronized("event", event); }
 API cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEvent_t) { *milliseconds = 1; return cudaSuccess; }
 
 // Errors: there are none.
