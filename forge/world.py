@@ -135,8 +135,8 @@ def join(world: World, timeout: timedelta = timedelta(minutes=10)) -> None:
         processes = max(world.local_size, world.local_rank + 1)
         if processes > cards and not (world.bound and cards == 1):
             raise UserError(
-                f"{processes} processes on one node need {processes} GPUs, but each sees {cards}: start at most {cards} per node "
-                f"(torchrun --nproc-per-node {cards}), or set CUDA_VISIBLE_DEVICES= to train on the CPU"
+                f"{processes} processes on one node need {processes} GPUs, but each sees {cards}: start at most {cards} "
+                f"per node (torchrun --nproc-per-node {cards}), or set CUDA_VISIBLE_DEVICES= to train on the CPU"
             )
         torch.cuda.set_device(world.device)
     _raise_file_limit()

@@ -1,4 +1,4 @@
-"""What every test has: its own random numbers, no GPU, no process left behind, the marker `processes`, and its room's seconds.
+"""What every test has: random numbers of its own, no GPU, no process left behind, the marker `processes`, its room's seconds.
 
 And what every test of a fault has: a diagnosis of the runs that it leaves names the fault.
 """

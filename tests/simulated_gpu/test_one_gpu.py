@@ -33,7 +33,9 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_tests_of_several_ranks_run_on_the_cpu() -> None:
-    done = command("-m", "pytest", "-p", "no:cacheprovider", "--reruns=0", "tests/train/test_source_losses.py")
+    done = command(
+        "-m", "pytest", "-p", "no:cacheprovider", "--reruns=0", "tests/train/test_source_losses.py"
+    )
     assert done.returncode == 0, done.stdout
 
 
