@@ -66,6 +66,8 @@ OPTIONS = {
     "compiled update": ("--compile.optimizer=true",),
     "AC full": ("--activation_checkpoint.mode=full",),
     "AC selective": ("--activation_checkpoint.mode=selective",),
+    # FSDP2 keeps a gathered copy of one unit at a time, not of all.
+    "reshard": ("--parallel.reshard_after_forward=always",),
     "float8 rowwise": ("--precision.float8=rowwise",),
     "float8 tensorwise": ("--precision.float8=tensorwise",),
 }
@@ -76,10 +78,10 @@ ROWS = (
     "1b A 2x4, bare, compile",
     "1b B 2x4, compile, float8 rowwise",
     "1b B 2x4, compile, compiled update",
-    "8b A 2x4, compile, AC full",
-    "8b A 2x4, compile, AC full, float8 rowwise",
-    "8b A 2x4, compile, AC full, compiled update",
-    "8b A 2x4, eager, AC full",
+    "8b A 2x4, compile, AC full, reshard",
+    "8b A 2x4, compile, AC full, reshard, float8 rowwise",
+    "8b A 2x4, compile, AC full, reshard, compiled update",
+    "8b A 2x4, eager, AC full, reshard",
     "8b B 1x8, compile, AC full",
     "8b B 1x8, compile",
     "8b B 1x8, compile, float8 rowwise",
@@ -217,6 +219,7 @@ class MemoryPlan:
 def plan_of(name: str, given: argparse.Namespace, overrides: list[str], hardware: Hardware) -> MemoryPlan:
     """Plan the memory of a row. Compilation and float8 change none of a plan, so rows that differ there share one."""
     parts = [part for part in name.split(", ") if not part.startswith(("compile", "eager", "float8", "bare"))]
+    parts += ["reshard"] if ", bare" in name else []  # a bare loop has one copy of its weights
     config = config_of(", ".join(parts), given, overrides)
     needed, kinds = _planned(config.model_dump_json(), hardware.model_dump_json())
     if ", bare" in name:

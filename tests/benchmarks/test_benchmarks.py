@@ -302,7 +302,7 @@ def test_the_benchmark_of_transfer(tmp_path):
     ("name", "fits"),
     [
         ("1b B 2x4, compile", True),
-        ("8b A 2x4, compile, AC full", True),
+        ("8b A 2x4, compile, AC full, reshard", True),
         ("8b B 1x8, compile, AC full", False),
         ("8b A 2x4, bare, compile", False),
     ],
