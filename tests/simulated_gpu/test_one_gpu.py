@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.simulated_gpu import variants
 from tests.support import gpus
 from tests.support.no_waits import NO_WAITS
 from tests.support.runs import BASE, Run
@@ -18,17 +19,19 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not gpus.is_simulated(), reason="there is no simulated GPU: make simgpu")
 
 
-@pytest.fixture(autouse=True)
-def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SIMGPU_DEVICES", "1")
-    # PyTorch itself reads CUDA_VISIBLE_DEVICES then. The simulated driver does not.
-    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+# With the second variable PyTorch itself reads CUDA_VISIBLE_DEVICES, which the simulated driver does not.
+ONE_GPU = {"SIMGPU_DEVICES": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with `words` in a process that sees one GPU. The environment of this process also is that of later tests."""
     return subprocess.run(
-        [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=300, env=os.environ
+        [sys.executable, *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | ONE_GPU,
     )
 
 
@@ -60,11 +63,18 @@ def test_a_run_of_one_process_trains_on_the_gpu(tmp_path: Path) -> None:
     assert "NVIDIA H200" in (tmp_path / "run" / "events.jsonl").read_text()
 
 
-def test_a_step_that_waits_for_the_gpu_fails_under_the_hook_of_the_real_gpus_tests(tmp_path: Path) -> None:
-    run = Run(tmp_path, NO_WAITS, base=BASE)
-    assert run("--train.steps=3") == 0, run.output()
-    codes = run.start("--train.steps=4", patch="tests.simulated_gpu.test_one_gpu:wait_in_the_clipping").join()
+@pytest.mark.parametrize("name", ["dense", "documents", "experts", "muon", "int8 moments"])
+def test_a_variant_runs_as_on_a_real_gpu(name: str, tmp_path: Path) -> None:
+    """tests/gpu/test_golden_variants.py runs all of them so."""
+    run = Run(tmp_path, *variants.ONE[name], NO_WAITS, base=variants.BASE)
+    assert run() == 0, run.output()[-4000:]
+
+
+def test_a_step_that_waits_fails_as_on_a_real_gpu(tmp_path: Path) -> None:
+    run = Run(tmp_path, NO_WAITS, base=variants.BASE)
+    codes = run.start(patch="tests.simulated_gpu.test_one_gpu:wait_in_the_clipping").join()
     assert codes == [1] and "called a synchronizing CUDA operation" in run.output()
+    assert [line["step"] for line in run.metrics()] == [1]  # step 2 is read in step 3, which failed
 
 
 def wait_in_the_clipping() -> None:
