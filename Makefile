@@ -96,7 +96,7 @@ refactoring: $(READY)
 $(SIMGPU)/.ready: pyproject.toml constraints-cuda.txt
 	$(PYTHON) -m venv $(SIMGPU)
 	$(SIMGPU)/bin/pip install --quiet --disable-pip-version-check --constraint constraints-cuda.txt --editable . \
-	    pytest pytest-timeout pytest-rerunfailures pytest-xdist
+	    pytest pytest-timeout pytest-rerunfailures pytest-xdist hypothesis
 	@touch $@
 
 simgpu: $(SIMGPU)/.ready
