@@ -212,8 +212,8 @@ class MemoryPlan:
 
     def show(self) -> str:
         parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in self.kinds.items() if size)
-        verdict = "fits" if self.fits else "does not fit"
-        return f"{verdict}: {self.needed / GIB:.1f} of {self.available / GIB:.1f} GiB ({parts})"
+        outcome = "fits" if self.fits else "does not fit"
+        return f"{outcome}: {self.needed / GIB:.1f} of {self.available / GIB:.1f} GiB ({parts})"
 
 
 def plan_of(name: str, given: argparse.Namespace, overrides: list[str], hardware: Hardware) -> MemoryPlan:

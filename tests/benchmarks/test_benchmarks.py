@@ -311,8 +311,8 @@ def test_rows_of_the_gpu_benchmark_are_planned_for_80_gb(name, fits, capsys):
     """With 1.2 billion parameters all fit, with 8 billion those with bfloat16 state and recomputation."""
     gpu = importlib.import_module("benchmarks.gpu")
     assert name in gpu.ROWS and gpu.main(["--hardware", "h100", "--only", name]) == 0
-    verdict = "fits" if fits else "does not fit"
-    assert f"| {name} | {verdict}: " in capsys.readouterr().out
+    outcome = "fits" if fits else "does not fit"
+    assert f"| {name} | {outcome}: " in capsys.readouterr().out
 
 
 @pytest.mark.processes
