@@ -76,8 +76,11 @@ data/python/train/dataset.json: data/tokenizer/tokenizer.model | $(READY)
 	$(BIN)/python scripts/prepare_data.py --input $(SOURCES) --extensions .py \
 	    --tokenizer data/tokenizer --output data/python --holdout 0.02 --max-bytes $(CORPUS_BYTES) --workers 2
 
+# Where there is a GPU, the tests that need one are a process of their own: GPUs are hidden from all others.
 test: $(READY)
 	$(BIN)/python -m pytest -m "not slow" $(PARALLEL) $(TESTS)
+	@if $(BIN)/python -c "import torch; raise SystemExit(not torch.cuda.is_available())"; then \
+	    $(BIN)/python -m pytest -m gpu --reruns=0 --numprocesses 4 $(TESTS); [ $$? = 0 -o $$? = 5 ]; fi
 
 quick: $(READY)
 	$(BIN)/python -m pytest -m "not (slow or long or processes or compiles or gpu)" $(QUICKLY) $(TESTS)
@@ -97,7 +100,7 @@ refactoring: $(READY)
 $(SIMGPU)/.ready: pyproject.toml constraints-cuda.txt
 	$(PYTHON) -m venv $(SIMGPU)
 	$(SIMGPU)/bin/pip install --quiet --disable-pip-version-check --constraint constraints-cuda.txt --editable . \
-	    pytest pytest-timeout pytest-rerunfailures pytest-xdist
+	    pytest pytest-timeout pytest-rerunfailures pytest-xdist hypothesis
 	@touch $@
 
 simgpu: $(SIMGPU)/.ready

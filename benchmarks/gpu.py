@@ -1,15 +1,17 @@
-"""One CUDA card in under eight minutes: the 8B and 1B Llama-3 shapes at 4096 tokens, with the state in two forms.
+"""One GPU in ten minutes: the tests that need a GPU, then the 1B and 8B Llama-3 shapes at 4096 tokens.
 
-    python benchmarks/gpu.py                       what fits in --minutes, the most informative first
-    python benchmarks/gpu.py --only "8b B 1x8"     rows whose name contains this
+    python benchmarks/gpu.py                       the tests, then the rows that --minutes leave time for
+    python benchmarks/gpu.py --only "8b B 1x8"     rows whose name contains this, without the tests
+    python benchmarks/gpu.py --hardware h100       plan the memory of each row for that GPU; measure nothing
 
-    A     parameters, gradients and both moments in bfloat16: what most published speeds are measured with
-    B     float32 parameters and gradients, bfloat16 moments, bfloat16 products: what one would train with
+    A     parameters, gradients and both moments in bfloat16: the state of most published speeds
+    B     float32 parameters and gradients, bfloat16 moments, bfloat16 products: the state of a real run
     1x8   microbatches of 1 sequence, 8 of them in a step
     bare  a plain PyTorch loop of the same model, microbatches and state
 
-Every row is a process of its own that trains a fresh model on learnable data, and is refused if its loss does not fall: what
-crashes costs one row. The table is printed and written to benchmarks/results/ after each.
+A row starts with a memory plan, and is skipped if it does not fit. Every row is a process of its own, so a crash costs one
+row. It trains a fresh model on learnable data, and is refused if its loss does not fall. The table is printed and
+written to benchmarks/results/, with the results of the tests, after each row.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 
 import torch
 
+from benchmarks.gpu_tests import run_tests, summary
 from benchmarks.kernels import largest_other, shares, times_of
 from benchmarks.loops import BareLoop, ForgeLoop, configure, joined, known_peak, make_batches
 from benchmarks.measure import (
@@ -39,11 +44,13 @@ from benchmarks.measure import (
     take_turns,
     write_results,
 )
-from forge.config import Config
+from forge.config import Config, check_world
 from forge.errors import BAD_CONFIG, UserError
 from forge.model import flops_per_token
 from forge.observe.hardware import GIB
 from forge.parallel.build import build_meta_model
+from forge.plan.hardware import Hardware, Link, card_of, find_hardware
+from forge.plan.plan import make_plan
 from scripts.options import exit_code_of
 
 SHAPES = {"8b": "7b.toml", "1b": "1b.toml"}
@@ -59,30 +66,36 @@ OPTIONS = {
     "compiled update": ("--compile.optimizer=true",),
     "AC full": ("--activation_checkpoint.mode=full",),
     "AC selective": ("--activation_checkpoint.mode=selective",),
+    # FSDP2 keeps a gathered copy of one unit at a time, not of all.
+    "reshard": ("--parallel.reshard_after_forward=always",),
     "float8 rowwise": ("--precision.float8=rowwise",),
     "float8 tensorwise": ("--precision.float8=tensorwise",),
 }
-# In the order in which they are measured: where time runs out, the last ones are missing.
+# In the order in which they are measured: where time runs out, the last ones are missing. Those with 80 GB come first.
 ROWS = (
-    "8b B 1x8, compile",
-    "8b B 1x8, compile, float8 rowwise",
-    "8b A 2x4, compile",
-    "8b A 2x4, bare, compile",
-    "8b A 4x2, compile, AC full",
-    "8b B 1x8, compile, compiled update",
-    "8b A 2x4, compile, compiled update",
-    "8b B 4x2, compile, AC full",
-    "8b A 2x4, bare",
-    "8b B 1x8, eager",
-    "8b B 1x8, compile, float8 tensorwise",
-    "8b B 4x2, compile, AC full, float8 rowwise",
-    "8b B 2x4, compile, AC selective",
     "1b B 2x4, compile",
     "1b A 2x4, compile",
     "1b A 2x4, bare, compile",
     "1b B 2x4, compile, float8 rowwise",
+    "1b B 2x4, compile, compiled update",
+    "8b A 2x4, compile, AC full, reshard",
+    "8b A 2x4, compile, AC full, reshard, float8 rowwise",
+    "8b A 2x4, compile, AC full, reshard, compiled update",
+    "8b A 2x4, eager, AC full, reshard",
+    "8b B 1x8, compile, AC full",
+    "8b B 1x8, compile",
+    "8b B 1x8, compile, float8 rowwise",
+    "8b A 2x4, compile",
+    "8b A 2x4, bare, compile",
+    "8b B 1x8, compile, compiled update",
+    "8b B 2x4, compile, AC selective",
+    "8b B 1x8, eager",
+    "8b B 1x8, compile, float8 tensorwise",
     "1b B 2x4, eager",
 )
+# Bytes of a logit in a bare loop's backward: log-probability and gradient in float32, and four of copies. forge's loss
+# works in chunks.
+BARE_LOGIT = 12
 # What the configs compile and recompute for the cards that they name is a row's own choice here.
 COMMON = (
     "--compile.enabled=false",
@@ -136,31 +149,102 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(given: argparse.Namespace, overrides: list[str]) -> list[Row]:
-    """Measures row after row until all are done or the time is up; prints and writes the table after each."""
-    if not torch.cuda.is_available() and not given.tiny:
-        raise UserError("benchmarks/gpu.py needs a CUDA card; --tiny shows on a CPU that it works")
+    """Run the tests, then row after row until the time is up; print and write the table after each."""
+    if not torch.cuda.is_available() and not (given.tiny or given.hardware):
+        raise UserError(
+            "benchmarks/gpu.py needs a GPU; --hardware NAME plans its rows, --tiny runs them on a CPU"
+        )
     if given.row:
         given.row_file.write_text(json.dumps(vars(_attempt(given.row, given, overrides)), default=vars))
         return []
-    plan = [name for name in ROWS if given.only in name]
-    if not plan:
+    names = [name for name in ROWS if given.only in name]
+    if not names:
         raise UserError(f"--only {given.only}: no row's name contains that; the rows are {'; '.join(ROWS)}")
+    if given.hardware:
+        hardware = find_hardware(given.hardware)
+        rows = [Row(name, plan_of(name, given, overrides, hardware).show()) for name in names]
+        print(markdown(["model, state, variant", "plan"], [[row.name, row.note] for row in rows]))
+        return rows
     began = time.monotonic()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     about = environment(device) | {"settings": _settings(given, device)}
-    rows: list[Row] = []
-    for name in plan:
+    results: dict[str, Any] = {}
+    # Plans take seconds of one core each: they are made beside the tests and the rows before.
+    hardware, planner = this_gpu(), ThreadPoolExecutor(1)
+    plans = {name: planner.submit(plan_of, name, given, overrides, hardware) for name in names if hardware}
+    if not (given.tiny or given.only):
+        results["tests"] = run_tests(30 * given.minutes)
+        print(summary(results["tests"]), flush=True)
+    rows = []
+    for name in names:
         left = 60 * given.minutes - (time.monotonic() - began)
         if left < (1 if given.tiny else 30):
             rows.append(Row(name, "not run: no time left"))
         else:
             print(f"{name} ...", file=sys.stderr, flush=True)
-            rows.append(_in_a_process(name, given, overrides, left))
-        path = write_results("gpu", given.output, about, {"rows": [vars(row) for row in rows]}, _table(rows))
+            plan = plans[name].result() if hardware else None
+            if plan and not plan.fits:
+                rows.append(Row(name, f"skipped: {plan.show()}"))
+            else:
+                rows.append(_in_a_process(name, given, overrides, left))
+        results["rows"] = [vars(row) for row in rows]
+        path = write_results("gpu", given.output, about, results, _table(rows))
         print(_table(rows[-1:]).splitlines()[-1], flush=True)
+    planner.shutdown(cancel_futures=True)
     print(_table(rows))
+    if "tests" in results:
+        print(summary(results["tests"]))
     print(f"\nwritten to {path}", file=sys.stderr)
     return rows
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Planned memory of one row, in bytes, and the GPU's. `kinds` of the peak, by name."""
+
+    needed: int
+    available: int
+    kinds: dict[str, int]
+
+    @property
+    def fits(self) -> bool:
+        return self.needed <= self.available
+
+    def show(self) -> str:
+        parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in self.kinds.items() if size)
+        outcome = "fits" if self.fits else "does not fit"
+        return f"{outcome}: {self.needed / GIB:.1f} of {self.available / GIB:.1f} GiB ({parts})"
+
+
+def plan_of(name: str, given: argparse.Namespace, overrides: list[str], hardware: Hardware) -> MemoryPlan:
+    """Plan the memory of a row. Compilation and float8 change none of a plan, so rows that differ there share one."""
+    parts = [part for part in name.split(", ") if not part.startswith(("compile", "eager", "float8", "bare"))]
+    parts += ["reshard"] if ", bare" in name else []  # a bare loop has one copy of its weights
+    config = config_of(", ".join(parts), given, overrides)
+    needed, kinds = _planned(config.model_dump_json(), hardware.model_dump_json())
+    if ", bare" in name:
+        logits = config.train.micro_batch_size * config.train.seq_len * config.model.vocab_size * BARE_LOGIT
+        needed, kinds = needed + logits, kinds | {"logits": logits}
+    return MemoryPlan(needed, hardware.memory_bytes, kinds)
+
+
+@cache
+def _planned(config: str, hardware: str) -> tuple[int, dict[str, int]]:
+    made = Config.model_validate_json(config)
+    worst = make_plan(made, check_world(made, 1), Hardware.model_validate_json(hardware)).worst
+    return worst.needed, {kind: size for kind, size in worst.memory.items() if kind != "peak"}
+
+
+def this_gpu() -> Hardware | None:
+    """Return the hardware of the GPU of this process, with the memory that CUDA reports; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    name, memory = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory / GIB
+    link = Link(gb_per_s=1, latency_us=0)  # no plan of one rank depends on it
+    known = card_of(name) or Hardware(
+        card=name, memory_gib=memory, memory_gb_per_s=1, cards_per_node=1, node=link, cluster=link
+    )
+    return known.model_copy(update={"memory_gib": memory})
 
 
 def _in_a_process(name: str, given: argparse.Namespace, overrides: list[str], seconds: float) -> Row:
@@ -185,13 +269,8 @@ def _in_a_process(name: str, given: argparse.Namespace, overrides: list[str], se
 
 def _attempt(name: str, given: argparse.Namespace, overrides: list[str]) -> Row:
     """The row, or a row that says why not."""
-    shape, state, (micro, microbatches), variants = parts_of(name)
-    options = [*COMMON, *STATES[state], *(option for variant in variants for option in OPTIONS[variant])]
-    options += [f"--train.micro_batch_size={micro}", f"--train.global_batch_size={micro * microbatches}"]
-    if given.tiny:
-        options += [*TINY, *(("--compile.backend=aot_eager",) if "compile" in name else ())]
     try:
-        return _measure(name, configure(SHAPES[shape], *options, *overrides), given, joined().device)
+        return _measure(name, config_of(name, given, overrides), given, joined().device)
     except UserError as error:
         if error.exit_code == BAD_CONFIG:
             raise
@@ -200,6 +279,15 @@ def _attempt(name: str, given: argparse.Namespace, overrides: list[str]) -> Row:
         return Row(name, "out of memory")
     except (RuntimeError, NotImplementedError, ImportError) as error:  # of the compiler, of a missing kernel
         return Row(name, f"failed: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+
+
+def config_of(name: str, given: argparse.Namespace, overrides: list[str]) -> Config:
+    shape, state, (micro, microbatches), variants = parts_of(name)
+    options = [*COMMON, *STATES[state], *(option for variant in variants for option in OPTIONS[variant])]
+    options += [f"--train.micro_batch_size={micro}", f"--train.global_batch_size={micro * microbatches}"]
+    if given.tiny:
+        options += [*TINY, *(("--compile.backend=aot_eager",) if "compile" in name else ())]
+    return configure(SHAPES[shape], *options, *overrides)
 
 
 def parts_of(name: str) -> tuple[str, str, tuple[int, int], list[str]]:
@@ -316,7 +404,10 @@ def _settings(given: argparse.Namespace, device: torch.device) -> dict[str, Any]
 def _parser() -> argparse.ArgumentParser:
     made = parser(__doc__, rounds=3, steps=2, warmup=2)
     end = "what has not ended then is cut off (%(default)s)"
-    made.add_argument("--minutes", type=float, default=8.0, metavar="M", help=end)
+    made.add_argument("--minutes", type=float, default=10.0, metavar="M", help=end)
+    made.add_argument(
+        "--hardware", default="", metavar="NAME", help="only plan the rows, for this GPU (h100)"
+    )
     made.add_argument("--only", default="", metavar="TEXT", help="rows whose name contains this (all)")
     made.add_argument(
         "--row", default="", metavar="NAME", help="measure this one in this process, for --row-file"

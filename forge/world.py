@@ -125,7 +125,7 @@ def read_world(environment: Mapping[str, str] = os.environ) -> World:
 def join(world: World, timeout: timedelta = timedelta(minutes=10)) -> None:
     """Create the default process group, for a single process too, so that no later code asks whether there is one.
 
-    Raises UserError when there are more processes on this machine than CUDA cards, when srun does not say which node is
+    Raises UserError when there are more processes on this node than GPUs, when srun does not say which node is
     the first, when the port is taken, or when not all processes have arrived after `timeout`.
     """
     if world.device.type == "cuda":
@@ -135,8 +135,8 @@ def join(world: World, timeout: timedelta = timedelta(minutes=10)) -> None:
         processes = max(world.local_size, world.local_rank + 1)
         if processes > cards and not (world.bound and cards == 1):
             raise UserError(
-                f"{processes} processes on one machine, of which each sees {cards} CUDA cards. "
-                f"Start at most {cards} processes per node (torchrun --nproc-per-node {cards})."
+                f"{processes} processes on one node need {processes} GPUs, but each sees {cards}: start at most {cards} "
+                f"per node (torchrun --nproc-per-node {cards}), or set CUDA_VISIBLE_DEVICES= to train on the CPU"
             )
         torch.cuda.set_device(world.device)
     _raise_file_limit()

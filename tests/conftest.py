@@ -1,4 +1,4 @@
-"""What every test has: its own random numbers, no process left behind, the marker `processes`, and its room's seconds.
+"""What every test has: random numbers of its own, no GPU, no process left behind, the marker `processes`, its room's seconds.
 
 And what every test of a fault has: a diagnosis of the runs that it leaves names the fault.
 """
@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.support import diagnosed, processes, rooms
+from tests.support import diagnosed, gpus, processes, rooms
 from tests.support.harness import end_ranks
 
 # Examples are the same in every run, and none fails for having waited for a processor.
@@ -30,9 +30,21 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 processes.watch()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide the GPUs from all tests but those that need one, before a test module asks for them."""
+    if not gpus.needs_gpus(config.option.markexpr, config.args):
+        gpus.hide()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark tests that start processes. Only they are run once more when they fail, unless --reruns sets another number."""
+    """Skip tests that need a GPU where there is none, and mark tests that start processes.
+
+    Only the latter are run once more when they fail, unless --reruns sets another number.
+    """
+    without_gpu = gpus.why_no_gpu()
     for item in items:
+        if without_gpu and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=without_gpu))
         if processes.starts_processes(item):
             item.add_marker(pytest.mark.processes)
         if item.get_closest_marker("processes") and config.getoption("reruns") is None:

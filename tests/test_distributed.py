@@ -118,7 +118,7 @@ def test_more_processes_than_cards_are_refused_on_every_rank(monkeypatch, rank: 
     """On rank 0, too, which prints the error."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    with pytest.raises(UserError, match="4 processes on one machine, of which each sees 2 CUDA cards"):
+    with pytest.raises(UserError, match="4 processes on one node need 4 GPUs, but each sees 2: "):
         join(World(rank, 4, rank, "srun", local_size=4))
 
 

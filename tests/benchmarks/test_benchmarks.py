@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from benchmarks.gpu_tests import run_tests
 from benchmarks.kernels import kind_of, largest_other, shares
 from benchmarks.loops import TINY, joined
 from benchmarks.measure import RESULTS, require_learning
 from forge.errors import UserError
+from forge.plan.hardware import find_hardware
 from tests.support.harness import may_start_processes, run_ranks
 
 FAST = ["--rounds", "2", "--steps", "4"]
@@ -133,9 +135,7 @@ def test_rows_of_the_gpu_benchmark_at_toy_size(tmp_path):
 def test_rows_of_the_gpu_benchmark_without_time_say_so(tmp_path):
     _, found = run(tmp_path, "gpu", "--tiny", "--minutes", "0.0001")
     rows = found["results"]["rows"]
-    assert {row["note"] for row in rows} == {"not run: no time left"} and rows[0][
-        "name"
-    ] == "8b B 1x8, compile"
+    assert {row["note"] for row in rows} == {"not run: no time left"} and rows[0]["name"].startswith("1b")
 
 
 def test_the_count_of_bytes():
@@ -297,6 +297,52 @@ def test_the_benchmark_of_transfer(tmp_path):
 
 
 @pytest.mark.processes  # git, for the version
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "fits"),
+    [
+        ("1b B 2x4, compile", True),
+        ("8b A 2x4, compile, AC full, reshard", True),
+        ("8b B 1x8, compile, AC full", False),
+        ("8b A 2x4, bare, compile", False),
+    ],
+)
+def test_rows_of_the_gpu_benchmark_are_planned_for_80_gb(name, fits, capsys):
+    """With 1.2 billion parameters all fit, with 8 billion those with bfloat16 state and recomputation."""
+    gpu = importlib.import_module("benchmarks.gpu")
+    assert name in gpu.ROWS and gpu.main(["--hardware", "h100", "--only", name]) == 0
+    outcome = "fits" if fits else "does not fit"
+    assert f"| {name} | {outcome}: " in capsys.readouterr().out
+
+
+@pytest.mark.processes
+def test_a_row_of_the_gpu_benchmark_that_does_not_fit_is_skipped_with_the_reason(tmp_path, monkeypatch):
+    gpu = importlib.import_module("benchmarks.gpu")
+    small = find_hardware("h100").model_copy(update={"memory_gib": 2.0})
+    monkeypatch.setattr(gpu, "this_gpu", lambda: small)
+    assert gpu.main(["--tiny", "--only", "1b B 2x4, eager", "--output", str(tmp_path)]) == 0
+    (file,) = tmp_path.glob("*-gpu.json")
+    (row,) = json.loads(file.read_text())["results"]["rows"]
+    assert row["note"].startswith("skipped: does not fit: 2.0 of 2.0 GiB (parameters ")
+
+
+@pytest.mark.processes
+def test_the_gpu_benchmark_reports_the_outcomes_of_tests(tmp_path):
+    (tmp_path / "test_few.py").write_text(
+        "import pytest\npytestmark = pytest.mark.gpu\n"
+        "@pytest.mark.parametrize('name', ['muon, offloaded'])\ndef test_good(name): pass\n"
+        "def test_bad(): assert False\n"
+        "def test_skipped(): pytest.skip('no')\n"
+    )
+    found = run_tests(100, (str(tmp_path),))
+    assert found["counts"] == {"passed": 1, "failed": 1, "skipped": 1} and found["ended"] == "exit code 1"
+    assert [name.rpartition("::")[2] for name in found["failures"]] == ["test_bad"]
+    (tmp_path / "test_few.py").write_text(
+        "import time, pytest\n@pytest.mark.gpu\ndef test_slow(): time.sleep(300)\n"
+    )
+    assert run_tests(5, (str(tmp_path),))["ended"] == "cut off after 5 s"
+
+
 def test_the_benchmark_of_startup(tmp_path):
     main = importlib.import_module("benchmarks.startup").main
     assert main(["--worlds", "--fake", "64", "--output", str(tmp_path)]) == 0

@@ -181,7 +181,6 @@ def test_evaluation_masks_documents_like_training():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_batches_arrive_whole():
     expected = first_batches(20)
     for batch, reference in zip(first_batches(20, device="cuda"), expected, strict=True):

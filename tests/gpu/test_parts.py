@@ -17,10 +17,7 @@ from forge.verify.record import every_batch
 from forge.world import World, join
 from tests.support.buffers import engine_config
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 EXPERTS = "\n[model.moe]\nn_experts = 4\ntop_k = 2\nexpert_dim = 16\n"
 NARROW = ("float32", "bfloat16", "float32")

@@ -15,15 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from forge.checkpoint.folders import step_name
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
 # Sizes that flex_attention (head_dim from 16 on), float8 and grouped products (multiples of 16) take.
 BASE = [
     "--config=debug.toml",

@@ -16,10 +16,7 @@ from forge.shard import Shard
 from forge.world import World, join
 from tests.support.buffers import SMALL, engine_config, plain_steps, with_collectives
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
 LONG = 1_000_000_000  # cycles, about half a second
 

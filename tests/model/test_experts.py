@@ -66,7 +66,6 @@ def test_a_grouped_product_equals_a_loop_over_groups(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 0.05)])
 def test_on_cuda_groups_may_have_any_number_of_rows(

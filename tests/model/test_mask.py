@@ -77,9 +77,6 @@ def test_plain_causal_attention_needs_no_table() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="flex_attention has a backward only on CUDA; no CUDA device here"
-)
 @CASES
 @WINDOWS
 def test_on_cuda_flex_equals_the_dense_table_forward_and_backward(

@@ -121,7 +121,6 @@ def test_flex_attention_with_tiles_of_a_part_says_the_same(soft_cap: float) -> N
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="flex_attention's backward runs on CUDA only")
 def test_flex_kernel_on_cuda() -> None:
     q, k, v, grad = (x.cuda() for x in tensors(256, width=32, dtype=torch.float32))
     index = torch.arange(256, device="cuda")

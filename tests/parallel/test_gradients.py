@@ -63,7 +63,6 @@ def test_bfloat16_gradients_are_measured_and_scaled_without_rounding_on_the_way(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: a CPU does not round the factor")
 def test_on_cuda_the_factor_is_not_rounded_to_bfloat16_either() -> None:
     grads, factor = torch.linspace(1.0, 2.0, 1000).bfloat16(), 0.3337
     shards = [shard("flat", grads.cuda(), dtype=torch.bfloat16)]

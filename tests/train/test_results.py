@@ -37,7 +37,6 @@ def test_float64_keeps_every_bit_and_gradients_are_no_hindrance():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_values_are_snapshots_in_order_and_buffers_are_used_again():
     device = torch.device("cuda", 0)
     delayed, vector = DelayedRead(device), torch.zeros(3, device=device, dtype=torch.float64)
@@ -53,7 +52,6 @@ def test_cuda_values_are_snapshots_in_order_and_buffers_are_used_again():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_reads_do_not_wait_for_the_step_just_launched():
     device = torch.device("cuda", 0)
     delayed, vector = DelayedRead(device), torch.ones(1, device=device)

@@ -1,0 +1,41 @@
+"""Every variant of the simulated GPU on a real one: no step waits for the device, and the losses are those of a CPU.
+
+The file's name lets pytest run it first.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from forge.checkpoint.folders import step_name
+from tests.simulated_gpu import variants
+from tests.support.no_waits import NO_WAITS
+from tests.support.runs import Run
+
+pytestmark = pytest.mark.gpu
+BASE = [*variants.BASE, "--train.hooks=[]"]
+# float8's products and torchao's kernels run on a GPU only.
+ON_BOTH = [name for name in variants.ONE if "float8" not in name]
+ON_THE_CPU = "tests.support.gpus:hide"
+
+
+@pytest.mark.parametrize("name", variants.ONE)
+def test_no_step_waits_for_the_gpu(name: str, tmp_path: Path) -> None:
+    run = Run(tmp_path, *variants.ONE[name], NO_WAITS, base=BASE)
+    assert run() == 0, run.output()[-4000:]
+
+
+@pytest.mark.parametrize("name", ON_BOTH)
+def test_losses_are_those_of_a_cpu_but_for_rounding_to_bfloat16(name: str, tmp_path: Path) -> None:
+    """From the weights of one CPU step: initial values depend on the type of the device."""
+    start = Run(tmp_path / "start", *variants.ONE[name], base=BASE)
+    assert start.start("--train.steps=1", patch=ON_THE_CPU).join() == [0], start.output()[-4000:]
+    weights = f"--checkpoint.init={start.path / 'checkpoints' / step_name(1)}"
+    losses = []
+    for device, patch in (("cpu", ON_THE_CPU), ("cuda", "")):
+        run = Run(tmp_path / device, *variants.ONE[name], weights, base=BASE)
+        assert run.start(patch=patch).join() == [0], run.output()[-4000:]
+        losses.append(run.losses())
+    assert losses[1] == pytest.approx(losses[0], abs=0.02)
