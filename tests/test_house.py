@@ -187,9 +187,7 @@ def test_plain_words_only() -> None:
 @pytest.mark.long
 def test_no_test_imports_from_another_test() -> None:
     for path in (ROOT / "tests").rglob("*.py"):
-        # Tests of a real GPU run the variants of the simulated one.
-        homes = ("tests.support.", "tests.simulated_gpu.variants")
-        homes += (".".join(path.relative_to(ROOT).parent.parts) + ".",)
+        homes = ("tests.support.", ".".join(path.relative_to(ROOT).parent.parts) + ".")
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests"):
                 names = [f"{node.module}.{alias.name}" for alias in node.names]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from forge.checkpoint.folders import step_name
-from tests.simulated_gpu import variants
+from tests.support import gpu_variants as variants
 from tests.support.no_waits import NO_WAITS
 from tests.support.runs import Run
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.simulated_gpu import variants
 from tests.simulated_gpu.shipped import CONFIGS
+from tests.support import gpu_variants as variants
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

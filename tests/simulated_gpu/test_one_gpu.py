@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulated_gpu import variants
+from tests.support import gpu_variants as variants
 from tests.support import gpus
 from tests.support.no_waits import NO_WAITS
 from tests.support.runs import BASE, Run

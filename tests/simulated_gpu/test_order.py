@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulated_gpu import order, variants
+from tests.simulated_gpu import order
 from tests.simulated_gpu.needed import simulated_gpu
+from tests.support import gpu_variants as variants
 from tests.support.runs import Run
 
 # Two communicators of two ranks: a and b.

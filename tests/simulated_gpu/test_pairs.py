@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulated_gpu import counting, variants
+from tests.simulated_gpu import counting
 from tests.simulated_gpu.needed import simulated_gpu
+from tests.support import gpu_variants as variants
 from tests.support.runs import Run
 
 pytestmark = [simulated_gpu, pytest.mark.slow]

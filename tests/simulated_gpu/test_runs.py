@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulated_gpu import variants
 from tests.simulated_gpu.needed import simulated_gpu
+from tests.support import gpu_variants as variants
 from tests.support.runs import Run, sources
 from tests.support.trained import prepare_bytes
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.simulated_gpu import counting, order, variants
+from tests.simulated_gpu import counting, order
 from tests.simulated_gpu.needed import simulated_gpu
+from tests.support import gpu_variants as variants
 from tests.support.runs import Run
 
 pytestmark = simulated_gpu

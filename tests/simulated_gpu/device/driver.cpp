@@ -22,8 +22,8 @@ void count_kernel(const char* name) {
 API cuInit(unsigned) { return 0; }
 API cuDriverGetVersion(int* version) { *version = 13000; return 0; }
 API cuDeviceGetCount(int* count) {
-  const char* devices = getenv("SIMGPU_DEVICES");
-  *count = devices ? atoi(devices) : 1;
+  const char *devices = getenv("SIMGPU_DEVICES"), *visible = getenv("CUDA_VISIBLE_DEVICES");
+  *count = visible && !*visible ? 0 : devices ? atoi(devices) : 1;
   return 0;
 }
 API cuDeviceGet(int* device, int ordinal) { *device = ordinal; return 0; }

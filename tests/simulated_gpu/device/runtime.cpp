@@ -56,7 +56,11 @@ int from_environment(const char* name, int otherwise) {
   return text ? atoi(text) : otherwise;
 }
 
-int devices() { return from_environment("SIMGPU_DEVICES", 1); }
+// An empty CUDA_VISIBLE_DEVICES hides all GPUs, as with the real driver. Other values are not read.
+int devices() {
+  const char* visible = getenv("CUDA_VISIBLE_DEVICES");
+  return visible && !*visible ? 0 : from_environment("SIMGPU_DEVICES", 1);
+}
 int capability() { return from_environment("SIMGPU_CAPABILITY", 90); }
 
 void* allocate(size_t bytes, bool on_device) {
