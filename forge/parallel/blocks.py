@@ -77,6 +77,7 @@ KEPT = (
     "aten._scaled_dot_product_attention_math",
     "higher_order.flex_attention",
     "forge.affine_scan",
+    "forge.fused_delta_rule",
     # collectives
     "_c10d_functional.all_gather_into_tensor",
     "_c10d_functional.reduce_scatter_tensor",
