@@ -460,7 +460,9 @@ def test_between_microbatches_fsdp_holds_sums_as_wide_as_buffers_do_and_they_rou
     assert (held, sharded) == ("Buffered", "FullySharded")
     for ours, rounded in zip(gradients, expected, strict=True):
         assert ours.dtype == torch.float32 and rounded.dtype == torch.bfloat16
-        assert torch.equal(ours.bfloat16(), rounded)
+        # FSDP2 rounds each microbatch's gradient of a norm to bfloat16 as well.
+        tolerance = 0.0 if ours.ndim > 1 else 2**-7 * rounded.abs().max().item()
+        torch.testing.assert_close(ours.bfloat16(), rounded, rtol=0.0, atol=tolerance)
 
 
 def test_keys_of_the_buffered_engines_mean_nothing_to_fsdp_in_one_process_either() -> None:
