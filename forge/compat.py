@@ -89,8 +89,10 @@ def split_group(world: dist.ProcessGroup, sets: list[list[int]], backend: str | 
 
     backend: the part of the backend of `world` that the groups get, e.g. "cuda:nccl"; None: all of it, as always in 2.11.
     """
-    takes_backend = "backend" in inspect.signature(dist.split_group).parameters
-    group = dist.split_group(world, sets, **({"backend": backend} if backend and takes_backend else {}))
+    options: dict[str, Any] = {}
+    if backend is not None and "backend" in inspect.signature(dist.split_group).parameters:
+        options["backend"] = backend
+    group = dist.split_group(world, sets, **options)
     assert isinstance(group, dist.ProcessGroup)  # `sets` have every rank
     return group
 
