@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import platform
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -82,6 +84,19 @@ def communication_backend(device: torch.device) -> str:
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
+def split_group(world: dist.ProcessGroup, sets: list[list[int]], backend: str | None) -> dist.ProcessGroup:
+    """Split `world`, whose NCCL communicator exists, into the groups of `sets` at once; return this rank's. Collective.
+
+    backend: the part of the backend of `world` that the groups get, e.g. "cuda:nccl"; None: all of it, as always in 2.11.
+    """
+    options: dict[str, Any] = {}
+    if backend is not None and "backend" in inspect.signature(dist.split_group).parameters:
+        options["backend"] = backend
+    group = dist.split_group(world, sets, **options)
+    assert isinstance(group, dist.ProcessGroup)  # `sets` have every rank
+    return group
+
+
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Gather every rank's `x` `[n, ...]` in rank order: `[ranks * n, ...]`. Backward reduce-scatters the gradients."""
     # 2.13 renamed the function; 2.11 has the old name only.
@@ -155,6 +170,18 @@ class _Same(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
         return grad
+
+
+def share_memory(group: dist.ProcessGroup) -> None:
+    """Let the ranks of `group` read each other's symmetric memory, for asynchronous tensor parallelism. Collective.
+
+    2.13 and 2.14 deprecate the call, but their compilers still divide products only for groups that had it.
+    """
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        enable_symm_mem_for_group(group.group_name)
 
 
 def weigh_meshes_as_nothing() -> bool:

@@ -20,7 +20,8 @@ from torch.distributed import ProcessGroup
 from forge.checkpoint import folders, loading
 from forge.checkpoint.commit import Contents, write_checkpoint
 from forge.checkpoint.manifest import find_damage
-from forge.checkpoint.tensors import NamedTensors, Stager
+from forge.checkpoint.staging import Stager
+from forge.checkpoint.tensors import NamedTensors
 from forge.distributed import RanksFailed, on_first_rank
 from forge.errors import NO_CHECKPOINT, UserError
 from forge.fault import fault_point

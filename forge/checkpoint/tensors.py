@@ -1,4 +1,4 @@
-"""This rank's part of a checkpoint's tensors: copied to CPU memory, and shown to DCP as boxes of global tensors.
+"""This rank's part of a checkpoint's tensors, shown to DCP as boxes of global tensors.
 
 DCP asks an object in a state dict for three things, by the methods of its `_Checkpointable` protocol: what to write, which
 chunks it wants, and the memory of one chunk. `ShardTensor` answers them for boxes. That is all that is needed for a
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from forge.shard import Shard, local
+from forge.shard import Shard
 
 # An upper bound of what DCP's format and its index add to a piece of a tensor.
 PIECE_BYTES = 2048
@@ -83,30 +83,3 @@ def writes(name: str, shard: Shard) -> bool:
     """Whether this rank writes its part of the tensor `name`: one of those that hold it, and not the same for all names."""
     copies = shard.replicas
     return copies is None or crc32(name.encode()) % copies.size() == copies.rank()
-
-
-class Stager:
-    """Copies tensors into CPU buffers that it keeps from one save to the next: only the latest copy is valid."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
-
-    def stage(self, tensors: NamedTensors) -> dict[str, ShardTensor]:
-        """Copy what this rank will write. The originals may change as soon as it returns."""
-        staged, on_cuda = {}, False
-        for name, (shard, values) in tensors.items():
-            if not writes(name, shard):
-                continue
-            values = local(values).detach()
-            buffer = self._buffers.get(name)
-            if buffer is None or buffer.shape != values.shape or buffer.dtype != values.dtype:
-                buffer = torch.empty(
-                    values.shape, dtype=values.dtype, device="cpu", pin_memory=values.is_cuda
-                )
-                self._buffers[name] = buffer
-            buffer.copy_(values, non_blocking=True)
-            on_cuda |= values.is_cuda
-            staged[name] = ShardTensor(shard, buffer)
-        if on_cuda:
-            torch.cuda.current_stream().synchronize()
-        return staged

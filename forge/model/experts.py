@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from forge.model import host
 from forge.model.activation import SWIGLU, Activation
 from forge.model.precision import promoted
 
@@ -52,40 +54,69 @@ class Experts(nn.Module):
         w2_bias: Tensor | None,
     ) -> Tensor:
         """`forward` with the weights of some of the experts, whose counts these are."""
-        projected = grouped_linear(rows, w13, counts, w13_bias)
+        groups = RowGroups(counts)
+        projected = grouped_linear(rows, w13, groups, w13_bias)
         hidden = self.activation.function(*projected.chunk(self.activation.inputs, -1))
-        return grouped_linear(hidden, w2, counts, w2_bias)
+        return grouped_linear(hidden, w2, groups, w2_bias)
 
 
-def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:
-    """rows `[n, in]` in groups of `counts` int64 `[groups]`, weight `[groups, out, in]`, bias `[groups, out]` -> `[n, out]`.
+class RowGroups:
+    """Consecutive groups of rows. counts: int64 `[groups]`, the rows of each; more rows may follow the last group."""
 
-    One grouped product, without a host sync. Its gradient must not be an expanded tensor.
-    For inputs that the kernels do not support (float64, row sizes that are no multiple of 16 bytes) a loop over
-    the groups, with a host sync.
+    def __init__(self, counts: Tensor):
+        self.counts = counts
+
+    @functools.cached_property
+    def ends(self) -> Tensor:
+        """The end of each group, int64 `[groups]`."""
+        return self.counts.cumsum(0)
+
+    @functools.cached_property
+    def sizes(self) -> list[int]:
+        """The counts on the host. The first use waits for the device, once for all products of a layer."""
+        return list(host.read(self.counts))
+
+
+def grouped_linear(rows: Tensor, weight: Tensor, groups: RowGroups, bias: Tensor | None = None) -> Tensor:
+    """rows `[n, in]` in `groups`, weight `[groups, out, in]`, bias `[groups, out]` -> `[n, out]`.
+
+    One grouped product, without a host sync. Its gradient must not be an expanded tensor. Where no kernel exists (see
+    `has_kernel`), a loop over the groups, whose sizes the host reads.
     """
     if bias is not None:
-        return grouped_linear(rows, weight, counts) + _bias_of_rows(rows, bias, counts)
+        return grouped_linear(rows, weight, groups) + _bias_of_rows(rows, bias, groups)
     if rows.shape[0] == 0:
         # This rank received no token. The product with all experts is empty, and so are its gradients.
         return F.linear(rows, weight.flatten(0, 1))[:, : weight.shape[1]]
-    aligned = all(side * rows.element_size() % 16 == 0 for side in weight.shape[1:])
-    if aligned and rows.dtype != torch.float64:
-        return _grouped_mm(rows, weight.transpose(-2, -1), offs=counts.cumsum(0).to(torch.int32))
-    sizes = counts.tolist()
-    parts = rows.split([*sizes, rows.shape[0] - sum(sizes)])
+    if has_kernel(rows, weight):
+        return _grouped_mm(rows, weight.transpose(-2, -1), offs=groups.ends.to(torch.int32))
+    parts = rows.split([*groups.sizes, rows.shape[0] - sum(groups.sizes)])
     products = [F.linear(part, own) for part, own in zip(parts[:-1], weight.unbind(), strict=True)]
     return torch.cat([*products, rows.new_zeros(parts[-1].shape[0], weight.shape[1])])
 
 
-def _bias_of_rows(rows: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
+def has_kernel(rows: Tensor, weight: Tensor) -> bool:
+    """Whether PyTorch computes the grouped product without a host sync.
+
+    It takes rows of a multiple of 16 bytes. On CUDA its kernel is for bfloat16 on Hopper (9.x) and Blackwell (10.x): other
+    products wait for the device, each of them and each of their gradients.
+    """
+    aligned = all(side * rows.element_size() % 16 == 0 for side in weight.shape[1:])
+    if rows.is_cuda:
+        return aligned and rows.dtype == torch.bfloat16 and _capability(rows.device)[0] in (9, 10)
+    return aligned and rows.dtype != torch.float64
+
+
+_capability = functools.cache(torch.cuda.get_device_capability)
+
+
+def _bias_of_rows(rows: Tensor, bias: Tensor, groups: RowGroups) -> Tensor:
     """bias `[groups, out]` -> each row's group's, `[n, out]`; zeros past the last group, where gradients mean nothing.
 
     In promote(float32, bias) until the end, because the gradient of a group's bias is a sum over its rows.
     """
-    index = torch.arange(rows.shape[0], device=counts.device)
-    group = torch.searchsorted(
-        counts.cumsum(0), index, right=True
-    )  # the number of groups for rows past the last one
+    index = torch.arange(rows.shape[0], device=rows.device)
+    # The number of groups for rows past the last one.
+    group = torch.searchsorted(groups.ends, index, right=True)
     padded = F.pad(bias, (0, 0, 0, 1)).to(promoted(bias.dtype))
     return padded.index_select(0, group).to(rows.dtype)

@@ -11,10 +11,9 @@ generation replace `LinearAttention.attend` and leave the rest.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from math import log
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +23,7 @@ from forge.config.model import ModelConfig
 from forge.model.attention import Shared
 from forge.model.delta_rule import chunked_delta_rule
 from forge.model.flops import matrix_flops
+from forge.model.fused_delta_rule import fused_delta_rule, is_for_kernels
 from forge.model.initial import Uniform
 from forge.model.mask import AttentionMask
 from forge.model.mla import Up
@@ -54,8 +54,8 @@ class Recurrence(Protocol):
         """Read the states: q, k `[batch, seq, heads, key_dim]`, v `[..., value_dim]`, beta `[batch, seq, heads]`, log_decay
         `[..., 1 or key_dim]`.
 
-        The result is shaped like v. All are in promote(float32, compute), only v is in the compute dtype. size: tokens per
-        chunk.
+        The result is shaped like v. All are in promote(float32, compute), only v is in the compute dtype, as the result may
+        be. size: tokens per chunk.
         """
 
 
@@ -200,10 +200,9 @@ class LocalRecurrence:
     def recur(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, mask: AttentionMask, size: int
     ) -> Tensor:
-        kernel = _fused_kernel(log_decay.shape[-1] > 1) if mask.table is None and _is_for_kernels(v) else None
-        if kernel is not None:
-            return kernel(q.to(v.dtype), k.to(v.dtype), v, log_decay, beta, scale=1.0)[0].to(q.dtype)
         resets = None if mask.table is None else mask.table == 0
+        if is_for_kernels(v):
+            return fused_delta_rule(q, k, v, log_decay, beta, resets)[0]
         return chunked_delta_rule(q, k, v.to(q.dtype), log_decay, beta, resets, size)[0]
 
 
@@ -239,26 +238,3 @@ def causal_convolution(x: Tensor, weight: Tensor, age: Tensor | None) -> Tensor:
 def _unit(x: Tensor) -> Tensor:
     """x `[..., key_dim]` divided by its length."""
     return x * (x.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()
-
-
-def _is_for_kernels(v: Tensor) -> bool:
-    """Whether fla's kernels are of use: they compute in bfloat16 on CUDA, and cannot be part of a compiled graph."""
-    return v.is_cuda and v.dtype == torch.bfloat16 and not torch.compiler.is_compiling()
-
-
-@functools.cache
-def _fused_kernel(by_channel: bool) -> Callable[..., Any] | None:
-    """The chunked kernel of flash-linear-attention (fla) for decays by channel or by head, if that is installed."""
-    try:
-        if by_channel:
-            from fla.ops.kda import chunk_kda
-
-            return chunk_kda
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-    except ImportError:
-        return None
-
-    def by_head(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, scale: float) -> Any:
-        return chunk_gated_delta_rule(q, k, v, log_decay.squeeze(-1), beta, scale=scale)
-
-    return by_head

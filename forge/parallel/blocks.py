@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ from forge.config.layout import ActivationCheckpoint, Compile
 from forge.errors import UserError, did_you_mean
 from forge.model import MoE, Transformer
 from forge.model.dispatch import Sums
+from forge.model.host import HostReads
 from forge.parallel.layout import Layout
 from forge.parallel.modules import has_all_names
 from forge.parallel.precision import maximal_subtrees, plan_units
@@ -75,6 +77,7 @@ KEPT = (
     "aten._scaled_dot_product_attention_math",
     "higher_order.flex_attention",
     "forge.affine_scan",
+    "forge.fused_delta_rule",
     # collectives
     "_c10d_functional.all_gather_into_tensor",
     "_c10d_functional.reduce_scatter_tensor",
@@ -172,10 +175,15 @@ class Recomputed:
     def __call__(self, x: torch.Tensor, *args: Any) -> Any:
         forward = self._forward
         # The other arguments enter by closure: under a compiler only tensors may cross into a checkpoint.
+        # A compiled forward reads nothing from the device.
+        kept = nullcontext if torch.compiler.is_compiling() else HostReads().kept
+
+        def run(x: torch.Tensor) -> Any:
+            with kept():
+                return forward(x, *args)
+
         # Nothing draws random numbers, so there is no generator state to keep.
-        return checkpoint(
-            lambda x: forward(x, *args), x, use_reentrant=False, preserve_rng_state=False, **self._options
-        )
+        return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False, **self._options)
 
 
 def selective_context() -> Any:

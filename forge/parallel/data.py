@@ -85,10 +85,16 @@ def _alone(layout: Layout) -> bool:
 
 
 def _buffers_take_no_more_memory(layout: Layout) -> bool:
-    """Whether no key is set that makes fsdp2 hold less memory, even in one process."""
+    """Whether fsdp2 would hold gradients as wide as those of the buffers, and no key makes it hold less in one process.
+
+    Its gradients are in `storage`, and between microbatches in `reduce`.
+    """
     gradient = torch.promote_types(promoted(layout.compute), layout.reduce)
+    held = layout.storage
+    if layout.meshes.degrees.accumulation > 1:
+        held = torch.promote_types(held, layout.reduce)
     return (
-        layout.storage.itemsize >= gradient.itemsize
+        held.itemsize >= gradient.itemsize
         and layout.precision.float8 == "none"
         and not layout.parallel.cpu_offload
         and layout.parallel.reshard_after_forward != "always"

@@ -10,7 +10,7 @@ rank, has partial gradients over tp (forge/parallel/tensor.py). Dispatch is all-
 
 Each rank sends one row for each expert that each of its tokens chose, without padding: the counts are sent in one small
 exchange, then the rows, there and back (Lepikhin et al. 2020, "GShard"; dropless as in Gale et al. 2022, "MegaBlocks").
-The host waits for the device once, for the numbers of rows.
+The host waits for the device once per layer and microbatch, for the numbers of rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.distributed.tensor.placement_types import Shard as Split
 from torch.nn import functional as F
 
 from forge import compat
-from forge.model import Experts, MoE, Router, SharedGate, ShortConvolution, Transformer
+from forge.model import Experts, MoE, Router, SharedGate, ShortConvolution, Transformer, host
 from forge.model.dispatch import EAGER, Plan, combine, sort_by_expert, spread
 from forge.parallel.collectives import gather_for_all, own_piece, sum_over
 from forge.parallel.layout import Layout
@@ -126,8 +126,11 @@ class AllToAllDispatcher:
 
 
 def sizes_from_counts(leaving: Tensor, arriving: Tensor) -> tuple[list[int], list[int]]:
-    """Return how many rows go to each rank and come from it; both int64 `[ranks, local experts]`. Waits for the device."""
-    sends, receives = torch.stack([leaving.sum(1), arriving.sum(1)]).tolist()
+    """Return how many rows go to each rank and come from it; both int64 `[ranks, local experts]`.
+
+    Waits for the device, except in recomputation.
+    """
+    sends, receives = host.read(torch.stack([leaving.sum(1), arriving.sum(1)]))
     return sends, receives
 
 

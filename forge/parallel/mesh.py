@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from forge import compat
 from forge.config import Degrees
 
 # Along these axes a layer's computation waits for other ranks.
@@ -57,16 +58,20 @@ class Meshes:
         return self.degrees.dp
 
 
-def make_meshes(degrees: Degrees, device_type: str) -> Meshes:
-    """Make all meshes and groups. Collective over all ranks; `degrees` have been checked against the world size before."""
-    d, groups = degrees, _Groups()
+def make_meshes(degrees: Degrees, device_type: str, *, offloaded: bool = False) -> Meshes:
+    """Make all meshes and groups. Collective over all ranks; `degrees` have been checked against the world size before.
+
+    offloaded: parameters lie on the CPU (parallel.cpu_offload), so every group sends CPU tensors.
+    """
+    d, groups = degrees, _Groups(offloaded)
     parameters = _View(groups, pp=d.pp, dp_replicate=d.dp_replicate, dp_shard_cp=d.dp_shard * d.cp, tp=d.tp)
+    # Optimizers exchange objects over it. First, because other names may get the same group later.
+    stage = parameters.group("dp_replicate", "dp_shard_cp", "tp", on_cpu=True)
     experts = _View(groups, pp=d.pp, dp_replicate=d.dp_replicate, ep_shard=d.ep_shard, ep=d.ep)
     data = _View(groups, pp=d.pp, dp_replicate=d.dp_replicate, dp_shard=d.dp_shard, cp=d.cp, tp=d.tp)
     dense_mesh, expert_mesh = parameters.mesh(device_type), experts.mesh(device_type)
     replicated = d.dp_replicate > 1
     loss = parameters.group("dp_replicate", "dp_shard_cp")
-    stage = parameters.group("dp_replicate", "dp_shard_cp", "tp")
     return Meshes(
         degrees=degrees,
         fsdp=dense_mesh["dp_replicate", "dp_shard_cp"] if replicated else dense_mesh["dp_shard_cp"],
@@ -103,12 +108,12 @@ class _View:
         groups = [self.group(axis) for axis in self._axes]
         return DeviceMesh.from_group(groups, device_type, mesh=self._ranks, mesh_dim_names=self._axes)
 
-    def group(self, *axes: str) -> dist.ProcessGroup:
-        """Return the group of the ranks that have this rank's place on all other axes."""
+    def group(self, *axes: str, on_cpu: bool = False) -> dist.ProcessGroup:
+        """Return the group of the ranks that have this rank's place on all other axes. on_cpu: see `new_group`."""
         places = [self._axes.index(axis) for axis in axes]
         last = self._ranks.movedim(places, list(range(-len(places), 0)))
         sets = last.reshape(-1, math.prod(last.shape[-len(places) :])).tolist()
-        return self._groups.one_of(sets, in_layers=_IN_LAYERS.issuperset(axes))
+        return self._groups.one_of(sets, in_layers=_IN_LAYERS.issuperset(axes), on_cpu=on_cpu)
 
 
 class _Groups:
@@ -118,10 +123,11 @@ class _Groups:
     where FSDP, which gathers and reduces in the background, works on the same ranks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, all_on_cpu: bool) -> None:
+        self._all_on_cpu = all_on_cpu
         self._made: dict[tuple[bool, str], dist.ProcessGroup] = {}
 
-    def one_of(self, sets: list[list[int]], in_layers: bool) -> dist.ProcessGroup:
+    def one_of(self, sets: list[list[int]], in_layers: bool, on_cpu: bool) -> dist.ProcessGroup:
         """Return the group of the set that this rank is in. Collective; `sets` divide all ranks."""
         world, size = dist.group.WORLD, len(sets[0])
         assert world is not None
@@ -130,17 +136,20 @@ class _Groups:
             return world
         key = (in_layers, str(sets))
         if key not in self._made:
-            self._made[key] = new_group(world, sets)
+            self._made[key] = new_group(world, sets, on_cpu=on_cpu or self._all_on_cpu)
         return self._made[key]
 
 
-def new_group(world: dist.ProcessGroup, sets: list[list[int]]) -> dist.ProcessGroup:
-    """Make a group of each of `sets`, which divide all ranks; return that of this rank. Collective."""
+def new_group(world: dist.ProcessGroup, sets: list[list[int]], *, on_cpu: bool) -> dist.ProcessGroup:
+    """Make a group of each of `sets`, which divide all ranks; return that of this rank. Collective.
+
+    on_cpu: beside NCCL the group has gloo, for objects and CPU tensors. Gloo connects every two ranks of a group, which
+    takes long and many sockets for hundreds of ranks.
+    """
     if world.bound_device_id is not None:  # NCCL divides the communicator of all ranks, all sets at once
-        group = dist.split_group(world, sets)
-    else:
-        own = next(ranks for ranks in sets if dist.get_rank() in ranks)
-        # Without local synchronisation, every rank would have to take part in making every set's group.
-        group = dist.new_group(own, use_local_synchronization=True)
+        return compat.split_group(world, sets, None if on_cpu else "cuda:nccl")
+    own = next(ranks for ranks in sets if dist.get_rank() in ranks)
+    # Without local synchronisation, every rank would have to take part in making every set's group.
+    group = dist.new_group(own, use_local_synchronization=True)
     assert group is not None
     return group

@@ -111,10 +111,8 @@ def _overlap_collectives(mesh: DeviceMesh) -> None:
     """Let the compiler split matrix products and interleave them with their collectives (PyTorch's asynchronous TP)."""
     if mesh.device_type != "cuda":
         raise UserError("parallel.async_tp = true needs CUDA cards that reach each other's memory; use false")
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
     torch._inductor.config._micro_pipeline_tp = True
-    enable_symm_mem_for_group(mesh.get_group().group_name)
+    compat.share_memory(mesh.get_group())
 
 
 class TensorLoss(FusedLoss):

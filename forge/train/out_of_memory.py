@@ -160,8 +160,9 @@ def usable_changes(
     `state_dominates`: parameters, gradients and optimizer state take the memory, not activations. `on_card`: the memory of
     a card is exhausted, and state could move to the host. A change of parallel.dp_shard is for twice as many processes.
     """
-    on_state, on_activations = _on_state(config, degrees, on_card), _on_activations(config)
-    for change in chain(on_state, on_activations) if state_dominates else chain(on_activations, on_state):
+    on_state, on_activations = _on_state(config, degrees), _on_activations(config)
+    first, second = (on_state, on_activations) if state_dominates else (on_activations, on_state)
+    for change in chain(first, second, _on_host(config, on_card)):
         changed = _accepted(config, degrees, change)
         if changed is not None:
             yield change, changed
@@ -182,7 +183,7 @@ def _on_activations(config: Config) -> Iterator[Change]:
         yield "train.seq_len", train.seq_len // 2, "shorter sequences: another run, on other samples"
 
 
-def _on_state(config: Config, degrees: Degrees, on_card: bool) -> Iterator[Change]:
+def _on_state(config: Config, degrees: Degrees) -> Iterator[Change]:
     if config.parallel.data_parallel != "fsdp2":
         effect = "shard parameters, gradients and optimizer" + _SAME_CURVE
         yield "parallel.data_parallel", "fsdp2", effect
@@ -194,12 +195,16 @@ def _on_state(config: Config, degrees: Degrees, on_card: bool) -> Iterator[Chang
         )
     effect = f"half the state per rank, on {2 * degrees.world} processes" + _SAME_CURVE
     yield "parallel.dp_shard", 2 * degrees.dp_shard, effect
-    if on_card and not config.parallel.cpu_offload:
-        yield "parallel.cpu_offload", True, "state in host memory, slow" + _SAME_CURVE
     if ":" not in config.optimizer.name and config.optimizer.moment_dtype == "float32":
         yield "optimizer.moment_dtype", "bfloat16", "half the optimizer state or less, less exact"
     if config.precision.storage == "float64":
         yield "precision.storage", "float32", "half the state"
+
+
+def _on_host(config: Config, on_card: bool) -> Iterator[Change]:
+    """Last: the optimizer then runs on the CPU, and every microbatch moves the state over the bus."""
+    if on_card and not config.parallel.cpu_offload:
+        yield "parallel.cpu_offload", True, "state in host memory, slow" + _SAME_CURVE
 
 
 def _accepted(config: Config, degrees: Degrees, change: Change) -> Config | None:

@@ -57,7 +57,7 @@ class Trainer:
         self.config, self.data, self.checkpoints = config, data, checkpoints
         self.reporter, self.signals, self.device = reporter, signals, reporter.world.device
 
-        self.meshes = make_meshes(degrees, self.device.type)
+        self.meshes = make_meshes(degrees, self.device.type, offloaded=config.parallel.cpu_offload)
         compat.raise_timeouts(patience(config.resilience))
         self.model = build_parallel_model(config, self.meshes, self.device)
         compat.raise_timeouts(patience(config.resilience))  # of groups that engines have made

@@ -117,7 +117,8 @@ def record_on_rank(
     if settings.patch is not None:
         settings.patch()
     config = parse_toml_text(text)
-    meshes = make_meshes(check_world(config, world), device.type)
+    degrees = check_world(config, world)
+    meshes = make_meshes(degrees, device.type, offloaded=config.parallel.cpu_offload)
     other: dict[str, Any] = {"values": _drawn_on_cpu} if settings.draw_on_cpu else {}
     model = build_parallel_model(config, meshes, device, **other)
     weights = [shard.data for shard in model.shards if shard.name.endswith("router.weight")]

@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from forge.checkpoint import Checkpoints, commit, read_config, read_state
 from forge.checkpoint.manifest import read_manifest
+from forge.checkpoint.staging import Stager, blocks_for
+from forge.shard import Shard
 from tests.support.checkpoints import inject, loaded_value, named, names, save_value, value_shards
 from tests.support.harness import run_ranks
 
@@ -32,6 +34,41 @@ def save_and_overwrite(rank: int, world: int, folder: str, mode: str) -> None:
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_s5_parameters_may_change_as_soon_as_save_returns(mode, tmp_path):
     run_ranks(save_and_overwrite, 2, str(tmp_path), mode)
+
+
+@pytest.mark.parametrize("shards", [1, 8])
+def test_staging_8b_wastes_little_of_what_pinned_memory_is_rounded_to(shards: int) -> None:
+    layer = [4096, 4096 * 4096, 1024 * 4096, 1024 * 4096, 4096 * 4096, 4096, *[14336 * 4096] * 3]
+    numels = [128256 * 4096, *layer * 32, 4096, 128256 * 4096]
+    sizes = [4 * numel // shards for numel in numels] * 3  # masters and two moments
+    blocks, places = blocks_for(sizes)
+    assert all(block & (block - 1) == 0 for block in blocks) and sum(blocks) <= 1.03 * sum(sizes)
+    assert sum(1 << (size - 1).bit_length() for size in sizes) > 1.1 * sum(sizes)  # each by itself
+    ends = [0] * len(blocks)
+    for (block, start), size in sorted(zip(places, sizes, strict=True)):
+        assert ends[block] <= start and start % 64 == 0
+        ends[block] = start + size
+    assert all(end <= block for end, block in zip(ends, blocks, strict=True))
+
+
+def test_staged_tensors_of_any_kind_are_kept_apart_and_have_storages_of_their_own() -> None:
+    values = [
+        torch.arange(7.0, dtype=torch.float64),
+        torch.ones(3, 5, dtype=torch.bfloat16),
+        torch.tensor(4),
+        torch.empty(0, 8),
+        torch.ones(9, dtype=torch.uint8),
+    ]
+    tensors = {f"model.{n}": (Shard.whole(str(n), x), x) for n, x in enumerate(values)}
+    stager = Stager()
+    first = stager.stage(tensors)
+    addresses = [piece.data_ptr() for one in first.values() for piece in one._pieces.values()]
+    for staged, (_, x) in zip(first.values(), tensors.values(), strict=True):
+        for piece in staged._pieces.values():
+            assert torch.equal(piece.view(x.shape), x)
+            assert piece.untyped_storage().nbytes() == x.nbytes
+    again = stager.stage(tensors)
+    assert addresses == [piece.data_ptr() for one in again.values() for piece in one._pieces.values()]
 
 
 def slow_saves(rank: int, world: int, folder: str) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from forge import compat
-from forge.checkpoint.tensors import Stager
+from forge.checkpoint.staging import Stager
 from forge.parallel.buffered.communication import AsyncCollectives, gather_parts, sum_to_parts
 from forge.shard import Shard
 from forge.world import World, join

@@ -14,6 +14,7 @@ from torch.testing import assert_close
 from forge.model import Experts
 from forge.model import experts as module
 from forge.model.dispatch import EAGER, LocalDispatcher, Sums, combine, sort_by_expert, spread
+from forge.model.host import HostReads
 
 DIM, HIDDEN, EXPERTS = 16, 8, 5
 COUNTS = {
@@ -98,6 +99,19 @@ def test_shapes_that_the_kernel_takes_are_one_product_of_exactly_the_rows(
     out = make_experts(dtype, dim)(torch.randn(9, dim).to(dtype), torch.tensor([0, 1, 8, 0, 0]))
     assert out.shape == (9, dim)
     assert seen == ([((9, dim), [0, 1, 9, 9, 9]), ((9, HIDDEN), [0, 1, 9, 9, 9])] if grouped else [])
+
+
+def test_a_layer_without_a_grouped_kernel_reads_its_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, tolist = [], Tensor.tolist
+    monkeypatch.setattr(module, "has_kernel", lambda rows, weight: False)
+    monkeypatch.setattr(Tensor, "tolist", lambda x: waits.append(x.shape) or tolist(x))
+    experts = make_experts(torch.float32)
+    rows, counts = torch.randn(9, DIM, requires_grad=True), torch.tensor([0, 1, 8, 0, 0])
+    kept = HostReads().kept
+    for _ in range(2):  # forward, and recomputation
+        with kept():
+            experts(rows, counts).sum().backward()
+    assert waits == [(EXPERTS,)]
 
 
 def test_a_rank_without_rows_calls_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.bias import CausalBias
 from torch.testing import assert_close
 
 from forge.parallel.context import SequenceSplit
@@ -77,12 +78,27 @@ def test_positions_that_the_batch_gives_are_kept() -> None:
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Lower right causal bias")
 @pytest.mark.parametrize("compiled", [False, True])
-def test_causal_chunks_are_the_rows_of_causal_attention(compiled: bool) -> None:
+@pytest.mark.parametrize("v_dim", [6, 4, 9])
+def test_causal_chunks_are_the_rows_of_causal_attention(
+    compiled: bool, v_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What CUDA runs for a plain causal mask; written out on the CPU it is the same."""
+    seen, kernel = set(), CausalBias._dispatch
+
+    def dispatch(*args, **options):
+        seen.add(tuple(x.shape[-1] for x in args[:3]))
+        return kernel(*args, **options)
+
+    monkeypatch.setattr(CausalBias, "_dispatch", staticmethod(dispatch))
     attend = torch.compile(causal_chunks, backend="aot_eager", fullgraph=True) if compiled else causal_chunks
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, heads, 16, 6, generator=generator, dtype=torch.float64) for heads in (4, 2, 2))
+    q, k, v = (
+        torch.randn(2, heads, 16, size, generator=generator, dtype=torch.float64)
+        for heads, size in ((4, 6), (2, 6), (2, v_dim))
+    )
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     for split in splits(2):
         out = attend(split.part(q, dim=2), k, v, lower_right(split, 8))
         assert_close(out, split.part(expected, dim=2), rtol=0, atol=1e-12)
+    # FlashAttention takes heads of equal sizes.
+    assert compiled or seen == {(max(6, v_dim),) * 3}

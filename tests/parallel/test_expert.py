@@ -200,6 +200,29 @@ def test_what_was_exchanged_is_not_exchanged_again_under_selective_recomputation
     assert step["all_to_all"] == number * LAYERS
 
 
+def _waits(rank: int, world: int, text: str) -> list[int]:
+    """How often the host reads numbers of rows from the device, in each of two steps."""
+    model, batch = build(text, world)
+    tolist, found = torch.Tensor.tolist, []
+
+    def counted(x: torch.Tensor) -> Any:
+        found[-1] += 1
+        return tolist(x)
+
+    torch.Tensor.tolist = counted  # type: ignore[method-assign]
+    for _ in range(2):
+        found.append(0)
+        model.forward_backward(batch, torch.tensor(100.0))
+        model.zero_gradients()
+    return found
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_the_host_waits_once_per_layer_and_microbatch_recomputed_or_not(mode: str) -> None:
+    text = precise(moe("ep = 2", 2), compute="float32") + f'[activation_checkpoint]\nmode = "{mode}"\n'
+    assert run_ranks(_waits, 2, text) == [[2 * LAYERS] * 2] * 2
+
+
 def test_experts_at_every_degree_one_send_nothing() -> None:
     step, routers = sent(1, "")
     assert not step and not routers

@@ -440,15 +440,29 @@ def test_with_nobody_to_share_with_buffers_take_the_place_of_fsdp_with_the_same_
     "text",
     [
         tiny_config(parallel="cpu_offload = true"),
-        precise(storage="bfloat16", compute="bfloat16"),
-        precise(compute="float32").replace('reduce = "float32"', 'reduce = "float64"'),
+        precise(storage="bfloat16", compute="bfloat16", micro=8),
+        precise(storage="bfloat16", compute="bfloat16").replace('reduce = "float32"', 'reduce = "bfloat16"'),
+        precise(compute="float32", micro=8).replace('reduce = "float32"', 'reduce = "float64"'),
         precise(compute="bfloat16", pins='float8 = "tensorwise"'),
     ],
-    ids=["offload", "narrow gradients", "wide sums", "float8"],
+    ids=["offload", "narrow gradients", "narrow sums", "wide sums", "float8"],
 )
 def test_what_saves_memory_stays_with_fsdp_in_one_process(text: str) -> None:
     ((held, _),) = run_ranks(_engine, 1, text)
     assert held == "FullySharded"
+
+
+def test_between_microbatches_fsdp_holds_sums_as_wide_as_buffers_do_and_they_round_to_its_gradients() -> None:
+    text = precise(storage="bfloat16", compute="bfloat16", micro=2)
+    ((held, gradients),) = run_ranks(_engine, 1, text)
+    freeing = text.replace("[parallel]\n", '[parallel]\nreshard_after_forward = "always"\n')
+    ((sharded, expected),) = run_ranks(_engine, 1, freeing)
+    assert (held, sharded) == ("Buffered", "FullySharded")
+    for ours, rounded in zip(gradients, expected, strict=True):
+        assert ours.dtype == torch.float32 and rounded.dtype == torch.bfloat16
+        # FSDP2 rounds each microbatch's gradient of a norm to bfloat16 as well.
+        tolerance = 0.0 if ours.ndim > 1 else 2**-7 * rounded.abs().max().item()
+        torch.testing.assert_close(ours.bfloat16(), rounded, rtol=0.0, atol=tolerance)
 
 
 def test_keys_of_the_buffered_engines_mean_nothing_to_fsdp_in_one_process_either() -> None:

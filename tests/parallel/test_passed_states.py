@@ -8,9 +8,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forge.model import AttentionMask, Recurrence
+from forge.model.delta_rule import recurrent_delta_rule
 from forge.model.linear_attention import LINEAR, local_recurrence
 from forge.parallel.context import SequenceSplit
 from forge.parallel.context.states import PassedStates
+from tests.support import fla
 from tests.support.harness import run_ranks
 
 BATCH, HEADS, CHUNK = 2, 3, 3
@@ -58,6 +60,27 @@ def on_rank(rank: int, world: int, seq: int, kind: str, decays: int) -> None:
         assert (ours - split.part(plain, 1)).abs().max() <= 1e-10
     for n, (ours, plain) in enumerate(zip(partial, gradients, strict=True)):
         assert (ours - (plain if n == 1 else split.part(plain, 1))).abs().max() <= 1e-10
+
+
+def on_rank_by_kernels(rank: int, world: int, seq: int, kind: str, decays: int) -> None:
+    # One process computes without them.
+    local_recurrence.recur = _without_kernels  # type: ignore[method-assign]
+    fla.install()
+    on_rank(rank, world, seq, kind, decays)
+    assert len(fla.calls) == 4  # maps and outputs, each once more in backward
+
+
+def _without_kernels(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, mask: AttentionMask, size: int
+) -> Tensor:
+    resets = None if mask.table is None else mask.table == 0
+    return recurrent_delta_rule(q, k, v, log_decay, beta, resets)[0]
+
+
+@pytest.mark.parametrize("decays", [1, 4])
+@pytest.mark.parametrize("kind", ["one document", "documents"])
+def test_states_that_kernels_compute_pass_between_ranks(kind: str, decays: int) -> None:
+    run_ranks(on_rank_by_kernels, 2, 40, kind, decays)
 
 
 def slow(*values: int) -> object:

@@ -139,7 +139,7 @@ def tied_values_left_behind() -> None:
 
 def one_ranks_experts_are_saved() -> None:
     """A checkpoint that saves one rank's experts."""
-    from forge.checkpoint.tensors import Stager
+    from forge.checkpoint.staging import Stager
 
     stage = Stager.stage
 

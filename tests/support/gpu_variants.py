@@ -68,6 +68,7 @@ ONE: dict[str, list[str]] = {
     ],
     "experts with capacity": [*MOE, "--model.moe.capacity_factor=1.5"],
     "experts with biases": [*MOE, "--model.moe.expert_bias=true", "--model.moe.router_bias=true"],
+    "experts in float32": [*MOE, "--precision.compute=float32"],
     "z-loss": ["--train.z_loss_coef=0.001"],
     "recompute": ["--activation_checkpoint.mode=full"],
     "recompute selectively": ["--activation_checkpoint.mode=selective"],

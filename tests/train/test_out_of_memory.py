@@ -89,6 +89,15 @@ def test_what_to_change_first_depends_on_what_takes_the_memory(tmp_path) -> None
     assert first(True) == ("parallel.dp_shard", 4)
 
 
+@pytest.mark.parametrize("state_dominates", [False, True])
+def test_narrow_moments_and_recomputation_come_before_the_host(tmp_path, state_dominates: bool) -> None:
+    config = load(tmp_path)
+    changes = usable_changes(config, check_world(config, 1), state_dominates, on_card=True)
+    keys = [key for (key, _, _), _ in changes]
+    assert {"optimizer.moment_dtype", "activation_checkpoint.mode"} < set(keys)
+    assert keys[-1] == "parallel.cpu_offload"
+
+
 @pytest.mark.processes
 def test_planned_peaks_are_the_planners_and_nothing_for_what_cannot_be_planned(tmp_path) -> None:
     config = load(tmp_path, "--train.global_batch_size=8", "--train.micro_batch_size=4")

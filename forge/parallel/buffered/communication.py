@@ -84,12 +84,17 @@ class AsyncCollectives:
 class TemporaryBuckets:
     """At most two buckets of memory that all buckets of an engine share; `sizes`: the bytes that each of them needs.
 
-    The memory is allocated at the first use, and kept until `free`.
+    The memory is allocated at the first use, and kept until `free`; for `symmetric` groups it is allocated now, in their
+    symmetric memory, and never freed.
     """
 
-    def __init__(self, sizes: Collection[int], device: torch.device):
+    def __init__(self, sizes: Collection[int], device: torch.device, symmetric: ProcessGroups = ()):
         self._limit, self._nbytes, self._device = min(2, len(sizes)), max(sizes, default=0), device
         self._free: list[Tensor] = []
+        self._registered = bool(symmetric)
+        with compat.communication_memory(device, symmetric, symmetric=self._registered):
+            if self._registered:
+                self._free = [self._allocate() for _ in range(self._limit)]
         self._used: dict[tuple[int, int], Tensor] = {}
         self.nbytes = self._limit * self._nbytes
         self.peak = 0
@@ -103,7 +108,7 @@ class TemporaryBuckets:
         """Return an uninitialised `[numel]`, to be passed to `release` later."""
         assert not self.exhausted and numel * dtype.itemsize <= self._nbytes
         if not self._free:
-            self._free.append(torch.empty(self._nbytes, dtype=torch.uint8, device=self._device))
+            self._free.append(self._allocate())
         memory = self._free.pop()
         self._used[address(memory)] = memory
         self.peak = max(self.peak, len(self._used) + len(self._free))
@@ -113,5 +118,9 @@ class TemporaryBuckets:
         self._free.append(self._used.pop(address(bucket)))
 
     def free(self) -> None:
-        """Free the memory of released buckets."""
-        self._free.clear()
+        """Free the memory of released buckets, unless it is registered with NCCL."""
+        if not self._registered:
+            self._free.clear()
+
+    def _allocate(self) -> Tensor:
+        return torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)

@@ -81,7 +81,12 @@ class Buffered:
         stream = compat.side_stream(device)
         check = None if parallel.check_gradients == "none" else GradientCheck(parallel.check_gradients)
         self._reduction = Reduction(
-            buckets, device, overlap=parallel.overlap_gradients, stream=stream, check=check
+            buckets,
+            device,
+            overlap=parallel.overlap_gradients,
+            stream=stream,
+            check=check,
+            symmetric_memory=parallel.symmetric_memory,
         )
         self._gathering = Gathering(
             buckets[::-1],

@@ -154,6 +154,7 @@ class Reduction:
     """Sums the gradients of `buckets`, which are in the order in which backward finishes them.
 
     overlap: collectives run during backward; otherwise each is waited for. check: called with what each bucket will send.
+    symmetric_memory: temporary buckets lie in NCCL's symmetric memory.
     """
 
     def __init__(
@@ -164,10 +165,15 @@ class Reduction:
         overlap: bool,
         stream: torch.cuda.Stream | None,
         check: GradientCheck | None,
+        symmetric_memory: bool = False,
     ):
         self.buckets = [BucketGradients(memory) for memory in buckets]
-        reduce_nbytes = [b.temporary_numel * b.memory.plan.formats.reduce.itemsize for b in self.buckets]
-        self.temporary = TemporaryBuckets([nbytes for nbytes in reduce_nbytes if nbytes], device)
+        sent = [bucket for bucket in self.buckets if bucket.temporary_numel]
+        nbytes = [bucket.temporary_numel * bucket.memory.plan.formats.reduce.itemsize for bucket in sent]
+        groups = [(*bucket.memory.plan.groups.shard, *bucket.memory.plan.groups.replicate) for bucket in sent]
+        # Each once, in an order that is the same on all ranks.
+        unique = dict.fromkeys(group for several in groups if symmetric_memory for group in several)
+        self.temporary = TemporaryBuckets(nbytes, device, list(unique))
         self._overlap, self._stream, self._check = overlap, stream, check
         # The buckets to reduce in this backward, and the number of those that have been launched.
         self._due: list[BucketGradients] = []

@@ -70,17 +70,24 @@ def lower_right(split: SequenceSplit, tokens: int) -> tuple[Any, ...]:
 def causal_chunks(q: Tensor, k: Tensor, v: Tensor, masks: tuple[Any, ...]) -> Tensor:
     """Plain causal attention of this rank's two chunks of queries; `masks`: of `lower_right`.
 
-    q `[batch, heads, seq / cp, head_dim]`, k and v `[batch, kv_heads, seq, head_dim]` -> shaped like q. For CUDA, where a
-    kernel implements this mask; elsewhere PyTorch would build it as a tensor in every call.
+    q `[batch, heads, seq / cp, head_dim]`, k `[batch, kv_heads, seq, head_dim]`, v `[..., v_dim]` -> `[..., v_dim]`. For
+    CUDA, where FlashAttention implements this mask for head_dim = v_dim; elsewhere PyTorch would build it as a tensor in
+    every call. cuDNN does not implement it; `ulysses` needs no such mask.
     """
+    scale, v_dim = q.shape[-1] ** -0.5, v.shape[-1]
+    if q.shape[-1] != v_dim:
+        # Zeros change no score and no value. The only other kernel, for any sizes, is far slower.
+        width = max(q.shape[-1], v_dim)
+        q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
     outs = [
         F.scaled_dot_product_attention(
             queries,
             k[:, :, : mask.seq_len_kv],
             v[:, :, : mask.seq_len_kv],
             attn_mask=mask,
+            scale=scale,
             enable_gqa=True,
         )
         for queries, mask in zip(q.chunk(2, dim=2), masks, strict=True)
     ]
-    return torch.cat(outs, dim=2)
+    return torch.cat(outs, dim=2)[..., :v_dim]

@@ -4,6 +4,9 @@ A run of tokens is one affine map of the state (forge/model/delta_rule.py). Each
 the sequence from an identity beside an empty state, one all-gather brings the maps of all 2 * cp chunks to every rank, and
 composing those of earlier chunks gives the state that enters each of its own. The convolution needs the last few tokens
 before each chunk: another, small all-gather.
+
+fla's kernels return the last state for a given first one, so they compute the maps, and then the outputs from the states
+that enter: its work is done twice. (fla's own context parallelism wants consecutive tokens on each rank.)
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from torch.nn import functional as F
 from forge import compat
 from forge.model import AttentionMask
 from forge.model.delta_rule import affine_scan, divide, outputs
+from forge.model.fused_delta_rule import fused_delta_rule, is_for_kernels
 from forge.model.linear_attention import ages, causal_convolution
 from forge.parallel.context.sequence import SequenceSplit
 
@@ -38,15 +42,21 @@ class PassedStates:
     def recur(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, mask: AttentionMask, size: int
     ) -> Tensor:
-        q, k, values, log_decay, beta = (_halves(x) for x in (q, k, v.to(q.dtype), log_decay, beta))
+        q, k, values, log_decay, beta = (_halves(x) for x in (q, k, v, log_decay, beta))
         resets = None if mask.table is None else _halves(mask.table) == 0
-        chunks = divide(q, k, values, log_decay, beta, resets, size)
-        key_dim, empty = k.shape[-1], torch.zeros_like(chunks.addition[0])
-        unit = torch.eye(key_dim, dtype=k.dtype, device=k.device).expand(*empty.shape[:-1], key_dim)
-        # [chunks + 1, 2 batch, heads, key_dim, key_dim + value_dim]: what becomes of the identity and of the empty state.
-        maps = affine_scan(
-            chunks.transition, F.pad(chunks.addition, (key_dim, 0)), torch.cat([unit, empty], -1)
-        )
+        key_dim = k.shape[-1]
+        # The identity beside an empty state, `[2 batch, heads, key_dim, key_dim + value_dim]`.
+        unit = torch.eye(key_dim, key_dim + v.shape[-1], dtype=k.dtype, device=k.device)
+        unit = unit.expand(k.shape[0], k.shape[2], -1, -1)
+        if is_for_kernels(v):
+            # Values of 0 beside the identity: the last state is what becomes of both.
+            wide = F.pad(values, (key_dim, 0))
+            _, maps = fused_delta_rule(q, k, wide, log_decay, beta, resets, unit.contiguous())
+            entering = self._entering(maps)
+            return fused_delta_rule(q, k, values, log_decay, beta, resets, entering)[0].reshape(v.shape)
+        chunks = divide(q, k, values.to(q.dtype), log_decay, beta, resets, size)
+        # [chunks + 1, ...]: what becomes of the identity and of the empty state.
+        maps = affine_scan(chunks.transition, F.pad(chunks.addition, (key_dim, 0)), unit)
         states = _apply(maps[:-1], self._entering(maps[-1]))
         return outputs(chunks, states, q.shape[1]).reshape(v.shape)
 

@@ -35,7 +35,7 @@ def neighbour_groups(pipeline: dist.ProcessGroup, rank_of: Sequence[int]) -> dic
         # Who is in no pair makes a group, too: a group's name, on which its ranks agree, counts those before it.
         alone = [(rank,) for rank in range(ranks) if rank not in {r for pair in pairs for r in pair}]
         sets = [[stride * r + line for r in few] for few in [*pairs, *alone] for line in range(stride)]
-        group = new_group(world, sets)
+        group = new_group(world, sets, on_cpu=False)
         for pair in pairs:
             if own in pair:
                 found[sum(pair) - own] = group

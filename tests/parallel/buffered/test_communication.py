@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 
+from forge import compat
+from forge.parallel.buffered.communication import TemporaryBuckets
 from tests.support.buffers import ENGINES, SMALL, backward, build, engine_config
 from tests.support.collectives import collectives_of
 from tests.support.harness import run_ranks
@@ -124,3 +129,29 @@ def test_all_ranks_launch_buckets_during_backward_in_the_same_order(engine: str)
     results = run_ranks(_order, 2, engine_config(engine, SMALL, micro=4))
     assert results[0] == results[1] and len(results[0]) > 5
     assert results[0][0] == "head.weight" and results[0][-1] == "backward is over"
+
+
+def test_symmetric_temporary_buckets_are_allocated_once_in_memory_that_groups_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+
+    @contextmanager
+    def memory(device: torch.device, groups: Any, *, symmetric: bool) -> Iterator[None]:
+        allocate = TemporaryBuckets._allocate
+        with monkeypatch.context() as patch:
+            patch.setattr(TemporaryBuckets, "_allocate", lambda self: asked.append(groups) or allocate(self))
+            yield
+
+    monkeypatch.setattr(compat, "communication_memory", memory)
+    group: Any = object()
+    buckets = TemporaryBuckets([64, 32, 16], torch.device("cpu"), [group])
+    assert asked == [[group]] * 2
+    addresses = set()
+    for _ in range(2):  # a step each
+        both = [buckets.acquire(16, torch.float32), buckets.acquire(8, torch.float32)]
+        addresses |= {bucket.data_ptr() for bucket in both}
+        for bucket in both:
+            buckets.release(bucket)
+        buckets.free()
+    assert len(addresses) == 2 and len(asked) == 2

@@ -1,0 +1,79 @@
+"""Copies of this rank's part of a checkpoint's tensors in host memory, from which a save writes while training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from forge.checkpoint.tensors import NamedTensors, ShardTensor, writes
+from forge.shard import local
+
+# PyTorch rounds pinned memory up to a power of two, so tensors share blocks of such sizes.
+BLOCK = 1 << 30
+_ALIGNMENT = 64
+
+
+class Stager:
+    """Copies tensors into CPU buffers that it keeps from one save to the next: only the latest copy is valid."""
+
+    def __init__(self) -> None:
+        self._form: object = None
+        self._buffers: dict[str, Tensor] = {}
+
+    def stage(self, tensors: NamedTensors) -> dict[str, ShardTensor]:
+        """Copy what this rank will write. The originals may change as soon as it returns."""
+        own = {
+            name: (shard, local(values).detach())
+            for name, (shard, values) in tensors.items()
+            if writes(name, shard)
+        }
+        self._allocate({name: values for name, (_, values) in own.items()})
+        for name, (_, values) in own.items():
+            self._buffers[name].copy_(values, non_blocking=True)
+        if any(values.is_cuda for _, values in own.values()):
+            torch.cuda.current_stream().synchronize()
+        return {name: ShardTensor(shard, self._buffers[name]) for name, (shard, _) in own.items()}
+
+    def _allocate(self, tensors: dict[str, Tensor]) -> None:
+        """Let `_buffers` be views of blocks with the shapes of `tensors`; kept while these do not change."""
+        form = [(name, values.shape, values.dtype) for name, values in tensors.items()]
+        if form == self._form:
+            return
+        self._form, self._buffers = None, {}  # free the blocks first
+        sizes, places = blocks_for([values.nbytes for values in tensors.values()])
+        pinned = any(values.is_cuda for values in tensors.values())
+        blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned).numpy() for size in sizes]
+        for (name, values), (block, start) in zip(tensors.items(), places, strict=True):
+            # By way of NumPy each buffer is a storage of its own; DCP would copy a part of a larger one before it writes it.
+            flat = torch.from_numpy(blocks[block][start : start + values.nbytes])
+            self._buffers[name] = flat.view(values.dtype).view(values.shape)
+        self._form = form
+
+
+def blocks_for(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return blocks that hold tensors of `sizes` bytes, and of each tensor the number of its block and its first byte there.
+
+    Blocks are powers of two, of BLOCK bytes at most unless a tensor is larger.
+    """
+    rounded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+    left, blocks, used = sum(rounded), list[int](), list[int]()
+    places: list[tuple[int, int]] = [(0, 0)] * len(sizes)
+    # The largest first: smaller ones fill the rest of their blocks.
+    for number in sorted(range(len(sizes)), key=lambda number: -rounded[number]):
+        size = rounded[number]
+        block = next(
+            (b for b, (whole, taken) in enumerate(zip(blocks, used, strict=True)) if taken + size <= whole),
+            None,
+        )
+        if block is None:
+            block = len(blocks)
+            # No larger than what is left, so that the last blocks are full as well.
+            most = min(BLOCK, 1 << max(left, 1).bit_length() - 1)
+            blocks.append(max(most, 1 << max(size - 1, 0).bit_length()))
+            used.append(0)
+        places[number] = block, used[block]
+        used[block] += size
+        left -= size
+    return blocks, places

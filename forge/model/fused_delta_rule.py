@@ -1,0 +1,124 @@
+"""The gated delta rule by the Triton kernels of flash-linear-attention (fla), where that is installed.
+
+fla is one operator here, and its gradient another: a compiler sees one node, of which it needs only the shapes.
+
+fla separates documents by `cu_seqlens`, whose length depends on the data: the host would wait for the device once per
+layer, and the compiler would see new shapes. A document begins with a decay of exp(RESET) instead, which is as good as 0.
+fla takes any decay: no exponent of its kernels is above 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+INSTALLED = find_spec("fla") is not None
+# exp(-50) = 2e-22. Decays are summed over the tokens of a chunk, so a larger number would cost precision.
+RESET = -50.0
+
+
+def is_for_kernels(v: Tensor) -> bool:
+    """Whether fla computes values `v`: it is installed, and its kernels compute in bfloat16 on CUDA."""
+    return INSTALLED and v.is_cuda and v.dtype == torch.bfloat16
+
+
+def fused_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    resets: Tensor | None = None,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `recurrent_delta_rule`, with outputs in the dtype of v and the last state in that of `log_decay`."""
+    if resets is not None:
+        log_decay = log_decay.masked_fill(resets[..., None, None], RESET)
+    if state is None:
+        state = log_decay.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3])
+    return _operator(q.to(v.dtype), k.to(v.dtype), v, log_decay, beta, state)
+
+
+@torch.library.custom_op("forge::fused_delta_rule", mutates_args=())
+def _operator(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    out, last = kernel_for(log_decay)(q, k, v, log_decay, beta, state)
+    return out.contiguous(), last.contiguous()
+
+
+@_operator.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    return v.new_empty(v.shape), state.new_empty(state.shape)
+
+
+@torch.library.custom_op("forge::fused_delta_rule_backward", mutates_args=())
+def _gradient(
+    grad: Tensor,
+    grad_last: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    state: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Compute forward again, which an operator cannot keep, and its backward."""
+    with _autograd():
+        inputs = [x.detach().requires_grad_() for x in (q, k, v, log_decay, beta, state)]
+        results = kernel_for(log_decay)(*inputs)
+        grads = torch.autograd.grad(results, inputs, (grad, grad_last))
+    first, second, third, fourth, fifth, sixth = (x.contiguous() for x in grads)
+    return first, second, third, fourth, fifth, sixth
+
+
+@_gradient.register_fake
+def _(grad: Tensor, grad_last: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in inputs)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad: Tensor, grad_last: Tensor) -> tuple[Tensor, ...]:
+    return _gradient(grad, grad_last, *ctx.saved_tensors)
+
+
+_operator.register_autograd(_backward, setup_context=_keep)
+
+
+@contextmanager
+def _autograd() -> Iterator[None]:
+    """Record gradients in the body, the implementation of an operator, in which PyTorch switches autograd off."""
+    keys = torch._C.DispatchKey
+    with ExitStack() as stack:
+        for key in (keys.AutogradFunctionality, keys.ADInplaceOrView):
+            stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
+        stack.enter_context(torch.enable_grad())
+        yield
+
+
+def kernel_for(log_decay: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return the kernel for decays by channel or by head; its arguments are those of the operator."""
+    # At the first use: fla imports Triton, and takes seconds.
+    if log_decay.shape[-1] > 1:
+        from fla.ops.kda import chunk_kda as chunked
+    else:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule as chunked
+
+    def call(
+        q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        decays = log_decay if log_decay.shape[-1] > 1 else log_decay.squeeze(-1)
+        out, last = chunked(q, k, v, decays, beta, scale=1.0, initial_state=state, output_final_state=True)
+        return out, last
+
+    return call
