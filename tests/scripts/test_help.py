@@ -27,7 +27,7 @@ def test_help_names_every_option(tmp_path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "said"),
+    ("name", "options", "message"),
     [
         ("generate", ["--checkpoint", "x", "--max-tokens", "0"], "--max-tokens: 0: must be at least 1"),
         ("generate", ["--checkpoint", "x", "--max-tokns", "5"], "did you mean --max-tokens?"),
@@ -35,7 +35,7 @@ def test_help_names_every_option(tmp_path, name: str) -> None:
         ("convert", ["from-hf"], "required: --input, --output"),
     ],
 )
-def test_a_wrong_option_is_one_sentence(tmp_path, name: str, options: list[str], said: str) -> None:
+def test_a_wrong_option_is_one_sentence(tmp_path, name: str, options: list[str], message: str) -> None:
     output = call(tmp_path, name, *options)
-    assert output.code == BAD_CONFIG and said in output.err
+    assert output.code == BAD_CONFIG and message in output.err
     assert output.err.startswith("forge: ") and output.err.count("\n") == 1

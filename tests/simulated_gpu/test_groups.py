@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,11 @@ import torch.distributed as dist
 
 from forge.hook import Hook
 from forge.train.trainer import Trainer
-from tests.simulated_gpu import variants
+from tests.simulated_gpu.needed import simulated_gpu
+from tests.support import gpu_variants as variants
 from tests.support.runs import Run
 
-pytestmark = pytest.mark.skipif(
-    "libsimgpu.so" not in os.environ.get("LD_PRELOAD", ""), reason="there is no simulated GPU: make simgpu"
-)
+pytestmark = simulated_gpu
 
 
 class Listing(Hook):

@@ -133,9 +133,9 @@ FOUR: dict[str, list[str]] = {
     "offload": ["--parallel.cpu_offload=true"],
 }
 
-# Functions of forge in which the host may wait in a step.
-# Expert parallelism reads how many rows each rank sends. A state on the host has to arrive there before its update.
-SPLITS = {"parallel/expert.py:sizes_from_counts"}
+# Functions of forge in which the host may wait in a step. Expert parallelism reads how many rows each rank sends, and experts in
+# float32 how many rows each has. A state on the host has to arrive there before its update.
+SPLITS = {"model/host.py:read"}
 OFFLOAD = {
     "optim/adamw.py:_update",
     "parallel/gradients.py:clip_gradients",
