@@ -99,7 +99,7 @@ refactoring: $(READY)
 
 $(SIMGPU)/.ready: pyproject.toml constraints-cuda.txt
 	$(PYTHON) -m venv $(SIMGPU)
-	$(SIMGPU)/bin/pip install --quiet --disable-pip-version-check --constraint constraints-cuda.txt --editable . hypothesis \
+	$(SIMGPU)/bin/pip install --quiet --disable-pip-version-check --constraint constraints-cuda.txt --editable . \
 	    pytest pytest-timeout pytest-rerunfailures pytest-xdist hypothesis
 	@touch $@
 

@@ -133,8 +133,8 @@ FOUR: dict[str, list[str]] = {
     "offload": ["--parallel.cpu_offload=true"],
 }
 
-# Functions of forge in which the host may wait in a step. Expert parallelism reads how many rows each rank sends, and experts in
-# float32 how many rows each has. A state on the host has to arrive there before its update.
+# Functions of forge in which the host may wait in a step. Expert parallelism reads how many rows each rank sends. Experts in
+# float32 read how many rows each has. A state on the host has to arrive there before its update.
 SPLITS = {"model/host.py:read"}
 OFFLOAD = {
     "optim/adamw.py:_update",
