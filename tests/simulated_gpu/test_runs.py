@@ -20,7 +20,7 @@ EVERYTHING = [
     "--train.steps=6",
     "--train.hooks=[]",
     "--evaluate.interval=2",
-    "--evaluate.steps=2",
+    "--evaluate.sequences=8",
     "--evaluate.sample_interval=3",
     "--evaluate.sample_tokens=4",
     "--checkpoint.interval=2",
@@ -51,7 +51,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_run_evaluates_saves_resumes_and_watches(name: str, tmp_path: Path, shards: Path) -> None:
     options, world = LAYOUTS[name]
-    held_out = f'--data.validation=[{{path="{shards}"}}]'
+    held_out = f'--data.validation=[{{name="text",path="{shards}"}}]'
     run = Run(tmp_path, sources(shards), held_out, *EVERYTHING, *options, base=variants.BASE)
     assert run("--train.steps=4", world=world) == 0, run.output()[-4000:]
     assert run("--profile.span=[5,6]", "--profile.memory_snapshot=true", world=world) == 0, run.output()[
@@ -62,6 +62,6 @@ def test_a_run_evaluates_saves_resumes_and_watches(name: str, tmp_path: Path, sh
     lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
     assert all(line["memory_gib"] > 0 for line in lines if "loss" in line)
-    assert any("validation" in key for line in lines for key in line)
+    assert [line["step"] for line in lines if "eval" in line] == [2, 4, 6]
     assert "sample:" in run.log()
     assert len(list((run.path / "profile").iterdir())) == 2
