@@ -66,7 +66,7 @@ def number(kind: type[Number], holds: Callable[[Number], bool], allowed: str) ->
     def read(text: str) -> Number:
         value = kind(text)
         if not holds(value):
-            raise argparse.ArgumentTypeError(f"{text}: must be {allowed}")
+            raise argparse.ArgumentTypeError(f"must be {allowed}, not {text}")
         return value
 
     read.__name__ = kind.__name__  # argparse's "invalid int value"

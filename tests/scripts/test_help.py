@@ -29,7 +29,7 @@ def test_help_names_every_option(tmp_path, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("generate", ["--checkpoint", "x", "--max-tokens", "0"], "--max-tokens: 0: must be at least 1"),
+        ("generate", ["--checkpoint", "x", "--max-tokens", "0"], "--max-tokens: must be at least 1, not 0"),
         ("generate", ["--checkpoint", "x", "--max-tokns", "5"], "did you mean --max-tokens?"),
         ("convert", ["to-x"], "choose from 'to-hf', 'from-hf'"),
         ("convert", ["from-hf"], "required: --input, --output"),

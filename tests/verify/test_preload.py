@@ -5,7 +5,9 @@ import sys
 
 from tests.support.trained import ROOT
 
-WITHOUT = "import sys; sys.modules.update(dict.fromkeys(['matplotlib', 'safetensors', 'transformers', 'fsspec']))"
+WITHOUT = (
+    "import sys; sys.modules.update(dict.fromkeys(['matplotlib', 'safetensors', 'transformers', 'fsspec']))"
+)
 
 
 def test_packages_of_extras_are_not_needed() -> None:
