@@ -21,6 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.support import gpus
 from tests.support.elastic import BATCH, FLOAT64_EXPERTS, Nodes, assert_same_course, elastic
 from tests.support.runs import Run, wait_for
 
@@ -167,6 +168,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
+    gpus.hide()
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         chaos(Path(folder), given.minutes, given.seed)
     return 0
