@@ -343,6 +343,7 @@ def test_the_gpu_benchmark_reports_the_outcomes_of_tests(tmp_path):
     assert run_tests(5, (str(tmp_path),))["ended"] == "cut off after 5 s"
 
 
+@pytest.mark.processes  # git, for the version
 def test_the_benchmark_of_startup(tmp_path):
     main = importlib.import_module("benchmarks.startup").main
     assert main(["--worlds", "--fake", "64", "--output", str(tmp_path)]) == 0

@@ -25,6 +25,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     fla.install()
     fla.calls.clear()
     yield
+    fla.remove()
 
 
 def inputs(decays: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:

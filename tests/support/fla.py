@@ -27,6 +27,12 @@ def install() -> None:
         user.is_for_kernels = lambda v: True  # type: ignore[attr-defined]
 
 
+def remove() -> None:
+    """Take the stand-in out of the process, whose other libraries would use it as well: transformers looks for fla."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "fla"]:
+        del sys.modules[name]
+
+
 def _by_head(
     q: Tensor,
     k: Tensor,
