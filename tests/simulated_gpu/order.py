@@ -143,10 +143,16 @@ def _records(rank: int, lines: list[Line], communicators: dict[str, tuple[int, .
 
 
 def volume(records: Sequence[Record]) -> dict[str, dict[str, list[int]]]:
-    """Return a rank's calls and their bytes by communicator and kind: {"COMMUNICATOR": {"ncclAllReduce": [calls, bytes]}}."""
+    """Return a rank's calls and their bytes by communicator and kind: {"COMMUNICATOR": {"ncclAllReduce": [calls, bytes]}}.
+
+    Communicators that are no parts of others are numbered: their names come from NCCL's random ids.
+    """
     found: dict[str, dict[str, list[int]]] = {}
+    roots: dict[str, str] = {}
     for call in (call for record in records if record.kind == "launch" for call in record.calls):
-        total = found.setdefault(call.operation.communicator, {}).setdefault(call.name, [0, 0])
+        root, *parts = call.operation.communicator.split(".")
+        name = ".".join([roots.setdefault(root, f"root{len(roots)}"), *parts])
+        total = found.setdefault(name, {}).setdefault(call.name, [0, 0])
         total[0] += 1
         total[1] += call.count * int(re.findall(r"\d+", call.dtype)[0]) // 8
     return found
