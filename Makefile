@@ -47,7 +47,7 @@ SIMGPU := .simgpu
 DEVICE := $(CURDIR)/$(SIMGPU)/device
 SIMULATED = $(SIMGPU)/bin/python -m tests.simulated_gpu.device.build $(DEVICE) && \
     LD_PRELOAD=$(DEVICE)/libsimgpu.so LD_LIBRARY_PATH=$(DEVICE) TRITON_LIBCUDA_PATH=$(DEVICE) SIMGPU_DEVICES=4 \
-    PYTORCH_ALLOC_CONF=backend:native UPDATE=$(UPDATE) $(SIMGPU)/bin/python -m pytest --reruns=0
+    PYTORCH_ALLOC_CONF=backend:native UPDATE=$(UPDATE) $(SIMGPU)/bin/python -m pytest
 
 .PHONY: train data test quick test-all faults chaos refactoring simgpu simgpu-all checks format docs clean
 
