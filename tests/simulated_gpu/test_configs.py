@@ -51,7 +51,10 @@ def test_a_shipped_config_is_compiled_and_trains(name: str, capability: str, tmp
     if os.environ.get("UPDATE"):
         GOLDEN.write_text(json.dumps(dict(sorted((golden | {key: found}).items())), indent=1) + "\n")
     else:
-        assert found == golden.get(key), "make simgpu-all UPDATE=1 writes the new counts"
+        expected = golden.get(key, found | {"launches": "not counted yet"})
+        # As in test_steps.py.
+        expected["peak"] = pytest.approx(expected["peak"], rel=1e-3)
+        assert found == expected, "make simgpu-all UPDATE=1 writes the new counts"
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -34,18 +34,10 @@ def remove() -> None:
 
 
 def _by_head(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    **others: Any,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     assert g.shape == beta.shape == v.shape[:3]
-    return _by_channel(q, k, v, g.unsqueeze(-1), beta, scale, initial_state, output_final_state, **others)
+    return _by_channel(q, k, v, g.unsqueeze(-1), beta, **options)
 
 
 def _by_channel(
