@@ -17,7 +17,7 @@ if __name__ == "__main__":
     os.close(descriptor)
     # Importing torch takes seconds, in which a signal has to end the run in the same way as later.
     with StopSignals():
-        from forge.train.launch import main
+        from forge.run.launch import main
 
         code = main(sys.argv[1:])
     for stream in (sys.stdout, sys.stderr):

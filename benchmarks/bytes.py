@@ -34,11 +34,11 @@ from forge.config import check_world
 from forge.data.build import build_dataset
 from forge.data.loader import Batch, Loader
 from forge.model import parameter_counts
+from forge.optim import build_optimizer
 from forge.optim.compiled import CompiledAdamW
 from forge.parallel.build import build_meta_model, build_parallel_model
-from forge.parallel.gradients import clip_gradients, report_gradients
 from forge.parallel.mesh import make_meshes
-from forge.train.optimizers import make_optimizer
+from forge.parallel.step.gradients import clip_gradients, report_gradients
 from scripts.options import exit_code_of, positive
 
 PRECISIONS = {
@@ -189,7 +189,8 @@ def traffic_of(config_name: str, keys: tuple[str, ...], device: torch.device) ->
     ranks = dist.get_world_size()
     meshes = make_meshes(check_world(config, ranks), device.type)
     model = build_parallel_model(config, meshes, device)
-    optimizer = make_optimizer(config, model, meshes)
+    compiled = config.compile if config.compile.optimizer else None
+    optimizer = build_optimizer(model.shards, config.optimizer, meshes.stage, compiled)
     batches = Loader(
         build_dataset(config),
         global_batch_size=2 * ranks * config.train.micro_batch_size,

@@ -37,7 +37,7 @@ from benchmarks.measure import (
     synchronize,
     timed,
 )
-from forge.errors import FAILED, UserError
+from forge.runtime.errors import FAILED, UserError
 from forge.train.state import all_tensors
 from scripts.options import exit_code_of, positive
 
@@ -102,7 +102,7 @@ def _mean_step(loop: ForgeLoop, steps: int, device: torch.device) -> float:
 
 def _with_save(loop: ForgeLoop, device: torch.device) -> Save:
     """A save, and steps until it has ended: at least one."""
-    checkpoints, step = loop.trainer.checkpoints, loop.trainer.progress.step
+    checkpoints, step = loop.checkpoints, loop.trainer.progress.step
     _, blocked = timed(loop.saves.save)
     steps, outcomes = 0, []
     began = time.perf_counter()
@@ -121,7 +121,7 @@ def _with_save(loop: ForgeLoop, device: torch.device) -> Save:
 
 def _resume(loop: ForgeLoop, rounds: int) -> dict[str, Any]:
     """Verifying and loading the newest checkpoint, and a bare read of its files, in turns; all from cold files."""
-    checkpoints = loop.trainer.checkpoints
+    checkpoints = loop.checkpoints
     step = checkpoints.latest(verify=False)
     assert step is not None
     path = checkpoints.path(step)

@@ -30,8 +30,8 @@ from forge.data.loader import Loader
 from forge.data.permutation import key_of
 from forge.data.sources import count_windows
 from forge.data.synthetic import SyntheticSource
-from forge.errors import UserError
-from forge.prepare.writer import ShardWriter
+from forge.runtime.errors import UserError
+from forge.tools.prepare.writer import ShardWriter
 from scripts.options import exit_code_of, positive
 
 VOCAB = 32_000

@@ -39,8 +39,8 @@ from forge.data.build import build_dataset
 from forge.data.loader import Loader
 from forge.optim import build_optimizer
 from forge.parallel.build import build_parallel_model
-from forge.parallel.gradients import clip_gradients, report_gradients
 from forge.parallel.mesh import make_meshes
+from forge.parallel.step.gradients import clip_gradients, report_gradients
 from scripts.options import exit_code_of, positive
 from tests.support.collectives import collectives_of
 

@@ -45,12 +45,12 @@ from benchmarks.measure import (
     write_results,
 )
 from forge.config import Config, check_world
-from forge.errors import BAD_CONFIG, UserError
 from forge.model import flops_per_token
 from forge.observe.hardware import GIB
 from forge.parallel.build import build_meta_model
-from forge.plan.hardware import Hardware, Link, card_of, find_hardware
-from forge.plan.plan import make_plan
+from forge.runtime.errors import BAD_CONFIG, UserError
+from forge.tools.plan.hardware import Hardware, Link, card_of, find_hardware
+from forge.tools.plan.plan import make_plan
 from scripts.options import exit_code_of
 
 SHAPES = {"8b": "7b.toml", "1b": "1b.toml"}

@@ -32,12 +32,13 @@ from forge.parallel.build import build_meta_model
 from forge.parallel.initialize import initialize
 from forge.parallel.precision import DTYPES
 from forge.resilience.stopping import StopSignals
+from forge.run.history import History
+from forge.run.hooks import make_hooks
+from forge.run.resume import Start
+from forge.run.save import Saves
+from forge.runtime.world import World, join, read_world
 from forge.shard import Box, Shard
-from forge.train.hooks import make_hooks
-from forge.train.resume import Start
-from forge.train.save import Saves
 from forge.train.trainer import Trainer
-from forge.world import World, join, read_world
 
 # Learnable data without a file; no schedule, so that a loss falls within a few steps; no pauses of any kind.
 LEARNABLE = (
@@ -107,7 +108,7 @@ def joined() -> World:
 class ForgeLoop:
     """forge's training loop with the hooks of train.py, without locking the run directory, `folder`.
 
-    `saves` writes to `trainer.checkpoints` when it is called.
+    `saves` writes to `checkpoints` when it is called.
     """
 
     def __init__(self, name: str, config: Config, folder: Path, mode: str = "async"):
@@ -117,18 +118,16 @@ class ForgeLoop:
         directory = RunDirectory(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self._metrics = directory.metrics
-        checkpoints = Checkpoints(directory.checkpoints, keep_last=1, mode=mode)  # type: ignore[arg-type]
-        signals = StopSignals()
+        self.checkpoints = Checkpoints(directory.checkpoints, keep_last=1, mode=mode)  # type: ignore[arg-type]
         self.trainer = Trainer(
             config,
             degrees,
             open_data(config),
-            checkpoints,
-            Start(None, kept=-1),
             Reporter(directory, world),
-            signals,
+            StopSignals(),
         )
-        hooks = make_hooks(self.trainer, [])
+        History(self.trainer, self.checkpoints).start(Start(None, kept=-1))
+        hooks = make_hooks(self.trainer, self.checkpoints, [])
         (self.saves,) = (hook for hook in hooks if isinstance(hook, Saves))
         self.trainer.hooks = Hooks(hooks)
         self._run = self.trainer.hooks.around_run(step=0)

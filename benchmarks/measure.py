@@ -19,8 +19,8 @@ from typing import Any, Protocol
 
 import torch
 
-from forge.cores import cores
-from forge.errors import FAILED, UserError
+from forge.runtime.cores import cores
+from forge.runtime.errors import FAILED, UserError
 from scripts.options import count, positive
 
 RESULTS = Path(__file__).resolve().parent / "results"

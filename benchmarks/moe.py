@@ -36,10 +36,10 @@ from benchmarks.measure import (
     take_turns,
 )
 from forge.config import Config
-from forge.cores import cores
-from forge.errors import UserError
 from forge.model import Experts, flops_per_token, parameter_counts
 from forge.parallel.build import build_meta_model
+from forge.runtime.cores import cores
+from forge.runtime.errors import UserError
 from scripts.options import exit_code_of, positive
 
 DENSE, MOE, PADDED = "dense, as many active parameters", "experts", "experts, padded"

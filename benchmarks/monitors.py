@@ -34,7 +34,7 @@ from benchmarks.measure import (
     require_learning,
     take_turns,
 )
-from forge.errors import FAILED, UserError
+from forge.runtime.errors import FAILED, UserError
 from scripts.options import exit_code_of
 
 # Share of the time of all steps, of which every tenth is monitored.

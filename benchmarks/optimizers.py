@@ -35,7 +35,7 @@ from forge.optim import build_optimizer
 from forge.optim.optimizer import gradient
 from forge.parallel.build import build_parallel_model
 from forge.parallel.mesh import make_meshes
-from forge.parallel.model import ParallelModel
+from forge.parallel.step.model import ParallelModel
 from scripts.options import exit_code_of, positive
 from tests.support.collectives import collectives_of
 

@@ -28,11 +28,11 @@ from forge.config import check_world, load_config
 from forge.data.loader import Batch
 from forge.optim import build_optimizer
 from forge.parallel.build import build_parallel_model
-from forge.parallel.gradients import clip_gradients, report_gradients
 from forge.parallel.initialize import initialize
 from forge.parallel.mesh import make_meshes
-from forge.plan.hardware import Hardware
-from forge.plan.plan import make_plan
+from forge.parallel.step.gradients import clip_gradients, report_gradients
+from forge.tools.plan.hardware import Hardware
+from forge.tools.plan.plan import make_plan
 from scripts.measure_hardware import measure
 from scripts.options import exit_code_of
 

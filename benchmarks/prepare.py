@@ -37,7 +37,7 @@ import numpy as np
 import torch
 
 from benchmarks.measure import Spread, environment, markdown, parser, publish
-from forge.errors import UserError
+from forge.runtime.errors import UserError
 from scripts.options import exit_code_of, positive
 
 # A contender: (input, tokenizer.json, output, processes). Called in a process of its own.

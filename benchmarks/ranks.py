@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 
-from forge.cores import cores
-from forge.errors import FAILED, UserError
-from forge.world import join, read_world
+from forge.runtime.cores import cores
+from forge.runtime.errors import FAILED, UserError
+from forge.runtime.world import join, read_world
 
 Row = dict[str, Any]
 

@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.measure import Spread, environment, markdown, parser, publish
 from forge.config import load_config
-from forge.errors import FAILED, UserError
+from forge.runtime.errors import FAILED, UserError
 from scripts.options import exit_code_of, positive
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,7 +63,7 @@ def measure(given: argparse.Namespace, overrides: list[str]) -> None:
 
 def _draw(results: dict[str, dict[str, list[Run]]], stem: Path) -> None:
     """Write the training losses of the best runs, each the mean of the last steps, against steps and against time."""
-    from forge.report.draw import Curve, curves  # needs matplotlib
+    from forge.tools.report.draw import Curve, curves  # needs matplotlib
 
     by_step, by_time = list[Curve](), list[Curve]()
     for color, (name, runs) in enumerate(results.items()):

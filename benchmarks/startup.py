@@ -28,9 +28,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks.measure import environment, markdown, parser, publish
 from benchmarks.ranks import Row, rows_of_ranks
 from forge.config import Degrees
-from forge.errors import UserError
 from forge.parallel.mesh import make_meshes
-from forge.plan.fake import fake_ranks
+from forge.runtime.errors import UserError
+from forge.tools.plan.fake import fake_ranks
 from scripts.options import exit_code_of, positive
 
 LAZY = "TORCH_GLOO_LAZY_INIT"

@@ -42,8 +42,8 @@ from benchmarks.measure import (
     ratio,
 )
 from benchmarks.ranks import rows_of_ranks
-from forge.cores import cores
-from forge.errors import UserError
+from forge.runtime.cores import cores
+from forge.runtime.errors import UserError
 from scripts.options import exit_code_of, positive
 
 BARE, FORGE = "bare, float32", "forge, float32"

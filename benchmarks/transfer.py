@@ -24,7 +24,7 @@ import torch
 from benchmarks.measure import environment, markdown, parser, publish
 from benchmarks.recipes import settings_of_runs, train
 from forge.config import load_config, to_toml
-from forge.sweep.coordinates import of_width
+from forge.tools.sweep.coordinates import of_width
 from scripts.options import exit_code_of, positive
 
 Row = dict[str, Any]

@@ -1,4 +1,4 @@
-"""`Hook`: the extension point of the training loop, for forge's own parts (forge/train/hooks.py lists them) and for yours.
+"""`Hook`: the extension point of the training loop, for forge's own parts (forge/run/hooks.py lists them) and for yours.
 
 `train.hooks = ["package.module:Class"]` adds hooks to a run. Each class is a subclass of `Hook` and is constructed on every
 rank with one argument, the `Trainer` (forge/train/trainer.py), when data, model, optimizer and state are ready. Each method
@@ -28,7 +28,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from forge.errors import RollbackRequired, UserError
+from forge.runtime.errors import RollbackRequired, UserError
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class StepResult(StepInfo):
 
     loss, z_loss, objective: means over the `valid_tokens` of the global batch. grad_norm: before clipping. A step that was
     `skipped` has changed nothing; its loss and norm may be anything. waited_s: how long the host waited for the result.
-    routers: in steps that report them, the rows of a RouterReport (forge/parallel/routers.py), one for each of
+    routers: in steps that report them, the rows of a RouterReport (forge/parallel/step/routers.py), one for each of
     `router_layers`.
     """
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
-from forge.inference.average import average
+from forge.tools.inference.average import average
 from scripts.options import Options, exit_code_of
 
 

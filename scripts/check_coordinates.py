@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 import torch
 
 from forge.config import load_config
-from forge.sweep.coordinates import check_widths, growth
+from forge.tools.sweep.coordinates import check_widths, growth
 from scripts import svg
 from scripts.options import Options, exit_code_of, positive
 
@@ -50,7 +50,7 @@ def _run(given: argparse.Namespace, overrides: list[str]) -> None:
 
 def draw(found: dict[str, dict[int, float]], name: str) -> str:
     """Draw the changes by width, both axes logarithmic, as SVG."""
-    from forge.report.draw import Curve, curves  # needs matplotlib
+    from forge.tools.report.draw import Curve, curves  # needs matplotlib
 
     drawn = [
         Curve(activation, (list(map(float, sizes)), list(sizes.values())), number)

@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 import torch
 
 from forge.checkpoint import find_checkpoint
-from forge.hf import export_weights, import_weights
 from forge.observe.progress import ProgressLine
+from forge.tools.hf import export_weights, import_weights
 from scripts.options import Options, exit_code_of, number
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}

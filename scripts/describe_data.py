@@ -11,8 +11,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
 from forge.data.tokenizer import load_tokenizer
-from forge.files import replace_atomically
-from forge.prepare.statistics import page
+from forge.runtime.files import replace_atomically
+from forge.tools.prepare.statistics import page
 from scripts.options import Options, count, exit_code_of
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
-from forge.report.diagnose import diagnose
+from forge.tools.report.diagnose import diagnose
 from scripts.options import Options, exit_code_of
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
-from forge.errors import FINISHED, UserError
+from forge.runtime.errors import FINISHED, UserError
 from scripts.options import Options, exit_code_of
 
 
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _meeting(port: int, host: str) -> None:
-    from forge.elastic.meeting import Meeting
+    from forge.tools.elastic.meeting import Meeting
 
     closed = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -75,7 +75,7 @@ def _meeting(port: int, host: str) -> None:
 
 
 def _node(given: argparse.Namespace) -> int:
-    from forge.elastic.agent import Node, layouts, run_agent
+    from forge.tools.elastic.agent import Node, layouts, run_agent
 
     match = re.fullmatch(r"(\d+)(?::(\d+))?", given.nodes)
     least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)

@@ -22,11 +22,11 @@ from forge.data.format import TokenDataset
 from forge.data.permutation import key_of
 from forge.data.raw import DTYPES
 from forge.data.sources import SYNTHETIC, Source, open_source
-from forge.errors import UserError
-from forge.inference.measure import Measured, measure
-from forge.inference.open import TrainedModel
 from forge.observe.json_lines import encode
 from forge.observe.progress import ProgressLine
+from forge.runtime.errors import UserError
+from forge.tools.inference.measure import Measured, measure
+from forge.tools.inference.open import TrainedModel
 from scripts.model import add_model_options, open_model
 from scripts.options import Options, count, exit_code_of, positive
 
@@ -126,7 +126,7 @@ def _print_object(fields: dict[str, Any]) -> None:
 def _tasks() -> Any:
     """Import the module that runs tasks, which needs lm-eval."""
     try:
-        from forge.inference import tasks
+        from forge.tools.inference import tasks
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("lm_eval"):
             raise

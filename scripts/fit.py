@@ -19,12 +19,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
-from forge.errors import MissingExtra
-from forge.files import replace_atomically
-from forge.report.read import read_run
-from forge.sweep.law import OPERATIONS, Fit, fit_law
-from forge.sweep.measured import Measured, best_of_each, find_runs, measure
-from forge.sweep.optima import PowerLaw, fit_power_law, least_at
+from forge.runtime.errors import MissingExtra
+from forge.runtime.files import replace_atomically
+from forge.tools.report.read import read_run
+from forge.tools.sweep.law import OPERATIONS, Fit, fit_law
+from forge.tools.sweep.measured import Measured, best_of_each, find_runs, measure
+from forge.tools.sweep.optima import PowerLaw, fit_power_law, least_at
 from scripts.options import Options, add_trust_option, count, exit_code_of, number
 
 above_zero = number(float, lambda value: value > 0, "above 0")
@@ -183,9 +183,9 @@ def _loss(one: dict[str, Any]) -> str:
 
 def _page(path: Path, metric: str, best: list[Measured], fit: Fit, found: dict[str, Any]) -> None:
     try:
-        from forge.report.draw import Curve, curves
-        from forge.report.page import make_page
-        from forge.report.parts import Part, Picture, Section, Table, Text
+        from forge.tools.report.draw import Curve, curves
+        from forge.tools.report.page import make_page
+        from forge.tools.report.parts import Part, Picture, Section, Table, Text
     except MissingExtra as error:
         print(f"no page: {error}", file=sys.stderr)
         return

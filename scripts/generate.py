@@ -20,8 +20,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
 from forge.data.tokenizer import Tokenizer, begin_text, load_tokenizer
-from forge.errors import FAILED, UserError
-from forge.inference import (
+from forge.runtime.errors import FAILED, UserError
+from forge.runtime.printable import printable
+from forge.tools.inference import (
     CachedScores,
     DraftedScores,
     NextScores,
@@ -30,8 +31,7 @@ from forge.inference import (
     generate,
     recomputed,
 )
-from forge.inference.open import TrainedModel
-from forge.printable import printable
+from forge.tools.inference.open import TrainedModel
 from scripts.model import add_model_options, open_model
 from scripts.options import Options, count, exit_code_of, number, positive
 

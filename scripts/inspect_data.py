@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 
 from forge.config import Phases, load_config
 from forge.data.build import build_tokenizer
-from forge.errors import UserError
-from forge.prepare.inspect import dataset_of_run, mixture_of_steps, samples_of_step
+from forge.runtime.errors import UserError
+from forge.tools.prepare.inspect import dataset_of_run, mixture_of_steps, samples_of_step
 from scripts.options import Options, count, exit_code_of, positive
 
 

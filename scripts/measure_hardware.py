@@ -31,8 +31,8 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 import torch.nn.functional as F
 
-from forge.cores import cores
 from forge.observe.hardware import GIB
+from forge.runtime.cores import cores
 from scripts.options import Options, exit_code_of, positive
 
 Rates = list[list[float]]

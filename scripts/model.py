@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import torch
 
-from forge import compat
-from forge.errors import UserError
-from forge.inference.open import TrainedModel, open_checkpoint
 from forge.parallel.precision import DTYPES
+from forge.runtime import compat
+from forge.runtime.errors import UserError
+from forge.tools.inference.open import TrainedModel, open_checkpoint
 from scripts.options import add_trust_option, positive
 
 

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
-from forge.errors import BAD_CONFIG, FAILED, FINISHED, STOPPED, UserError, nearest
-from forge.prepare.corpus import EXTENSIONS
+from forge.runtime.errors import BAD_CONFIG, FAILED, FINISHED, STOPPED, UserError, nearest
+from forge.tools.prepare.corpus import EXTENSIONS
 
 Number = TypeVar("Number", int, float)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from forge.errors import UserError
-from forge.report.read import RunRecord
+from forge.runtime.errors import UserError
+from forge.tools.report.read import RunRecord
 
 
 class Planner:
@@ -16,7 +16,7 @@ class Planner:
     """
 
     def __init__(self, hardware: str | None, trust: bool = False):
-        from forge.plan.hardware import find_hardware
+        from forge.tools.plan.hardware import find_hardware
 
         self._hardware = None if hardware is None else find_hardware(hardware)
         self._trust = trust
@@ -39,9 +39,9 @@ class Planner:
     def _plan(self, text: str, world: int, device: str) -> dict[str, Any]:
         from forge.config import check_world, parse_toml_text
         from forge.config.extensions import require_trust
-        from forge.plan.hardware import card_of
-        from forge.plan.plan import make_plan
-        from forge.plan.show import as_json
+        from forge.tools.plan.hardware import card_of
+        from forge.tools.plan.plan import make_plan
+        from forge.tools.plan.show import as_json
 
         try:
             if not self._trust:

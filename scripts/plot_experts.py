@@ -11,8 +11,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
-from forge.errors import UserError
-from forge.report.read import read_run
+from forge.runtime.errors import UserError
+from forge.tools.report.read import read_run
 from scripts import svg
 from scripts.options import Options
 
@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
 
 def draw(path: Path, mark: float) -> str:
     """Draw the largest load of each layer by step, and below it maps of the load of every expert, as SVG."""
-    from forge.report.inside import expert_pictures  # needs matplotlib
+    from forge.tools.report.inside import expert_pictures  # needs matplotlib
 
     pictures = expert_pictures(read_run(path), levels=[(f"{mark:g}", mark)])
     if not pictures:

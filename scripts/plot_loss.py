@@ -12,8 +12,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
-from forge.errors import UserError
-from forge.report.read import read_run
+from forge.runtime.errors import UserError
+from forge.tools.report.read import read_run
 from scripts import svg
 from scripts.options import Options
 
@@ -48,8 +48,8 @@ def _mark(text: str) -> tuple[str, float]:
 
 def draw(paths: list[Path], marks: list[tuple[str, float]]) -> str:
     """Draw the losses of the runs in `paths`, and `marks` (name, loss) as dashed lines, as SVG."""
-    from forge.report.course import loss_curves  # needs matplotlib
-    from forge.report.draw import curves
+    from forge.tools.report.course import loss_curves  # needs matplotlib
+    from forge.tools.report.draw import curves
 
     drawn = [curve for curve in loss_curves([read_run(path) for path in paths]) if curve.points[0]]
     if not drawn:

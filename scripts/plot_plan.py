@@ -19,9 +19,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
-from forge.errors import FINISHED
 from forge.observe.hardware import GIB
 from forge.parallel.pipeline.schedule import Action, TimedAction, idle_share
+from forge.runtime.errors import FINISHED
 from scripts import svg
 from scripts.options import Options
 from scripts.plot_pipeline import draw_timeline

@@ -13,10 +13,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
-from forge.cores import cores
-from forge.prepare.part import MAX_BAD_FRACTION
-from forge.prepare.prepare import Request, prepare
-from forge.prepare.quality import Quality
+from forge.runtime.cores import cores
+from forge.tools.prepare.part import MAX_BAD_FRACTION
+from forge.tools.prepare.prepare import Request, prepare
+from forge.tools.prepare.quality import Quality
 from scripts.options import Options, add_input_options, exit_code_of, number, positive
 
 

@@ -19,9 +19,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
-from forge.files import replace_atomically
-from forge.report.read import RunRecord, read_run
-from forge.report.serve import PageServer
+from forge.runtime.files import replace_atomically
+from forge.tools.report.read import RunRecord, read_run
+from forge.tools.report.serve import PageServer
 from scripts.options import Options, add_trust_option, count, exit_code_of, positive
 from scripts.planned import Planner
 
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(given: argparse.Namespace) -> None:
-    from forge.report.page import make_page  # needs matplotlib
+    from forge.tools.report.page import make_page  # needs matplotlib
 
     planner = None if given.no_plan else Planner(given.hardware, given.trust)
 

@@ -1,4 +1,4 @@
-"""Shared by the plots: SVG elements of diagrams, and exit codes. Curves are drawn by forge/report/draw.py."""
+"""Shared by the plots: SVG elements of diagrams, and exit codes. Curves are drawn by forge/tools/report/draw.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from forge.errors import BAD_CONFIG, FINISHED, UserError
+from forge.runtime.errors import BAD_CONFIG, FINISHED, UserError
 
 COLORS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2")
 

@@ -19,13 +19,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
 from forge.config.toml import to_literal
-from forge.errors import FAILED, MissingExtra, UserError
-from forge.files import replace_atomically
-from forge.report.read import read_run
-from forge.sweep.local import run_sweep
-from forge.sweep.results import Result, as_text, rows
-from forge.sweep.slurm import job_array
-from forge.sweep.spec import Sweep, read_sweep
+from forge.runtime.errors import FAILED, MissingExtra, UserError
+from forge.runtime.files import replace_atomically
+from forge.tools.report.read import read_run
+from forge.tools.sweep.local import run_sweep
+from forge.tools.sweep.results import Result, as_text, rows
+from forge.tools.sweep.slurm import job_array
+from forge.tools.sweep.spec import Sweep, read_sweep
 from scripts.options import Options, exit_code_of
 
 
@@ -91,9 +91,9 @@ class Live:
 
 def _page(sweep: Sweep, results: list[Result], winner: str) -> None:
     try:
-        from forge.report.draw import Curve, curves
-        from forge.report.page import make_page
-        from forge.report.parts import Part, Picture, Section, Table, Text
+        from forge.tools.report.draw import Curve, curves
+        from forge.tools.report.page import make_page
+        from forge.tools.report.parts import Part, Picture, Section, Table, Text
     except MissingExtra as error:
         print(f"no page: {error}")
         return

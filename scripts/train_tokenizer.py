@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
-from forge.prepare.train_tokenizer import BYTES_PER_PIECE, LEAST_SAMPLE, train_tokenizer
+from forge.tools.prepare.train_tokenizer import BYTES_PER_PIECE, LEAST_SAMPLE, train_tokenizer
 from scripts.options import Options, add_input_options, exit_code_of, positive
 
 

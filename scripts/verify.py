@@ -22,19 +22,19 @@ sys.path.append(os.getcwd())  # a model of one's own
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from forge.config import Config, load_config
-from forge.errors import FAILED, FINISHED, UserError
 from forge.observe.json_lines import encode
 from forge.observe.progress import format_duration
-from forge.train.hooks import load_hooks
-from forge.verify.compare import TOLERANCE
-from forge.verify.in_place import verify_in_place, write_digests
-from forge.verify.layouts import Case, parse_layouts, require_any
-from forge.verify.ranks import RankFailed
-from forge.verify.record import Settings
-from forge.verify.report import as_json, heading, last_line, outcome_line, precision_table, summary
-from forge.verify.run import Outcome, Report, Verifier, verify, verify_against
-from forge.verify.shrink import shrink, steps_through
-from forge.world import read_world
+from forge.run.hooks import load_hooks
+from forge.runtime.errors import FAILED, FINISHED, UserError
+from forge.runtime.world import read_world
+from forge.tools.verify.compare import TOLERANCE
+from forge.tools.verify.in_place import verify_in_place, write_digests
+from forge.tools.verify.layouts import Case, parse_layouts, require_any
+from forge.tools.verify.ranks import RankFailed
+from forge.tools.verify.record import Settings
+from forge.tools.verify.report import as_json, heading, last_line, outcome_line, precision_table, summary
+from forge.tools.verify.run import Outcome, Report, Verifier, verify, verify_against
+from forge.tools.verify.shrink import shrink, steps_through
 from scripts.options import Options, count, exit_code_of, number, positive
 
 bound = number(float, lambda value: value >= 0, "at least 0")

@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
 from forge.data.integrity import check_files
-from forge.errors import FAILED, UserError
+from forge.runtime.errors import FAILED, UserError
 from scripts.options import Options, exit_code_of
 
 

@@ -9,62 +9,27 @@ from pathlib import Path
 
 import pytest
 
+from forge.runtime import tools
 from tests.support import sizes, words
 
 ROOT = Path(__file__).parents[1]
 FORGE = ROOT / "forge"
-GROUND = {
-    "errors",
-    "files",
-    "terminal",
-    "printable",
-    "cores",
-    "shard",
-    "compat",
-    "fault",
-    "hook",
-    "network",
-    "world",
-    "distributed",
-    "imports",
-    "private",
-    "redact",
-    "remote",
-    "config",
-    "model",
-}
+GROUND = {"runtime", "hook", "shard", "config", "model"}
 MIDDLE = {"parallel", "data", "optim", "checkpoint", "resilience", "observe"}
-CORE = GROUND | MIDDLE | {"train"}
+CORE = GROUND | MIDDLE | {"train", "run"}
+TOOLS = {"prepare", "hf", "inference", "plan", "verify", "report", "sweep", "elastic"}
 MAY_IMPORT = {
-    "redact": set(),
-    "errors": {"redact"},
-    "files": set(),
-    "terminal": set(),
-    "printable": set(),
-    "cores": set(),
-    "fault": set(),
-    "hook": {"errors"},
-    "compat": set(),
+    "runtime": set(),
+    "hook": {"runtime"},
     "shard": set(),
-    "network": {"errors"},
-    "world": {"compat", "errors", "network", "terminal"},
-    "distributed": {"errors"},
-    "imports": {"errors"},
-    "private": {"errors"},
-    "remote": {"errors", "redact"},
-    "config": {"errors", "imports", "redact"},
-    "model": {"errors", "imports", "config"},
+    "config": {"runtime"},
+    "model": {"runtime", "config"},
     **{room: GROUND for room in MIDDLE},
     "train": GROUND | MIDDLE,
-    # Satellites: the core does not import them, and they do not import each other.
-    "prepare": CORE,
-    "hf": CORE,
-    "inference": CORE,
-    "plan": CORE,
-    "verify": CORE,
-    "report": CORE,
-    "sweep": CORE,
-    "elastic": CORE,
+    "run": GROUND | MIDDLE | {"train"},
+    # Training code does not import tools, and tools do not import each other.
+    **{f"tools/{tool}": CORE for tool in TOOLS},
+    "tools": set(),
 }
 FILES = sorted(FORGE.rglob("*.py"))
 MODULES = {
@@ -77,7 +42,7 @@ HIDDEN = re.compile(r"\.__class__ = |__dict__\[[\"']_forge|TYPE_CHECKING")
 @pytest.mark.long
 def test_each_room_imports_only_from_itself_and_from_below() -> None:
     for path in FILES:
-        room = path.relative_to(FORGE).parts[0].removesuffix(".py")
+        room = room_of(path.relative_to(FORGE).with_suffix("").parts)
         if room != "__init__":
             above = rooms_imported(path) - MAY_IMPORT[room] - {room}
             assert not above, f"{path.relative_to(ROOT)} imports {sorted(above)}"
@@ -99,7 +64,22 @@ def rooms_imported(path: Path) -> set[str]:
             )
         elif isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-    return {name.split(".")[1] for name in names if name.startswith("forge.")}
+    return {room_of(tuple(name.split(".")[1:])) for name in names if name.startswith("forge.")}
+
+
+def room_of(parts: tuple[str, ...]) -> str:
+    """Return the room of the module `forge.PARTS`: its folder in forge/, or in forge/tools/."""
+    return "/".join(parts[:2]) if parts[0] == "tools" and parts[1] in TOOLS else parts[0]
+
+
+def test_training_code_names_tools_in_one_file() -> None:
+    names = re.compile(r"[\"']forge\.tools\.")
+    outside = [path for path in FILES if not path.is_relative_to(FORGE / "tools")]
+    assert [path for path in outside if names.search(path.read_text())] == [FORGE / "runtime" / "tools.py"]
+    for value in vars(tools).values():
+        if isinstance(value, str) and value.startswith("forge.tools."):
+            module, _, name = value.partition(":")
+            assert module in MODULES and (not name or f" {name}(" in MODULES[module].read_text())
 
 
 def test_the_model_sees_only_its_own_section_of_the_config() -> None:

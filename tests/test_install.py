@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from forge.config.toml import read_toml
-from forge.cores import cores
+from forge.runtime.cores import cores
 
 ROOT = Path(__file__).parents[1]
 PROJECT = read_toml((ROOT / "pyproject.toml").read_text())["project"]

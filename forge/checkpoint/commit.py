@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from forge.checkpoint import folders
 from forge.checkpoint.manifest import MANIFEST, compose, entry
 from forge.checkpoint.tensors import ShardTensor
-from forge.distributed import RanksFailed, describe, gather_from_ranks, on_first_rank
-from forge.fault import fault_point
-from forge.files import replace_atomically, sync_folder
+from forge.runtime.distributed import RanksFailed, describe, gather_from_ranks, on_first_rank
+from forge.runtime.fault import fault_point
+from forge.runtime.files import replace_atomically, sync_folder
 
 logger = logging.getLogger(__name__)
 # An upper bound of what a rank adds to the manifest.

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from forge.checkpoint.tensors import NamedTensors, ShardTensor
-from forge.errors import UserError
+from forge.runtime.errors import UserError
 
 _SHOWN = 5
 

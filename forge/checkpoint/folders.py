@@ -15,8 +15,8 @@ import shutil
 from pathlib import Path
 
 from forge.checkpoint.manifest import MANIFEST
-from forge.errors import UserError
-from forge.fault import fault_point
+from forge.runtime.errors import UserError
+from forge.runtime.fault import fault_point
 
 logger = logging.getLogger(__name__)
 _STEP = re.compile(r"step-(\d{8,})")

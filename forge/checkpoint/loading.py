@@ -23,8 +23,8 @@ from forge.checkpoint.fitting import compare, refuse_misfits, require_tiled
 from forge.checkpoint.index import read_index
 from forge.checkpoint.manifest import Damaged, find_damage
 from forge.checkpoint.tensors import NamedTensors, ShardTensor
-from forge.distributed import RanksFailed, gather_from_ranks, on_every_rank, single_process_group
-from forge.errors import NO_CHECKPOINT, UserError
+from forge.runtime.distributed import RanksFailed, gather_from_ranks, on_every_rank, single_process_group
+from forge.runtime.errors import NO_CHECKPOINT, UserError
 from forge.shard import Shard, local
 
 TRAINER = "trainer.json"

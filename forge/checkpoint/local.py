@@ -25,8 +25,8 @@ from forge.checkpoint.commit import Contents, require_room, save_tensors
 from forge.checkpoint.manifest import MANIFEST, Damaged, compose, entry, read_manifest
 from forge.checkpoint.nodes import Nodes, Transfer, exchange
 from forge.checkpoint.store import Checkpoints, SaveOutcome
-from forge.distributed import RanksFailed, describe, gather_from_ranks, on_every_rank, on_first_rank
-from forge.fault import fault_point
+from forge.runtime.distributed import RanksFailed, describe, gather_from_ranks, on_every_rank, on_first_rank
+from forge.runtime.fault import fault_point
 
 log = logging.getLogger(__name__)
 # A state that is being written must not be the only one.

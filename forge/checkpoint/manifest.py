@@ -18,10 +18,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from forge import compat
-from forge.distributed import gather_from_ranks, on_first_rank
-from forge.errors import NO_CHECKPOINT, UserError
-from forge.files import read_json
+from forge.runtime import compat
+from forge.runtime.distributed import gather_from_ranks, on_first_rank
+from forge.runtime.errors import NO_CHECKPOINT, UserError
+from forge.runtime.files import read_json
 
 MANIFEST = "manifest.json"
 FORMAT = 1

@@ -21,10 +21,10 @@ from typing import Any
 from forge.checkpoint import folders
 from forge.checkpoint.commit import require_room
 from forge.checkpoint.manifest import MANIFEST, Damaged, read_manifest
-from forge.errors import FAILED, NO_CHECKPOINT, UserError
-from forge.fault import fault_point
-from forge.files import replace_atomically, sync_folder
-from forge.remote import (
+from forge.runtime.errors import FAILED, NO_CHECKPOINT, UserError
+from forge.runtime.fault import fault_point
+from forge.runtime.files import replace_atomically, sync_folder
+from forge.runtime.remote import (
     filesystem_of,
     find_objects,
     give_up_on,

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forge.distributed import gather_from_ranks
+from forge.runtime.distributed import gather_from_ranks
 
 _CHUNK = 1 << 28
 

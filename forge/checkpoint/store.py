@@ -22,9 +22,9 @@ from forge.checkpoint.commit import Contents, write_checkpoint
 from forge.checkpoint.manifest import find_damage
 from forge.checkpoint.staging import Stager
 from forge.checkpoint.tensors import NamedTensors
-from forge.distributed import RanksFailed, on_first_rank
-from forge.errors import NO_CHECKPOINT, UserError
-from forge.fault import fault_point
+from forge.runtime.distributed import RanksFailed, on_first_rank
+from forge.runtime.errors import NO_CHECKPOINT, UserError
+from forge.runtime.fault import fault_point
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from forge.config.optimizer import MuonConfig
 from forge.config.phases import check_phases, variants
 from forge.config.pipeline import SPLIT_BACKWARD, check_stages
 from forge.config.schema import Config
-from forge.errors import did_you_mean
+from forge.runtime.errors import did_you_mean
 
 
 def check(config: Config) -> list[str]:

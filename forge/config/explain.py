@@ -13,7 +13,7 @@ from forge.config.keys import describe, item_class, keys, literals, section_clas
 from forge.config.schema import Config
 from forge.config.section import Section
 from forge.config.toml import to_literal
-from forge.errors import UserError, nearest
+from forge.runtime.errors import UserError, nearest
 
 LONGEST_VALUE = 80
 # The path of a key or section: ("data", "sources", 0, "path") is data.sources[0].path.

@@ -11,8 +11,8 @@ from pydantic import ConfigDict, create_model
 
 from forge.config.schema import Config, OptimizerConfig
 from forge.config.section import Section
-from forge.errors import UserError
-from forge.imports import load_class
+from forge.runtime.errors import UserError
+from forge.runtime.imports import load_class
 
 OPTIMIZER_METHODS = ("step", "tensors", "state", "load_state")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from forge.config.load import load_config
 from forge.config.schema import Config
 from forge.config.world import Degrees, check_world
-from forge.errors import UserError
+from forge.runtime.errors import UserError
 
 
 def choose_layout(argv: list[str], config: Config, world_size: int) -> tuple[Config, Degrees, str]:

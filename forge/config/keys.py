@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from forge.config.schema import Config
 from forge.config.section import Phrase, Section
 from forge.config.toml import to_literal
-from forge.redact import redact, redact_all
+from forge.runtime.redact import redact, redact_all
 
 BOUNDS = {Ge: (">=", "ge"), Gt: (">", "gt"), Le: ("<=", "le"), Lt: ("<", "lt")}
 # `to_toml` writes a list of tables that is longer than this with one table per line.

@@ -18,7 +18,7 @@ from forge.config.phases import with_steps
 from forge.config.schema import Config
 from forge.config.section import Section
 from forge.config.toml import from_literal, read_toml
-from forge.errors import UserError, nearest
+from forge.runtime.errors import UserError, nearest
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 Action = Literal["run", "help", "print_config", "plan"]

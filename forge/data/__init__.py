@@ -1,4 +1,4 @@
-"""Token shards -> ordered samples -> batches. (forge/prepare makes token shards from text.)
+"""Token shards -> ordered samples -> batches. (forge/tools/prepare makes token shards from text.)
 
     format.py      opens a dataset folder (docs/data_format.md)
     raw.py, synthetic.py    token files of other programs, and a stream that needs no file

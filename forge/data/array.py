@@ -9,8 +9,8 @@ from typing import Any, Protocol, overload
 import numpy as np
 
 from forge.data.cache import BlockCache
-from forge.errors import UserError
-from forge.remote import BLOCK_BYTES, RemoteFile
+from forge.runtime.errors import UserError
+from forge.runtime.remote import BLOCK_BYTES, RemoteFile
 
 
 class Array(Protocol):

@@ -18,9 +18,9 @@ from forge.data.sources import SYNTHETIC, Source, count_windows, open_source
 from forge.data.synthetic import SyntheticSource
 from forge.data.tokenizer import Tokenizer, load_tokenizer
 from forge.data.windows import windows_of
-from forge.distributed import on_every_rank
-from forge.errors import UserError
-from forge.remote import is_url
+from forge.runtime.distributed import on_every_rank
+from forge.runtime.errors import UserError
+from forge.runtime.remote import is_url
 
 NO_TOKENIZER = "none"
 

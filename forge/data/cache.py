@@ -1,7 +1,7 @@
 """Blocks of remote files on this machine's disk: bounded, shared by its processes, kept from one run to the next.
 
     FOLDER/lock, layout.json      which limit the folder was made for
-    FOLDER/.forge-private         marks the folder as private to this user (forge/private.py)
+    FOLDER/.forge-private         marks the folder as private to this user (forge/runtime/private.py)
     FOLDER/0042/KEY-7             block 7 of the file with that key, then its CRC-32
     FOLDER/0042/.KEY-7            the same while it is fetched, locked by the thread that does
 
@@ -30,10 +30,10 @@ from pathlib import Path
 
 import numpy as np
 
-from forge.errors import UserError
-from forge.files import replace_atomically
-from forge.private import MARKER, PrivateFolder
-from forge.remote import BLOCK_BYTES, RemoteFile
+from forge.runtime.errors import UserError
+from forge.runtime.files import replace_atomically
+from forge.runtime.private import MARKER, PrivateFolder
+from forge.runtime.remote import BLOCK_BYTES, RemoteFile
 
 _SET_BLOCKS = 64
 _SETS = 4096

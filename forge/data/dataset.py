@@ -13,7 +13,7 @@ from forge.data.order import Order, numbered
 from forge.data.permutation import Permutation
 from forge.data.sources import Source
 from forge.data.windows import windows_of
-from forge.errors import UserError
+from forge.runtime.errors import UserError
 
 
 class PackedDataset:

@@ -12,7 +12,7 @@ from forge.config.schema import Data
 from forge.data.dataset import PackedDataset
 from forge.data.order import numbered
 from forge.data.synthetic import SyntheticSource
-from forge.errors import UserError
+from forge.runtime.errors import UserError
 
 log = logging.getLogger(__name__)
 

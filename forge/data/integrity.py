@@ -14,8 +14,8 @@ from pydantic import ValidationError
 
 from forge.data.format import DIGEST_BYTES, INDEX, FileRecord, TokenDataset, block_digest, read_index
 from forge.data.packing import PlanFile, PlanIndex
-from forge.errors import FAILED, UserError
-from forge.remote import BLOCK_BYTES, is_url
+from forge.runtime.errors import FAILED, UserError
+from forge.runtime.remote import BLOCK_BYTES, is_url
 
 
 @dataclass(frozen=True)

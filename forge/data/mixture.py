@@ -18,7 +18,7 @@ from math import ceil, isfinite, lcm
 import numpy as np
 
 from forge.data.permutation import hash_positions, key_of
-from forge.errors import UserError
+from forge.runtime.errors import UserError
 
 # So that a block, which is held in memory, has at most 10^6 samples: the largest data.mixture_block, too.
 _SMALLEST_SHARE = Fraction(1, 10**6)

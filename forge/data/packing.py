@@ -1,4 +1,4 @@
-"""The plan of a packing: which documents, or parts of them, make up each sequence (made by forge/prepare/pack.py).
+"""The plan of a packing: which documents, or parts of them, make up each sequence (made by forge/tools/prepare/pack.py).
 
     packing-best_fit-2048.json              a `PlanIndex`
     packing-best_fit-2048-sequences.bin     uint64 [sequences + 1]: the first piece of each; then their number
@@ -18,8 +18,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from forge.data.array import Array
-from forge.errors import UserError
-from forge.remote import is_url, join, read_whole
+from forge.runtime.errors import UserError
+from forge.runtime.remote import is_url, join, read_whole
 
 Kind = Literal["best_fit", "document"]
 SEQUENCES = np.dtype("<u8")

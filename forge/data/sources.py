@@ -13,8 +13,8 @@ from forge.data.format import TokenDataset
 from forge.data.permutation import Permutation, key_of
 from forge.data.raw import DTYPES, MegatronTokens, RawTokens
 from forge.data.synthetic import SyntheticSource
-from forge.errors import UserError
-from forge.remote import is_url
+from forge.runtime.errors import UserError
+from forge.runtime.remote import is_url
 
 SYNTHETIC = "synthetic"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from forge.data.permutation import hash_positions, key_of
-from forge.errors import UserError
+from forge.runtime.errors import UserError
 
 BLOCK = 1024
 _TOKENS = 1 << 60

@@ -13,8 +13,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
-from forge.errors import UserError
-from forge.files import read_json, replace_atomically
+from forge.runtime.errors import UserError
+from forge.runtime.files import read_json, replace_atomically
 
 BYTES = "bytes"
 MODEL_FILE = "tokenizer.model"

@@ -9,7 +9,7 @@ import numpy as np
 from forge.data.format import TokenDataset
 from forge.data.packing import Plan, open_plan
 from forge.data.sources import Source, count_windows
-from forge.errors import UserError
+from forge.runtime.errors import UserError
 
 
 class Windows(Protocol):

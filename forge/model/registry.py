@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from forge.config.model import ModelConfig
-from forge.errors import UserError, did_you_mean
-from forge.imports import load_class
 from forge.model.transformer import Transformer
+from forge.runtime.errors import UserError, did_you_mean
+from forge.runtime.imports import load_class
 
 # A builder takes (config, seq_len, **parts) and returns a module with the methods and attributes of Transformer.
 MODELS: dict[str, Callable[..., Any]] = {"transformer": Transformer}

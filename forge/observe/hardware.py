@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from forge import compat
+from forge.runtime import compat
 
 GIB = 1024**3
 

@@ -12,8 +12,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from forge.files import replace_atomically
-from forge.redact import redact
+from forge.runtime.files import replace_atomically
+from forge.runtime.redact import redact
 
 log = logging.getLogger(__name__)
 

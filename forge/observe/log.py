@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from forge.observe.live import LiveHandler
-from forge.redact import redact
-from forge.terminal import patient
+from forge.runtime.redact import redact
+from forge.runtime.terminal import patient
 
 # It warns at every redistribution on a mesh of two axes, such as that of each gradient norm; ours are intended.
 _NOISY = "torch.distributed.tensor._redistribute"

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from forge.config import Config
-from forge.distributed import on_first_rank
 from forge.hook import Hook, StepResult
 from forge.observe.collector import Collector
 from forge.observe.hardware import memory_gib, peak_flops
@@ -23,9 +22,10 @@ from forge.observe.router_load import expert_map, load_fields
 from forge.observe.run_directory import RunDirectory
 from forge.observe.tensorboard import Board
 from forge.observe.trackers import Tracker, make_trackers
-from forge.printable import printable
-from forge.redact import redact_all
-from forge.world import World
+from forge.runtime.distributed import on_first_rank
+from forge.runtime.printable import printable
+from forge.runtime.redact import redact_all
+from forge.runtime.world import World
 
 log = logging.getLogger(__name__)
 

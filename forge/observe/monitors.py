@@ -27,13 +27,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from forge import compat
 from forge.config.schema import Metrics
 from forge.model import Transformer
 from forge.model.feed_forward import FeedForward
 from forge.model.mask import dense_part
 from forge.model.moe import MoE
 from forge.model.precision import promoted
+from forge.runtime import compat
 from forge.shard import Shard, local
 
 QUERIES = 32

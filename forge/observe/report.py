@@ -11,15 +11,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from forge.errors import BAD_CONFIG, NO_CHECKPOINT
-from forge.files import replace_atomically
 from forge.hook import Hook
 from forge.observe.goodput import Ledger, read_past
 from forge.observe.hardware import environment
 from forge.observe.json_lines import JsonLines, encode, read_object, utc_now
 from forge.observe.memory_report import MemoryReport
 from forge.observe.run_directory import RunDirectory
-from forge.world import World
+from forge.runtime.errors import BAD_CONFIG, NO_CHECKPOINT
+from forge.runtime.files import replace_atomically
+from forge.runtime.world import World
 
 log = logging.getLogger(__name__)
 

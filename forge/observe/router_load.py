@@ -17,7 +17,7 @@ _LESS, _EVEN, _MORE = np.array([[33, 102, 172], [247, 247, 247], [178, 24, 43]],
 def load_fields(
     values: Sequence[float], layers: Sequence[int], moe: MoEConfig, counts: bool = False
 ) -> dict[str, Any]:
-    """Return the fields of one step, from the values of a RouterReport (forge/parallel/routers.py), row after row.
+    """Return the fields of one step, from the values of a RouterReport (forge/parallel/step/routers.py), row after row.
 
     For all layers: expert_load_max and expert_load_min (tokens of the most and least used expert of any layer, relative to
     an even share), aux_loss and router_z_loss if they are on (sums over layers, without coefficients), expert_dropped

@@ -11,9 +11,9 @@ import time
 import weakref
 from pathlib import Path
 
-from forge.errors import UserError
-from forge.files import lock
 from forge.observe.json_lines import utc_now
+from forge.runtime.errors import UserError
+from forge.runtime.files import lock
 
 log = logging.getLogger(__name__)
 

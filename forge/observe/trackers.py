@@ -18,9 +18,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from forge.errors import UserError
-from forge.files import replace_atomically
 from forge.observe.json_lines import encode, read_object
+from forge.runtime.errors import UserError
+from forge.runtime.files import replace_atomically
 
 log = logging.getLogger(__name__)
 

@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from forge.config.schema import OptimizerConfig
-from forge.errors import UserError
 from forge.optim.adamw import AdamW
 from forge.optim.matrices import Batch, WholeMatrices
 from forge.optim.optimizer import gradient, register, weight_decay, wide_dtype, write_unless
 from forge.optim.orthogonal import LEAST_NORM, orthogonalize_
 from forge.optim.rounding import StochasticRounding
+from forge.runtime.errors import UserError
 from forge.shard import Box, Shard
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from forge.config.schema import OptimizerConfig
-from forge.imports import load_class
+from forge.runtime.imports import load_class
 from forge.shard import Shard
 
 

@@ -43,15 +43,15 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from forge import compat
 from forge.config.layout import ActivationCheckpoint, Compile
-from forge.errors import UserError, did_you_mean
 from forge.model import MoE, Transformer
 from forge.model.dispatch import Sums
 from forge.model.host import HostReads
 from forge.parallel.layout import Layout
 from forge.parallel.modules import has_all_names
 from forge.parallel.precision import maximal_subtrees, plan_units
+from forge.runtime import compat
+from forge.runtime.errors import UserError, did_you_mean
 
 # Graphs of one function; PyTorch's own limit is 8. Kinds of layers (by window), times with and without a gradient, times
 # batches as in training, smaller ones and samples of any length, are more; past the limit a compiled block is an error,

@@ -24,18 +24,18 @@ from forge.config import Config
 from forge.model import FusedLoss, Transformer, build_model
 from forge.parallel.blocks import apply_blocks, check_modules
 from forge.parallel.context import apply_context
-from forge.parallel.data import DataParallel, apply_data_parallel
+from forge.parallel.engines.engine import DataParallel, apply_data_parallel
 from forge.parallel.expert import apply_expert
 from forge.parallel.float8 import apply_float8, check_patterns
 from forge.parallel.initialize import initialize
 from forge.parallel.layout import Layout, make_layout
 from forge.parallel.mesh import Meshes
-from forge.parallel.model import ParallelModel, SequentialModel
 from forge.parallel.parametrization import parametrize
 from forge.parallel.pipeline import PipelinedModel, Stage, StageModel, plan_pipeline
 from forge.parallel.precision import DTYPES, pinned_parameters
-from forge.parallel.tensor import apply_tensor
-from forge.parallel.tensor_plan import plan_for
+from forge.parallel.step.model import ParallelModel, SequentialModel
+from forge.parallel.tensor.apply import apply_tensor
+from forge.parallel.tensor.plan import plan_for
 
 APPLY: dict[str, Callable[[Transformer, Layout], Any]] = {
     "context": apply_context,

@@ -4,7 +4,7 @@ Only what is inside a mixture of experts changes: its weights are split over ep 
 tokens to where their experts are. The ep axis may span data, context and tensor ranks; tensor parallelism never splits an
 expert. With sequence parallelism a tensor rank routes the piece of the sequence that it has anyway; without, its share of
 the whole sequence, and the outputs are gathered. So no token is computed twice, and a router's weight, whole on every
-rank, has partial gradients over tp (forge/parallel/tensor.py). Dispatch is all-to-all:
+rank, has partial gradients over tp (forge/parallel/tensor/apply.py). Dispatch is all-to-all:
 
     sort by expert | counts to their ranks | rows to their experts | compute | rows back | weigh and add up
 
@@ -27,13 +27,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Shard as Split
 from torch.nn import functional as F
 
-from forge import compat
 from forge.model import Experts, MoE, Router, SharedGate, ShortConvolution, Transformer, host
 from forge.model.dispatch import EAGER, Plan, combine, sort_by_expert, spread
-from forge.parallel.collectives import gather_for_all, own_piece, sum_over
 from forge.parallel.layout import Layout
 from forge.parallel.modules import replace_module
-from forge.parallel.tensor_local import distributed, local_tensor
+from forge.parallel.step.collectives import gather_for_all, own_piece, sum_over
+from forge.parallel.tensor.local import distributed, local_tensor
+from forge.runtime import compat
 from forge.shard import Kind
 
 log = logging.getLogger(__name__)

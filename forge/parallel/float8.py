@@ -23,11 +23,11 @@ import torch
 from torch import nn
 
 from forge.config.layout import Precision
-from forge.errors import UserError, did_you_mean
 from forge.model import Experts
 from forge.parallel.layout import Layout
 from forge.parallel.modules import carry_hooks, count_hooks, has_all_names
-from forge.parallel.tensor_local import LocalLinear
+from forge.parallel.tensor.local import LocalLinear
+from forge.runtime.errors import UserError, did_you_mean
 from forge.shard import local
 
 log = logging.getLogger(__name__)

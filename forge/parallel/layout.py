@@ -11,10 +11,10 @@ from torch import nn
 from forge.config import Config
 from forge.config.layout import ActivationCheckpoint, Compile, Parallel, Precision
 from forge.config.model import ModelConfig
-from forge.errors import UserError
-from forge.imports import load_function
 from forge.parallel.mesh import Meshes
 from forge.parallel.precision import DTYPES
+from forge.runtime.errors import UserError
+from forge.runtime.imports import load_function
 
 
 @dataclass(frozen=True)

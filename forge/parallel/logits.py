@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forge import compat
-from forge.errors import UserError
 from forge.model import (
     AttentionFunction,
     AttentionMask,
@@ -28,6 +26,8 @@ from forge.model import (
 from forge.model.mask import dense_part
 from forge.parallel.context import SequenceSplit
 from forge.parallel.layout import Layout
+from forge.runtime import compat
+from forge.runtime.errors import UserError
 from forge.shard import Logits, Shard
 
 # Queries whose logits are in memory at once.

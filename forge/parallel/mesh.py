@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from forge import compat
 from forge.config import Degrees
+from forge.runtime import compat
 
 # Along these axes a layer's computation waits for other ranks.
 _IN_LAYERS = frozenset(("tp", "ep", "cp"))

@@ -24,10 +24,10 @@ import torch
 from torch import nn
 
 from forge.config.layout import Precision
-from forge.errors import UserError
 from forge.model import Experts, Transformer
 from forge.model.precision import promoted
 from forge.parallel.modules import for_all_layers, has_all_names, matches_any_depth
+from forge.runtime.errors import UserError
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 

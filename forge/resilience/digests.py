@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from forge import compat
+from forge.runtime import compat
 
 # Number of elements that are widened to 64 bits at a time.
 CHUNK = 1 << 20

@@ -10,9 +10,9 @@ import signal
 import time
 from collections.abc import Callable
 
-from forge.distributed import gather_from_ranks
-from forge.errors import FINISHED, STOPPED
 from forge.resilience.stopping import SIGNALS
+from forge.runtime.distributed import gather_from_ranks
+from forge.runtime.errors import FINISHED, STOPPED
 
 # Agents notice that another node joins or leaves within a fraction of a second of each other.
 OWN_SIGNAL_S = 3.0

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from forge.errors import STOPPED
-from forge.terminal import stderr
+from forge.runtime.errors import STOPPED
+from forge.runtime.terminal import stderr
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # Signals that arrive within this time of each other are one request. At a preemption or time limit Slurm sends SIGTERM twice

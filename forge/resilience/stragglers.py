@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from forge import compat
 from forge.config.schema import Resilience
 from forge.hook import Hook
 from forge.model import Transformer
 from forge.resilience.elastic import leave, may_leave
+from forge.runtime import compat
 
 log = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from forge import compat
 from forge.config.schema import Resilience
-from forge.errors import FAILED, WATCHDOG
+from forge.runtime import compat
+from forge.runtime.errors import FAILED, WATCHDOG
 
 log = logging.getLogger(__name__)
 

@@ -17,12 +17,12 @@ import torch.distributed as dist
 
 from forge.config.schema import Resilience
 from forge.data.loader import Batch
-from forge.errors import RollbackRequired
 from forge.hook import StepResult
-from forge.parallel.gradients import GradientReport
-from forge.parallel.model import ParallelModel, Sums
+from forge.parallel.step.gradients import GradientReport
+from forge.parallel.step.model import ParallelModel, Sums
 from forge.resilience.digests import Copy, differing_copies
 from forge.resilience.spikes import Limits
+from forge.runtime.errors import RollbackRequired
 from forge.train.state import Progress
 
 log = logging.getLogger(__name__)

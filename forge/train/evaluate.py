@@ -7,10 +7,10 @@ import logging
 import torch
 
 from forge.data.held_out import evaluation_batches
-from forge.distributed import on_every_rank
-from forge.errors import UserError
-from forge.fault import fault_point
 from forge.hook import Hook
+from forge.runtime.distributed import on_every_rank
+from forge.runtime.errors import UserError
+from forge.runtime.fault import fault_point
 from forge.train.trainer import Trainer
 
 log = logging.getLogger(__name__)

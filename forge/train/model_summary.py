@@ -7,7 +7,7 @@ import logging
 from forge.config import Config, Degrees, unused_keys
 from forge.model import Transformer, parameter_counts
 from forge.observe.memory_report import MemoryReport
-from forge.parallel.model import ParallelModel
+from forge.parallel.step.model import ParallelModel
 
 log = logging.getLogger(__name__)
 

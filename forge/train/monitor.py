@@ -12,7 +12,7 @@ from forge.observe.monitors import Monitors, is_monitored
 from forge.observe.router_load import load_fields
 from forge.parallel.build import build_meta_model
 from forge.parallel.mesh import Meshes
-from forge.parallel.model import ParallelModel
+from forge.parallel.step.model import ParallelModel
 from forge.train.results import DelayedRead
 from forge.train.trainer import Trainer
 

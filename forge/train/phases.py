@@ -6,10 +6,10 @@ import logging
 from typing import Any
 
 from forge.config import StepPlan
-from forge.errors import UserError
 from forge.hook import Hook, StepResult
 from forge.model import flops_per_token
 from forge.parallel.build import build_meta_model
+from forge.runtime.errors import UserError
 from forge.train.trainer import Trainer
 
 log = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from forge.hook import StepInfo, StepResult
-from forge.parallel.gradients import GradientReport
-from forge.parallel.model import Sums
-from forge.parallel.routers import RouterReport
+from forge.parallel.step.gradients import GradientReport
+from forge.parallel.step.model import Sums
+from forge.parallel.step.routers import RouterReport
 
 
 class StepResults:

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from forge.config import StepPlan
 from forge.data.order import Order, PassedOver
 from forge.optim import Optimizer
-from forge.parallel.model import ParallelModel
+from forge.parallel.step.model import ParallelModel
 from forge.resilience.spikes import SpikeWindow
 from forge.shard import Shard
 

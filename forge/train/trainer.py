@@ -2,46 +2,38 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
-from forge import compat
-from forge.checkpoint import Checkpoints
 from forge.config import Config, Degrees, Phases, StepPlan
 from forge.data.build import Data
 from forge.data.loader import Batch, Loader
-from forge.errors import RollbackRequired
 from forge.hook import Hook, Hooks, StepInfo
 from forge.model import flops_per_token
 from forge.observe.collector import Collector
 from forge.observe.metrics import MetricsWriter
 from forge.observe.report import Reporter
-from forge.optim import planned_rate
+from forge.optim import Optimizer, build_optimizer, planned_rate
 from forge.parallel.build import build_meta_model, build_parallel_model
-from forge.parallel.gradients import GradientReport, clip_gradients, report_gradients
 from forge.parallel.mesh import make_meshes
-from forge.parallel.model import Sums
+from forge.parallel.step.gradients import GradientReport, clip_gradients, report_gradients
+from forge.parallel.step.model import Sums
 from forge.resilience.spikes import SpikeWindow
 from forge.resilience.stopping import StopSignals
 from forge.resilience.watchdog import patience
+from forge.runtime import compat
+from forge.runtime.distributed import on_every_rank
+from forge.runtime.errors import RollbackRequired
 from forge.train.anomalies import AnomalyPolicy
 from forge.train.model_summary import summarize
-from forge.train.optimizers import load_training_state, make_optimizer
-from forge.train.origin import write_origin
 from forge.train.results import StepResults
-from forge.train.resume import Start, load_weights
-from forge.train.rollback import find_rollback_point, sync_rollback_history
-from forge.train.state import Progress, Rollback
-
-log = logging.getLogger(__name__)
+from forge.train.state import Progress
 
 
 class Trainer:
     """A model in training on the joined ranks. All methods but `request_stop` and `is_due` are collective.
 
-    Constructing it builds everything and loads what the run starts from: the checkpoint of `start`; without one fresh
-    weights, or those of `checkpoint.init`.
+    The constructor builds everything with fresh weights and writes no file. `History` (forge/run/history.py) loads the state
+    from which the run starts and opens the data there.
     """
 
     def __init__(
@@ -49,12 +41,10 @@ class Trainer:
         config: Config,
         degrees: Degrees,
         data: Data,
-        checkpoints: Checkpoints,
-        start: Start,
         reporter: Reporter,
         signals: StopSignals,
     ):
-        self.config, self.data, self.checkpoints = config, data, checkpoints
+        self.config, self.data = config, data
         self.reporter, self.signals, self.device = reporter, signals, reporter.world.device
 
         self.meshes = make_meshes(degrees, self.device.type, offloaded=config.parallel.cpu_offload)
@@ -62,11 +52,7 @@ class Trainer:
         self.model = build_parallel_model(config, self.meshes, self.device)
         compat.raise_timeouts(patience(config.resilience))  # of groups that engines have made
 
-        if start.point is None and config.checkpoint.init:
-            # Before the optimizer, whose mean of the weights begins at them.
-            load_weights(Path(config.checkpoint.init), self.model)
-            log.info("weights from %s, a new history", config.checkpoint.init)
-        self.optimizer = make_optimizer(config, self.model, self.meshes)
+        self.optimizer = self._make_optimizer()
         reporter.memory.count_state(self.model.memory(), self.optimizer.tensors())
         # What was built is counted, which for a class of the user's own need not be what [model] says.
         whole = build_meta_model(config)
@@ -88,12 +74,12 @@ class Trainer:
         """Whether this rank asks for a checkpoint; all ranks learn of it with the norm of the next gradient."""
         self.hooks = Hooks()
 
-        self.batches = self.restart_from(start)
+        self.batches: Loader
 
-    def train(self, hooks: Sequence[Hook]) -> str | None:
-        """Train until `train.steps`, with these hooks; None if it got there, else why it stopped before.
+    def train(self, hooks: Sequence[Hook], roll_back: Callable[[RollbackRequired], None]) -> str | None:
+        """Train until `train.steps`. Return None after the last step, otherwise the reason of an early stop.
 
-        Raises UserError (exit 1) when too much goes wrong, with what is known of it.
+        roll_back: returns this trainer to an earlier state. Raises UserError (exit 1) when a roll-back is not possible.
         """
         self.hooks = Hooks(hooks)
         with self.hooks.around_run(self.progress.step):
@@ -103,7 +89,7 @@ class Trainer:
                         with self.hooks.around("step", self.progress.step + 1):
                             self.step()
                     except RollbackRequired as required:
-                        self.roll_back(required)
+                        roll_back(required)
                 self.reporter.phases.enter("end")
             finally:
                 self.batches.close()
@@ -173,52 +159,25 @@ class Trainer:
         """Ask all ranks to end the run; they learn of it with the norm of the next gradient."""
         self.signals.reason = self.signals.reason or reason
 
-    def roll_back(self, required: RollbackRequired) -> None:
-        """Return to the newest good checkpoint from before the trouble. Raises UserError (exit 1) if that is not possible."""
-        progress, report_event = self.progress, self.reporter.event
-        assert required.last_step == progress.step
-        self.reporter.phases.enter("set-up", progress.step)
-        point = find_rollback_point(
-            required, progress, self.checkpoints, self.config, self.reporter.directory, report_event
+    def renew_optimizer(self) -> None:
+        """Replace the optimizer by a new one, which starts at the current weights."""
+        del self.optimizer  # its moments are freed before new ones are allocated
+        self.optimizer = self._make_optimizer()
+
+    def _make_optimizer(self) -> Optimizer:
+        """Build the optimizer of this rank's shards. Raises UserError on every rank if it cannot update a parameter."""
+        config = self.config
+        compiled = config.compile if config.compile.optimizer else None
+        return on_every_rank(
+            "making the optimizer",
+            lambda: build_optimizer(self.model.shards, config.optimizer, self.meshes.stage, compiled),
         )
-        rollback = progress.rollback_to(point.state, required.pass_over)
-        first, end = rollback.first_sample, rollback.end_sample
-        over = f", passing over samples {first} to {end - 1}" if required.pass_over else ""
-        log.warning("%s. Back to step %d%s", required, point.step, over)
-        numbers = {name: value for name, value in vars(rollback).items() if name != "drawn"}
-        report_event("rolled_back", reason=str(required), **numbers)
-        self.anomalies.discard_gradients()
-        self.results.clear()
-        self.batches.close()
-        self.batches = self.restart_from(Start(point, kept=point.step), [rollback])
-        self.hooks.call("after_rollback", point.step)
 
-    def restart_from(self, start: Start, rollbacks: Sequence[Rollback] = ()) -> Loader:
-        """Restore the state at `start` and open the data there.
-
-        Used by a resume and by a roll-back, which adds itself to `rollbacks`. What lies behind `start`, and what the run
-        directory holds of another history, is removed.
-        """
-        if start.point is not None:
-            if not load_training_state(start.point, self.model, self.optimizer, self.config.optimizer.name):
-                self.optimizer = make_optimizer(self.config, self.model, self.meshes)
-            self.progress.load(start.point.state)
-        # In this order: a run that is killed in between meets the same trouble again, or knows that it has rolled back; and
-        # a new history is recorded when nothing of the old one is left, before it saves for the first time.
-        directory = self.reporter.directory
-        names = self.checkpoints.set_aside_after(start.kept)
-        sync_rollback_history(directory, start, self.progress, rollbacks)
-        metrics = self.metrics.restart_from(start.kept, aside=start.replaces)
-        if names or metrics:
-            self.reporter.event("set_aside", checkpoints=names, metrics=metrics and metrics.name)
-        write_origin(directory, start.origin)
-        return self.make_loader()
-
-    def make_loader(self) -> Loader:
-        """The batches of this data rank from `progress` on, where the mixture of the config comes into force."""
+    def open_data(self) -> None:
+        """Open the batches of this data rank at `progress`. The mixture of the config applies from there."""
         dataset, progress = self.data.dataset, self.progress
         progress.order = dataset.continuing(progress.order, progress.next_sample, self.plan.weights)
-        return Loader(
+        self.batches = Loader(
             dataset.following(progress.order),
             global_batch_size=self.config.train.global_batch_size,
             rank=self.meshes.data_rank,

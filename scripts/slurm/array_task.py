@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from forge.errors import FINISHED, STOPPED
+from forge.runtime.errors import FINISHED, STOPPED
 from scripts.slurm.job import History, Limits, Record, _number, _write, decide
 
 

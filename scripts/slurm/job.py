@@ -26,7 +26,7 @@ HOME = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(HOME))
 
 from forge.config import Config, check_world, load_config  # noqa: E402
-from forge.errors import BAD_CONFIG, FAILED, FINISHED, NO_CHECKPOINT, STOPPED, UserError  # noqa: E402
+from forge.runtime.errors import BAD_CONFIG, FAILED, FINISHED, NO_CHECKPOINT, STOPPED, UserError  # noqa: E402
 
 Action = Literal["end", "restart", "requeue"]
 # With less time than this from start to end a warning is printed: Slurm's notice of 300 s, and a start-up.

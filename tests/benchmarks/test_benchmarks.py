@@ -11,8 +11,8 @@ from benchmarks.gpu_tests import run_tests
 from benchmarks.kernels import kind_of, largest_other, shares
 from benchmarks.loops import TINY, joined
 from benchmarks.measure import RESULTS, require_learning
-from forge.errors import UserError
-from forge.plan.hardware import find_hardware
+from forge.runtime.errors import UserError
+from forge.tools.plan.hardware import find_hardware
 from tests.support.harness import may_start_processes, run_ranks
 
 FAST = ["--rounds", "2", "--steps", "4"]

@@ -14,7 +14,7 @@ import torch
 from forge.checkpoint import Checkpoints, load
 from forge.checkpoint.loading import TensorReader
 from forge.checkpoint.manifest import MANIFEST, Damaged, compose, entry, read_manifest
-from forge.errors import NO_CHECKPOINT, UserError
+from forge.runtime.errors import NO_CHECKPOINT, UserError
 from tests.support.checkpoints import loaded_value, named, names, save_value, value_shards
 from tests.support.harness import run_ranks
 from tests.support.strangers import sign

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from forge.checkpoint import Checkpoints
 from forge.checkpoint.folders import steps
-from forge.fault import fault_point
+from forge.runtime.fault import fault_point
 from tests.support.checkpoints import inject, loaded_value, names, save_value, whole
 from tests.support.harness import RankFailed, run_ranks
 

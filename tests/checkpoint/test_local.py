@@ -13,7 +13,7 @@ from forge.checkpoint import load
 from forge.checkpoint.folders import steps
 from forge.checkpoint.local import LocalTier
 from forge.checkpoint.nodes import Nodes
-from forge.errors import UserError
+from forge.runtime.errors import UserError
 from tests.support.checkpoints import cut, inject, named, numbers, rows
 from tests.support.harness import run_ranks
 

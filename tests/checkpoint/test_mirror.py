@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from forge import remote
 from forge.checkpoint.folders import step_name, steps
 from forge.checkpoint.manifest import compose, entry
 from forge.checkpoint.mirror import Mirror, restore
-from forge.errors import UserError
-from forge.train.mirror import MirrorSaves
+from forge.run.mirror import MirrorSaves
+from forge.runtime import remote
+from forge.runtime.errors import UserError
 from tests.support.runs import wait_for
 
 

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from forge.checkpoint import Checkpoints, load
 from forge.checkpoint.staging import Stager
-from forge.errors import UserError
+from forge.runtime.errors import UserError
 from forge.shard import Shard
 from tests.support.checkpoints import cut, named, numbers, rows, whole
 from tests.support.harness import run_ranks

@@ -14,10 +14,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from forge.checkpoint.loading import TensorReader
 from forge.checkpoint.manifest import MANIFEST, Damaged, compose, entry, read_manifest
-from forge.errors import NO_CHECKPOINT, UserError
-from forge.inference.average import average
-from forge.inference.open import open_checkpoint
-from forge.train.launch import main as train
+from forge.run.launch import main as train
+from forge.runtime.errors import NO_CHECKPOINT, UserError
+from forge.tools.inference.average import average
+from forge.tools.inference.open import open_checkpoint
 from tests.support.runs import BASE
 from tests.support.strangers import edit_index, sign
 

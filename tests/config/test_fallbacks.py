@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forge.config import choose_layout, load_config
-from forge.errors import UserError
+from forge.runtime.errors import UserError
 
 BASE = [
     "--config=debug.toml",

@@ -11,7 +11,7 @@ from forge.config import load_config, parse_toml_text
 from forge.config.explain import Values
 from forge.config.keys import keys
 from forge.config.load import CONFIGS, examine
-from forge.errors import UserError
+from forge.runtime.errors import UserError
 from tests.support.configs import REQUIRED, TINY, complaint, complaints, load, write
 
 

@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 
 from forge.config import Config, Phases, check_world, load_config, parse_toml_text, to_toml
-from forge.errors import UserError
 from forge.optim import planned_rate
+from forge.runtime.errors import UserError
 
 SMALL = [
     *("--config=debug", "--model.vocab_size=64", "--train.seq_len=64", "--train.global_batch_size=16"),

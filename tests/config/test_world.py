@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from forge.config import Config, Degrees, check_world
 from forge.config.checks import check
-from forge.errors import BAD_CONFIG, UserError
+from forge.runtime.errors import BAD_CONFIG, UserError
 from tests.support.configs import tiny
 
 

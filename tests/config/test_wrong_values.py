@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forge.config import load_config
-from forge.errors import UserError
+from forge.runtime.errors import UserError
 
 
 def test_a_folder_as_config_is_called_a_folder(tmp_path) -> None:

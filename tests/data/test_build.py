@@ -7,9 +7,9 @@ import pytest
 from forge.config import load_config
 from forge.data.build import build_dataset, build_tokenizer, build_validation, input_fingerprints
 from forge.data.tokenizer import ByteTokenizer
-from forge.errors import UserError
-from forge.prepare.prepare import Request, prepare
-from forge.prepare.writer import ShardWriter
+from forge.runtime.errors import UserError
+from forge.tools.prepare.prepare import Request, prepare
+from forge.tools.prepare.writer import ShardWriter
 
 CONFIG = """
 [model]

@@ -7,8 +7,8 @@ from forge.config.schema import Data
 from forge.data.dataset import PackedDataset
 from forge.data.epochs import check_caps, log_left_out
 from forge.data.order import Order
-from forge.errors import UserError
-from forge.prepare.inspect import mixture_of_steps
+from forge.runtime.errors import UserError
+from forge.tools.prepare.inspect import mixture_of_steps
 from tests.support.streams import Numbers
 
 

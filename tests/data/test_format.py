@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from forge.data.format import TokenDataset
 from forge.data.integrity import check_files
 from forge.data.sources import count_windows, open_source
-from forge.errors import UserError
-from forge.prepare.writer import ShardWriter
+from forge.runtime.errors import UserError
+from forge.tools.prepare.writer import ShardWriter
 from tests.support.streams import write_documents
 
 

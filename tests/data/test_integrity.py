@@ -13,9 +13,9 @@ from forge.data import format as format_module
 from forge.data.dataset import PackedDataset
 from forge.data.format import TokenDataset
 from forge.data.loader import Loader
-from forge.errors import BAD_CONFIG, FAILED, FINISHED, UserError
-from forge.prepare.prepare import Request, prepare
-from forge.remote import BLOCK_BYTES
+from forge.runtime.errors import BAD_CONFIG, FAILED, FINISHED, UserError
+from forge.runtime.remote import BLOCK_BYTES
+from forge.tools.prepare.prepare import Request, prepare
 from scripts import verify_data
 from tests.support.megatron import Written
 from tests.support.streams import write_documents

@@ -11,7 +11,7 @@ from forge.data.held_out import evaluation_batches
 from forge.data.loader import IGNORE, Batch, Loader
 from forge.data.sources import held_out_windows
 from forge.data.synthetic import SyntheticSource
-from forge.errors import UserError
+from forge.runtime.errors import UserError
 from tests.support.streams import GLOBAL, Counting, S, first_batches, make_dataset, write_documents
 
 

@@ -3,7 +3,7 @@ import pytest
 
 from forge.data.raw import MegatronTokens
 from forge.data.sources import open_source
-from forge.errors import UserError
+from forge.runtime.errors import UserError
 from tests.support.megatron import Written
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge.data.mixture import Mixture
-from forge.errors import UserError
+from forge.runtime.errors import UserError
 from tests.support.streams import located
 
 WEIGHTS = st.lists(

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from forge.data.dataset import PackedDataset
 from forge.data.order import Order, PassedOver, merge, nth_outside, numbered
-from forge.errors import UserError
+from forge.runtime.errors import UserError
 from tests.support.streams import GLOBAL, Numbers, first_batches, make_dataset
 
 RANGES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=4)

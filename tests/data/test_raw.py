@@ -3,7 +3,7 @@ import pytest
 
 from forge.data.raw import SAMPLE_BYTES, SAMPLES, RawTokens
 from forge.data.sources import open_source
-from forge.errors import UserError
+from forge.runtime.errors import UserError
 
 
 def write(path, ids, dtype="uint16"):

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forge import remote
 from forge.data import cache as cache_module
 from forge.data import read_ahead
 from forge.data.cache import BlockCache
@@ -18,9 +17,10 @@ from forge.data.format import TokenDataset
 from forge.data.loader import Loader
 from forge.data.permutation import Permutation
 from forge.data.raw import MegatronTokens, RawTokens
-from forge.errors import UserError
-from forge.private import MARKER
-from forge.remote import BLOCK_BYTES, RemoteFile, find_objects
+from forge.runtime import remote
+from forge.runtime.errors import UserError
+from forge.runtime.private import MARKER
+from forge.runtime.remote import BLOCK_BYTES, RemoteFile, find_objects
 from tests.support.megatron import Written
 from tests.support.store import Request, Store, serving
 from tests.support.streams import write_documents

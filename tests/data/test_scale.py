@@ -11,7 +11,7 @@ from forge.data.cache import BlockCache
 from forge.data.dataset import PackedDataset
 from forge.data.format import DatasetIndex, TokenDataset, block_digest
 from forge.data.loader import Loader
-from forge.remote import BLOCK_BYTES, RemoteFile
+from forge.runtime.remote import BLOCK_BYTES, RemoteFile
 
 SHARDS, SHARD_TOKENS, DOCUMENT = 40_000, 250_000_000, 1000
 

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge.data.synthetic import SyntheticSource
-from forge.errors import UserError
+from forge.runtime.errors import UserError
 
 
 def entropy(counts):

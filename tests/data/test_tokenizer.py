@@ -7,8 +7,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from forge.data.tokenizer import ByteTokenizer, begin_text, load_tokenizer
-from forge.errors import UserError
-from forge.prepare.train_tokenizer import train_tokenizer
+from forge.runtime.errors import UserError
+from forge.tools.prepare.train_tokenizer import train_tokenizer
 
 PYTHON = Path(__file__).parent
 
@@ -157,7 +157,8 @@ def test_the_least_vocabulary_that_the_error_names_is_enough(tmp_path):
 def test_the_sample_follows_the_vocabulary(tmp_path, monkeypatch, vocab_size, needed):
     asked = []
     monkeypatch.setattr(
-        "forge.prepare.train_tokenizer.find_corpus", lambda *arguments: asked.append(arguments[2]) or 1 / 0
+        "forge.tools.prepare.train_tokenizer.find_corpus",
+        lambda *arguments: asked.append(arguments[2]) or 1 / 0,
     )
     with pytest.raises(ZeroDivisionError):
         train_tokenizer([PYTHON], tmp_path, vocab_size)
@@ -174,7 +175,7 @@ def test_too_little_text_for_the_vocabulary_is_a_warning_with_what_is_needed(tmp
 
 
 def test_a_folder_that_cannot_be_written_is_reported_before_training(monkeypatch):
-    monkeypatch.setattr("forge.prepare.train_tokenizer._train", None)
+    monkeypatch.setattr("forge.tools.prepare.train_tokenizer._train", None)
     with pytest.raises(UserError, match="--output /proc/self: cannot be written: "):
         train_tokenizer([PYTHON], "/proc/self", 600)
 

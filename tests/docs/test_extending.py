@@ -38,7 +38,7 @@ def test_the_recipe_works(page: Path, tmp_path: Path) -> None:
 def test_a_recipe_that_does_not_fit_the_code_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
-        "```diff\n--- a/forge/errors.py\n+++ b/forge/errors.py\n@@\n-no such line\n+another\n```\n"
+        "```diff\n--- a/forge/runtime/errors.py\n+++ b/forge/runtime/errors.py\n@@\n-no such line\n+another\n```\n"
     )
     copy_repository(tmp_path / "clone")
     with pytest.raises(AssertionError, match="0 places"):

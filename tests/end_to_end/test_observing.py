@@ -67,14 +67,14 @@ def host_is_full() -> None:
 def card_is_full() -> None:
     import torch
 
-    from forge.train import out_of_memory
+    from forge.run import out_of_memory
 
     out_of_memory.PLANNING_S = 0.01
     _raise_in_forward(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."))
 
 
 def _raise_in_forward(error: Exception) -> None:
-    from forge.parallel.model import SequentialModel
+    from forge.parallel.step.model import SequentialModel
 
     def fail(*_: object) -> None:
         raise error

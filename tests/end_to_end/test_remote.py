@@ -5,7 +5,7 @@ import shutil
 
 import numpy as np
 
-from forge.prepare.prepare import Request, prepare
+from forge.tools.prepare.prepare import Request, prepare
 from tests.support.runs import Run, refused, sources, tensor_files, wait_for
 from tests.support.store import Store, serving
 from tests.support.streams import write_documents

@@ -45,7 +45,7 @@ def without_interval(folder: Path) -> list[str]:
 
 def ten_minutes_a_step() -> None:
     """On the first rank; the others' clocks stand still, so it is not they who ask."""
-    import forge.train.save as save
+    import forge.run.save as save
 
     now = 0.0
 

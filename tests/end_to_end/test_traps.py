@@ -21,7 +21,7 @@ def test_a_mean_of_per_rank_means_is_not_the_loss() -> None:
 
 
 def _with_local_token_counts(rank: int, world: int, text: str):
-    from forge.parallel.model import SequentialModel
+    from forge.parallel.step.model import SequentialModel
 
     SequentialModel.count_tokens = lambda self, batch: (batch.labels >= 0).sum().double()
     return compare.layout_on_rank(rank, world, text)

@@ -18,10 +18,10 @@ import torch
 from forge.checkpoint import Checkpoints
 from forge.config import parse_toml_text
 from forge.optim import build_optimizer
-from forge.train.optimizers import load_training_state
-from forge.train.resume import ResumePoint
+from forge.run.restore import load_training_state
+from forge.run.resume import ResumePoint
+from forge.tools.verify.record import Settings, every_batch, make_step
 from forge.train.state import all_tensors
-from forge.verify.record import Settings, every_batch, make_step
 from tests.support.buffers import SMALL, engine_config
 from tests.support.building import built
 from tests.support.equivalence import (

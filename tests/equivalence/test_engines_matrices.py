@@ -18,7 +18,7 @@ from forge.config import Config, parse_toml_text
 from forge.model import AttentionMask
 from forge.optim import build_optimizer, muon
 from forge.optim.matrices import WholeMatrices
-from forge.verify.record import Settings, every_batch, make_step
+from forge.tools.verify.record import Settings, every_batch, make_step
 from tests.support.buffers import SMALL
 from tests.support.building import built
 from tests.support.equivalence import TOLERANCE, plain_model, tiny_config, wholes

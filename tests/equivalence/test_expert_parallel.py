@@ -287,7 +287,7 @@ def same_data_on_expert_ranks() -> None:
 
 def expert_gradients_times_ep() -> None:
     """As if each rank that shares experts had computed the loss of all of them."""
-    from forge.parallel.model import SequentialModel
+    from forge.parallel.step.model import SequentialModel
 
     finalize = SequentialModel.finalize_gradients
 
@@ -305,7 +305,7 @@ def norm_without_ep() -> None:
     import torch.distributed as dist
 
     from forge.shard import Shard
-    from forge.verify import record
+    from forge.tools.verify import record
 
     counted, report = Shard.counted, record.report_gradients
     on_first = property(lambda self: counted.fget(self) and (self.kind != "expert" or dist.get_rank() == 0))
@@ -356,11 +356,11 @@ def counted_again_in_recomputation() -> None:
 
 def forget_the_router_gate() -> None:
     """Each tensor rank keeps the gradient that its own piece of the sequence gives the router."""
-    from forge.parallel import model as built
-    from forge.parallel import tensor
+    from forge.parallel.step import model as built
+    from forge.parallel.tensor import apply
 
     def all_but_routers(model, shards):
-        return [shard for shard in tensor.partial_shards(model, shards) if "router" not in shard.name]
+        return [shard for shard in apply.partial_shards(model, shards) if "router" not in shard.name]
 
     built.partial_shards = all_but_routers
 

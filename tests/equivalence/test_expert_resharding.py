@@ -15,9 +15,9 @@ from forge.config import check_world, parse_toml_text
 from forge.optim import build_optimizer
 from forge.parallel.build import build_parallel_model
 from forge.parallel.mesh import make_meshes
+from forge.run.restore import load_training_state
+from forge.run.resume import ResumePoint
 from forge.shard import Box
-from forge.train.optimizers import load_training_state
-from forge.train.resume import ResumePoint
 from forge.train.state import all_tensors
 from tests.support.equivalence import STEPS, TOLERANCE, whole
 from tests.support.harness import run_ranks

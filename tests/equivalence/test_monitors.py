@@ -10,11 +10,11 @@ import torch
 
 from forge.config import check_world, parse_toml_text
 from forge.parallel.build import build_parallel_model
-from forge.parallel.gradients import clip_gradients, report_gradients
 from forge.parallel.mesh import make_meshes
+from forge.parallel.step.gradients import clip_gradients, report_gradients
+from forge.tools.verify.ranks import run_ranks
+from forge.tools.verify.record import Settings, batches
 from forge.train.monitor import make_monitors
-from forge.verify.ranks import run_ranks
-from forge.verify.record import Settings, batches
 from tests.support.equivalence import tiny_config
 
 CPU = torch.device("cpu")

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 from forge.config import check_world, parse_toml_text
-from forge.errors import UserError
 from forge.parallel.build import build_parallel_model
 from forge.parallel.mesh import make_meshes
 from forge.parallel.pipeline.execute import PipelinedModel
 from forge.parallel.pipeline.schedule import make_schedule
 from forge.parallel.pipeline.tied import Tied
-from forge.verify import record as compare
+from forge.runtime.errors import UserError
+from forge.tools.verify import record as compare
 from tests.support.covering import covering, pairs
 from tests.support.equivalence import (
     RankRecord,

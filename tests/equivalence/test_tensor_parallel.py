@@ -164,18 +164,18 @@ def torch_plan(model, config) -> dict:
 
 def forget_qk_norm() -> None:
     """Each rank keeps the gradient that its own heads give the norms which all heads share."""
-    from forge.parallel import model as built
-    from forge.parallel import tensor
+    from forge.parallel.step import model as built
+    from forge.parallel.tensor import apply
 
     def all_but_one(model, shards):
-        return [shard for shard in tensor.partial_shards(model, shards) if "q_norm" not in shard.name]
+        return [shard for shard in apply.partial_shards(model, shards) if "q_norm" not in shard.name]
 
     built.partial_shards = all_but_one
 
 
 def only_local_logsumexp() -> None:
     """Each rank normalises over its own rows of the vocabulary."""
-    from forge.parallel.tensor import SplitVocabulary
+    from forge.parallel.tensor.apply import SplitVocabulary
 
     combine = SplitVocabulary.combine
     SplitVocabulary.combine = lambda self, lse, target: (lse, combine(self, lse, target)[1])

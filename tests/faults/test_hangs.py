@@ -8,8 +8,8 @@ import signal
 import pytest
 
 from forge.checkpoint.folders import step_name
-from forge.errors import FAILED, UserError
-from forge.report.diagnose import diagnose
+from forge.runtime.errors import FAILED, UserError
+from forge.tools.report.diagnose import diagnose
 from tests.support.runs import Run, wait_for
 
 LONG = ["--train.steps=100000", "--checkpoint.interval=0"]
@@ -100,7 +100,7 @@ def test_k1_survivors_of_a_killed_rank_end_soon_and_the_log_names_rank_and_step(
 
 def wait_for_all_but_one() -> None:
     """However late a busy machine lets the other survivor answer."""
-    from forge.train.crash import RollCall
+    from forge.run.crash import RollCall
 
     missing = RollCall.missing
 

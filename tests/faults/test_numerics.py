@@ -306,7 +306,7 @@ def test_n3_only_what_has_copies_is_compared_and_only_if_asked(tmp_path) -> None
 def die_when_step_5_comes_again() -> None:
     import os
 
-    import forge.train.hooks as hooks
+    import forge.run.hooks as hooks
     from tests.support import spoil
 
     spoil.samples_32_to_55()
@@ -324,7 +324,7 @@ def die_in_a_rollback() -> None:
     """When later checkpoints have been set aside and the roll-back is not yet written down."""
     import os
 
-    import forge.train.rollback as rollback
+    import forge.run.rollback as rollback
     from tests.support import spoil
 
     spoil.samples_32_to_55()

@@ -178,7 +178,7 @@ def hold_the_save_of_step_6() -> None:
     """On rank 0, until there is a file `go`. A rank that waits for it makes a file `waits`."""
     import forge.checkpoint.commit as commit
     import forge.resilience.stopping as stopping
-    import forge.train.save as save
+    import forge.run.save as save
 
     stopping.SAME_REQUEST_S = 0.5
 

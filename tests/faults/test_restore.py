@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from forge import remote
 from forge.checkpoint.folders import step_name
 from forge.checkpoint.mirror import copied_steps, restore
-from forge.errors import UserError
+from forge.runtime import remote
+from forge.runtime.errors import UserError
 from tests.support import mounts
 from tests.support.runs import Run, assert_same_history, refused, tensor_files, wait_for
 

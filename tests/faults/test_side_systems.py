@@ -68,7 +68,7 @@ def no_sample_on_rank_1() -> None:
 
 def _no_sample(ranks: Container[str]) -> None:
     import forge.data.build as build
-    import forge.inference.text_samples as text_samples
+    import forge.tools.inference.text_samples as text_samples
     from forge.data.tokenizer import ByteTokenizer
 
     write = text_samples.write_sample

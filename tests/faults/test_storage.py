@@ -137,7 +137,7 @@ def leftovers_that_stay() -> None:
 
 def room_for_three_that_are_kept() -> None:
     """A small disk whose content outlives the process, as far as a test needs: it is copied in and out."""
-    import forge.train.launch as launch
+    import forge.run.launch as launch
 
     folder, kept = _folder(), _folder().with_name("kept")
     mounts.small(folder, 3 * ONE + ONE // 2)
@@ -158,7 +158,7 @@ def room_for_three_that_are_kept() -> None:
 
 def room_for_one() -> None:
     """And what is left of the checkpoints at the end of the process is written to left.txt."""
-    import forge.train.launch as launch
+    import forge.run.launch as launch
 
     folder = _folder()
     mounts.small(folder, ONE + ONE // 2)
@@ -180,7 +180,7 @@ def room_for_one_by_quota() -> None:
 
 
 def full_until_step_6() -> None:
-    import forge.train.save as save
+    import forge.run.save as save
 
     folder = _folder()
     mounts.small(folder, 4 * ONE)
@@ -212,7 +212,7 @@ def test_s2_a_disk_that_is_full_in_a_rollback_ends_all_ranks_with_one_sentence(t
 
 
 def no_room_for_rollbacks_in_a_rollback() -> None:
-    import forge.train.rollback as rollback
+    import forge.run.rollback as rollback
 
     _no_room_in_a_rollback(rollback)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from types import SimpleNamespace
 
-from forge import fault
+from forge.runtime import fault
 from tests.faults.table import PAGE, REPOSITORY, Results, files_of, rows, show
 from tests.support.diagnosed import NAMES, NOT_NAMED, row_of
 

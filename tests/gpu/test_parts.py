@@ -10,11 +10,11 @@ from forge.config import check_world, parse_toml_text
 from forge.model import IGNORE
 from forge.optim import build_optimizer
 from forge.parallel.build import build_parallel_model
-from forge.parallel.gradients import clip_gradients, report_gradients
 from forge.parallel.mesh import make_meshes
-from forge.parallel.model import ParallelModel
-from forge.verify.record import every_batch
-from forge.world import World, join
+from forge.parallel.step.gradients import clip_gradients, report_gradients
+from forge.parallel.step.model import ParallelModel
+from forge.runtime.world import World, join
+from forge.tools.verify.record import every_batch
 from tests.support.buffers import engine_config
 
 pytestmark = pytest.mark.gpu

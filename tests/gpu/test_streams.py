@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from forge import compat
 from forge.checkpoint.staging import Stager
-from forge.parallel.buffered.communication import AsyncCollectives, gather_parts, sum_to_parts
+from forge.parallel.engines.buffered.communication import AsyncCollectives, gather_parts, sum_to_parts
+from forge.runtime import compat
+from forge.runtime.world import World, join
 from forge.shard import Shard
-from forge.world import World, join
 from tests.support.buffers import SMALL, engine_config, plain_steps, with_collectives
 
 pytestmark = pytest.mark.gpu

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from forge.errors import UserError
 from forge.model import Transformer, build_model
+from forge.runtime.errors import UserError
 from tests.support.small_models import small_config
 
 

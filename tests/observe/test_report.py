@@ -8,7 +8,7 @@ import pytest
 
 from forge.observe.report import Reporter
 from forge.observe.run_directory import RunDirectory
-from forge.world import World
+from forge.runtime.world import World
 
 
 @pytest.fixture

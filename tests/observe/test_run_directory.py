@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from forge.errors import BAD_CONFIG, UserError
 from forge.observe.run_directory import RunDirectory
+from forge.runtime.errors import BAD_CONFIG, UserError
 
 HOLD = """
 import os, pathlib, subprocess, sys, time

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from forge.errors import UserError
 from forge.observe.trackers import Mlflow, Service, Tracker, Wandb, require_packages
+from forge.runtime.errors import UserError
 
 
 class Kept:

@@ -8,9 +8,9 @@ import torch
 from forge.config import load_config, parse_toml_text
 from forge.config.layout import Compile
 from forge.config.schema import OptimizerConfig
-from forge.errors import UserError
 from forge.optim.adamw import AdamW
 from forge.optim.compiled import CompiledAdamW, update_elements
+from forge.runtime.errors import UserError
 from forge.shard import Box, Shard
 from tests.support.equivalence import tiny_config
 

@@ -11,10 +11,10 @@ from forge.checkpoint import read_state
 from forge.checkpoint.folders import step_name
 from forge.checkpoint.loading import TensorReader
 from forge.config.schema import OptimizerConfig
-from forge.errors import UserError
-from forge.inference.average import average
 from forge.optim import build_optimizer
+from forge.runtime.errors import UserError
 from forge.shard import Shard
+from forge.tools.inference.average import average
 from tests.support.runs import EXPERTS, FLOAT64, Run
 
 GO, SKIP = torch.tensor(0.0), torch.tensor(1.0)

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forge.config import load_config, parse_toml_text
-from forge.errors import BAD_CONFIG, UserError
 from forge.optim.adamw import AdamW
 from forge.optim.int8 import Int8Moments
+from forge.runtime.errors import BAD_CONFIG, UserError
 from forge.shard import Box, Shard
 from tests.support.checkpoints import cut, rows
 from tests.support.equivalence import tiny_config

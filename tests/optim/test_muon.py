@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from forge.config import load_config, parse_toml_text
-from forge.errors import BAD_CONFIG, UserError
 from forge.optim.muon import Muon
 from forge.optim.orthogonal import orthogonalize_
+from forge.runtime.errors import BAD_CONFIG, UserError
 from forge.shard import Logits, Shard
 from tests.support.equivalence import tiny_config
 

@@ -8,9 +8,9 @@ from forge.checkpoint.folders import step_name
 from forge.config import help_text, load_config, parse_toml_text, to_toml
 from forge.config.keys import keys, literals
 from forge.config.section import Positive, Section, Share
-from forge.errors import BAD_CONFIG, UserError
-from forge.inference.open import open_checkpoint
 from forge.optim.optimizer import gradient, registered, weight_decay, wide_dtype, write_unless
+from forge.runtime.errors import BAD_CONFIG, UserError
+from forge.tools.inference.open import open_checkpoint
 from tests.support.runs import Run, assert_same_history
 
 HERE = "tests.optim.test_own_optimizer"

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from forge import compat
 from forge.config import Config, parse_toml_text
-from forge.errors import UserError
 from forge.model import Transformer
 from forge.parallel import blocks
 from forge.parallel.blocks import apply_blocks
 from forge.parallel.build import build_meta_model
+from forge.runtime import compat
+from forge.runtime.errors import UserError
 from tests.support.building import layout_without_ranks
 from tests.support.equivalence import tiny_config
 from tests.support.random_models import draw_config

@@ -8,11 +8,11 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from forge.config import parse_toml_text
-from forge.errors import UserError
 from forge.model import FusedLoss, Transformer
 from forge.parallel import blocks
 from forge.parallel.blocks import apply_blocks
 from forge.parallel.build import build_meta_model
+from forge.runtime.errors import UserError
 from tests.support.building import layout_without_ranks
 from tests.support.equivalence import tiny_config
 from tests.support.harness import run_ranks

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from forge.model import Router
 from forge.model.dispatch import LocalDispatcher
 from forge.parallel.expert import AllToAllDispatcher
-from forge.parallel.model import SequentialModel
+from forge.parallel.step.model import SequentialModel
 from tests.support.building import built
 from tests.support.collectives import collectives_of
 from tests.support.equivalence import tiny_config

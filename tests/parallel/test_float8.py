@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from forge.config import parse_toml_text
-from forge.errors import UserError
 from forge.parallel import float8, modules
 from forge.parallel.build import build_meta_model
 from forge.parallel.float8 import apply_float8, choose_layers
 from forge.parallel.layout import make_layout
 from forge.parallel.modules import count_hooks
+from forge.runtime.errors import UserError
 from tests.support.building import built
 from tests.support.equivalence import tiny_config
 from tests.support.harness import run_ranks

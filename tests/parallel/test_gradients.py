@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from forge.parallel.gradients import clip_gradients, report_gradients
+from forge.parallel.step.gradients import clip_gradients, report_gradients
 from forge.shard import Box, Shard
 from tests.support.harness import run_ranks
 

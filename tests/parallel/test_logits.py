@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from forge.config import parse_toml_text
-from forge.errors import BAD_CONFIG, UserError
 from forge.model import AttentionMask, build_model, sdpa_attention
 from forge.model.mask import dense_table
 from forge.parallel import logits
+from forge.runtime.errors import BAD_CONFIG, UserError
 from forge.shard import Shard
 from tests.support.equivalence import tiny_config
 

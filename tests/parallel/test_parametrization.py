@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from forge.config import Config, load_config
-from forge.errors import UserError
 from forge.model import Normal
 from forge.optim import build_optimizer
 from forge.parallel.build import build_meta_model
 from forge.parallel.parametrization import factors, parametrize
+from forge.runtime.errors import UserError
 from forge.shard import Rates, Shard
 from tests.support.equivalence import STEPS, TOLERANCE, tiny_config
 from tests.support.harness import run_ranks

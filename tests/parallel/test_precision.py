@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from forge.config import parse_toml_text
-from forge.errors import UserError
 from forge.parallel.blocks import cast_at_borders
 from forge.parallel.build import build_meta_model
 from forge.parallel.modules import matches_any_depth
@@ -23,6 +22,7 @@ from forge.parallel.precision import (
     plan_units,
     uniform_units,
 )
+from forge.runtime.errors import UserError
 from tests.support.equivalence import tiny_config
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16

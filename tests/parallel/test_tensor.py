@@ -5,11 +5,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from forge.config import parse_toml_text
-from forge.errors import BAD_CONFIG, UserError
 from forge.parallel.build import build_meta_model
-from forge.parallel.gradients import sum_gradients
 from forge.parallel.modules import matches_exact_depth
-from forge.parallel.tensor_plan import plan_for
+from forge.parallel.step.gradients import sum_gradients
+from forge.parallel.tensor.plan import plan_for
+from forge.runtime.errors import BAD_CONFIG, UserError
 from tests.support.building import built, layout_without_ranks
 from tests.support.collectives import collectives_of
 from tests.support.configs import complaint

@@ -3,7 +3,7 @@
 Started as a script, with the checkout as PYTHONPATH and working directory: `python -P server.py JOBS.json`. It imports
 torch and the checkout's forge once, and forks every rank from there. The server itself never computes and never joins a
 process group, so a rank starts from the same state as a fresh interpreter. It depends on forge's command line, run directory
-and `forge.train.launch.main`, and on nothing else inside.
+and `forge.run.launch.main`, and on nothing else inside.
 
 JOBS.json: {"checkout": folder, "cores": ranks at once, "jobs": [{"name": text, "folder": working folder, "options": [...],
 "phases": [{"options": [...], "world": ranks, "fault": text}], "keep": folder or null, "start": folder or null}]}.
@@ -161,7 +161,7 @@ def start_rank(rank: int, world: int, argv: list[str], environment: dict[str, st
             )
         import torch
 
-        from forge.train.launch import main as train
+        from forge.run.launch import main as train
 
         torch.set_num_threads(1)
         code = train(argv)

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from forge.config.schema import Resilience
-from forge.elastic import agent
-from forge.elastic.meeting import OVER, Meeting, clock_offset
-from forge.elastic.secret import SignedStore, read_secret
-from forge.errors import FINISHED, STOPPED
 from forge.resilience import elastic, stragglers
 from forge.resilience.elastic import exit_code_after_stop, may_leave
+from forge.runtime.errors import FINISHED, STOPPED
+from forge.tools.elastic import agent
+from forge.tools.elastic.meeting import OVER, Meeting, clock_offset
+from forge.tools.elastic.secret import SignedStore, read_secret
 from tests.support.harness import run_ranks
 
 

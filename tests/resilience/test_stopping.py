@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from forge.errors import STOPPED
 from forge.resilience.stopping import StopSignals, TimeLimit
+from forge.runtime.errors import STOPPED
 
 # The main thread waits in C, where Python can run no handler: for a lock that it holds itself.
 DEADLOCK = """

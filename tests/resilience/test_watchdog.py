@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from forge import compat
 from forge.config.schema import Resilience
-from forge.errors import WATCHDOG
 from forge.resilience.watchdog import STEPS, Watchdog, bounds, patience, step_bound
+from forge.runtime import compat
+from forge.runtime.errors import WATCHDOG
 from tests.support.harness import start_ranks
 from tests.support.scripts import run_script
 from tests.support.trained import Result

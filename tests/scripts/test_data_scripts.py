@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from forge.data.format import TokenDataset
-from forge.errors import BAD_CONFIG, FINISHED, STOPPED
+from forge.runtime.errors import BAD_CONFIG, FINISHED, STOPPED
 from tests.support.runs import wait_for
 
 ROOT = Path(__file__).parents[2]

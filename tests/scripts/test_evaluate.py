@@ -14,9 +14,9 @@ import torch
 
 from forge.data.format import TokenDataset
 from forge.data.tokenizer import ByteTokenizer
-from forge.errors import BAD_CONFIG
-from forge.inference.measure import Measured
-from forge.inference.open import TrainedModel
+from forge.runtime.errors import BAD_CONFIG
+from forge.tools.inference.measure import Measured
+from forge.tools.inference.open import TrainedModel
 from scripts.evaluate import report, report_tasks
 from tests.support.runs import Run
 from tests.support.trained import Result, call, objects, prepared, refusal, trained

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.errors import BAD_CONFIG, FINISHED, NO_CHECKPOINT
+from forge.runtime.errors import BAD_CONFIG, FINISHED, NO_CHECKPOINT
 from tests.support.pages import REPOSITORY
 from tests.support.runs import Run
 from tests.support.trained import Result, call, objects, prepared, refusal, trained

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from forge.errors import BAD_CONFIG, FINISHED
+from forge.runtime.errors import BAD_CONFIG, FINISHED
 from tests.support.trained import ROOT, call
 
 # Functions that add options to several scripts -> their files.

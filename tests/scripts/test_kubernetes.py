@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from forge.elastic.agent import Node, layouts
-from forge.elastic.secret import VARIABLE
-from forge.errors import BAD_CONFIG, NO_CHECKPOINT, STOPPED
+from forge.runtime.errors import BAD_CONFIG, NO_CHECKPOINT, STOPPED
+from forge.tools.elastic.agent import Node, layouts
+from forge.tools.elastic.secret import VARIABLE
 
 yaml = pytest.importorskip("yaml")
 PATH = Path(__file__).parents[2] / "scripts" / "kubernetes" / "jobset.yaml"

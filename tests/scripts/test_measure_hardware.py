@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.plan.hardware import find_hardware
+from forge.tools.plan.hardware import find_hardware
 from scripts import measure_hardware
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.report.read import read_run
+from forge.tools.report.read import read_run
 from scripts.planned import Planner
 from tests.support.recorded import write_run
 

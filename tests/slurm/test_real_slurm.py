@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from forge.config.toml import read_toml
-from forge.errors import UserError
-from forge.sweep.local import run_sweep
-from forge.sweep.slurm import job_array
-from forge.sweep.spec import Sweep, first_trials
+from forge.runtime.errors import UserError
+from forge.tools.sweep.local import run_sweep
+from forge.tools.sweep.slurm import job_array
+from forge.tools.sweep.spec import Sweep, first_trials
 from tests.support import slurm as slurms
 from tests.support.runs import BASE, Run, wait_for
 from tests.support.slurm import NODES, SCRIPT, Job, Slurm

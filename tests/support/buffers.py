@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from forge.config import check_world, parse_toml_text
-from forge.parallel.buffered import Buffered, plan
 from forge.parallel.build import build_parallel_model
+from forge.parallel.engines.buffered import Buffered, plan
 from forge.parallel.mesh import make_meshes
-from forge.parallel.model import SequentialModel
+from forge.parallel.step.model import SequentialModel
+from forge.tools.verify.record import every_batch
 from forge.train.state import all_tensors
-from forge.verify.record import every_batch
 from tests.support.building import built
 from tests.support.equivalence import tiny_config, whole
 

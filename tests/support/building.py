@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from forge.config import Config, check_world, parse_toml_text
-from forge.parallel.buffered import Buffered
 from forge.parallel.build import build_parallel_model
-from forge.parallel.fsdp import FullySharded
+from forge.parallel.engines.buffered import Buffered
+from forge.parallel.engines.fsdp import FullySharded
 from forge.parallel.layout import Layout, make_layout
 from forge.parallel.mesh import Meshes, make_meshes
 from tests.support.equivalence import config_batches, wholes

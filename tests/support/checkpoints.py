@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forge import fault
 from forge.checkpoint import Checkpoints, SaveOutcome
-from forge.parallel.buffered.layout import slice_boxes
+from forge.parallel.engines.buffered.layout import slice_boxes
+from forge.runtime import fault
 from forge.shard import Box, Shard
 
 

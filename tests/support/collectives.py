@@ -9,14 +9,14 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from forge.plan.collectives import collective_of
+from forge.tools.plan.collectives import collective_of
 
 
 class Collectives(TorchDispatchMode):
     """Context manager; `calls` are (name, bytes of the largest tensor that takes part) in the order of their issue.
 
     Counts what PyTorch's CommDebugMode counts; that one's module hooks do not go with FSDP2 in a second step. A
-    collective without a name in forge/plan/collectives.py keeps that of its operator.
+    collective without a name in forge/tools/plan/collectives.py keeps that of its operator.
     """
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from forge.config import Config, load_config, parse_toml_text
-from forge.errors import BAD_CONFIG, UserError
+from forge.runtime.errors import BAD_CONFIG, UserError
 
 TINY = """
 [model]

@@ -22,9 +22,9 @@ def bias_on_every_rank() -> None:
     """A bias added on every tp rank."""
     from torch.distributed.tensor import DTensor, Partial
 
-    from forge.parallel import tensor_plan
+    from forge.parallel.tensor import plan
 
-    split = tensor_plan.STYLES[nn.Linear]["rowwise"]
+    split = plan.STYLES[nn.Linear]["rowwise"]
 
     def rowwise(linear: Any, place: Any) -> nn.Module:
         module = split(linear, place)
@@ -38,12 +38,12 @@ def bias_on_every_rank() -> None:
         module.forward = forward
         return module
 
-    tensor_plan.STYLES[nn.Linear]["rowwise"] = rowwise
+    plan.STYLES[nn.Linear]["rowwise"] = rowwise
 
 
 def mean_of_means() -> None:
     """A loss averaged over ranks."""
-    from forge.parallel.model import SequentialModel
+    from forge.parallel.step.model import SequentialModel
 
     SequentialModel.count_tokens = lambda self, batch: (
         (batch.labels >= 0).sum().double() * dist.get_world_size()
@@ -61,7 +61,7 @@ def divided_by_microbatches() -> None:
 
 
 def _after_finalizing(factor: Callable[[Shard], float]) -> None:
-    from forge.parallel.model import ParallelModel
+    from forge.parallel.step.model import ParallelModel
 
     finalize = ParallelModel.finalize_gradients
 
@@ -76,7 +76,7 @@ def _after_finalizing(factor: Callable[[Shard], float]) -> None:
 
 def partial_gradients_left_apart() -> None:
     """Partial gradients of replicated weights never summed."""
-    from forge.parallel import model
+    from forge.parallel.step import model
 
     model.partial_shards = lambda model, shards: []
 
@@ -111,8 +111,8 @@ def documents_counted_from_each_chunk() -> None:
 
 def keys_keep_their_own_gradient() -> None:
     """Keys and values without the gradient of other cp ranks."""
-    from forge import compat
     from forge.parallel.context import gathered
+    from forge.runtime import compat
 
     def all_gather(x: Tensor, group: Any) -> Tensor:
         whole = compat.all_gather(x.detach(), group)
@@ -184,7 +184,7 @@ def overwritten_input() -> None:
 
 def norm_of_own_shards() -> None:
     """A gradient norm of the rank's own shards."""
-    from forge.parallel import gradients
+    from forge.parallel.step import gradients
 
     class Silent:
         get_world_size = staticmethod(lambda: 1)
@@ -194,7 +194,7 @@ def norm_of_own_shards() -> None:
 
 def weights_of_the_step_before() -> None:
     """Weights of the step before."""
-    from forge.parallel.buffered import Buffered
+    from forge.parallel.engines.buffered import Buffered
 
     Buffered.after_update = lambda self: None
 
@@ -218,7 +218,7 @@ def experts_drawn_by_local_index() -> None:
 
 def routers_move_by_local_counts() -> None:
     """Routers balanced by one rank's counts."""
-    from forge.parallel import routers
+    from forge.parallel.step import routers
 
     update = routers.Routers.update
 
@@ -233,7 +233,7 @@ def routers_move_by_local_counts() -> None:
 
 def same_samples_on_all_ranks() -> None:
     """The same samples on all data ranks."""
-    from forge.verify import record
+    from forge.tools.verify import record
 
     loader = record.Loader
     record.Loader = lambda *args, **options: loader(*args, **options | {"rank": 0})
@@ -241,7 +241,7 @@ def same_samples_on_all_ranks() -> None:
 
 def only_local_logsumexp() -> None:
     """A softmax over a rank's part of the vocabulary."""
-    from forge.parallel.tensor import SplitVocabulary
+    from forge.parallel.tensor.apply import SplitVocabulary
 
     combine = SplitVocabulary.combine
     SplitVocabulary.combine = lambda self, lse, target: (lse, combine(self, lse, target)[1])
@@ -249,14 +249,15 @@ def only_local_logsumexp() -> None:
 
 def rows_of_other_ranks_not_masked() -> None:
     """Tokens of other ranks' rows not masked."""
-    from forge.parallel import tensor_local
+
+    from forge.parallel.tensor import local
 
     def forward(self: Any, tokens: Tensor) -> Tensor:
-        weight = tensor_local.local_tensor(self.weight)
+        weight = local.local_tensor(self.weight)
         x = F.embedding((tokens - self.first_row).clamp(0, weight.shape[0] - 1), weight)
-        return tensor_local.sum_to_pieces(x, self.mesh)
+        return local.sum_to_pieces(x, self.mesh)
 
-    tensor_local.LocalEmbedding.forward = forward
+    local.LocalEmbedding.forward = forward
 
 
 def updates_not_restored() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from forge.report.diagnose import diagnose
+from forge.tools.report.diagnose import diagnose
 
 _TEST = re.compile(r"test_([kpsrnhdxe]\d+)_")
 _KILLED = "no report of an end: killed|the processes were killed|a rank was killed, or died"

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from forge.elastic.meeting import Meeting
+from forge.tools.elastic.meeting import Meeting
 from tests.support.launchers import ROOT
 from tests.support.runs import BASE, FLOAT64, Run, wait_for
 
@@ -182,7 +182,7 @@ FLOAT64_EXPERTS = [*FLOAT64, "--model.moe.n_experts=4", "--model.moe.top_k=2", "
 
 def own_memory() -> None:
     """A patch for `Run.start`: each two ranks have memory of their own, as the ranks of a node have."""
-    from forge.train import tiers
+    from forge.run import tiers
 
     node = int(os.environ["RANK"]) // 2
     tiers.MEMORY = Path(os.environ["RUN_UNDER_TEST"]).parent / "memory" / f"node-{node}"

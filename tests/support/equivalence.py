@@ -1,6 +1,6 @@
 """Three training steps on any layout against three steps of a plain, undistributed model in one process.
 
-Recorded and compared by forge/verify, in float64, so that only the mathematics can differ: the initial parameters, then of
+Recorded and compared by forge/tools/verify, in float64: only the mathematics can differ. Initial parameters first, then of
 each step the loss, every gradient, the global norm, the state of every router, and every parameter after it. The optimizer
 is SGD, because AdamW divides the gradient's scale away and so hides wrong ones.
 """
@@ -17,11 +17,11 @@ import torch.distributed as dist
 from forge.config import Config, parse_toml_text
 from forge.data.loader import Batch
 from forge.shard import Shard
-from forge.verify.compare import TOLERANCE, compare_rank, elements, merge
-from forge.verify.pieces import Piece, part_of
-from forge.verify.plain import plain_model, record_plain
-from forge.verify.ranks import run_ranks
-from forge.verify.record import PLAIN, RankRecord, Settings, Twist, WholeRecord, batches, record_on_rank
+from forge.tools.verify.compare import TOLERANCE, compare_rank, elements, merge
+from forge.tools.verify.pieces import Piece, part_of
+from forge.tools.verify.plain import plain_model, record_plain
+from forge.tools.verify.ranks import run_ranks
+from forge.tools.verify.record import PLAIN, RankRecord, Settings, Twist, WholeRecord, batches, record_on_rank
 
 __all__ = ["PLAIN", "TOLERANCE", "RankRecord", "Twist", "WholeRecord", "plain_model"]
 

@@ -1,5 +1,5 @@
-"""Ranks that run while a test does something to them. `run_ranks` (forge/verify/ranks.py) is for those that need no more
-than a function's results.
+"""Ranks that run while a test does something to them. `run_ranks` (forge/tools/verify/ranks.py) suffices where a test needs
+a function's results alone.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from forge.verify.ranks import TIMEOUT_S, RankFailed, context, run_ranks
+from forge.tools.verify.ranks import TIMEOUT_S, RankFailed, context, run_ranks
 
 __all__ = ["RankFailed", "Started", "end_ranks", "may_start_processes", "run_ranks", "start_ranks"]
 

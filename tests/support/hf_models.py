@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from forge.checkpoint import read_config
 from forge.checkpoint.loading import TensorReader
 from forge.config import Config, parse_toml_text
-from forge.hf.architectures import Architecture
-from forge.hf.table import BY_NAME
-from forge.hf.tensors import weights_of
 from forge.model import Transformer
+from forge.tools.hf.architectures import Architecture
+from forge.tools.hf.table import BY_NAME
+from forge.tools.hf.tensors import weights_of
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TQDM_DISABLE"] = "1"

@@ -20,13 +20,13 @@ from forge.model import Router
 from forge.observe.memory_report import MemoryReport
 from forge.optim import build_optimizer
 from forge.parallel.build import build_parallel_model
-from forge.parallel.gradients import clip_gradients, report_gradients
 from forge.parallel.initialize import initialize
 from forge.parallel.mesh import make_meshes
-from forge.plan import fake
-from forge.plan.hardware import Hardware, Link
-from forge.plan.plan import plannable
-from forge.plan.stage import StagePlan, plan_stage
+from forge.parallel.step.gradients import clip_gradients, report_gradients
+from forge.tools.plan import fake
+from forge.tools.plan.hardware import Hardware, Link
+from forge.tools.plan.plan import plannable
+from forge.tools.plan.stage import StagePlan, plan_stage
 from tests.support.collectives import collectives_of
 from tests.support.equivalence import config_batches, tiny_config
 from tests.support.harness import run_ranks

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from forge.config import check_world, parse_toml_text
-from forge.errors import UserError
+from forge.runtime.errors import UserError
 from tests.support.equivalence import tiny_config
 
 MOE = "[model.moe]\nn_experts = 8\nexpert_dim = 24\n"

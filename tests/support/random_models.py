@@ -11,8 +11,8 @@ from typing import Any
 
 from forge.config import Config, parse_toml_text, to_toml
 from forge.config.toml import to_literal
-from forge.errors import UserError
-from forge.verify.layouts import Case, at_random
+from forge.runtime.errors import UserError
+from forge.tools.verify.layouts import Case, at_random
 from tests.support.equivalence import tiny_config
 
 MLA = {

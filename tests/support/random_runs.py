@@ -15,9 +15,9 @@ import numpy as np
 
 from forge.config import Config, parse_toml_text
 from forge.config.toml import to_literal
-from forge.errors import UserError
-from forge.verify.layouts import Case, at_random
-from forge.verify.shrink import changed
+from forge.runtime.errors import UserError
+from forge.tools.verify.layouts import Case, at_random
+from forge.tools.verify.shrink import changed
 from tests.support.equivalence import tiny_config
 from tests.support.random_models import draw_model
 

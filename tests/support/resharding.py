@@ -11,10 +11,10 @@ from forge.config import check_world, parse_toml_text
 from forge.optim import build_optimizer
 from forge.parallel.build import build_parallel_model
 from forge.parallel.mesh import make_meshes
-from forge.train.optimizers import load_training_state
-from forge.train.resume import ResumePoint
+from forge.run.restore import load_training_state
+from forge.run.resume import ResumePoint
+from forge.tools.verify.record import Settings, make_step
 from forge.train.state import all_tensors
-from forge.verify.record import Settings, make_step
 from tests.support.equivalence import STEPS, config_batches, wholes
 
 SAVED_AFTER, LR = 2, 1e-2

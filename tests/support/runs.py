@@ -175,7 +175,7 @@ def _main(
     rank: int, world: int, argv: list[str], environment: dict[str, str], terminal: Path, patch: str
 ) -> None:
     prepare_rank(rank, world, environment, terminal)
-    from forge.train.launch import main
+    from forge.run.launch import main
 
     if patch:
         module, _, function = patch.partition(":")

@@ -57,8 +57,8 @@ def _spoil_gradients(when: Callable[[range], bool], factor: float) -> None:
 
 def _spoil(when: Callable[[range], bool], spoil: Callable[[Any, Any], object]) -> None:
     """Call `spoil(model, sums)` once gradients over samples (of this rank) for which `when` holds are complete."""
-    from forge.parallel.model import SequentialModel
     from forge.parallel.pipeline.execute import PipelinedModel
+    from forge.parallel.step.model import SequentialModel
 
     for kind in (SequentialModel, PipelinedModel):
         _spoil_kind(kind, when, spoil)

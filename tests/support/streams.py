@@ -12,7 +12,7 @@ from forge.data.dataset import PackedDataset
 from forge.data.format import TokenDataset
 from forge.data.loader import Batch, Loader
 from forge.data.synthetic import SyntheticSource
-from forge.prepare.writer import ShardWriter
+from forge.tools.prepare.writer import ShardWriter
 
 S, GLOBAL = 16, 8
 

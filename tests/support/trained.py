@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forge.errors import FINISHED
-from forge.prepare.prepare import Request, prepare
+from forge.runtime.errors import FINISHED
+from forge.tools.prepare.prepare import Request, prepare
 from tests.support.harness import start_ranks
 from tests.support.runs import Run
 from tests.support.scripts import run_script

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from forge.config import Config, load_config, to_toml
-from forge.errors import UserError
-from forge.train.changes import compare_for_resume
+from forge.run.changes import compare_for_resume
+from forge.runtime.errors import UserError
 
 
 def config_of(steps: int, fraction: float = 0.2) -> Config:

@@ -14,7 +14,7 @@ COMPILER = ["torch._dynamo", "torch._inductor"] if torch.__version__ >= (2, 14) 
 
 CODE = """
 import json, sys
-from forge.train.launch import main
+from forge.run.launch import main
 code = main(json.loads(sys.argv[1]))
 print(json.dumps([code, [name for name in ("torch._dynamo", "torch._inductor", "torchao") if name in sys.modules]]))
 """

@@ -18,9 +18,9 @@ from forge.config import check_world, load_config, parse_toml_text, to_toml
 from forge.optim import build_optimizer
 from forge.parallel.build import build_parallel_model
 from forge.parallel.expert import AllToAllDispatcher
-from forge.parallel.gradients import clip_gradients, report_gradients
 from forge.parallel.mesh import make_meshes
-from forge.verify.shrink import changed, for_layout, shrink
+from forge.parallel.step.gradients import clip_gradients, report_gradients
+from forge.tools.verify.shrink import changed, for_layout, shrink
 from tests.support.equivalence import config_batches
 from tests.support.harness import run_ranks
 

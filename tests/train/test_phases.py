@@ -1,8 +1,8 @@
 """What a phase changes in the model, in this process."""
 
 from forge.config import parse_toml_text
+from forge.tools.verify.plain import plain_model
 from forge.train.phases import set_windows
-from forge.verify.plain import plain_model
 from tests.support.equivalence import tiny_config
 
 PATTERN = """

@@ -47,7 +47,7 @@ def spoil_every_step_from_5() -> None:
 
 def break_sampling() -> None:
     import forge.data.build as build
-    import forge.inference.text_samples as text_samples
+    import forge.tools.inference.text_samples as text_samples
     from forge.data.tokenizer import ByteTokenizer
 
     def fail(*_):

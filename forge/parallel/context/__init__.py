@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from forge.errors import UserError
 from forge.model import AttentionFunction, LinearAttention, Transformer
 from forge.parallel.context.gathered import AllGatherAttention
 from forge.parallel.context.ring import RingAttention
@@ -18,6 +17,7 @@ from forge.parallel.context.sequence import ModelInputs, SequenceSplit
 from forge.parallel.context.states import PassedStates
 from forge.parallel.context.ulysses import UlyssesAttention
 from forge.parallel.layout import Layout
+from forge.runtime.errors import UserError
 
 __all__ = ["ModelInputs", "SequenceSplit", "apply_context"]
 

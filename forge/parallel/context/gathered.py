@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from forge import compat
 from forge.model import AttentionMask, LatentAttention, sdpa_attention
 from forge.model.mask import block_part, dense_part
 from forge.parallel.context.sequence import SequenceSplit
+from forge.runtime import compat
 
 
 class AllGatherAttention:

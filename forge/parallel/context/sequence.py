@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from forge import compat
 from forge.model.mtp import look_ahead
+from forge.runtime import compat
 
 
 class ModelInputs(NamedTuple):

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from forge import compat
 from forge.model import AttentionMask
 from forge.model.delta_rule import affine_scan, divide, outputs
 from forge.model.fused_delta_rule import fused_delta_rule, is_for_kernels
 from forge.model.linear_attention import ages, causal_convolution
 from forge.parallel.context.sequence import SequenceSplit
+from forge.runtime import compat
 
 
 class PassedStates:

@@ -11,9 +11,9 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from forge import compat
 from forge.model import AttentionMask, sdpa_attention
 from forge.parallel.context.sequence import SequenceSplit
+from forge.runtime import compat
 
 
 class UlyssesAttention:

@@ -21,17 +21,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forge import compat
 from forge.model import Transformer
 from forge.model.precision import promoted
 from forge.parallel.context import ModelInputs
-from forge.parallel.data import DataParallel
+from forge.parallel.engines.engine import DataParallel
 from forge.parallel.layout import Layout
-from forge.parallel.model import ParallelModel
 from forge.parallel.pipeline.neighbours import neighbour_groups
 from forge.parallel.pipeline.plan import PipelinePlan, Stage
 from forge.parallel.pipeline.schedule import Action
 from forge.parallel.pipeline.tied import NAME, Tied
+from forge.parallel.step.model import ParallelModel
+from forge.runtime import compat
 from forge.shard import Shard
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 
-from forge import compat
 from forge.config import Config, Degrees
 from forge.config.pipeline import SPLIT_BACKWARD, number_of_stages
-from forge.errors import UserError
 from forge.model import build_model, flops_per_token
 from forge.parallel.pipeline.schedule import Schedule, make_schedule, read_schedule
+from forge.runtime import compat
+from forge.runtime.errors import UserError
 
 log = logging.getLogger(__name__)
 

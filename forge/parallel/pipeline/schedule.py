@@ -23,7 +23,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 from forge.config.pipeline import V_SHAPED
-from forge.errors import UserError
+from forge.runtime.errors import UserError
 
 # In units of a forward; the two halves of a backward cost about a forward each.
 DURATION = {"F": 1, "B": 2, "I": 1, "W": 1}

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from forge import compat
 from forge.model import Attention
 from forge.parallel.pipeline.schedule import Action
+from forge.runtime import compat
 from tests.support.building import built, built_on_nan
 from tests.support.collectives import Collectives
 from tests.support.harness import run_ranks

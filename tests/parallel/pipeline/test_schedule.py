@@ -7,10 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge import compat
 from forge.config import check_world
 from forge.config.pipeline import IN_ROUNDS, ONE_PER_RANK, SPLIT_BACKWARD, V_SHAPED
-from forge.errors import UserError
 from forge.parallel.pipeline import plan_pipeline
 from forge.parallel.pipeline.schedule import (
     Action,
@@ -20,6 +18,8 @@ from forge.parallel.pipeline.schedule import (
     place,
     read_schedule,
 )
+from forge.runtime import compat
+from forge.runtime.errors import UserError
 from tests.support.configs import pipeline_config as config
 
 NAMES = [

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge.config.pipeline import number_of_stages
-from forge.errors import UserError
 from forge.parallel.pipeline.plan import (
     Costs,
     layer_costs,
@@ -17,6 +16,7 @@ from forge.parallel.pipeline.plan import (
     split_evenly,
     table,
 )
+from forge.runtime.errors import UserError
 from tests.support.configs import pipeline_config as config
 
 

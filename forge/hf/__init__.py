@@ -1,6 +1,0 @@
-"""Weights and tokenizers in and out, in the formats of Hugging Face. `architectures.ARCHITECTURES` lists what is covered."""
-
-from forge.hf.exporting import export_weights
-from forge.hf.importing import import_weights
-
-__all__ = ["export_weights", "import_weights"]

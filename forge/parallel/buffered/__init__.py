@@ -1,5 +1,0 @@
-"""Data parallelism on contiguous buffers: ddp, zero1 and zero2."""
-
-from forge.parallel.buffered.engine import Buffered
-
-__all__ = ["Buffered"]

@@ -1,0 +1,126 @@
+"""Collectives on a bucket, in the background of the computation, and the temporary buckets that they send from.
+
+A bucket is cut into parts over one or two groups of ranks, one after the other: the ranks of one copy of the model
+and then, with parallel.shard_optimizer_over = "dp", the copies. Only `own_part` knows that order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from forge.runtime import compat
+
+ProcessGroups: TypeAlias = Sequence[dist.ProcessGroup]
+
+
+def own_part(whole: Tensor, groups: ProcessGroups) -> Tensor:
+    """Return the part of `whole` `[n]` that this rank keeps when it is cut over `groups`; a view."""
+    for group in groups:
+        whole = whole.view(group.size(), -1)[group.rank()]
+    return whole
+
+
+def address(tensor: Tensor) -> tuple[int, int]:
+    """Return the storage of `tensor` and where it begins there. Unlike `data_ptr`, fake tensors have it."""
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+
+
+def sum_to_parts(whole: Tensor, shard: ProcessGroups, replicate: ProcessGroups) -> Iterator[dist.Work]:
+    """Sum `whole` over the ranks of all groups into `own_part(whole, shard)`; the rest of `whole` is overwritten."""
+    for group in shard:
+        part = own_part(whole, [group])
+        yield compat.reduce_scatter_into(part, whole, group)
+        whole = part
+    for group in replicate:
+        yield dist.all_reduce(whole, group=group, async_op=True)
+
+
+def gather_parts(whole: Tensor, shard: ProcessGroups) -> Iterator[dist.Work]:
+    """Fill `whole` from the `own_part` of every rank."""
+    for number in reversed(range(len(shard))):
+        outer = own_part(whole, shard[:number])
+        yield compat.all_gather_into(outer, own_part(outer, [shard[number]]), shard[number])
+
+
+class AsyncCollectives:
+    """Collectives of which each starts when the one before it has ended.
+
+    On CUDA all are enqueued at once on `stream`, behind what the current stream has been given so far. On the CPU (no
+    stream) the first is started; the others wait for `advance` or `finish`.
+    """
+
+    def __init__(self, collectives: Iterator[dist.Work], stream: torch.cuda.Stream | None):
+        self._collectives = collectives
+        self._work: dist.Work | None = None
+        self._event: torch.cuda.Event | None = None
+        if stream is None:
+            self._work = next(collectives, None)
+            return
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for work in collectives:
+                work.wait()
+            self._event = stream.record_event()
+
+    def advance(self) -> None:
+        """On the CPU wait for the running collective and start the next."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = next(self._collectives, None)
+
+    def finish(self) -> None:
+        """Let all later computation on this device see the results."""
+        while self._work is not None:
+            self.advance()
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+
+
+class TemporaryBuckets:
+    """At most two buckets of memory that all buckets of an engine share; `sizes`: the bytes that each of them needs.
+
+    The memory is allocated at the first use, and kept until `free`; for `symmetric` groups it is allocated now, in their
+    symmetric memory, and never freed.
+    """
+
+    def __init__(self, sizes: Collection[int], device: torch.device, symmetric: ProcessGroups = ()):
+        self._limit, self._nbytes, self._device = min(2, len(sizes)), max(sizes, default=0), device
+        self._free: list[Tensor] = []
+        self._registered = bool(symmetric)
+        with compat.communication_memory(device, symmetric, symmetric=self._registered):
+            if self._registered:
+                self._free = [self._allocate() for _ in range(self._limit)]
+        self._used: dict[tuple[int, int], Tensor] = {}
+        self.nbytes = self._limit * self._nbytes
+        self.peak = 0
+        """Largest number of buckets that were allocated at once."""
+
+    @property
+    def exhausted(self) -> bool:
+        return len(self._used) == self._limit
+
+    def acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return an uninitialised `[numel]`, to be passed to `release` later."""
+        assert not self.exhausted and numel * dtype.itemsize <= self._nbytes
+        if not self._free:
+            self._free.append(self._allocate())
+        memory = self._free.pop()
+        self._used[address(memory)] = memory
+        self.peak = max(self.peak, len(self._used) + len(self._free))
+        return memory[: numel * dtype.itemsize].view(dtype)
+
+    def release(self, bucket: Tensor) -> None:
+        self._free.append(self._used.pop(address(bucket)))
+
+    def free(self) -> None:
+        """Free the memory of released buckets, unless it is registered with NCCL."""
+        if not self._registered:
+            self._free.clear()
+
+    def _allocate(self) -> Tensor:
+        return torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)

@@ -1,0 +1,187 @@
+"""`Buffered`: the data-parallel engines on contiguous buffers.
+
+    ddp     every rank optimises everything          one all-reduce per bucket and step
+    zero1   each rank optimises its part             one reduce-scatter and one all-gather per bucket and step
+    zero2   and keeps gradients of its part only     one reduce-scatter per bucket and microbatch, one all-gather per step
+
+All three are one code: the groups over which parameters are sharded and replicated (plan.py), and whether gradients are
+summed before or after they are accumulated (reduction.py). With dp_replicate > 1 gradients are summed over the copies of
+the model as well, or sharded over them, too (parallel.shard_optimizer_over = "dp").
+
+The counterpart of Megatron-Core's DistributedDataParallel with its distributed optimizer (Rajbhandari et al., "ZeRO:
+Memory Optimizations Toward Training Trillion Parameter Models", 2020, stages 1 and 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from forge.model import Transformer
+from forge.parallel.engines.buffered.buffer import Buffer
+from forge.parallel.engines.buffered.gathering import Fingerprints, Gathering
+from forge.parallel.engines.buffered.plan import plan_buffers
+from forge.parallel.engines.buffered.reduction import GradientCheck, Reduction
+from forge.parallel.expert import parameter_kinds
+from forge.parallel.layout import Layout
+from forge.runtime import compat
+from forge.runtime.errors import UserError
+from forge.shard import Shard
+
+
+class Buffered:
+    """ddp, zero1 or zero2 on `model`, as `parallel.data_parallel` says. A `DataParallel`; its methods are collective."""
+
+    shards: list[Shard]
+
+    def __init__(self, model: Transformer, layout: Layout):
+        self._model, self._layout = model, layout
+        self._plans = plan_buffers(model, layout)
+
+    def allocate(self, device: torch.device) -> None:
+        """Allocate the buffers, let the model's parameters be views of them, and register the hooks."""
+        model, parallel = self._model, self._layout.parallel
+        if parallel.symmetric_memory and device.type != "cuda":
+            raise UserError("parallel.symmetric_memory = true needs CUDA cards; use false")
+
+        # Parameters that are views of buffers take the place of those on the meta device.
+        originals = dict(model.named_parameters())
+        kinds = {name: parameter_kinds(model).get(p, "dense") for name, p in originals.items()}
+        # zero2 sums each microbatch over the ranks of one copy. Parameters that no other rank shares, all of them or the
+        # experts, have no such group; their gradients stay whole, as in zero1, and are not copied for nothing.
+        first = 1 if parallel.data_parallel == "zero2" else 0
+        self.buffers = [
+            Buffer(
+                plan,
+                originals,
+                device,
+                microbatch_groups=plan.groups.shard[:first],
+                symmetric_memory=parallel.symmetric_memory,
+            )
+            for plan in self._plans
+        ]
+        buckets = [memory for buffer in self.buffers for memory in buffer.buckets]
+        placed = {placed.name: placed.parameter for memory in buckets for placed in memory.parameters}
+        _replace_parameters(model, {originals[name]: parameter for name, parameter in placed.items()})
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, torch.empty_like(buffer, device=device))
+        _forbid_moving(model)
+        shards = {s.name: s for buffer in self.buffers for s in buffer.shards(kinds, self._layout.meshes)}
+        self.shards = [shards[name] for name in originals]
+
+        # Backward is done with a bucket when it is done with the parameter in it that forward needs first. So that is the
+        # order in which buckets of all buffers are reduced, and in reverse the order in which they are gathered.
+        order = {name: place for place, name in enumerate(originals)}
+        buckets.sort(key=lambda memory: -min(order[placed.name] for placed in memory.parameters))
+        stream = compat.side_stream(device)
+        check = None if parallel.check_gradients == "none" else GradientCheck(parallel.check_gradients)
+        self._reduction = Reduction(
+            buckets,
+            device,
+            overlap=parallel.overlap_gradients,
+            stream=stream,
+            check=check,
+            symmetric_memory=parallel.symmetric_memory,
+        )
+        self._gathering = Gathering(
+            buckets[::-1],
+            _needs(model, {parameter: name for name, parameter in placed.items()}),
+            overlap=parallel.overlap_parameters,
+            stream=stream,
+        )
+        self._fingerprints = Fingerprints(self.buffers)
+
+    def begin_microbatch(self, *, last: bool) -> None:
+        """Raise RuntimeError if gradients of an earlier step have not been zeroed."""
+        self._reduction.begin(last=last)
+
+    def take_weight_gradients(self, *, last: bool) -> None:
+        """They lie where backward puts them, and are sent with what no hook reports."""
+        self._reduction.place_gradients()
+
+    def start_gradient_sync(self) -> None:
+        """Launch the reduction of every bucket that backward has not launched."""
+        self._reduction.launch_rest()
+
+    def finish_gradient_sync(self) -> None:
+        self._reduction.finish()
+        self._gathering.wait()
+        if self._layout.check_replicas:
+            self._fingerprints.add()
+
+    def zero_gradients(self) -> None:
+        self._reduction.forget()
+
+    def after_update(self) -> None:
+        self._gathering.after_update()
+
+    def finish_parameter_sync(self) -> None:
+        """Let every parameter of the model be what the shards hold."""
+        self._gathering.finish()
+
+    def replicated_tensors(self) -> Iterator[tuple[str, Tensor, dist.ProcessGroup]]:
+        """Yield fingerprints of the weights used since the last call and of those to be used next.
+
+        (name, an integer, ranks on which it must be the same).
+        """
+        self.finish_parameter_sync()
+        self._fingerprints.add()
+        return self._fingerprints.take()
+
+    def memory(self) -> dict[str, int]:
+        """Return bytes on this rank. `buckets`: temporary ones, which are allocated during backward only."""
+        return {
+            "parameters": sum(buffer.compute.nbytes for buffer in self.buffers),
+            "masters": sum(buffer.masters.nbytes for buffer in self.buffers if buffer.masters is not None),
+            "gradients": sum(buffer.gradients.nbytes for buffer in self.buffers),
+            "buckets": self._reduction.temporary.nbytes,
+        }
+
+    def accumulation_memory_summary(self) -> str:
+        whole = sum(buffer.gradients.nbytes for buffer in self.buffers if not buffer.sharded_gradients)
+        if not any(buffer.sharded_gradients for buffer in self.buffers):
+            return f"gradients are reduced once per step: every rank holds {whole / 2**20:.1f} MiB of them"
+        but = f", but for {whole / 2**20:.1f} MiB of parameters that no other rank shares" if whole else ""
+        return f"each microbatch's gradient is reduced at once and held sharded{but}"
+
+
+def _needs(model: Transformer, names: dict[nn.Parameter, str]) -> Iterator[tuple[nn.Module, list[str]]]:
+    """Yield the model's modules in the order of forward, each with the parameters that must be there before it runs."""
+    parts = [model.embedding, *model.layers.values(), model.norm, model.head]
+    needs = [(part, [names[p] for p in part.parameters()]) for part in parts if part is not None]
+    of_parts = {name for _, own in needs for name in own}
+    # A tied embedding is also the head, which is not called as a module, so a hook on the model itself waits for it.
+    tied = {"embedding.weight"} if model.config.tie_embeddings else set()
+    yield model, [name for name in names.values() if name not in of_parts or name in tied]
+    yield from needs
+
+
+def _replace_parameters(model: nn.Module, new: dict[nn.Parameter, nn.Parameter]) -> None:
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            module.register_parameter(name, new[parameter])
+
+
+def _forbid_moving(model: nn.Module) -> None:
+    """Make it an error to move parameters out of the buffers, or to load values past the masters."""
+
+    def move(*_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(
+            "parameters are views of contiguous buffers and cannot be moved or cast: set the device before the model is "
+            "built, and precision.compute and precision.storage in the config"
+        )
+
+    def load(*_: Any) -> NoReturn:
+        raise RuntimeError(
+            "load_state_dict() would write past the master copies of the parameters: load into the shards of the "
+            "parallel model, then call its after_update()"
+        )
+
+    for module in model.modules():
+        module._apply = move  # type: ignore[method-assign]
+        module.register_load_state_dict_pre_hook(load)

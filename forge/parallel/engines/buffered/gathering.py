@@ -1,0 +1,146 @@
+"""The weights that the model computes with follow the masters, bucket by bucket, while the next forward runs.
+
+All gathers are launched in the order of forward, as soon as the masters have changed; a hook before each part of the model
+waits for the buckets that the part needs. Their memory is there anyway, so that nothing is saved by launching them later.
+So any forward, of training, evaluation or generation, computes with the parameters of the last update.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from forge.parallel.engines.buffered.buffer import BucketMemory, Buffer
+from forge.parallel.engines.buffered.communication import AsyncCollectives, gather_parts
+from forge.parallel.engines.buffered.layout import PART_ALIGNMENT, round_up
+
+
+class Gathering:
+    """Gathers `buckets`, which are in the order of forward.
+
+    needs: modules of the model, each with the names of the parameters that must be there before its forward.
+    overlap: gather during forward; otherwise wait for everything as soon as the masters have changed.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[BucketMemory],
+        needs: Iterable[tuple[nn.Module, Iterable[str]]],
+        *,
+        overlap: bool,
+        stream: torch.cuda.Stream | None,
+    ):
+        self._buckets, self._stream, self._overlap = buckets, stream, overlap
+        # Of these numbers of buckets: launched, len(self._launched); arrived, self._arrived.
+        self._launched: list[AsyncCollectives] = []
+        self._arrived = 0
+        self._changed, self._begun = True, False
+        # Buckets whose part of `compute` the optimizer has written.
+        self._written: list[BucketMemory] = []
+        # Between steps a checkpoint may be loaded into masters. Where a bucket's master is its part of `compute`, a gather
+        # in flight would overwrite that (gloo writes back what it has read), so it must wait for the next forward.
+        in_place = [bool(m.plan.groups.shard) and m.master is m.own for m in buckets]
+        self._early = in_place.index(True) if True in in_place else len(buckets)
+
+        number = {placed.name: n for n, memory in enumerate(buckets) for placed in memory.parameters}
+        for module, names in needs:
+            last = max((number[name] for name in names), default=-1)
+            if last >= 0:
+                module.register_forward_pre_hook(functools.partial(self._before_forward, last))
+
+    def after_update(self) -> None:
+        """Note that the masters have changed, and launch the first gathers."""
+        self.wait()
+        self._changed, self._written = True, [memory for memory in self._buckets if memory.take_fresh()]
+        if not self._begun:
+            return  # other values may be loaded before the first forward
+        if self._overlap:
+            self._restart()
+            self._launch(self._early)
+        else:
+            self.finish()
+
+    def wait(self) -> None:
+        """Wait for the gathers in flight, which read the old values. Call before anything writes masters or their copies."""
+        self._wait_for(len(self._launched) - 1)
+
+    def finish(self) -> None:
+        """Gather all buckets and wait: every parameter of the model then equals its masters."""
+        self._gather(len(self._buckets) - 1)
+
+    def _before_forward(self, last: int, _module: nn.Module, _inputs: object) -> None:
+        self._gather(last if self._overlap else len(self._buckets) - 1)
+
+    def _gather(self, last: int) -> None:
+        """Wait for the buckets up to number `last`, with all others on their way."""
+        if self._changed:
+            self._restart()
+        elif self._arrived > last:
+            return
+        self._launch(len(self._buckets))
+        self._wait_for(last)
+
+    def _restart(self) -> None:
+        """Copy masters into this rank's part of every bucket that needs it; all gathers are to be launched again."""
+        if not self._begun:
+            # Ranks that hold copies of a part begin with those of the first.
+            for memory in self._buckets:
+                for group in memory.plan.groups.replicate:
+                    dist.broadcast(memory.master, group=group, group_src=0)
+            self._written.clear()
+        self._begun = True
+        for memory in self._buckets:
+            if memory.master is not memory.own and memory not in self._written:
+                memory.own.copy_(memory.master)
+        self._launched, self._arrived, self._changed = [], 0, False
+
+    def _launch(self, number: int) -> None:
+        """Launch the first `number` buckets, but for those that have been."""
+        for memory in self._buckets[len(self._launched) : number]:
+            gather = gather_parts(memory.compute, memory.plan.groups.shard)
+            self._launched.append(AsyncCollectives(gather, self._stream))
+
+    def _wait_for(self, last: int) -> None:
+        for collectives in self._launched[self._arrived : last + 1]:
+            collectives.finish()
+        self._arrived = max(self._arrived, last + 1)
+
+
+class Fingerprints:
+    """Check that ranks have computed with the same weights: a sum of the bits of each, taken in every step.
+
+    Gathering heals: a bit that flips in one rank's weights spoils the gradients of one step, and is gone when copies are
+    compared before a save. So each step adds the bits of the weights that it used, in one pass over them.
+    """
+
+    # Odd, so that multiplying by it modulo 2^64 loses nothing (the multiplier of Knuth's MMIX generator).
+    MULTIPLIER = 6364136223846793005
+
+    def __init__(self, buffers: Sequence[Buffer]):
+        self._weights: list[tuple[str, Tensor, dist.ProcessGroup]] = []
+        for buffer in buffers:
+            group = buffer.plan.groups.same_weights
+            if group.size() == 1:
+                continue
+            for slot in (slot for bucket in buffer.plan.buckets for slot in bucket.slots):
+                # Including the zeros behind it, which fill its last word of 64 bits.
+                values = buffer.compute[slot.start :][: round_up(slot.stop - slot.start, PART_ALIGNMENT)]
+                self._weights.append((slot.name, values.view(torch.int64), group))
+        self._sums: Tensor | int = 0
+
+    def add(self) -> None:
+        """Add the weights as they are now. Does not wait for the device."""
+        if self._weights:
+            sums = torch.stack([words.sum() for _, words, _ in self._weights])
+            self._sums = self._sums * self.MULTIPLIER + sums
+
+    def take(self) -> Iterator[tuple[str, Tensor, dist.ProcessGroup]]:
+        """Yield (name, fingerprint since the last `take`, ranks that should have the same one)."""
+        sums, self._sums = self._sums, 0
+        for number, (name, _, group) in enumerate(self._weights):
+            assert isinstance(sums, Tensor), "nothing was added"
+            yield f"weights.{name}", sums[number], group

@@ -1,0 +1,147 @@
+"""Which buffers a model needs, what lies in each, and over which ranks it is shared and summed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from forge.model import Transformer
+from forge.model.precision import promoted
+from forge.parallel.engines.buffered.layout import Bucket, Item, default_bucket_numel, lay_out
+from forge.parallel.expert import parameter_kinds
+from forge.parallel.layout import Layout
+from forge.parallel.precision import plan_units
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Groups of more than one rank that train the same parameters, dense ones or experts.
+
+    shard: each rank keeps a part of gradients and optimizer state, cut over one group after the other; shard_axes: the mesh
+    axis of each. replicate: ranks hold copies of these parts; replicate_axes: the mesh axes of these groups. same_weights:
+    all ranks that compute with the same values, perhaps only this one.
+    """
+
+    shard: tuple[dist.ProcessGroup, ...]
+    replicate: tuple[dist.ProcessGroup, ...]
+    replicate_axes: tuple[str, ...]
+    same_weights: dist.ProcessGroup
+    shard_axes: tuple[str, ...] = ()
+
+    @property
+    def parts(self) -> int:
+        return prod(group.size() for group in self.shard)
+
+    @property
+    def part(self) -> int:
+        """Number of this rank's part."""
+        return self._part([group.rank() for group in self.shard])
+
+    def part_at(self, at: Mapping[str, int]) -> int:
+        """Return the number of the part of the rank `at` these places, by mesh axis."""
+        return self._part([at[axis] for axis in self.shard_axes])
+
+    def _part(self, places: list[int]) -> int:
+        part = 0
+        for group, place in zip(self.shard, places, strict=True):
+            part = part * group.size() + place
+        return part
+
+
+@dataclass(frozen=True)
+class Formats:
+    """Dtypes. compute: of the model's weights. storage: of the masters. gradient: of gradients accumulated over
+    microbatches. reduce: of gradients in collectives."""
+
+    compute: torch.dtype
+    storage: torch.dtype
+    gradient: torch.dtype
+    reduce: torch.dtype
+
+
+@dataclass(frozen=True)
+class BufferPlan:
+    """One buffer. It begins with the parameter that forward needs last, as backward finishes that one first."""
+
+    formats: Formats
+    groups: Groups
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def numel(self) -> int:
+        return self.buckets[-1].stop
+
+    @property
+    def casts_gradients(self) -> bool:
+        """Whether gradients are reduced in another dtype than they are accumulated in."""
+        sent = bool(self.groups.shard or self.groups.replicate)
+        return sent and self.formats.reduce != self.formats.gradient
+
+
+def plan_buffers(model: Transformer, layout: Layout) -> list[BufferPlan]:
+    """Plan the buffers of `model` (on the meta device).
+
+    Raises UserError if precision.fp32_modules cannot be followed.
+    """
+    _, dtypes = plan_units(model, layout.precision)
+    kinds = parameter_kinds(model)
+    members: dict[tuple[Formats, bool], list[Item]] = {}
+    for name, parameter in reversed(list(model.named_parameters())):
+        expert = kinds.get(parameter) == "expert"
+        key = _formats_of(parameter, dtypes[parameter], layout), expert
+        # Both ends of a pipeline may hold it. In a bucket of its own it is cut the same way on both.
+        alone = model.config.embedding_at_both_ends and name == "embedding.weight"
+        members.setdefault(key, []).append(Item(name, _slot_numel(parameter), alone))
+    plans = []
+    for (formats, expert), items in members.items():
+        groups = _groups_of(layout, expert=expert)
+        chosen = layout.parallel.bucket_size
+        numel = default_bucket_numel(layout.meshes.loss.size()) if chosen == "auto" else chosen
+        plans.append(BufferPlan(formats, groups, lay_out(items, parts=groups.parts, bucket_numel=numel)))
+    return plans
+
+
+def _groups_of(layout: Layout, *, expert: bool) -> Groups:
+    """ddp: all data ranks hold copies. zero1, zero2: the ranks of one copy of the model shard, or those of all copies."""
+    parallel, meshes = layout.parallel, layout.meshes
+    axis = "ep_shard" if expert else "dp_shard_cp"
+    one_copy = (meshes.fsdp_experts if expert else meshes.fsdp).get_group(axis)
+    copies, everyone = meshes.copies[("dp_replicate",)], meshes.copies[("dp_replicate", axis)]
+    if parallel.data_parallel == "ddp":
+        return Groups((), _several(everyone), ("dp_replicate", axis), everyone)
+    over_copies = parallel.shard_optimizer_over == "dp"
+    split = {axis: one_copy, "dp_replicate": copies} if over_copies else {axis: one_copy}
+    split = {name: group for name, group in split.items() if _several(group)}
+    replicate, axes = ((), ()) if over_copies else (_several(copies), ("dp_replicate",))
+    return Groups(tuple(split.values()), replicate, axes, everyone, shard_axes=tuple(split))
+
+
+def _formats_of(parameter: nn.Parameter, compute: torch.dtype, layout: Layout) -> Formats:
+    """Gradients are accumulated in promote(float32, compute) at least, and reduced in `precision.reduce`."""
+    reduce = layout.reduce
+    if compute != layout.compute:  # pinned
+        reduce = torch.promote_types(reduce, compute)
+    return Formats(compute, parameter.dtype, torch.promote_types(promoted(compute), reduce), reduce)
+
+
+def _slot_numel(parameter: nn.Parameter) -> int:
+    """Return the elements of the parameter on the rank that has most of it, so that all ranks have the same layout.
+
+    Otherwise ranks of tensor parallelism would keep different elements of a parameter that each of them holds whole.
+    """
+    sizes = list(parameter.shape)
+    if isinstance(parameter, DTensor):
+        for ranks, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
+            if not placement.is_replicate():
+                sizes[placement.dim] = -(-sizes[placement.dim] // ranks)  # type: ignore[attr-defined]
+    return prod(sizes)
+
+
+def _several(*groups: dist.ProcessGroup) -> tuple[dist.ProcessGroup, ...]:
+    return tuple(group for group in groups if group.size() > 1)

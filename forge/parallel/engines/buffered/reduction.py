@@ -1,0 +1,317 @@
+"""Gradients are summed over ranks, bucket by bucket, while backward runs.
+
+A hook on every parameter that ranks share reports its gradient. A bucket is launched once all of its gradients have
+arrived and all buckets before it have been launched: so collectives have the same order on all ranks, in whatever order
+backward makes gradients. Gradients that no hook reports (an unused parameter, weight gradients that a pipeline schedule
+computes by themselves) are picked up when the remaining buckets are launched, after backward.
+
+There are two ways for a bucket:
+
+    in place   (ddp, zero1)  autograd accumulates all microbatches in the buffer, which is reduced in the last backward; by
+                             way of a temporary bucket where precision.reduce is another dtype
+    collected  (zero2)       each microbatch's gradients are copied into a temporary bucket and reduced; this rank's part
+                             of the sum is added to what it keeps
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Iterator, Sequence
+from math import isfinite
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from forge.parallel.engines.buffered.buffer import BucketMemory, PlacedParameter
+from forge.parallel.engines.buffered.communication import (
+    AsyncCollectives,
+    TemporaryBuckets,
+    own_part,
+    sum_to_parts,
+)
+from forge.runtime.errors import FAILED, UserError
+
+
+class BucketGradients:
+    """The gradients of one bucket during one backward."""
+
+    def __init__(self, memory: BucketMemory):
+        self.memory = memory
+        self.collected = bool(memory.microbatch_groups)
+        self.shared = bool(memory.plan.groups.shard or memory.plan.groups.replicate)
+        self.expected = sum(placed.parameter.requires_grad for placed in memory.parameters)
+        self.temporary_numel = memory.bucket.numel if self.collected or memory.plan.casts_gradients else 0
+        self.temporary: Tensor | None = None
+        self.forget()
+        self.begin()
+
+    def forget(self) -> None:
+        """Discard the gradients, without touching their memory: the next microbatch overwrites it."""
+        self._empty = True
+        if not self.collected:
+            for placed in self.memory.parameters:
+                placed.parameter.grad = None
+
+    def move(self) -> None:
+        """Copy what autograd has made of the step's first gradients to the buffer, to which it adds later ones."""
+        if self.collected or not self._empty:
+            return
+        made = []
+        for placed in self.memory.parameters:
+            gradient = placed.parameter.grad
+            if gradient is not None and gradient is not placed.gradient:
+                made.append((placed, gradient))
+        if not made:
+            return
+        torch._foreach_copy_(
+            [placed.place for placed, _ in made], [_complete(placed, gradient) for placed, gradient in made]
+        )
+        for placed, _ in made:
+            placed.parameter.grad = placed.gradient
+
+    def place_all(self) -> None:
+        """Call after the step's first backward: all gradients lie in the buffer, zeros where there is none."""
+        if self.collected or not self._empty:
+            return
+        self.move()
+        for placed in self.memory.parameters:
+            if placed.parameter.grad is None:
+                placed.place.zero_()
+                placed.parameter.grad = placed.gradient
+        self._empty = False
+
+    def begin(self) -> None:
+        self.arrived: set[str] = set()
+        self._copied: set[str] = set()
+        self.launched = False
+
+    @property
+    def complete(self) -> bool:
+        return len(self.arrived) == self.expected
+
+    def arrive(self, placed: PlacedParameter) -> None:
+        """Note that backward has made the gradient, and collect it if there is a place for it already."""
+        self.arrived.add(placed.name)
+        if self.collected and self.temporary is not None:
+            self._collect(placed)
+
+    def collect_rest(self) -> None:
+        """Before the launch: collect gradients that had no place before or that no hook reported; zeros for missing ones."""
+        if self.collected:
+            for placed in self.memory.parameters:
+                if placed.parameter.grad is not None:
+                    self._collect(placed)
+                elif placed.name not in self._copied:
+                    self.sent(placed).zero_()
+
+    def sent(self, placed: PlacedParameter) -> Tensor:
+        """Return the place of the parameter's gradient in the bucket that ranks sum, flat."""
+        bucket = self.temporary if self.collected else self.memory.gradient
+        assert bucket is not None
+        return bucket[placed.slot.start - self.memory.bucket.start :][: placed.numel]
+
+    def collectives(self, *, last: bool) -> Iterator[dist.Work]:
+        """Sum the bucket over ranks; `last`: in the step's last backward."""
+        groups, kept, temporary = self.memory.plan.groups, self.memory.gradient, self.temporary
+        if temporary is None:
+            yield from sum_to_parts(kept, groups.shard, groups.replicate)
+        elif self.collected:
+            first = self.memory.microbatch_groups
+            yield from sum_to_parts(temporary, first, ())
+            own = own_part(temporary, first)
+            kept.copy_(own) if self._empty else kept.add_(own)
+            self._empty = False
+            if last:  # over the copies of the model once per step
+                yield from sum_to_parts(kept, groups.shard[len(first) :], groups.replicate)
+        else:
+            temporary.copy_(kept)
+            yield from sum_to_parts(temporary, groups.shard, groups.replicate)
+            own_part(kept, groups.shard).copy_(own_part(temporary, groups.shard))
+
+    def _collect(self, placed: PlacedParameter) -> None:
+        """Move the parameter's `.grad` into the temporary bucket, adding to what a hook has put there."""
+        assert placed.parameter.grad is not None
+        flat, target = _complete(placed, placed.parameter.grad).detach().reshape(-1), self.sent(placed)
+        target.add_(flat) if placed.name in self._copied else target.copy_(flat)
+        self._copied.add(placed.name)
+        placed.parameter.grad = None
+
+
+def _complete(placed: PlacedParameter, gradient: Tensor) -> Tensor:
+    """Return this rank's part of the parameter's gradient."""
+    if isinstance(gradient, DTensor):
+        assert isinstance(placed.parameter, DTensor)
+        # Tensor parallelism may leave a partial sum; complete it, as autograd does where it accumulates.
+        gradient = gradient.redistribute(placements=placed.parameter.placements).to_local()
+    return gradient
+
+
+class Reduction:
+    """Sums the gradients of `buckets`, which are in the order in which backward finishes them.
+
+    overlap: collectives run during backward; otherwise each is waited for. check: called with what each bucket will send.
+    symmetric_memory: temporary buckets lie in NCCL's symmetric memory.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[BucketMemory],
+        device: torch.device,
+        *,
+        overlap: bool,
+        stream: torch.cuda.Stream | None,
+        check: GradientCheck | None,
+        symmetric_memory: bool = False,
+    ):
+        self.buckets = [BucketGradients(memory) for memory in buckets]
+        sent = [bucket for bucket in self.buckets if bucket.temporary_numel]
+        nbytes = [bucket.temporary_numel * bucket.memory.plan.formats.reduce.itemsize for bucket in sent]
+        groups = [(*bucket.memory.plan.groups.shard, *bucket.memory.plan.groups.replicate) for bucket in sent]
+        # Each once, in an order that is the same on all ranks.
+        unique = dict.fromkeys(group for several in groups if symmetric_memory for group in several)
+        self.temporary = TemporaryBuckets(nbytes, device, list(unique))
+        self._overlap, self._stream, self._check = overlap, stream, check
+        # The buckets to reduce in this backward, and the number of those that have been launched.
+        self._due: list[BucketGradients] = []
+        self._next = 0
+        self._running: deque[tuple[BucketGradients, AsyncCollectives]] = deque()
+        self._last = self._complete = self._begun = False
+        for bucket in self.buckets:
+            trained = [placed for placed in bucket.memory.parameters if placed.parameter.requires_grad]
+            # Gradients of which no other rank has a part need not be known before the end of backward; but none of a
+            # bucket is to be in memory twice for longer than backward takes for the bucket.
+            for placed in trained if bucket.shared else trained[-1:]:
+                hook = functools.partial(self._arrive, bucket, placed, placed is trained[-1])
+                placed.parameter.register_post_accumulate_grad_hook(hook)
+
+    def begin(self, *, last: bool) -> None:
+        """Prepare for a backward; `last`: the last of the optimizer step."""
+        self.finish()
+        if self._complete:
+            raise RuntimeError(
+                "gradients have been summed over ranks already; call zero_gradients() of the parallel model before the "
+                "next step's backward"
+            )
+        if self._begun:
+            self.place_gradients()
+        self._last, self._begun = last, True
+        self._due = [bucket for bucket in self.buckets if last or bucket.collected]
+        self._next = 0
+        for bucket in self._due:
+            bucket.begin()
+
+    def launch_rest(self) -> None:
+        """Launch every bucket that backward has not launched, complete or not."""
+        while self._next < len(self._due):
+            self._launch(self._due[self._next])
+
+    def finish(self) -> None:
+        """Launch the rest and wait. After the last backward gradients are sums over all ranks."""
+        if not self._due:
+            return
+        self.launch_rest()
+        for _, collectives in self._running:
+            collectives.advance()  # on the CPU: so that the second collectives of all buckets run at once
+        while self._running:
+            self._finish_oldest()
+        self.temporary.free()
+        self._due, self._next, self._complete = [], 0, self._last
+
+    def place_gradients(self) -> None:
+        """Let all gradients that there are lie in the buffers. Call after a backward, before the next adds to them."""
+        for bucket in self.buckets:
+            bucket.place_all()
+
+    def forget(self) -> None:
+        """Discard the gradients."""
+        self._complete = self._begun = False
+        for bucket in self.buckets:
+            bucket.forget()
+
+    def _arrive(
+        self, bucket: BucketGradients, placed: PlacedParameter, moves: bool, _parameter: nn.Parameter
+    ) -> None:
+        if moves:  # the one that backward is expected to finish last
+            bucket.move()
+        if not bucket.shared:
+            return
+        if not (self._last or bucket.collected):
+            return
+        if bucket.launched:
+            raise RuntimeError(f"a gradient of {placed.name} came after its bucket had been sent")
+        # Only the next two buckets get a temporary one. If later ones could take both, these would wait for ever.
+        if bucket.collected and bucket.temporary is None and bucket in self._due[self._next : self._next + 2]:
+            self._acquire_temporary(bucket)
+        bucket.arrive(placed)
+        # Launch in order: a complete bucket waits for the ones before it.
+        while self._next < len(self._due) and self._due[self._next].complete:
+            self._launch(self._due[self._next])
+
+    def _launch(self, bucket: BucketGradients) -> None:
+        bucket.place_all()
+        for placed in bucket.memory.parameters:
+            placed.check()
+        if bucket.temporary_numel and bucket.temporary is None:
+            self._acquire_temporary(bucket)
+        bucket.collect_rest()
+        if self._check is not None:
+            self._check([(placed.name, bucket.sent(placed)) for placed in bucket.memory.parameters])
+        bucket.launched = True
+        self._next += 1
+        collectives = AsyncCollectives(bucket.collectives(last=self._last), self._stream)
+        self._running.append((bucket, collectives))
+        if not self._overlap:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        bucket, collectives = self._running.popleft()
+        collectives.finish()
+        if bucket.temporary is not None:
+            self.temporary.release(bucket.temporary)
+            bucket.temporary = None
+
+    def _acquire_temporary(self, bucket: BucketGradients) -> None:
+        while self.temporary.exhausted:
+            self._finish_oldest()
+        bucket.temporary = self.temporary.acquire(bucket.temporary_numel, bucket.memory.plan.formats.reduce)
+
+
+class GradientCheck:
+    """`parallel.check_gradients`: look at each bucket's gradients before they are mixed with those of other ranks.
+
+    finite: raise UserError (exit 1), which names parameter and rank, where a gradient is NaN or infinite. plausible: also
+    where a bucket's norm is IMPLAUSIBLE times the largest that it has had. Waits for the device at every bucket.
+    """
+
+    # A bucket's norm differs by a factor of a few from step to step, ten at a bad batch.
+    IMPLAUSIBLE = 1000.0
+
+    def __init__(self, level: Literal["finite", "plausible"]):
+        self._level = level
+        self._largest: dict[str, float] = {}
+
+    def __call__(self, gradients: Sequence[tuple[str, Tensor]]) -> None:
+        """gradients: those of one bucket, with the names of their parameters."""
+        norms = torch.stack(torch._foreach_norm([gradient for _, gradient in gradients])).tolist()
+        for (name, _), norm in zip(gradients, norms, strict=True):
+            if not isfinite(norm):
+                raise self._error(name, "is not finite")
+        first, norm = gradients[0][0], sum(norm**2 for norm in norms) ** 0.5
+        largest = self._largest.get(first, 0.0)
+        if self._level == "plausible" and largest and norm > self.IMPLAUSIBLE * largest:
+            worst = max(zip(norms, gradients, strict=True), key=lambda pair: pair[0])[1][0]
+            what = f"is implausible: its bucket's norm is {norm:.3g}, and was {largest:.3g} at most before"
+            raise self._error(worst, what)
+        self._largest[first] = max(norm, largest)
+
+    @staticmethod
+    def _error(name: str, what: str) -> UserError:
+        return UserError(
+            f"the gradient of {name} {what}, on rank {dist.get_rank()}, before it was summed over ranks. Look at that rank's "
+            f"data and card, lower optimizer.lr, or set parallel.check_gradients = none",
+            exit_code=FAILED,
+        )

@@ -1,0 +1,101 @@
+"""`DataParallel`: how ranks that read different data share one model, and the choice of the engine.
+
+The layer above calls every engine in the same way and order, whether a parameter is gathered unit by unit
+(forge/parallel/engines/fsdp.py) or lies in a contiguous buffer (forge/parallel/engines/buffered).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from forge.model import Transformer
+from forge.model.precision import promoted
+from forge.parallel.engines.buffered import Buffered
+from forge.parallel.engines.fsdp import FullySharded
+from forge.parallel.layout import Layout
+from forge.shard import Shard
+
+
+class DataParallel(Protocol):
+    """An engine on one model, or on one stage of a model. Every method is collective unless it says otherwise."""
+
+    shards: list[Shard]
+    """What the optimizer updates, in the order of `named_parameters`; there after `allocate`."""
+
+    def allocate(self, device: torch.device) -> None:
+        """Give this rank uninitialised storage for its part of the model."""
+
+    def begin_microbatch(self, *, last: bool) -> None:
+        """Call before each forward that will be followed by a backward; in a pipeline just before the backward.
+
+        `last`: it is the last backward of the optimizer step.
+        """
+
+    def take_weight_gradients(self, *, last: bool) -> None:
+        """Call after a pipeline has computed gradients of weights apart from those of inputs; `last`: of the step."""
+
+    def start_gradient_sync(self) -> None:
+        """Call after the last backward: launch all reductions over data ranks that are not under way."""
+
+    def finish_gradient_sync(self) -> None:
+        """Complete these reductions: the gradients of `shards` are sums over data ranks."""
+
+    def after_update(self) -> None:
+        """Call after `shards` have been written to: the model computes with their values from now on."""
+
+    def zero_gradients(self) -> None:
+        """Discard the gradients."""
+
+    def replicated_tensors(self) -> Iterable[tuple[str, Tensor, dist.ProcessGroup]]:
+        """Tensors besides `shards` that must be bit-identical across a group: name, what to compare, the group."""
+
+    def memory(self) -> dict[str, int]:
+        """Return what this rank's device holds through a step, in bytes by kind. Not collective."""
+
+    def accumulation_memory_summary(self) -> str:
+        """Return, for the log, what lies in memory between the microbatches of a step. Not collective."""
+
+
+def apply_data_parallel(model: Transformer, layout: Layout) -> DataParallel:
+    """Put the engine that `parallel.data_parallel` names on `model` (on the meta device), in place. Collective.
+
+    fsdp2 has nothing to shard where no other rank has the same parameters. Contiguous buffers then hold as much and
+    spend no hooks, casts and copies on gathering and reducing, so they take its place.
+    """
+    parallel = layout.parallel
+    if parallel.data_parallel != "fsdp2":
+        return Buffered(model, layout)
+    if not (_alone(layout) and _buffers_take_no_more_memory(layout)):
+        return FullySharded(model, layout)
+    # The keys of the buffered engines do not apply to fsdp2.
+    plain = {"data_parallel": "zero1", "check_gradients": "none", "symmetric_memory": False}
+    return Buffered(model, replace(layout, parallel=parallel.model_copy(update=plain)))
+
+
+def _alone(layout: Layout) -> bool:
+    """Whether this rank shares neither parameters nor experts with ranks that read other data."""
+    meshes = layout.meshes
+    return meshes.fsdp.size() == 1 and (layout.model.moe is None or meshes.fsdp_experts.size() == 1)
+
+
+def _buffers_take_no_more_memory(layout: Layout) -> bool:
+    """Whether fsdp2 would hold gradients as wide as those of the buffers, and no key makes it hold less in one process.
+
+    Its gradients are in `storage`, and between microbatches in `reduce`.
+    """
+    gradient = torch.promote_types(promoted(layout.compute), layout.reduce)
+    held = layout.storage
+    if layout.meshes.degrees.accumulation > 1:
+        held = torch.promote_types(held, layout.reduce)
+    return (
+        held.itemsize >= gradient.itemsize
+        and layout.precision.float8 == "none"
+        and not layout.parallel.cpu_offload
+        and layout.parallel.reshard_after_forward != "always"
+    )

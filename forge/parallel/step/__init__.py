@@ -1,0 +1,1 @@
+"""One step of a parallel model: forward and backward, gradients, routers."""

@@ -1,0 +1,188 @@
+"""`ParallelModel`: a model on any layout, as the training loop sees it, and the implementation without a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from forge.model import IGNORE, Transformer
+from forge.model.mtp import depth_of
+from forge.parallel.context import ModelInputs, SequenceSplit
+from forge.parallel.context.sequence import Sequences
+from forge.parallel.engines.engine import DataParallel
+from forge.parallel.layout import Layout
+from forge.parallel.logits import LargestLogits
+from forge.parallel.step.gradients import sum_gradients
+from forge.parallel.step.routers import RouterReport, Routers
+from forge.parallel.tensor.apply import partial_shards
+
+
+class StepBatch(Sequences, Protocol):
+    """What this data rank reads for one optimizer step (forge.data makes it)."""
+
+    def microbatches(self, size: int) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Sums over all valid tokens of the global batch.
+
+    values: float64 device vector, equal on all ranks: objective, cross-entropy, z-loss, number of tokens.
+    """
+
+    values: Tensor
+
+    @property
+    def objective(self) -> Tensor:
+        return self.values[0]
+
+    @property
+    def cross_entropy(self) -> Tensor:
+        return self.values[1]
+
+    @property
+    def tokens(self) -> Tensor:
+        return self.values[3]
+
+
+class ParallelModel:
+    """A model spread over ranks. Methods are collective unless they say otherwise; the loop calls them in this order.
+
+    parts: this rank's stages of the model (without a pipeline one, all of it). shards: the parameters.
+    buffers: what else belongs into checkpoints, the balancing state of routers.
+    """
+
+    def __init__(self, parts: Sequence[Transformer], engines: Sequence[DataParallel], layout: Layout):
+        self.parts = list(parts)
+        self.shards = [shard for engine in engines for shard in engine.shards]
+        self._engines = engines
+        self._routers = Routers(parts, layout)
+        self.buffers = self._routers.shards()
+        self._partial = [s for p, e in zip(parts, engines, strict=True) for s in partial_shards(p, e.shards)]
+        self._largest_logits = LargestLogits(parts, self.shards, layout) if layout.observe_logits else None
+        self._meshes = layout.meshes
+        self._split = SequenceSplit(layout.meshes.cp, layout.sequence_pieces, depth_of(layout.model))
+        self.watch: Callable[[ModelInputs], object] = lambda inputs: None  # called before each forward
+        self.micro_batch_size = layout.micro_batch_size
+
+    def count_tokens(self, batch: StepBatch) -> Tensor:
+        """Return the number of valid labels in the global batch: a float64 device scalar, equal on all ranks.
+
+        The loss is divided by it before the first backward, so it is counted before the first forward.
+        """
+        return _sum_over(_valid_tokens(self._split.part(batch.labels)), self._meshes.loss)
+
+    def forward_backward(self, batch: StepBatch, tokens: Tensor) -> Sums:
+        """Add the gradient of (sum of losses / tokens) of every microbatch to the shards; return the sums of losses."""
+        microbatches = [self._split.local_part(micro) for micro in batch.microbatches(self.micro_batch_size)]
+        # A batch without any valid token has loss 0 and gradient 0, not 0/0.
+        divisor = tokens.clamp(min=1)
+        for part in self.parts:
+            part.set_loss_scale(1 / divisor)
+        losses = self._forward_backward(microbatches, divisor)
+        # Before any other collective: on some ranks no hook has fired for some parameters, whose reductions start here.
+        for engine in self._engines:
+            engine.start_gradient_sync()
+        return Sums(torch.cat([_sum_over(losses, self._meshes.pipeline), tokens.reshape(1)]))
+
+    def finalize_gradients(self) -> None:
+        """Complete the sums of gradients over every axis: after this, gradients of shards are those of the global batch."""
+        for engine in self._engines:
+            engine.finish_gradient_sync()
+        if self._partial:
+            sum_gradients(self._partial, self._meshes.tp.get_group())
+        if self._largest_logits is not None:
+            self._largest_logits.complete()
+
+    def update_router(self, skip: Tensor) -> RouterReport | None:
+        """Update the balancing state of all routers, unless `skip` (device scalar) is 1.0; None for a dense model."""
+        return self._routers.update(skip)
+
+    def after_update(self) -> None:
+        """Recompute what derives from the parameters. Call after each optimizer step, and after a load into a used model."""
+        for engine in self._engines:
+            engine.after_update()
+
+    def zero_gradients(self) -> None:
+        """Discard the gradients, and what else was measured with them."""
+        for engine in self._engines:
+            engine.zero_gradients()
+        if self._largest_logits is not None:
+            self._largest_logits.reset()
+
+    @torch.no_grad()
+    def evaluate(self, batch: StepBatch) -> Sums:
+        """Return the sums of one batch, without computing gradients."""
+        inputs = self._split.local_part(batch)
+        values = torch.zeros(4, dtype=torch.float64, device=inputs.tokens.device)
+        losses = self._forward(inputs)
+        if losses is not None:
+            values[:3] = losses
+            assert inputs.labels is not None
+            values[3] = _valid_tokens(inputs.labels)
+        return Sums(_sum_over(values, self._meshes.pipeline))
+
+    @torch.no_grad()
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Return next-token scores `[batch, seq, vocab]` of `tokens` `[batch, seq]`, the same tokens on all ranks."""
+        return self._split.logits(self._logits, tokens)
+
+    def replicated_tensors(self) -> Iterator[tuple[str, Tensor, dist.ProcessGroup]]:
+        """Yield tensors besides `shards` that must be bit-identical across a group: name, what to compare, the group."""
+        for engine in self._engines:
+            yield from engine.replicated_tensors()
+
+    def memory(self) -> dict[str, int]:
+        """Return what this rank's device holds through a step, in bytes by kind. Not collective."""
+        of_engines = [engine.memory() for engine in self._engines]
+        return {kind: sum(memory[kind] for memory in of_engines) for kind in of_engines[0]}
+
+    def accumulation_memory_summary(self) -> str:
+        """Return, for the log, what lies in memory between the microbatches of a step. Not collective."""
+        return "; ".join(engine.accumulation_memory_summary() for engine in self._engines)
+
+    def _forward_backward(self, microbatches: list[ModelInputs], divisor: Tensor) -> Tensor:
+        """Compute the gradients of all losses / divisor; return the sums of losses computed here, float64 `[3]`."""
+        raise NotImplementedError
+
+    def _forward(self, inputs: ModelInputs) -> Tensor | None:
+        """Return what the whole model's forward returns; None where another rank has its end."""
+        raise NotImplementedError
+
+    def _logits(self, inputs: ModelInputs) -> Tensor:
+        """Return, on every rank, what the whole model's forward returns for inputs without labels."""
+        raise NotImplementedError
+
+
+class SequentialModel(ParallelModel):
+    """The model without a pipeline: every rank has its shards of all layers."""
+
+    def _forward_backward(self, microbatches: list[ModelInputs], divisor: Tensor) -> Tensor:
+        (engine,), total = self._engines, torch.zeros(3, dtype=torch.float64, device=divisor.device)
+        for index, inputs in enumerate(microbatches):
+            engine.begin_microbatch(last=index == len(microbatches) - 1)
+            losses = self._forward(inputs)
+            (losses[0] / divisor.to(losses.dtype)).backward()
+            total += losses.detach()
+        return total
+
+    def _forward(self, inputs: ModelInputs) -> Tensor:
+        self.watch(inputs)
+        return self.parts[0](*inputs.arguments)
+
+    _logits = _forward
+
+
+def _valid_tokens(labels: Tensor) -> Tensor:
+    return (labels != IGNORE).sum(dtype=torch.float64)
+
+
+def _sum_over(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    if group.size() > 1:
+        dist.all_reduce(values, group=group)
+    return values

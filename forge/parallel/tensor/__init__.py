@@ -1,0 +1,1 @@
+"""Tensor and sequence parallelism: the plan of a model, and modules that compute on their shard."""

@@ -1,0 +1,158 @@
+"""Tensor parallelism: the ranks of one mesh share every matrix product; with sequence parallelism also the rest.
+
+Per block and direction there are two all-gathers and two reduce-scatters; without sequence parallelism two all-reduces.
+Which style each module has, and what that does to it: forge/parallel/tensor/plan.py. Experts are left whole
+(forge/parallel/expert.py).
+
+A parameter that is whole on every rank, but whose gradient is made from this rank's part of the activations only (norms
+and routers on pieces of the sequence, QK-norm on some of the heads), has partial gradients: they are summed over the
+ranks once per step, all in one collective (`sum_gradients`).
+
+Loss: each rank computes the logits of its own rows of the vocabulary, and nobody gathers them. Per chunk of tokens the
+ranks exchange two numbers per token: the logsumexp over a rank's own rows, and the target's logit, which is 0 on all ranks
+but the one that holds the target's row. The logsumexp of the logsumexps is the one over the whole vocabulary (Shoeybi et
+al. 2019, "Megatron-LM", section 3, where maximum and sum are sent separately). Gradients of a rank's own logits and rows
+are local; those of hidden states are summed over the ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+import torch.distributed._functional_collectives as functional
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.distributed.tensor.placement_types import Shard as Split
+
+from forge.model import FusedLoss, LatentAttention, Transformer
+from forge.model.loss import Vocabulary, chunk_loss
+from forge.parallel.layout import Layout
+from forge.parallel.modules import replace_module
+from forge.parallel.step.collectives import SEQUENCE, gather_for_all, gather_for_parts, share
+from forge.parallel.tensor.local import Place, first_row
+from forge.parallel.tensor.plan import PARTS, Plan, input_of, plan_for, styles_of
+from forge.runtime import compat
+from forge.runtime.errors import UserError
+from forge.shard import Shard
+
+# Names end so in a block's last projections, which write into the residual stream.
+INTO_STREAM = tuple(f".{back}" for _, back in PARTS.values())
+
+
+def apply_tensor(model: Transformer, layout: Layout) -> None:
+    """Split `model` (on the meta device) in place over the tp ranks; all parameters but experts' become DTensors.
+
+    Raises UserError if the plan does not fit the model, or if asynchronous collectives are asked for without a card.
+    """
+    mesh, parallel = layout.meshes.tp, layout.parallel
+    if mesh.size() == 1:
+        return
+    # It warns of every redistribution over more than one axis; none is in a step, some are in tests and tools.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    if parallel.async_tp:
+        _overlap_collectives(mesh)
+    plan = plan_for(model, layout)
+    stream = Split(SEQUENCE) if parallel.sequence_parallel else Replicate()
+    for name, module in list(model.named_modules()):
+        style = plan.get(name)
+        if isinstance(style, ParallelStyle):
+            parallelize_module(module, mesh, style, src_data_rank=None)
+        elif styles := styles_of(module):
+            partial = _sees_a_part(model, name, plan, parallel.sequence_parallel)
+            output = stream if name.endswith(INTO_STREAM) else Replicate()
+            split = styles[style](module, Place(mesh, stream, input_of(model, name, stream), output, partial))
+            if split is not module:
+                replace_module(model, name, split)
+    model.loss = _loss(model, plan, layout)
+    plain = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+    left = [name for name in plain if ".experts." not in name]
+    assert not left, f"tensor parallelism does not know what to do with {', '.join(left)}"
+
+
+def partial_shards(model: nn.Module, shards: Sequence[Shard]) -> list[Shard]:
+    """Return the shards whose gradients have to be summed over the tp ranks; none without tensor parallelism."""
+    modules = {n: m for n, m in model.named_modules() if getattr(m, "partial_gradients", False)}
+    names = {f"{name}.{own}" for name, module in modules.items() for own, _ in module.named_parameters()}
+    return [shard for shard in shards if shard.name in names]
+
+
+def _sees_a_part(model: nn.Module, name: str, plan: Plan, pieces: bool) -> bool:
+    """Whether the module `name` works on, or for, only some of the tokens or heads."""
+    parent, _, leaf = name.rpartition(".")
+    if leaf in ("wa_down", "wg_down"):
+        return plan.get(f"{parent}.{leaf.removesuffix('_down')}") == "colwise"
+    if leaf == "latents":
+        return plan.get(f"{parent}.wkv_b") == "colwise"
+    of_heads = {"q_norm": "wq", "k_norm": "wk", "out_norm": "wv"}
+    if leaf in of_heads and not isinstance(model.get_submodule(parent), LatentAttention):
+        return plan.get(f"{parent}.{of_heads[leaf]}") == "colwise"
+    return pieces
+
+
+def _loss(model: Transformer, plan: Plan, layout: Layout) -> TensorLoss:
+    assert isinstance(model.loss, FusedLoss)
+    mesh, style = layout.meshes.tp, plan.get("embedding" if model.config.tie_embeddings else "head")
+    split = layout.parallel.loss_parallel and style is not None and style != "colwise_rep"
+    return TensorLoss(
+        model.loss,
+        mesh,
+        pieces=layout.parallel.sequence_parallel,
+        first_row=first_row(layout.model.vocab_size, mesh) if split else None,
+    )
+
+
+def _overlap_collectives(mesh: DeviceMesh) -> None:
+    """Let the compiler split matrix products and interleave them with their collectives (PyTorch's asynchronous TP)."""
+    if mesh.device_type != "cuda":
+        raise UserError("parallel.async_tp = true needs CUDA cards that reach each other's memory; use false")
+    torch._inductor.config._micro_pipeline_tp = True
+    compat.share_memory(mesh.get_group())
+
+
+class TensorLoss(FusedLoss):
+    """FusedLoss for a head whose weight is a DTensor over `mesh`; sums and logits are equal on all ranks.
+
+    `pieces`: hidden states come as pieces of the sequence. `first_row`: where this rank's rows of the vocabulary begin,
+    for a weight that is split over it; None: the weight is gathered and every rank computes the whole loss.
+    """
+
+    def __init__(self, plain: FusedLoss, mesh: DeviceMesh, *, pieces: bool, first_row: int | None):
+        super().__init__(plain.z_loss_coef, plain.chunk_tokens, plain.soft_cap)
+        self.mesh = mesh
+        self.pieces = pieces
+        self.split = first_row is not None
+        if first_row is not None:
+            self.chunk = functools.partial(chunk_loss, vocabulary=SplitVocabulary(mesh, first_row))
+
+    def forward(self, hidden: Tensor, head_weight: Tensor, labels: Tensor | None) -> Tensor:
+        """hidden `[batch, seq, dim]`, or of seq / tp tokens if `pieces`; labels and results as for FusedLoss."""
+        weight = cast(DTensor, head_weight)
+        if self.split and labels is not None:
+            whole = gather_for_parts(hidden, self.mesh) if self.pieces else share(hidden, self.mesh)
+            return super().forward(whole, weight.to_local(), labels)
+        whole = gather_for_all(hidden, self.mesh) if self.pieces else hidden
+        return super().forward(whole, weight.redistribute(placements=[Replicate()]).to_local(), labels)
+
+
+class SplitVocabulary(Vocabulary):
+    """This rank has the logits of the rows of the head from `first_row` on."""
+
+    def __init__(self, mesh: DeviceMesh, first_row: int):
+        self.mesh = mesh
+        self.first_row = first_row
+
+    def locate(self, target: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+        column = target - self.first_row
+        here = (column >= 0) & (column < columns)
+        return column.masked_fill(~here, 0), here
+
+    def combine(self, lse: Tensor, target_logit: Tensor) -> tuple[Tensor, Tensor]:
+        mine = torch.stack([lse, target_logit])[None]
+        ranks = functional.wait_tensor(compat.all_gather_single(mine, 0, self.mesh))  # [tp, 2, chunk, 1]
+        return ranks[:, 0].logsumexp(0), ranks[:, 1].sum(0)

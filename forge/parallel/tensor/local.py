@@ -1,0 +1,286 @@
+"""The modules that tensor parallelism puts in the place of others: the same parameters and names, on local tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
+from torch.distributed.tensor.placement_types import Shard as Split
+from torch.nn import functional as F
+
+from forge.model import Decay, Embedding, RMSNorm, Router, SharedGate, ShortConvolution, Sinks
+from forge.model.mla import Latents
+from forge.model.mtp import Join
+from forge.model.norm import ProjectionNorm
+from forge.model.precision import promoted
+from forge.parallel.step.collectives import (
+    gather_for_all,
+    gather_for_parts,
+    own_piece,
+    share,
+    sum_to_all,
+    sum_to_pieces,
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in the model a module lies.
+
+    stream: the layout of the residual stream, in pieces of the sequence or whole on every rank. input: the layout of a
+    linear layer's input that has all features, output: of its output. partial: the module works on only some of the tokens
+    or heads.
+    """
+
+    mesh: DeviceMesh
+    stream: Placement
+    input: Placement
+    output: Placement
+    partial: bool
+
+
+class LocalNorm(RMSNorm):
+    """A norm on this rank's part of the activations; its weight is whole on every rank.
+
+    partial_gradients: ranks see different tokens or heads, so the weight's gradient is a sum over them.
+    """
+
+    def __init__(self, plain: RMSNorm, place: Place):
+        with torch.device("meta"):
+            super().__init__(plain.weight.numel(), plain.eps)
+        self.normalize, self.initial = plain.normalize, plain.initial
+        self.weight = distributed(plain.weight, place.mesh, Replicate())
+        self.partial_gradients = place.partial
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x `[..., dim]` -> `[..., dim]`."""
+        return self.normalize(x, self.weight.shape, local_tensor(self.weight), self.eps)
+
+
+class WholeProjectionNorm(LocalNorm):
+    """A norm over all heads, which every rank has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x `[batch, seq, heads, head_dim]` -> the same shape."""
+        return super().forward(x.flatten(-2)).view_as(x)
+
+
+class LocalProjectionNorm(ProjectionNorm):
+    """A norm over all heads of which this rank has some, with their part of the weight."""
+
+    def __init__(self, plain: ProjectionNorm, place: Place):
+        with torch.device("meta"):
+            super().__init__(plain.weight.numel(), plain.eps)
+        self.initial, self.mesh = plain.initial, place.mesh
+        self.weight = distributed(plain.weight, place.mesh, Split(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x `[batch, seq, heads / tp, head_dim]` -> the same shape."""
+        exact = x.flatten(-2).to(promoted(x.dtype))
+        # All ranks need the sum over all heads, and each goes on with its own: the gradient is a sum over them, too.
+        square = share(sum_to_all(exact.square().sum(-1, keepdim=True), self.mesh), self.mesh)
+        weight = local_tensor(self.weight).to(exact.dtype) + (1.0 - self.initial)
+        return (exact * torch.rsqrt(square / self.weight.numel() + self.eps) * weight).to(x.dtype).view_as(x)
+
+
+def local_projection_norm(plain: ProjectionNorm, place: Place) -> nn.Module:
+    """Split the norm where its projection is split."""
+    return LocalProjectionNorm(plain, place) if place.partial else WholeProjectionNorm(plain, place)
+
+
+class LocalRouter(Router):
+    """A router of this rank's piece of the sequence; its weight is whole on every rank."""
+
+    partial_gradients = True
+
+    def __init__(self, plain: Router, place: Place):
+        with torch.device("meta"):
+            super().__init__(plain.weight.shape[1], plain.config, plain.layer)
+        for name, weight in plain.named_parameters():
+            self.register_parameter(name, distributed(weight, place.mesh, Replicate()))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x `[batch, seq / tp, dim]` -> `[batch, seq / tp, n_experts]` in the weight's dtype."""
+        bias = None if self.logit_bias is None else local_tensor(self.logit_bias)
+        return F.linear(x.to(self.weight.dtype), local_tensor(self.weight), bias)
+
+
+class LocalJoin(Join):
+    """A projection of this rank's part of the tokens; its weight is whole on every rank."""
+
+    def __init__(self, plain: Join, place: Place):
+        with torch.device("meta"):
+            super().__init__(plain.weight.shape[0])
+        self.weight = distributed(plain.weight, place.mesh, Replicate())
+        self.partial_gradients = place.partial
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        """Both `[batch, seq, dim]` or pieces of the sequence -> the same shape."""
+        return F.linear(torch.cat([first, second], dim=-1), local_tensor(self.weight))
+
+
+class LocalSharedGate(SharedGate):
+    """The gate of shared experts, on this rank's piece of the sequence or on all of it; its weight is whole on every rank."""
+
+    def __init__(self, plain: SharedGate, place: Place):
+        with torch.device("meta"):
+            super().__init__(plain.weight.shape[1])
+        self.weight = distributed(plain.weight, place.mesh, Replicate())
+        self.partial_gradients = place.partial
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x `[batch, seq or seq / tp, dim]` -> `[batch, seq or seq / tp, 1]`."""
+        return F.linear(x, local_tensor(self.weight)).sigmoid()
+
+
+class LocalConvolution(ShortConvolution):
+    """The convolution of this rank's channels, or of all on every rank."""
+
+    def __init__(self, plain: ShortConvolution, place: Place, *, split: bool):
+        with torch.device("meta"):
+            super().__init__(plain.q.shape[0], plain.v.shape[0], plain.q.shape[1])
+        _take_parameters(self, plain, place.mesh, Split(0) if split else Replicate())
+
+    def weights(self) -> list[Tensor]:
+        """Return this rank's part of the weights; gradients pass."""
+        return [local_tensor(weight) for weight in self.parameters()]
+
+
+class LocalDecay(Decay):
+    """The decays of this rank's heads, or of all on every rank."""
+
+    def __init__(self, plain: Decay, place: Place, *, split: bool):
+        with torch.device("meta"):
+            super().__init__(plain.a_log.numel(), plain.channels)
+        _take_parameters(self, plain, place.mesh, Split(0) if split else Replicate())
+
+    def weights(self) -> list[Tensor]:
+        """Return this rank's part of the weights; gradients pass."""
+        return [local_tensor(weight) for weight in self.parameters()]
+
+
+class LocalEmbedding(Embedding):
+    """Looks up all tokens among the rows of the vocabulary that this rank has.
+
+    first_row: where these begin; None: all rows are on every rank.
+    """
+
+    def __init__(self, plain: Embedding, place: Place, *, split: bool):
+        with torch.device("meta"):
+            vocab_size, dim = plain.weight.shape
+            super().__init__(vocab_size, dim, plain.scale)
+        self.first_row = first_row(plain.weight.shape[0], place.mesh) if split else None
+        self.weight = distributed(plain.weight, place.mesh, Split(0) if split else Replicate())
+        self.mesh, self.pieces = place.mesh, not place.stream.is_replicate()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens int64 `[batch, seq]` -> the stream: `[batch, seq / tp, dim]` in pieces, else `[batch, seq, dim]`."""
+        weight = local_tensor(self.weight)
+        if self.first_row is None:
+            x = self.scaled(F.embedding(tokens, weight))
+            return own_piece(x, self.mesh) if self.pieces else x
+        # A token of another rank's rows looks up zeros; the sum over ranks is then the one row there is.
+        row = tokens - self.first_row
+        here = (row >= 0) & (row < weight.shape[0])
+        x = F.embedding(row.masked_fill(~here, 0), weight).masked_fill(~here.unsqueeze(-1), 0.0)
+        return self.scaled(sum_to_pieces(x, self.mesh) if self.pieces else sum_to_all(x, self.mesh))
+
+
+class LocalLinear(nn.Linear):
+    """A linear layer on local tensors, without a collective: its weight is split by rows, or whole on every rank.
+
+    partial_gradients: ranks see different tokens, so the gradients of a whole weight are sums over them.
+    """
+
+    def __init__(self, plain: nn.Linear, place: Place, *, split: bool, partial: bool):
+        with torch.device("meta"):
+            super().__init__(plain.in_features, plain.out_features, plain.bias is not None)
+        for name, parameter in list(plain.named_parameters()):
+            placement = Split(0) if split else Replicate()
+            self.register_parameter(name, distributed(parameter, place.mesh, placement))
+        self.partial_gradients = partial
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x `[..., in_features]` -> this rank's features of x."""
+        return F.linear(x, local_tensor(self.weight), None if self.bias is None else local_tensor(self.bias))
+
+
+class LocalNarrow(LocalLinear):
+    """A projection of all features, as one DTensor, into some that all heads share; its weight is whole on every rank.
+
+    Where ranks have different heads (`partial`), its gradients and the input's are sums over them.
+    """
+
+    def __init__(self, plain: nn.Linear, place: Place):
+        super().__init__(plain, place, split=False, partial=place.partial)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x `[..., in_features]` -> `[..., out_features]`, a local tensor."""
+        assert isinstance(x, DTensor)
+        return super().forward(
+            x.to_local(grad_placements=[Partial() if self.partial_gradients else Replicate()])
+        )
+
+
+class SharedLatents(Latents):
+    """Gathers pieces of the sequence, in one collective, for heads of which each rank has some (`partial`) or all."""
+
+    def __init__(self, plain: Latents, place: Place):
+        super().__init__()
+        self.mesh, self.partial, self.pieces = place.mesh, place.partial, not place.stream.is_replicate()
+
+    def forward(self, latent: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """latent `[batch, seq or seq / tp, rank]`, key `[..., rope_dim]` -> the same of the whole sequence."""
+        both = torch.cat([latent, key], dim=-1)
+        if self.pieces:
+            both = gather_for_parts(both, self.mesh) if self.partial else gather_for_all(both, self.mesh)
+        elif self.partial:
+            both = share(both, self.mesh)
+        latent, key = both.split([latent.shape[-1], key.shape[-1]], dim=-1)
+        return latent, key
+
+
+class LocalSinks(Sinks):
+    """The logits of this rank's heads."""
+
+    def __init__(self, plain: Sinks, place: Place, *, split: bool):
+        with torch.device("meta"):
+            super().__init__(plain.weight.numel())
+        self.weight = distributed(plain.weight, place.mesh, Split(0) if split else Replicate())
+
+    def forward(self) -> Tensor:
+        """Return the logits `[heads / tp]`, or of all heads where they are not split."""
+        return local_tensor(self.weight)
+
+
+def distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> nn.Module:
+    """Make the parameters directly in `module` (on the meta device) DTensors over the 1-D `mesh`, in place."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        module.register_parameter(name, distributed(parameter, mesh, placement))
+    return module
+
+
+def _take_parameters(module: nn.Module, plain: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
+    """Give `module` the parameters directly in `plain`, as DTensors over the 1-D `mesh`."""
+    for name, parameter in plain.named_parameters(recurse=False):
+        module.register_parameter(name, distributed(parameter, mesh, placement))
+
+
+def distributed(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
+    """Return `parameter` (on the meta device) as a DTensor over the 1-D `mesh`."""
+    whole = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+    return nn.Parameter(whole, requires_grad=parameter.requires_grad)
+
+
+def first_row(vocabulary: int, mesh: DeviceMesh) -> int:
+    """Return where this rank's rows begin: all ranks but the last ones have ceil(vocabulary / tp) of them."""
+    return min(vocabulary, -(-vocabulary // mesh.size()) * mesh.get_local_rank())
+
+
+def local_tensor(weight: Tensor) -> Tensor:
+    """Return this rank's part of `weight`, a DTensor; gradients pass."""
+    assert isinstance(weight, DTensor)
+    return weight.to_local()

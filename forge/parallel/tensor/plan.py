@@ -1,0 +1,299 @@
+"""Which module is split in which way under tensor parallelism, and what each style does to a module: STYLES.
+
+A plan maps names of modules, with globs for single components, to styles. The residual stream is in pieces of the
+sequence with parallel.sequence_parallel, else whole on every rank; attention and feed-forward take it whole.
+
+    colwise            rows of the weight are split: takes the whole input, returns some of the features
+    rowwise            columns of the weight are split: takes some of the features, returns a sum into the stream
+    colwise_rep        colwise, but the features are gathered on every rank
+    rowwise_rep        rowwise, but the input has all features on every rank
+    sequence_parallel  a norm on its piece of the sequence
+
+Latent attention computes its latents on pieces of the sequence, and gathers these, which are smaller than the stream.
+
+For the embedding `rowwise` splits the vocabulary, for the head `colwise` does. What no pattern names stays whole on
+every rank.
+
+Linear layers are split by PyTorch's styles and compute on DTensors. Embedding, norms, routers and loss compute on local
+tensors with collectives of their own, because DTensor would make the embedding's whole gradient on every rank and sum
+each norm's gradient by itself in every microbatch. They are replaced by modules with the same parameters and names.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, TypeAlias
+
+from torch import nn
+from torch.distributed.tensor import Placement, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.placement_types import Shard as Split
+
+from forge.config.layout import TENSOR_STYLES
+from forge.model import (
+    Attention,
+    Decay,
+    Embedding,
+    FeedForward,
+    GroupedAttention,
+    Head,
+    LatentAttention,
+    LinearAttention,
+    RMSNorm,
+    Router,
+    SharedGate,
+    ShortConvolution,
+    Sinks,
+)
+from forge.model.linear_attention import Narrow
+from forge.model.mla import Down, Latents, Up
+from forge.model.mtp import Join
+from forge.model.norm import ProjectionNorm
+from forge.parallel.layout import Layout
+from forge.parallel.modules import for_all_layers, has_all_names, matches_exact_depth
+from forge.parallel.tensor.local import (
+    LocalConvolution,
+    LocalDecay,
+    LocalEmbedding,
+    LocalJoin,
+    LocalLinear,
+    LocalNarrow,
+    LocalNorm,
+    LocalRouter,
+    LocalSharedGate,
+    LocalSinks,
+    Place,
+    SharedLatents,
+    distribute,
+    local_projection_norm,
+)
+from forge.runtime.errors import UserError, did_you_mean
+
+Plan: TypeAlias = dict[str, str | ParallelStyle]
+
+# The plan of Megatron-LM (Shoeybi et al. 2019), with sequence parallelism after Korthikanti et al. 2022.
+OWN: Mapping[str, str] = {
+    "embedding": "rowwise",
+    "layers.*.attention.wq": "colwise",
+    "layers.*.attention.wk": "colwise",
+    "layers.*.attention.wv": "colwise",
+    "layers.*.attention.wq_b": "colwise",
+    "layers.*.attention.wkv_b": "colwise",
+    "layers.*.attention.sinks": "colwise",
+    "layers.*.attention.wo": "rowwise",
+    "layers.*.attention.wg": "colwise",
+    "layers.*.attention.wa": "colwise",
+    "layers.*.attention.wb": "colwise",
+    "layers.*.attention.conv": "colwise",
+    "layers.*.attention.decay": "colwise",
+    "layers.*.feed_forward.w1": "colwise",
+    "layers.*.feed_forward.w3": "colwise",
+    "layers.*.feed_forward.w2": "rowwise",
+    "layers.*.feed_forward.shared.w1": "colwise",
+    "layers.*.feed_forward.shared.w3": "colwise",
+    "layers.*.feed_forward.shared.w2": "rowwise",
+    "head": "colwise",
+}
+# Projections into a part of a block, of which it may lack some, and back into the residual stream.
+PARTS: dict[type[nn.Module], tuple[tuple[str, ...], str]] = {
+    GroupedAttention: (("wq", "wk", "wv", "wg", "sinks"), "wo"),
+    LatentAttention: (("wq", "wq_b", "wkv_b", "wg", "sinks"), "wo"),
+    LinearAttention: (("wq", "wk", "wv", "wg", "wa", "wb", "conv", "decay"), "wo"),
+    FeedForward: (("w1", "w3"), "w2"),
+}
+
+
+def plan_for(model: nn.Module, layout: Layout) -> Plan:
+    """The style of every module that the configuration names, or the model's own plan names, by the module's whole name.
+
+    Raises UserError for a pattern that matches nothing, a style that does not fit its module, a plan that cannot be
+    imported, and projections of one part that do not go together.
+    """
+    key, patterns = _patterns(model, layout)
+    plan: Plan = {}
+    modules = dict(model.named_modules())
+    for pattern, style in patterns.items():
+        found = [name for name in modules if matches_exact_depth(pattern, name)]
+        if not found and key is not None and has_all_names(model):
+            raise UserError(f'{key}: "{pattern}" matches no module{_hint(pattern, modules)}')
+        for name in found:
+            _check_style(key, name, modules[name], style, layout)
+            plan[name] = style
+    for name, module in modules.items():
+        _check_part(name, module, plan, layout.parallel.tp)
+        inside = modules.get(name.rpartition(".")[0])
+        if type(module) is nn.Linear and not isinstance(inside, tuple(PARTS)) and name not in plan:
+            raise UserError(
+                f"tensor parallelism does not know what {name} computes on; name it in a plan "
+                f"(parallel.tp_plan = package.module:function) with a ParallelStyle of PyTorch"
+            )
+    return plan
+
+
+def _patterns(model: nn.Module, layout: Layout) -> tuple[str | None, Mapping[str, Any]]:
+    """The key that the plan is from (None: the model's own, where a pattern may match nothing) and the plan."""
+    parallel = layout.parallel
+    if parallel.tp_plan_styles:
+        return "parallel.tp_plan_styles", parallel.tp_plan_styles
+    if parallel.tp_plan == "auto":
+        return None, getattr(model, "tensor_plan", OWN)
+    key, plan = f'parallel.tp_plan = "{parallel.tp_plan}"', layout.tensor_plan(model)
+    if not isinstance(plan, dict):
+        raise UserError(f"{key} returned a {type(plan).__name__}; needed: a dict of module names to styles")
+    return key, plan
+
+
+def _hint(pattern: str, names: Iterable[str]) -> str:
+    general = for_all_layers(names)
+    return did_you_mean(pattern, {*names, *general} if any(c.isdigit() for c in pattern) else general)
+
+
+def _check_style(key: str | None, name: str, module: nn.Module, style: Any, layout: Layout) -> None:
+    if isinstance(style, ParallelStyle):
+        return
+    where = f'{key or "plan of the model"}: "{name}"'
+    if style not in TENSOR_STYLES:
+        raise UserError(f"{where} = {style!r} is not a style; known: {', '.join(TENSOR_STYLES)}")
+    fitting = [known for known in styles_of(module) if known is not None]
+    if style not in fitting:
+        allowed = f"use {' or '.join(fitting)}" if fitting else "it is not a module that can be split"
+        raise UserError(f"{where} is a {type(module).__name__}, which cannot be {style}; {allowed}")
+    if style == "sequence_parallel" and not layout.parallel.sequence_parallel:
+        raise UserError(f"{where} = {style!r} needs parallel.sequence_parallel = true")
+    tp = layout.parallel.tp
+    if isinstance(module, nn.Linear):
+        size = module.out_features if style.startswith("colwise") else module.in_features
+        if size % tp:
+            raise UserError(f"{where} splits {size} features, which parallel.tp = {tp} does not divide")
+
+
+def _check_part(name: str, part: nn.Module, plan: Plan, tp: int) -> None:
+    """All projections into a part give it the same share of the features, and the one back takes just that."""
+    names = next((names for kind, names in PARTS.items() if isinstance(part, kind)), None)
+    if names is None:
+        return
+    present = [leaf for leaf in names[0] if getattr(part, leaf, None) is not None]
+    into = {leaf: plan.get(f"{name}.{leaf}") for leaf in present}
+    back = plan.get(f"{name}.{names[1]}")
+    if any(isinstance(style, ParallelStyle) for style in (*into.values(), back)):
+        return  # users check their own styles
+    split = {style == "colwise" for style in into.values()}
+    if len(split) > 1 or split != {back == "rowwise"}:
+        shown = ", ".join(f"{leaf}: {style or 'whole'}" for leaf, style in (*into.items(), (names[1], back)))
+        raise UserError(
+            f"tensor parallelism cannot split {name} so ({shown}): either all of {', '.join(present)} are colwise "
+            f"and {names[1]} is rowwise, or none of them is"
+        )
+    if isinstance(part, GroupedAttention | LatentAttention | LinearAttention) and split == {True}:
+        kinds = {"wk": "key heads" if isinstance(part, LinearAttention) else "key/value heads"}
+        for leaf, heads in part.heads.items():
+            if heads % tp:
+                what = kinds.get(leaf, "heads")
+                raise UserError(f"{name}: parallel.tp = {tp} does not divide its {heads} {what}")
+
+
+def _take_stream(part: nn.Module, place: Place) -> nn.Module:
+    """Leave the input as it is: the projections gather what they need."""
+    return part
+
+
+def _take_whole_input(part: nn.Module, place: Place) -> nn.Module:
+    """Gather a part's input once, as one DTensor for all projections, so that their gradients are summed only once."""
+    others = (None,) * (len(inspect.signature(part.forward).parameters) - 1)
+    style = PrepareModuleInput(
+        input_layouts=(place.stream, *others),
+        desired_input_layouts=(Replicate(), *others),
+        use_local_output=False,
+    )
+    return parallelize_module(part, place.mesh, style)
+
+
+def _split_head(head: Head, place: Place, *, split: bool) -> nn.Module:
+    return distribute(head, place.mesh, Split(0) if split else Replicate())
+
+
+def _split_linear(linear: nn.Linear, place: Place, *, style: Callable[[Place], ParallelStyle]) -> nn.Module:
+    return parallelize_module(linear, place.mesh, style(place), src_data_rank=None)
+
+
+def _compute_on_every_rank(linear: nn.Linear, place: Place) -> nn.Module:
+    style = PrepareModuleInputOutput(
+        input_layouts=place.input,
+        desired_input_layouts=Replicate(),
+        output_layouts=Replicate(),
+        desired_output_layouts=place.output,
+    )
+    return parallelize_module(distribute(linear, place.mesh, Replicate()), place.mesh, style)
+
+
+Apply: TypeAlias = Callable[[Any, Place], nn.Module]
+
+# For each kind of module its styles, and what makes of a module one that is split so. None: no pattern names the module.
+STYLES: dict[type[nn.Module], dict[str | None, Apply]] = {
+    LatentAttention: {None: _take_stream},
+    Attention: {None: _take_whole_input},
+    LinearAttention: {None: _take_whole_input},
+    FeedForward: {None: _take_whole_input},
+    Down: {None: lambda linear, at: LocalLinear(linear, at, split=False, partial=at.partial)},
+    Up: {
+        "colwise": partial(LocalLinear, split=True, partial=False),
+        None: partial(LocalLinear, split=False, partial=False),
+    },
+    Narrow: {None: LocalNarrow},
+    Latents: {None: SharedLatents},
+    Sinks: {"colwise": partial(LocalSinks, split=True), None: partial(LocalSinks, split=False)},
+    nn.Linear: {
+        "colwise": partial(_split_linear, style=lambda at: ColwiseParallel(input_layouts=at.input)),
+        "rowwise": partial(_split_linear, style=lambda at: RowwiseParallel(output_layouts=at.output)),
+        "colwise_rep": partial(
+            _split_linear,
+            style=lambda at: ColwiseParallel(input_layouts=at.input, output_layouts=at.output),
+        ),
+        "rowwise_rep": partial(
+            _split_linear,
+            style=lambda at: RowwiseParallel(input_layouts=Replicate(), output_layouts=at.output),
+        ),
+        None: _compute_on_every_rank,
+    },
+    Embedding: {
+        "rowwise": partial(LocalEmbedding, split=True),
+        "rowwise_rep": partial(LocalEmbedding, split=True),
+        None: partial(LocalEmbedding, split=False),
+    },
+    Head: {
+        "colwise": partial(_split_head, split=True),
+        "colwise_rep": partial(_split_head, split=True),
+        None: partial(_split_head, split=False),
+    },
+    ProjectionNorm: {None: local_projection_norm},
+    RMSNorm: {"sequence_parallel": LocalNorm, None: LocalNorm},
+    Router: {None: LocalRouter},
+    Join: {None: LocalJoin},
+    SharedGate: {None: LocalSharedGate},
+    ShortConvolution: {
+        "colwise": partial(LocalConvolution, split=True),
+        None: partial(LocalConvolution, split=False),
+    },
+    Decay: {"colwise": partial(LocalDecay, split=True), None: partial(LocalDecay, split=False)},
+}
+
+
+def styles_of(module: nn.Module) -> dict[str | None, Apply]:
+    """Return the entry of STYLES for the kind of `module`; an empty one for a module that is left as it is."""
+    return next((styles for kind, styles in STYLES.items() if isinstance(module, kind)), {})
+
+
+def input_of(model: nn.Module, name: str, stream: Placement) -> Placement:
+    """Return the layout of the input with all features of the linear layer `name`."""
+    parent, _, leaf = name.rpartition(".")
+    latent = isinstance(model.get_submodule(parent), LatentAttention) and leaf != "wo"
+    return stream if latent else Replicate()

@@ -1,0 +1,198 @@
+"""What differs between the configuration of a checkpoint and that of the run which starts from it: taken or refused."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+from forge.checkpoint import read_config
+from forge.checkpoint.folders import step_name, steps
+from forge.config import Config, difference, parse_toml_text
+from forge.config.phases import used_sources
+from forge.optim import decay_start, learning_rate
+from forge.runtime.errors import UserError
+
+log = logging.getLogger(__name__)
+
+# The shape of the model and the order of its data: with another value a resumed run would not continue its history.
+FIXED = ("model.", "train.seq_len", "run.seed", "data.mixture_block", "data.document_mask")
+# Of [model], what says how training goes and not what the weights compute.
+TRAINING = (
+    *("model.init_std", "model.linear_attention.chunk_size", "model.mtp.loss_coef"),
+    *(f"model.moe.{key}" for key in ("balance", "aux_loss_coef", "z_loss_coef", "bias_update_rate")),
+    *(f"model.moe.{key}" for key in ("router_noise", "capacity_factor")),
+)
+# What a run may change when it continues.
+FREE = ("model.init_std", "model.linear_attention.chunk_size")
+# With another value the tensors have other names or shapes, which loading compares and reports.
+SHAPES = (
+    *("model.dim", "model.n_layers", "model.ffn_dim", "model.vocab_size"),
+    *("model.tie_embeddings", "model.qk_norm", "model.attention_bias"),
+    *("model.attention_output_bias", "model.ffn_bias", "model.qk_norm_over"),
+    *(
+        f"model.moe.{key}"
+        for key in ("n_experts", "n_shared_experts", "expert_dim", "n_dense_layers", "every")
+    ),
+    *("model.moe.expert_bias", "model.moe.router_bias"),
+)
+# How far tokens see, and how positions are encoded: weights are adapted to a longer context by further training.
+CONTEXT = (
+    *("model.rope_theta", "model.rope_scaling.", "model.sliding_window", "model.sliding_rope_theta"),
+    "model.layer_pattern",
+)
+
+
+def compare_for_resume(path: Path, step: int, new: Config, branch: bool = False) -> None:
+    """Log what has changed since the checkpoint at `path`. Raises UserError for what its history cannot go on with.
+
+    branch: whether the configuration names the checkpoint, to go on from it with another end.
+    """
+    old = _config_of(path)
+    if branch:
+        _refuse_a_past_decay(path, step, old, new)
+    changes = difference(old, new)
+    refused = [change for change in changes if change[0].startswith(FIXED) and change[0] not in FREE]
+    if refused:
+        raise UserError(
+            f"{path} cannot be continued with another model or data order:\n{_lines(refused)}\n"
+            f"Set them back, or start a new run (another run.name) with checkpoint.init = {str(path)!r} to keep the weights."
+        )
+    for key, before, after in changes:
+        log.info("changed since %s: %s = %s (was %s)", path.name, key, after, before)
+    _warn_of_jump(path, step, old, new)
+
+
+def compare_for_init(path: Path, new: Config) -> None:
+    """Log how the model differs from that of the checkpoint at `path`, whose weights it takes.
+
+    Raises UserError for what changes the function that the weights compute, unless `checkpoint.init_changes` names it.
+    """
+    changes = [change for change in difference(_config_of(path), new) if change[0].startswith("model.")]
+    free = (*TRAINING, *CONTEXT, *SHAPES)
+    meant = new.checkpoint.init_changes
+    if refused := [change for change in changes if not change[0].startswith(free) and change[0] not in meant]:
+        names = ", ".join(f'"{key}"' for key, _, _ in refused)
+        raise UserError(
+            f"checkpoint.init = {str(path)!r}: the model is another one than these weights were trained as:\n"
+            f"{_lines(refused)}\n"
+            f"Set them to the checkpoint's values, or, if the change is meant, checkpoint.init_changes = [{names}]."
+        )
+    for key, before, after in changes:
+        log.warning("checkpoint.init: %s = %s, the weights were trained with %s", key, after, before)
+
+
+def check_data(path: Path, before: dict[str, Any], inputs: dict[str, Any], new: Config) -> list[str]:
+    """Refuse to continue on other data or with another tokenizer than the checkpoint at `path` (UserError, exit 2).
+
+    before, inputs: the fingerprints there and now; new: the run's configuration. With `checkpoint.allow_changed_data` other
+    data are taken; returns what of them has changed, one sentence each.
+    """
+    changed = [key for key in sorted(set(before) | set(inputs)) if before.get(key) != inputs.get(key)]
+    if not changed:
+        return []
+    old = _config_of(path)
+    changes: list[str] = []
+    for key in changed:
+        # With another tokenizer the same ids mean something else. Blocks grow where weights need it (data/mixture.py).
+        free = key.startswith("data.sources") or key == "data.mixture_block"
+        for name, there, now in _as_written(key, before.get(key), inputs.get(key), old, new):
+            change = f"{name} is not what {path} was trained on: {there} there, {now} now"
+            if not (new.checkpoint.allow_changed_data and free):
+                back = (
+                    f"Set {name} back" if "fingerprint" not in there else "Restore the files and data.sources"
+                )
+                remedy = (
+                    ", set checkpoint.allow_changed_data = true to read the new data from here on"
+                    if free
+                    else ""
+                )
+                raise UserError(
+                    f"{change}. {back}{remedy}, or start a new run (another run.name) with checkpoint.init = "
+                    f"{str(path)!r} to keep the weights."
+                )
+            if change not in changes:
+                changes.append(change)
+    for change in changes:
+        log.warning("%s", change)
+    return changes
+
+
+def _as_written(key: str, there: object, now: object, old: Config, new: Config) -> list[tuple[str, str, str]]:
+    """Return what has changed as (key, value there, value now), as the user wrote it.
+
+    key, there, now: one of `input_fingerprints` (forge/data/build.py), whose weights and caps are computed. Its number of a
+    source counts the sources that are used.
+    """
+    source = re.fullmatch(r"data\.sources\[(\d+)\]\.(path|weight|max_epochs)", key)
+    if source is None:
+        kind = "fingerprint " if key == "data.tokenizer" else ""
+        return [(key, f"{kind}{there}", f"{kind}{now}")]
+    number, field = int(source[1]), source[2]
+    if field == "path":
+        return [(key, f"fingerprint {there}", f"fingerprint {now}")]
+    if number >= min(len(used_sources(old)), len(used_sources(new))):
+        return []  # a source that is new, or no longer there, is reported by its path
+    was, is_now = (config.data.sources[used_sources(config)[number]] for config in (old, new))
+    name = f"data.sources[{used_sources(new)[number]}].{field}"
+    written = [
+        (name, getattr(was, field), getattr(is_now, field)),
+        ("data.temperature", old.data.temperature, new.data.temperature),
+        ("data.at_cap", old.data.at_cap, new.data.at_cap),
+    ]
+    differ = [one for one in written if one[1] != one[2]]
+    computed = (f"{name}, with data.temperature and the size of the source,", there, now)
+    return [(name, _shown(was), _shown(is_now)) for name, was, is_now in differ or [computed]]
+
+
+def _shown(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _config_of(path: Path) -> Config:
+    return parse_toml_text(read_config(path), str(path / "config.toml"), import_classes=False)
+
+
+def _lines(changes: list[tuple[str, object, object]]) -> str:
+    return "\n".join(
+        f"  {key}: {before!r} in the checkpoint, {after!r} now" for key, before, after in changes
+    )
+
+
+def _refuse_a_past_decay(path: Path, step: int, old: Config, new: Config) -> None:
+    """Raise UserError if a branch of a plateau would have begun to decay before it begins."""
+    if new.schedule.name != "wsd" or new.schedule.unit == "tokens":
+        return
+    start, before = decay_start(new.schedule, new.train.steps), decay_start(old.schedule, old.train.steps)
+    if start < step <= before and step < new.train.steps:
+        share = (new.train.steps - step) / new.train.steps
+        raise UserError(
+            f"checkpoint.resume = {str(path)!r}: step {step} was on the plateau, and with train.steps = {new.train.steps} "
+            f"the decay would have begun after step {start}; resume from a checkpoint up to there, raise train.steps, or set "
+            f"schedule.decay_fraction = {share:.3g}, which decays from step {step} on"
+        )
+
+
+def _warn_of_jump(path: Path, step: int, old: Config, new: Config) -> None:
+    """Warn if a run whose learning rate had begun to decay goes on with a higher one, as more steps make it."""
+    if step >= new.train.steps:
+        return  # no step follows
+    start = decay_start(old.schedule, old.train.steps)
+    last, following = (
+        learning_rate(config.schedule, lr=config.optimizer.lr, step=number, steps=config.train.steps)
+        for config, number in ((old, step), (new, step + 1))
+    )
+    if step <= start or following <= 1.01 * last:
+        return
+    before = [number for number in steps(path.parent) if number <= start]
+    remedy = f"the last checkpoint before it is {path.parent / step_name(before[-1])}" if before else ""
+    log.warning(
+        "the learning rate jumps from %.3g in step %d to %.3g in step %d: it had been decaying since step %d; %s",
+        last,
+        step,
+        following,
+        step + 1,
+        start,
+        remedy or "no checkpoint from before it is left",
+    )

@@ -1,0 +1,155 @@
+"""Reports why a run fails: which rank and step, and which ranks did not live to report.
+
+A rank that dies takes all others with it: their collectives fail or hang, and each sees a lost connection but not the cause.
+So every rank that still can answers a roll call in the store through which the ranks met.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+from torch.distributed import Store
+
+from forge.observe.json_lines import utc_now
+from forge.observe.report import Reporter
+from forge.resilience.watchdog import Alarm
+from forge.runtime import compat
+from forge.runtime.distributed import on_first_rank
+from forge.runtime.errors import FAILED, WATCHDOG, UserError
+
+log = logging.getLogger(__name__)
+
+# Ranks hang, and fail for each other, within a step of each other; torchrun gives them 30 s before it kills them.
+PATIENCE_S = 8.0
+
+
+class CrashReporter:
+    """For one start of a run on all ranks. Constructing it is collective, its methods are not."""
+
+    def __init__(self, reporter: Reporter):
+        self._reporter, self._world = reporter, reporter.world
+        start = on_first_rank("reading the clock", utc_now)
+
+        def roll_call() -> RollCall:
+            return RollCall(compat.meeting_store(), self._world.rank, self._world.size, f"roll-call-{start}")
+
+        self._roll_call = roll_call()
+        # The watchdog asks it in a thread of its own, so it has a store of its own.
+        self.alarm = roll_call().alarm if self._world.size > 1 else None
+        self.alarm_s = 1.0 if self._world.size <= 64 else 5.0
+
+    def watchdog_ends(self, reason: str, step: int, exit_code: int) -> None:
+        """Report that the watchdog ends this process: its own bound is exceeded, or another rank has raised an alarm."""
+        expired = exit_code == WATCHDOG
+        if self._world.rank == 0:
+            stacks = f"; stacks of every rank are in {self._reporter.directory.logs}" if expired else ""
+            self._reporter.ended("failed", reason + stacks, exit_code)
+        if self._world.size > 1 and expired:
+            self._roll_call.raise_alarm(Alarm(f"rank {self._world.rank}: {reason}", WATCHDOG))
+        # All ranks wait, so that none is torn down by another's end before it has written its stacks.
+        cause = self._find_cause(reason, quiet_s=PATIENCE_S)
+        if self._world.rank == 0 and expired:
+            self._reporter.event("watchdog", step=step, reason=reason, cause=cause)
+
+    def failed(self, error: BaseException) -> None:
+        """Report that `error` ends the run on this rank, and end the ranks that wait for this one.
+
+        A UserError most often ends all ranks by itself; one that only this rank has met, such as a lack of memory, does not.
+        """
+        trouble = self._describe(error)
+        if isinstance(error, UserError):
+            self._reporter.ended("failed", str(error), error.exit_code)
+            with contextlib.suppress(Exception):
+                self._roll_call.answer(trouble)
+                self._roll_call.raise_alarm(Alarm(str(error), error.exit_code))
+            return
+        log.error("rank %d fails in %s", self._world.rank, trouble)
+        cause = self._find_cause(trouble, quiet_s=self.alarm_s + 1.0)
+        self._reporter.ended("failed", cause or trouble, FAILED)
+
+    def once(self, work: Callable[[], None], patience_s: float) -> None:
+        """Call `work` on the first rank that asks; the others wait until that has ended, for `patience_s` seconds at most."""
+        self._roll_call.once(work, patience_s)
+
+    def _find_cause(self, trouble: str, quiet_s: float) -> str:
+        """Who did not answer or failed first, as a sentence; empty in a world of one."""
+        if self._world.size == 1:
+            return ""
+        try:
+            first = self._roll_call.answer(trouble)
+            self._roll_call.raise_alarm(Alarm(f"the first to fail was {first}", FAILED))
+            missing = self._roll_call.missing(PATIENCE_S, quiet_s)
+        except Exception as error:
+            cause = f"the store through which the ranks met is gone, and with it the process that held it: {error}"
+        else:
+            cause = f"the first to fail was {first}"
+            if len(missing) == self._world.size - 1:
+                # A rank that is gone looks the same as one that has not noticed yet that this one has failed.
+                cause += f"; no answer from {_ranks(missing)}: killed, hung or waiting for this one"
+            elif missing:
+                cause = f"no answer from {_ranks(missing)}, killed or hung; {cause}"
+        if self._world.rank < 2:  # two, because one of them may be the dead one
+            log.error("%s", cause)
+        return cause
+
+    def _describe(self, error: BaseException) -> str:
+        phase, step = self._reporter.phases.now
+        name = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        return f"{phase} of step {step}: {name}{error}" if step else f"{phase}: {name}{error}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+class RollCall:
+    """One per rank, over a `store` that no other thread uses. `name` is new at every start of the run."""
+
+    def __init__(self, store: Store, rank: int, world: int, name: str):
+        self._store, self._rank, self._world, self._name = store, rank, world, name
+
+    def answer(self, trouble: str) -> str:
+        """Report that this rank lives and what its trouble is. Returns the trouble of the rank that answered first."""
+        first = self._store.compare_set(f"{self._name}/first", "", f"rank {self._rank}: {trouble}")
+        self._store.set(f"{self._name}/{self._rank}", "here")
+        return first.decode()
+
+    def once(self, work: Callable[[], None], patience_s: float) -> None:
+        """Call `work` if no other rank does, else wait for its end. Raises DistStoreError after `patience_s` seconds."""
+        done, own = f"{self._name}/once", f"rank {self._rank}"
+        if self._store.compare_set(f"{done}/by", "", own).decode() != own:
+            self._store.wait([done], timedelta(seconds=patience_s))
+            return
+        try:
+            work()
+        finally:
+            self._store.set(done, "done")
+
+    def raise_alarm(self, alarm: Alarm) -> None:
+        """Make every rank that waits end for this reason. The first alarm counts."""
+        self._store.compare_set(f"{self._name}/alarm", "", f"{alarm.exit_code} {alarm.reason}")
+
+    def alarm(self) -> Alarm | None:
+        """The first alarm that any rank has raised."""
+        key = f"{self._name}/alarm"
+        if not self._store.check([key]):
+            return None
+        exit_code, _, reason = self._store.get(key).decode().partition(" ")
+        return Alarm(reason, int(exit_code))
+
+    def missing(self, patience_s: float, quiet_s: float = 1.0) -> list[int]:
+        """Ranks that have not answered after `patience_s` seconds, or once nobody new has answered for `quiet_s`."""
+        missing = [rank for rank in range(self._world) if rank != self._rank]
+        now = time.monotonic()
+        end, quiet_until = now + patience_s, now + quiet_s
+        while missing and time.monotonic() < min(end, quiet_until):
+            time.sleep(0.05)
+            still = [rank for rank in missing if not self._store.check([f"{self._name}/{rank}"])]
+            if len(still) < len(missing):
+                missing, quiet_until = still, time.monotonic() + quiet_s
+        return missing

@@ -1,0 +1,76 @@
+"""A run's history as the trainer meets it: the state from which the run starts, and the states to which it returns."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from forge.checkpoint import Checkpoints
+from forge.run.origin import write_origin
+from forge.run.restore import load_training_state, load_weights
+from forge.run.resume import Start
+from forge.run.rollback import find_rollback_point, sync_rollback_history
+from forge.runtime.errors import RollbackRequired
+from forge.train.state import Rollback
+from forge.train.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+class History:
+    """The checkpoints and the run directory of a trainer. All methods are collective."""
+
+    def __init__(self, trainer: Trainer, checkpoints: Checkpoints):
+        self._trainer, self._checkpoints = trainer, checkpoints
+
+    def start(self, start: Start) -> None:
+        """Load the state of `start` into the trainer: a checkpoint, or the weights of `checkpoint.init`, or nothing."""
+        trainer, init = self._trainer, self._trainer.config.checkpoint.init
+        if start.point is None and init:
+            load_weights(Path(init), trainer.model)
+            trainer.renew_optimizer()  # its mean of the weights begins at the loaded ones
+            log.info("weights from %s, a new history", init)
+        self._restart(start)
+
+    def roll_back(self, required: RollbackRequired) -> None:
+        """Return to the newest good checkpoint before the trouble. Raises UserError (exit 1) if that is not possible."""
+        trainer = self._trainer
+        progress, reporter = trainer.progress, trainer.reporter
+        assert required.last_step == progress.step
+        reporter.phases.enter("set-up", progress.step)
+        point = find_rollback_point(
+            required, progress, self._checkpoints, trainer.config, reporter.directory, reporter.event
+        )
+        rollback = progress.rollback_to(point.state, required.pass_over)
+        first, end = rollback.first_sample, rollback.end_sample
+        over = f", passing over samples {first} to {end - 1}" if required.pass_over else ""
+        log.warning("%s. Back to step %d%s", required, point.step, over)
+        numbers = {name: value for name, value in vars(rollback).items() if name != "drawn"}
+        reporter.event("rolled_back", reason=str(required), **numbers)
+        trainer.anomalies.discard_gradients()
+        trainer.results.clear()
+        trainer.batches.close()
+        self._restart(Start(point, kept=point.step), [rollback])
+        trainer.hooks.call("after_rollback", point.step)
+
+    def _restart(self, start: Start, rollbacks: Sequence[Rollback] = ()) -> None:
+        """Load the checkpoint of `start`, set aside checkpoints and metrics after it, and open the data there.
+
+        rollbacks: added to the history. Checkpoints and metrics of another history are set aside, too.
+        """
+        trainer, reporter = self._trainer, self._trainer.reporter
+        if start.point is not None:
+            name = trainer.config.optimizer.name
+            if not load_training_state(start.point, trainer.model, trainer.optimizer, name):
+                trainer.renew_optimizer()
+            trainer.progress.load(start.point.state)
+        # In this order: a run that is killed in between meets the same trouble again, or knows that it has rolled back; and
+        # a new history is recorded when nothing of the old one is left, before it saves for the first time.
+        names = self._checkpoints.set_aside_after(start.kept)
+        sync_rollback_history(reporter.directory, start, trainer.progress, rollbacks)
+        metrics = trainer.metrics.restart_from(start.kept, aside=start.replaces)
+        if names or metrics:
+            reporter.event("set_aside", checkpoints=names, metrics=metrics and metrics.name)
+        write_origin(reporter.directory, start.origin)
+        trainer.open_data()

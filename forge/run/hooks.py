@@ -1,0 +1,151 @@
+"""The hooks of every run, in the order in which they are called, and those that the config adds."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from forge.checkpoint import Checkpoints
+from forge.checkpoint.local import LocalTier
+from forge.config import Config
+from forge.data.epochs import check_caps, epochs, log_epochs, log_left_out
+from forge.hook import Hook
+from forge.observe.hardware import process_age_s
+from forge.observe.profile import StepProfiler
+from forge.observe.trackers import require_packages
+from forge.resilience.elastic import is_elastic
+from forge.resilience.stopping import TimeLimit
+from forge.resilience.stragglers import Stragglers
+from forge.run.mirror import MirrorSaves
+from forge.run.nodes import Recovery
+from forge.run.save import Saves
+from forge.run.tiers import LocalSaves
+from forge.runtime.errors import UserError
+from forge.runtime.fault import fault_point
+from forge.runtime.imports import load_class
+from forge.runtime.tools import TASK_SCORES, TEXT_SAMPLES
+from forge.train.evaluate import Evaluation
+from forge.train.monitor import StepMonitors
+from forge.train.phases import PhaseChanges
+from forge.train.source_losses import SourceLosses
+from forge.train.trainer import Trainer
+
+
+def load_hooks(config: Config) -> list[tuple[str, type[Hook]]]:
+    """Path and class of each hook that the config asks for. Raises UserError, also for a tracker that is not installed."""
+    require_packages(config.metrics.trackers)
+    samples = [TEXT_SAMPLES] if config.evaluate.sample_interval else []
+    tasks = [TASK_SCORES] if config.evaluate.tasks and config.evaluate.tasks_interval else []
+    return [(path, _load(path)) for path in [*samples, *tasks, *config.train.hooks]]
+
+
+def make_hooks(
+    trainer: Trainer,
+    checkpoints: Checkpoints,
+    loaded: list[tuple[str, type[Hook]]],
+    local: LocalTier | None = None,
+) -> list[Hook]:
+    """All hooks of a run, without those that are off. Collective. local: where nodes keep states themselves.
+
+    A checkpoint follows everything that is written about its step, so saves come last.
+    """
+    config, world, directory = trainer.config, trainer.reporter.world, trainer.reporter.directory
+    saves = Saves(trainer, checkpoints)
+    hooks: list[Hook] = [trainer.reporter.phases, FaultPoints(), DataStalls(trainer)]
+    if is_elastic() or world.restarted:
+        hooks.append(Recovery(trainer.reporter))
+    if config.resilience.time_limit_s:
+        hooks.append(StopBeforeTimeLimit(trainer, saves))
+    if config.resilience.straggler_interval and world.size > 1:
+        hooks.append(
+            Stragglers(config.resilience, trainer.model.parts, trainer.device, trainer.reporter.event)
+        )
+    if config.metrics.sources:
+        hooks.append(SourceLosses(trainer))
+    if config.phase:
+        hooks.append(PhaseChanges(trainer))
+    hooks += [Epochs(trainer), trainer.metrics, trainer.reporter.memory]
+    if config.profile.span and world.rank in config.profile.ranks:
+        hooks.append(StepProfiler(config.profile, world.rank, directory.profile, trainer.device))
+    hooks.append(trainer.collector)
+    if config.metrics.monitor_interval:
+        hooks.append(StepMonitors(trainer))
+    if trainer.data.validation:
+        hooks.append(Evaluation(trainer))
+    for path, kind in loaded:
+        # A user's class need not accept more than it uses, so the constructor's type is not known here.
+        constructor: Any = kind
+        hook: Hook = constructor(trainer)
+        hook.name = path
+        hooks.append(hook)
+    hooks.append(saves)
+    if local is not None:
+        hooks.append(LocalSaves(trainer, saves, local))
+    if config.checkpoint.mirror and world.rank == 0:
+        hooks.append(MirrorSaves(trainer, checkpoints, saves))
+    return hooks
+
+
+class FaultPoints(Hook):
+    """Tests make a step fail here."""
+
+    def after_data(self, step: int) -> None:
+        fault_point("step", step)
+
+
+class DataStalls(Hook):
+    """Reports long waits for data, with their cause, as events."""
+
+    def __init__(self, trainer: Trainer):
+        self._trainer = trainer
+
+    def after_data(self, step: int) -> None:
+        if stall := self._trainer.batches.stall:
+            self._trainer.reporter.event("data_stall", step=step, seconds=stall.seconds, cause=stall.cause)
+
+
+class Epochs(Hook):
+    """Reports how often the data is read, at the start and on the lines of the metrics."""
+
+    def __init__(self, trainer: Trainer):
+        self._trainer = trainer
+        trainer.metrics.epochs = self._before
+
+    def before_run(self, step: int) -> None:
+        train, progress, phases = self._trainer.config.train, self._trainer.progress, self._trainer.phases
+        tokens = phases.tokens_after(train.steps - step, progress.tokens) - progress.tokens
+        last = progress.order.nth(progress.next_sample, tokens // train.seq_len)
+        after = self._before(last)
+        check_caps(after, self._trainer.config.data)
+        log_left_out(self._trainer.data.dataset.following(progress.order), progress.next_sample, last)
+        log_epochs(self._before(progress.next_sample), after)
+
+    def _before(self, sample: int) -> dict[str, float]:
+        return epochs(self._trainer.data.dataset.following(self._trainer.progress.order), sample)
+
+
+class StopBeforeTimeLimit(Hook):
+    """Asks for the end of the run early enough to save before `resilience.time_limit_s` is over."""
+
+    def __init__(self, trainer: Trainer, saves: Saves):
+        self._trainer, self._saves = trainer, saves
+        self._limit_s = trainer.config.resilience.time_limit_s
+        # The limit counts from the launch; the launcher may have restarted this process since.
+        launched = time.monotonic() - process_age_s(trainer.reporter.world.first_process)
+        self._limit = TimeLimit(self._limit_s, launched)
+        trainer.reporter.phases.listen(self._limit.enter)
+
+    def after_data(self, step: int) -> None:
+        if self._limit.near(self._saves.slowest_s):
+            self._trainer.request_stop(f"resilience.time_limit_s = {self._limit_s:g} is near")
+
+
+def _load(path: str) -> type[Hook]:
+    needed = "needed: a subclass of forge.hook.Hook, see docs/extending/hook.md"
+    try:
+        found = load_class(path)
+    except ValueError as error:
+        raise UserError(f'train.hooks: "{path}": {error}; {needed}') from error
+    if not issubclass(found, Hook):
+        raise UserError(f'train.hooks: "{path}" is not a hook; {needed}')
+    return found

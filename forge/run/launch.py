@@ -1,0 +1,226 @@
+"""From the command line to an exit code: loads the config, joins the ranks, trains, and reports how it ended."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from forge.checkpoint import Checkpoints
+from forge.config import (
+    Config,
+    Degrees,
+    choose_layout,
+    help_text,
+    load_config,
+    parse_command_line,
+    to_toml,
+)
+from forge.data.build import open_data
+from forge.hook import Hook
+from forge.observe.hardware import process_age_s
+from forge.observe.log import setup_logging
+from forge.observe.report import Reporter
+from forge.observe.run_directory import RunDirectory
+from forge.resilience.elastic import exit_code_after_stop
+from forge.resilience.stopping import StopSignals
+from forge.resilience.watchdog import Watchdog, bounds, patience
+from forge.run.changes import check_data
+from forge.run.crash import CrashReporter
+from forge.run.history import History
+from forge.run.hooks import load_hooks, make_hooks
+from forge.run.mirror import restore_lost
+from forge.run.nodes import report_nodes
+from forge.run.origin import Earlier, read_earlier, refuse_moved_run
+from forge.run.out_of_memory import explaining_exhaustion
+from forge.run.tiers import Tiers
+from forge.runtime import compat
+from forge.runtime.distributed import on_every_rank, on_first_rank
+from forge.runtime.errors import FAILED, FINISHED, STOPPED, UserError
+from forge.runtime.fault import fault_point
+from forge.runtime.files import replace_atomically
+from forge.runtime.imports import load_function
+from forge.runtime.terminal import stderr
+from forge.runtime.tools import PLANNER
+from forge.runtime.world import World, join, read_world
+from forge.train.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+def main(argv: list[str]) -> int:
+    """Run train.py's command line `argv` (without the program's name) and return the process's exit code."""
+    with StopSignals() as signals:
+        return _main(argv, signals)
+
+
+def _main(argv: list[str], signals: StopSignals) -> int:
+    try:
+        world = read_world()
+    except UserError as error:
+        stderr.write(f"forge: {error}\n")
+        return error.exit_code
+    try:
+        command = parse_command_line(argv)
+        if command.action == "help":
+            _print(world.rank, help_text())
+            return FINISHED
+        config = load_config(argv)
+        if command.action == "print_config":
+            _print(world.rank, to_toml(config))
+            return FINISHED
+        if command.action == "plan":
+            return load_function(PLANNER)(config, command) if world.rank == 0 else FINISHED
+        refuse_moved_run(command, config)
+        config, degrees, fallback = choose_layout(argv, config, world.size)
+        join(world)
+        code = run(config, degrees, world, signals, fallback)
+        dist.destroy_process_group()
+        return code
+    except UserError as error:
+        if world.rank == 0:
+            stderr.write(f"forge: {error}\n")
+        else:
+            # torchrun kills the other workers when the first one ends, and rank 0 must have printed by then. On a busy
+            # machine ranks that have not met yet are seconds apart.
+            time.sleep(2 if dist.is_initialized() else 5)
+        return error.exit_code
+    except Exception:
+        log.exception("rank %d failed", world.rank)
+        return FAILED
+
+
+def run(config: Config, degrees: Degrees, world: World, signals: StopSignals, fallback: str = "") -> int:
+    """Train as `config` says on the joined ranks and return this worker's exit code. Collective.
+
+    fallback: the one of `parallel.fallbacks` that `config` contains.
+
+    Raises UserError for what the user can fix. By then `status.json` is written, unless another run has the directory.
+    """
+    hooks = on_every_rank("loading hooks", lambda: load_hooks(config))
+    directory = RunDirectory(Path(config.run.output_dir) / config.run.name)
+    holder = on_first_rank("locking the run directory", directory.acquire)
+    try:
+        on_every_rank(
+            "finding the run directory",
+            lambda: directory.find(holder) if world.local_rank == 0 and world.rank > 0 else None,
+        )
+        return _run_in(directory, config, degrees, world, signals, hooks, fallback)
+    finally:
+        directory.release()
+
+
+def _run_in(
+    directory: RunDirectory,
+    config: Config,
+    degrees: Degrees,
+    world: World,
+    signals: StopSignals,
+    hooks: list[tuple[str, type[Hook]]],
+    fallback: str,
+) -> int:
+    """Train in the locked run directory, watched over; report every kind of end."""
+    setup_logging(world.rank, directory.logs, config.metrics.live)
+    if world.size > 1:
+        at = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        log.info("%d ranks under %s, which meet at %s", world.size, world.launcher, at)
+    compat.raise_timeouts(patience(config.resilience))
+    reporter = Reporter(directory, world, time.monotonic() - process_age_s(), fallback)
+    crash = CrashReporter(reporter)
+    watchdog = Watchdog(
+        bounds(config.resilience),
+        directory.logs,
+        world.rank,
+        crash.watchdog_ends,
+        alarm=crash.alarm,
+        alarm_s=crash.alarm_s,
+    )
+    if world.launcher == "torchrun":
+        # It sends a signal to rank 0 as soon as another rank has left or died, and rank 0 has to report that.
+        signals.defer()
+    signals.leaving = lambda reason: reporter.ended("stopped", reason, STOPPED)
+    try:
+        with watchdog, explaining_exhaustion(reporter.memory, config, degrees, crash.once):
+            reporter.phases.listen(watchdog.enter)
+            stopped = _train(config, degrees, reporter, signals, hooks)
+            signals.defer()
+            return _report_end(reporter, stopped, signals)
+    except BaseException as error:
+        signals.defer()
+        crash.failed(error)
+        raise
+
+
+def _report_end(reporter: Reporter, stopped: str | None, signals: StopSignals) -> int:
+    if stopped is None:
+        reporter.ended("finished", "all steps done", FINISHED)
+        return FINISHED
+    reporter.ended("stopped", stopped, FINISHED if reporter.world.restarts_left > 0 else STOPPED)
+    return exit_code_after_stop(lambda: signals.reason, reporter.world.restarts_left)
+
+
+def _train(
+    config: Config,
+    degrees: Degrees,
+    reporter: Reporter,
+    signals: StopSignals,
+    hooks: list[tuple[str, type[Hook]]],
+) -> str | None:
+    """Find where to start, build, train. None when all steps are done, else why the run stopped before."""
+    world, directory = reporter.world, reporter.directory
+    if config.run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    earlier = Earlier()
+    if world.rank == 0:
+        earlier = read_earlier(directory, {} if world.restarted else reporter.before)
+    reporter.running()
+    reporter.started(vars(degrees))
+    report_nodes(reporter)
+    fault_point("set-up", 0)
+
+    kept, folder = config.checkpoint, directory.checkpoints
+    checkpoints = Checkpoints(folder, keep_last=kept.keep_last, keep_every=kept.keep_every, mode=kept.mode)
+    restore_lost(config, checkpoints, directory, earlier)
+    tiers = Tiers(config, checkpoints, directory)
+    start = tiers.find_start(earlier, reporter)
+    point = start.point
+    for fallback in checkpoints.fallbacks:
+        reporter.event("fallback", problem=fallback)
+    data = open_data(config)
+    if point is not None:
+        for change in check_data(point.path, point.state["inputs"], data.fingerprints, config):
+            reporter.event("changed_data", change=change)
+        if point.step >= config.train.steps:
+            reporter.running(point.step)
+            done = f"step {point.step} of {config.train.steps}"
+            log.info("%s is finished: %s. Raise train.steps to go on.", config.run.name, done)
+            return None
+
+    trainer = Trainer(config, degrees, data, reporter, signals)
+    history = History(trainer, checkpoints)
+    history.start(start)
+    on_first_rank(
+        "writing config.toml", lambda: replace_atomically(directory.config, to_toml(config).encode())
+    )
+    if point is not None:
+        log.info("resumed from %s at step %d", point.path, point.step)
+    reporter.begun(point.step if point else 0, point.path if point else None, new=start.origin is not None)
+    all_hooks = make_hooks(trainer, checkpoints, hooks, tiers.local)
+    signals.defer()
+    stopped = trainer.train(all_hooks, history.roll_back)
+    reporter.step = trainer.progress.step
+    return stopped
+
+
+def _print(rank: int, text: str) -> None:
+    if rank == 0:
+        try:
+            print(text, flush=True)
+        except BrokenPipeError:  # `| head` has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,56 @@
+"""What an elastic run reports of its nodes: which it has lost and gained since the start before, and what that cost."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import UTC, datetime
+from typing import Any
+
+from forge.hook import Hook, StepResult
+from forge.observe.json_lines import read_lines
+from forge.observe.report import Reporter
+from forge.resilience.elastic import is_elastic
+from forge.runtime.distributed import gather_from_ranks
+
+
+def report_nodes(reporter: Reporter) -> None:
+    """Report the nodes of this start, and how they differ from those of the start before. Collective."""
+    if not is_elastic():
+        return
+    name = f"{socket.gethostname()}/{os.getppid()}"
+    names = list(dict.fromkeys(gather_from_ranks("naming nodes", lambda: name)))
+    if reporter.world.rank != 0:
+        return
+    past = read_lines(reporter.directory.events, "joined")
+    before = past[-1]["nodes"] if past else names
+    lost = [one for one in before if one not in names]
+    joined = [one for one in names if one not in before]
+    # After the comparison, and in one line with it: the next start compares with this line.
+    kind = "nodes_changed" if lost or joined else "nodes"
+    reporter.event(kind, nodes=names, lost=lost, joined=joined)
+
+
+class Recovery(Hook):
+    """Reports, after the first step of a start that follows another, how long the run stood still and what it made again."""
+
+    def __init__(self, reporter: Reporter):
+        self._reporter, self._before = reporter, reporter.before
+        self._resumed = 0
+
+    def before_run(self, step: int) -> None:
+        self._resumed = step
+
+    def after_result(self, result: StepResult) -> None:
+        before, self._before = self._before, {}
+        if before.get("state") in ("running", "failed", "stopped"):
+            self._reporter.event("recovered", step=result.step, **_cost(before, self._resumed))
+
+
+def _cost(before: dict[str, Any], resumed: int) -> dict[str, Any]:
+    """Seconds since the status before was written, and steps between it and the state that was resumed."""
+    try:
+        stood_s = (datetime.now(UTC) - datetime.fromisoformat(before["time"])).total_seconds()
+        return {"seconds": round(stood_s, 3), "steps_lost": max(0, int(before["step"]) - resumed)}
+    except (KeyError, TypeError, ValueError):
+        return {"seconds": None, "steps_lost": None}

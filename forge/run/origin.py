@@ -1,0 +1,164 @@
+"""Where the history in a run directory began: `origin.json`, by which the origin that a command names counts once.
+
+A history is one sequence of updates, and a run directory holds one: checkpoints, metrics and roll-backs. The command that
+began it, started again by a person, torchrun or Slurm, names the same origin and continues it. Another origin begins a new
+history, and what the directory holds of the old one is set aside.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from forge.checkpoint import read_digest
+from forge.config import CommandLine, Config, to_toml
+from forge.config.toml import read_toml
+from forge.observe.json_lines import read_lines
+from forge.observe.run_directory import RunDirectory
+from forge.runtime.distributed import on_first_rank
+from forge.runtime.errors import UserError
+from forge.runtime.files import replace_atomically
+
+log = logging.getLogger(__name__)
+
+# Sections that say what a run computes. The others say where and how, which may change between two starts.
+SETTINGS = ("model", "data", "train", "optimizer", "schedule", "precision")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a history began.
+
+    resume, init: the keys of [checkpoint] as the command gave them. path: the checkpoint whose history is continued, as an
+    absolute path; None: step 0. digest: that of its manifest, by which it is recognised after it has been moved.
+    """
+
+    resume: str
+    init: str
+    path: str | None = None
+    step: int = 0
+    digest: str | None = None
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """The run directory's record of earlier starts. Known on the first rank only.
+
+    finished: whether the last one ended with all steps done. saved: the last step that the present history saved; 0: none.
+    """
+
+    finished: bool = False
+    saved: int = 0
+
+
+def read_earlier(directory: RunDirectory, status: dict[str, Any]) -> Earlier:
+    """Read the record of earlier starts. status: `status.json` as the last one left it."""
+    events = read_lines(directory.events, "event")
+    saved, finished = 0, status.get("state") == "finished"
+    for event in events:
+        if event["event"] == "saved":
+            saved = int(event["step"])
+        elif event["event"] == "fresh" or (event["event"] == "resumed" and event.get("new")):
+            saved = 0
+    if not saved and (finished or status.get("state") == "stopped"):
+        saved = int(status.get("step") or 0)  # both are written after a save
+    if not events:
+        # Somebody removed the record. Metrics do not show which steps were saved, but they show a history.
+        saved = saved or max((int(line["step"]) for line in read_lines(directory.metrics, "step")), default=0)
+    return Earlier(finished, saved)
+
+
+def origin_of(config: Config) -> Origin:
+    """Return the origin of a history that `config` would begin now; its step is known once the checkpoint is read."""
+    resume, init = config.checkpoint.resume, config.checkpoint.init
+    if resume in ("auto", "none"):
+        return Origin(resume, init)
+    path = Path(resume).resolve()
+    return Origin(resume, init, str(path), digest=read_digest(path))
+
+
+def read_origin(directory: RunDirectory) -> Origin | None:
+    """Return the origin of the history in `directory`; None if it is not recorded."""
+    try:
+        return Origin(**json.loads(directory.origin.read_text()))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"{directory.origin} cannot be read ({error}); remove it if checkpoint.resume shall count again"
+        ) from None
+
+
+def write_origin(directory: RunDirectory, origin: Origin | None) -> None:
+    """Record where a history begins in `directory`; None: it goes on there. Collective."""
+    if origin is not None:
+        text = json.dumps(asdict(origin), indent=1)
+        on_first_rank("writing origin.json", lambda: replace_atomically(directory.origin, text.encode()))
+
+
+def new_history_because(config: Config, directory: RunDirectory, finished: bool) -> str | None:
+    """Return why `config` begins a new history in `directory`, or None if it continues the one there.
+
+    finished: the last start of the run ended with all steps done. Without checkpoints to continue from, the history is made
+    again from its origin.
+    """
+    asked = origin_of(config)
+    if asked.resume == "auto":
+        return None
+    began = read_origin(directory)
+    if began is None:
+        return "nothing records where the history before began"
+    if asked.path is not None:
+        # The same text may be a link that leads elsewhere by now, and a checkpoint may have been moved.
+        same_place = asked.resume == began.resume or asked.path == began.path
+        same_content = asked.digest is not None and asked.digest == began.digest
+        return None if same_place or same_content else "the history before has another origin"
+    if began.resume != "none":
+        return f"the history before began with checkpoint.resume = {began.resume}"
+    if finished:
+        return "the history before is finished"
+    changed = _changed_settings(config, directory)
+    return f"the history before began with other settings in {changed}" if changed else None
+
+
+def log_that_origins_count_once(config: Config, path: Path) -> None:
+    """Log that what `config` names as an origin was not used, because the run goes on from its own checkpoint `path`."""
+    for key, value in (("resume", config.checkpoint.resume), ("init", config.checkpoint.init)):
+        if value not in ("", "auto"):
+            log.info(
+                "checkpoint.%s = %s counts where a history begins; this one goes on from its own %s. For a new one, use "
+                "another run.name",
+                key,
+                value,
+                path.name,
+            )
+
+
+def _changed_settings(config: Config, directory: RunDirectory) -> str:
+    """Return the sections that differ from those of the last start, as text; empty if none does."""
+    try:
+        before = read_toml(directory.config.read_text("utf-8"))
+    except (OSError, ValueError):
+        return "config.toml, which cannot be read"
+    now = read_toml(to_toml(config))
+    names = [f"[{name}]" for name in SETTINGS if before.get(name) != now.get(name)]
+    names += ["run.seed"] if before.get("run", {}).get("seed") != config.run.seed else []
+    names += ["checkpoint.init"] if before.get("checkpoint", {}).get("init") != config.checkpoint.init else []
+    return ", ".join(names)
+
+
+def refuse_moved_run(command: CommandLine, config: Config) -> None:
+    """Raise UserError where the command names the config.toml of a run that it would not continue, most often a moved one."""
+    path, target = Path(command.config or ""), Path(config.run.output_dir) / config.run.name
+    home = path.resolve().parent
+    if path.name != "config.toml" or not (home / "status.json").is_file() or home == target.resolve():
+        return
+    if {"run.name", "run.output_dir"} & {key for key, _ in command.raw}:
+        return
+    raise UserError(
+        f"{path} belongs to the run in {home}, but its run.output_dir and run.name lead to {target}. To continue the run, "
+        f"add --run.output_dir={home.parent} --run.name={home.name}; to begin another, add --run.name=OTHER"
+    )

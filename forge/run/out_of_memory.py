@@ -1,0 +1,221 @@
+"""When memory is exhausted: what takes it, keys to change, and what a rank would need with each of them.
+
+The run ends. Before it does, its planner is asked, in processes of their own, since this one has no memory left.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import chain, islice
+from typing import Any, TypeAlias
+
+import torch
+
+from forge.config import Config, Degrees, check_world, to_toml
+from forge.config.checks import check
+from forge.config.toml import to_literal
+from forge.observe.hardware import GIB
+from forge.observe.memory_report import MemoryReport
+from forge.runtime.errors import FAILED, UserError
+from forge.runtime.tools import PEAK_PLANNER
+
+log = logging.getLogger(__name__)
+
+# The message of PyTorch when the host is out of memory; it has no exception class of its own.
+_CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
+# Far less than a step may take: the other ranks wait in it.
+PLANNING_S = 60.0
+
+Change: TypeAlias = tuple[str, Any, str]
+"""(key, value, effect); to double parallel.dp_shard takes twice as many processes."""
+Once: TypeAlias = Callable[[Callable[[], None], float], None]
+"""`once(work, patience_s)` calls `work` on the first rank that asks; the others wait for its end, so long at most."""
+_SAME_CURVE = "; the curve stays the same"
+
+
+@contextmanager
+def explaining_exhaustion(
+    report: MemoryReport, config: Config, degrees: Degrees, once: Once
+) -> Iterator[None]:
+    """Turn an out-of-memory error of the body into the table, three keys to change, their plans, and UserError (exit 1)."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not ran_out_of_memory(error):
+            raise
+        when = f"in step {report.step}" if report.step else "before the first step"
+        first_line = next(iter(str(error).splitlines()), type(error).__name__)
+        on_card = report.device.type == "cuda"
+        changes = list(islice(usable_changes(config, degrees, report.state_dominates(), on_card), 3))
+        lines = [f"{_assignment(change)}  # {change[2]}" for change, _ in changes]
+        log.error(
+            "out of memory %s: %s\n%s\nThe card or host holds no more. Change one of:\n  %s\n"
+            "or add --plan --world-size %d --hardware NAME to the command line: it says what fits, and with --search "
+            "looks for a layout",
+            *(when, first_line, report.table(), "\n  ".join(lines), degrees.world),
+        )
+        bounds = (config.resilience.first_step_timeout_s, config.resilience.step_timeout_s)
+        patience = min([PLANNING_S, *(seconds / 2 for seconds in bounds if seconds)])
+        # What goes wrong here must not hide what the run ended with.
+        with suppress(Exception):
+            once(lambda: _log_plans(config, degrees, changes, report.device, patience), patience)
+        raise UserError(
+            f"out of memory {when}; what takes it and three keys to change are above", exit_code=FAILED
+        ) from error
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Return whether `error` is an out-of-memory error of the device or the host."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or _CPU_ALLOCATOR in str(error)
+
+
+def _log_plans(
+    config: Config,
+    degrees: Degrees,
+    changes: list[tuple[Change, Config]],
+    device: torch.device,
+    patience_s: float,
+) -> None:
+    """Log the planned peak as the run is and with each of `changes`: what is known after `patience_s` seconds."""
+    log.info("planning what these keys free, for %.0f s at most", patience_s)
+    configs = [(config, degrees.world)]
+    configs += [(changed, _world(change, degrees)) for change, changed in changes]
+    now, *then = planned_peaks(configs, device, patience_s)
+    lines = [
+        f"{_assignment(change)}: {peak / GIB:.4g} GiB"
+        for (change, _), peak in zip(changes, then, strict=True)
+        if peak is not None
+    ]
+    if now is None or not lines:
+        log.info("no plan was made: the planner had too little time, or cannot plan this model")
+        return
+    has = ""
+    if device.type == "cuda":
+        has = f", on a card that has {torch.cuda.get_device_properties(device).total_memory / GIB:.4g} GiB"
+    log.error(
+        "planned: tensors of %.4g GiB at the peak of the rank that needs most%s; instead with\n  %s",
+        *(now / GIB, has, "\n  ".join(lines)),
+    )
+
+
+def planned_peaks(
+    configs: list[tuple[Config, int]], device: torch.device, patience_s: float
+) -> list[int | None]:
+    """Plan each configuration on as many processes as stand with it, at once. Return the bytes of each peak.
+
+    None: it could not be planned, or not within `patience_s` seconds.
+    """
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    environment |= {"CUDA_VISIBLE_DEVICES": ""}
+    kind = "card" if device.type == "cuda" else "host"
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-m", PEAK_PLANNER, str(world), kind],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            text=True,
+        )
+        for _, world in configs
+    ]
+    for child, (config, _) in zip(children, configs, strict=True):
+        assert child.stdin is not None
+        child.stdin.write(to_toml(config))
+        child.stdin.close()
+    end = time.monotonic() + patience_s
+    for child in children:
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(max(0.0, end - time.monotonic()))
+        child.kill()
+    return [_number(child) for child in children]
+
+
+def _number(child: subprocess.Popen[str]) -> int | None:
+    assert child.stdout is not None
+    with child.stdout as output:
+        return int(output.read()) if child.wait() == 0 else None
+
+
+def _world(change: Change, degrees: Degrees) -> int:
+    """The number of processes that a change is for."""
+    return degrees.world * (2 if change[0] == "parallel.dp_shard" else 1)
+
+
+def _assignment(change: Change) -> str:
+    key, value, _ = change
+    return f"{key} = {to_literal(value)}"
+
+
+def usable_changes(
+    config: Config, degrees: Degrees, state_dominates: bool, on_card: bool
+) -> Iterator[tuple[Change, Config]]:
+    """Yield changes that reduce memory and that forge accepts, the best first, each with the changed configuration.
+
+    `state_dominates`: parameters, gradients and optimizer state take the memory, not activations. `on_card`: the memory of
+    a card is exhausted, and state could move to the host. A change of parallel.dp_shard is for twice as many processes.
+    """
+    on_state, on_activations = _on_state(config, degrees), _on_activations(config)
+    first, second = (on_state, on_activations) if state_dominates else (on_activations, on_state)
+    for change in chain(first, second, _on_host(config, on_card)):
+        changed = _accepted(config, degrees, change)
+        if changed is not None:
+            yield change, changed
+
+
+def _on_activations(config: Config) -> Iterator[Change]:
+    train = config.train
+    micro = train.micro_batch_size
+    if micro > 1:
+        # The largest proper divisor keeps the division of the global batch exact.
+        smaller = max(size for size in range(1, micro) if micro % size == 0)
+        yield "train.micro_batch_size", smaller, "fewer activations at once" + _SAME_CURVE
+    if config.activation_checkpoint.mode != "full":
+        yield "activation_checkpoint.mode", "full", "recompute activations in backward" + _SAME_CURVE
+    if train.loss_chunk_tokens > 128:
+        yield "train.loss_chunk_tokens", train.loss_chunk_tokens // 4, "fewer logits at once" + _SAME_CURVE
+    if train.seq_len > 1:
+        yield "train.seq_len", train.seq_len // 2, "shorter sequences: another run, on other samples"
+
+
+def _on_state(config: Config, degrees: Degrees) -> Iterator[Change]:
+    if config.parallel.data_parallel != "fsdp2":
+        effect = "shard parameters, gradients and optimizer" + _SAME_CURVE
+        yield "parallel.data_parallel", "fsdp2", effect
+    if degrees.dp_replicate > 1:
+        yield (
+            "parallel.dp_replicate",
+            1,
+            "with parallel.dp_shard = -1: shard over all ranks" + _SAME_CURVE,
+        )
+    effect = f"half the state per rank, on {2 * degrees.world} processes" + _SAME_CURVE
+    yield "parallel.dp_shard", 2 * degrees.dp_shard, effect
+    if ":" not in config.optimizer.name and config.optimizer.moment_dtype == "float32":
+        yield "optimizer.moment_dtype", "bfloat16", "half the optimizer state or less, less exact"
+    if config.precision.storage == "float64":
+        yield "precision.storage", "float32", "half the state"
+
+
+def _on_host(config: Config, on_card: bool) -> Iterator[Change]:
+    """Last: the optimizer then runs on the CPU, and every microbatch moves the state over the bus."""
+    if on_card and not config.parallel.cpu_offload:
+        yield "parallel.cpu_offload", True, "state in host memory, slow" + _SAME_CURVE
+
+
+def _accepted(config: Config, degrees: Degrees, change: Change) -> Config | None:
+    """Return the configuration with this change; None if it is not valid or does not fit the processes."""
+    key, value, _ = change
+    section, _, name = key.partition(".")
+    changes = {name: value} | ({"dp_shard": -1} if name == "dp_replicate" else {})
+    changed = config.model_copy(update={section: getattr(config, section).model_copy(update=changes)})
+    try:
+        check_world(changed, _world(change, degrees))
+    except UserError:
+        return None
+    return None if check(changed) else changed

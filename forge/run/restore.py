@@ -1,0 +1,88 @@
+"""Load a checkpoint's weights, or its whole training state, into a built model."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from forge.checkpoint import load
+from forge.checkpoint.loading import TensorReader
+from forge.optim import Optimizer
+from forge.parallel.step.model import ParallelModel
+from forge.run.resume import ResumePoint
+from forge.runtime.distributed import RanksFailed, on_first_rank
+from forge.runtime.errors import NO_CHECKPOINT, UserError
+from forge.train.state import all_tensors, model_tensors
+
+# What may begin at any step beside other state that goes on: the mean of the weights, and NorMuon's moments of rows, whose
+# common scale has no effect. AdamW's moments may not: each is corrected for the number of updates since it was zero.
+STARTS_ALONE = {"ema", "row_moment"}
+log = logging.getLogger(__name__)
+
+
+def load_weights(path: Path, model: ParallelModel) -> None:
+    """Overwrite parameters only with those of the verified checkpoint at `path`. Collective."""
+    load(path, model_tensors(model))
+    model.after_update()
+
+
+def load_training_state(
+    point: ResumePoint, model: ParallelModel, optimizer: Optimizer, name: str | None = None
+) -> bool:
+    """Overwrite parameters and optimizer state with the checkpoint's. Collective.
+
+    A slot of STARTS_ALONE that only one of the two has starts afresh, or is left out. False if the checkpoint's optimizer
+    state is of another kind than `optimizer`, of this name: make a new one then.
+    """
+    fresh = _fresh_slots(point.path, point.state.get("optimizer_name"), optimizer, name)
+    if fresh is None:
+        load(point.path, model_tensors(model), fetch=point.fetch)
+        model.after_update()
+        return False
+    for slot, _, values in optimizer.tensors():
+        if slot in fresh:
+            values.zero_()
+    names = all_tensors(model, optimizer)
+    there = {name: of_name for name, of_name in names.items() if _slot(name) not in fresh}
+    load(point.path, there, unused=STARTS_ALONE - fresh, fetch=point.fetch)
+    model.after_update()
+    optimizer.load_state(point.state["optimizer"])
+    return True
+
+
+def _slot(name: str) -> str | None:
+    """Return the slot in the name of a tensor of the optimizer; None for one of the model."""
+    return name.rpartition(".")[2] if name.startswith("optimizer.") else None
+
+
+def _fresh_slots(
+    path: Path, saved_name: str | None, optimizer: Optimizer, name: str | None
+) -> set[str] | None:
+    """Return the slots of `optimizer` that the checkpoint at `path` lacks; None where its state is of another
+    kind. Collective.
+
+    Of the same kind is that of the same name (None: not compared) which differs by no slots but those of STARTS_ALONE. Logs
+    what is not loaded. Raises UserError (exit 77) if the checkpoint cannot be read.
+    """
+
+    def slots() -> set[str]:
+        return {slot for tensor in TensorReader(path).tensors() if (slot := _slot(tensor)) is not None}
+
+    try:
+        there = on_first_rank("reading the index", slots)
+    except RanksFailed as error:
+        raise UserError(f"checkpoint {path} cannot be loaded: {error}", NO_CHECKPOINT) from error
+    # Every stage of a pipeline has some of all slots; even if not, the first rank decides for all.
+    here = on_first_rank("comparing optimizers", lambda: {slot for slot, _, _ in optimizer.tensors()})
+    before = saved_name or name
+    if before != (name or before) or (there ^ here) - STARTS_ALONE:
+        old, new = _describe(before, there), _describe(name, here)
+        log.warning("%s has optimizer state of %s; that of %s starts afresh", path.name, old, new)
+        return None
+    if fresh := here - there:
+        log.warning("%s has no %s of the optimizer, which starts afresh", path.name, ", ".join(sorted(fresh)))
+    return fresh
+
+
+def _describe(name: str | None, slots: set[str]) -> str:
+    return f"{name or 'the optimizer'} ({', '.join(sorted(slots)) or 'no tensors'})"

@@ -1,0 +1,123 @@
+"""Where a run begins: at its newest usable checkpoint, at one the user names, from another model's weights, or afresh."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from forge.checkpoint import Checkpoints, find_checkpoint, read_state
+from forge.checkpoint.loading import Fetch
+from forge.config import Config
+from forge.observe.run_directory import RunDirectory
+from forge.run.changes import compare_for_init, compare_for_resume
+from forge.run.origin import (
+    Earlier,
+    Origin,
+    log_that_origins_count_once,
+    new_history_because,
+    origin_of,
+)
+from forge.runtime.distributed import RanksFailed, on_first_rank
+from forge.runtime.errors import NO_CHECKPOINT, UserError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The checkpoint that a run continues, and its JSON state. fetch: brings its files to this node, see `load`."""
+
+    path: Path
+    state: dict[str, Any]
+    fetch: Fetch | None = None
+
+    @property
+    def step(self) -> int:
+        return int(self.state["progress"]["step"])
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run starts, or returns to: at the checkpoint `point`; None: at step 0.
+
+    kept: the last step of which the run directory holds this history; -1: it holds another one. origin: where the history
+    begins, if it begins here. replaces: whether the directory may hold another history, which is then set aside.
+    """
+
+    point: ResumePoint | None
+    kept: int
+    origin: Origin | None = None
+    replaces: bool = False
+
+
+def find_start(config: Config, checkpoints: Checkpoints, directory: RunDirectory, earlier: Earlier) -> Start:
+    """Find where the run starts, by `checkpoint.resume` and by what its directory holds; all verified. Collective.
+
+    Raises UserError: exit 77 if checkpoints exist, or existed, but none is usable, or the named one is damaged; exit 2 if the
+    named one does not exist or the config changes what a resume must not change.
+    """
+    wanted, verify = config.checkpoint.resume, config.checkpoint.verify
+    asked, replaced, saved = on_first_rank(
+        "reading origin.json",
+        lambda: (origin_of(config), new_history_because(config, directory, earlier.finished), earlier.saved),
+    )
+    if replaced is None:
+        step = checkpoints.latest(verify=verify)
+        if step is not None:
+            log_that_origins_count_once(config, checkpoints.path(step))
+            return Start(resume_point(checkpoints.path(step), config), kept=step)
+        if saved:
+            raise UserError(
+                f"{checkpoints.folder} holds no checkpoint, but the run has saved step {saved}. Bring the checkpoints back "
+                "(is their file system mounted?), or begin a new run under another run.name; nothing was changed",
+                NO_CHECKPOINT,
+            )
+    named = asked.path or asked.init
+    if named:
+        _require_sound(
+            Path(named), checkpoints, "checkpoint.resume" if asked.path else "checkpoint.init", verify
+        )
+    if replaced is not None and checkpoints.steps():
+        log.warning("checkpoint.resume = %s begins a new history: %s", wanted, replaced)
+    if asked.path is None:
+        if asked.init:
+            compare_for_init(Path(asked.init), config)
+        return Start(None, kept=-1, origin=asked, replaces=replaced is not None)
+    path = Path(wanted)
+    point = resume_point(path, config, branch=True)
+    own = path.resolve() == checkpoints.path(point.step).resolve()
+    kept = point.step if own or replaced is None else -1
+    return Start(point, kept, replace(asked, step=point.step), replaces=replaced is not None)
+
+
+def resume_point(path: Path, config: Config, branch: bool = False, fetch: Fetch | None = None) -> ResumePoint:
+    """Return the checkpoint at `path` as one to continue. Raises UserError where `config` does not continue it."""
+    point = ResumePoint(path, read_state(path), fetch)
+    if "progress" not in point.state:
+        raise UserError(
+            f"checkpoint.resume = {config.checkpoint.resume!r}: was imported, so it has weights only and no history to "
+            "continue; begin a new one with checkpoint.init"
+        )
+    compare_for_resume(path, point.step, config, branch)
+    return point
+
+
+def _require_sound(path: Path, checkpoints: Checkpoints, key: str, verify: bool) -> None:
+    try:
+        problem = checkpoints.verify(path, contents=verify)
+    except RanksFailed as error:
+        problem = str(error)
+    if problem is None:
+        return
+    if (path / "config.json").is_file():
+        remedy = "scripts/convert.py from-hf makes a checkpoint of it"
+        raise UserError(f"{key} = {str(path)!r}: is a folder of Hugging Face; {remedy}")
+    try:
+        newest = find_checkpoint(path)
+    except UserError as error:
+        raise UserError(f"{key} = {error}") from None
+    if newest != path:
+        raise UserError(f"{key} = {str(path)!r}: {problem}; did you mean {str(newest)!r}?")
+    raise UserError(f"{key} = {str(path)!r}: {problem}", exit_code=NO_CHECKPOINT)

@@ -1,0 +1,121 @@
+"""Where a roll-back returns to, and the history of roll-backs, which every later resume has to know.
+
+A run that is killed after a roll-back and before its next checkpoint would read the bad data again. So `rollbacks.json` in
+the run directory has the roll-backs of this history, and so has each checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from forge.checkpoint import Checkpoints, read_state
+from forge.config import Config
+from forge.observe.run_directory import RunDirectory
+from forge.run.origin import Origin, read_origin
+from forge.run.resume import ResumePoint, Start
+from forge.runtime.distributed import on_first_rank
+from forge.runtime.errors import FAILED, RollbackRequired, UserError
+from forge.runtime.files import replace_atomically
+from forge.train.state import Progress, Rollback
+
+log = logging.getLogger(__name__)
+
+
+def find_rollback_point(
+    required: RollbackRequired,
+    progress: Progress,
+    checkpoints: Checkpoints,
+    config: Config,
+    directory: RunDirectory,
+    report_event: Callable[..., None],
+) -> ResumePoint:
+    """The newest good checkpoint from before the trouble, or else the one where the history began. Collective.
+
+    Raises UserError (exit 1) if there is none, or if too many roll-backs have not helped.
+    """
+    limit, verify = config.resilience.max_rollbacks, config.checkpoint.verify
+    origin = on_first_rank("reading origin.json", lambda: _origin(directory))
+    begun = origin.step if origin is not None else 0
+    # A checkpoint made since a roll-back shows that it has helped.
+    last_saved = max(checkpoints.steps(), default=begun)
+    failed_rollbacks = [one for one in progress.rollbacks if one.from_step >= last_saved]
+    if len(failed_rollbacks) >= limit:
+        tried = f", and {len(failed_rollbacks)} roll-backs have not helped" if failed_rollbacks else ""
+        raise UserError(
+            f"{required}{tried} (resilience.max_rollbacks = {limit}). Before you start again from the last checkpoint: "
+            f"{required.remedy}.",
+            exit_code=FAILED,
+        )
+    # Trouble right behind a checkpoint that has been returned to may be its own: try the one before it, if any.
+    suspects = [one.to_step for one in failed_rollbacks if one.to_step == required.first_bad - 1]
+    for bound in (min([required.first_bad, *suspects]), required.first_bad):
+        step = checkpoints.latest(verify, at_most=bound - 1)
+        for fallback in checkpoints.fallbacks:
+            report_event("fallback", problem=fallback)
+        if step is not None:
+            path = checkpoints.path(step)
+            return ResumePoint(path, read_state(path))
+        if origin is not None and origin.path is not None and begun < bound:
+            path = Path(origin.path)
+            if checkpoints.verify(path, verify) is None:
+                return ResumePoint(path, read_state(path))
+    raise UserError(
+        f"{required}. There is no checkpoint from before step {required.first_bad} to return to.",
+        exit_code=FAILED,
+    )
+
+
+def sync_rollback_history(
+    directory: RunDirectory, start: Start, progress: Progress, new: Sequence[Rollback] = ()
+) -> None:
+    """Give `progress`, as loaded from `start`, and `rollbacks.json` the same history. Collective.
+
+    That is the roll-backs that either knows, and then the `new` ones.
+    """
+    own = start.kept >= 0
+
+    def merge() -> list[Rollback]:
+        found = read_rollbacks(directory)
+        written = [Rollback.read(one, progress.order) for one in found] if own else []
+        # A new one may be equal to one before, where the same trouble has come back, and counts.
+        known = [*written, *(one for one in progress.rollbacks if one not in written), *new]
+        if [asdict(one) for one in known] != found:
+            _write(directory, known)
+        return known
+
+    progress.pass_over(on_first_rank("reading and writing rollbacks.json", merge))
+
+
+def read_rollbacks(directory: RunDirectory) -> list[dict[str, Any]]:
+    """Return the content of `rollbacks.json`; an empty list without one. Raises UserError (exit 2) if it cannot be read."""
+    try:
+        found = json.loads(directory.rollbacks.read_bytes())
+    except FileNotFoundError:
+        return []
+    except ValueError as error:
+        found = error
+    if not (isinstance(found, list) and all(isinstance(one, dict) for one in found)):
+        raise UserError(
+            f"{directory.rollbacks} cannot be read as JSON. Remove it: the newest checkpoint holds the roll-backs before its "
+            "step, and a later one is made again if its cause is met again"
+        )
+    return found
+
+
+def _origin(directory: RunDirectory) -> Origin | None:
+    """Return the origin of the history; None, with a warning, where a checkpoint is the only way back."""
+    try:
+        return read_origin(directory)
+    except UserError as error:
+        log.warning("%s", error)
+        return None
+
+
+def _write(directory: RunDirectory, rollbacks: list[Rollback]) -> None:
+    content = json.dumps([asdict(one) for one in rollbacks], indent=1)
+    replace_atomically(directory.rollbacks, content.encode())

@@ -1,0 +1,144 @@
+"""When checkpoints are made, what goes into them, and what is reported of each save."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from forge.checkpoint import Checkpoints, NamedTensors, SaveOutcome
+from forge.config import Config, to_toml
+from forge.data.tokenizer import Tokenizer
+from forge.hook import Hook
+from forge.runtime.errors import FAILED, UserError
+from forge.train.state import all_tensors, replicated_tensors
+from forge.train.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+class Saves(Hook):
+    """Saves every `checkpoint.interval` steps, or `interval_minutes`, and at the end. All methods are collective."""
+
+    def __init__(self, trainer: Trainer, checkpoints: Checkpoints):
+        self._checkpoints = checkpoints
+        self._trainer, self._config = trainer, trainer.config.checkpoint
+        self._files = _files(trainer.config, trainer.data.tokenizer)
+        self._saved_step = -1  # the step that needs no more saving
+        self.when_complete: Callable[[int], None] = lambda step: None
+        """Called with the step of each checkpoint that has been saved, complete and on disk."""
+        self._error: str | None = None
+        self._saved_at = time.monotonic()  # the last save began, or the run
+        self.slowest_s = 0.0
+        """Seconds that the slowest save so far took until it was on disk, as this rank saw it."""
+
+    def before_gradients(self, step: int) -> None:
+        """Where minutes count, the first rank's do: it asks for a save, and all ranks make it after the same step."""
+        if self._config.interval is None and self._trainer.reporter.world.rank == 0:
+            seconds = 60 * self._config.interval_minutes
+            self._trainer.wants_save = 0 < seconds <= time.monotonic() - self._saved_at
+
+    def after_step(self, step: int) -> None:
+        """Save if it is due. The last step of the run is saved in any case, and waited for."""
+        trainer, interval = self._trainer, self._config.interval
+        due = trainer.results.save_requested if interval is None else trainer.is_due(interval)
+        if due and step < trainer.config.train.steps:
+            self._save(step, last=False)
+        self._report(self._checkpoints.poll())
+        if self._trainer.finished:
+            self._save(step, last=True)
+
+    def after_rollback(self, step: int) -> None:
+        self._saved_step = step
+
+    def prepare(self, step: int) -> None:
+        """A checkpoint follows everything that is written about its step, and holds nothing known to be bad."""
+        trainer = self._trainer
+        trainer.process_last_result()
+        trainer.hooks.call("before_save", step)
+        trainer.anomalies.check_replicas(step, replicated_tensors(trainer.model, trainer.optimizer))
+
+    def _save(self, step: int, last: bool) -> None:
+        trainer = self._trainer
+        with trainer.reporter.phases.during("save", step):
+            self._saved_at = time.monotonic()
+            self.prepare(step)
+            # Before the manifest: a checkpoint on disk never lacks the lines of its own past.
+            trainer.metrics.sync()
+            trainer.reporter.sync_events()
+            trainer.results.save_requested = False
+            if last:
+                self.save_and_wait()
+            else:
+                self.save()
+
+    def save(self) -> None:
+        """Start a checkpoint of the current step; returns when the state has been copied.
+
+        Raises UserError (exit 1) on every rank when too many saves in a row, the last of them included, have failed.
+        """
+        self._wait()
+        trainer = self._trainer
+        self._saved_step = trainer.progress.step
+        self._report(self._checkpoints.save(self._saved_step, *self.contents()))
+
+    def contents(self) -> tuple[NamedTensors, dict[str, Any], dict[str, bytes], dict[str, Any]]:
+        """Return what a checkpoint of the current step holds, as `Checkpoints.save` takes it."""
+        trainer = self._trainer
+        state = {
+            "progress": trainer.progress.state(),
+            "optimizer": trainer.optimizer.state(),
+            "optimizer_name": trainer.config.optimizer.name,
+            "inputs": trainer.data.fingerprints,
+        }
+        tensors, layout = all_tensors(trainer.model, trainer.optimizer), vars(trainer.meshes.degrees)
+        return tensors, state, self._files, layout
+
+    def save_and_wait(self) -> None:
+        """Save the current step unless that is done, and see it on disk. Raises UserError (exit 1) if it fails."""
+        self._wait()
+        step = self._trainer.progress.step
+        if self._saved_step != step or self._error is not None:
+            self.save()
+            self._wait()
+        if self._error is not None:
+            raise UserError(f"the last checkpoint, of step {step}, failed: {self._error}", exit_code=FAILED)
+
+    def _wait(self) -> None:
+        """Wait for the save under way, if any. Raises UserError (exit 1) as `save` does."""
+        self._report(self._checkpoints.wait())
+        failed, limit = self._checkpoints.failures_in_row, self._config.max_failed_saves
+        if limit and failed >= limit:
+            raise UserError(
+                f"{failed} saves in a row have failed (checkpoint.max_failed_saves = {limit}), the last: {self._error}. "
+                f"Make room or fix what it names, then start the run again: it resumes from its last checkpoint.",
+                exit_code=FAILED,
+            )
+
+    def _report(self, outcomes: list[SaveOutcome]) -> None:
+        reporter = self._trainer.reporter
+        for outcome in outcomes:
+            self._error = outcome.error
+            self.slowest_s = max(self.slowest_s, outcome.seconds)
+            if outcome.error is None:
+                log.info("saved step %d (%.1f s)", outcome.step, outcome.seconds)
+                self.when_complete(outcome.step)
+            else:
+                # All ranks know the same: only the first one's goes to the terminal, the others' to their files.
+                level = logging.ERROR if reporter.world.rank == 0 else logging.INFO
+                log.log(level, "saving step %d failed: %s", outcome.step, outcome.error)
+            kind = "saved" if outcome.error is None else "save_failed"
+            reporter.event(kind, step=outcome.step, seconds=outcome.seconds, error=outcome.error)
+
+
+def _files(config: Config, tokenizer: Tokenizer | None) -> dict[str, bytes]:
+    """config.toml and the tokenizer, so that a checkpoint can be used alone."""
+    files = {"config.toml": to_toml(config).encode()}
+    if tokenizer is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            tokenizer.save(Path(folder))
+            files |= {f"tokenizer/{file.name}": file.read_bytes() for file in Path(folder).iterdir()}
+    return files

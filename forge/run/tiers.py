@@ -1,0 +1,181 @@
+"""States that the nodes keep themselves (`checkpoint.local_interval`): when they are made, and when a start uses one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import secrets
+from pathlib import Path
+
+from forge.checkpoint import Checkpoints
+from forge.checkpoint.folders import steps
+from forge.checkpoint.local import LocalTier
+from forge.checkpoint.store import SaveOutcome
+from forge.config import Config
+from forge.hook import Hook
+from forge.observe.report import Reporter
+from forge.observe.run_directory import RunDirectory
+from forge.run.origin import Earlier, new_history_because
+from forge.run.resume import Start, find_start, resume_point
+from forge.run.rollback import read_rollbacks
+from forge.run.save import Saves
+from forge.runtime.distributed import gather_from_ranks, on_every_rank, on_first_rank
+from forge.runtime.files import replace_atomically
+from forge.runtime.private import MARKER, PrivateFolder, is_directory
+from forge.train.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+MEMORY = Path("/dev/shm")
+_RUN = re.compile(r".+-[0-9a-f]{8}")
+_HISTORY = re.compile(r"[0-9a-f]{8}")
+
+
+class Tiers:
+    """The checkpoints of a run and, with `checkpoint.local_interval`, the states on its nodes. Collective.
+
+    States belong to one history of one run. The path of a state is PLACE/RUN/HISTORY/step-N: the private folder
+    (`checkpoint.local_dir`), the name of the run with a hash of its path, and a number drawn when the history begins. The run
+    directory records the number and all places, so that a start with another configuration can remove the states.
+    """
+
+    def __init__(self, config: Config, checkpoints: Checkpoints, directory: RunDirectory):
+        self._config, self._checkpoints, self._directory = config, checkpoints, directory
+        self._record = directory.root / "local-states"
+        local_dir = config.checkpoint.local_dir
+        self._place = Path(local_dir).absolute() if local_dir else MEMORY / f"forge-{os.geteuid()}"
+        run = directory.root.resolve()
+        self._run = f"{run.name}-{hashlib.sha256(str(run).encode()).hexdigest()[:8]}"
+        self.local: LocalTier | None = None
+        self._number, self._places = on_first_rank("reading the history's number", self._read_record)
+        if config.checkpoint.local_interval and self._number:
+            self._open(self._number)
+
+    def find_start(self, earlier: Earlier, reporter: Reporter) -> Start:
+        """Return where the run starts: at the newest state that is whole, of the nodes or else of the shared storage.
+
+        Raises UserError as `resume.find_start` does.
+        """
+        config, checkpoints, directory = self._config, self._checkpoints, self._directory
+        start = None
+        if self.local is not None and config.checkpoint.local_interval:
+            replaced, shared = on_first_rank(
+                "listing checkpoints",
+                lambda: (
+                    new_history_because(config, directory, earlier.finished),
+                    max(steps(checkpoints.folder), default=-1),
+                ),
+            )
+            if replaced is None and (step := self._newest(self.local, shared, reporter)) is not None:
+                local = self.local
+                point = resume_point(local.path(step), config, fetch=lambda names: local.fetch(step, names))
+                start = Start(point, kept=step)
+        start = start or find_start(config, checkpoints, directory, earlier)
+        self._follow(start)
+        return start
+
+    def _newest(self, local: LocalTier, shared: int, reporter: Reporter) -> int | None:
+        known = len(on_first_rank("reading rollbacks.json", lambda: read_rollbacks(self._directory)))
+        step = local.newest(after=shared)
+        for problem in local.problems:
+            if reporter.world.rank == 0:
+                log.warning("%s", problem)
+            reporter.event("local_damaged", problem=problem)
+        if step is None:
+            return None
+        state = json.loads((local.path(step) / "trainer.json").read_text("utf-8"))
+        if len(state["progress"]["rollbacks"]) < known:
+            return None  # of before a roll-back
+        nodes = local.nodes
+        reporter.event("local_state", step=step, nodes=len(nodes.ranks), newest_checkpoint=shared)
+        return step
+
+    def _follow(self, start: Start) -> None:
+        """Keep the states of the history that goes on from `start`, and remove all other states of this run."""
+        point, local = start.point, self.local
+        from_nodes = local is not None and point is not None and point.path == local.path(point.step)
+        finished = point is not None and point.step >= self._config.train.steps and not from_nodes
+        if not self._config.checkpoint.local_interval or finished:
+            return self._remove_states()
+        begins = point is None or start.kept < 0 or start.replaces or local is None
+        number = on_first_rank("drawing a number", lambda: secrets.token_hex(4)) if begins else self._number
+        # Nodes may differ in checkpoint.local_dir.
+        places = gather_from_ranks("comparing checkpoint.local_dir", lambda: str(self._place))
+        places = sorted({*self._places, *places})
+        if begins or places != self._places:
+            record = "\n".join([number, *places]).encode()
+            on_first_rank("recording local states", lambda: replace_atomically(self._record, record))
+        if begins:
+            self._open(number)
+        assert self.local is not None
+        self.local.forget_after(start.kept)
+
+    def _read_record(self) -> tuple[str, list[str]]:
+        """On the first rank: the number of the run directory's history ("" if it has none), and the places of its states."""
+        text = self._record.read_text("utf-8") if self._record.exists() else ""
+        number, *places = text.splitlines() or [""]
+        return number, places
+
+    def _remove_states(self) -> None:
+        """Remove all states of this run on every node."""
+
+        def remove() -> None:
+            for place in {*self._places, str(self._place)}:
+                if (private := PrivateFolder.existing(Path(place))) is not None:
+                    private.remove(re.compile(re.escape(self._run)))
+
+        if self._number:
+            on_every_rank("removing local states", remove)
+
+    def _open(self, history: str) -> None:
+        """Open the states of `history` on all nodes; remove the states of this run's other histories."""
+        folder = self._place / self._run / history
+
+        def make() -> PrivateFolder:
+            private = PrivateFolder(self._place, "checkpoint.local_dir", _holds_unmarked_states)
+            private.make(self._run, history)
+            return private
+
+        private = on_every_rank("making checkpoint.local_dir", make)
+        self.local = LocalTier(folder, self._config.checkpoint.peers)
+        if self.local.nodes.leads:
+            private.remove(_HISTORY, self._run, keep=history)
+
+
+class LocalSaves(Hook):
+    """Keeps a state on the nodes every `checkpoint.local_interval` steps. Comes after `Saves`. All methods are collective."""
+
+    def __init__(self, trainer: Trainer, saves: Saves, local: LocalTier):
+        self._trainer, self._saves, self._local = trainer, saves, local
+        self._interval = trainer.config.checkpoint.local_interval
+
+    def after_step(self, step: int) -> None:
+        trainer = self._trainer
+        if step % self._interval == 0 and not trainer.finished:
+            with trainer.reporter.phases.during("save", step):
+                self._saves.prepare(step)
+                self._report(self._local.save(step, *self._saves.contents()))
+        if step >= trainer.config.train.steps:
+            self._report(self._local.end())  # `Saves` has just seen the last checkpoint on disk
+        self._report(self._local.poll())
+
+    def after_rollback(self, step: int) -> None:
+        self._report(self._local.forget_after(step))
+
+    def _report(self, outcomes: list[SaveOutcome]) -> None:
+        for outcome in outcomes:
+            if outcome.error is not None:
+                log.error("keeping step %d on the nodes failed: %s", outcome.step, outcome.error)
+                self._trainer.reporter.event("local_save_failed", step=outcome.step, error=outcome.error)
+
+
+def _holds_unmarked_states(folder: Path) -> bool:
+    """Return whether an earlier forge, which made no marker, made this folder: it holds nothing but folders of histories."""
+    runs = [path for path in folder.iterdir() if path.name != MARKER]
+    histories = [path for run in runs if is_directory(run) for path in run.iterdir()]
+    return all(_RUN.fullmatch(run.name) and is_directory(run) for run in runs) and all(
+        _HISTORY.fullmatch(history.name) and is_directory(history) for history in histories
+    )

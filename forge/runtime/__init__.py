@@ -1,0 +1,1 @@
+"""The ground: processes, files, networks, errors and library versions. Imports nothing else of forge."""

@@ -1,0 +1,107 @@
+"""Work and decisions that ranks share: what one rank does for all, and errors that all ranks raise together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from forge.runtime.errors import FAILED, UserError
+
+Result = TypeVar("Result")
+log = logging.getLogger(__name__)
+
+
+class RanksFailed(UserError):
+    """Raised on every rank when work of the group failed on some rank. That rank's log has the traceback."""
+
+    def __init__(self, message: str):
+        super().__init__(message, FAILED)
+
+
+def on_first_rank(what: str, work: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
+    """Run `work` on the first rank of `group` (None: of all) and return its result on every rank. Collective.
+
+    If it raises, every rank raises: a UserError is raised as it is, any other exception as RanksFailed, which says that
+    `what` failed. The result must be picklable. Only one thread at a time may use a group.
+    """
+    outcome: list[Any] = [_attempt(what, work) if dist.get_rank(group) == 0 else None]
+    dist.broadcast_object_list(outcome, src=dist.get_process_group_ranks(group)[0], group=group)
+    result, failure = outcome[0]
+    _raise_first(what, [failure], group)
+    return result
+
+
+def gather_from_ranks(
+    what: str, work: Callable[[], Result], group: dist.ProcessGroup | None = None
+) -> list[Result]:
+    """Run `work` on every rank of `group` and return all results, in rank order, on every rank. Collective.
+
+    If it raises on any rank, every rank raises, as in `on_first_rank`.
+    """
+    outcomes: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(outcomes, _attempt(what, work), group=group)
+    _raise_first(what, [failure for _, failure in outcomes], group)
+    return [result for result, _ in outcomes]
+
+
+def on_every_rank(what: str, work: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
+    """Run `work` on every rank of `group` and return this rank's own result, which is not sent. Collective.
+
+    If it raises on any rank, every rank raises, as in `on_first_rank`.
+    """
+    own: list[Result] = []
+    gather_from_ranks(what, lambda: own.append(work()), group)
+    return own[0]
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What `work` raised, in a form that can be sent: exceptions themselves may not unpickle."""
+
+    message: str
+    exit_code: int | None  # of a UserError; None for any other exception
+
+
+def _attempt(what: str, work: Callable[[], Result]) -> tuple[Result | None, _Failure | None]:
+    try:
+        return work(), None
+    except UserError as error:
+        return None, _Failure(str(error), error.exit_code)
+    except OSError as error:  # such as a full disk: a traceback would not help
+        return None, _Failure(describe(error), None)
+    except Exception as error:
+        log.warning("%s failed on this rank", what, exc_info=True)
+        return None, _Failure(describe(error), None)
+
+
+def _raise_first(what: str, failures: list[_Failure | None], group: dist.ProcessGroup | None) -> None:
+    """Raise what the first rank that failed has raised, if any."""
+    ranks = dist.get_process_group_ranks(group)
+    failed = [(rank, one) for rank, one in zip(ranks, failures, strict=False) if one is not None]
+    if not failed:
+        return
+    rank, first = failed[0]
+    if first.exit_code is not None:
+        raise UserError(first.message, first.exit_code)
+    more = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
+    raise RanksFailed(f"{what} failed on rank {rank}: {first.message}{more}")
+
+
+def describe(error: BaseException) -> str:
+    """The class and message of an exception, on one line."""
+    return f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def single_process_group() -> Iterator[None]:
+    """In the body this process is the only rank of the default process group."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,120 @@
+"""Folders that only this user can enter: the cache of blocks, and states in the memory of nodes.
+
+Their usual places, /tmp and /dev/shm, are open to every user of the machine. Another user could make such a folder first, and
+put links or blocks of their own choice into it. So forge uses a folder only if this user owns it, it is a real directory of
+mode 0700, and it has forge's marker file. forge removes only real directories in it that have forge's own names.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import stat
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from forge.runtime.errors import UserError
+
+MARKER = ".forge-private"
+_TEXT = b"forge keeps temporary data here and removes it. Do not put other files here.\n"
+
+
+class PrivateFolder:
+    """The private folder `path`, made if it does not exist. Safe for processes that race.
+
+    An empty folder of this user becomes private, and so does a folder without a marker that `adopts` recognises as made by an
+    earlier forge. key: the configuration key that names the folder, for messages.
+
+    Raises UserError for a folder that is a link, belongs to another user, is open to other users, or holds other files.
+    """
+
+    def __init__(self, path: Path, key: str, adopts: Callable[[Path], bool] = lambda path: False):
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _make(path)
+            problem = _problem(path, key, adopts)
+        except OSError as error:
+            problem = f"cannot be used: {error.strerror}; set {key} to a folder that you can write to"
+        if problem:
+            raise UserError(f"{key}: {path} {problem}")
+
+    @classmethod
+    def existing(cls, path: Path) -> PrivateFolder | None:
+        """Return the private folder `path`, or None if there is no such folder; nothing is made."""
+        try:
+            return cls(path, "") if os.path.lexists(path / MARKER) else None
+        except UserError:
+            return None
+
+    def make(self, *names: str) -> Path:
+        """Make the directory `path`/names[0]/names[1]/... and return it. Raises OSError where one is a link or a file."""
+        made = self.path
+        for name in names:
+            made /= name
+            _make(made)
+            if not is_directory(made):
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(made))
+        return made
+
+    def remove(self, names: re.Pattern[str], *within: str, keep: str = "") -> None:
+        """Remove the directories below `path`/within... whose names match `names`, except `keep`.
+
+        Links are neither followed nor removed. A directory that cannot be removed stays.
+        """
+        folder = self.path
+        for name in within:
+            folder /= name
+            if not is_directory(folder):
+                return
+        for name in os.listdir(folder):
+            if name != keep and names.fullmatch(name) and is_directory(folder / name):
+                shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def is_directory(path: Path) -> bool:
+    """Return whether `path` is a directory, and not a link to one."""
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except OSError:
+        return False
+
+
+def _make(folder: Path) -> None:
+    with suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
+
+
+def _problem(folder: Path, key: str, adopts: Callable[[Path], bool]) -> str | None:
+    """Return why the existing `folder` cannot be private, with the remedy, or None. Add the marker where it may be added."""
+    is_marked = os.path.lexists(
+        folder / MARKER
+    )  # before the mode: a racing process sets the mode before it adds the marker
+    found = os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode):
+        return f"is a link or a file; set {key} to a directory"
+    if found.st_uid != os.geteuid():
+        return f"belongs to user {found.st_uid}; set {key} to a folder of your own"
+    if found.st_mode & 0o022 or (is_marked and found.st_mode & 0o077):
+        return (
+            f"is open to other users; if nobody else has changed it: chmod 700 {folder}; otherwise remove it"
+        )
+    if is_marked:
+        return None
+    names = os.listdir(folder)
+    # The racing process adds the marker before any other file.
+    if names and not adopts(folder) and not os.path.lexists(folder / MARKER):
+        return (
+            f"holds files that forge did not make, e.g. {min(names)}; set {key} to an empty or a new folder"
+        )
+    os.chmod(folder, 0o700)
+    if os.lstat(folder).st_mode & 0o077:
+        return f"does not keep its mode 0700; set {key} to a folder on a local file system"
+    with suppress(FileExistsError):
+        marker = os.open(folder / MARKER, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        os.write(marker, _TEXT)
+        os.close(marker)
+    return None

@@ -1,0 +1,366 @@
+"""Files by URL, through fsspec: whole, or by blocks, with retries. What they wait for is known to `waiting_for`."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import logging
+import random
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from forge.runtime.errors import FAILED, UserError
+from forge.runtime.redact import is_redacted, redact
+
+BLOCK_BYTES = 1 << 18
+"""Files are fetched, kept and checked in blocks of this size, the last one shorter."""
+# A store that is away for minutes comes back; the watchdog's limits (resilience.step_timeout_s) are longer.
+RETRY_S = 600.0
+_FIRST_S, _LONGEST_S = 0.25, 30.0
+_TIMEOUT_S = 60.0  # of one request
+_READ_BYTES = 4 << 20
+_RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504, 507, 509, *range(520, 531)}
+_RETRIED_ERRNO = {
+    *(
+        errno.EAGAIN,
+        errno.EBUSY,
+        errno.EINTR,
+        errno.EIO,
+        errno.ENOBUFS,
+        errno.ESTALE,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+    ),
+    *(errno.ENETDOWN, errno.ENETRESET, errno.ENETUNREACH, errno.ENOTCONN, socket.EAI_AGAIN),
+    getattr(errno, "EREMOTEIO", errno.EIO),  # Linux only
+}
+# Top package and class, because only the packages of the stores in use are installed; subclasses included.
+_RETRIED_TYPES = {
+    *("aiohttp.ClientConnectionError", "aiohttp.ClientPayloadError", "azure.ServiceRequestError"),
+    *("azure.ServiceResponseError", "botocore.ConnectionError", "botocore.HTTPClientError"),
+    *("botocore.IncompleteReadError", "google.TransportError", "http.IncompleteRead", "httpx.TransportError"),
+    *("requests.ChunkedEncodingError", "requests.ConnectionError", "requests.Timeout"),
+    *("urllib3.ProtocolError", "urllib3.TimeoutError"),
+}
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+
+class Corrupt(Exception):
+    """What was received is not what it should be; the message says how."""
+
+
+def is_url(path: str | Path) -> bool:
+    """Whether it is read through fsspec: `s3://bucket/key`, `gs://...`, `https://...` and so on."""
+    return "://" in str(path)
+
+
+def join(folder: str | Path, name: str) -> str:
+    """Return the path or URL of a file in a folder."""
+    return f"{str(folder).rstrip('/')}/{name}" if is_url(folder) else str(Path(folder) / name)
+
+
+def filesystem(protocol: str) -> Any:
+    """Return fsspec's file system for a protocol. UserError where the package that it needs is not installed.
+
+    Credentials and endpoints come from where the package looks for them, and from fsspec's own variables, such as
+    FSSPEC_S3_ENDPOINT_URL.
+    """
+    options: dict[str, Any] = {}
+    try:
+        import fsspec
+
+        if protocol in ("http", "https"):
+            import aiohttp
+
+            options["client_kwargs"] = {"timeout": aiohttp.ClientTimeout(total=None, sock_read=_TIMEOUT_S)}
+        elif protocol == "file":
+            options["auto_mkdir"] = True
+        elif protocol == "s3":
+            options["config_kwargs"] = {"read_timeout": _TIMEOUT_S, "connect_timeout": 10}
+        # Listings change while a run goes on.
+        return fsspec.filesystem(protocol, use_listings_cache=False, **options)
+    except (ImportError, ValueError) as error:
+        package = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "http": "aiohttp", "https": "aiohttp"}
+        needs = package.get(protocol, f"the fsspec package for {protocol}://")
+        raise UserError(
+            f"{protocol}://: reading it needs {needs} ({error}); pip install 'forge[remote]' {needs}"
+        ) from None
+
+
+def filesystem_of(url: str) -> Any:
+    """Return fsspec's file system for a URL. UserError for a URL whose secrets were left out, as in a run's config.toml."""
+    if is_redacted(url):
+        raise UserError(
+            f"{url}: its password or signature was left out when the configuration was written; set the key that has this "
+            "URL again, with the secret, on the command line"
+        )
+    return filesystem(url.split("://", 1)[0])
+
+
+_waits: dict[int, str] = {}
+_thread = threading.local()
+
+
+def give_up_on(event: threading.Event) -> None:
+    """Have this thread make no further attempt once `event` is set."""
+    _thread.given_up = event
+
+
+def waiting_for() -> str:
+    """Return what threads of this process wait for, as text; empty if nothing. The longest wait comes first."""
+    waits = list(_waits.values())
+    return "; ".join(waits[:3]) + (f"; and {len(waits) - 3} more" if len(waits) > 3 else "")
+
+
+def with_retries(what: str, work: Callable[[], Result]) -> Result:
+    """Call `work`, and after a transient error again, with growing, random pauses. `what`: the URL and what is done with it.
+
+    Raises UserError for any other error at once, for a transient one after RETRY_S seconds, or when `give_up_on` says so.
+    """
+    what = redact(what)
+    given_up: threading.Event = getattr(_thread, "given_up", None) or threading.Event()
+    began, attempt, pause = time.monotonic(), 0, _FIRST_S
+    thread = threading.get_ident()
+    _waits[thread] = what
+    try:
+        while True:
+            attempt += 1
+            try:
+                return work()
+            except UserError:
+                raise
+            except Exception as error:
+                cause = redact(f"{type(error).__name__}: {error}")
+                times = "" if attempt == 1 else f" after {attempt} attempts"
+                failed = UserError(f"{what}: failed{times}: {cause}", FAILED)
+                if given_up.is_set() or not is_transient(error) or time.monotonic() - began > RETRY_S:
+                    raise failed from error
+                wait = pause * random.uniform(0.5, 1.5)
+                pause = min(2 * pause, _LONGEST_S)
+                _waits[thread] = f"{what}: {attempt} failed, the last by {cause}"
+                log.warning("%s: attempt %d failed, again in %.1f s: %s", what, attempt, wait, cause)
+                if given_up.wait(wait):
+                    raise failed from error
+    finally:
+        _waits.pop(thread, None)
+
+
+def is_transient(error: BaseException) -> bool:
+    """Return whether an error of a store may pass by itself: by its type, else its HTTP status, else its errno.
+
+    File systems translate errors, so the errors that it was raised from count as well: fsspec reports an unreachable server
+    as FileNotFoundError, and s3fs an unknown status as EIO.
+    """
+    chain = [error]
+    while (cause := chain[-1].__cause__) is not None:
+        chain.append(cause)
+    if any(isinstance(one, ssl.SSLCertVerificationError) for one in chain):
+        return False
+    if any(
+        isinstance(one, TimeoutError | ConnectionError | Corrupt) or _names(one) & _RETRIED_TYPES
+        for one in chain
+    ):
+        return True
+    if statuses := [status for one in chain if (status := _status(one)) is not None]:
+        return statuses[0] in _RETRIED_STATUS
+    return any(isinstance(one, OSError) and one.errno in _RETRIED_ERRNO for one in chain)
+
+
+def _names(error: BaseException) -> set[str]:
+    return {f"{kind.__module__.split('.')[0]}.{kind.__name__}" for kind in type(error).__mro__}
+
+
+def _status(error: BaseException) -> int | None:
+    """The HTTP status in an error of aiohttp, azure, gcsfs, requests or botocore; None if it has none."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+        found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    else:
+        pairs = [(error, "status"), (error, "status_code"), (response, "status_code"), (error, "code")]
+        found = next((getattr(one, name) for one, name in pairs if hasattr(one, name)), None)
+    return found if isinstance(found, int) else None
+
+
+def read_whole(url: str) -> bytes:
+    """Return the content of a small object. Raises FileNotFoundError if it does not exist, else as `with_retries`."""
+    files = filesystem_of(url)
+
+    def read() -> bytes | None:
+        try:
+            return files.cat_file(url)
+        except FileNotFoundError as error:
+            if is_transient(error):
+                raise
+            return None
+
+    content = with_retries(url, read)
+    if content is None:
+        raise FileNotFoundError(url)
+    return content
+
+
+def read_range(files: Any, url: str, begin: int, end: int, size: int) -> bytes:
+    """Return bytes begin ... end - 1 of an object of `size` bytes, of the file system `files`. Raises as `with_retries`."""
+
+    def read() -> bytes:
+        data = files.cat_file(url, start=begin, end=end)
+        if len(data) != end - begin:
+            if len(data) == size:
+                raise UserError(f"{url}: its server ignores ranges of bytes, which are needed")
+            raise Corrupt(f"received {len(data)} bytes instead of {end - begin}")
+        return data
+
+    return with_retries(_bytes(url, begin, end), read)
+
+
+def _bytes(url: str, begin: int, end: int) -> str:
+    return f"{url}, bytes {begin} to {end - 1}"
+
+
+class RemoteFile:
+    """One object, read in blocks. `key` names its content in a cache: equal keys, equal bytes.
+
+    With `expected`, which gives the digest of each block, a block is what it was when the dataset was written. Without it the
+    object must keep the version (ETag, or time) that it had when it was opened. Either way a changed object is a UserError
+    that names it.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        size: int | None = None,
+        key: str | None = None,
+        expected: Callable[[int], bytes] | None = None,
+        digest: Callable[[bytes], bytes] | None = None,
+    ):
+        self.url, self._expected, self._digest = url, expected, digest
+        self._files = filesystem_of(url)
+        self._version = None if expected and size is not None else self._look()
+        found = self._version[0] if self._version else size
+        if size is not None and found != size:
+            raise UserError(f"{url}: has {found} bytes instead of {size}; it is truncated or was replaced")
+        assert found is not None
+        self.size = found
+        self.key = (
+            key or hashlib.blake2b(repr((redact(url), self._version)).encode(), digest_size=16).hexdigest()
+        )
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.size // BLOCK_BYTES)
+
+    def fetch(self, block: int) -> bytes:
+        """Return a block's bytes from the store."""
+        begin = block * BLOCK_BYTES
+        end = min(begin + BLOCK_BYTES, self.size)
+        data = read_range(self._files, self.url, begin, end, self.size)
+        if self._expected is None or self._digest is None:
+            if (now := self._look()) != self._version:
+                raise UserError(
+                    f"{self.url}: was changed while it was in use (from {self._version} to {now}); a run's data must stay "
+                    "what they were: restore it, or give the new data another path"
+                )
+            return data
+        if not self.is_intact(block, data):
+            # The transfer may have been damaged.
+            data = read_range(self._files, self.url, begin, end, self.size)
+            if not self.is_intact(block, data):
+                raise UserError(
+                    f"{_bytes(self.url, begin, end)}: have another checksum than when the dataset was written; the object "
+                    "was changed or is damaged: copy the dataset there again"
+                )
+        return data
+
+    def is_intact(self, block: int, data: bytes) -> bool:
+        """Return whether `data` has the checksum of a block; True if the file has no checksums."""
+        return self._expected is None or self._digest is None or self._digest(data) == self._expected(block)
+
+    def _look(self) -> tuple[int, str]:
+        """Its size and version."""
+        about = with_retries(self.url, lambda: self._files.info(self.url))
+        return _size(self.url, about), _version(about)
+
+
+def open_remote(url: str) -> io.BufferedReader:
+    """Open an object for reading; each block is read as by `with_retries`."""
+    return io.BufferedReader(_Reader(url), _READ_BYTES)
+
+
+class _Reader(io.RawIOBase):
+    def __init__(self, url: str):
+        self._url, self._files, self._place = url, filesystem_of(url), 0
+        self._size = _size(url, with_retries(url, lambda: self._files.info(url)))
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, origin: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[origin]
+        self._place = base + offset
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        begin, end = self._place, min(self._place + len(buffer), self._size)
+        if begin >= end:
+            return 0
+        data = read_range(self._files, self._url, begin, end, self._size)
+        buffer[: len(data)] = data
+        self._place = end
+        return len(data)
+
+
+def find_objects(url: str) -> dict[str, int]:
+    """Return URL -> size in bytes of the object `url`, or of all objects below it, in the order of their URLs."""
+    files = filesystem_of(url)
+
+    def find() -> dict[str, Any]:
+        try:
+            return files.find(url, detail=True)
+        except FileNotFoundError as error:
+            if is_transient(error):
+                raise
+            return {}
+
+    found = with_retries(url, find)
+    if not found:  # not every store finds a single object below itself
+
+        def look() -> dict[str, dict[str, Any]]:
+            try:
+                return {url: files.info(url)}
+            except FileNotFoundError as error:
+                if is_transient(error):
+                    raise
+                return {}
+
+        found = with_retries(url, look)
+    urls = {(name if is_url(name) else files.unstrip_protocol(name)): found[name] for name in sorted(found)}
+    return {name: _size(name, about) for name, about in urls.items()}
+
+
+def _size(url: str, about: dict[str, Any]) -> int:
+    if about.get("size") is None:
+        raise UserError(
+            f"{url}: its server does not report its size, which is needed; name each file by its URL, or copy them here"
+        )
+    return int(about["size"])
+
+
+def version_of(url: str) -> str:
+    """Return what changes when the object does: its ETag or time; empty where the store has neither."""
+    return _version(with_retries(url, lambda: filesystem_of(url).info(url)))
+
+
+def _version(about: dict[str, Any]) -> str:
+    return next(
+        (str(about[name]) for name in ("ETag", "etag", "LastModified", "mtime") if about.get(name)), ""
+    )

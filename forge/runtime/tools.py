@@ -1,0 +1,7 @@
+"""Tools that training code starts, by import path: modules outside `forge/tools/` import nothing from it."""
+
+PLANNER = "forge.tools.plan.command:plan"
+PEAK_PLANNER = "forge.tools.plan.peak"
+"""A module to run with `python -m`."""
+TEXT_SAMPLES = "forge.tools.inference.text_samples:TextSamples"
+TASK_SCORES = "forge.tools.inference.task_scores:TaskScores"

@@ -1,0 +1,247 @@
+"""This process among all ranks: who it is, as its launcher says, and how it joins the others."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from forge.runtime import compat
+from forge.runtime.errors import FAILED, UserError
+from forge.runtime.network import POLL_S, choose_gloo_interface, name_start, slurm_meeting_point
+from forge.runtime.terminal import stderr
+
+# Enough for sockets to 8,192 ranks in eight groups.
+OPEN_FILES = 1 << 16
+# How long ranks may be apart before the wait for them is reported, and how often after that.
+SILENT_S, SPEAK_AGAIN_S = 10.0, 60.0
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all. `restarts_left`: how many more times the launcher would restart the run by itself.
+
+    local_size: processes on this machine (0: unknown). bound: Slurm may have left this process a card of its own.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    launcher: str
+    restarts_left: int = 0
+    local_size: int = 0
+    bound: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        has_own_card = self.bound and torch.cuda.device_count() == 1
+        return compat.training_device(0 if has_own_card else self.local_rank)
+
+    @property
+    def first_process(self) -> int:
+        """The process id on this machine that outlives restarts: torchrun's agent, else this process."""
+        return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
+
+    @property
+    def restarted(self) -> bool:
+        """Whether torchrun, or Slurm by a requeue, has started this command before."""
+        counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+        return any(os.environ.get(name, "0") != "0" for name in counts)
+
+
+def read_world(environment: Mapping[str, str] = os.environ) -> World:
+    """Read the launcher's environment: torchrun's variables, else those of an srun step, else a single process.
+
+    Raises UserError for a variable that is missing or not a number, and for a rank that is not below the number of ranks.
+    """
+
+    def number(name: str, default: str = "") -> int:
+        text = environment.get(name, default)
+        try:
+            return int(text)
+        except ValueError:
+            problem = f"= {text} is not a whole number" if text else "is missing"
+            raise UserError(
+                f"{name} {problem} in the environment, although other variables of a launcher are set: start under "
+                f"torchrun or srun, or unset RANK, WORLD_SIZE and SLURM_STEP_NUM_TASKS for one process"
+            ) from None
+
+    given = [name for name in ("RANK", "WORLD_SIZE") if name in environment]
+    if len(given) == 1:
+        other = "WORLD_SIZE" if given == ["RANK"] else "RANK"
+        raise UserError(
+            f"{given[0]} = {environment[given[0]]} is set in the environment, but {other} is not: start under torchrun or "
+            f"srun, set both, or unset {given[0]} for one process"
+        )
+    if given:
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if name not in environment:
+                raise UserError(
+                    f"RANK and WORLD_SIZE are set in the environment, but {name}, with which ranks connect, is not: start "
+                    f"under torchrun or srun, set it, or unset RANK and WORLD_SIZE for one process"
+                )
+        rank, size = number("RANK"), number("WORLD_SIZE")
+        if not 0 <= rank < size:
+            raise UserError(
+                f"RANK = {rank} and WORLD_SIZE = {size} in the environment: RANK must be at least 0 and below WORLD_SIZE"
+            )
+        return World(
+            rank=rank,
+            size=size,
+            local_rank=number("LOCAL_RANK", "0"),
+            launcher="torchrun",
+            restarts_left=number("TORCHELASTIC_MAX_RESTARTS", "0")
+            - number("TORCHELASTIC_RESTART_COUNT", "0"),
+            local_size=number("LOCAL_WORLD_SIZE", "0"),
+        )
+    if number("SLURM_STEP_NUM_TASKS", "1") > 1:
+        tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
+        return World(
+            rank=number("SLURM_PROCID"),
+            size=number("SLURM_STEP_NUM_TASKS"),
+            local_rank=number("SLURM_LOCALID"),
+            launcher="srun",
+            # Such as `8(x2),4`: eight tasks on two nodes each, four on a third.
+            local_size=max(map(int, re.findall(r"(\d+)(?=\(|,|$)", tasks)), default=0),
+            bound="gpu:" in environment.get("SLURMD_TRES_BIND", "").replace("gpu:none", ""),
+        )
+    return World(rank=0, size=1, local_rank=0, launcher="python")
+
+
+def join(world: World, timeout: timedelta = timedelta(minutes=10)) -> None:
+    """Create the default process group, for a single process too, so that no later code asks whether there is one.
+
+    Raises UserError when there are more processes on this node than GPUs, when srun does not say which node is
+    the first, when the port is taken, or when not all processes have arrived after `timeout`.
+    """
+    if world.device.type == "cuda":
+        use_expandable_segments(os.environ)
+        cards = torch.cuda.device_count()
+        # On every rank of the machine, so that rank 0, which prints, is one of them.
+        processes = max(world.local_size, world.local_rank + 1)
+        if processes > cards and not (world.bound and cards == 1):
+            raise UserError(
+                f"{processes} processes on one node need {processes} GPUs, but each sees {cards}: start at most {cards} "
+                f"per node (torchrun --nproc-per-node {cards}), or set CUDA_VISIBLE_DEVICES= to train on the CPU"
+            )
+        torch.cuda.set_device(world.device)
+    _raise_file_limit()
+    if os.environ.keys() & {"FORGE_NODES", "FORGE_END_WITH_LAUNCHER"}:
+        end_with_agent()
+    backend = compat.communication_backend(world.device)
+    # With a device, each NCCL communicator is bound to its card now; without, PyTorch guesses at the first collective.
+    bound: dict[str, Any] = {"device_id": world.device} if world.device.type == "cuda" else {}
+    if world.launcher == "srun":
+        host, port = slurm_meeting_point(os.environ)
+        os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
+    store: dist.Store = dist.HashStore()
+    if world.launcher != "python":
+        store = _fresh(_meet(world, timeout), world, timeout, os.environ)
+        _wait_for_all(store, world, timeout)
+        if world.local_size != world.size:
+            choose_gloo_interface(store, world.rank, world.size, os.environ["MASTER_ADDR"])
+    dist.init_process_group(
+        backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout, **bound
+    )
+    # Gloo fails on a rank whose peer exits while it still connects, as after a config error: wait until all are connected.
+    dist.barrier()
+
+
+def _meet(world: World, timeout: timedelta) -> dist.Store:
+    """Connect to the store at MASTER_ADDR and MASTER_PORT, which rank 0 opens unless torchrun has."""
+    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    opens = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    silence = threading.Timer(
+        SILENT_S, lambda: stderr.write(f"forge: rank {world.rank} waits for rank 0, at {host}:{port}\n")
+    )
+    silence.daemon = True
+    if world.local_rank == 0:
+        silence.start()
+    try:
+        # Without its own wait for the others, which says nothing.
+        return dist.TCPStore(
+            host, int(port), is_master=opens, wait_for_workers=False, multi_tenant=opens, timeout=timeout
+        )
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise UserError(
+            f"port {port} is in use on {socket.gethostname()}; export another MASTER_PORT."
+        ) from None
+    finally:
+        silence.cancel()
+
+
+def _wait_for_all(store: dist.Store, world: World, timeout: timedelta) -> None:
+    """On rank 0 return when all processes have connected, and say how many have while that takes long."""
+    arrived = store.add("arrived", 1)
+    began = time.monotonic()
+    speak_s = SILENT_S
+    while world.rank == 0 and arrived < world.size:
+        waited_s = time.monotonic() - began
+        text = f"{arrived} of {world.size} processes have arrived at port {os.environ['MASTER_PORT']}"
+        if waited_s >= timeout.total_seconds():
+            raise UserError(f"only {text} within {timeout.total_seconds():.0f} s", FAILED)
+        if waited_s >= speak_s:
+            stderr.write(f"forge: {text} after {waited_s:.0f} s\n")
+            speak_s += SPEAK_AGAIN_S
+        time.sleep(POLL_S)
+        arrived = store.add("arrived", 0)
+
+
+def end_with_agent() -> None:
+    """Let the kernel kill this process when its launcher dies.
+
+    The ranks of a lost elastic agent must not go on in the old group. Those of a killed sweep would hold their run's lock.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def use_expandable_segments(environment: MutableMapping[str, str]) -> None:
+    """Let PyTorch's CUDA allocator grow its segments, unless the user has set it up. Call before CUDA allocates.
+
+    Batches and gathered weights of several sizes otherwise leave gaps that no later tensor fits into. Source:
+    https://docs.pytorch.org/docs/stable/notes/cuda.html (PYTORCH_ALLOC_CONF; before PyTorch 2.9 PYTORCH_CUDA_ALLOC_CONF).
+    """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & environment.keys():
+        environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
+def _raise_file_limit() -> None:
+    """Raise the limit of open files, most often 1,024, to OPEN_FILES or what the system admits.
+
+    Gloo connects each rank of a group with every other one: four groups of 1,024 ranks take 4,092 sockets.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def _fresh(store: dist.Store, world: World, timeout: timedelta, environment: Mapping[str, str]) -> dist.Store:
+    """Return a view of `store` without the keys that workers wrote before a restart.
+
+    torchrun keeps one store over all restarts, but PyTorch assumes a new one each time: a group could then connect to
+    the address of a dead worker, and hang. On one node the number of restarts distinguishes the starts; the agents of several
+    nodes count differently, because a change of nodes counts as no restart.
+    """
+    if environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE"):
+        return dist.PrefixStore(f"start-{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return dist.PrefixStore(f"start-{name_start(store, world.rank, world.size, timeout)}", store)
+    return store

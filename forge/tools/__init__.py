@@ -1,0 +1,1 @@
+"""Tools around training. Training code names them only through `forge.runtime.tools`."""

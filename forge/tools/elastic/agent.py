@@ -1,0 +1,190 @@
+"""One node of an elastic run: PyTorch's agent, with the settings without which a lost node would not be survived.
+
+    meeting (any machine that stays)  <-  agents, one per node  ->  ranks (train.py)
+
+An agent that is lost is removed from the rendezvous when it has sent no heartbeat for a while. The ranks of the others fail
+or are stopped, their agents meet again, and the run resumes with the nodes there are. A new agent makes the others stop
+their ranks, which save first; an agent beyond the greatest number of nodes waits until it is needed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta, tzinfo
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousTimeoutError,
+)
+
+from forge.config import load_config
+from forge.config.fallbacks import choose_layout
+from forge.observe.json_lines import read_object
+from forge.observe.run_directory import RunDirectory
+from forge.runtime.errors import FAILED, FINISHED, STOPPED, UserError
+from forge.tools.elastic.meeting import OVER, clock_offset
+from forge.tools.elastic.rendezvous import Rendezvous
+from forge.tools.elastic.secret import VARIABLE, SignedStore, read_secret
+
+TRAIN = Path(__file__).resolve().parents[3] / "train.py"
+SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+
+
+@dataclass(frozen=True)
+class Node:
+    """What an agent is started with.
+
+    least, most: nodes of the run. processes: ranks on this node. meeting: "HOST:PORT". lost_after_s: how long a node may be
+    silent before it is taken for lost. gather_s: how long a group that is large enough waits for more nodes.
+    patience_s: how long an agent waits for the least number of nodes.
+    """
+
+    least: int
+    most: int
+    processes: int
+    meeting: str
+    restarts: int = 100
+    lost_after_s: int = 10
+    gather_s: int = 5
+    patience_s: int = 24 * 3600
+
+
+def layouts(argv: Sequence[str], node: Node) -> dict[int, str]:
+    """Return nodes -> the layout that the run takes on so many. Raises UserError where there is none, or for the config."""
+    config, found = load_config(list(argv)), {}
+    for nodes in range(node.least, node.most + 1):
+        try:
+            _, degrees, fallback = choose_layout(list(argv), config, nodes * node.processes)
+        except UserError as error:
+            raise UserError(f"{nodes} nodes with {node.processes} processes: {error}") from None
+        shape = ", ".join(
+            f"{axis} {getattr(degrees, axis)}" for axis in ("pp", "dp", "cp", "tp", "accumulation")
+        )
+        found[nodes] = f"{shape}{f' ({fallback})' if fallback else ''}"
+    return found
+
+
+def run_agent(node: Node, argv: Sequence[str]) -> int:
+    """Run the ranks of this node with train.py's arguments `argv`; return the exit code of the run.
+
+    That is 0 (finished), 75 (the run was stopped, or this node) or the code of the first rank that failed.
+    Raises UserError where nobody meets at `node.meeting`, or strangers do.
+    """
+    store = _meet(node.meeting)
+    os.environ.pop(VARIABLE, None)  # ranks do not need it
+    _share_clock(clock_offset(store))
+    os.environ |= {
+        # Agents would else keep the address of the first rank's store of the first round, also when that node is gone.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": SIGNALS,
+        "FORGE_NODES": f"{node.least}:{node.most}",
+    }
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    rendezvous = Rendezvous.at(
+        store,
+        (node.least, node.most),
+        node.lost_after_s,
+        node.gather_s,
+        node.patience_s,
+        _directory(argv).holder,
+    )
+    spec = WorkerSpec(
+        "default",
+        node.processes,
+        rendezvous,
+        entrypoint=sys.executable,
+        args=("-u", str(TRAIN), *argv),
+        max_restarts=node.restarts,
+    )
+    try:
+        result = _Agent(spec, DefaultLogsSpecs()).run()
+    except SignalException:
+        return STOPPED
+    except RendezvousClosedError:
+        result = None
+    except RendezvousTimeoutError as error:
+        rendezvous.shutdown()
+        raise UserError(
+            f"--patience {node.patience_s} is over: {error or 'too few nodes came'}", FAILED
+        ) from None
+    except RendezvousConnectionError:
+        raise UserError(f"--meeting {node.meeting}: the meeting has ended before the run", FAILED) from None
+    rendezvous.shutdown()
+    if result is None:  # The rendezvous was closed while this node waited in it, so the run has ended.
+        return exit_code_at_end(argv) if _is_over(store) else FAILED
+    if result.is_failed():
+        return min(result.failures.values(), key=lambda one: one.timestamp).exitcode or FAILED
+    store.set(OVER, "1")
+    return exit_code_at_end(argv)
+
+
+class _Agent(LocalElasticAgent):
+    """PyTorch's agent, which kills the ranks of a round that has lost a member: they wait for it, so they cannot save."""
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        rendezvous: Any = self._rdzv_handler
+        lost = rendezvous.num_nodes_waiting() and rendezvous.has_lost_member()
+        self._shutdown(signal.SIGKILL if lost else signal.SIGTERM)
+
+
+def exit_code_at_end(argv: Sequence[str]) -> int:
+    """Return the exit code of a run that has ended well: 75 if it was stopped, as by `resilience.time_limit_s`, else 0.
+
+    Its ranks ended with 0 in both cases, or PyTorch's agent would have started them again.
+    """
+    state = read_object(_directory(argv).status).get("state")
+    return STOPPED if state == "stopped" else FINISHED
+
+
+def _directory(argv: Sequence[str]) -> RunDirectory:
+    run = load_config(list(argv)).run
+    return RunDirectory(Path(run.output_dir) / run.name)
+
+
+def _meet(address: str, timeout: timedelta = timedelta(minutes=5)) -> SignedStore:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise UserError(f"--meeting {address}: must be HOST:PORT, as `elastic.py meeting` prints it")
+    try:
+        store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
+    except dist.DistError as error:
+        raise UserError(
+            f"--meeting {address}: nobody answers there; start `elastic.py meeting` first ({error})", FAILED
+        ) from None
+    return SignedStore(store, read_secret(host, int(port)))
+
+
+def _is_over(store: dist.Store) -> bool:
+    """Whether an agent reports within a while that the run is finished."""
+    try:
+        store.set_timeout(timedelta(seconds=10))
+        store.get(OVER)
+    except dist.DistError:
+        return False
+    return True
+
+
+def _share_clock(offset_s: float) -> None:
+    """Let PyTorch's rendezvous read the meeting's clock: it compares time stamps of nodes, whose own may be hours apart."""
+
+    def now(zone: tzinfo | None = None) -> datetime:
+        return datetime.fromtimestamp(time.time() + offset_s, zone)
+
+    if abs(offset_s) > 1:
+        print(f"forge: the clock of this node is {-offset_s:.0f} s ahead of the meeting's", file=sys.stderr)
+    vars(dynamic_rendezvous)["datetime"] = SimpleNamespace(now=now)

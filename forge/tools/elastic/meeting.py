@@ -1,0 +1,82 @@
+"""The place where agents meet: a small process that outlives every node of a run, and the clock that all nodes share.
+
+PyTorch's rendezvous keeps its state in one store, which by default lives in the agent of the first node and is lost with
+it. `Meeting` holds that store in a process of its own. It also publishes its time there: agents take each other for dead by
+time stamps, and the clocks of machines may be apart.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from forge.runtime.errors import UserError
+from forge.tools.elastic.secret import VARIABLE, SignedStore, is_loopback, make_local_secret, read_secret
+
+CLOCK, OVER = "forge/clock", "forge/over"
+TICK_S = 0.5
+# After the run is over, agents of spare nodes still have to read that the rendezvous is closed.
+LINGER_S = 15.0
+
+
+class Meeting:
+    """The store of one run at `port` (0: a free one) of the address of `host`. `serve` returns when the run is over.
+
+    Raises UserError if this machine does not have that address, or the port is taken, or there is no secret.
+    """
+
+    def __init__(self, port: int, host: str = "localhost"):
+        self.is_local = is_loopback(host)
+        own = self.is_local and VARIABLE not in os.environ
+        secret = b"" if own else read_secret(host, port)
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            listening = socket.create_server(address[:2], family=family)
+        except OSError as error:
+            raise UserError(f"meeting --host {host} --port {port}: {error.strerror}") from None
+        self.host, self.port = listening.getsockname()[:2]
+        if own:
+            secret = make_local_secret(self.port)
+        # The store would listen on all addresses by itself.
+        server = dist.TCPStore(
+            self.host,
+            self.port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
+        self._store = SignedStore(server, secret)
+
+    def read(self, key: str) -> bytes:
+        """Return what agents have written under `key`."""
+        return self._store.get(key)
+
+    def serve(self, closed: threading.Event, linger_s: float = LINGER_S) -> None:
+        """Keep the clock until an agent reports the end of the run and `linger_s` seconds have passed, or until `closed`."""
+        while not is_over(self._store):
+            self._store.set(CLOCK, repr(time.time()))
+            if closed.wait(TICK_S):
+                return
+        closed.wait(linger_s)
+
+
+def is_over(store: dist.Store) -> bool:
+    """Return whether an agent has reported the end of the run; a stranger's report does not count."""
+    try:
+        return store.check([OVER]) and bool(store.get(OVER))
+    except UserError:
+        return False
+
+
+def clock_offset(store: dist.Store) -> float:
+    """Return how many seconds the clock of the meeting is ahead of this machine's, to within a tenth of a second."""
+    store.set_timeout(timedelta(seconds=60))
+    before = store.get(CLOCK)
+    while (now := store.get(CLOCK)) == before:
+        time.sleep(0.01)
+    return float(now) - time.time()

@@ -1,0 +1,119 @@
+"""PyTorch's rendezvous, which also notices lost members and waits for the lock that one of them may still hold."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousTimeout,
+)
+
+from forge.runtime.errors import UserError
+
+RUN_ID = "forge"
+HEARTBEAT_S = 1
+# A member that leaves has sent a heartbeat shortly before. PyTorch reads the state at most once a second.
+SLACK_S = 1.0
+POLL_S, PATIENT_S = 0.5, 10.0
+
+
+class Rendezvous(DynamicRendezvousHandler):
+    """The rounds of one run, for one agent.
+
+    PyTorch removes a silent member but leaves the ranks of the others alone: they wait for its ranks in a collective, until
+    the watchdog ends them. Here a lost member makes the agents of its round meet again, as a new node does.
+    """
+
+    _lost_after_s: int
+    _patience_s: int
+    _holder: Callable[[], str | None]
+    _seen: dict[Any, tuple[Any, float]]
+
+    @classmethod
+    def at(
+        cls,
+        store: dist.Store,
+        nodes: tuple[int, int],
+        lost_after_s: int,
+        gather_s: int,
+        patience_s: int,
+        holder: Callable[[], str | None],
+    ) -> Rendezvous:
+        """Join the rendezvous in `store`. nodes: least and most. holder: the process that has the run directory's lock."""
+        timeout = RendezvousTimeout(join=timedelta(seconds=patience_s), last_call=timedelta(seconds=gather_s))
+        handler = cls.from_backend(
+            RUN_ID,
+            store,
+            C10dRendezvousBackend(store, RUN_ID),
+            *nodes,
+            timeout=timeout,
+            keep_alive_interval=HEARTBEAT_S,
+            keep_alive_max_attempt=lost_after_s // HEARTBEAT_S,
+        )
+        handler._lost_after_s, handler._patience_s, handler._holder = lost_after_s, patience_s, holder
+        handler._seen = {}
+        return handler
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meet the other agents, then wait until no rank of an earlier round holds the run directory.
+
+        Every agent of this round has ended its ranks, so a lost member's rank holds the lock, or the file system has not
+        noticed its death yet. In the first round the lock is another run's, and rank 0 refuses to start.
+        """
+        deadline = time.monotonic() + self._patience_s
+        while True:
+            self._seen = {}
+            info = super().next_rendezvous()
+            if self._state_holder.state.round == 0 or self._is_free(deadline):
+                return info
+
+    def num_nodes_waiting(self) -> int:
+        """Return how many nodes make this round end: those that want to join, and 1 for lost members."""
+        return super().num_nodes_waiting() + self.has_lost_member()
+
+    def has_lost_member(self) -> bool:
+        """Return whether the others have gone on without a member of this round, which may be this node, as it was silent.
+
+        A member that has left by itself does not count: its ranks have ended, and ours fail and report why.
+        """
+        state, now = self._state_holder.state, time.monotonic()
+        for node in state.participants:
+            heartbeat = state.last_heartbeats.get(node)
+            if node not in self._seen or self._seen[node][0] != heartbeat:
+                self._seen[node] = heartbeat, now
+        return any(
+            node not in state.participants and now - since >= self._lost_after_s - SLACK_S
+            for node, (_, since) in self._seen.items()
+        )
+
+    def _is_free(self, deadline: float) -> bool:
+        """Wait for the lock. False: the members have changed meanwhile and must meet again."""
+        speak_at = time.monotonic() + PATIENT_S
+        while holder := self._holder():
+            now = time.monotonic()
+            if now >= deadline:
+                raise RendezvousTimeoutError(f"the run directory is still in use by {holder}")
+            if now >= speak_at:
+                text = (
+                    f"waiting for {holder}, a rank of a lost node: it holds the run directory until it ends"
+                )
+                print(f"forge: {text}", file=sys.stderr, flush=True)
+                speak_at = now + 60
+            if self.num_nodes_waiting():
+                return False
+            time.sleep(POLL_S)
+        return True
+
+    def _keep_alive(self) -> None:
+        # A thread of PyTorch's calls this; the main thread meets the same error at its next look.
+        with suppress(UserError):
+            super()._keep_alive()

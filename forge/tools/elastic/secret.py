@@ -1,0 +1,138 @@
+"""Signatures of everything that agents read from the rendezvous: PyTorch unpickles the state that it finds there."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import os
+import secrets
+import socket
+import stat
+import tempfile
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from forge.runtime.errors import UserError
+
+VARIABLE = "FORGE_RENDEZVOUS_SECRET"
+MIN_LENGTH = 16
+_COMMAND = f"export {VARIABLE}=$(openssl rand -hex 32)"
+_MAC_BYTES = 32
+
+
+def read_secret(host: str, port: int, environment: Mapping[str, str] = os.environ) -> bytes:
+    """Return the secret of the run whose meeting is at `host`:`port`.
+
+    Without the environment variable a meeting on a loopback address has one of its own, which `make_local_secret` has put in
+    a file for this user. Raises UserError (exit 2).
+    """
+    if secret := environment.get(VARIABLE, ""):
+        if len(secret) < MIN_LENGTH:
+            raise UserError(f"{VARIABLE} has fewer than {MIN_LENGTH} characters; make one: {_COMMAND}")
+        return secret.encode()
+    if is_loopback(host):
+        try:
+            return _read_private(_local_file(port))
+        except OSError:
+            pass
+    raise UserError(
+        f"{VARIABLE} is not set; the meeting and every agent of a run need the same value, made once: {_COMMAND}"
+    )
+
+
+def make_local_secret(port: int) -> bytes:
+    """Write a new secret for the meeting at `port` of a loopback address to a file of mode 0600, and return it."""
+    path, secret = _local_file(port), secrets.token_hex(32).encode()
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with open(descriptor, "wb") as file:
+        file.write(secret)
+    return secret
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether `host` has loopback addresses only."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(str(address[0])).is_loopback for *_, address in found)
+
+
+def _local_file(port: int) -> Path:
+    return Path(tempfile.gettempdir()) / f"forge-meeting-{os.getuid()}-{port}"
+
+
+def _read_private(path: Path) -> bytes:
+    """Return the content of a file that only this user can have written. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+            raise PermissionError(f"{path} is not a private file of this user")
+        return file.read()
+
+
+class SignedStore(dist.Store):
+    """A view of `store` in which each value has a signature: HMAC-SHA256 of key and value under `secret`.
+
+    Only counters (`add`) have none: the server computes them, and they are read as integers. An older value of the same
+    key passes: anyone who can write to the store can stop a run, but not choose a value.
+
+    Keep a reference: a `dist.PrefixStore` of this store does not keep the Python part of it alive.
+    """
+
+    def __init__(self, store: dist.Store, secret: bytes):
+        super().__init__()
+        self._store: Any = store  # PyTorch's stubs are incomplete
+        self._secret = secret
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._store.set(key, self._sign(key, value))
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._verify(key, self._store.get(key))
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        # Empty: the key must be missing.
+        expected = self._sign(key, expected) if expected else b""
+        return self._verify(key, self._store.compare_set(key, expected, self._sign(key, desired)))
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(key, amount)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._store.check(list(keys))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        own: Any = self
+        self._store.wait(list(keys), timeout or own.timeout)
+
+    def _mac(self, key: str, value: bytes) -> bytes:
+        name = key.encode()
+        return hmac.digest(self._secret, len(name).to_bytes(8, "big") + name + value, "sha256")
+
+    def _sign(self, key: str, value: str | bytes) -> Any:
+        value = value.encode() if isinstance(value, str) else bytes(value)
+        return self._mac(key, value) + value
+
+    def _verify(self, key: str, signed: bytes) -> bytes:
+        mac, value = signed[:_MAC_BYTES], signed[_MAC_BYTES:]
+        if not hmac.compare_digest(mac, self._mac(key, value)):
+            raise UserError(
+                f"the rendezvous holds a value without this run's signature ({key}): the meeting or an agent has another "
+                f"{VARIABLE}, or a stranger can reach the port; nothing of the value was used"
+            )
+        return value

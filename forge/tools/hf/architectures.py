@@ -1,0 +1,187 @@
+"""The config keys and tensor names of one class of transformers; forge/tools/hf/table.py lists the classes.
+
+`ours` is a key of [model] ("dim", "moe.top_k") or a module of forge; `theirs` one of config.json or transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from forge.config.model import ModelConfig
+from forge.runtime.errors import UserError
+from forge.tools.hf.fused import Place
+
+# Ours -> theirs in every config.json.
+KEYS = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ffn_dim": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "norm_eps": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+    "init_std": "initializer_range",
+}
+# The value of a key that config.json lacks; a key that is neither here nor in `Architecture.defaults` is required.
+# None: derived from other keys.
+DEFAULTS: dict[str, Any] = {
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+    "attention_bias": False,
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 1.0,
+    "norm_topk_prob": False,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "layer_types": None,
+    "hidden_act": "silu",
+    "router_aux_loss_coef": 0.001,
+    "mlp_only_layers": None,
+    "decoder_sparse_step": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+    "moe_layer_end_index": -1,
+    "moe_layer_interval": 1,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "rope_local_base_freq": None,
+}
+# Names of the same key in newer versions of transformers.
+ALIASES = {"num_experts": "num_local_experts"}
+# Keys that forge has no equivalent of, with the only value that it can compute; null means the default.
+MUST_BE: dict[str, Any] = {
+    "hidden_act": "silu",
+    "mlp_bias": False,
+    "attention_bias": False,
+    "use_bias": False,
+    "quantization_config": None,
+    "rope_interleave": True,
+}
+# Modules, ours -> theirs; those of a layer are below `layers.N` in forge and `model.layers.N` in transformers.
+ENDS = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+LAYER = {
+    "attention_norm": "input_layernorm",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "attention.wq_a": "self_attn.q_a_proj",
+    "attention.wq_b": "self_attn.q_b_proj",
+    "attention.wkv_a": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_norm": "self_attn.kv_a_layernorm",
+    "attention.wkv_b": "self_attn.kv_b_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.router": "mlp.gate",
+    "feed_forward.shared.w1": "mlp.shared_experts.gate_proj",
+    "feed_forward.shared.w3": "mlp.shared_experts.up_proj",
+    "feed_forward.shared.w2": "mlp.shared_experts.down_proj",
+    "embedding_norm": "enorm",
+    "hidden_norm": "hnorm",
+    "projection": "eh_proj",
+    "output_norm": "shared_head.norm",
+}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One class of transformers, where it differs from the tables above."""
+
+    name: str
+    model_type: str
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Ours -> the value that the class implies; config.json has no key for it."""
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """Ours -> theirs."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    window_keys: tuple[str, ...] = ()
+    """The keys that determine which layers have a sliding window."""
+    every_other_kind: int = 0
+    """n: where layer_types is missing, every n-th layer is full and all others slide."""
+    layer: Mapping[str, str] = field(default_factory=dict)
+    """Modules of a layer, ours -> theirs."""
+    experts: tuple[str, str, str, str] = ("mlp.experts", "gate_proj", "up_proj", "down_proj")
+    """The module that holds experts 0, 1, ..., and the projections of each."""
+    router_bias: str | None = None
+    """The bias on the choice of experts, `[n_experts]`; all zeros where forge's model has none."""
+    router_bias_is_2d: bool = False
+    """The router bias has shape `[1, n_experts]`."""
+    output_bias: bool = False
+    """attention_bias adds a bias to the output projection as well; of zeros where forge's model has none."""
+    must_be: Mapping[str, Any] = field(default_factory=dict)
+    """Added to MUST_BE; written, unless it is false, which is the default."""
+    default_scaling: Mapping[str, Any] | None = None
+    """What rope_scaling is where config.json has none."""
+    rope_by_kind: bool = False
+    """Layers with a sliding window have rotary frequencies of their own, without scaling."""
+    shared_experts_always: bool = False
+    """A model without shared experts still has their tensors, with no elements."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Theirs -> a value to write because transformers' default means something else."""
+    places: Callable[[ModelConfig, int], dict[str, Place]] | None = None
+    """Returns the tensors of a layer that lie otherwise than in the other classes (forge/tools/hf/fused.py)."""
+    predicts_ahead: bool = False
+    """It has the modules of [model.mtp], as layers behind the last one."""
+    partial_rope: bool = False
+    """partial_rotary_factor is model.rope_fraction; in other classes it must be 1."""
+    ignored: tuple[str, ...] = ()
+    """How names of tensors begin that are left out, as transformers does."""
+    interleaved_rope: bool = False
+    """RoPE rotates neighbouring elements of a head; forge and the other classes rotate elements half a head apart."""
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether its attention is multi-head latent attention."""
+        return self.fixed.get("attention") == "mla"
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether it has linear layers."""
+        return "linear_attention.n_key_heads" in self.keys
+
+    @property
+    def is_moe(self) -> bool:
+        """Whether it is a mixture of experts."""
+        return "moe.n_experts" in self.keys
+
+    def default(self, key: str) -> Any:
+        """The value of `key` where config.json lacks it. KeyError if the key is required."""
+        return self.defaults[key] if key in self.defaults else DEFAULTS[key]
+
+
+class ConfigJson:
+    """The keys of a config.json with the defaults of its architecture, and errors that name the file."""
+
+    def __init__(self, values: dict[str, Any], architecture: Architecture, source: Path | str):
+        self.architecture, self.source = architecture, source
+        self._values = values
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._values
+
+    def __getitem__(self, key: str) -> Any:
+        for name in (key, ALIASES.get(key)):
+            if name in self._values:
+                return self._values[name]
+        try:
+            return self.architecture.default(key)
+        except KeyError:
+            raise UserError(f"{self.source}: lacks {key}, which {self.architecture.name} needs") from None
+
+    def error(self, key: str, why: str) -> UserError:
+        """A UserError about the value of `key`."""
+        return UserError(f"{self.source}: {key} = {self[key]!r}: {why}")

@@ -1,0 +1,100 @@
+"""From a checkpoint to a folder that transformers loads, one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from forge.checkpoint import read_config
+from forge.checkpoint.loading import TensorReader
+from forge.config import parse_toml_text
+from forge.data.tokenizer import load_tokenizer
+from forge.runtime.errors import UserError
+from forge.runtime.files import replace_atomically, sync_folder
+from forge.tools.hf.folder import Conversion, Progress, new_folder, no_progress
+from forge.tools.hf.model_config import choose_architecture, write_model
+from forge.tools.hf.safetensors import DTYPES, Planned, write_tensors
+from forge.tools.hf.tensors import Weight, their_tensors, weights_of
+from forge.tools.hf.tokenizer import export_files
+
+SHARD_BYTES = 5_000_000_000
+
+
+def export_weights(
+    checkpoint: Path,
+    output: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    tokenizer: bool = True,
+    progress: Progress = no_progress,
+) -> Conversion:
+    """Make `output` a folder from which AutoModelForCausalLM and AutoTokenizer load what `checkpoint` holds.
+
+    dtype: of the parameters; None: as they are stored. shard_bytes: size limit of a file, unless one tensor is larger.
+    tokenizer: include the checkpoint's, if it has one. Memory: one tensor of forge (a layer's fused experts, or the
+    embedding) up to three times: itself, the piece that a rank saved of it, and a copy in another dtype.
+
+    Raises UserError where the checkpoint is damaged (exit 77), or transformers has no class for its model or no form for
+    its tokenizer (exit 2); OSError where `output` cannot be written. After any error `output` does not exist.
+    """
+    reader = TensorReader.verified(checkpoint, lambda done, total: progress("verifying", done, total))
+    config = parse_toml_text(read_config(checkpoint), str(checkpoint / "config.toml"), import_classes=False)
+    architecture = choose_architecture(config.model)
+    weights = [weight for weight in weights_of(config.model, architecture) if weight.theirs]
+    saved = reader.tensors()
+    planned: list[Planned] = []
+    for weight in weights:
+        own = weight.dtype
+        if weight.ours is not None:
+            name = f"model.{weight.ours}"
+            if name not in saved:
+                raise UserError(f"{checkpoint}: lacks {name}, which its config.toml requires")
+            shape, own = saved[name]
+            if tuple(shape) != weight.shape or own not in DTYPES.values():
+                needed = f"its config.toml requires {weight.shape}"
+                raise UserError(f"{checkpoint}: {name} is {tuple(shape)} of {own}; {needed}")
+        target = own if weight.is_state or dtype is None else dtype
+        if weight.rows is None or weight.rows.start == 0:
+            planned += [Planned(theirs, target, weight.their_shape) for theirs in weight.theirs]
+    folder = checkpoint / "tokenizer"
+    files: dict[str, bytes] = {}
+    ends: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None}
+    with_tokenizer = tokenizer and folder.is_dir()
+    if with_tokenizer:
+        known = load_tokenizer(folder)
+        files, ends = export_files(folder), {"bos_token_id": known.bos_id, "eos_token_id": known.eos_id}
+    described = write_model(config.model, architecture, config.train.seq_len) | {
+        "torch_dtype": str(planned[0].dtype).removeprefix("torch."),
+        "pad_token_id": None,
+        "use_cache": True,
+    }
+    for name, values in {"config.json": described | ends, "generation_config.json": ends}.items():
+        files[name] = (json.dumps(values, indent=2) + "\n").encode()
+    done, total = 0, sum(tensor.nbytes for tensor in planned)
+    with new_folder(output, total) as partial:
+        for name, content in files.items():
+            replace_atomically(partial / name, content)
+        for size in write_tensors(partial, planned, _tensors(weights, reader, planned), shard_bytes):
+            done += size
+            progress("writing", done, total)
+        sync_folder(partial)
+        partial.rename(output.absolute())
+        sync_folder(output.absolute().parent)
+    return Conversion(architecture.name, with_tokenizer)
+
+
+def _tensors(weights: list[Weight], reader: TensorReader, planned: list[Planned]) -> Iterator[Tensor]:
+    def read(weight: Weight) -> Tensor:
+        if weight.ours is None:
+            return torch.zeros(len(weight.theirs), *weight.their_shape)
+        return reader.read(f"model.{weight.ours}")
+
+    targets = iter(planned)
+    for tensor in their_tensors(weights, read):
+        yield tensor.to(next(targets).dtype)
+        del tensor  # or it would stay in memory while the next one is read

@@ -1,0 +1,78 @@
+"""Read weights in float8 with a scale for each block, the form that DeepSeek-V3 is published in (arXiv:2412.19437, 3.3).
+
+A weight is two tensors: `X.weight` `[out, in]` in float8 (four bits of exponent, three of mantissa), and
+`X.weight_scale_inv` in float32, what multiplies each of its blocks, of `weight_block_size` rows and columns; the last ones
+may be smaller. The products are rounded to bfloat16, as the program that was published with the weights does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from forge.runtime.errors import UserError
+from forge.tools.hf.safetensors import Stored
+
+_SCALES = "_scale_inv"
+
+
+class Scaled(NamedTuple):
+    """A weight `[out, in]` and the sizes of its blocks; used like `Stored`."""
+
+    numbers: Stored
+    scales: Stored
+    block: tuple[int, int]
+    dtype: str = "BF16"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight."""
+        return self.numbers.shape
+
+    def read_into(self, out: Tensor) -> None:
+        """Fill `out`, a contiguous CPU tensor of bfloat16 with as many elements."""
+        numbers = self.numbers.read_bytes().view(torch.float8_e4m3fn)
+        scales = torch.empty(self.scales.shape, dtype=torch.float32)
+        self.scales.read_into(scales)
+        rows, columns = self.block
+        # A row of blocks at a time: this takes eight bytes for each number.
+        parts = (out.view(self.shape).split(rows), numbers.split(rows), scales)
+        for weight, some, of_blocks in zip(*parts, strict=True):
+            weight.copy_(some.float() * of_blocks.repeat_interleave(columns)[: some.shape[1]])
+
+
+def with_scales(
+    stored: Mapping[str, Stored], quantization: dict[str, Any], source: Path
+) -> dict[str, Stored | Scaled]:
+    """Return the tensors of a folder by name, the two of a weight in float8 under the name of the weight.
+
+    quantization: of the config.json `source`. Raises UserError (exit 2) where its blocks have no two sizes, one of the two
+    tensors is missing, or they do not fit each other.
+    """
+    block = quantization.get("weight_block_size")
+    if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
+        raise UserError(f"{source}: quantization_config.weight_block_size = {block!r}: needed: two sizes")
+    rows, columns = block
+    found: dict[str, Stored | Scaled] = dict(stored)
+    for name, numbers in stored.items():
+        if numbers.dtype != "F8_E4M3":
+            continue
+        scales = stored.get(name + _SCALES)
+        if scales is None:
+            raise UserError(f"{numbers.file}: {name} has no {name}{_SCALES}, which float8 needs")
+        fits = len(numbers.shape) == 2 and scales.shape == (
+            -(-numbers.shape[0] // rows),
+            -(-numbers.shape[1] // columns),
+        )
+        if not fits or scales.dtype != "F32":
+            raise UserError(
+                f"{numbers.file}: {name} in float8 is {list(numbers.shape)} with scales {scales.dtype} "
+                f"{list(scales.shape)}; needed: F32, one for each block of {rows} rows and {columns} columns"
+            )
+        del found[name + _SCALES]
+        found[name] = Scaled(numbers, scales, (rows, columns))
+    return found

@@ -1,0 +1,50 @@
+"""Shared by both directions: the result, progress, and an output folder that appears whole or not at all."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+from forge.runtime.errors import FAILED, UserError
+
+Progress: TypeAlias = Callable[[str, int, int], None]
+"""(current activity, bytes done, bytes in total)"""
+
+
+class Conversion(NamedTuple):
+    """What was converted: the class of transformers, and whether the tokenizer was included."""
+
+    architecture: str
+    with_tokenizer: bool
+
+
+def no_progress(activity: str, done: int, total: int) -> None:
+    """Report nothing."""
+
+
+@contextmanager
+def new_folder(output: Path, needed: int) -> Iterator[Path]:
+    """Yield an empty folder beside `output`, to be filled with `needed` bytes and renamed by the caller.
+
+    It is removed if it was not renamed, whatever the reason. Raises UserError if `output` exists (exit 2), or if the
+    file system has too little space (exit 1).
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"{output}: exists already; choose another folder or remove it")
+    partial = output.absolute().with_name(f".partial-{output.absolute().name}")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"{output}: cannot be written: {error.strerror}") from None
+    try:
+        free = shutil.disk_usage(partial).free
+        if free < needed:
+            sizes = f"needs {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free there"
+            raise UserError(f"{output}: {sizes}", FAILED)
+        yield partial
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -1,0 +1,226 @@
+"""From a folder of transformers to a complete checkpoint of forge, one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from forge.checkpoint.commit import Contents, fill_folder
+from forge.checkpoint.loading import TRAINER
+from forge.checkpoint.tensors import ShardTensor
+from forge.config import Config, parse_toml_text, to_toml
+from forge.config.toml import to_literal
+from forge.runtime.distributed import RanksFailed, single_process_group
+from forge.runtime.errors import FAILED, UserError
+from forge.runtime.files import read_json
+from forge.shard import Shard
+from forge.tools.hf.architectures import ENDS
+from forge.tools.hf.float8 import Scaled, with_scales
+from forge.tools.hf.folder import Conversion, Progress, new_folder, no_progress
+from forge.tools.hf.model_config import read_model
+from forge.tools.hf.mxfp4 import Blocks, with_blocks
+from forge.tools.hf.safetensors import DTYPES, Stored, find_tensors
+from forge.tools.hf.table import architecture_of
+from forge.tools.hf.tensors import Weight, modules_ahead, weights_of
+from forge.tools.hf.tokenizer import import_files
+
+_SHOWN = 5
+
+
+def import_weights(source: Path, output: Path, *, progress: Progress = no_progress) -> Conversion:
+    """Make `output` a checkpoint of step 0 with the weights, in their dtype, and the tokenizer of the folder `source`.
+
+    It has no optimizer state: use it for checkpoint.init, generation and evaluation. Memory: one tensor of forge (a
+    layer's fused experts, or the embedding) twice.
+
+    Raises UserError (exit 2) that names the key, tensor or file where forge cannot compute the model or something is
+    missing or damaged. After any error `output` does not exist.
+    """
+    files = import_files(source)
+    described = source / "config.json"
+    try:
+        values = read_json(described.read_text("utf-8"))
+        if not isinstance(values, dict):
+            raise ValueError("not an object")
+    except OSError as error:
+        raise UserError(f"{described}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"{described}: is not a JSON object: {error}") from None
+    architecture = architecture_of(values, described)
+    stored, values = _dequantized(find_tensors(source), values, described)
+    model = read_model(values, architecture, described)
+    if model["n_layers"] > len(stored):
+        raise UserError(
+            f"{described}: asks for {model['n_layers']} layers, and the folder has {len(stored)} tensors"
+        )
+    # Transformers writes the number of modules, but not their tensors.
+    if architecture.predicts_ahead and (depth := modules_ahead(stored, model["n_layers"])):
+        model["mtp"] = {"depth": depth}
+    embedding = stored.get(f"{ENDS['embedding']}.weight")
+    dtype = DTYPES.get(embedding.dtype, torch.float32) if embedding else torch.float32
+    config = _config(model, values, described, output, dtype, tokenizer=bool(files))
+    weights = weights_of(config.model, architecture)
+    dtypes = _match(source, config, weights, stored, architecture.ignored)
+    weights = [weight for weight in weights if not weight.is_copy]
+    total = sum(prod(weight.shape) * dtypes[weight.ours].itemsize for weight in weights if weight.ours)
+    done = 0
+
+    def read(weight: Weight, dtype: torch.dtype) -> Tensor:
+        nonlocal done
+        if weight.theirs:
+            values = weight.joined(_read([stored[name] for name in weight.theirs], weight.read_shape))
+        else:
+            values = torch.zeros(weight.shape, dtype=dtype)
+        done += values.nbytes
+        progress("writing", done, total)
+        return values
+
+    tensors: dict[str, ShardTensor] = {}
+    for weight in weights:
+        if weight.ours is not None:
+            dtype = dtypes[weight.ours]
+            shape_only = torch.empty(weight.shape, dtype=dtype, device="meta")
+            tensors[f"model.{weight.ours}"] = _LazyTensor(
+                Shard.whole("", shape_only), partial(read, weight, dtype)
+            )
+    with new_folder(output, total) as folder, single_process_group():
+        contents = Contents(
+            step=0,
+            layout={},
+            files={
+                TRAINER: json.dumps({"imported": {"architecture": architecture.name}}).encode(),
+                "config.toml": to_toml(config).encode(),
+                **{f"tokenizer/{name}": content for name, content in files.items()},
+            },
+            tensors=tensors,
+            file_per_tensor=True,
+        )
+        try:
+            fill_folder(folder, output.absolute(), contents)
+        except RanksFailed as error:
+            raise UserError(f"{output}: could not be written: {error}", FAILED) from None
+    return Conversion(architecture.name, with_tokenizer=bool(files))
+
+
+def _dequantized(
+    stored: dict[str, Stored], values: dict[str, Any], source: Path
+) -> tuple[Mapping[str, Stored | Blocks | Scaled], dict[str, Any]]:
+    """Return tensors that can be read as plain ones, and `values`, the keys of `source`, without how they are stored."""
+    quantization = values.get("quantization_config")
+    if not isinstance(quantization, dict):
+        return stored, values
+    plain = values | {"quantization_config": None}
+    match quantization.get("quant_method"):
+        case "mxfp4":
+            return with_blocks(stored), plain
+        case "fp8":
+            return with_scales(stored, quantization, source), plain
+    return stored, values  # to be refused with all other keys
+
+
+def _config(
+    model: dict[str, Any],
+    values: dict[str, Any],
+    source: Path,
+    output: Path,
+    dtype: torch.dtype,
+    tokenizer: bool,
+) -> Config:
+    """The config.toml of the imported checkpoint: its model, and other keys with which it is valid and reads no files.
+
+    It computes in `dtype`, the embedding's, as transformers would; for float16, which forge does not support, in float32.
+    """
+    longest = values.get("max_position_embeddings")
+    if type(longest) is not int or longest < 1:
+        raise UserError(f"{source}: max_position_embeddings = {longest!r}: needed: a number of tokens")
+    compute = str(torch.float32 if dtype == torch.float16 else dtype).removeprefix("torch.")
+    storage = "float64" if dtype == torch.float64 else "float32"
+    tables: dict[str, dict[str, Any]] = {
+        "run": {"name": output.absolute().name},
+        "model": model,
+        "data": {
+            "sources": [{"path": "synthetic"}],
+            "tokenizer": str(output.absolute() / "tokenizer") if tokenizer else "none",
+        },
+        "train": {"steps": 1, "seq_len": longest, "global_batch_size": 1},
+        "precision": {"storage": storage, "compute": compute, "reduce": storage},
+    }
+    text = "\n".join(f"{table} = {to_literal(keys)}" for table, keys in tables.items())
+    return parse_toml_text(text, str(source))
+
+
+def _match(
+    source: Path,
+    config: Config,
+    weights: list[Weight],
+    stored: Mapping[str, Stored | Blocks | Scaled],
+    ignored: tuple[str, ...],
+) -> dict[str, torch.dtype]:
+    """Return the dtype of every tensor of forge by name, after checking that all of theirs exist and fit."""
+    problems: list[str] = []
+    dtypes: dict[str, torch.dtype] = {}
+    for weight in weights:
+        for name in weight.theirs:
+            if weight.is_copy:
+                continue
+            tensor, shape = stored.get(name), list(weight.their_shape)
+            if tensor is None:
+                problems.append(f"{name} is missing")
+            elif list(tensor.shape) != shape:
+                problems.append(f"{name} has shape {list(tensor.shape)}; config.json requires {shape}")
+            elif tensor.dtype not in DTYPES:
+                problems.append(f"{name} is of {tensor.dtype}; forge reads {', '.join(DTYPES)}")
+        found = {stored[name].dtype for name in weight.theirs if name in stored}
+        if len(found) > 1:
+            problems.append(
+                f"{weight.theirs[0]} and its siblings differ in dtype: {', '.join(sorted(found))}"
+            )
+        if weight.ours is not None and not weight.is_copy:
+            dtypes[weight.ours] = DTYPES.get(next(iter(found), ""), weight.dtype)
+    known = {name for weight in weights for name in weight.theirs}
+    if config.model.tie_embeddings:
+        known.add(
+            "lm_head.weight"
+        )  # as transformers does, ignore it and the next one, which old versions wrote
+    problems += [
+        f"{name} is no part of the model that config.json describes"
+        for name in stored
+        if name not in known and not name.endswith("rotary_emb.inv_freq") and not name.startswith(ignored)
+    ]
+    if problems:
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise UserError(f"{source}: {'; '.join(problems[:_SHOWN])}{more}")
+    return dtypes
+
+
+def _read(stored: list[Stored | Blocks | Scaled], shape: tuple[int, ...]) -> Tensor:
+    """Read `stored`, all of one dtype and shape, one after another into one tensor of `shape`."""
+    out = torch.empty(shape, dtype=DTYPES[stored[0].dtype])
+    for part, one in zip(out.view(len(stored), -1), stored, strict=True):
+        one.read_into(part)
+    return out
+
+
+class _LazyTensor(ShardTensor):
+    """A whole tensor that is read when DCP writes it, and not kept."""
+
+    _make: Callable[[], Tensor]
+
+    @staticmethod
+    def __new__(cls, shard: Shard, make: Callable[[], Tensor]) -> Any:
+        return ShardTensor.__new__(cls, shard, shard.parameter)
+
+    def __init__(self, shard: Shard, make: Callable[[], Tensor]):
+        super().__init__(shard, shard.parameter)
+        self._make = make
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return self._make()

@@ -1,0 +1,69 @@
+"""Read weights in MXFP4, the form that gpt-oss's experts are published in (OCP Microscaling Formats 1.0, 2023).
+
+A weight is two tensors of bytes: `X_blocks` `[experts, out, in / 32, 16]`, two numbers of four bits in each byte, the first
+one in its low half; and `X_scales` `[experts, out, in / 32]`, the exponent, plus 127, of what multiplies a block. Each
+product is a number of bfloat16, so nothing is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from forge.runtime.errors import UserError
+from forge.tools.hf.safetensors import Stored
+
+# A bit for the sign, two for the exponent, one for the mantissa.
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+class Blocks(NamedTuple):
+    """A weight `[experts, in, out]`, transposed as transformers has it in other formats; used like `Stored`."""
+
+    blocks: Stored
+    scales: Stored
+    dtype: str = "BF16"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight."""
+        experts, out, blocks, _ = self.blocks.shape
+        return experts, 32 * blocks, out
+
+    def read_into(self, out: Tensor) -> None:
+        """Fill `out`, a contiguous CPU tensor of bfloat16 with as many elements."""
+        blocks, scales = self.blocks.read_bytes(), self.scales.read_bytes()
+        numbers = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], dtype=out.dtype)
+        # One expert at a time: this takes eight bytes for each number.
+        for weight, nibbles, exponents in zip(out.view(self.shape), blocks, scales, strict=True):
+            both = torch.stack([nibbles & 15, nibbles >> 4], dim=-1).flatten(-2)  # [out, in / 32, 32]
+            values = torch.ldexp(numbers[both.int()].float(), exponents.int().unsqueeze(-1) - 127)
+            weight.copy_(values.flatten(1).mT)
+
+
+def with_blocks(stored: Mapping[str, Stored]) -> dict[str, Stored | Blocks]:
+    """Return the tensors of a folder by name, the two of a weight in MXFP4 under the one name of the weight.
+
+    Raises UserError (exit 2) where one of the two is missing, or they do not fit each other.
+    """
+    found: dict[str, Stored | Blocks] = dict(stored)
+    for name, blocks in stored.items():
+        if not name.endswith("_blocks"):
+            continue
+        weight = name.removesuffix("_blocks")
+        scales = stored.get(f"{weight}_scales")
+        if scales is None:
+            raise UserError(f"{blocks.file}: {name} has no {weight}_scales, which MXFP4 needs")
+        fits = len(blocks.shape) == 4 and blocks.shape == (*scales.shape, 16)
+        if not fits or blocks.dtype != "U8" or scales.dtype != "U8":
+            shapes = f"{blocks.dtype} {list(blocks.shape)} and {scales.dtype} {list(scales.shape)}"
+            raise UserError(
+                f"{blocks.file}: {weight} in MXFP4 is {shapes}; needed: U8 [experts, out, in / 32, 16] and, of the "
+                "scales, without the last"
+            )
+        del found[name], found[f"{weight}_scales"]
+        found[weight] = Blocks(blocks, scales)
+    return found

@@ -1,0 +1,364 @@
+"""The classes of transformers that forge can read and write, and how an entry is found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from forge.config.model import MLAConfig
+from forge.runtime.errors import UserError
+from forge.tools.hf.architectures import Architecture
+from forge.tools.hf.fused import gpt_oss_places, qwen3_next_places
+
+_QWEN_WINDOWS = ("use_sliding_window", "sliding_window", "layer_types", "max_window_layers")
+_EXPERTS = {"moe.top_k": "num_experts_per_tok", "moe.expert_dim": "moe_intermediate_size"}
+# DeepSeek-V3's routing over grouped-query attention.
+_DEEPSEEK_ROUTING = _EXPERTS | {
+    "moe.n_experts": "n_routed_experts",
+    "moe.n_shared_experts": "n_shared_experts",
+    "moe.n_expert_groups": "n_group",
+    "moe.n_limited_groups": "topk_group",
+    "moe.route_scale": "routed_scaling_factor",
+    "moe.normalize_top_k": "norm_topk_prob",
+    "moe.n_dense_layers": "first_k_dense_replace",
+    "attention_bias": "attention_bias",
+}
+
+_OLMO: dict[str, Any] = {
+    "fixed": {"norm_position": "post", "qk_norm": True, "qk_norm_over": "projection"},
+    "keys": {"attention_bias": "attention_bias"},
+    "layer": {"attention_norm": "post_attention_layernorm", "ffn_norm": "post_feedforward_layernorm"},
+    "output_bias": True,
+}
+_GEMMA_KEYS = {
+    "attention_bias": "attention_bias",
+    "attention_soft_cap": "attn_logit_softcapping",
+    "logit_soft_cap": "final_logit_softcapping",
+}
+_GEMMA_FIXED = {
+    "norm_position": "sandwich",
+    "zero_centered_norms": True,
+    "activation": "gelu_tanh",
+    "scale_embeddings": True,
+}
+_GEMMA_DEFAULTS = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+}
+_GEMMA: dict[str, Any] = {
+    "keys": _GEMMA_KEYS,
+    "window_keys": ("sliding_window", "layer_types"),
+    "layer": {
+        "attention_post_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "ffn_post_norm": "post_feedforward_layernorm",
+    },
+    "output_bias": True,
+    "must_be": {
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "use_bidirectional_attention": False,
+    },
+}
+
+# Export takes the first class that can represent the model.
+ARCHITECTURES = (
+    Architecture("LlamaForCausalLM", "llama"),
+    Architecture(
+        "MistralForCausalLM", "mistral", defaults={"num_key_value_heads": 8}, window_keys=("sliding_window",)
+    ),
+    Architecture(
+        "Qwen2ForCausalLM",
+        "qwen2",
+        fixed={"attention_bias": True},
+        defaults={"num_key_value_heads": 32},
+        window_keys=_QWEN_WINDOWS,
+    ),
+    Architecture(
+        "Qwen3ForCausalLM",
+        "qwen3",
+        fixed={"qk_norm": True},
+        keys={"attention_bias": "attention_bias"},
+        defaults={"num_key_value_heads": 32, "head_dim": 128},
+        window_keys=_QWEN_WINDOWS,
+        output_bias=True,
+    ),
+    Architecture("Olmo2ForCausalLM", "olmo2", defaults={"rms_norm_eps": 1e-5}, **_OLMO),
+    Architecture(
+        "Olmo3ForCausalLM",
+        "olmo3",
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 500000.0},
+        window_keys=("sliding_window", "layer_types"),
+        every_other_kind=4,
+        rope_by_kind=True,
+        **_OLMO,
+    ),
+    Architecture(
+        "Gemma2ForCausalLM",
+        "gemma2",
+        fixed=_GEMMA_FIXED,
+        defaults=_GEMMA_DEFAULTS | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        every_other_kind=2,
+        **_GEMMA,
+    ),
+    Architecture(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        fixed=_GEMMA_FIXED | {"qk_norm": True},
+        defaults=_GEMMA_DEFAULTS | {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        every_other_kind=6,
+        rope_by_kind=True,
+        **_GEMMA,
+    ),
+    Architecture(
+        "MixtralForCausalLM",
+        "mixtral",
+        fixed={"moe.normalize_top_k": True},
+        keys={
+            "moe.n_experts": "num_local_experts",
+            "moe.top_k": "num_experts_per_tok",
+            "moe.expert_dim": "intermediate_size",
+            "moe.aux_loss_coef": "router_aux_loss_coef",
+        },
+        defaults={
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "sliding_window": None,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        window_keys=("sliding_window",),
+        layer={"feed_forward.router": "block_sparse_moe.gate"},
+        experts=("block_sparse_moe.experts", "w1", "w3", "w2"),
+    ),
+    Architecture(
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        fixed={"qk_norm": True},
+        keys=_EXPERTS
+        | {
+            "attention_bias": "attention_bias",
+            "moe.n_experts": "num_experts",
+            "moe.normalize_top_k": "norm_topk_prob",
+            "moe.aux_loss_coef": "router_aux_loss_coef",
+            "moe.n_dense_layers": "mlp_only_layers",
+        },
+        defaults={
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
+        window_keys=("use_sliding_window", "sliding_window"),
+        output_bias=True,
+    ),
+    Architecture(
+        "Qwen3NextForCausalLM",
+        "qwen3_next",
+        fixed={
+            "qk_norm": True,
+            "zero_centered_norms": True,
+            "attention_gate": "element",
+            "moe.shared_expert_gate": True,
+            "linear_attention.kind": "gated_delta",
+        },
+        keys=_EXPERTS
+        | {
+            "linear_attention.n_key_heads": "linear_num_key_heads",
+            "linear_attention.n_value_heads": "linear_num_value_heads",
+            "linear_attention.key_head_dim": "linear_key_head_dim",
+            "linear_attention.value_head_dim": "linear_value_head_dim",
+            "linear_attention.conv_size": "linear_conv_kernel_dim",
+            "moe.n_experts": "num_experts",
+            "moe.normalize_top_k": "norm_topk_prob",
+            "moe.aux_loss_coef": "router_aux_loss_coef",
+            "moe.n_dense_layers": "mlp_only_layers",
+        },
+        defaults={
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "partial_rotary_factor": 0.25,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 4,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "norm_topk_prob": True,
+        },
+        layer={
+            "feed_forward.shared_gate": "mlp.shared_expert_gate",
+            "feed_forward.shared.w1": "mlp.shared_expert.gate_proj",
+            "feed_forward.shared.w3": "mlp.shared_expert.up_proj",
+            "feed_forward.shared.w2": "mlp.shared_expert.down_proj",
+        },
+        places=qwen3_next_places,
+        partial_rope=True,
+        ignored=("mtp.",),
+    ),
+    Architecture(
+        "GptOssForCausalLM",
+        "gpt_oss",
+        fixed={
+            "attention_sinks": True,
+            "activation": "clamped_swiglu",
+            "moe.normalize_top_k": True,
+            "moe.expert_bias": True,
+            "moe.router_bias": True,
+        },
+        keys={
+            "attention_bias": "attention_bias",
+            "activation_limit": "swiglu_limit",
+            "moe.n_experts": "num_local_experts",
+            "moe.top_k": "num_experts_per_tok",
+            "moe.expert_dim": "intermediate_size",
+            "moe.aux_loss_coef": "router_aux_loss_coef",
+        },
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "attention_bias": True,
+            "sliding_window": 128,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "swiglu_limit": 7.0,
+        },
+        window_keys=("sliding_window", "layer_types"),
+        every_other_kind=2,
+        output_bias=True,
+        must_be={"swiglu_alpha": 1.702},
+        default_scaling={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        places=gpt_oss_places,
+    ),
+    Architecture(
+        "Dots1ForCausalLM",
+        "dots1",
+        fixed={"qk_norm": True, "moe.score_function": "sigmoid"},
+        keys=_DEEPSEEK_ROUTING,
+        defaults={"num_key_value_heads": 32, "first_k_dense_replace": 0, "max_window_layers": 62},
+        window_keys=("sliding_window", "layer_types", "max_window_layers"),
+        router_bias="mlp.gate.e_score_correction_bias",
+        output_bias=True,
+        shared_experts_always=True,
+    ),
+    Architecture(
+        "Glm4MoeForCausalLM",
+        "glm4_moe",
+        fixed={"moe.score_function": "sigmoid"},
+        keys=_DEEPSEEK_ROUTING | {"qk_norm": "use_qk_norm"},
+        defaults={
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1408,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "first_k_dense_replace": 1,
+            "use_qk_norm": False,
+        },
+        predicts_ahead=True,
+        router_bias="mlp.gate.e_score_correction_bias",
+        shared_experts_always=True,
+        partial_rope=True,
+    ),
+    Architecture(
+        "DeepseekV3ForCausalLM",
+        "deepseek_v3",
+        # The norms of latents have this eps, whatever config.json says.
+        fixed={"attention": "mla", "moe.score_function": "sigmoid", "norm_eps": 1e-6},
+        keys=_DEEPSEEK_ROUTING | {f"mla.{key}": key for key in MLAConfig.model_fields},
+        defaults={
+            "num_key_value_heads": 128,
+            "n_routed_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 2048,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "first_k_dense_replace": 3,
+            "routed_scaling_factor": 2.5,
+            "n_group": 8,
+            "topk_group": 4,
+            "q_lora_rank": 1536,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "rope_interleave": True,
+        },
+        layer={"attention.q_norm": "self_attn.q_a_layernorm"},
+        extra={"rope_interleave": True},
+        predicts_ahead=True,
+        router_bias="mlp.gate.e_score_correction_bias",
+        output_bias=True,
+        shared_experts_always=True,
+        interleaved_rope=True,
+    ),
+    Architecture(
+        "Ernie4_5_MoeForCausalLM",
+        "ernie4_5_moe",
+        fixed={"moe.normalize_top_k": True},
+        keys={
+            "moe.n_experts": "moe_num_experts",
+            "moe.top_k": "moe_k",
+            "moe.expert_dim": "moe_intermediate_size",
+            "moe.n_shared_experts": "moe_num_shared_experts",
+            "moe.n_dense_layers": "moe_layer_start_index",
+            "moe.every": "moe_layer_interval",
+        },
+        defaults={
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": True,
+            "moe_num_experts": 64,
+            "moe_k": 6,
+            "moe_intermediate_size": 1536,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+        },
+        extra={"moe_layer_end_index": -1},
+        router_bias="mlp.moe_statics.e_score_correction_bias",
+        router_bias_is_2d=True,
+        interleaved_rope=True,
+    ),
+)
+
+# Why classes that users ask for are not in the table.
+NOT_COVERED = {
+    "DeepseekV2ForCausalLM": "of the models with latent attention forge reads DeepseekV3ForCausalLM",
+    "GemmaForCausalLM": "forge reads Gemma 2 and Gemma 3",
+    "Gemma3ForConditionalGeneration": "it reads images; forge reads Gemma3ForCausalLM, its text model",
+    "KimiLinearForCausalLM": "forge has its layers, and no table of its tensors' names",
+    "Qwen2MoeForCausalLM": "forge has no table of its tensors' names",
+    "Phi3ForCausalLM": "its tensors are fused in a layout that forge does not split",
+}
+BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
+
+
+def architecture_of(values: dict[str, Any], source: Path | str) -> Architecture:
+    """Return the architecture that a config.json names. Raises UserError (exit 2) if forge does not read it."""
+    names = values.get("architectures") or []
+    kind = values.get("model_type")
+    name = names[0] if names else f'of model_type "{kind}"'
+    for architecture in ARCHITECTURES:
+        if architecture.name == name or (not names and architecture.model_type == kind):
+            return architecture
+    why = NOT_COVERED.get(name, f"forge reads {', '.join(sorted(BY_NAME))}")
+    raise UserError(f"{source}: the architecture {name} cannot be read: {why}")

@@ -1,0 +1,204 @@
+"""Names and shapes of tensors: which tensors of transformers make up each tensor of forge.
+
+One rule covers all of them: a tensor of forge is the concatenation of tensors of theirs that have one shape. A plain
+weight is a single tensor; the fused weight of experts is gate of 0, up of 0, gate of 1, and so on. The exceptions are
+tensors of theirs that hold several of forge's, or hold them transposed (forge/tools/hf/fused.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass, replace
+from itertools import count, groupby
+
+import torch
+from torch import Tensor
+
+from forge.config.model import ModelConfig
+from forge.model import Transformer
+from forge.tools.hf.architectures import ENDS, LAYER, Architecture
+from forge.tools.hf.fused import Rows, join
+
+
+@dataclass(frozen=True)
+class Weight:
+    """`ours` `[shape]` holds the elements of `theirs`, each `[their_shape]`, in this order.
+
+    ours None: forge has no such tensor, and theirs are zeros. theirs empty: they have no such tensor, and ours is zeros.
+    is_state: not a parameter; `dtype` is the one that forge keeps it in. heads: of the rows of each of so many heads (or
+    experts) neighbours are a pair in theirs, and rows half of the paired ones apart in ours (0: the same in both); `first`:
+    where the paired rows of a head begin, which go to its end. rows: ours are only these rows of theirs. transposed: the last
+    two dimensions change places. is_copy: theirs is written, but not read, because ours is read from another one.
+    """
+
+    ours: str | None
+    shape: tuple[int, ...]
+    theirs: tuple[str, ...]
+    their_shape: tuple[int, ...]
+    is_state: bool = False
+    dtype: torch.dtype = torch.float32
+    heads: int = 0
+    first: int = 0
+    rows: Rows | None = None
+    transposed: bool = False
+    is_copy: bool = False
+
+    @property
+    def read_shape(self) -> tuple[int, ...]:
+        """The shape of all of theirs together."""
+        return self.shape if self.rows is None and not self.transposed else self.their_shape
+
+    def split(self, ours: Tensor) -> list[Tensor]:
+        """ours `[shape]` -> theirs, each `[their_shape]`: views, or copies where elements change places."""
+        if self.heads:
+            ours = self._with_pairs(ours, 2, -1)
+        if self.transposed:
+            ours = ours.mT
+        return list(ours.reshape(len(self.theirs), *self.their_shape).unbind())
+
+    def joined(self, out: Tensor) -> Tensor:
+        """`out` `[read_shape]`, in whose memory theirs lie one after another -> ours `[shape]`."""
+        if self.rows is not None:
+            return self.rows.of(out, self.shape)
+        if self.transposed:
+            out = out.mT.contiguous()
+        return self._with_pairs(out, -1, 2) if self.heads else out
+
+    def _with_pairs(self, rows: Tensor, *sizes: int) -> Tensor:
+        """Swap the two `sizes` that the paired rows of each head are made of."""
+        heads = rows if rows.shape[0] == self.heads else rows.unflatten(0, (self.heads, -1))
+        turned = heads[:, self.first :].unflatten(1, sizes).transpose(1, 2).flatten(1, 2)
+        return torch.cat([heads[:, : self.first], turned], dim=1).reshape(rows.shape)
+
+
+def weights_of(model: ModelConfig, architecture: Architecture) -> list[Weight]:
+    """Return every tensor of either side, layer by layer. KeyError for a tensor of forge without a known counterpart."""
+    with torch.device("meta"):
+        written = model if architecture.predicts_ahead else model.model_copy(update={"mtp": None})
+        transformer = Transformer(written, seq_len=1)
+    parameters = dict(transformer.named_parameters())
+    found: list[Weight] = []
+    for name, tensor in transformer.state_dict().items():
+        shape = tuple(tensor.shape)
+        path, _, leaf = name.rpartition(".")
+        if path in ENDS:
+            found.append(Weight(name, shape, (f"{ENDS[path]}.{leaf}",), shape))
+            continue
+        _, layer, inner = path.split(".", 2)
+        prefix = f"model.layers.{layer}"
+        places = architecture.places(model, int(layer)) if architecture.places else {}
+        if (place := places.get(f"{inner}.{leaf}")) is not None:
+            theirs, heads = f"{prefix}.{place.theirs}", shape[0] if place.paired else 0
+            found.append(
+                Weight(
+                    name,
+                    shape,
+                    (theirs,),
+                    place.shape,
+                    heads=heads,
+                    rows=place.rows,
+                    transposed=place.transposed,
+                )
+            )
+            continue
+        if name not in parameters:
+            found.append(_router_state(model, architecture, name, tensor, prefix))
+        elif inner == "feed_forward.experts":
+            found.append(_experts(architecture, name, shape, prefix))
+        else:
+            found += _parameter(model, architecture, name, shape, prefix, inner)
+    ends = {weight.theirs[0]: weight for weight in found if weight.theirs}
+    for layer in transformer.ahead:
+        for end, theirs in (("embedding", "embed_tokens"), ("head", "shared_head.head")):
+            whole = ends[f"{ENDS['embedding' if model.tie_embeddings else end]}.weight"]
+            found.append(replace(whole, theirs=(f"model.layers.{layer}.{theirs}.weight",), is_copy=True))
+    return _in_order(found)
+
+
+def modules_ahead(names: Container[str], n_layers: int) -> int:
+    """Return how many modules of multi-token prediction are among tensors of theirs behind `n_layers` layers."""
+    return next(
+        n for n in count() if f"model.layers.{n_layers + n}.{LAYER['projection']}.weight" not in names
+    )
+
+
+def _in_order(weights: list[Weight]) -> list[Weight]:
+    """The parts of one tensor of theirs one after another, in its order."""
+    first = {theirs: n for n, weight in reversed(list(enumerate(weights))) for theirs in weight.theirs}
+
+    def key(numbered: tuple[int, Weight]) -> tuple[int, int]:
+        number, weight = numbered
+        return (number, 0) if weight.rows is None else (first[weight.theirs[0]], weight.rows.start)
+
+    return [weight for _, weight in sorted(enumerate(weights), key=key)]
+
+
+def their_tensors(weights: list[Weight], read: Callable[[Weight], Tensor]) -> Iterator[Tensor]:
+    """Return all tensors of theirs that `weights` make up, in their order; `read` returns a tensor of forge."""
+    for _, group in groupby(weights, key=lambda weight: weight.theirs):
+        weight, *others = group
+        if weight.rows is None:
+            yield from weight.split(read(weight))
+        else:
+            parts = [weight, *others]
+            yield join([read(part) for part in parts], [p.rows for p in parts if p.rows], weight.their_shape)
+
+
+def _parameter(
+    model: ModelConfig, architecture: Architecture, name: str, shape: tuple[int, ...], prefix: str, inner: str
+) -> Iterator[Weight]:
+    """The parameter `name` of module `inner` of a layer, and tensors that only transformers has beside it."""
+    leaf = name.rpartition(".")[2]
+    theirs = f"{prefix}.{(LAYER | dict(architecture.layer))[inner]}"
+    heads, first = _rotated(model).get(inner, (0, 0)) if architecture.interleaved_rope else (0, 0)
+    yield Weight(name, shape, (f"{theirs}.{leaf}",), shape, heads=heads, first=first)
+    lacks_bias = model.attention_bias and not model.attention_output_bias
+    if inner == "attention.wo" and architecture.output_bias and lacks_bias:
+        yield _zeros(f"{theirs}.bias", model.dim)
+    if inner == "feed_forward.router" and architecture.shared_experts_always:
+        assert model.moe is not None
+        if model.moe.n_shared_experts == 0:
+            for module, sizes in (("w1", (0, model.dim)), ("w3", (0, model.dim)), ("w2", (model.dim, 0))):
+                yield _zeros(f"{prefix}.{LAYER[f'feed_forward.shared.{module}']}.weight", *sizes)
+
+
+def _rotated(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Projections whose rows RoPE rotates -> the number of their heads, and where the rotated rows of a head begin."""
+    if model.latent is None:
+        return {"attention.wq": (model.n_heads, 0), "attention.wk": (model.n_kv_heads, 0)}
+    queries = (model.n_heads, model.latent.qk_nope_head_dim)
+    return {
+        "attention.wq": queries,
+        "attention.wq_b": queries,
+        "attention.wkv_a": (1, model.latent.kv_lora_rank),
+    }
+
+
+def _zeros(theirs: str, *shape: int) -> Weight:
+    return Weight(None, shape, (theirs,), shape)
+
+
+def _router_state(
+    model: ModelConfig, architecture: Architecture, name: str, tensor: Tensor, prefix: str
+) -> Weight:
+    """The bias on the choice of experts, where they have one; the counts of the last step exist in forge only."""
+    shape = tuple(tensor.shape)
+    if not name.endswith(".bias") or architecture.router_bias is None:
+        return Weight(name, shape, (), shape, is_state=True, dtype=tensor.dtype)
+    assert model.moe is not None
+    # Forge's bias is used only where it balances the load.
+    ours = name if model.moe.balance == "bias" else None
+    their_shape = (1, *shape) if architecture.router_bias_is_2d else shape
+    theirs = f"{prefix}.{architecture.router_bias}"
+    return Weight(ours, shape, (theirs,), their_shape, is_state=True, dtype=tensor.dtype)
+
+
+def _experts(architecture: Architecture, name: str, shape: tuple[int, ...], prefix: str) -> Weight:
+    module, gate, up, down = architecture.experts
+    projections = (gate, up) if name.endswith(".w13") else (down,)
+    theirs = tuple(
+        f"{prefix}.{module}.{expert}.{projection}.weight"
+        for expert in range(shape[0])
+        for projection in projections
+    )
+    return Weight(name, shape, theirs, (shape[1] // len(projections), shape[2]))

@@ -1,0 +1,248 @@
+"""Tokenizers in and out: the files that AutoTokenizer loads, and the files of such a folder that forge uses.
+
+tokenizer.json describes a tokenizer as data: how text is normalised, split and merged, and the tokens added around it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from forge.data.tokenizer import (
+    BYTES_FILE,
+    JSON_FILE,
+    MODEL_FILE,
+    SETTINGS_FILES,
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+)
+from forge.runtime.errors import UserError
+from forge.runtime.files import read_json
+
+Json: TypeAlias = dict[str, Any]
+Ends: TypeAlias = tuple[str | None, str | None]
+
+_SPACE = "\u2581"
+_BEGIN, _END = "<s>", "</s>"
+_SETTINGS: Json = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "clean_up_tokenization_spaces": False,
+    "model_input_names": ["input_ids", "attention_mask"],
+}
+_EXACT_MATCH = {"single_word": False, "lstrip": False, "rstrip": False}
+# Copied although forge does not read them.
+_ALSO_COPIED = ("added_tokens.json", "chat_template.jinja")
+
+
+def export_files(folder: Path) -> dict[str, bytes]:
+    """Return name -> content of files with which AutoTokenizer gives the ids of forge's tokenizer in `folder`.
+
+    Exception: AutoTokenizer turns text that spells a special token into that token. A text begins with the token that
+    begins a document, if there is one; a tokenizer.json is changed only where its own begin token is another. Raises
+    UserError for a SentencePiece model that tokenizer.json cannot express. Returns nothing for a folder without a tokenizer.
+    """
+    if (folder / BYTES_FILE).is_file():
+        return _files(*_bytes()) | {BYTES_FILE: (folder / BYTES_FILE).read_bytes()}
+    if (folder / JSON_FILE).is_file():
+        files = {SETTINGS_FILES[0]: _text(_SETTINGS)} | _described(folder)
+        return files | {JSON_FILE: _with_begin(files, str(folder / JSON_FILE))}
+    if (folder / MODEL_FILE).is_file():
+        model = (folder / MODEL_FILE).read_bytes()
+        return _files(*_sentencepiece(model, str(folder / MODEL_FILE))) | {MODEL_FILE: model}
+    return {}
+
+
+def import_files(folder: Path) -> dict[str, bytes]:
+    """Return name -> content of the tokenizer in a folder of Hugging Face, in files that `load_tokenizer` reads.
+
+    A tokenizer.json and a SentencePiece model with the same number of tokens are one tokenizer in two formats; then the
+    latter is taken: it is the original and needs no extra package. Returns nothing if there is neither. Raises UserError
+    for a file that does not hold what its name implies.
+    """
+    if (folder / BYTES_FILE).is_file():
+        return {BYTES_FILE: (folder / BYTES_FILE).read_bytes()}
+    model, described = folder / MODEL_FILE, folder / JSON_FILE
+    if model.is_file():
+        content = model.read_bytes()
+        if not described.is_file():
+            SentencePieceTokenizer(content, str(model))  # raises if it is not a model
+            return {MODEL_FILE: content}
+        try:
+            pieces = SentencePieceTokenizer(content, str(model)).vocab_size
+        except UserError:
+            pieces = 0  # Llama 3 has another format under this name
+        if pieces == _vocab_size(described):
+            return {MODEL_FILE: content}
+    return _described(folder) if described.is_file() else {}
+
+
+def _described(folder: Path) -> dict[str, bytes]:
+    paths = [folder / name for name in (JSON_FILE, *SETTINGS_FILES, *_ALSO_COPIED)]
+    return {path.name: path.read_bytes() for path in paths if path.is_file()}
+
+
+def _with_begin(files: dict[str, bytes], name: str) -> bytes:
+    """Return the tokenizer.json, with which a text begins as forge's documents do.
+
+    forge follows add_bos_token in the settings beside it; transformers does what the post-processor in the file says.
+    """
+    begin = HuggingFaceTokenizer(files, name).bos_id
+    if HuggingFaceTokenizer({JSON_FILE: files[JSON_FILE]}, name).bos_id == begin:
+        return files[JSON_FILE]
+    described = read_json(files[JSON_FILE])
+    steps = described.get("post_processor") or {"type": "Sequence", "processors": []}
+    steps = steps["processors"] if steps["type"] == "Sequence" else [steps]
+    steps = [step for step in steps if step["type"] == "ByteLevel"]  # the others add tokens
+    if begin is not None:
+        vocab = described["model"]["vocab"]  # of Unigram a list of tokens with their scores
+        names = {number: token for token, number in vocab.items()} if isinstance(vocab, dict) else {}
+        names |= {number: token for number, (token, _) in enumerate(vocab)} if isinstance(vocab, list) else {}
+        names |= {token["id"]: token["content"] for token in described["added_tokens"]}
+        steps.append(_begin_with(names[begin], begin))
+    described["post_processor"] = {"type": "Sequence", "processors": steps} if steps else None
+    return _text(described)
+
+
+def _vocab_size(described: Path) -> int:
+    try:
+        tokenizer = read_json(described.read_text("utf-8"))
+        vocab = tokenizer["model"]["vocab"]
+        ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
+        return 1 + max([*ids, *(token["id"] for token in tokenizer["added_tokens"])], default=-1)
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"tokenizer {described}: is not a tokenizer.json: {error}") from None
+
+
+def _bytes() -> tuple[dict[str, Any], Ends]:
+    """One token for each byte, and two special tokens: every character falls back to its bytes."""
+    ends = {_BEGIN: 256, _END: 257}
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | ends
+    return _tokenizer_json(vocab, [], special=ends, whole={}, begin=_BEGIN), (_BEGIN, _END)
+
+
+def _sentencepiece(content: bytes, name: str) -> tuple[dict[str, Any], Ends]:
+    """tokenizer.json of a SentencePiece BPE model.
+
+    SentencePiece merges the two neighbours whose joint piece has the highest score, the leftmost first. So the merges
+    are all ways to cut a piece in two, those of the best pieces first.
+    """
+    from sentencepiece import sentencepiece_model_pb2 as protocol
+
+    SentencePieceTokenizer(content, name)  # raises if it is not a model
+    model = protocol.ModelProto.FromString(content)  # type: ignore[attr-defined]
+    text, trainer, kinds = model.normalizer_spec, model.trainer_spec, model.SentencePiece
+    # User-defined symbols; one with an unescaped space never matches.
+    whole = {
+        number
+        for number, piece in enumerate(model.pieces)
+        if piece.type == kinds.USER_DEFINED and " " not in piece.piece
+    }
+    for what, is_so in (
+        ("is not BPE", trainer.model_type != trainer.BPE),
+        ("has no bytes to fall back to", not trainer.byte_fallback),
+        ("normalises text", bool(text.precompiled_charsmap)),
+        ("removes spaces", text.remove_extra_whitespaces),
+        ("does not escape spaces", not text.escape_whitespaces),
+        ("has spaces at the ends of pieces", trainer.treat_whitespace_as_suffix),
+        # A tokenizer.json would add the space after every symbol too.
+        ("has symbols of its own and puts a space before a text", bool(whole) and text.add_dummy_prefix),
+    ):
+        if is_so:
+            raise UserError(f"tokenizer {name}: {what}, which tokenizer.json cannot express")
+    # In a tokenizer.json symbols are matched before spaces are escaped.
+    vocab = {
+        p.piece.replace(_SPACE, " ") if number in whole else p.piece: number
+        for number, p in enumerate(model.pieces)
+    }
+    scores = {piece.piece: piece.score for piece in model.pieces if piece.type == kinds.NORMAL}
+    merges = [
+        f"{piece[:cut]} {piece[cut:]}"
+        for piece in sorted(scores, key=lambda piece: -scores[piece])
+        for cut in range(1, len(piece))
+        if piece[:cut] in scores and piece[cut:] in scores
+    ]
+    ends = trainer.bos_id, trainer.eos_id
+    begin, end = (model.pieces[number].piece if number >= 0 else None for number in ends)
+    described = _tokenizer_json(
+        vocab,
+        merges,
+        special={p.piece: vocab[p.piece] for p in model.pieces if p.type in (kinds.CONTROL, kinds.UNKNOWN)},
+        whole={token: number for token, number in vocab.items() if number in whole},
+        begin=begin,
+        escaped=True,
+        prefixed=text.add_dummy_prefix,
+    )
+    return described, (begin, end)
+
+
+def _tokenizer_json(
+    vocab: dict[str, int],
+    merges: list[str],
+    *,
+    special: dict[str, int],
+    whole: dict[str, int],
+    begin: str | None,
+    escaped: bool = False,
+    prefixed: bool = False,
+) -> dict[str, Any]:
+    """BPE over the whole text, with bytes for characters outside `vocab`.
+
+    special: tokens without text. whole: text that is always one token. escaped: spaces become U+2581. prefixed: a space
+    is added before a text.
+    """
+    prepend: list[Json] = [{"type": "Prepend", "prepend": _SPACE}] if prefixed else []
+    replace = [
+        {"type": "Replace", "pattern": {"String": old}, "content": new}
+        for old, new in ((" ", _SPACE), (_SPACE, " "))
+    ]
+    escape, unescape = (replace[:1], replace[1:]) if escaped else ([], [])
+    strip: list[Json] = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefixed else []
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {"id": number, "content": token, "special": token in special, "normalized": False} | _EXACT_MATCH
+            for token, number in sorted((special | whole).items(), key=lambda item: item[1])
+        ],
+        "normalizer": {"type": "Sequence", "normalizers": prepend + escape},
+        "pre_tokenizer": None,
+        "post_processor": _begin_with(begin, special[begin]) if begin else None,
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [*unescape, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip],
+        },
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": True,
+            "vocab": vocab,
+            "merges": merges,
+        },
+    }
+
+
+def _begin_with(token: str, number: int) -> Json:
+    """A post-processor that adds `token` before a text, and before each of a pair."""
+    begin = {"SpecialToken": {"id": token, "type_id": 0}}
+    first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+    return {
+        "type": "TemplateProcessing",
+        "single": [begin, first],
+        "pair": [begin, first, begin, second],
+        "special_tokens": {token: {"id": token, "ids": [number], "tokens": [token]}},
+    }
+
+
+def _files(described: Json, ends: Ends) -> dict[str, bytes]:
+    named = {key: token for key, token in zip(("bos_token", "eos_token"), ends, strict=True) if token}
+    return {JSON_FILE: _text(described), SETTINGS_FILES[0]: _text(_SETTINGS | named)}
+
+
+def _text(values: Json) -> bytes:
+    return (json.dumps(values, ensure_ascii=False, indent=1) + "\n").encode()

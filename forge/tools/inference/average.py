@@ -1,0 +1,96 @@
+"""Averages of the weights of checkpoints, as a checkpoint of weights: evaluated, exported and trained from like any other."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from forge.checkpoint import read_config
+from forge.checkpoint.commit import Contents, fill_folder
+from forge.checkpoint.loading import TRAINER, TensorReader
+from forge.checkpoint.manifest import MANIFEST
+from forge.checkpoint.tensors import ShardTensor
+from forge.config import Config, parse_toml_text
+from forge.optim.ema import SLOT
+from forge.runtime.distributed import RanksFailed, single_process_group
+from forge.runtime.errors import FAILED, UserError
+from forge.shard import Shard
+
+
+def average(paths: Sequence[Path], output: Path, *, ema: bool = False) -> int:
+    """Write the mean of the weights of `paths`, checkpoints of one model, to the folder `output`; return how many tensors.
+
+    ema: of the means over steps that they have (`optimizer.ema`), in place of their weights. State that is balanced instead
+    of learned, such as a router's bias, has none.
+
+    Sums are float64, results have the dtypes of the last checkpoint, whose config, tokenizer and counters of routers come
+    along.
+
+    Each checkpoint is verified before it is read.
+
+    Raises UserError if a folder is no checkpoint, is damaged (exit 77) or has no such means, if the models differ, or if
+    `output` exists.
+    """
+    if output.exists():
+        raise UserError(f"{output}: exists already; choose another folder or remove it")
+    for path in paths:
+        if not (path / MANIFEST).is_file():
+            raise UserError(
+                f"{path}: has no {MANIFEST}; needed: the folder of a complete checkpoint, step-..."
+            )
+    readers = [TensorReader.verified(path) for path in paths]
+    configs = [parse_toml_text(read_config(path), str(path), import_classes=False) for path in paths]
+    known = readers[-1].tensors()
+    _require_one_model(paths, configs)
+    for path, reader in zip(paths, readers, strict=True) if ema else ():
+        have = reader.tensors()
+        if not any(_mean_of(name) in have for name in known):
+            raise UserError(f"{path}: has no mean of the weights, which a run keeps with optimizer.ema > 0")
+    tensors: dict[str, ShardTensor] = {}
+    for name, (shape, dtype) in known.items():
+        if not name.startswith("model."):
+            continue
+        values = readers[-1].read(name)
+        source = _mean_of(name) if ema and _mean_of(name) in known else name
+        if dtype.is_floating_point:
+            mean = torch.zeros(shape, dtype=torch.float64)
+            for reader in readers:
+                mean += reader.read(source).double() / len(paths)
+            values = mean.to(dtype)
+        tensors[name] = ShardTensor(Shard.whole(name, values), values)
+    _write(output, paths, tensors)
+    return len(tensors)
+
+
+def _mean_of(name: str) -> str:
+    return f"optimizer.{name.removeprefix('model.')}.{SLOT}"
+
+
+def _require_one_model(paths: Sequence[Path], configs: Sequence[Config]) -> None:
+    for path, config in zip(paths[1:], configs[1:], strict=True):
+        if config.model != configs[0].model:
+            raise UserError(f"{path}: is of another model than {paths[0]}; average checkpoints of one model")
+
+
+def _write(output: Path, paths: Sequence[Path], tensors: dict[str, ShardTensor]) -> None:
+    partial = output.absolute().with_name(f".partial-{output.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    files = {file.relative_to(paths[-1]).as_posix(): file.read_bytes() for file in _kept(paths[-1])}
+    files[TRAINER] = json.dumps({"averaged": [str(path) for path in paths]}).encode()
+    contents = Contents(step=0, layout={}, files=files, tensors=tensors)
+    try:
+        with single_process_group():
+            fill_folder(partial, output.absolute(), contents)
+    except RanksFailed as error:
+        raise UserError(f"{output}: could not be written: {error}", FAILED) from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _kept(path: Path) -> list[Path]:
+    return [path / "config.toml", *sorted((path / "tokenizer").glob("*"))]

@@ -1,0 +1,147 @@
+"""Next-token scores of growing texts with a cache of keys and values.
+
+The Transformer is the one that trains, with two of its extension points replaced during a forward: every layer's
+attention function stores keys and values, and the loss is replaced by the logits of the last token of each text.
+
+A token's place in the cache is its position in the text, so the attention mask is the model's own for texts of any
+lengths in one batch: shorter ones are padded at the end, where later tokens overwrite the padding before it is seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forge.model import AttentionFunction, AttentionMask, LatentAttention, LinearAttention
+from forge.model.loss import head_logits
+from forge.model.mask import visible
+from forge.tools.inference.sampling import padded
+from forge.tools.inference.scoring import replaced
+from forge.tools.inference.states import Places, StateCache
+
+# The cache grows by at least this many places, and by half its size.
+_GROWTH = 128
+
+
+class CachedScores:
+    """`NextScores` of `model`, a whole Transformer in this process.
+
+    If every text equals one of the last call, or extends it by one token, only those last tokens are computed; for any
+    other texts the cache is rebuilt. As without a cache the model sees each text's last `model.seq_len` tokens, at
+    positions 0, 1, ...; a longer text is recomputed for each further token, because all its positions change.
+
+    Memory: 2 * kv_heads * head_dim numbers per text, token and layer; kv_lora_rank + qk_rope_head_dim of latent attention;
+    in a linear layer a state per text and head.
+    """
+
+    def __init__(self, model: Any):
+        self._model = model
+        attentions: list[Any] = [block.attention for block in model.layers.values()]
+        self._layers: list[Any] = [
+            StateCache(one.attend) if isinstance(one, LinearAttention) else _LayerCache(one.attend)
+            for one in attentions
+        ]
+        self._texts: list[list[int]] = []
+
+    @torch.no_grad()
+    def __call__(self, texts: Sequence[Sequence[int]]) -> Tensor:
+        """Return logits `[texts, vocab]` of the next token of each text, in promote(float32, compute)."""
+        seen = [list(text[-self._model.seq_len :]) for text in texts]
+        before, self._texts = self._texts, []  # the cache is invalid if this call fails
+        device = self._model.rope_cos.device
+        last = torch.tensor([len(text) - 1 for text in seen], device=device)
+        # Whether every text equals its last one, or is one token longer.
+        continues = len(before) == len(seen) and all(
+            text == old or text[:-1] == old for old, text in zip(before, seen, strict=True)
+        )
+        if continues:
+            tokens = torch.tensor([[text[-1]] for text in seen], device=device)
+            places = Places(last, max(map(len, seen)))
+            logits = self._read(tokens, places, torch.zeros_like(last))
+        else:
+            logits = self._read(padded(seen).to(device), None, last)
+        self._texts = seen
+        return logits
+
+    def _read(self, tokens: Tensor, places: Places | None, last: Tensor) -> Tensor:
+        """Logits `[texts, vocab]` at index `last` `[texts]` of tokens `[texts, seq]`, whole texts if places is None."""
+        for layer in self._layers:
+            layer.places, layer.last = places, last
+        with replaced(self._model, _LastScores(last, self._model.config.logit_soft_cap), self._layers):
+            return self._model(tokens, None, None if places is None else places.of_text[:, None])
+
+
+class _LayerCache:
+    """The attention function of one layer, which stores keys and values `[texts, kv_heads, places, head_dim]`.
+
+    With `places` None whole texts are read, by `inner` alone; otherwise one token of each.
+    """
+
+    def __init__(self, inner: AttentionFunction):
+        self._inner = inner
+        self.places: Places | None = None
+        self.last: Tensor | None = None
+        self._keys = self._values = torch.empty(0)
+
+    def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
+        if self.places is None:
+            return self._inner.prepare(mask, x)
+        sees = visible(mask.window, None)
+        queries, keys = self.places.of_text.view(-1, 1, 1, 1), torch.arange(self.places.end, device=x.device)
+        # Without documents the rule does not depend on the batch or head index.
+        table = sees(queries, queries, queries, keys)  # [texts, 1, 1, places]
+        return mask.with_table(table)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sinks: Tensor | None = None
+    ) -> Tensor:
+        """See `AttentionFunction`."""
+        k, v = self._kept(k, v)
+        return self._inner(q, k, v, mask, sinks)
+
+    def attend_latent(
+        self, layer: LatentAttention, q: Tensor, latent: Tensor, key: Tensor, mask: AttentionMask
+    ) -> Tensor:
+        """See `LatentAttention`: the latents are kept, and one token of each text is compared with them as they are."""
+        latent, key = (kept.squeeze(1) for kept in self._kept(latent.unsqueeze(1), key.unsqueeze(1)))
+        if self.places is None:
+            return self._inner(q, *layer.expand(latent, key), mask, layer.sink_logits())
+        return layer.absorbed(self._inner, q, latent, key, mask)
+
+    def _kept(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep k and v `[texts, kv_heads, seq, any size]`; return all that is kept up to the last token."""
+        if self.places is None:
+            self._keys, self._values = k.contiguous(), v.contiguous()
+            return k, v
+        places, end = self.places
+        self._keys, self._values = _with_room(self._keys, end), _with_room(self._values, end)
+        at = (torch.arange(len(places), device=places.device), slice(None), places)
+        self._keys[at], self._values[at] = k[:, :, 0], v[:, :, 0]
+        return self._keys[:, :, :end], self._values[:, :, :end]
+
+
+def _with_room(kept: Tensor, places: int) -> Tensor:
+    """Return `kept` `[texts, kv_heads, places, head_dim]` itself, or a copy with at least `places` places."""
+    size = kept.shape[2]
+    if size >= places:
+        return kept
+    # Zeros: a masked place has weight 0, but 0 times uninitialised memory may be NaN.
+    larger = kept.new_zeros(*kept.shape[:2], size + max(_GROWTH, size // 2), kept.shape[3])
+    larger[:, :, :size] = kept
+    return larger
+
+
+class _LastScores(nn.Module):
+    """In place of the loss: the logits of one token per text, so that those of a whole prompt never exist."""
+
+    def __init__(self, last: Tensor, soft_cap: float):
+        super().__init__()
+        self._last, self._soft_cap = last, soft_cap
+
+    def forward(self, hidden: Tensor, head_weight: Tensor, labels: Tensor | None) -> Tensor:
+        """hidden `[texts, seq, dim]`, head_weight `[vocab, dim]` -> `[texts, vocab]`."""
+        rows = torch.arange(len(self._last), device=hidden.device)
+        return head_logits(hidden[rows, self._last], head_weight, self._soft_cap)

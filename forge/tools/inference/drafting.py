@@ -1,0 +1,163 @@
+"""Next-token scores of one text, several at a time: modules of multi-token prediction draft, and the model checks.
+
+A draft is what the modules predict behind the last token. The model reads the last token and the draft in one forward, which
+gives the scores of the next token, and those of the tokens behind it if the draft holds. So the scores, and with them the
+text, are the model's own, whatever the drafts are (Leviathan et al. 2023, "Fast Inference from Transformers via Speculative
+Decoding"); good drafts save forwards. Keys and values of a draft that does not hold are overwritten, and linear layers go
+on from the state before it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forge.model import AttentionFunction, AttentionMask, LinearAttention
+from forge.model.loss import head_logits
+from forge.model.mask import visible
+from forge.model.mtp import hidden_ahead
+from forge.tools.inference.scoring import replaced
+from forge.tools.inference.states import TextStates
+
+
+class DraftedScores:
+    """`NextScores` of `model`, a whole Transformer in this process with [model.mtp], for one text.
+
+    `forwards` counts the model's forwards: fewer than tokens are generated, if drafts hold. As without drafts the model sees
+    the text's last `model.seq_len` tokens, and a longer text is read again for each further token.
+
+    Raises ValueError for a model without modules of multi-token prediction.
+    """
+
+    def __init__(self, model: Any):
+        if not model.ahead:
+            raise ValueError("the model has no modules of multi-token prediction ([model.mtp]) to draft with")
+        attentions: list[Any] = [block.attention for block in model.layers.values()]
+        self._model = model
+        self._caches: list[Any] = [
+            TextStates(one.attend, len(model.ahead) + 1)
+            if isinstance(one, LinearAttention)
+            else _TextCache(one.attend)
+            for one in attentions
+        ]
+        self._trunk = self._caches[: len(model.trunk)]
+        self._read: list[int] = []  # the tokens that the model has read, drafts included
+        self._hidden: Tensor | None = None  # of the tokens read, [1, read, dim]
+        self._scores: dict[int, Tensor] = {}  # number of tokens -> scores of the next one
+        self._finished = 0  # for how many tokens all modules have read what is certain
+        self.forwards = 0
+
+    @torch.no_grad()
+    def __call__(self, texts: Sequence[Sequence[int]]) -> Tensor:
+        """Return logits `[1, vocab]` of the next token of the one text, in promote(float32, compute)."""
+        (text,) = (list(text[-self._model.seq_len :]) for text in texts)
+        known = _common(text, self._read)
+        if known < len(text) or len(text) not in self._scores:
+            self._advance(text, min(known, len(text) - 1))
+        return self._scores[len(text)]
+
+    def _advance(self, text: list[int], known: int) -> None:
+        """Let the model read `text` from token `known` on and, if that is its last token, a draft behind it."""
+        known = _back_to(known, self._trunk)
+        draft = self._draft(text) if known == len(text) - 1 and known > 0 else []
+        self._finished = min(self._finished, known)
+        tokens = [*text[known:], *draft]
+        hidden = _Hidden(len(draft) + 1, self._model.config.logit_soft_cap)
+        places = self._places(known, known + len(tokens))
+        with replaced(self._model, hidden, self._caches):
+            logits = self._model(self._tensor(tokens), None, places)
+        self.forwards += 1
+        assert hidden.seen is not None
+        before = [] if self._hidden is None else [self._hidden[:, :known]]
+        self._hidden = torch.cat([*before, hidden.seen], dim=1)
+        self._read = [*text, *draft]
+        self._scores = {len(text) + number: logits[:, number] for number in range(len(draft) + 1)}
+
+    def _draft(self, text: list[int]) -> list[int]:
+        """Return what the modules predict behind `text`, of which the model has read all but the last token."""
+        model, end = self._model, len(text) - 1
+        # What the last module read last time may have been drafts, as far back as it looks ahead.
+        begin = max(0, min(self._finished, end) - len(model.ahead))
+        begin = _back_to(begin, self._caches[len(self._trunk) :])
+        assert self._hidden is not None
+        x, line = self._hidden[:, begin:end], list(text)
+        with replaced(model, _Hidden(1, model.config.logit_soft_cap), self._caches):
+            places = self._places(begin, end)
+            for module in range(min(len(model.ahead), model.seq_len - len(text))):
+                tokens = self._tensor(line[begin + module + 1 : end + module + 1])
+                x = hidden_ahead(model, module, x, tokens, places)
+                line.append(int(model.output(x, None, model.loss)[0, -1].argmax()))
+        self._finished = end
+        return line[len(text) :]
+
+    def _places(self, begin: int, end: int) -> Tensor:
+        """Return the positions from `begin` to `end`, int64 `[1, n]`, and let the caches know them."""
+        for cache in self._caches:
+            cache.begin, cache.end = begin, end
+        return torch.arange(begin, end, device=self._model.rope_cos.device)[None]
+
+    def _tensor(self, tokens: list[int]) -> Tensor:
+        return torch.tensor([tokens], device=self._model.rope_cos.device)
+
+
+class _TextCache:
+    """The attention function of one layer for the tokens from `begin` to `end` of a text, whose earlier ones it has seen."""
+
+    def __init__(self, inner: AttentionFunction):
+        self._inner = inner
+        self.begin = self.end = 0
+        self._keys = self._values = torch.empty(0)
+
+    def back_to(self, place: int) -> int:
+        """Return the last place up to `place` from which on tokens can be read."""
+        return place
+
+    def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
+        if self.begin == 0:
+            return self._inner.prepare(mask, x)
+        index = torch.arange(self.end, device=x.device)
+        queries, keys = index[self.begin :].view(1, 1, -1, 1), index.view(1, 1, 1, -1)
+        placed = copy.copy(mask)
+        placed.table = visible(mask.window, None)(queries, queries, queries, keys)  # [1, 1, tokens, keys]
+        return placed
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sinks: Tensor | None = None
+    ) -> Tensor:
+        """As the attention function inside, for queries, keys and values of the new tokens."""
+        if self.begin:
+            k = torch.cat([self._keys[:, :, : self.begin], k], dim=2)
+            v = torch.cat([self._values[:, :, : self.begin], v], dim=2)
+        self._keys, self._values = k, v
+        return self._inner(q, k, v, mask, sinks)
+
+
+class _Hidden(nn.Module):
+    """In place of the loss: keeps the hidden states, and returns the logits of the last `count` tokens."""
+
+    def __init__(self, count: int, soft_cap: float):
+        super().__init__()
+        self._count, self._soft_cap = count, soft_cap
+        self.seen: Tensor | None = None
+
+    def forward(self, hidden: Tensor, head_weight: Tensor, labels: Tensor | None) -> Tensor:
+        """hidden `[1, seq, dim]`, head_weight `[vocab, dim]` -> `[1, count, vocab]`."""
+        self.seen = hidden
+        return head_logits(hidden[:, -self._count :], head_weight, self._soft_cap)
+
+
+def _back_to(place: int, caches: list[Any]) -> int:
+    """Return the last place up to `place` from which on all of `caches`, which have read the same, can read."""
+    for cache in caches:
+        place = cache.back_to(place)
+    return place
+
+
+def _common(first: list[int], second: list[int]) -> int:
+    """Return how many tokens at the start of two texts are equal."""
+    pairs = zip(first, second, strict=False)
+    return next((n for n, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))

@@ -1,0 +1,133 @@
+"""Measure the loss, perplexity and bits per byte of a model in one process, on any token data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import exp, inf, isfinite, log
+
+import numpy as np
+import torch
+
+from forge.data.format import TokenDataset
+from forge.data.loader import stack_windows
+from forge.data.order import merge
+from forge.data.sources import Source, held_out_windows
+from forge.data.tokenizer import Tokenizer
+from forge.data.windows import read_window
+from forge.model import IGNORE
+from forge.runtime.errors import FAILED, UserError
+from forge.tools.inference.open import TrainedModel
+
+# Tokens that are read, and of one document decoded, at once.
+_AT_ONCE = 1 << 16
+
+
+@dataclass(frozen=True)
+class Measured:
+    """How well a model predicts a text.
+
+    `loss`: mean cross-entropy in nats over `tokens` labels, including those that begin and end documents.
+    `text_bytes`: size in UTF-8 of the text of these labels, where special tokens count nothing; None if unknown.
+    `bytes_from`: "dataset.json" (prepare_data counted the bytes of the text itself) or "decoding" (of the labels).
+    """
+
+    loss: float
+    tokens: int
+    sequences: int
+    text_bytes: int | None
+    bytes_from: str | None
+
+    @property
+    def perplexity(self) -> float:
+        return exp(self.loss) if self.loss < 700.0 else inf
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Bits of all labels over the bytes of their text: comparable between tokenizers."""
+        return self.loss * self.tokens / log(2.0) / self.text_bytes if self.text_bytes else None
+
+
+def measure(
+    opened: TrainedModel,
+    source: Source,
+    sequences: int | None = None,
+    batch_size: int = 8,
+    progress: Callable[[int], None] = lambda tokens: None,
+) -> Measured:
+    """Measure the loss on the `sequences` windows of train.seq_len tokens that the trainer's evaluation reads.
+
+    With `sequences` None on all windows and the shorter rest after them. Each token but the first of the source is
+    predicted at most once, from those before it in its window. `progress` is called with the number of tokens done.
+    Raises UserError (exit 1) if the loss is not finite.
+    """
+    seq_len = opened.config.train.seq_len
+    whole, labelled = (source.tokens - 1) // seq_len, source.tokens - 1
+    if labelled < 1:
+        raise UserError(f"{source.name}: has {source.tokens} tokens; there is nothing to predict")
+    if sequences is None or not whole:
+        windows: Sequence[int] = range(-(-labelled // seq_len))
+    else:
+        windows = held_out_windows(whole, sequences)
+    total, labels = 0.0, 0
+    mask = opened.config.data.document_mask
+    for first in range(0, len(windows), batch_size):
+        rows = windows[first : first + batch_size]
+        read_rows = (read_window(source, row, seq_len, mask) for row in rows)
+        batch = stack_windows(read_rows, len(rows), seq_len, mask, first)
+        with torch.no_grad():
+            on_device = batch.to(opened.device)
+            sums = opened.model(on_device.tokens, on_device.labels, None, on_device.documents)
+        total += float(sums[1])
+        labels += int((batch.labels != IGNORE).sum())
+        progress(min((batch.first_sample + len(batch.tokens)) * seq_len, source.tokens))
+    loss = total / max(labels, 1)
+    if not isfinite(loss):
+        raise UserError(f"{opened.path}: its loss on {source.name} is {loss}", FAILED)
+    return Measured(loss, labels, len(windows), *_text_bytes(opened, source, windows))
+
+
+def _text_bytes(
+    opened: TrainedModel, source: Source, windows: Sequence[int]
+) -> tuple[int | None, str | None]:
+    """Bytes of the text of the labels of these windows, and their origin."""
+    tokenizer, seq_len = opened.tokenizer, opened.config.train.seq_len
+    # Where documents begin with text, the tokens that are not predicted have bytes, so the others must be decoded.
+    ends_are_special = tokenizer is None or tokenizer.bos_id is not None
+    everything = len(windows) * seq_len >= source.tokens - 1
+    if isinstance(source, TokenDataset) and everything and ends_are_special:
+        return source.index.text_bytes, "dataset.json"
+    if tokenizer is None:
+        return None, None
+    masked, total = opened.config.data.document_mask, 0
+    for first, end in merge(
+        (window, window + 1) for window in windows
+    ):  # neighbours at once: text is cut less often
+        total += _decoded_bytes(
+            source, tokenizer, first * seq_len, min(end * seq_len, source.tokens - 1), masked
+        )
+    return total, "decoding"
+
+
+def _decoded_bytes(source: Source, tokenizer: Tokenizer, first: int, last: int, masked: bool) -> int:
+    """Bytes of the text of tokens first + 1 ... last, decoded document by document.
+
+    With `masked` the first token of a document is not predicted, and left out. Token `first` is decoded too, where it is
+    of the same document, and its bytes subtracted: tokenizers drop a space where a text begins.
+    """
+    total = 0
+    document: list[int] = []
+    begins_inside = not source.document_ids(first, 2)[1]
+    if begins_inside:
+        document = source.read(first, 1).tolist()
+        total -= len(tokenizer.decode(document).encode())
+    for begin in range(first, last, _AT_ONCE):
+        count = min(_AT_ONCE + 1, last + 1 - begin)
+        ids, owners = source.read(begin, count)[1:], source.document_ids(begin, count)
+        parts = np.split(ids, np.flatnonzero(np.diff(owners)))
+        for number, part in enumerate(parts):
+            if number or len(document) >= _AT_ONCE:
+                total += len(tokenizer.decode(document).encode())
+                document = []
+            document += part[1 if masked and number else 0 :].tolist()
+    return total + len(tokenizer.decode(document).encode())

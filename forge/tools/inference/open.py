@@ -1,0 +1,139 @@
+"""Open a checkpoint in one process, for inference: weights in their compute dtype, no optimizer state."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forge.checkpoint import find_checkpoint, find_damage, load, read_config
+from forge.checkpoint.fitting import compare, refuse_misfits
+from forge.checkpoint.folders import step_name, steps
+from forge.checkpoint.loading import TensorReader
+from forge.checkpoint.manifest import MANIFEST, Damaged, read_manifest
+from forge.config import Config, parse_toml_text
+from forge.config.extensions import require_trust
+from forge.data.tokenizer import Tokenizer, load_tokenizer
+from forge.parallel.blocks import cast_at_borders
+from forge.parallel.build import build_meta_model
+from forge.parallel.precision import DTYPES, plan_units
+from forge.runtime.distributed import RanksFailed, single_process_group
+from forge.runtime.errors import NO_CHECKPOINT, UserError
+from forge.shard import Shard
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """The model of the checkpoint at `path`, saved after `step`. `tokenizer` is None where the run had none."""
+
+    path: Path
+    step: int
+    config: Config
+    model: Any
+    tokenizer: Tokenizer | None
+    device: torch.device
+
+
+def open_checkpoint(
+    path: str | Path,
+    device: torch.device,
+    *,
+    compute: str | None = None,
+    context: int | None = None,
+    verify: bool = True,
+    trust: bool = False,
+) -> TrainedModel:
+    """Open the model at `path`: a run's folder, its checkpoints folder, one checkpoint, or an imported folder.
+
+    Of several checkpoints the newest intact one is opened; a damaged one is skipped with a warning and left unchanged.
+    Without `verify` the files with tensors are compared by name and size only. `compute` (float32, ...) and `context`
+    (tokens) override precision.compute and train.seq_len. Routing has no noise and no capacity limit. trust: import the class
+    that its model.kind may name.
+
+    Raises UserError: exit 2 if there is no checkpoint, its config is invalid or needs trust; 77 if none is intact.
+    """
+    found = _find_undamaged(Path(path), verify)
+    try:
+        text = read_config(found)
+    except OSError as error:
+        raise UserError(f"checkpoint {found}: config.toml cannot be read: {error.strerror}") from None
+    config = parse_toml_text(text, str(found / "config.toml"), import_classes=False)
+    if not trust:
+        require_trust(config, str(found / "config.toml"), ["model.kind"])
+    config = _for_inference(config, compute, context)
+    model = _build(config, device, found)
+    with single_process_group():
+        state = model.state_dict()
+        load(found, {f"model.{name}": (Shard.whole(name, values), values) for name, values in state.items()})
+    folder = found / "tokenizer"
+    tokenizer = load_tokenizer(folder) if folder.is_dir() else None
+    return TrainedModel(found, read_manifest(found)["step"], config, model, tokenizer, device)
+
+
+def _find_undamaged(path: Path, verify: bool) -> Path:
+    if (path / "config.json").is_file() and not (path / MANIFEST).exists():
+        raise UserError(
+            f"{path}: is a folder of transformers; convert it with scripts/convert.py from-hf --input {path} --output FOLDER"
+        )
+    newest = find_checkpoint(path)
+    candidates = [newest]
+    if newest != path:
+        candidates = [newest.parent / step_name(step) for step in reversed(steps(newest.parent))]
+    problems = []
+    for candidate in candidates:
+        try:
+            with single_process_group():
+                damage = find_damage(candidate, contents=verify)
+            if damage is not None:
+                raise Damaged(damage)
+            TensorReader(candidate).index()
+            return candidate
+        except Damaged as error:
+            problems.append(f"checkpoint {candidate} is damaged: {error}")
+        except RanksFailed as error:
+            problems.append(f"checkpoint {candidate}: {error}")
+        if len(candidates) > len(problems):
+            log.warning("%s; an older one is used", problems[-1])
+    raise UserError("; ".join(problems), NO_CHECKPOINT)
+
+
+def _for_inference(config: Config, compute: str | None, context: int | None) -> Config:
+    model = config.model
+    if model.moe is not None:
+        # Drops depend on the other tokens of a batch; what a model generates must not.
+        exact = model.moe.model_copy(update={"capacity_factor": 0.0, "router_noise": 0.0})
+        model = model.model_copy(update={"moe": exact})
+    precision = config.precision.model_copy(update={"compute": compute} if compute else {})
+    train = config.train.model_copy(update={"seq_len": context} if context else {})
+    return config.model_copy(update={"model": model, "precision": precision, "train": train})
+
+
+def _build(config: Config, device: torch.device, found: Path) -> Any:
+    """Return the model with uninitialised weights, each in the dtype in which training computes with it.
+
+    Raises UserError before it allocates anything if the checkpoint `found` has other tensors than its config.
+    """
+    index = TensorReader(found).index()
+    if config.model.n_layers > len(index.state_dict_metadata):
+        raise UserError(
+            f"{found}: config.toml has model.n_layers = {config.model.n_layers}, and the checkpoint has "
+            f"{len(index.state_dict_metadata)} tensors"
+        )
+    model = build_meta_model(config)
+    state = {
+        f"model.{name}": (Shard.whole(name, values), values) for name, values in model.state_dict().items()
+    }
+    refuse_misfits(found, index, [compare(index, state)], ())
+    compute = DTYPES[config.precision.compute]
+    _, dtypes = plan_units(model, config.precision)
+    cast_at_borders(model, dtypes, compute)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtypes[parameter])
+    model.to_empty(device=device)
+    model.reset_buffers(compute)
+    return model.eval().requires_grad_(False)

@@ -1,0 +1,71 @@
+"""Scores on lm-eval's tasks while training. Loaded by its path where `evaluate.tasks` names some."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch.distributed as dist
+
+from forge.hook import Hook
+from forge.runtime.distributed import on_every_rank
+from forge.runtime.errors import UserError
+from forge.train.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+class TaskScores(Hook):
+    """Scores the model on `evaluate.tasks` every `evaluate.tasks_interval` steps, if the data has a tokenizer.
+
+    Each rank goes through the same questions, so this works on every layout; ranks that read different data repeat the work.
+    An error on all ranks costs a warning, not the run; a rank that fails alone waits for the others until the watchdog
+    ends them all. Raises UserError for an unknown task, or where lm-eval is not installed.
+    """
+
+    def __init__(self, trainer: Trainer):
+        try:
+            from forge.tools.inference import tasks
+        except ModuleNotFoundError as error:
+            if not (error.name or "").startswith("lm_eval"):
+                raise
+            raise UserError("evaluate.tasks: needs the package lm-eval: pip install 'forge[eval]'") from None
+        config, self._trainer, self._tasks = trainer.config, trainer, tasks
+        # A group that the model does not use.
+        self._group = dist.new_group(backend="gloo")
+        folder = config.evaluate.tasks_path or None
+        if folder is not None and not Path(folder).is_dir():
+            raise UserError(f"evaluate.tasks_path = {folder}: is not a folder")
+        self._manager = tasks.find_tasks(
+            config.evaluate.tasks, folder, "evaluate.tasks =", "evaluate.tasks_path"
+        )
+        self._scorer = None
+        if trainer.data.tokenizer is None:
+            log.warning("evaluate.tasks: tasks are text, and there is no tokenizer; they are left out")
+        else:
+            self._scorer = tasks.LoopScorer(
+                trainer.model.logits,
+                trainer.data.tokenizer,
+                config.train.seq_len,
+                trainer.device,
+                config.train.micro_batch_size,
+            )
+
+    def after_step(self, step: int) -> None:
+        trainer, config = self._trainer, self._trainer.config.evaluate
+        scorer = self._scorer
+        if scorer is None or not trainer.is_due(config.tasks_interval):
+            return
+        trainer.process_last_result()
+        with trainer.reporter.phases.during("evaluation", step):
+            limit = config.tasks_limit or None
+            try:
+                scores = on_every_rank(
+                    "scoring tasks",
+                    lambda: self._tasks.evaluate_tasks(scorer, config.tasks, self._manager, limit=limit),
+                    self._group,
+                )
+            except UserError as error:
+                log.warning("no tasks at step %d: %s", step, error)
+            else:
+                trainer.metrics.tasks(step, scores)

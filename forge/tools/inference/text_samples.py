@@ -1,0 +1,67 @@
+"""Samples of what the model in training writes. Loaded by its path where `evaluate.sample_interval` asks for it."""
+
+from __future__ import annotations
+
+import logging
+
+import torch.distributed as dist
+
+from forge.data.tokenizer import Tokenizer, begin_text
+from forge.hook import Hook
+from forge.runtime.distributed import on_every_rank
+from forge.runtime.errors import UserError
+from forge.tools.inference.sampling import Sampling, generate, recomputed
+from forge.train.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+class TextSamples(Hook):
+    """Writes a text after `evaluate.sample_prompt` every `evaluate.sample_interval` steps, if the data has a tokenizer.
+
+    An empty prompt needs a token that begins or ends a document; without one a warning at the start replaces all samples.
+
+    An error on all ranks costs a warning, not the run. A rank that fails alone waits for the others until the watchdog ends
+    them all: if it went on, its next collective would be matched with one of theirs.
+    """
+
+    def __init__(self, trainer: Trainer):
+        self._trainer = trainer
+        # A group that the model does not use.
+        self._group = dist.new_group(backend="gloo")
+        self._prompt: list[int] | None = None
+        tokenizer = trainer.data.tokenizer
+        if tokenizer is not None:
+            try:
+                self._prompt = begin_text(tokenizer.encode(trainer.config.evaluate.sample_prompt), tokenizer)
+            except UserError as error:
+                log.warning("no samples: %s; set evaluate.sample_prompt", error)
+
+    def after_step(self, step: int) -> None:
+        trainer, tokenizer, prompt = self._trainer, self._trainer.data.tokenizer, self._prompt
+        due = trainer.is_due(trainer.config.evaluate.sample_interval)
+        if tokenizer is None or prompt is None or not due:
+            return
+        with trainer.reporter.phases.during("evaluation", step):
+            try:
+                text = on_every_rank(
+                    "sampling", lambda: write_sample(trainer, tokenizer, prompt, step), self._group
+                )
+            except UserError as error:
+                log.warning("no sample at step %d: %s", step, error)
+            else:
+                trainer.metrics.text(step, "sample", text)
+
+
+def write_sample(trainer: Trainer, tokenizer: Tokenizer, prompt: list[int], step: int) -> str:
+    """Return the prompt, one id or more, and what the model writes after it. Collective: all ranks draw the same tokens."""
+    config, model = trainer.config, trainer.model
+    steps = generate(
+        recomputed(lambda tokens: model.logits(tokens.to(trainer.device)), config.train.seq_len),
+        [prompt],
+        config.evaluate.sample_tokens,
+        Sampling(config.evaluate.sample_temperature, seed=config.run.seed + step),
+        stop=lambda row, new: new[-1] == tokenizer.eos_id,
+    )
+    new = [token for (token,) in steps if token is not None]
+    return tokenizer.decode([*prompt, *new])

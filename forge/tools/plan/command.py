@@ -1,0 +1,68 @@
+"""`train.py --config X --plan`: prints a plan and returns an exit code."""
+
+from __future__ import annotations
+
+import json
+
+from forge.config import CommandLine, Config, check_world
+from forge.runtime.errors import DOES_NOT_FIT, FINISHED, UserError
+from forge.tools.plan.advice import remedy_for
+from forge.tools.plan.hardware import Hardware, find_hardware
+from forge.tools.plan.phases import largest, phases_as_json, phases_as_text
+from forge.tools.plan.plan import crowded_bytes, make_plan, smallest_world
+from forge.tools.plan.search import BEST, fewest_ranks, search
+from forge.tools.plan.show import (
+    as_json,
+    as_text,
+    layout_as_json,
+    remedy_as_json,
+    remedy_as_text,
+    search_as_text,
+)
+
+
+def plan(config: Config, command: CommandLine) -> int:
+    """Print the plan of `config`; return FINISHED, or DOES_NOT_FIT if the hardware is known and has too little memory.
+
+    Raises UserError (exit 2) for an invalid layout or unknown hardware.
+    """
+    whole, config = config, largest(config)
+    hardware = None if command.hardware is None else find_hardware(command.hardware)
+    world = command.world_size
+    if command.search:
+        if hardware is None or world is None:
+            raise UserError(
+                "--search: needs --world-size and --hardware, such as --world-size 64 --hardware h100"
+            )
+        return _search(config, world, hardware, as_object=command.json)
+    degrees = smallest_world(config) if world is None else check_world(config, world)
+    made = make_plan(config, degrees, hardware)
+    crowded = crowded_bytes(config, degrees, hardware)
+    remedy = remedy_for(made) if made.fits is False else None
+    if command.json:
+        of_phases = {"steps": whole.train.steps, "phases": phases_as_json(whole)} if whole.phase else {}
+        print(json.dumps(as_json(made, crowded, remedy) | of_phases, indent=1), flush=True)
+    else:
+        of_phases_text = f"\n\n{phases_as_text(whole, made)}" if whole.phase else ""
+        print(as_text(made, crowded, remedy) + of_phases_text, flush=True)
+    return DOES_NOT_FIT if made.fits is False else FINISHED
+
+
+def _search(config: Config, world: int, hardware: Hardware, *, as_object: bool) -> int:
+    found = search(config, world, hardware)
+    fits = found[0].fits
+    fewest = None if fits else fewest_ranks(config, world, hardware)
+    remedy = None if fits else remedy_for(found[0].plan)
+    if as_object:
+        layouts = [layout_as_json(one) for one in found[:BEST]]
+        answer = layouts[0] | {
+            "layouts": layouts,
+            "fewest_processes": fewest,
+            "remedy": remedy_as_json(remedy),
+        }
+        print(json.dumps(answer, indent=1), flush=True)
+    else:
+        print(search_as_text(config, world, hardware, found[:BEST], fewest), flush=True)
+        if remedy is not None:
+            print(remedy_as_text(remedy, hardware), flush=True)
+    return FINISHED if fits else DOES_NOT_FIT

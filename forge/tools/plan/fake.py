@@ -1,0 +1,208 @@
+"""`FakeRank`: one rank of a run that does not exist, on fake tensors, which have shapes but no memory.
+
+The model, its layout, the optimizer and the step are those of a run. Only the process group is fake: its collectives
+return at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from forge.checkpoint.tensors import writes
+from forge.config import Config, Degrees
+from forge.data.loader import Batch
+from forge.observe.memory_report import MemoryReport
+from forge.optim import build_optimizer, places
+from forge.parallel.build import build_parallel_model
+from forge.parallel.expert import AllToAllDispatcher
+from forge.parallel.mesh import make_meshes
+from forge.parallel.step.gradients import clip_gradients, report_gradients
+from forge.runtime import compat
+from forge.runtime.errors import UserError
+from forge.shard import local
+from forge.tools.plan.places import boxes_of_all
+from forge.tools.plan.trace import Moment, Trace
+from forge.train.state import all_tensors
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def fake_ranks(rank: int, world: int) -> Iterator[None]:
+    """In the body this process is `rank` of a default process group of `world` ranks, of which no other exists."""
+    compat.forget_meshes()
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    send = dist.isend
+    try:
+        # The fake group never says that a message has arrived, so its tensor would be kept until the end of the step.
+        with patch.object(dist, "isend", lambda *args, **kwargs: _Sent(send(*args, **kwargs))):
+            yield
+    finally:
+        dist.destroy_process_group()
+        compat.forget_meshes()
+
+
+class _Sent:
+    """A message that has arrived."""
+
+    def __init__(self, work: Any):
+        self.wait = work.wait
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class FakeRank:
+    """Model and optimizer of this rank. Needs `fake_ranks`.
+
+    load: of tokens that reach this rank's experts, times their share if all experts had equal loads.
+    """
+
+    def __init__(self, config: Config, degrees: Degrees, load: float = 1.0):
+        self.config, self.degrees = config, degrees
+        self.trace = Trace()
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.meshes = make_meshes(degrees, CPU.type)
+        with _explained():
+            # Real meta tensors first: parallelism is applied to these, and only what is allocated is fake.
+            self.model = build_parallel_model(config, self.meshes, CPU, values=_leave, memory=self._watched)
+            answer = functools.partial(boxes_of_all, self.model._engines, degrees)
+            with self._watched(), patch.object(places, "boxes_of_all", answer):
+                self.optimizer = build_optimizer(self.model.shards, config.optimizer, self.meshes.stage)
+        self.trace.watch(self.model.parts)
+        for part in self.model.parts:
+            for module in part.modules():
+                dispatch = getattr(module, "dispatch", None)
+                if isinstance(dispatch, AllToAllDispatcher):
+                    dispatch.sizes = functools.partial(_loads, self._rows(), load)
+
+    def state_bytes(self) -> dict[str, int]:
+        """Return what a run's memory report says of this rank, without activations."""
+        report = MemoryReport(CPU)
+        report.count_state(self.model.memory(), self.optimizer.tensors())
+        return report.bytes
+
+    def buckets(self) -> int:
+        """Return the number of buckets that contiguous buffers are sent in; 0 for engines without."""
+        buffers = [buffer for engine in self.model._engines for buffer in getattr(engine, "buffers", ())]
+        return sum(len(buffer.buckets) for buffer in buffers)
+
+    def saved_bytes(self) -> tuple[int, int]:
+        """Return the host memory of this rank's asynchronous save, and the bytes that its tensors have in a checkpoint."""
+        host = whole = 0
+        for name, (shard, values) in all_tensors(self.model, self.optimizer).items():
+            host += local(values).nbytes if writes(name, shard) else 0
+            whole += shard.global_shape.numel() * values.dtype.itemsize
+        return host, whole
+
+    def step(self, microbatches: int, *, update: bool = True) -> None:
+        """Make the calls of one optimizer step (`Trainer.step`), with this many microbatches; the optimizer's if `update`."""
+        with _explained(), self._watched():
+            self.trace.begin()
+            batch, model = self._batch(microbatches), self.model
+            sums = model.forward_backward(batch, model.count_tokens(batch))
+            model.finalize_gradients()
+            self.trace.moment = Moment("update")
+            report = report_gradients(model.shards, sums.objective, stop=False)
+            clip_gradients(model.shards, report.norm, self.config.train.grad_clip_norm)
+            if update:
+                self.optimizer.step(self.config.optimizer.lr, report.skip)
+            model.after_update()
+            model.update_router(report.skip)
+            model.zero_gradients()
+
+    def update(self, microbatches: int) -> None:
+        """Make the optimizer's calls of such a step alone, with gradients from nowhere."""
+        with _explained(), self._watched():
+            self.trace.begin()
+            self.trace.moment = Moment("update")
+            batch = self._batch(microbatches)  # which lives until the end of a step
+            for shard in self.model.shards:
+                if shard.parameter.grad is None:
+                    shard.parameter.grad = torch.empty_like(shard.parameter)
+            self.optimizer.step(self.config.optimizer.lr, torch.zeros(()))
+            self.model.zero_gradients()
+            del batch
+
+    def batch_bytes(self, microbatches: int) -> int:
+        """Return the bytes of so many microbatches' tokens, and of this rank's part of each: both live for a whole step."""
+        with self._fake:
+            batch = self._batch(1)
+            (whole,) = batch.microbatches(self.model.micro_batch_size)
+            part = self.model._split.local_part(whole)
+        tensors = [x for x in (batch.tokens, batch.labels, batch.documents, *part) if x is not None]
+        storages = {storage._cdata: storage for storage in (x.untyped_storage() for x in tensors)}
+        return microbatches * sum(storage.nbytes() for storage in storages.values())
+
+    def _batch(self, microbatches: int) -> Batch:
+        train = self.config.train
+        shape = (microbatches * train.micro_batch_size, train.seq_len)
+        documents = torch.zeros(shape, dtype=torch.int32) if self.config.data.document_mask else None
+        tokens, labels = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+        return Batch(tokens, labels, documents=documents)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        with self._fake, self.trace:
+            yield
+
+    def _rows(self) -> int:
+        """Rows that this rank's tokens of one microbatch make for the experts of one layer."""
+        moe, train = self.config.model.moe, self.config.train
+        if moe is None:
+            return 0
+        tokens = train.micro_batch_size * train.seq_len // (self.degrees.cp * self.degrees.tp)
+        return tokens * moe.top_k
+
+
+def _leave(*_: Any) -> None:
+    """Fake parameters have no values."""
+
+
+def _loads(rows: int, load: float, leaving: Tensor, _arriving: Tensor) -> tuple[list[int], list[int]]:
+    """Return how many rows go to each rank, equally, and how many come from it."""
+    ranks = leaving.shape[0]
+    sends = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
+    return sends, [round(load * sends[0])] * ranks
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Raise UserError where the body reads data, which fake tensors do not have."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise UserError(
+                f"--plan: {_where(error)} reads data ({error.func}), and a plan has shapes only. Compute it without "
+                f"`.item()`, `.tolist()`, `if` on a tensor, or shapes that depend on values; or run without --plan"
+            ) from error
+
+
+def _where(error: BaseException) -> str:
+    """The innermost line outside of PyTorch and of the planner."""
+    folders = {Path(torch.__file__).parent, Path(__file__).parent}
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if folders.isdisjoint(Path(frame.filename).parents)
+    ]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "the model"

@@ -1,0 +1,35 @@
+"""The planned peak of a configuration, as a number: what a run asks for when its memory is exhausted.
+
+python -m forge.tools.plan.peak WORLD_SIZE card|host < config.toml
+"""
+
+from __future__ import annotations
+
+import sys
+
+from forge.config import Config, check_world, parse_toml_text
+from forge.tools.plan.hardware import Hardware, Link
+from forge.tools.plan.phases import largest
+from forge.tools.plan.plan import make_plan
+
+# Only whether it is a card changes bytes.
+_LINK = Link(gb_per_s=1, latency_us=0)
+
+
+def planned_peak(config: Config, world: int, on_card: bool) -> int:
+    """Return the bytes of tensors at the peak of the rank that needs most. Raises UserError for what cannot be planned."""
+    config = largest(config)
+    hardware = Hardware(
+        card="any" if on_card else "",
+        memory_gib=1,
+        memory_gb_per_s=1,
+        cards_per_node=1,
+        node=_LINK,
+        cluster=_LINK,
+    )
+    plan = make_plan(config, check_world(config, world), hardware)
+    return max(stage.peak.size for stage in plan.stages)
+
+
+if __name__ == "__main__":
+    print(planned_peak(parse_toml_text(sys.stdin.read()), int(sys.argv[1]), sys.argv[2] == "card"))

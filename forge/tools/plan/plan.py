@@ -1,0 +1,110 @@
+"""`make_plan`: what each stage of a run needs, from one fake rank of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from forge.config import Config, Degrees, check_world
+from forge.parallel.pipeline import plan_pipeline
+from forge.parallel.pipeline.schedule import TimedAction, idle_share
+from forge.runtime.errors import UserError
+from forge.tools.plan.estimate import StepTime
+from forge.tools.plan.hardware import Hardware
+from forge.tools.plan.layers import plan_stages
+from forge.tools.plan.speed import Speed, speed_of
+from forge.tools.plan.stage import StagePlan
+
+# Times the mean load, of the experts of one rank, for which a second figure is planned.
+CROWDED = 2.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A configuration on its ranks. `hardware`: None if it is not known."""
+
+    config: Config
+    degrees: Degrees
+    stages: list[StagePlan]
+    hardware: Hardware | None = None
+    warnings: list[str] = field(default_factory=list)
+    speed: Speed | None = None
+
+    @property
+    def timeline(self) -> list[list[TimedAction]] | None:
+        """What each rank of a pipeline does when: in seconds, or without hardware in units of a forward."""
+        if self.speed is not None:
+            return self.speed.timeline
+        if self.degrees.pp == 1:
+            return None
+        return plan_pipeline(self.config, self.degrees).schedule.timeline
+
+    @property
+    def bubble(self) -> float:
+        return 0.0 if self.timeline is None else idle_share(self.timeline)
+
+    @property
+    def worst(self) -> StagePlan:
+        """The stage that needs most memory."""
+        return max(self.stages, key=lambda stage: stage.needed)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether every stage fits the hardware; None if that is not known."""
+        return None if self.hardware is None else self.worst.needed <= self.hardware.memory_bytes
+
+
+def smallest_world(config: Config) -> Degrees:
+    """Return the layout on the fewest processes that `config` can run on. Raises UserError if there is no such number."""
+    parallel = config.parallel
+    unit = parallel.pp * parallel.dp_replicate * parallel.cp * parallel.tp
+    sizes = [unit * parallel.dp_shard] if parallel.dp_shard > 0 else range(unit, 1025 * unit, unit)
+    first: UserError | None = None
+    for world in sizes:
+        try:
+            return check_world(config, world)
+        except UserError as error:
+            first = first or error
+    assert first is not None
+    raise first
+
+
+def make_plan(config: Config, degrees: Degrees, hardware: Hardware | None = None) -> Plan:
+    """Trace one rank of each rank of the pp axis. Raises UserError for what cannot be planned."""
+    traced, warnings = plannable(config)
+    stages = plan_stages(traced, degrees, hardware)
+    speed = None
+    if hardware is not None:
+        speed = speed_of(traced, degrees, [stage.time or StepTime() for stage in stages], hardware)
+    return Plan(config, degrees, stages, hardware, warnings, speed)
+
+
+def crowded_bytes(config: Config, degrees: Degrees, hardware: Hardware | None = None) -> int | None:
+    """Return what the worst rank needs if its experts get CROWDED times their share of tokens; None: no rank has more."""
+    if degrees.ep == 1:
+        return None
+    stages = plan_stages(plannable(config)[0], degrees, hardware, load=CROWDED)
+    return max(stage.needed for stage in stages)
+
+
+def plannable(config: Config) -> tuple[Config, list[str]]:
+    """Return the configuration that is traced, without what fake tensors cannot do, and a line for each difference."""
+    changes: dict[str, Any] = {}
+    warnings = []
+    compiled = [f"compile.{key}" for key in ("enabled", "loss") if getattr(config.compile, key)]
+    if compiled:
+        changes["compile"] = config.compile.model_copy(update={"enabled": False, "loss": False})
+        warnings.append(
+            f"{' and '.join(compiled)}: planned without; a compiler that fuses operators keeps fewer activations"
+        )
+    if config.activation_checkpoint.mode == "memory_budget":
+        changes["activation_checkpoint"] = config.activation_checkpoint.model_copy(update={"mode": "none"})
+        warnings.append(
+            "activation_checkpoint.mode = memory_budget: the compiler chooses what it keeps; planned as if it kept all"
+        )
+    if config.precision.float8 != "none":
+        changes["precision"] = config.precision.model_copy(update={"float8": "none"})
+        warnings.append("precision.float8: memory and collectives are planned without it")
+    if config.model.moe is not None:
+        warnings.append("mixture of experts: planned with an equal load for all experts")
+    return config.model_copy(update=changes), warnings

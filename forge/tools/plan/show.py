@@ -1,0 +1,268 @@
+"""A plan as text, and as the object of `--json`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+from forge.config import Config
+from forge.observe.hardware import GIB
+from forge.tools.plan.advice import Remedy
+from forge.tools.plan.hardware import Hardware
+from forge.tools.plan.plan import CROWDED, Plan
+from forge.tools.plan.search import Found
+from forge.tools.plan.speed import Speed
+from forge.tools.plan.stage import StagePlan
+from forge.tools.plan.trace import Peak
+
+MEMORY = ("parameters", "masters", "gradients", "optimizer", "buckets", "activations", "other", "peak")
+
+
+def as_json(plan: Plan, crowded: int | None = None, remedy: Remedy | None = None) -> dict[str, Any]:
+    """Return one object; bytes are integers. crowded: from `crowded_bytes`, remedy: from `remedy_for`."""
+    worst, train = plan.worst, plan.config.train
+    return {
+        "fits": plan.fits,
+        "world_size": plan.degrees.world,
+        "layout": {"data_parallel": plan.config.parallel.data_parallel} | asdict(plan.degrees),
+        "memory": worst.memory,
+        "peak": _peak(worst),
+        "stages": [
+            {
+                "rank": stage.rank,
+                "layers": stage.layers,
+                "memory": stage.memory,
+                "peak": _peak(stage),
+                "peaks": [_peak_as_json(peak) for peak in stage.peaks.values()],
+                "collectives": _collectives(stage),
+                "flops": _flops(stage),
+                "host_bytes_of_save": stage.host,
+                "host_bytes_of_local_states": _local_states(plan.config, stage),
+            }
+            for stage in plan.stages
+        ],
+        "collectives": _collectives(worst),
+        "flops": _flops(worst),
+        "bubble": plan.bubble,
+        "timeline": _timeline(plan),
+        "time": None if plan.speed is None else _time(plan.speed),
+        "tokens_per_step": train.global_batch_size * train.seq_len,
+        "steps": train.steps,
+        "checkpoint_bytes": sum(stage.checkpoint for stage in plan.stages),
+        "needed_when_crowded": crowded,
+        "remedy": remedy_as_json(remedy),
+        "warnings": plan.warnings,
+    }
+
+
+def remedy_as_json(remedy: Remedy | None) -> dict[str, Any] | None:
+    """Return the overrides that free memory and the bytes that are needed with them."""
+    return None if remedy is None else asdict(remedy)
+
+
+def remedy_as_text(remedy: Remedy, hardware: Hardware) -> str:
+    """Return a line: the overrides that free memory, and whether that is enough."""
+    fits = remedy.needed <= hardware.memory_bytes
+    return (
+        f"with {' '.join(remedy.overrides)} it needs {remedy.needed / GIB:.1f} of {hardware.memory_gib:g} GiB"
+        + ("" if fits else ", which is still too much: more processes are needed, or a smaller model")
+    )
+
+
+def _peak(stage: StagePlan) -> dict[str, Any]:
+    peak = stage.peak
+    return {"at": str(peak.moment), "kinds": {kind: size for kind, size in peak.kinds.items() if size}}
+
+
+def _peak_as_json(peak: Peak) -> dict[str, Any]:
+    return asdict(peak.moment) | {"bytes": {kind: size for kind, size in peak.kinds.items() if size}}
+
+
+def _flops(stage: StagePlan) -> dict[str, Any]:
+    """By phase and part: those of one microbatch, and of the update."""
+    flops: dict[str, Any] = {}
+    for (phase, part), number in stage.flops.items():
+        flops |= {phase: flops.get(phase, {}) | {part: number}} if part else {phase: number}
+    return flops
+
+
+def _timeline(plan: Plan) -> list[list[tuple[str, float, float]]] | None:
+    """What each rank of the pp axis does when: (action, start, end), in seconds if the hardware is known."""
+    if plan.timeline is None:
+        return None
+    return [[(str(action), start, stop) for action, start, stop in of_rank] for of_rank in plan.timeline]
+
+
+def _time(speed: Speed) -> dict[str, Any]:
+    return {name: value for name, value in vars(speed).items() if name != "timeline"}
+
+
+def _collectives(stage: StagePlan) -> list[dict[str, Any]]:
+    calls: Counter[tuple[str, str, bool]] = Counter()
+    sizes: Counter[tuple[str, str, bool]] = Counter()
+    for (axis, kind, size, hidden), number in stage.collectives.items():
+        calls[axis, kind, hidden] += number
+        sizes[axis, kind, hidden] += number * size
+    return [
+        {
+            "axis": axis,
+            "kind": kind,
+            "calls": number,
+            "bytes": sizes[axis, kind, hidden],
+            "can_be_hidden": hidden,
+        }
+        for (axis, kind, hidden), number in sorted(calls.items(), key=lambda item: -sizes[item[0]])
+    ]
+
+
+def as_text(plan: Plan, crowded: int | None = None, remedy: Remedy | None = None) -> str:
+    """Return the plan as a page of text; memory in GiB. crowded, remedy: as for `as_json`."""
+    degrees, worst, train = plan.degrees, plan.worst, plan.config.train
+    named = {name: getattr(degrees, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")}
+    layout = " ".join(f"{name}={value}" for name, value in named.items() if value > 1)
+    lines = [
+        f"{plan.config.run.name} on {degrees.world} process{'es' if degrees.world > 1 else ''}: {_answer(plan)}",
+        f"layout: {plan.config.parallel.data_parallel} {layout}".rstrip()
+        + f"; each rank computes {degrees.accumulation} "
+        f"microbatch{'es' if degrees.accumulation > 1 else ''} of {train.micro_batch_size} x {train.seq_len} tokens per step",
+        *([] if remedy is None or plan.hardware is None else [remedy_as_text(remedy, plan.hardware)]),
+        "",
+        "memory of the first rank of each stage, in GiB:",
+        *_table(
+            ["rank", *MEMORY, "holds"],
+            [
+                [str(stage.rank), *(f"{stage.memory[kind] / GIB:.2f}" for kind in MEMORY), stage.layers]
+                for stage in plan.stages
+            ],
+        ),
+        f"The peak of rank {worst.rank} is in the {worst.peak.moment}: "
+        + ", ".join(
+            f"{kind} {size / GIB:.2f}" for kind, size in worst.peak.kinds.items() if size > GIB / 1000
+        ),
+        "",
+        *_table_of_collectives(worst),
+        "",
+        *_lines_of_work(plan),
+    ]
+    if plan.speed is not None:
+        lines += ["", _estimate(plan, plan.speed)]
+    if crowded is not None:
+        lines += [
+            "",
+            f"with {CROWDED:g} times their share of tokens for the experts of a rank, it needs {crowded / GIB:.1f} GiB",
+        ]
+    if plan.warnings:
+        lines += ["", *(f"note: {warning}" for warning in plan.warnings)]
+    return "\n".join(lines)
+
+
+def _table_of_collectives(stage: StagePlan) -> list[str]:
+    rows = [
+        [
+            *(row["axis"], row["kind"], str(row["calls"]), f"{row['bytes'] / GIB:.3f}"),
+            "yes" if row["can_be_hidden"] else "no",
+        ]
+        for row in _collectives(stage)
+    ]
+    if not rows:
+        return ["no collectives"]
+    return [
+        f"collectives of rank {stage.rank} in one step:",
+        *_table(["axis", "kind", "calls", "GiB", "can be hidden"], rows),
+    ]
+
+
+def _lines_of_work(plan: Plan) -> list[str]:
+    worst, train = plan.worst, plan.config.train
+    of = {phase: found for phase, found in _flops(worst).items() if isinstance(found, dict)}
+    flops = "; ".join(
+        f"{phase} " + ", ".join(f"{part} {number / 1e12:.3g}" for part, number in found.items())
+        for phase, found in of.items()
+    )
+    checkpoint = sum(stage.checkpoint for stage in plan.stages)
+    local = _local_states(plan.config, worst)
+    kept = [
+        f"states on the nodes (checkpoint.local_interval) take {local / GIB:.2f} GiB of host memory for rank {worst.rank}"
+    ]
+    return (kept if local else []) + [
+        f"operations of one microbatch on rank {worst.rank}, in 10^12: {flops}",
+        f"a step trains on {train.global_batch_size * train.seq_len:,} tokens; a checkpoint has "
+        f"{checkpoint / GIB:.1f} GiB, and saving it takes {worst.host / GIB:.2f} GiB of host memory for rank {worst.rank}",
+    ]
+
+
+def _local_states(config: Config, stage: StagePlan) -> int:
+    """Return the bytes of a rank's share: two states and one being written, with copies for peers, and the buffer."""
+    kept = config.checkpoint
+    return stage.host * (3 * (1 + kept.peers) + 1) if kept.local_interval else 0
+
+
+def layout_as_json(found: Found) -> dict[str, Any]:
+    """Return one layout of a search: the object of `as_json`, and its overrides."""
+    return as_json(found.plan) | {"overrides": found.overrides}
+
+
+def search_as_text(
+    config: Config, world: int, hardware: Hardware, found: list[Found], fewest: int | None
+) -> str:
+    """Return the layouts of a search, the best first; `fewest`: processes on which one fits, if none does here."""
+    has = f"{hardware.memory_gib:g} GiB"
+    if not found[0].fits:
+        enough = f"at least {fewest} processes" if fewest else "other hardware, or a smaller model"
+        head = (
+            f"{config.run.name} on {world} processes: no layout that was tried fits in {has}; it needs {enough}. "
+            f"The nearest:"
+        )
+    else:
+        head = f"{config.run.name} on {world} processes: the {len(found)} fastest layouts that fit in {has}"
+    rows = [
+        [
+            f"{one.needed / GIB:.1f}",
+            f"{one.speed.tokens_per_second:,.0f}",
+            "" if one.speed.mfu is None else f"{one.speed.mfu:.0%}",
+            *(f"{share:.0%}" for share in _shares(one.speed).values()),
+            max(_shares(one.speed).items(), key=lambda item: item[1])[0],
+            " ".join(one.overrides) or "(as it is)",
+        ]
+        for one in found
+    ]
+    columns = ["GiB", "tokens/s", "MFU", "computes", "waits", "idle", "limit", "overrides"]
+    return "\n".join([head, *_table(columns, rows)])
+
+
+def _shares(speed: Speed) -> dict[str, float]:
+    """Shares of a step, by what limits it where that is the largest."""
+    parts = {"compute": speed.compute_s, "communication": speed.communication_s, "bubble": speed.idle_s}
+    return {name: seconds / speed.step_s for name, seconds in parts.items()}
+
+
+def _estimate(plan: Plan, speed: Speed) -> str:
+    """Two lines on time; what is guessed stands in forge/tools/plan/estimate.py."""
+    mfu = "" if speed.mfu is None else f", MFU {speed.mfu:.0%}"
+    steps = plan.config.train.steps
+    return (
+        f"estimate: {speed.step_s:.3g} s per step, {speed.tokens_per_second:,.0f} tokens/s{mfu}; {steps} steps take "
+        f"{speed.days:.2g} days\n  of a step: computation {speed.compute_s:.3g} s, communication that nothing hides "
+        f"{speed.communication_s:.3g} s, idle in the pipeline {speed.idle_s:.3g} s ({speed.bubble:.0%})"
+    )
+
+
+def _answer(plan: Plan) -> str:
+    needed = f"{plan.worst.needed / GIB:.1f} GiB"
+    if plan.hardware is None:
+        return f"needs {needed} on each card (--hardware NAME says whether that fits)"
+    has = f"{plan.hardware.memory_gib:g} GiB"
+    return f"fits, {needed} of {has}" if plan.fits else f"does not fit, {needed} of {has}"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    return [
+        "  "
+        + "  ".join(
+            cell.rjust(width) if cell[:1].isdigit() or row is head else cell.ljust(width)
+            for cell, width in zip(row, widths, strict=True)
+        ).rstrip()
+        for row in [head, *rows]
+    ]

@@ -1,0 +1,109 @@
+"""`speed_of`: the length of a step from the time of each stage, along the timeline of its pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forge.config import Config, Degrees
+from forge.model import flops_per_token
+from forge.parallel.build import build_meta_model
+from forge.parallel.pipeline import plan_pipeline
+from forge.parallel.pipeline.plan import layer_costs
+from forge.parallel.pipeline.schedule import Action, TimedAction, idle_share
+from forge.parallel.precision import DTYPES
+from forge.tools.plan.estimate import Spent, StepTime, message_seconds
+from forge.tools.plan.hardware import Hardware
+
+
+@dataclass(frozen=True)
+class Speed:
+    """An estimate. Seconds of one step, and of the slowest rank its computation, the collectives that it waits for or that
+    nothing hides, and the time that it is idle in a pipeline. mfu: None if the peak is not known. timeline: of a pipeline,
+    for each rank, in seconds."""
+
+    step_s: float
+    compute_s: float
+    communication_s: float
+    idle_s: float
+    bubble: float
+    tokens_per_second: float
+    days: float
+    mfu: float | None
+    timeline: list[list[TimedAction]] | None = None
+
+
+def speed_of(config: Config, degrees: Degrees, times: list[StepTime], hardware: Hardware) -> Speed:
+    """Return the speed of a run whose ranks of the pp axis take `times`."""
+    if degrees.pp == 1:
+        (time,) = times
+        seconds, compute = _sequential(time, degrees.accumulation)
+        bubble = idle = 0.0
+        timeline = None
+    else:
+        seconds, compute, timeline = _pipelined(config, degrees, times, hardware)
+        bubble = idle_share(timeline)
+        idle = bubble * seconds
+    train = config.train
+    tokens = train.global_batch_size * train.seq_len / seconds
+    peak = hardware.peak_flops(config.precision.compute)
+    flops = flops_per_token(build_meta_model(config), train.seq_len)
+    return Speed(
+        step_s=seconds,
+        compute_s=compute,
+        communication_s=max(0.0, seconds - compute - idle),
+        idle_s=idle,
+        bubble=bubble,
+        tokens_per_second=tokens,
+        days=train.steps * seconds / 86400,
+        mfu=flops * tokens / (peak * degrees.world) if peak else None,
+        timeline=timeline,
+    )
+
+
+def _sequential(time: StepTime, microbatches: int) -> tuple[float, float]:
+    """Return seconds of a step and those of computation; microbatches that were not traced are like one from the middle."""
+    spent = [time.forward[number] + time.backward.get(number, Spent()) for number in sorted(time.forward)]
+    all_of_them = [*spent, *[spent[len(spent) // 2]] * (microbatches - len(spent)), time.update]
+    return sum(one.total for one in all_of_them), sum(one.compute for one in all_of_them)
+
+
+def _pipelined(
+    config: Config, degrees: Degrees, times: list[StepTime], hardware: Hardware
+) -> tuple[float, float, list[list[TimedAction]]]:
+    """Return seconds of a step, of computation on the busiest rank, and what each rank does when."""
+    plan, costs = plan_pipeline(config, degrees), layer_costs(config)
+    rank_of = plan.schedule.rank_of
+    work = [costs.of(stage) for stage in plan.stages]
+    share = [
+        one / sum(other for other, rank in zip(work, rank_of, strict=True) if rank == rank_of[stage])
+        for stage, one in enumerate(work)
+    ]
+    forward = [_typical(time.forward) for time in times]
+    backward = [_typical(time.backward) for time in times]
+
+    def duration(action: Action) -> float:
+        rank = rank_of[action.stage]
+        whole = forward[rank].total if action.kind == "F" else backward[rank].total
+        return whole * share[action.stage] * (0.5 if action.kind in "IW" else 1.0)
+
+    train = config.train
+    pieces = degrees.cp * (degrees.tp if config.parallel.sequence_parallel else 1)
+    size = (
+        train.micro_batch_size
+        * train.seq_len
+        // pieces
+        * config.model.dim
+        * DTYPES[config.precision.compute].itemsize
+    )
+    timeline = plan.schedule.timed(duration, message_seconds(size, degrees.world // degrees.pp, hardware))
+    seconds = max(timed.stop for of_rank in timeline for timed in of_rank)
+    compute = [
+        degrees.accumulation * (forward[rank].compute + backward[rank].compute) + times[rank].update.compute
+        for rank in range(degrees.pp)
+    ]
+    return seconds + max(time.update.total for time in times), max(compute), timeline
+
+
+def _typical(spent: dict[int, Spent]) -> Spent:
+    """That of a microbatch from the middle."""
+    return spent[sorted(spent)[len(spent) // 2]] if spent else Spent()

@@ -1,0 +1,224 @@
+"""`plan_stage`: what one rank of a run needs, from one fake rank."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+import torch.distributed as dist
+
+from forge.config import Config, Degrees
+from forge.parallel.pipeline import PipelinedModel
+from forge.parallel.step.model import ParallelModel
+from forge.tools.plan.attention import as_on_cards
+from forge.tools.plan.collectives import Collective, axes_of
+from forge.tools.plan.estimate import StepTime, time_of
+from forge.tools.plan.fake import FakeRank, fake_ranks
+from forge.tools.plan.hardware import Hardware
+from forge.tools.plan.trace import Moment, Peak, Trace
+
+# A step's first, second and last microbatch differ: the first gathers, the last reduces. All others are like the second.
+TRACED = 3
+# Every forward comes before the first backward, so what lives grows with each microbatch.
+FORWARDS_FIRST = ("GPipe", "LoopedBFS")
+STATE = ("parameters", "masters", "gradients", "optimizer", "buckets")
+
+
+Place: TypeAlias = tuple[str, str]
+"""Phase of a step, and the part of the model: a layer is "layer 0" from the first on, or "layer -1" from the last back."""
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """The first rank of the pp axis' rank `pp_rank`; the other ranks with its stages hold as much, but for rounding.
+
+    state: bytes by kind, as the run's memory report counts them. peaks: the most that lived at each place of a step. kept:
+    bytes of activations that one microbatch leaves to its backward in the first stage. collectives: calls of one optimizer
+    step by (axis, kind, bytes of one call, whether computation can hide it). flops: of one microbatch and of the update, by
+    phase and part. time: None without hardware. host: bytes of host memory that an asynchronous save takes. checkpoint:
+    bytes of a checkpoint that these layers are, of all ranks together. buckets: as `FakeRank.buckets`.
+    """
+
+    pp_rank: int
+    rank: int
+    layers: str
+    state: dict[str, int]
+    peaks: dict[Place, Peak]
+    kept: int
+    flops: dict[Place, float]
+    time: StepTime | None
+    collectives: Counter[tuple[str, str, int, bool]]
+    reserved: int = 0
+    host: int = 0
+    checkpoint: int = 0
+    buckets: int = 0
+
+    @property
+    def peak(self) -> Peak:
+        return max(self.peaks.values(), key=lambda peak: peak.size)
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes by kind; `activations` is the peak without state."""
+        size = self.peak.size
+        activations = max(0, size - sum(self.state.values()))
+        return self.state | {"activations": activations, "other": self.reserved, "peak": size}
+
+    @property
+    def needed(self) -> int:
+        return self.peak.size + self.reserved
+
+
+def plan_stage(
+    config: Config,
+    degrees: Degrees,
+    pp_rank: int,
+    hardware: Hardware | None,
+    *,
+    microbatches: int | None = None,
+    load: float = 1.0,
+    optimizer: Literal["with", "without", "alone"] = "with",
+) -> StagePlan:
+    """Trace one step of the first rank with this rank of the pp axis; `config` from `plannable`.
+
+    microbatches: how many are traced; None: as many as show what a step does. load: as in `FakeRank`. optimizer: whether its
+    part of the step is traced; alone: nothing else, and `kept` is what it leaves to the next step, such as numbers drawn.
+    """
+    rank, traced = pp_rank * degrees.world // degrees.pp, _fewer_microbatches(config, degrees)
+    if microbatches is not None:
+        traced = replace(degrees, accumulation=microbatches)
+    with ExitStack() as stack:
+        stack.enter_context(fake_ranks(rank, degrees.world))
+        if hardware is None or hardware.card:
+            stack.enter_context(as_on_cards())
+        fake = FakeRank(config, traced, load)
+        # As in a run, memory is freed where the last reference goes, not at some later collection.
+        gc.disable()
+        stack.callback(gc.enable)
+        state = {kind: 0 for kind in STATE} | fake.state_bytes()
+        # The first one also sets up what later ones use.
+        left: list[int] = []
+        for microbatches in (traced.accumulation if degrees.pp > 1 else 1, traced.accumulation):
+            if optimizer == "alone":
+                fake.update(microbatches)
+            else:
+                fake.step(microbatches, update=optimizer == "with")
+            left.append(fake.trace.before)
+        axes = axes_of(fake.meshes)
+        calls = Counter(
+            (axes.get(call.group, "?"), call.kind, call.size, hideable(moment, call))
+            for moment, call in all_calls(fake.trace.calls, fake.model, traced, degrees)
+        )
+        time = None
+        if hardware is not None:
+            groups = {name: dist.get_process_group_ranks(_group(name)) for name in axes}
+            time = time_of(fake.trace, hardware, groups)
+        waiting = fake.batch_bytes(degrees.accumulation - traced.accumulation)
+        peaks = {
+            place: peak.with_more("activations", waiting)
+            for place, peak in _by_place(fake.trace, fake.model).items()
+        }
+        layers = _layers(fake.model, config)
+        if config.parallel.cpu_offload and hardware is not None and hardware.card:
+            # The device has what is gathered and computed; the CPU has what the optimizer works on.
+            peaks = {place: _on_device(peak, state["buckets"]) for place, peak in peaks.items()}
+            state = {kind: 0 for kind in STATE}
+        kept = left[1] - left[0] if optimizer == "alone" else fake.trace.kept
+    reserved = 0 if hardware is None else hardware.reserved_bytes
+    return StagePlan(
+        *(pp_rank, rank, layers, state, peaks, kept, _flops(fake.trace), time, calls, reserved),
+        *(*fake.saved_bytes(), fake.buckets()),
+    )
+
+
+def layer_names(model: ParallelModel) -> list[str]:
+    """Return the names of this rank's layers, in their order."""
+    return [f"layers.{name}" for part in model.parts for name in part.layers]
+
+
+def _by_place(trace: Trace, model: ParallelModel) -> dict[Place, Peak]:
+    names = layer_names(model)
+    return {(phase, _place(part, names)): peak for (phase, part), peak in trace.peaks.items()}
+
+
+def _place(part: str, names: list[str]) -> str:
+    if part not in names:
+        return part
+    index = names.index(part)
+    return f"layer {index if 2 * index < len(names) else index - len(names)}"
+
+
+def _on_device(peak: Peak, buckets: int) -> Peak:
+    kinds = dict(peak.kinds)
+    away = kinds.pop("state") + kinds.pop("gradients", 0) - buckets
+    return Peak(peak.size - away, peak.moment, kinds)
+
+
+def _fewer_microbatches(config: Config, degrees: Degrees) -> Degrees:
+    """Return `degrees` with as many microbatches as show what a step does."""
+    if degrees.pp == 1:
+        return replace(degrees, accumulation=min(TRACED, degrees.accumulation))
+    schedule, enough = config.pipeline.schedule, 2 * degrees.pp + 2
+    divides = degrees.accumulation // degrees.pp * degrees.pp == degrees.accumulation
+    if schedule in FORWARDS_FIRST or schedule.endswith(".csv") or degrees.accumulation <= enough:
+        return degrees
+    if schedule.startswith("Interleaved"):  # in rounds of pp
+        return replace(degrees, accumulation=3 * degrees.pp) if divides else degrees
+    return replace(degrees, accumulation=enough)
+
+
+def hideable(moment: Moment, call: Collective) -> bool:
+    """Whether computation can hide the call: it is issued beside the computation of a microbatch."""
+    return call.background and moment.phase in ("forward", "backward")
+
+
+def all_calls(
+    calls: list[tuple[Moment, Collective]], model: ParallelModel, traced: Degrees, degrees: Degrees
+) -> Iterator[tuple[Moment, Collective]]:
+    """Yield the collectives of a whole step from those that were traced with fewer microbatches.
+
+    Microbatches that were left out are like one from the middle. Messages between stages have no fixed place among the
+    microbatches; each needs as many as any other.
+    """
+    left_out, middle = degrees.accumulation - traced.accumulation, traced.accumulation // 2
+    for moment, call in calls:
+        times = 1
+        if isinstance(model, PipelinedModel) and call.kind in ("send", "recv"):
+            times = 0
+        elif moment.microbatch == middle and moment.phase in ("forward", "backward"):
+            times += left_out
+        yield from [(moment, call)] * times
+    if isinstance(model, PipelinedModel):
+        messages = [call for _, call in calls if call.kind in ("send", "recv")]
+        for call, number in Counter(messages).items():
+            assert number * degrees.accumulation % traced.accumulation == 0
+            yield from [(Moment("forward"), call)] * (number * degrees.accumulation // traced.accumulation)
+
+
+def _group(name: str) -> dist.ProcessGroup:
+    """The process group of the ranks that exist with this name."""
+    return next(group for group in dist.distributed_c10d._world.pg_map if group.group_name == name)
+
+
+def _flops(trace: Trace) -> dict[Place, float]:
+    """Operations of matrix products and attention by phase and part: of one microbatch from the middle, and of the update."""
+    flops: dict[Place, float] = defaultdict(float)
+    middle = max(moment.microbatch for moment, _ in trace.work) // 2
+    for (moment, work), number in trace.work.items():
+        if moment.phase not in ("forward", "backward"):
+            flops["update", ""] += number * work.flops
+        elif moment.microbatch == middle and work.flops:
+            inside = "attention" if work.kind == "attention" else "layers"
+            part = inside if moment.part.startswith("layers.") else "head"
+            flops[moment.phase, part] += number * work.flops
+    return dict(flops)
+
+
+def _layers(model: ParallelModel, config: Config) -> str:
+    if isinstance(model, PipelinedModel):
+        return "; ".join(str(part.stage) for part in model.stages.values())
+    return f"all {config.model.n_layers} layers"

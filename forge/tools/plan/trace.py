@@ -1,0 +1,228 @@
+"""`Trace`: watches every operator of a step for the memory that lives and the collectives that are issued.
+
+Storages are counted from the operator that makes them until nothing refers to them any more, with the size that they
+have been given: FSDP frees and restores what it gathers by resizing. Scratch memory inside of a kernel is not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._pytree import tree_iter
+
+from forge.model import Transformer
+from forge.tools.plan.collectives import Collective, collective_of
+from forge.tools.plan.work import Work, work_of
+
+# Kinds of memory: what is there before the first step; parameters that are gathered and buffers of collectives;
+# gradients that a collective has summed; attention masks; logits and loss; all else inside of a step.
+KINDS = ("state", "gathered", "gradients", "masks", "loss", "activations")
+
+
+GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
+DEVICE = torch.ops.prim.device.default
+
+
+@dataclass(frozen=True)
+class Moment:
+    """`phase`: forward, backward, or what is outside of both. part: a layer, or another part of the model."""
+
+    phase: str = "building"
+    part: str = ""
+    microbatch: int = 0
+
+    def __str__(self) -> str:
+        if not self.part:
+            return self.phase
+        return f"{self.phase} of {self.part}, microbatch {self.microbatch + 1}"
+
+
+@dataclass
+class Peak:
+    """The most bytes that lived at once, when, and of what kinds."""
+
+    size: int = 0
+    moment: Moment = Moment()
+    kinds: dict[str, int] = field(default_factory=dict)
+
+    def with_more(self, kind: str, size: int) -> Peak:
+        """Return the peak with `size` bytes more of this kind."""
+        return Peak(self.size + size, self.moment, self.kinds | {kind: self.kinds.get(kind, 0) + size})
+
+
+class Trace(TorchDispatchMode):
+    """A mode to enter after `FakeTensorMode`. live: bytes that live now, by kind. calls: collectives and their moments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moment = Moment()
+        self.live: Counter[str] = Counter()
+        self.peaks: dict[tuple[str, str], Peak] = {}
+        """The peak of each (phase, part of the model)."""
+        self.calls: list[tuple[Moment, Collective]] = []
+        self.work: Counter[tuple[Moment, Work]] = Counter()
+        """Operators that compute, by their moment and what they do."""
+        self.kept = 0
+        """The most bytes of activations that the forward of one microbatch through the first stage leaves to its backward."""
+        self._forwards: Counter[Transformer] = Counter()
+        self.before = 0
+        """Bytes that lived when the step began."""
+        self._total = self._activations_before = 0
+        self._kind_of: dict[int, str] = {}
+        self._size_of: dict[int, int] = {}
+        self._resize: Any = None
+
+    def begin(self) -> None:
+        """Begin a step: forget the peak and the collectives so far."""
+        self.moment, self.calls, self.kept = Moment("begin"), [], 0
+        self.work.clear()
+        self._forwards.clear()
+        self.peaks.clear()
+        self.before = self._total
+        self._note_peak()
+
+    @property
+    def peak(self) -> Peak:
+        """The most bytes of the step."""
+        return max(self.peaks.values(), key=lambda peak: peak.size)
+
+    def watch(self, parts: Sequence[Transformer]) -> None:
+        """Let hooks on the parts of a model, one for each stage, say where a step is."""
+        parts[0].register_forward_hook(self._end_of_first_forward)
+        for part in parts:
+            part.register_forward_pre_hook(self._new_microbatch, prepend=True)
+            ends = {"embedding": part.embedding, "norm": part.norm, "head": part.head}
+            layers = {f"layers.{name}": layer for name, layer in part.layers.items()}
+            for name, module in {**ends, **layers}.items():
+                if module is not None:
+                    self._watch_module(name, module)
+
+    def _new_microbatch(self, part: Any, _inputs: Any) -> None:
+        self.moment = Moment("forward", "masks", self._forwards[part])
+        self._forwards[part] += 1
+        self._activations_before = self._activations()
+
+    def _end_of_first_forward(self, *_: Any) -> None:
+        self.kept = max(self.kept, self._activations() - self._activations_before)
+
+    def _activations(self) -> int:
+        return sum(self.live[kind] for kind in ("masks", "loss", "activations"))
+
+    def _watch_module(self, name: str, module: nn.Module) -> None:
+        def enter(_module: nn.Module, _inputs: Any) -> None:
+            self.moment = Moment("forward", name, self.moment.microbatch)
+
+        def leave(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            backward = Moment("backward", name, self.moment.microbatch)
+            if isinstance(output, Tensor) and output.requires_grad:
+                output.register_hook(lambda _: setattr(self, "moment", backward))
+            if name == "embedding":
+                self.moment = Moment("forward", "masks", self.moment.microbatch)
+
+        module.register_forward_pre_hook(enter, prepend=True)
+        module.register_forward_hook(leave)
+
+    def __enter__(self) -> Any:
+        self._resize = torch.UntypedStorage.resize_
+        trace, resize = self, self._resize
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            trace._resized(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # which works on plain tensors, under this mode
+        if func is DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # half of all calls, which would go through all of FakeTensorMode
+        found = collective_of(func, args, kwargs)
+        if found is not None:
+            self.calls.append((self.moment, found))
+            if func.namespace == "c10d":
+                self._take_part(found.kind, args)
+        compute = _grouped_product if func is GROUPED_PRODUCT and isinstance(args[0], FakeTensor) else func
+        output = compute(*args, **(kwargs or {}))
+        if found is None:
+            done = work_of(func, args, output)
+            if done is not None:
+                self.work[self.moment, done] += 1
+        for tensor in tree_iter(output):
+            if isinstance(tensor, Tensor):
+                self._made(tensor.untyped_storage(), self._kind())
+        return output
+
+    def _kind(self) -> str:
+        moment = self.moment
+        if moment.phase == "building":
+            return "state"
+        if moment.part == "masks":
+            return "masks"
+        return "loss" if moment.part in ("head", "norm") else "activations"
+
+    def _take_part(self, kind: str, args: Any) -> None:
+        """What a bucket or a unit of parameters is sent from and to; the result of a reduce-scatter is a gradient."""
+        tensors = [leaf for leaf in tree_iter(args) if isinstance(leaf, Tensor)]
+        for number, tensor in enumerate(tensors):
+            summed = kind == "reduce_scatter" and number == 0
+            self._count_as("gradients" if summed else "gathered", tensor.untyped_storage()._cdata)
+
+    def _made(self, storage: torch.UntypedStorage, kind: str) -> None:
+        key = storage._cdata
+        if key in self._size_of:
+            return
+        self._kind_of[key], self._size_of[key] = kind, 0
+        weakref.finalize(storage, self._freed, key)
+        self._set_size(key, storage.nbytes())
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        self._made(storage, "gathered")
+        self._count_as("gathered", key)
+        self._set_size(key, storage.nbytes())
+
+    def _freed(self, key: int) -> None:
+        self._set_size(key, 0)
+        del self._kind_of[key], self._size_of[key]
+
+    def _count_as(self, kind: str, key: int) -> None:
+        old = self._kind_of.get(key)
+        # State stays what it is: a bucket of gradients that is sent, or a shard that is gathered.
+        if old is not None and old not in ("state", kind):
+            size = self._size_of[key]
+            self.live[old] -= size
+            self.live[kind] += size
+            self._kind_of[key] = kind
+
+    def _set_size(self, key: int, size: int) -> None:
+        grown = size - self._size_of[key]
+        self._size_of[key] = size
+        self.live[self._kind_of[key]] += grown
+        self._total += grown
+        if grown > 0:
+            self._note_peak()
+
+    def _note_peak(self) -> None:
+        place = self.moment.phase, self.moment.part
+        if place not in self.peaks or self._total > self.peaks[place].size:
+            self.peaks[place] = Peak(self._total, self.moment, dict(self.live))
+
+
+def _grouped_product(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """The operator on fake tensors, which PyTorch 2.13 allows in bfloat16 only, although its kernels allow float32."""
+    return GROUPED_PRODUCT(a.to(torch.bfloat16), b.to(torch.bfloat16), *args, **kwargs).to(a.dtype)

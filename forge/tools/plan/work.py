@@ -1,0 +1,80 @@
+"""What an operator computes and moves: floating-point operations and bytes."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.utils._pytree import tree_iter
+
+# Which arguments of a matrix product are its factors.
+FACTORS = {
+    "mm": (0, 1),
+    "addmm": (1, 2),
+    "addmm_": (1, 2),
+    "bmm": (0, 1),
+    "baddbmm": (1, 2),
+    "_grouped_mm": (0, 1),
+    "linalg_solve_triangular": (0, 1),
+    "affine_scan": (0, 1),
+}
+ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+# Attention on a card: forge/tools/plan/attention.py.
+PLANNED = "planned_attention"
+# These move nothing.
+FREE = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_unsafe_view")
+# These touch as much of the whole as their smallest tensor has.
+SPARSE = ("gather", "scatter_", "all_gather_copy_in")
+
+
+@dataclass(frozen=True)
+class Work:
+    """One operator. `size`: bytes that it reads and writes."""
+
+    kind: Literal["product", "attention", "memory"]
+    dtype: str
+    flops: float
+    size: int
+
+
+def work_of(func: Any, args: Any, output: Any) -> Work | None:
+    """Return what the operator does; None for views and allocations, and for what only asks about a tensor."""
+    name = func._overloadpacket.__name__
+    if name in FREE or func.namespace == "prim" or _is_view(func):
+        return None
+    tensors = [leaf for leaf in tree_iter((args, output)) if isinstance(leaf, Tensor)]
+    size = sum(tensor.nbytes for tensor in tensors)
+    if name in SPARSE:
+        size = len(tensors) * min(tensor.nbytes for tensor in tensors)
+    if name in FACTORS:
+        left, right = (args[place] for place in FACTORS[name])
+        return Work("product", str(left.dtype), 2.0 * left.numel() * right.shape[-1], size)
+    if name in (ATTENTION, PLANNED):
+        q, k, v = args[:3]
+        scores = args[3] if name == PLANNED else _scores(q, k, causal=len(args) > 4 and args[4])
+        return Work("attention", str(q.dtype), _attention(q, scores, q.shape[-1] + v.shape[-1]), size)
+    if name in (f"{ATTENTION}_backward", f"{PLANNED}_backward"):
+        q, k, v = args[1:4]
+        scores = args[4] if name.startswith(PLANNED) else _scores(q, k, causal=args[7])
+        # Five products instead of two: flash attention computes the scores again.
+        return Work("attention", str(q.dtype), _attention(q, scores, 3 * q.shape[-1] + 2 * v.shape[-1]), size)
+    return Work("memory", "", 0.0, size) if tensors else None
+
+
+def _attention(q: Tensor, scores: float, width: int) -> float:
+    """Operations of heads of q `[batch, heads, seq, head_dim]` with `scores` scores of `width` multiplications each."""
+    return 2.0 * q.shape[0] * q.shape[1] * width * scores
+
+
+def _scores(q: Tensor, k: Tensor, *, causal: bool) -> float:
+    """Scores that PyTorch's kernel computes of one head of q and k `[batch, heads, seq, head_dim]`: under a table, all."""
+    queries, keys = q.shape[2], k.shape[2]
+    return queries * (queries + 1) / 2 if causal and queries == keys else queries * keys
+
+
+@functools.cache
+def _is_view(func: Any) -> bool:
+    returned = [value.alias_info for value in func._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in returned)

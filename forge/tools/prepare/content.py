@@ -1,0 +1,158 @@
+"""What a file holds, found by its content where its name leaves it open, and streams of what compressed files hold."""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import io
+import json
+import zlib
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, NamedTuple, cast
+
+from forge.runtime.errors import UserError
+from forge.runtime.remote import is_url, open_remote
+
+Kind = Literal["text", "lines", "parquet"]
+Compression = Literal["", "gzip", "zstd"]
+COMPRESSED = (".gz", ".zst", ".zstd")
+_LINES = (".jsonl", ".ndjson")
+_MAX_FIRST_LINE = 16 << 20  # of JSON lines whose name does not say so
+_BLOCK = 1 << 20
+# What reading a damaged file raises, compressed or not.
+UNREADABLE = (OSError, EOFError, zlib.error)
+
+
+class File(NamedTuple):
+    """A file of `size` bytes on disk. `key`: its path below the input. `kind`: how its content, decompressed, is read."""
+
+    path: str
+    key: str
+    size: int
+    kind: Kind = "text"
+    compression: Compression = ""
+
+    @property
+    def is_json(self) -> bool:
+        """Whether it has the name of one JSON value, or of JSON lines under a general name."""
+        return plain_name(self.path).endswith(".json")
+
+
+def open_binary(path: str) -> io.BufferedReader:
+    """Open a local file, or one at a URL."""
+    return open_remote(path) if is_url(path) else open(path, "rb")
+
+
+def plain_name(path: str) -> str:
+    """Return the path without the suffix of a compression."""
+    return path[: -len(Path(path).suffix)] if path.endswith(COMPRESSED) else path
+
+
+def recognise(path: str, key: str, size: int, text_key: str) -> File:
+    """Find out what a file holds.
+
+    Compression and Parquet are known by their first bytes, JSON lines by name (.jsonl, .ndjson) or where the first
+    line is an object with `text_key`; a .json holds JSON lines, too, if its first two lines are objects. All else is text.
+
+    Raises UserError where a file needs a package that is not installed.
+    """
+    name = plain_name(path)
+    file = File(path, key, size, "lines" if name.endswith(_LINES) else "text")
+    try:
+        with open_binary(path) as content:
+            magic = content.read(4)
+        if magic == b"PAR1" or name.endswith(".parquet"):
+            file = file._replace(kind="parquet")
+        elif magic[:2] == b"\x1f\x8b":
+            file = file._replace(compression="gzip")
+        # A file of several frames may begin with a skippable one.
+        elif magic == b"\x28\xb5\x2f\xfd" or (magic[1:] == b"\x2a\x4d\x18" and magic[0] >> 4 == 5):
+            file = file._replace(compression="zstd")
+        _check_packages(file)
+        may_be_lines = file.kind == "text" and (file.compression or magic.startswith((b"{", codecs.BOM_UTF8)))
+        if may_be_lines and _begins_with_lines(file, text_key):
+            file = file._replace(kind="lines")
+    except UNREADABLE:
+        pass  # reported when its documents are read
+    return file
+
+
+def _check_packages(file: File) -> None:
+    needs = "Parquet" if file.kind == "parquet" else "zstd" if file.compression == "zstd" else None
+    if needs and find_spec("pyarrow") is None:
+        raise UserError(
+            f"--input {file.path}: reading {needs} needs pyarrow; install the extra: pip install 'forge[parquet]' "
+            "(in a clone: pip install -e '.[parquet]')"
+        )
+
+
+def _begins_with_lines(file: File, text_key: str) -> bool:
+    with open_content(file) as content:
+        if not content.peek(4).removeprefix(codecs.BOM_UTF8).startswith(b"{"):
+            return False
+        first, second = (_object(content.readline(_MAX_FIRST_LINE)) for _ in range(2))
+    return first is not None and (text_key in first or (file.is_json and second is not None))
+
+
+def _object(line: bytes) -> dict | None:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def open_content(file: File, first: int | None = None) -> io.BufferedReader:
+    """Open a text file or JSON lines, decompressed; with `first` only what that many bytes of a compressed file hold.
+
+    Reading raises one of UNREADABLE if the file is damaged.
+    """
+    packed: Any = open_binary(file.path) if is_url(file.path) else file.path
+    if first is not None:
+        with open_binary(file.path) as content:
+            packed = io.BytesIO(content.read(first))
+    if file.compression == "gzip":
+        return io.BufferedReader(cast(io.RawIOBase, gzip.open(packed)), _BLOCK)
+    if file.compression == "zstd":
+        import pyarrow
+
+        return io.BufferedReader(pyarrow.input_stream(packed, compression="zstd"), _BLOCK)
+    return open_binary(file.path)
+
+
+def skip(content: BinaryIO, count: int, file: File) -> None:
+    """Pass over `count` bytes; of a compressed file by reading them."""
+    if not file.compression:
+        content.seek(count, io.SEEK_CUR)
+        return
+    while count and (block := content.read(min(count, _BLOCK))):
+        count -= len(block)
+
+
+def text_bytes(file: File, text_key: str) -> int:
+    """Return about how many bytes of text it has: of a compressed file by the ratio of its first megabyte on disk."""
+    try:
+        if file.kind == "parquet":
+            import pyarrow.parquet
+
+            about = pyarrow.parquet.read_metadata(open_binary(file.path))
+            column = about.schema.names.index(text_key)
+            groups = (about.row_group(group).column(column) for group in range(about.num_row_groups))
+            return max(1, sum(group.total_uncompressed_size for group in groups))
+        if file.compression:
+            first = min(file.size, _BLOCK)
+            return max(1, _read_bytes(open_content(file, first)) * file.size // first)
+    except (*UNREADABLE, ValueError):
+        pass  # reported when its documents are read
+    return file.size
+
+
+def _read_bytes(content: BinaryIO) -> int:
+    """Return how many bytes can be read, up to the end or to where the content is cut off."""
+    found = 0
+    with content, suppress(*UNREADABLE):
+        while block := content.read(1 << 16):
+            found += len(block)
+    return found

@@ -1,0 +1,214 @@
+"""Find text, JSON lines and Parquet files, in an order that is the same on every machine."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from forge.runtime.errors import UserError
+from forge.runtime.remote import find_objects, is_url
+from forge.tools.prepare.content import COMPRESSED, File, open_binary, open_content, plain_name, recognise
+from forge.tools.prepare.documents import Bad, reason_of
+from forge.tools.prepare.sample import Piece, sample, whole
+
+EXTENSIONS = (".txt", ".md", ".py", ".rst", ".jsonl", ".ndjson", ".json", ".parquet")
+_SHOWN = 8  # extensions of files passed over that are named
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Pieces of files in the order of the inputs and, below each, of their paths; whole files unless there is a budget.
+
+    `text_bytes`: size of the text of the pieces, about. `found_bytes` and `found_files`: of all files that could be read, of
+    which the pieces are a sample if there is a budget. `passed_over`: number of files in the directories that are not
+    read, by extension.
+    """
+
+    pieces: list[Piece]
+    text_bytes: int = 0
+    found_bytes: int = 0
+    found_files: int = 0
+    unreadable: list[Bad] = field(default_factory=list)
+    duplicates: int = 0
+    passed_over: Counter[str] = field(default_factory=Counter)
+
+    def notes(self) -> list[str]:
+        """Return sentences on what is not read, for the user; none if everything is."""
+        notes = []
+        if self.passed_over:
+            number = self.passed_over.total()
+            notes.append(f"{number} {'file' if number == 1 else 'files'} passed over: {self._passed_over()}")
+        if self.duplicates:
+            notes.append(f"{self.duplicates} copies of other files left out")
+        partly = sum(not piece.is_whole for piece in self.pieces)
+        left_out = self.found_files - len(self.pieces)
+        if partly or left_out:
+            notes.append(
+                f"a sample of {self.text_bytes / 1e6:.1f} of {self.found_bytes / 1e6:.1f} MB: of {self.found_files} files "
+                f"{partly} are read in part and {left_out} left out (--max-bytes)"
+            )
+        return notes
+
+    def _passed_over(self) -> str:
+        common = self.passed_over.most_common()
+        shown = [f"{count} {extension}" for extension, count in common[:_SHOWN]]
+        rest = sum(count for _, count in common[_SHOWN:])
+        return (
+            ", ".join([*shown, *([f"{rest} others"] if rest else [])])
+            + " (--extensions, or name a file itself)"
+        )
+
+
+def find_corpus(
+    inputs: Sequence[str | Path],
+    extensions: Sequence[str] = EXTENSIONS,
+    max_bytes: int | None = None,
+    text_key: str = "text",
+    option: str = "--input",
+) -> Corpus:
+    """Find all files below `inputs`, without copies, and take a sample of `max_bytes` of them (see `sample`).
+
+    Directories are walked (hidden ones, __pycache__ and links to directories are skipped) for files with one of the
+    `extensions`, compressed (.gz, .zst) or not; of .json files only for those that hold JSON lines. A file named as an
+    input is included whatever its name. A link in a directory that leads out of it is passed over. Of text files with equal
+    content, and of several paths to one file, only the first is kept. option: of the command line, for messages.
+
+    Raises UserError where an input is missing, nothing is found, or a file needs a package that is not installed.
+    """
+    files, corpus = _list_files(inputs, extensions, text_key, option)
+    kept = _drop_copies(files)
+    found = taken = sum(file.size for file in kept)
+    pieces = [whole(file) for file in kept]
+    if max_bytes is not None:
+        pieces, taken, found = sample(kept, max_bytes, text_key)
+    corpus = replace(corpus, pieces=pieces, text_bytes=taken, found_bytes=found, found_files=len(kept))
+    corpus = replace(corpus, duplicates=len(files) - len(kept))
+    if not pieces:
+        tried = f"; {len(corpus.unreadable)} are unreadable" if corpus.unreadable else ""
+        raise UserError(
+            f"{option} {' '.join(map(str, inputs))}: no file with text ({', '.join(extensions)}){tried}"
+            + "".join(f"; {note}" for note in corpus.notes())
+        )
+    return corpus
+
+
+def _list_files(
+    inputs: Sequence[str | Path], extensions: Sequence[str], text_key: str, option: str
+) -> tuple[list[File], Corpus]:
+    """Return the files, and a corpus that has only what is not read."""
+    files: list[File] = []
+    corpus = Corpus([])
+    seen: set[str] = set()
+    endings = tuple(ending + suffix for ending in extensions for suffix in ("", *COMPRESSED))
+    for given in inputs:
+        if is_url(given):
+            _list_objects(str(given), endings, text_key, files, corpus, seen)
+            continue
+        root = Path(given)
+        if not root.exists():
+            raise UserError(f"{option} {given}: no such file or directory")
+        if not os.access(root, os.R_OK):
+            raise UserError(f"{option} {given}: cannot be read (permission denied)")
+        is_named, inside = root.is_file(), os.path.join(os.path.realpath(root), "")
+        for path, key in [(str(root), root.name)] if is_named else _walk(root, corpus.unreadable):
+            if not is_named and not key.endswith(endings):
+                corpus.passed_over[_extension(key)] += 1
+                continue
+            real = os.path.realpath(path)
+            if not is_named and not real.startswith(inside):
+                corpus.passed_over["links out of the folder"] += 1
+                continue
+            if real in seen:
+                continue
+            seen.add(real)
+            try:
+                status = os.stat(real)
+            except OSError as error:  # a dangling link
+                corpus.unreadable.append(Bad(key, reason_of(error)))
+                continue
+            if not stat.S_ISREG(status.st_mode) or not status.st_size:
+                continue
+            _add(recognise(path, key, status.st_size, text_key), is_named, files, corpus)
+    return files, corpus
+
+
+def _add(file: File, is_named: bool, files: list[File], corpus: Corpus) -> None:
+    if file.is_json and file.kind == "text":
+        if not is_named:
+            corpus.passed_over[f"{_extension(file.key)} without JSON lines"] += 1
+            return
+        _refuse_array(file)
+    files.append(file)
+
+
+def _list_objects(
+    url: str, endings: tuple[str, ...], text_key: str, files: list[File], corpus: Corpus, seen: set[str]
+) -> None:
+    """Add the object at `url`, or those below it, under the rules for files of a directory."""
+    found = find_objects(url)
+    if not found:
+        raise UserError(f"--input {url}: no such object, and none below it")
+    for path, size in found.items():
+        is_named = path.rstrip("/") == url.rstrip("/")
+        key = Path(path).name if is_named else path.removeprefix(url.rstrip("/") + "/")
+        if any(part.startswith(".") or part == "__pycache__" for part in key.split("/")[:-1]):
+            continue
+        if not is_named and not key.endswith(endings):
+            corpus.passed_over[_extension(key)] += 1
+        elif size and path not in seen:
+            seen.add(path)
+            _add(recognise(path, key, size, text_key), is_named, files, corpus)
+
+
+def _extension(key: str) -> str:
+    suffix = Path(plain_name(key)).suffix + key[len(plain_name(key)) :]
+    return suffix.lower() or "without an extension"
+
+
+def _refuse_array(file: File) -> None:
+    """UserError for a .json that holds an array, whose documents would otherwise be one text."""
+    try:
+        with open_content(file) as content:
+            is_array = content.peek(1)[:1] == b"["
+    except (OSError, EOFError):
+        return  # reported when it is read
+    if is_array:
+        raise UserError(f"--input {file.path}: is a JSON array; write one object a line, as jq -c '.[]' does")
+
+
+def _walk(root: Path, unreadable: list[Bad]) -> list[tuple[str, str]]:
+    """Paths below `root` with their keys, sorted by key."""
+
+    def failed(error: OSError) -> None:
+        unreadable.append(Bad(str(error.filename), reason_of(error), many=True))
+
+    found = []
+    for folder, folders, names in os.walk(root, onerror=failed):
+        folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
+        for name in names:
+            path = os.path.join(folder, name)
+            found.append((path, Path(path).relative_to(root).as_posix()))
+    return sorted(found, key=lambda path_and_key: path_and_key[1])
+
+
+def _drop_copies(files: list[File]) -> list[File]:
+    """Drop text files with the content of an earlier one. Only files of equal size are read."""
+    sizes = Counter(file.size for file in files if file.kind == "text")
+    kept, seen = [], set()
+    for file in files:
+        if file.kind == "text" and sizes[file.size] > 1:
+            try:
+                with open_binary(file.path) as content:
+                    digest = hashlib.file_digest(content, "sha256").digest()
+            except OSError:
+                digest = os.fsencode(file.path)  # reported when its document is read
+            if digest in seen:
+                continue
+            seen.add(digest)
+        kept.append(file)
+    return kept

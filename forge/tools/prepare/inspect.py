@@ -1,0 +1,225 @@
+"""Show which samples a step reads, decoded, to check the data."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from forge.checkpoint import find_checkpoint, read_state
+from forge.checkpoint.folders import steps
+from forge.config import Config, Phases
+from forge.data.build import build_dataset
+from forge.data.dataset import PackedDataset
+from forge.data.steps import part_of, steps_from
+from forge.data.tokenizer import Tokenizer
+from forge.observe.run_directory import RunDirectory
+from forge.runtime.errors import UserError
+from forge.train.state import Progress, Rollback
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sequence of a step.
+
+    `sample` is its global number and `rank` the data rank that reads it; it is window `window` (from token `first_token`)
+    of `source`, in that source's epoch `epoch`, from 0; or `part` of it, from 0, where a phase has shorter sequences.
+    `tokens` are its first ids and `text` their text (None without a tokenizer). `documents`: the positions in the sequence
+    at which a document begins. `masked`: the number of labels that are ignored because they begin a document and
+    `data.document_mask` is on.
+    """
+
+    sample: int
+    rank: int
+    source: str
+    epoch: int
+    window: int
+    first_token: int
+    tokens: list[int]
+    text: str | None
+    documents: list[int]
+    masked: int
+    part: int | None = None
+
+    def describe(self) -> str:
+        """Return it as lines to read."""
+        starts = ", ".join(map(str, self.documents[:8])) + (" ..." if len(self.documents) > 8 else "")
+        lines = [
+            f"sample {self.sample}  rank {self.rank}  {self.source}  epoch {self.epoch}  window {self.window}"
+            f"{'' if self.part is None else f' part {self.part}'} (from token {self.first_token})",
+            f"  ids        {' '.join(map(str, self.tokens))} ...",
+            f"  documents  {len(self.documents)} begin"
+            + (f" at {starts}" if starts else "")
+            + (f"; {self.masked} labels masked" if self.masked else ""),
+        ]
+        if self.text is not None:
+            lines.append(f"  text       {json.dumps(self.text, ensure_ascii=False)}")
+        return "\n".join(lines)
+
+
+def dataset_of_run(config: Config, last: int) -> PackedDataset:
+    """Open the dataset, in the order of the history that the run of this config has, or would continue, up to step `last`.
+
+    Prints what that history skips, and where its mixture changed. Raises UserError where the run reads other samples.
+    """
+    dataset = build_dataset(config)
+    directory = RunDirectory(Path(config.run.output_dir) / config.run.name)
+    own, resume = steps(directory.checkpoints), config.checkpoint.resume
+    progress = Progress(dataset.order)
+    if own or resume not in ("auto", "none"):
+        path = find_checkpoint(directory.root if own else Path(resume))
+        state = read_state(path)
+        for key, here in (("run.seed", config.run.seed), ("train.seq_len", config.train.seq_len)):
+            there = state["inputs"][key]
+            if there != here:
+                raise UserError(
+                    f"{key} = {here}: {path} was trained with {there}; set it to that, or another run.name to see the data "
+                    "of a new run"
+                )
+        progress.load(state)
+    if directory.rollbacks.exists():
+        known = [Rollback.read(one, progress.order) for one in json.loads(directory.rollbacks.read_text())]
+        progress.pass_over([*known, *(one for one in progress.rollbacks if one not in known)])
+    phases = Phases(config)
+    order = dataset.continuing(progress.order, progress.next_sample, phases.at(progress.tokens).weights)
+    if any(phase.weights for phase in config.phase):
+        ahead = steps_from(
+            dataset.following(order),
+            phases.at,
+            global_batch_size=config.train.global_batch_size,
+            sample=progress.next_sample,
+            tokens=progress.tokens,
+        )
+        for step in islice(ahead, max(1, last - progress.step)):
+            order = step.dataset.order
+    for first, end in order.gaps:
+        print(f"{directory.root}: samples {first} to {end - 1} are skipped", file=sys.stderr)
+    for segment in order.segments[1:]:
+        print(f"{directory.root}: another mixture from sample {segment.start} on", file=sys.stderr)
+    return dataset.following(order)
+
+
+def samples_of_step(
+    dataset: PackedDataset,
+    tokenizer: Tokenizer | None,
+    step: int,
+    *,
+    global_batch_size: int,
+    phases: Phases | None = None,
+    rank: int | None = None,
+    ranks: int = 1,
+    head: int = 16,
+    excerpt: int = 64,
+) -> Iterator[Sample]:
+    """Yield the sequences of step `step` (from 1) in order: all of them, or those of data rank `rank` of `ranks`.
+
+    Assumes that all steps had the sizes that `phases` give them, or `global_batch_size` sequences without. Of each sequence
+    the first `head` ids are shown, and the text of the first `excerpt`. Raises UserError where the dataset's order has a
+    source that the dataset has not.
+    """
+    tokens_before, first_sample = _begin(dataset, step, global_batch_size, phases)
+    sizes = next(
+        steps_from(
+            dataset,
+            phases.at if phases else None,
+            global_batch_size=global_batch_size,
+            sample=first_sample,
+            tokens=tokens_before,
+        )
+    )
+    for reader in range(ranks) if rank is None else (rank,):
+        rows = sizes.rows(reader, ranks)
+        for sample, part in zip(rows.samples, rows.parts, strict=True):
+            name, epoch, window = dataset.locate(sample)
+            windows, source = dataset.samples[name], dataset.sources[name]
+            tokens, owners = part_of(windows.read(window, documents=True), part, rows.seq_len)
+            assert owners is not None
+            within = [int(start) for start in np.flatnonzero(np.diff(owners)) + 1]
+            first = _token_at(windows.pieces(window), part * rows.seq_len)
+            begins_document = first == 0 or bool(source.document_ids(first - 1, 2)[1])
+            starts = [0, *within] if begins_document else within
+            yield Sample(
+                sample=sample,
+                rank=reader,
+                source=source.name,
+                epoch=epoch,
+                window=window,
+                first_token=first,
+                tokens=tokens[:-1][:head].tolist(),
+                text=tokenizer.decode(tokens[:-1][:excerpt].tolist()) if tokenizer else None,
+                documents=[start for start in starts if start < rows.seq_len],
+                masked=len(within) if rows.dataset.document_mask else 0,
+                part=part if rows.seq_len < dataset.seq_len else None,
+            )
+
+
+def _begin(
+    dataset: PackedDataset, step: int, global_batch_size: int, phases: Phases | None
+) -> tuple[int, int]:
+    """Return the tokens before step `step` (from 1), and its first global sample."""
+    tokens = phases.tokens_after(step - 1) if phases else (step - 1) * global_batch_size * dataset.seq_len
+    return tokens, dataset.order.nth(0, tokens // dataset.seq_len)
+
+
+def _token_at(pieces: list[tuple[int, int]], place: int) -> int:
+    """Return the number in its source of the token at `place` in a sample of these pieces; the last one behind its end."""
+    for first, count in pieces:
+        if place < count:
+            return first + place
+        place -= count
+    return first + count - 1
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What steps read from one source: samples, tokens, their share; and how often it has been read before and after."""
+
+    source: str
+    samples: int
+    tokens: int
+    share: float
+    epochs_before: float
+    epochs_after: float
+
+    def describe(self) -> str:
+        return (
+            f"{self.source}  {self.samples:,} samples  {self.tokens:,} tokens  {self.share:.2%}  "
+            f"epochs {self.epochs_before:.3f} to {self.epochs_after:.3f}"
+        )
+
+
+def mixture_of_steps(
+    dataset: PackedDataset, first: int, last: int, global_batch_size: int, phases: Phases | None = None
+) -> list[Reading]:
+    """Return what steps `first` to `last` (from 1, both included) read from each source. No data is read.
+
+    Assumes that all steps had the sizes that `phases` give them, or `global_batch_size` sequences without. Counts padding of
+    a packing as tokens.
+    """
+    order = dataset.order
+    (tokens_before, begin), (tokens_after, end) = (
+        _begin(dataset, step, global_batch_size, phases) for step in (first, last + 1)
+    )
+    total = (tokens_after - tokens_before) // dataset.seq_len
+    found = []
+    for name, before, after in zip(order.sources, order.drawn(begin), order.drawn(end), strict=True):
+        # What a roll-back passes over of a source is not read.
+        windows = dataset.windows.get(name)
+        label = dataset.labels.get(name, name)
+        samples = order.count_between(name, before, after)
+        found.append(
+            Reading(
+                label,
+                samples,
+                samples * dataset.seq_len,
+                samples / total,
+                before / windows if windows else 0.0,
+                after / windows if windows else 0.0,
+            )
+        )
+    return found

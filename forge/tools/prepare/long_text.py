@@ -1,0 +1,114 @@
+"""Long texts in parts: cut where the ids of the whole are those of its parts, so that memory does not grow with a text.
+
+A text file is one document. Workers tokenize parts of a large one, and agree on where these are cut without seeing more
+than the text around the place.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+from collections.abc import Iterator
+from typing import BinaryIO, NamedTuple
+
+from forge.data.tokenizer import Tokenizer
+from forge.tools.prepare.content import File, open_binary
+from forge.tools.prepare.documents import Bad, reason_of, whole_characters
+
+_AT_ONCE = 1 << 18  # characters, or bytes, that are tokenized at once: faster than more, and than less
+_WINDOW = 1 << 14  # bytes around a place that are read to find where to cut
+_BLOCK = 1 << 20
+
+
+class TextPart(NamedTuple):
+    """Bytes begin ... end - 1 of a text file that is one document of `split`, both moved on to where it may be cut."""
+
+    file: File
+    begin: int
+    end: int
+    split: str
+
+    @property
+    def size(self) -> int:
+        return self.end - self.begin
+
+    @property
+    def is_first(self) -> bool:
+        return self.begin == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.end == self.file.size
+
+
+def text_parts(file: File, size: int, split: str) -> Iterator[TextPart]:
+    """Yield the file as parts of `size` bytes, the last one shorter, all of one split."""
+    for begin in range(0, file.size, size):
+        yield TextPart(file, begin, min(begin + size, file.size), split)
+
+
+def digest_of(text: bytes) -> bytes:
+    """Return what decides on the split of a document."""
+    return _digest(text).digest()
+
+
+def _digest(text: bytes = b"") -> hashlib.blake2b:
+    return hashlib.blake2b(text, digest_size=8, person=b"holdout")
+
+
+def check_text(file: File) -> bytes | Bad:
+    """Read a text file once, and return its digest; Bad if it cannot be read or is not UTF-8."""
+    digest, decoder, place = _digest(), codecs.getincrementaldecoder("utf-8")(), 0
+    try:
+        with open_binary(file.path) as content:
+            while block := content.read(_BLOCK):
+                digest.update(block.removeprefix(codecs.BOM_UTF8) if not place else block)
+                waiting = len(decoder.getstate()[0])
+                try:
+                    decoder.decode(block)
+                except UnicodeDecodeError as error:
+                    return Bad(file.key, f"not UTF-8 at byte {place - waiting + error.start}")
+                place += len(block)
+    except OSError as error:
+        return Bad(file.key, reason_of(error))
+    if waiting := len(decoder.getstate()[0]):
+        return Bad(file.key, f"not UTF-8 at byte {place - waiting}")
+    return digest.digest()
+
+
+def read_part(part: TextPart, tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield the texts whose ids follow each other in the part; none if the text cannot be cut in it."""
+    with open_binary(part.file.path) as content:
+        begin, end = (
+            _find_cut(content, place, part.file.size, tokenizer) for place in (part.begin, part.end)
+        )
+        while begin < end:
+            stop = min(_find_cut(content, begin + _AT_ONCE, part.file.size, tokenizer), end)
+            content.seek(begin)
+            yield content.read(stop - begin).decode("utf-8" if begin else "utf-8-sig")
+            begin = stop
+
+
+def _find_cut(content: BinaryIO, place: int, size: int, tokenizer: Tokenizer) -> int:
+    """Return the first byte after `place` before which the text of `size` bytes may be cut; 0 and `size` are kept."""
+    while 0 < place < size:
+        begin = max(0, place - 8)  # so that a whole character comes before
+        content.seek(begin)
+        data, begin = whole_characters(content.read(_WINDOW), begin)
+        text = data.decode()
+        before = len(data[: place - begin].decode(errors="ignore"))
+        cut = tokenizer.cut(text, before)
+        place = begin + len(text[:cut].encode())
+        if cut < len(text):
+            return place
+    return min(place, size)
+
+
+def slices(text: str, tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield a text in parts whose ids follow each other in the whole."""
+    begin = 0
+    while tokenizer.can_cut and begin + _AT_ONCE < len(text):
+        end = tokenizer.cut(text, begin + _AT_ONCE)
+        yield text[begin:end]
+        begin = end
+    yield text[begin:]

@@ -1,0 +1,157 @@
+"""The plan of a packing (forge/data/packing.py): documents to sequences of one length, made once for a dataset.
+
+best_fit    whole documents, as many as fit. Those of a window of consecutive documents are taken from the longest to the
+            shortest, and each goes where it leaves the least room (best-fit decreasing; Ding et al., arXiv 2404.10830)
+document    one document in each sequence
+
+A document that is longer than a sequence is cut into full sequences and a rest, which is packed like a document. A sequence
+of train.seq_len inputs has room for one token more: its last one is a label only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from forge.data.format import START_DTYPE, TokenDataset
+from forge.data.packing import PIECES, SEQUENCES, Kind, PlanFile, PlanIndex, open_plan, plan_name
+from forge.runtime.errors import UserError
+from forge.runtime.files import replace_atomically, sync_folder
+from forge.runtime.remote import join
+
+WINDOW = 1 << 17
+"""Documents that are packed together: as many as may be far apart in the stream and in one sequence."""
+
+
+def pack(folder: Path, kind: Kind, seq_len: int, window: int = WINDOW) -> PlanIndex:
+    """Make the plan of the dataset in `folder`, unless it has it; return what it says. Memory: that of a window."""
+    dataset = TokenDataset(folder)
+    path = folder / f"{plan_name(kind, seq_len)}.json"
+    if path.exists():
+        return open_plan(folder, kind, seq_len, dataset.fingerprint, dataset.open_file).index
+    capacity, name = seq_len + 1, plan_name(kind, seq_len)
+    counts = dict.fromkeys(("sequences", "pieces", "tokens", "cut_documents", "cut_tokens", "lost_tokens"), 0)
+    sequence_file, piece_file = (_File(folder / f"{name}-{what}.bin") for what in ("sequences", "pieces"))
+    for starts, lengths in _documents(dataset, window):
+        long = lengths > capacity
+        counts["cut_documents"] += int(long.sum())
+        counts["cut_tokens"] += int((lengths[long] - capacity).sum())
+        pieces = cut(starts, lengths, capacity)
+        if kind == "document":
+            useful = pieces["tokens"] > 1  # a single token has no label
+            counts["lost_tokens"] += int(pieces["tokens"][~useful].sum())
+            pieces = pieces[useful]
+            firsts = np.arange(len(pieces), dtype=SEQUENCES)
+        else:
+            pieces, firsts = best_fit(pieces, capacity)
+        sequence_file.write((firsts + counts["pieces"]).astype(SEQUENCES))
+        piece_file.write(pieces)
+        counts["sequences"] += len(firsts)
+        counts["pieces"] += len(pieces)
+        counts["tokens"] += int(pieces["tokens"].sum())
+    if not counts["sequences"]:
+        raise UserError(f"{folder}: has no document of two tokens or more, so no sequence; prepare more text")
+    sequence_file.write(np.array([counts["pieces"]], SEQUENCES))
+    content = counts | {
+        "kind": kind,
+        "seq_len": seq_len,
+        "dataset": dataset.fingerprint,
+        "padded": counts["sequences"] * capacity - counts["tokens"],
+        "sequence_file": sequence_file.close(),
+        "piece_file": piece_file.close(),
+    }
+    index = PlanIndex.model_validate(content)
+    sync_folder(folder)
+    replace_atomically(path, index.model_dump_json(indent=1).encode() + b"\n")
+    return index
+
+
+def describe_plan(index: PlanIndex, documents: int) -> str:
+    """Return what is cut, lost and padded, as text."""
+    room = index.tokens + index.padded
+    lost = f", {index.lost_tokens:,} tokens lost" if index.lost_tokens else ""
+    return (
+        f"{index.sequences:,} sequences of {index.seq_len} by {index.kind}: {index.padded / room:.2%} padding, "
+        f"{index.cut_documents:,} of {documents:,} documents cut ({index.cut_tokens / index.tokens:.2%} of the tokens "
+        f"continue in a further sequence){lost}"
+    )
+
+
+def cut(starts: np.ndarray, lengths: np.ndarray, capacity: int) -> np.ndarray:
+    """Return the documents as PIECES of at most `capacity` tokens, in order."""
+    parts = -(-lengths // capacity)
+    which = np.repeat(np.arange(len(lengths)), parts)
+    place = (np.arange(len(which)) - np.repeat(np.cumsum(parts) - parts, parts)) * capacity
+    pieces = np.empty(len(which), PIECES)
+    pieces["start"] = starts[which] + place
+    pieces["tokens"] = np.minimum(lengths[which] - place, capacity)
+    return pieces
+
+
+def best_fit(pieces: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the PIECES by sequence, and where in them each sequence begins."""
+    order = np.argsort(-pieces["tokens"].astype(np.int64), kind="stable")
+    sequence_of = np.empty(len(pieces), np.int64)
+    spaces: list[int] = []  # ascending, those that some sequence has left
+    with_space: dict[int, list[int]] = {}
+    count = 0
+    for piece, length in zip(order.tolist(), pieces["tokens"][order].tolist(), strict=True):
+        place = bisect_left(spaces, length)
+        if place == len(spaces):
+            sequence, space = count, capacity
+            count += 1
+        else:
+            space = spaces[place]
+            sequence = with_space[space].pop()
+            if not with_space[space]:
+                del with_space[space], spaces[place]
+        sequence_of[piece] = sequence
+        if left := space - length:
+            if left not in with_space:
+                with_space[left] = []
+                insort(spaces, left)
+            with_space[left].append(sequence)
+    by_sequence = order[np.argsort(sequence_of[order], kind="stable")]
+    firsts = np.searchsorted(sequence_of[by_sequence], np.arange(count))
+    return pieces[by_sequence], firsts
+
+
+def _documents(dataset: TokenDataset, window: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield first tokens and lengths of `window` documents at a time, int64."""
+    waiting, first = np.zeros(0, np.int64), 0
+    for shard in dataset.index.shards:
+        if shard.documents:
+            starts = np.fromfile(join(dataset.path, shard.document_file.name), START_DTYPE).astype(np.int64)
+            waiting = np.concatenate([waiting, starts + first])
+        first += shard.tokens
+        while len(waiting) > window:
+            yield waiting[:window], np.diff(waiting[: window + 1])
+            waiting = waiting[window:]
+    yield waiting, np.diff(waiting, append=dataset.tokens)
+
+
+class _File:
+    """A file that gets its name when it is complete and on disk."""
+
+    def __init__(self, path: Path):
+        self._path, self._partial = path, path.with_name("." + path.name)
+        self._file = open(self._partial, "wb")  # noqa: SIM115
+        self._digest = hashlib.sha256()
+
+    def write(self, values: np.ndarray) -> None:
+        data = values.tobytes()
+        self._file.write(data)
+        self._digest.update(data)
+
+    def close(self) -> PlanFile:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        size = self._file.tell()
+        self._file.close()
+        self._partial.replace(self._path)
+        return PlanFile(name=self._path.name, bytes=size, sha256=self._digest.hexdigest())

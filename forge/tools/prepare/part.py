@@ -1,0 +1,332 @@
+"""The part of a chunk of the corpus: its tokens and document starts for each split, and a tally. Made by a worker process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import BinaryIO, TypeAlias, TypeVar
+
+import numpy as np
+from pydantic import BaseModel
+
+from forge.data.format import token_dtype
+from forge.data.tokenizer import Tokenizer, load_tokenizer
+from forge.runtime.errors import UserError
+from forge.runtime.files import lock
+from forge.runtime.printable import printable
+from forge.tools.prepare.documents import Bad, Document, read_documents
+from forge.tools.prepare.inputs import Content, content_of, stamp_of
+from forge.tools.prepare.long_text import TextPart, digest_of, read_part, slices
+from forge.tools.prepare.quality import FilterFailed, Quality, add_counts
+from forge.tools.prepare.sample import Piece
+from forge.tools.prepare.traits import Traits
+
+TRAIN, VALIDATION = "train", "validation"
+NOTHING = Quality()
+MAX_BAD_FRACTION = 0.01  # of documents that are unreadable, unless the user allows more
+SHOWN = 5  # bad documents that are reported one by one
+Chunk: TypeAlias = list[Piece | TextPart]
+T = TypeVar("T")
+tokenizer_of = lru_cache(maxsize=1)(load_tokenizer)  # once in each worker process
+
+
+class Tally(BaseModel):
+    """Numbers of documents of a chunk, or of all; `lost`: files of which an unknown number of documents is unreadable.
+
+    `unknown`: tokens that stand for text outside the tokenizer's vocabulary, of `tokens` in all. `left_out`:
+    documents that are good and not wanted, by reason. `stamp`, `content`: identity of a chunk's input (inputs.py).
+    """
+
+    documents: int = 0
+    tokens: int = 0
+    unknown: int = 0
+    bad: int = 0
+    examples: list[Bad] = []
+    lost: list[Bad] = []
+    left_out: dict[str, int] = {}
+    text_bytes: dict[str, int] = {TRAIN: 0, VALIDATION: 0}
+    stamp: str = ""
+    content: str = ""
+
+    def add(self, other: Tally) -> None:
+        self.documents += other.documents
+        self.tokens += other.tokens
+        self.unknown += other.unknown
+        self.bad += other.bad
+        self.examples = (self.examples + other.examples)[:SHOWN]
+        self.lost = (self.lost + other.lost)[:SHOWN]
+        add_counts(self.left_out, other.left_out.items())
+        for split, size in other.text_bytes.items():
+            self.text_bytes[split] += size
+
+    def add_bad(self, document: Bad) -> None:
+        document = document._replace(where=printable(document.where))  # a file's name may not be UTF-8
+        lost = [document] if document.many else []
+        self.add(Tally(documents=1, bad=1, examples=[document], lost=lost))
+
+    def require_readable(self, allowed: float, remedy: str) -> None:
+        """Print the first bad documents. Raises UserError if more than a fraction of `allowed` is bad, or any is lost."""
+        if not self.bad:
+            return
+        print(f"{self.bad} of {self.documents} documents are bad and left out:", file=sys.stderr)
+        for where, reason, _ in self.examples:
+            print(f"  {where}: {reason}", file=sys.stderr)
+        if self.lost:
+            where, reason, _ = self.lost[0]
+            raise UserError(
+                f"{where}: {reason}; an unknown number of documents is lost with it: repair it, remove it from the input, or "
+                f"name another --text-key; {remedy}"
+            )
+        if self.bad > allowed * self.documents:
+            raise UserError(
+                f"{self.bad} of {self.documents} documents are bad, the first {self.examples[0].where}: "
+                f"{self.examples[0].reason}; repair the input, or name another --text-key; {remedy}"
+            )
+
+
+def split_of(digest: bytes, holdout: float) -> str:
+    """Return the split of the document with this digest: by its content, so that no copy of it is in the other split."""
+    return VALIDATION if int.from_bytes(digest, "little") < holdout * 2**64 else TRAIN
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How the chunks of a preparation become parts in the folder `parts`; `Request` explains the rest."""
+
+    tokenizer: str
+    text_key: str
+    holdout: float
+    parts: Path
+    quality: Quality = NOTHING
+
+
+def hash_chunk(_number: int, chunk: Chunk, how: Encoding) -> str:
+    """Return the hash of the documents of a chunk."""
+    return content_of(chunk, tokenizer_of(how.tokenizer), how.text_key, how.quality.metadata)
+
+
+def is_stamped(chunk: Chunk, number: int, parts: Path) -> bool:
+    """Whether the part of a chunk exists and the chunk's files are unchanged since, by their stamp."""
+    path = part_path(parts, number)
+    return path.exists() and read_tally(path).stamp == stamp_of(chunk)
+
+
+def _is_of(chunk: Chunk, number: int, how: Encoding) -> bool:
+    """Whether the part of a chunk exists and was made from the documents that the chunk has now."""
+    if is_stamped(chunk, number, how.parts):
+        return True
+    path = part_path(how.parts, number)
+    return path.exists() and read_tally(path).content == hash_chunk(number, chunk, how)
+
+
+def encode_chunk(number: int, chunk: Chunk, how: Encoding) -> None:
+    """Make the part of a chunk, unless it is made from this input already or another process makes it.
+
+    Memory does not grow with the chunk: tokens go to disk as they come.
+    """
+    with open(how.parts / f"part-{number:05d}.lock", "w") as file:
+        try:
+            lock(file.fileno())
+        except BlockingIOError:
+            return
+        if not _is_of(chunk, number, how):
+            _make(number, chunk, how)
+
+
+def for_chunks(
+    work: Callable[[int, Chunk, Encoding], T],
+    numbers: list[int],
+    chunks: list[Chunk],
+    how: Encoding,
+    workers: int,
+    advance: Callable[[int], None],
+) -> dict[int, T]:
+    """Call `work` on chunks in `workers` processes; return its results by number. advance: called after each chunk.
+
+    Raises UserError when a worker was killed.
+    """
+    workers, results = min(workers, len(numbers)), dict[int, T]()
+    if workers <= 1:
+        for number in numbers:
+            results[number] = work(number, chunks[number], how)
+            advance(number)
+    else:
+        context = multiprocessing.get_context("spawn")  # forking a process that has threads is not safe
+        with ProcessPoolExecutor(workers, context) as pool:
+            with _ignoring_interrupts():
+                futures = {pool.submit(work, n, chunks[n], how): n for n in numbers}
+            try:
+                for future in as_completed(futures):
+                    results[futures[future]] = future.result()
+                    advance(futures[future])
+            except BrokenProcessPool:
+                raise UserError(
+                    "a worker was killed (out of memory?); the same command continues from here, with fewer "
+                    "--workers if need be",
+                    exit_code=1,
+                ) from None
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+    return results
+
+
+@contextmanager
+def _ignoring_interrupts() -> Iterator[None]:
+    """Let workers that start in the body inherit that they ignore Ctrl-C, which reaches all processes of a terminal.
+
+    The main process ends them after their chunk. A handler that they set themselves would come too late while they start.
+    A thread, as of a worker of Dask, can set no handler, and its process has no terminal.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _make(number: int, chunk: Chunk, how: Encoding) -> None:
+    tokenizer = tokenizer_of(how.tokenizer)
+    tally, starts = Tally(stamp=stamp_of(chunk)), {}
+    with ExitStack() as files:
+        tokens = {
+            split: _Tokens(tokenizer, files.enter_context(open(tokens_path(how.parts, number, split), "wb")))
+            for split in (TRAIN, VALIDATION)
+        }
+        traits = {split: Traits(how.quality) for split in tokens}
+        _encode(chunk, how, tokens, traits, tally)
+        for split, found in tokens.items():
+            starts[f"{split}_starts"] = found.finish()
+            traits[split].write(how.parts, number, split)
+            tally.tokens += found.count
+            tally.unknown += found.unknown
+    write_part(
+        part_path(how.parts, number),
+        starts | {"tally": np.frombuffer(tally.model_dump_json().encode(), np.uint8)},
+    )
+
+
+def _encode(
+    chunk: Chunk, how: Encoding, tokens: dict[str, _Tokens], traits: dict[str, Traits], tally: Tally
+) -> None:
+    """Add the documents of a chunk to the tokens and traits of their splits, and to the tally."""
+    tokenizer, quality, text_key = tokenizer_of(how.tokenizer), how.quality, how.text_key
+    content = Content()
+
+    def hashed(texts: Iterable[str]) -> Iterator[str]:
+        for text in texts:
+            content.add(text)
+            yield text
+
+    for piece in chunk:
+        if isinstance(piece, TextPart):
+            tally.documents += piece.is_first
+            tally.text_bytes[piece.split] += tokens[piece.split].add(
+                hashed(read_part(piece, tokenizer)), begins=piece.is_first, ends=piece.is_last
+            )
+            continue
+        for number, document in enumerate(read_documents(piece, text_key, quality.metadata), 1):
+            content.add(document)
+            if isinstance(document, Bad):
+                tally.add_bad(document)
+                continue
+            tally.documents += 1
+            metadata = document.metadata if isinstance(document, Document) else {}
+            try:
+                why = quality.reason(document, metadata, text_key)
+            except FilterFailed as error:
+                begin = f" from byte {piece.begin} on" if piece.begin else ""
+                where = f"document {number} of {printable(piece.file.key)}{begin}"
+                begins = f"which begins {document[:60]!r}"
+                raise UserError(f"--filter {quality.filter}: failed on {where}, {begins}: {error}") from error
+            if why is not None:
+                add_counts(tally.left_out, [(why, 1)])
+                continue
+            digest = digest_of(document.encode())
+            split = split_of(digest, how.holdout)
+            size = tokens[split].add(slices(document, tokenizer))
+            tally.text_bytes[split] += size
+            traits[split].add(document, metadata, digest, size)
+    tally.content = content.hexdigest()
+
+
+class _Tokens:
+    """Writes documents as they are stored: [bos] ids [eos], each if the tokenizer has it; keeps where they start."""
+
+    def __init__(self, tokenizer: Tokenizer, file: BinaryIO):
+        self._tokenizer, self._file = tokenizer, file
+        self._dtype = token_dtype(tokenizer.vocab_size)
+        self._starts = array("q")
+        self.count = self.unknown = 0
+
+    def add(self, texts: Iterable[str], *, begins: bool = True, ends: bool = True) -> int:
+        """Add a document, given in parts, or only some of its parts. Returns their size in UTF-8."""
+        text_bytes = 0
+        if begins:
+            self._starts.append(self.count)
+            self._append([] if self._tokenizer.bos_id is None else [self._tokenizer.bos_id])
+        for text in texts:
+            ids = self._tokenizer.encode(text)
+            self._append(ids)
+            if self._tokenizer.unk_id is not None:
+                self.unknown += ids.count(self._tokenizer.unk_id)
+            text_bytes += len(text.encode())
+        if ends and self._tokenizer.eos_id is not None:
+            self._append([self._tokenizer.eos_id])
+        return text_bytes
+
+    def _append(self, ids: list[int]) -> None:
+        self._file.write(np.array(ids, self._dtype).tobytes())
+        self.count += len(ids)
+
+    def finish(self) -> np.ndarray:
+        """Have the tokens on disk; return the offsets int64 `[documents]` at which documents start."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return np.array(self._starts, np.int64)
+
+
+def write_part(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Write the arrays to `path`, which exists only once they are on disk."""
+    partial = path.with_suffix(".partial")
+    with open(partial, "wb") as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def part_path(parts: Path, number: int) -> Path:
+    """The document starts and the tally of a chunk, written last."""
+    return parts / f"part-{number:05d}.npz"
+
+
+def tokens_path(parts: Path, number: int, split: str) -> Path:
+    """The token ids that a chunk adds to a split."""
+    return parts / f"part-{number:05d}-{split}.bin"
+
+
+def read_tally(path: Path) -> Tally:
+    """Return the counts of a chunk from its file."""
+    with np.load(path) as part:
+        return Tally.model_validate_json(part["tally"].tobytes())
+
+
+def read_tokens(path: Path, vocab_size: int) -> np.ndarray:
+    """Return the ids `[tokens]`, mapped from the file."""
+    dtype = token_dtype(vocab_size)
+    return np.memmap(path, dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype)

@@ -1,0 +1,431 @@
+"""Text -> token shards, in parallel; the result does not depend on the number of worker processes.
+
+The corpus is cut into chunks by size alone. A worker tokenizes a chunk into one part file, which gets its final name when
+it is complete; when all parts exist they are joined in order. So after any interruption the same command does only what
+is missing.
+
+    OUTPUT/.parts/plan.json         the options and the corpus that the parts belong to
+    OUTPUT/.parts/part-00007-train.bin    tokens of chunk 7, for each split
+    OUTPUT/.parts/part-00007.npz    where its documents start, and a tally; a chunk that has it is complete
+    OUTPUT/ or OUTPUT/{train,validation}/    the datasets; .parts is removed when all are complete
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from forge.data.format import INDEX, DatasetIndex, TokenDataset
+from forge.data.packing import Kind
+from forge.data.tokenizer import Tokenizer
+from forge.observe.progress import ProgressLine, format_duration
+from forge.runtime.errors import UserError
+from forge.runtime.files import lock, replace_atomically
+from forge.runtime.printable import printable
+from forge.runtime.remote import is_url
+from forge.tools.prepare.corpus import EXTENSIONS, Corpus, find_corpus
+from forge.tools.prepare.documents import Bad
+from forge.tools.prepare.inputs import stamp_of
+from forge.tools.prepare.long_text import TextPart, check_text, text_parts
+from forge.tools.prepare.pack import describe_plan, pack
+from forge.tools.prepare.part import (
+    MAX_BAD_FRACTION,
+    NOTHING,
+    TRAIN,
+    VALIDATION,
+    Chunk,
+    Encoding,
+    Tally,
+    encode_chunk,
+    for_chunks,
+    hash_chunk,
+    is_stamped,
+    part_path,
+    read_tally,
+    read_tokens,
+    split_of,
+    tokenizer_of,
+    tokens_path,
+)
+from forge.tools.prepare.quality import Quality, add_counts, decontaminate_content, filter_code, known_ngrams
+from forge.tools.prepare.sample import Piece
+from forge.tools.prepare.traits import find_duplicates, metadata_lines, select, text_bytes
+from forge.tools.prepare.writer import ShardWriter
+
+_PARTS = ".parts"
+METADATA = "metadata.jsonl"
+Kept: TypeAlias = dict[tuple[str, int], np.ndarray]
+_VERSION = 4  # of the way in which a corpus is cut into parts
+# Options as a user knows them, where they have another name.
+_NAMES = {"filter_code": "code of --filter", "decontaminate_content": "content of --decontaminate"}
+_REMEDY = "choose another --output or delete it"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to prepare. `holdout`: the share of documents that go to OUTPUT/validation; the others go to OUTPUT/train."""
+
+    inputs: tuple[str, ...]
+    tokenizer: str
+    output: Path
+    workers: int = 1
+    holdout: float = 0.0
+    max_bytes: int | None = None
+    text_key: str = "text"
+    extensions: tuple[str, ...] = EXTENSIONS
+    max_bad_fraction: float = MAX_BAD_FRACTION
+    part: tuple[int, int] | None = None
+    """(k, n): tokenize only the k-th (from 1) of n shares of the chunks, and join nothing."""
+    packing: Kind | None = None
+    seq_len: int = 0
+    """The plan of a packing that the dataset for training gets, for sequences of this length."""
+    quality: Quality = NOTHING
+
+    @property
+    def targets(self) -> dict[str, Path]:
+        """Split -> folder."""
+        if not self.holdout:
+            return {TRAIN: self.output}
+        return {TRAIN: self.output / TRAIN, VALIDATION: self.output / VALIDATION}
+
+
+def prepare(request: Request) -> list[Path]:
+    """Make the datasets and return their folders; does nothing if they exist.
+
+    Raises UserError for what the user can correct.
+    """
+    for cached in (tokenizer_of, known_ngrams):
+        cached.cache_clear()  # the files may have changed since the last call
+    tokenizer = tokenizer_of(request.tokenizer)
+    options = _options(request, tokenizer)
+    done = _finished_targets(request, options)
+    parts = request.output / _PARTS
+    if len(done) == len(request.targets):
+        _check_input(request, tokenizer)
+        shutil.rmtree(parts, ignore_errors=True)  # left if the last run was interrupted at its very end
+        for folder in request.targets.values():
+            print(f"{folder}: already prepared, {_describe(TokenDataset(folder).index)}")
+        return _packed(request)
+    if tokenizer.bos_id is None and tokenizer.eos_id is None:
+        print(
+            f"warning: the tokenizer {request.tokenizer} has no token that begins or ends a document, so nothing in the data "
+            "marks where one ends and the next begins; data.document_mask = true keeps them apart in attention",
+            file=sys.stderr,
+        )
+    chunks, corpus = _find_chunks(request, tokenizer)
+    for note in corpus.notes():
+        print(note, file=sys.stderr, flush=True)
+    if request.part is not None:
+        _prepare_part(request, request.part, options, chunks, parts)
+        return []
+    with _locked(parts):
+        _match_plan(parts, options, chunks)
+        _encode_missing(request, chunks, parts, range(len(chunks)))
+        tally = _check_tally(request, corpus, len(chunks), parts)
+        found = _identity(read_tally(part_path(parts, number)) for number in range(len(chunks)))
+        for split in done:  # an interrupted run has joined it
+            _require_input(request.targets[split], found)
+        kept = _choose(request, parts, len(chunks), tally)
+        for split, folder in request.targets.items():
+            if split not in done:
+                writer = _join(folder, split, tokenizer, parts, len(chunks), kept, request.quality)
+                origin: dict[str, Any] = {"options": options, "input": found}
+                origin |= {"unknown_tokens": tally.unknown, "left_out": tally.left_out}
+                index = writer.finish(tally.text_bytes[split], origin)
+                print(f"{folder}: {_describe(index)}")
+        shutil.rmtree(parts)
+    return _packed(request)
+
+
+def _packed(request: Request) -> list[Path]:
+    """Make the plan that the request asks for. Returns the folders of the datasets."""
+    if request.packing is not None:
+        folder = request.targets[TRAIN]
+        index = pack(folder, request.packing, request.seq_len)
+        print(f"{folder}: {describe_plan(index, TokenDataset(folder).documents)}")
+    return list(request.targets.values())
+
+
+def _prepare_part(
+    request: Request, part: tuple[int, int], options: dict[str, Any], chunks: list[Chunk], parts: Path
+) -> None:
+    """Do this machine's share of the chunks. All machines write to one folder; the same call without `part` joins."""
+    number, count = part
+    with _locked(parts, shared=True):
+        with open(parts / "plan.lock", "w") as file:
+            lock(file.fileno(), wait=True)
+            _match_plan(parts, options, chunks, shared=True)
+        _encode_missing(request, chunks, parts, range(number - 1, len(chunks), count))
+    done = sum(part_path(parts, chunk).exists() for chunk in range(len(chunks)))
+    print(
+        f"{parts}: part {number} of {count} is done, and {done} of {len(chunks)} chunks in all; the same command "
+        "without --part makes what is missing and joins them"
+    )
+
+
+def _options(request: Request, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What the result depends on; kept in dataset.json, so that the result of another request is not mistaken for it."""
+    quality = request.quality
+    options = {
+        "input": [path if is_url(path) else printable(os.path.abspath(path)) for path in request.inputs],
+        "tokenizer": tokenizer.fingerprint,
+        "holdout": request.holdout,
+        "max_bytes": request.max_bytes,
+        "text_key": request.text_key,
+        "extensions": list(request.extensions),
+        "quality": quality.options(),
+    }
+    if quality.filter:
+        options["filter_code"] = filter_code(quality.filter)
+    if quality.decontaminate:
+        options["decontaminate_content"] = decontaminate_content(quality, request.text_key)
+    return options
+
+
+def _finished_targets(request: Request, options: dict[str, Any]) -> set[str]:
+    """The splits that exist already. UserError where a folder holds another dataset."""
+    finished = set()
+    for folder in (request.output, request.output / TRAIN, request.output / VALIDATION):
+        if not (folder / INDEX).exists():
+            continue
+        split = next((split for split, target in request.targets.items() if target == folder), None)
+        before = {"quality": None} | TokenDataset(folder).index.origin.get("options", dict.fromkeys(options))
+        # An option that the version of forge which wrote the dataset did not have yet says nothing against it.
+        differing = (
+            [key for key in before if key in options and before[key] != options[key]]
+            if split
+            else ["holdout"]
+        )
+        if split is None or differing:
+            names = ", ".join(_NAMES.get(key, key) for key in differing)
+            raise UserError(f"{folder}: already holds a dataset prepared with another {names}; {_REMEDY}")
+        finished.add(split)
+    return finished
+
+
+def _identity(chunks: Iterable[Tally]) -> dict[str, Any]:
+    """Return the identity of an input from those of its chunks, in order."""
+    stamp, content = hashlib.sha256(), hashlib.sha256()
+    for chunk in chunks:
+        stamp.update(chunk.stamp.encode())
+        content.update(chunk.content.encode())
+    return {"version": _VERSION, "stamp": stamp.hexdigest(), "content": content.hexdigest()}
+
+
+def _require_input(folder: Path, found: dict[str, Any]) -> None:
+    """Raise UserError if the dataset in `folder` was made from another input than the one that was `found`."""
+    before = TokenDataset(folder).index.origin.get("input", found)
+    if before["version"] == found["version"] and before["content"] != found["content"]:
+        raise UserError(
+            f"{folder}: already holds a dataset prepared from other content of --input; {_REMEDY}"
+        )
+
+
+def _check_input(request: Request, tokenizer: Tokenizer) -> None:
+    """Check that finished datasets were made from the input as it is now. Raises UserError.
+
+    Documents are read only if a file has another stamp. Without the input, such as after a move, nothing is compared.
+    """
+    if gone := [path for path in request.inputs if not is_url(path) and not os.path.exists(path)]:
+        print(f"--input {gone[0]}: does not exist, so it is not compared with the dataset", file=sys.stderr)
+        return
+    before = [TokenDataset(folder).index.origin.get("input", {}) for folder in request.targets.values()]
+    if {} in before:
+        return  # made by an older version
+    chunks, _ = _find_chunks(request, tokenizer)
+    tallies = [Tally(stamp=stamp_of(chunk)) for chunk in chunks]
+    if all(one["stamp"] == _identity(tallies)["stamp"] for one in before):
+        return
+    how = _encoding(request)
+    hashes = for_chunks(
+        hash_chunk, list(range(len(chunks))), chunks, how, request.workers, lambda number: None
+    )
+    for number, tally in enumerate(tallies):
+        tally.content = hashes[number]
+    for folder in request.targets.values():
+        _require_input(folder, _identity(tallies))
+
+
+def _find_chunks(request: Request, tokenizer: Tokenizer) -> tuple[list[Chunk], Corpus]:
+    corpus = find_corpus(request.inputs, request.extensions, request.max_bytes, request.text_key)
+    # What is decided by a text as a whole needs it in one piece.
+    return _cut(corpus, tokenizer, request.holdout, cut_texts=not request.quality.is_on)
+
+
+def _cut(corpus: Corpus, tokenizer: Tokenizer, holdout: float, cut_texts: bool) -> tuple[list[Chunk], Corpus]:
+    """Cut into chunks of about 1/256 of the whole, at least 1 MB (a chunk has a fixed cost) and at most 128 MB.
+
+    A text file, which is one document, is cut where that does not change its tokens. A compressed file, which is read from
+    its start, is not. Large text files that cannot be read become unreadable ones of the corpus that is returned.
+    """
+    chunk_bytes = min(max(sum(piece.size for piece in corpus.pieces) // 256, 1 << 20), 128 << 20)
+    chunks: list[Chunk] = [[]]
+    room = chunk_bytes
+    bad: list[Bad] = []
+    for piece in corpus.pieces:
+        parts: Iterable[Piece | TextPart] = [piece]
+        if piece.file.kind != "text" or not piece.is_whole:
+            parts = [piece] if piece.file.compression else piece.parts(chunk_bytes)
+        elif piece.size > chunk_bytes and not piece.file.compression and tokenizer.can_cut and cut_texts:
+            digest = check_text(piece.file)
+            if isinstance(digest, Bad):
+                bad.append(digest)
+                continue
+            parts = text_parts(piece.file, chunk_bytes, split_of(digest, holdout))
+        for part in parts:
+            if chunks[-1] and part.size > room:
+                chunks.append([])
+                room = chunk_bytes
+            chunks[-1].append(part)
+            room -= part.size
+    return chunks, replace(corpus, unreadable=corpus.unreadable + bad)
+
+
+@contextmanager
+def _locked(parts: Path, shared: bool = False) -> Iterator[None]:
+    """Allow one program at a time per output folder, or several with `shared`. The kernel releases the lock at their end."""
+    try:
+        parts.mkdir(parents=True, exist_ok=True)
+        file = open(parts / "lock", "w")  # noqa: SIM115
+    except OSError as error:
+        raise UserError(f"--output {parts.parent}: cannot be written: {error.strerror}") from None
+    with file:
+        try:
+            if not lock(file.fileno(), shared=shared):
+                print(
+                    f"warning: {parts.parent}: its file system has no locks; a second prepare_data there would go unnoticed",
+                    file=sys.stderr,
+                )
+        except BlockingIOError:
+            raise UserError(f"--output {parts.parent}: another prepare_data is writing to it") from None
+        except OSError as error:
+            raise UserError(f"--output {parts.parent}: cannot be locked: {error.strerror}") from None
+        yield
+
+
+def _match_plan(parts: Path, options: dict[str, Any], chunks: list[Chunk], shared: bool = False) -> None:
+    """Keep the parts of an interrupted run only if it had these chunks and these options; `shared`: refuse others.
+
+    `encode_chunk` compares each part with the content of its chunk.
+    """
+    digest = hashlib.sha256()
+    for number, (file, *places) in ((n, piece) for n, chunk in enumerate(chunks) for piece in chunk):
+        digest.update(os.fsencode(f"{number}\0{tuple(file)}\0{places}\n"))
+    content = {"options": options, "chunks": digest.hexdigest(), "version": _VERSION}
+    plan = json.dumps(content, sort_keys=True).encode()
+    path, existing = parts / "plan.json", list(parts.glob("part-*.npz"))
+    if path.exists() and path.read_bytes() == plan:
+        if existing:
+            print(f"continuing an interrupted run: {len(existing)} chunks are done", file=sys.stderr)
+        return
+    if existing and shared:
+        raise UserError(
+            f"{parts}: holds parts that were made with other options or another input; prepare those first, or remove it"
+        )
+    if existing:
+        print("the options or the input changed since a run was interrupted: starting over", file=sys.stderr)
+    for part in existing:
+        part.unlink()
+    replace_atomically(path, plan)
+
+
+def _encoding(request: Request) -> Encoding:
+    return Encoding(
+        request.tokenizer, request.text_key, request.holdout, request.output / _PARTS, request.quality
+    )
+
+
+def _encode_missing(request: Request, chunks: list[Chunk], parts: Path, wanted: Iterable[int]) -> None:
+    missing = [number for number in wanted if not is_stamped(chunks[number], number, parts)]
+    sizes = {number: sum(piece.size for piece in chunks[number]) for number in missing}
+    progress, done = ProgressLine("tokenized", sum(sizes.values())), 0
+
+    def advance(number: int) -> None:
+        nonlocal done
+        done += sizes[number]
+        progress.update(done)
+
+    for_chunks(encode_chunk, missing, chunks, _encoding(request), request.workers, advance)
+    seconds = progress.close()
+    if done:
+        rate = f"{done / 1e6 / seconds:.1f} MB/s"
+        print(f"tokenized {done / 1e6:.1f} MB in {format_duration(seconds)} ({rate})", file=sys.stderr)
+
+
+def _check_tally(request: Request, corpus: Corpus, count: int, parts: Path) -> Tally:
+    """Sum and report the tallies of all parts. UserError where too much is bad or a split would be empty."""
+    tally = Tally()
+    for bad in corpus.unreadable:
+        tally.add_bad(bad)
+    for number in range(count):
+        found = read_tally(part_path(parts, number))
+        tally.add(found)
+        if found.lost:
+            part_path(parts, number).unlink()  # the file may be readable next time although it did not change
+    if tally.unknown:
+        print(
+            f"warning: {tally.unknown:,} of {tally.tokens:,} tokens ({tally.unknown / tally.tokens:.2%}) are unknown ones: "
+            "text for which the tokenizer has no tokens, and which is lost",
+            file=sys.stderr,
+        )
+    tally.require_readable(
+        request.max_bad_fraction,
+        f"--max-bad-fraction allows {request.max_bad_fraction:g} (finished chunks are kept)",
+    )
+    for split, folder in request.targets.items():
+        if not tally.text_bytes[split]:
+            hint = f", or another --holdout than {request.holdout:g}" if request.holdout else ""
+            hint += f", or more --max-bytes than {request.max_bytes}" if request.max_bytes else ""
+            raise UserError(f"{folder}: no document with text is left; give more --input{hint}")
+    return tally
+
+
+def _choose(request: Request, parts: Path, count: int, tally: Tally) -> Kept:
+    """Find the documents that are kept of each split and chunk; what is left out is counted in `tally` and printed."""
+    if not request.quality.is_on:
+        return {}
+    splits = [split for split in (VALIDATION, TRAIN) if split in request.targets]
+    kept, found = find_duplicates(parts, count, splits, request.quality)
+    add_counts(tally.left_out, found.items())
+    for split in splits:
+        tally.text_bytes[split] = sum(
+            text_bytes(parts, number, split, kept[split, number]) for number in range(count)
+        )
+    for reason, number in sorted(tally.left_out.items()):
+        print(f"{number:,} of {tally.documents:,} documents left out: {reason}", file=sys.stderr)
+    return kept
+
+
+def _join(
+    folder: Path, split: str, tokenizer: Tokenizer, parts: Path, count: int, kept: Kept, quality: Quality
+) -> ShardWriter:
+    writer = ShardWriter(folder, vocab_size=tokenizer.vocab_size, tokenizer=tokenizer.fingerprint)
+    with ExitStack() as stack:
+        metadata = stack.enter_context(open(folder / METADATA, "wb")) if quality.metadata else None
+        for number in range(count):
+            with np.load(part_path(parts, number)) as part:
+                starts = part[f"{split}_starts"]
+            tokens = read_tokens(tokens_path(parts, number, split), tokenizer.vocab_size)
+            if kept:
+                tokens, starts = select(tokens, starts, kept[split, number])
+            writer.append(tokens, starts)
+            if metadata is not None:
+                metadata.writelines(metadata_lines(parts, number, split, kept[split, number]))
+    return writer
+
+
+def _describe(index: DatasetIndex) -> str:
+    return (
+        f"{index.tokens:,} tokens, {index.documents:,} documents, {index.text_bytes / 1e6:.1f} MB of text "
+        f"({index.text_bytes / index.tokens:.2f} bytes per token)"
+    )

@@ -1,0 +1,217 @@
+"""Which documents are left out: by a function of the user's, by passages of given files, as duplicates. Off by default."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from forge.runtime.errors import UserError
+from forge.runtime.imports import load_function
+from forge.runtime.printable import printable
+from forge.tools.prepare.corpus import find_corpus
+from forge.tools.prepare.documents import Bad, read_documents
+
+PERMUTATIONS, BANDS = 128, 16
+"""Documents are compared where all 8 numbers of one of 16 bands of their signatures are equal: at a similarity of 0.8 with a
+probability of 0.95, at 0.5 of 0.06."""
+SIMILAR = 0.8
+_SHINGLE = 5  # words
+_WORD = re.compile(r"\w+")
+Keep = Callable[[str, Mapping[str, Any]], str | None]
+
+
+class FilterFailed(Exception):
+    """The user's filter raised an exception."""
+
+
+@dataclass(frozen=True)
+class Quality:
+    """What is left out, and what is kept beside the text.
+
+    filter: import path of a function of (text, metadata) that returns why a document is left out, in a word or two, or None.
+    decontaminate: files; a document that shares `ngram` words in a row with one of their documents is left out.
+    duplicates: documents with the text of an earlier one, or with nearly that text. metadata: keys of a record that are kept.
+    """
+
+    filter: str = ""
+    decontaminate: tuple[str, ...] = ()
+    ngram: int = 13
+    duplicates: Literal["none", "exact", "near"] = "none"
+    metadata: tuple[str, ...] = ()
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.filter or self.decontaminate or self.duplicates != "none" or self.metadata)
+
+    def options(self) -> dict[str, Any] | None:
+        """What the result depends on, as JSON; None if nothing is asked for."""
+        if not self.is_on:
+            return None
+        return {
+            key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()
+        }
+
+    def reason(self, text: str, metadata: Mapping[str, Any], text_key: str) -> str | None:
+        """Return why a document is left out whatever the others are, or None. Raises FilterFailed."""
+        if self.filter:
+            keep = load_filter(self.filter)
+            try:
+                why = keep(text, metadata)
+            except Exception as error:
+                raise FilterFailed(f"{type(error).__name__}: {error}") from error
+            if why is not None:
+                return f"filter: {why}"
+        if self.decontaminate:
+            known = known_ngrams(self.decontaminate, self.ngram, text_key)
+            if not known.isdisjoint(ngrams(text, self.ngram)):
+                return "contaminated"
+        return None
+
+
+def filter_code(path: str) -> str:
+    """Return the SHA-256 of the filter's source: its own module, and the module that its import path names.
+
+    Modules that these import are not read.
+    """
+    names = {path.partition(":")[0], getattr(load_filter(path), "__module__", None)}
+    files = {getattr(sys.modules.get(name or ""), "__file__", None) for name in names}
+    digest = hashlib.sha256()
+    for file in sorted(filter(None, files)):
+        digest.update(Path(file).read_bytes())
+    return digest.hexdigest()
+
+
+def decontaminate_content(quality: Quality, text_key: str) -> str:
+    """Return the SHA-256 of the n-grams of the --decontaminate files. Raises UserError if a file is not read."""
+    known = known_ngrams(quality.decontaminate, quality.ngram, text_key)
+    return hashlib.sha256(np.array(sorted(known), np.uint64).tobytes()).hexdigest()
+
+
+@lru_cache(maxsize=1)
+def load_filter(path: str) -> Keep:
+    """Return the user's function. UserError where it cannot be loaded."""
+    try:
+        return load_function(path)
+    except ValueError as error:
+        raise UserError(f"--filter {path}: {error}; needed: MODULE:FUNCTION of (text, metadata)") from error
+
+
+@lru_cache(maxsize=1)
+def known_ngrams(files: tuple[str, ...], n: int, text_key: str) -> frozenset[int]:
+    """Return the n-grams of the documents of files; documents with fewer words have none.
+
+    Raises UserError if a file cannot be read, or is passed over: a test set that is not read removes nothing.
+    """
+    found: set[int] = set()
+    corpus = find_corpus(files, text_key=text_key, option="--decontaminate")
+    for bad in corpus.unreadable:
+        raise UserError(f"--decontaminate {printable(bad.where)}: {bad.reason}")
+    if corpus.passed_over:
+        raise UserError(
+            f"--decontaminate {' '.join(files)}: {corpus.notes()[0]}; name each file itself, or remove the others"
+        )
+    for piece in corpus.pieces:
+        for document in read_documents(piece, text_key):
+            if isinstance(document, Bad):
+                raise UserError(f"--decontaminate {printable(document.where)}: {document.reason}")
+            found.update(ngrams(document, n))
+    return frozenset(found)
+
+
+def ngrams(text: str, n: int) -> Iterator[int]:
+    """Yield hashes of `n` words in a row, in lower case and without punctuation."""
+    words = _WORD.findall(text.lower())
+    for first in range(len(words) - n + 1):
+        yield _hash(" ".join(words[first : first + n]))
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+@lru_cache(maxsize=1)
+def _coefficients() -> tuple[np.ndarray, np.ndarray]:
+    """Of PERMUTATIONS hash functions, fixed, because signatures of different processes are compared."""
+    draws = np.random.default_rng(20240410).integers(0, 1 << 64, (2, PERMUTATIONS), dtype=np.uint64)
+    return draws[0] | np.uint64(1), draws[1]
+
+
+def signature(text: str) -> np.ndarray:
+    """Return the MinHash of the text's runs of five words, uint32 `[PERMUTATIONS]` (Broder, 1997).
+
+    Equal places of two signatures are as frequent as runs that two texts share are among all that they have.
+    """
+    words = _WORD.findall(text.lower()) or [text]
+    last = max(1, len(words) - _SHINGLE + 1)
+    shingles = {_hash(" ".join(words[first : first + _SHINGLE])) for first in range(last)}
+    values = np.fromiter(shingles, np.uint64, len(shingles))
+    scale, shift = _coefficients()
+    least = np.full(PERMUTATIONS, np.iinfo(np.uint64).max)
+    for begin in range(0, len(values), 4096):
+        # Products modulo 2^64, of which the upper half is hashed well (Dietzfelbinger et al., 1997).
+        mixed = values[begin : begin + 4096, None] * scale + shift
+        least = np.minimum(least, mixed.min(axis=0))
+    return (least >> np.uint64(32)).astype(np.uint32)
+
+
+def first_of_equal(digests: np.ndarray) -> np.ndarray:
+    """Return for each of uint64 `[n]` the place of the first equal one, int64 `[n]`."""
+    _, first, inverse = np.unique(digests, return_index=True, return_inverse=True)
+    return first[inverse]
+
+
+def first_of_similar(signatures: np.ndarray, candidates: np.ndarray) -> np.ndarray:
+    """Return for each of `[n, PERMUTATIONS]` the place of the first one in its group, int64 `[n]`.
+
+    Two of `candidates` are in one group where they share a band and at least SIMILAR of their places, or both are in a group
+    with a third. The others stand alone. A band is compared at a time: memory is that of one number for each.
+    """
+    parent = np.arange(len(signatures))
+
+    def root(place: int) -> int:
+        while parent[place] != place:
+            parent[place] = parent[parent[place]]
+            place = int(parent[place])
+        return place
+
+    rows = PERMUTATIONS // BANDS
+    for band in range(BANDS):
+        keys = np.zeros(len(candidates), np.uint64)
+        for row in range(band * rows, (band + 1) * rows):
+            keys = (
+                keys * np.uint64(0x9E3779B97F4A7C15)
+                + signatures[candidates, row].astype(np.uint64)
+                + np.uint64(1)
+            )
+        firsts = first_of_equal(keys)
+        for other in np.flatnonzero(firsts != np.arange(len(firsts))).tolist():
+            one, two = int(candidates[firsts[other]]), int(candidates[other])
+            a, b = root(one), root(two)
+            if a != b and np.mean(signatures[one] == signatures[two]) >= SIMILAR:
+                parent[max(a, b)] = min(a, b)
+    return np.array([root(place) for place in range(len(parent))], np.int64)
+
+
+def duplicates(digests: np.ndarray, signatures: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """Return which documents are copies of an earlier one, and which are nearly one, bool `[n]` each."""
+    first = first_of_equal(digests)
+    exact = first != np.arange(len(digests))
+    if signatures is None:
+        return exact, np.zeros(len(digests), bool)
+    places = first_of_similar(signatures, np.flatnonzero(~exact))
+    return exact, (places != np.arange(len(digests))) & ~exact
+
+
+def add_counts(counts: dict[str, int], more: Iterable[tuple[str, int]]) -> None:
+    """Add to counts by reason."""
+    for reason, count in more:
+        if count:
+            counts[reason] = counts.get(reason, 0) + count

@@ -1,0 +1,101 @@
+"""What is kept of each document of a chunk beside its tokens, where duplicates are left out or metadata are kept.
+
+part-00007-train-documents.npy     for each document, its digest and its text's size in UTF-8
+part-00007-train-signatures.npy    its MinHash, where near duplicates are left out
+part-00007-train-metadata.jsonl    its metadata, one line each
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forge.tools.prepare.quality import PERMUTATIONS, Quality, duplicates, signature
+
+DOCUMENTS = np.dtype([("digest", "<u8"), ("bytes", "<u8")])
+
+
+class Traits:
+    """Collects the traits of the documents of a chunk and split; nothing where nothing needs them."""
+
+    def __init__(self, quality: Quality):
+        self._quality, self._found = quality, array("Q")
+        self._signatures: list[np.ndarray] = []
+        self._metadata: list[str] = []
+
+    def add(self, text: str, metadata: Mapping[str, Any], digest: bytes, size: int) -> None:
+        if self._quality.is_on:
+            self._found.extend((int.from_bytes(digest, "little"), size))
+        if self._quality.duplicates == "near":
+            self._signatures.append(signature(text))
+        if self._quality.metadata:
+            self._metadata.append(json.dumps(metadata, sort_keys=True, default=str))
+
+    def write(self, parts: Path, number: int, split: str) -> None:
+        if not self._quality.is_on:
+            return
+        np.save(_path(parts, number, split, "documents.npy"), np.array(self._found, "<u8").view(DOCUMENTS))
+        signatures = np.array(self._signatures, np.uint32).reshape(-1, PERMUTATIONS)
+        np.save(_path(parts, number, split, "signatures.npy"), signatures)
+        lines = "".join(f"{line}\n" for line in self._metadata)
+        _path(parts, number, split, "metadata.jsonl").write_text(lines, "utf-8")
+
+
+def find_duplicates(
+    parts: Path, count: int, splits: Sequence[str], quality: Quality
+) -> tuple[dict[tuple[str, int], np.ndarray], dict[str, int]]:
+    """Return (split, chunk) -> which of its documents are kept, bool `[n]`, and how many are not, by reason.
+
+    Of duplicates the first stays, in the order of `splits` and then of the chunks: with held-out documents first, none of
+    them has a copy in the training data.
+    """
+    places = [(split, number) for split in splits for number in range(count)]
+    tables = [_read(parts, number, split, "documents.npy") for split, number in places]
+    if quality.duplicates == "none":
+        return {place: np.ones(len(table), bool) for place, table in zip(places, tables, strict=True)}, {}
+    signatures = None
+    if quality.duplicates == "near":
+        signatures = np.concatenate(
+            [_read(parts, number, split, "signatures.npy") for split, number in places]
+        )
+    digests = np.concatenate([table["digest"] for table in tables])
+    exact, near = duplicates(digests, signatures)
+    ends = np.cumsum([len(table) for table in tables])[:-1]
+    kept = dict(zip(places, np.split(~(exact | near), ends), strict=True))
+    found = {"exact duplicates": int(exact.sum()), "near duplicates": int(near.sum())}
+    return kept, {reason: number for reason, number in found.items() if number}
+
+
+def text_bytes(parts: Path, number: int, split: str, kept: np.ndarray) -> int:
+    """Return the size in UTF-8 of the documents that are kept."""
+    return int(_read(parts, number, split, "documents.npy")["bytes"][kept].sum())
+
+
+def metadata_lines(parts: Path, number: int, split: str, kept: np.ndarray) -> Iterator[bytes]:
+    """Yield the lines of the documents that are kept."""
+    with open(_path(parts, number, split, "metadata.jsonl"), "rb") as lines:
+        for line, wanted in zip(lines, kept, strict=True):
+            if wanted:
+                yield line
+
+
+def select(tokens: np.ndarray, starts: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return tokens and starts of the documents that are kept."""
+    if kept.all():
+        return tokens, starts
+    lengths = np.diff(starts, append=len(tokens))
+    lengths_kept = lengths[kept]
+    return tokens[np.repeat(kept, lengths)], np.cumsum(lengths_kept) - lengths_kept
+
+
+def _read(parts: Path, number: int, split: str, what: str) -> np.ndarray:
+    return np.load(_path(parts, number, split, what))
+
+
+def _path(parts: Path, number: int, split: str, what: str) -> Path:
+    return parts / f"part-{number:05d}-{split}-{what}"

@@ -1,0 +1,300 @@
+"""Figures as SVG, drawn by matplotlib: those of the page, and those that scripts write as images of their own.
+
+Importing this raises MissingExtra where matplotlib is missing.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from forge.runtime.errors import MissingExtra
+from forge.runtime.printable import printable
+from forge.tools.report.read import Points
+
+try:
+    import matplotlib
+except ModuleNotFoundError:
+    raise MissingExtra("figures are drawn by matplotlib: pip install 'forge[report]'") from None
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm, Normalize
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+# Parts of a whole that are no part of it, such as time in which a run was down.
+ABSENT = "#999999"
+# Okabe and Ito's colours, which readers with any colour vision can distinguish; and dashes, for paper.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+DASHES = ("-", "--", ":", "-.")
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",  # text stays text: it can be searched, and read aloud
+    "font.family": "sans-serif",
+    "font.sans-serif": ["Helvetica", "Arial", "Liberation Sans", "DejaVu Sans"],
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#888",
+    "axes.grid": True,
+    "grid.color": "#e6e6e6",
+    "grid.linewidth": 0.8,
+    "xtick.color": "#444",
+    "ytick.color": "#444",
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "lines.linewidth": 1.4,
+}
+WIDE, HALF = (10.4, 3.0), (5.2, 2.7)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points of one name. `run` chooses its dash, `color` its colour."""
+
+    name: str
+    points: Points | tuple[list[float], list[float]]
+    color: int = 0
+    run: int = 0
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A vertical line at a step: an event. `kind` is one of MARKS."""
+
+    step: float
+    kind: str
+
+
+MARKS = {
+    "restart": ("#555555", ":"),
+    "skipped": ("#D55E00", "--"),
+    "spike": ("#E69F00", "--"),
+    "rolled back": ("#b00020", "-"),
+    "slow rank": ("#CC79A7", "-."),
+    "watchdog": ("#b00020", "-."),
+    "failed": ("#b00020", "-"),
+}
+
+
+def _plain(text: str) -> str:
+    """Return a name as matplotlib shows it unchanged: dollars would begin mathematics, and control characters are not XML."""
+    return printable(text).replace("$", r"\$")
+
+
+def curves(
+    key: str,
+    drawn: Sequence[Curve],
+    unit: str,
+    *,
+    size: tuple[float, float] = HALF,
+    log: bool = False,
+    marks: Sequence[Mark] = (),
+    share: bool = False,
+    x: str = "step",
+    levels: Sequence[tuple[str, float]] = (),
+    log_x: bool = False,
+) -> str:
+    """Draw curves over steps, or what `x` names. log, log_x: that axis is logarithmic; share: from 0 up, in per cent.
+
+    levels: names and values of dashed horizontal lines.
+    """
+    with matplotlib.rc_context(STYLE):
+        outside = len(drawn) > 6
+        figure = _figure(*size, right=1.5 if outside else 0.12, top=0.22)  # room for a factor such as 1e30
+        axes = figure.add_subplot()
+        for curve in drawn:
+            steps, values = curve.points
+            values = [100 * value for value in values] if share else values
+            style = {"color": COLORS[curve.color % len(COLORS)], "linestyle": DASHES[curve.run % len(DASHES)]}
+            points = {"marker": "o", "markersize": 3} if len(steps) < 20 else {}
+            axes.plot(steps, values, label=_plain(curve.name), **style, **points)  # type: ignore[arg-type]
+        if log and any(value > 0 for curve in drawn for value in curve.points[1]):
+            axes.set_yscale("log")
+        elif share:
+            axes.set_ylim(bottom=0)
+        if log_x:
+            axes.set_xscale("log")
+        _mark(axes, marks)
+        for name, value in levels:
+            axes.axhline(value, color="#888888", linestyle="--", linewidth=1.0)
+            at_end = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom", "fontsize": 8}
+            axes.annotate(_plain(name), (1.0, value), **at_end)  # type: ignore[arg-type]
+        axes.set_ylabel(_plain(unit))
+        axes.set_xlabel(_plain(x))
+        if len(drawn) > 1 or marks:
+            place: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)} if outside else {}
+            axes.legend(**place)
+        return _svg(figure, key)
+
+
+def _mark(axes: Axes, marks: Sequence[Mark]) -> None:
+    """Draw events as lines; each kind is named once."""
+    named: set[str] = set()
+    for mark in marks:
+        color, dash = MARKS[mark.kind]
+        name = None if mark.kind in named else mark.kind
+        axes.axvline(mark.step, color=color, linestyle=dash, linewidth=1.0, alpha=0.8, label=name)
+        named.add(mark.kind)
+
+
+@dataclass(frozen=True)
+class Heat:
+    """values `[rows, steps]`, NaN where there is none."""
+
+    title: str
+    rows: Sequence[str]
+    steps: Sequence[int]
+    values: np.ndarray
+
+
+def heat_maps(
+    key: str, maps: Sequence[Heat], unit: str, *, log: bool = True, even: bool = False, columns: int = 3
+) -> str:
+    """Draw maps side by side on one scale of colours: rows (layers) over steps.
+
+    even: the scale is around 1, blue below and red above, by doublings, for loads relative to an even share.
+    """
+    columns = min(columns, len(maps))
+    rows = -(-len(maps) // columns)
+    tall = max(len(one.rows) for one in maps)
+    every = np.concatenate([one.values[np.isfinite(one.values)].ravel() for one in maps] or [np.zeros(0)])
+    with matplotlib.rc_context(STYLE | {"axes.grid": False, "axes.spines.left": False}):
+        height = rows * min(4.0, 0.75 + 0.16 * max(tall, 4)) + 0.4
+        figure = _figure(10.4, height, left=0.4, right=1.3, top=0.25)
+        spread = {"wspace": 0.12, "hspace": 0.75 if rows > 1 else 0.2}
+        grid = figure.subplots(rows, columns, squeeze=False, gridspec_kw=spread)
+        norm, colors = _scale(every, log, even)
+        image = None
+        for place, one in zip(grid.flat, maps, strict=False):
+            place.set_title(_plain(one.title))
+            edges = _edges(one.steps)
+            values = np.log2(np.maximum(one.values, 2.0**-4)) if even else one.values
+            image = place.pcolormesh(
+                edges,
+                np.arange(len(one.rows) + 1) - 0.5,
+                np.ma.masked_invalid(values),
+                norm=norm,
+                cmap=colors,
+                edgecolors="face",  # or a browser shows lines between the cells
+                linewidth=0.3,
+                rasterized=values.size > 4000,
+            )
+            place.invert_yaxis()
+            shown = range(0, len(one.rows), max(1, -(-len(one.rows) // 16)))
+            place.set_yticks(list(shown), [_plain(one.rows[row]) for row in shown])
+            place.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+        for place in list(grid.flat)[len(maps) :]:
+            place.set_axis_off()
+        if image is not None:
+            bar = figure.colorbar(image, cax=figure.add_axes((1 - 1.15 / 10.4, 0.25, 0.012, 0.5)))
+            bar.ax.minorticks_off()
+            bar.set_label(_plain(unit))
+            if even:
+                bar.set_ticks([-2, -1, 0, 1, 2], labels=["1/4", "1/2", "1", "2", "4"])
+        figure.supxlabel("step", fontsize=9)
+        return _svg(figure, key)
+
+
+def _scale(every: np.ndarray, log: bool, even: bool) -> tuple[Normalize, str]:
+    if even:
+        return Normalize(-2, 2), "RdBu_r"
+    positive = every[every > 0]
+    if log and positive.size and positive.max() > positive.min():
+        return LogNorm(positive.min(), positive.max()), "viridis"
+    low, high = (float(every.min()), float(every.max())) if every.size else (0.0, 1.0)
+    return Normalize(low, high if high > low else low + 1), "viridis"
+
+
+def _edges(steps: Sequence[int]) -> np.ndarray:
+    """Return the borders of the cells whose centres are `steps`."""
+    centres = np.asarray(steps, dtype=float)
+    if len(centres) == 1:
+        return np.array([centres[0] - 0.5, centres[0] + 0.5])
+    middle = (centres[1:] + centres[:-1]) / 2
+    return np.concatenate([[centres[0] - (middle[0] - centres[0])], middle, [2 * centres[-1] - middle[-1]]])
+
+
+def shares(key: str, bars: Mapping[str, Mapping[str, float]], unit: str, absent: str) -> str:
+    """Draw one horizontal bar for each run, of at most seven parts that follow each other, and a grey one, `absent`."""
+    names = list(dict.fromkeys(part for parts in bars.values() for part in parts))
+    with matplotlib.rc_context(STYLE):
+        figure = _figure(10.4, 1.0 + 0.45 * len(bars), left=1.1, top=0.4)
+        axes = figure.add_subplot()
+        left = np.zeros(len(bars))
+        colored = [name for name in names if name != absent]
+        assert len(colored) <= len(COLORS), f"more parts than colours: {colored}"
+        for name in names:
+            widths = np.array([parts.get(name, 0.0) for parts in bars.values()])
+            axes.barh(
+                list(map(_plain, bars)),
+                widths,
+                left=left,
+                label=_plain(name),
+                height=0.6,
+                color=ABSENT if name == absent else COLORS[colored.index(name)],
+                edgecolor="white",
+            )
+            left += widths
+        axes.invert_yaxis()
+        axes.set_xlabel(_plain(unit))
+        axes.grid(axis="y", visible=False)
+        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=min(8, len(names)))
+        return _svg(figure, key)
+
+
+@dataclass
+class Lane:
+    """Events of one kind: when (in minutes) they were."""
+
+    name: str
+    minutes: list[float] = field(default_factory=list)
+
+
+def lanes(key: str, drawn: Sequence[Lane]) -> str:
+    """Draw events over the time of the clock, a lane for each kind."""
+    with matplotlib.rc_context(STYLE):
+        figure = _figure(10.4, 0.7 + 0.26 * len(drawn), left=1.1)
+        axes = figure.add_subplot()
+        for number, lane in enumerate(drawn):
+            color = COLORS[number % len(COLORS)]
+            axes.scatter(lane.minutes, [_plain(lane.name)] * len(lane.minutes), s=26, color=color, zorder=3)
+        axes.invert_yaxis()
+        axes.margins(y=0.12)
+        axes.set_xlabel("minutes since the first start")
+        return _svg(figure, key)
+
+
+def _figure(
+    width: float,
+    height: float,
+    *,
+    left: float = 0.75,
+    right: float = 0.12,
+    top: float = 0.1,
+    bottom: float = 0.42,
+) -> Figure:
+    """Return a figure with these margins, all in inches: matplotlib's own layout takes most of the time of a page."""
+    figure = Figure(figsize=(width, height))
+    figure.subplots_adjust(left / width, bottom / height, 1 - right / width, 1 - top / height)
+    return figure
+
+
+def _svg(figure: Figure, key: str) -> str:
+    """Return the figure as an element for a page. Its ids begin with `key`, so that figures do not share any."""
+    written = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": key}):
+        figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
+    text = written.getvalue()
+    text = text[text.index("<svg") :]
+    used = set(re.findall(r"#([\w-]+)", text))
+    text = re.sub(r' id="([^"]+)"', lambda match: f' id="{key}-{match[1]}"' if match[1] in used else "", text)
+    text = re.sub(r'(href="|url\()#', rf"\g<1>#{key}-", text)
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
+    return re.sub(r'(<svg [^>]*?) height="[^"]*"', r"\1", text, count=1).replace(
+        ' width="', ' data-width="', 1
+    )

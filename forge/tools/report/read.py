@@ -1,0 +1,81 @@
+"""`RunRecord`: what the directory of a run holds, read as far as it can be read, whatever state the run was left in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from forge.config.toml import read_toml
+from forge.observe.json_lines import read_lines, read_object
+from forge.runtime.errors import UserError
+
+Points = tuple[list[int], list[float]]
+
+
+@dataclass
+class RunRecord:
+    """config, status: as read from their files, empty where there is none. lines, events: of the .jsonl files.
+
+    plan: what `train.py --plan --json` prints for the run, or its `problem`. No file of the run: who wants it sets it.
+    """
+
+    path: Path
+    name: str
+    config: dict[str, Any] = field(default_factory=dict)
+    status: dict[str, Any] = field(default_factory=dict)
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    plan: dict[str, Any] = field(default_factory=dict)
+
+    def series(self, *keys: str) -> Points:
+        """Return steps and values of a field of the metrics, given by its path; lines without the number are left out."""
+        steps, values = [], []
+        for line in self.lines:
+            value: Any = line
+            for key in keys:
+                value = value.get(key) if isinstance(value, dict) else None
+            if isinstance(value, int | float):
+                steps.append(int(line["step"]))
+                values.append(float(value))
+        return steps, values
+
+    def names(self, *keys: str) -> list[str]:
+        """Return the names that the object at this path of the metrics has on any line, in the order of their coming."""
+        found: dict[str, None] = {}
+        for line in self.lines:
+            value: Any = line
+            for key in keys:
+                value = value.get(key) if isinstance(value, dict) else None
+            if isinstance(value, dict):
+                found.update(dict.fromkeys(value))
+        return list(found)
+
+    def having(self, key: str) -> Iterator[tuple[int, Any]]:
+        """Yield step and value of every line of the metrics that has `key`."""
+        return ((int(line["step"]), line[key]) for line in self.lines if key in line)
+
+    def events_of(self, *kinds: str) -> list[dict[str, Any]]:
+        """Return the events of these kinds, in order."""
+        return [event for event in self.events if event["event"] in kinds]
+
+
+def read_run(path: Path) -> RunRecord:
+    """Read the directory of a run. Raises UserError if it is none; what is torn or missing inside is left out."""
+    if not (path / "events.jsonl").exists() and not (path / "metrics.jsonl").exists():
+        raise UserError(
+            f"{path} is not the directory of a run: it has neither metrics.jsonl nor events.jsonl"
+        )
+    config: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
+        config = read_toml((path / "config.toml").read_text("utf-8"))
+    return RunRecord(
+        path,
+        path.resolve().name,
+        config,
+        read_object(path / "status.json"),
+        read_lines(path / "metrics.jsonl", "step"),
+        read_lines(path / "events.jsonl", "event"),
+    )

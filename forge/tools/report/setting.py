@@ -1,0 +1,128 @@
+"""Sections about what a run was: layout, configuration, plan against measurement, environment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from forge.observe.metrics import flat
+from forge.tools.report.parts import Part, Section, Table, Text
+from forge.tools.report.read import RunRecord
+
+GIB = 1024**3
+PLANNED = (
+    "Memory of the rank that needs most, as train.py --plan has it, against rank 0 in its first step: on a CPU by the growth "
+    "of the process. The time of a step is planned for known or measured hardware only; measured is the median."
+)
+
+
+def setting_sections(runs: Sequence[RunRecord]) -> list[Section]:
+    """Return the sections on layout, configuration, plan and environment."""
+    return [
+        Section("Layout", parts=_layout(runs)),
+        Section("Memory", parts=_memory(runs)),
+        Section("Planned and measured", PLANNED if any(run.plan for run in runs) else "", _planned(runs)),
+        Section("Configuration", parts=_config(runs)),
+        Section("Environment", parts=_environment(runs)),
+    ]
+
+
+def _columns(caption: str, of_runs: dict[str, dict[str, Any]]) -> list[Part]:
+    """Return a table with a column for each run, without rows that no run has."""
+    keys = list(dict.fromkeys(key for values in of_runs.values() for key in values))
+    rows = [[key, *(values.get(key) for values in of_runs.values())] for key in keys]
+    return [Table(caption, ["", *of_runs], rows)] if rows else []
+
+
+def _layout(runs: Sequence[RunRecord]) -> list[Part]:
+    found = {}
+    for run in runs:
+        started = run.events_of("started")
+        if started:
+            last = started[-1]
+            engine = run.config.get("parallel", {}).get("data_parallel")
+            found[run.name] = {
+                "ranks": last.get("world_size"),
+                "launcher": last.get("launcher"),
+                "engine": engine,
+            }
+            found[run.name] |= last.get("layout", {})
+    return _columns("Degrees of parallelism of the latest start", found)
+
+
+def _memory(runs: Sequence[RunRecord]) -> list[Part]:
+    found = {
+        run.name: {
+            key.removesuffix("_bytes"): value / GIB
+            for key, value in run.events_of("memory")[-1].items()
+            if key.endswith("_bytes")
+        }
+        for run in runs
+        if run.events_of("memory")
+    }
+    return _columns("What rank 0 holds, in GiB", found)
+
+
+# Bytes of a plan and of the event `memory`.
+KINDS = ("parameters", "masters", "gradients", "optimizer", "buckets", "activations")
+
+
+def _planned(runs: Sequence[RunRecord]) -> list[Part]:
+    parts: list[Part] = []
+    for run in runs:
+        if not run.plan:
+            continue
+        if "problem" in run.plan:
+            parts.append(Text(f"{run.name}: no plan", run.plan["problem"]))
+            continue
+        planned, events = run.plan["memory"], run.events_of("memory")
+        measured = {kind: events[-1].get(f"{kind}_bytes") for kind in KINDS} if events else {}
+        rows: list[list[Any]] = []
+        for kind in KINDS:
+            pair = planned[kind], measured.get(kind)
+            if any(pair):
+                rows.append([f"{kind}, GiB", *(None if one is None else one / GIB for one in pair)])
+        total = sum(size or 0 for size in measured.values()) / GIB if measured else None
+        rows.append(["all of these at the peak of a step, GiB", planned["peak"] / GIB, total])
+        everything = max(run.series("memory_gib")[1], default=None)
+        if everything is not None:
+            guess = (planned["peak"] + planned["other"]) / GIB if planned["other"] else None
+            rows.append(["with all else in the process, GiB", guess, everything])
+        times = run.series("step_time_s")[1]
+        step = None if run.plan["time"] is None else run.plan["time"]["step_s"]
+        if step is not None or times:
+            rows.append(["time of a step, s", step, median(times) if times else None])
+        parts.append(Table(f"{run.name}: the plan against the run", ["", "planned", "measured"], rows))
+    return parts
+
+
+def _config(runs: Sequence[RunRecord]) -> list[Part]:
+    configs = [dict(flat(run.config)) for run in runs]
+    keys = list(dict.fromkeys(key for config in configs for key in config))
+    names = [run.name for run in runs]
+    if len(runs) > 1:
+        rows = [
+            [key, *(_text(config.get(key)) for config in configs)]
+            for key in keys
+            if len({_text(config.get(key)) for config in configs}) > 1
+        ]
+        return [Table("Keys that differ", ["key", *names], rows)] if rows else []
+    return (
+        [Table("config.toml", ["key", names[0]], [[key, _text(configs[0][key])] for key in keys])]
+        if keys
+        else []
+    )
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value)
+
+
+def _environment(runs: Sequence[RunRecord]) -> list[Part]:
+    found = {}
+    for run in runs:
+        started = run.events_of("started")
+        environment = dict(started[-1].get("environment", {})) if started else {}
+        found[run.name] = environment | {"host of rank 0": run.status.get("host")}
+    return _columns("The latest start", found)

@@ -1,0 +1,139 @@
+"""Sizes of activations over widths: the check that a parametrization does what it promises (arXiv:2203.03466, appendix D.1).
+
+After a few steps every activation has changed by an amount that does not depend on the width. If some change grows with it,
+the learning rate that a narrow model likes is too high for a wide one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forge.config import Config
+from forge.data.build import build_dataset
+from forge.data.loader import stack_windows
+from forge.model import Transformer
+from forge.optim import build_optimizer
+from forge.parallel.build import build_meta_model
+from forge.parallel.initialize import initialize
+from forge.parallel.parametrization import parametrize
+from forge.parallel.precision import DTYPES
+from forge.runtime.errors import UserError
+from forge.shard import Shard
+
+# Keys of [model] that are sizes and grow with model.dim; with a fixed size of heads their number grows.
+SIZES = ("n_heads", "n_kv_heads", "ffn_dim")
+OF_TABLES = {
+    "moe": ("expert_dim",),
+    "mla": ("q_lora_rank", "kv_lora_rank"),
+    "linear_attention": ("n_key_heads", "n_value_heads"),
+}
+
+
+def of_width(config: Config, dim: int) -> Config:
+    """Return `config` with `model.dim = dim` and sizes inside blocks in proportion. UserError where they are not whole."""
+    tree = config.model_dump(mode="json", exclude_none=True)
+    model, ratio = tree["model"], dim / config.model.dim
+    places = [(model, key) for key in ("dim", *SIZES)]
+    places += [(model[table], key) for table, keys in OF_TABLES.items() if table in model for key in keys]
+    for table, key in places:
+        size = table[key] * ratio
+        if size != int(size) or (table[key] and size < 1):
+            raise UserError(
+                f"width {dim}: model.{key} = {table[key]} times {dim} / {config.model.dim} is {size:g}, no whole number; "
+                "take widths that are multiples of model.dim"
+            )
+        table[key] = int(size)
+    return type(config).model_validate(tree)
+
+
+def changes_of_activations(config: Config, steps: int) -> dict[str, float]:
+    """Return how much each activation has changed after `steps` optimizer steps: name -> root mean square, in one process.
+
+    Steps have the learning rate `optimizer.lr` without a schedule, the global batch of the config and no clipping.
+    """
+    torch.manual_seed(config.run.seed)
+    model = build_meta_model(config)
+    model.to_empty(device="cpu")
+    shards = [Shard.whole(name, parameter) for name, parameter in model.named_parameters()]
+    heads = model.heads()
+    for shard in shards:
+        shard.heads = heads.get(shard.name, 1)
+    initialize(shards, parametrize(model.initial_values(), shards, config), config.run.seed)
+    model.reset_buffers(DTYPES[config.precision.compute])
+    optimizer = build_optimizer(shards, config.optimizer)
+    batches = _batches(config)
+    tokens, _ = next(batches)
+    before = _activations(model, tokens)
+    for _, (inputs, labels) in zip(range(steps), batches, strict=False):
+        model.zero_grad()
+        sums = model(inputs, labels)
+        (sums[0] / labels.numel()).backward()
+        optimizer.step(config.optimizer.lr, torch.zeros(()))
+    after = _activations(model, tokens)
+    return {name: float((after[name] - before[name]).square().mean().sqrt()) for name in before}
+
+
+def growth(sizes: dict[int, float]) -> float:
+    """Return the power of the width by which sizes (by width) grow: the slope of a line through their logarithms."""
+    xs, ys = zip(*((math.log(width), math.log(size)) for width, size in sizes.items()), strict=True)
+    mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
+    covariance = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))
+    return covariance / sum((x - mean_x) ** 2 for x in xs)
+
+
+def check_widths(
+    config: Config, widths: Sequence[int], steps: int, report: Callable[[int], None] = lambda width: None
+) -> dict[str, dict[int, float]]:
+    """Return activation -> width -> its change, in the order of the forward."""
+    found: dict[str, dict[int, float]] = {}
+    for width in widths:
+        report(width)
+        for name, size in changes_of_activations(of_width(config, width), steps).items():
+            found.setdefault(name, {})[width] = size
+    return found
+
+
+def _batches(config: Config) -> Iterator[tuple[Tensor, Tensor]]:
+    dataset, train, first = build_dataset(config), config.train, 0
+    while True:
+        samples = range(first, first + train.global_batch_size)
+        rows = (dataset[sample] for sample in samples)
+        batch = stack_windows(rows, len(samples), train.seq_len, False, first)
+        yield batch.tokens, batch.labels
+        first += train.global_batch_size
+
+
+def _activations(model: Transformer, tokens: Tensor) -> dict[str, Tensor]:
+    """Return the outputs of the embedding, of each half of each block, of each block, and the logits, for `tokens`."""
+    found: dict[str, Tensor] = {}
+    with torch.no_grad(), _watching(model, found):
+        found["logits"] = model(tokens).double()
+    return found
+
+
+@contextmanager
+def _watching(model: Transformer, found: dict[str, Tensor]) -> Iterator[None]:
+    named: dict[str, nn.Module] = {} if model.embedding is None else {"embedding": model.embedding}
+    for layer in model.trunk:
+        block: Any = model.layers[layer]
+        named |= {f"{layer} attention": block.attention, f"{layer} feed-forward": block.feed_forward}
+        named[f"{layer} stream"] = block
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, arguments: Any, output: Tensor) -> None:
+            found[name] = output.detach().double()
+
+        return hook
+
+    handles = [module.register_forward_hook(keep(name)) for name, module in named.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

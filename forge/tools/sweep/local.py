@@ -1,0 +1,126 @@
+"""Run the trials of a sweep as processes on this machine. Finished runs are not repeated."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from forge.runtime.errors import STOPPED, UserError
+from forge.tools.sweep.results import Result, check_runs, result_of, rows, write_table
+from forge.tools.sweep.spec import Sweep, Trial, first_trials, next_trials
+
+TRAIN = Path(__file__).resolve().parents[3] / "train.py"
+PR_SET_PDEATHSIG = 1
+
+
+def run_sweep(
+    sweep: Sweep, report: Callable[[list[Result]], None], train: Sequence[str] | None = None
+) -> list[Result]:
+    """Make all runs of the sweep that are not finished; return the results of all rungs. train: the command of a run.
+
+    After each run write `table.json` to the sweep's folder and call `report`. The table depends only on the runs, so a sweep
+    that is killed and started again ends with the table of an undisturbed one. A failed run is left without a result.
+
+    Raises UserError for a run that was made with other values, and (exit 75) when a run was stopped or the time is over.
+    """
+    sweep.folder.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    trials, before = first_trials(sweep), list[Result]()
+    while trials:
+        _make(sweep, trials, before, report, train or command(sweep), began)
+        results = [result_of(sweep, trial) for trial in trials]
+        before += results
+        trials = next_trials(sweep, trials, {one.trial.number: one.mean for one in results if one.done})
+    return before
+
+
+def command(sweep: Sweep) -> list[str]:
+    """Return the command of a run, without its options."""
+    if sweep.processes == 1:
+        return [sys.executable, str(TRAIN)]
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *(f"--nproc-per-node={sweep.processes}", str(TRAIN)),
+    ]
+
+
+def _make(
+    sweep: Sweep,
+    trials: list[Trial],
+    before: list[Result],
+    report: Callable[[list[Result]], None],
+    train: Sequence[str],
+    began: float,
+) -> None:
+    """Make the runs of one rung."""
+    check_runs(sweep, trials)
+
+    def show() -> None:
+        results = [*before, *(result_of(sweep, trial) for trial in trials)]
+        write_table(sweep.folder / "table.json", rows(results, list(sweep.keys)))
+        report(results)
+
+    waiting = [
+        (trial, seed)
+        for trial in trials
+        for place, seed in enumerate(sweep.seeds)
+        if result_of(sweep, trial).states[place] not in ("finished", "no result")
+    ]
+    running: list[subprocess.Popen[bytes]] = []
+    failed: list[str] = []
+    show()
+    try:
+        while waiting or running:
+            over = sweep.budget_minutes and time.monotonic() - began > 60 * sweep.budget_minutes
+            if over and waiting:
+                waiting.clear()
+                failed.append(f"budget_minutes = {sweep.budget_minutes:g} is over")
+            while waiting and len(running) < sweep.workers:
+                trial, seed = waiting.pop(0)
+                running.append(_start(sweep, trial, seed, train))
+            ended = [process for process in running if process.poll() is not None]
+            for process in ended:
+                running.remove(process)
+                if process.returncode == STOPPED:
+                    failed.append("a run was stopped")
+                show()
+            if not ended:
+                time.sleep(0.2)
+    except BaseException:
+        for process in running:
+            process.send_signal(signal.SIGTERM)
+        for process in running:
+            process.wait()
+        raise
+    if failed:
+        raise UserError(f"{failed[0]}; the same command goes on from here", exit_code=STOPPED)
+
+
+def _start(sweep: Sweep, trial: Trial, seed: int, train: Sequence[str]) -> subprocess.Popen[bytes]:
+    # The kernel ends the launcher when the sweep dies; with this variable the ranks end with their launcher.
+    environment = os.environ | {"FORGE_END_WITH_LAUNCHER": "1"}
+    if sweep.threads:
+        environment["OMP_NUM_THREADS"] = str(sweep.threads)
+    options = trial.options(sweep, seed)
+    with (sweep.folder / f"{trial.run_name(seed)}.log").open("ab") as log:
+        return subprocess.Popen(
+            [*train, *options],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on once
+            preexec_fn=_end_with_parent,
+        )
+
+
+def _end_with_parent() -> None:
+    """Let the kernel kill this process when the sweep dies: else a new start would find the run's directory in use."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

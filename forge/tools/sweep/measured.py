@@ -1,0 +1,84 @@
+"""`Measured`: a run as a point of a law."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from forge.config import parse_toml_text
+from forge.config.extensions import require_trust
+from forge.model import parameter_counts
+from forge.observe.json_lines import read_lines, read_object
+from forge.parallel.build import build_meta_model
+from forge.runtime.errors import UserError
+from forge.tools.sweep.results import metric_of
+
+
+@dataclass(frozen=True)
+class Measured:
+    """parameters: those that a token uses. tokens: trained on. batch: tokens per step. loss: at the end."""
+
+    path: Path
+    parameters: float
+    tokens: float
+    batch: float
+    lr: float
+    loss: float
+
+
+def measure(path: Path, metric: str, trust: bool = False) -> Measured:
+    """Read a finished run. trust: import the class that its model.kind may name.
+
+    Raises UserError if the run is not finished, has no such metric or needs trust.
+    """
+    if read_object(path / "status.json").get("state") != "finished":
+        raise UserError(
+            f"{path}: is not the directory of a finished run; a law needs losses at the end of a schedule"
+        )
+    config = parse_toml_text((path / "config.toml").read_text("utf-8"), str(path), import_classes=False)
+    if not trust:
+        require_trust(config, str(path / "config.toml"), ["model.kind"])
+    lines = read_lines(path / "metrics.jsonl", "step")
+    loss = metric_of(lines, metric)
+    if loss is None:
+        raise UserError(f"{path}: has no {metric} in its metrics.jsonl")
+    tokens = max(line.get("tokens", 0) for line in lines)
+    return Measured(
+        path,
+        float(parameter_counts(build_meta_model(config)).active),
+        float(tokens),
+        float(config.train.global_batch_size * config.train.seq_len),
+        config.optimizer.lr,
+        loss,
+    )
+
+
+def find_runs(paths: Iterable[Path]) -> list[Path]:
+    """Return run directories: those given, and the finished ones in folders of runs such as a sweep's.
+
+    Raises UserError for a folder without a finished run.
+    """
+    found = []
+    for path in paths:
+        if (path / "status.json").is_file():
+            found.append(path)
+            continue
+        inside = sorted(file.parent for file in path.glob("*/status.json"))
+        if not inside:
+            raise UserError(f"{path}: is neither a run directory nor a folder of them")
+        finished = [run for run in inside if read_object(run / "status.json").get("state") == "finished"]
+        if not finished:
+            raise UserError(f"{path}: none of its {len(inside)} runs is finished; a law needs finished runs")
+        found += finished
+    return found
+
+
+def best_of_each(runs: Iterable[Measured]) -> list[Measured]:
+    """Return the run with the least loss for each pair of parameters and tokens: a law is of well-chosen runs."""
+    best: dict[tuple[float, float], Measured] = {}
+    for run in runs:
+        key = run.parameters, run.tokens
+        if key not in best or run.loss < best[key].loss:
+            best[key] = run
+    return [best[key] for key in sorted(best)]

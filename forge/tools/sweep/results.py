@@ -1,0 +1,127 @@
+"""The results of a sweep's runs, read from their directories."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forge.config import load_config
+from forge.config.keys import difference
+from forge.observe.json_lines import read_lines, read_object
+from forge.runtime.errors import UserError
+from forge.runtime.files import replace_atomically
+from forge.tools.sweep.spec import Sweep, Trial, config_of
+
+
+@dataclass(frozen=True)
+class Result:
+    """A trial and the results of its runs: the metric of each seed that is done, and the states of all runs."""
+
+    trial: Trial
+    values: list[float]
+    states: list[str]
+    tokens: int
+
+    @property
+    def done(self) -> bool:
+        return bool(self.values) and len(self.values) == len(self.states)
+
+    @property
+    def mean(self) -> float:
+        return sum(self.values) / len(self.values)
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation over the seeds; 0 for one."""
+        if len(self.values) < 2:
+            return 0.0
+        return math.sqrt(sum((value - self.mean) ** 2 for value in self.values) / (len(self.values) - 1))
+
+
+def result_of(sweep: Sweep, trial: Trial) -> Result:
+    """Return a trial's result so far. Reads the run directory of each seed, which `check_runs` has checked."""
+    values, states, tokens = [], [], 0
+    for seed in sweep.seeds:
+        path = sweep.folder / trial.run_name(seed)
+        state = str(read_object(path / "status.json").get("state", "waiting"))
+        lines = read_lines(path / "metrics.jsonl", "step") if path.exists() else []
+        tokens += max((line.get("tokens", 0) for line in lines), default=0)
+        value = metric_of(lines, sweep.metric) if state == "finished" else None
+        if state == "finished" and value is None:
+            state = "no result"
+        states.append(state)
+        values += [value] if value is not None else []
+    return Result(trial, values, states, tokens)
+
+
+def check_runs(sweep: Sweep, trials: Iterable[Trial]) -> None:
+    """Check that existing runs of the trials have the trials' configurations. Raises UserError at the first difference.
+
+    A run directory is named by its trial's number, so an edited sweep file finds runs that had other values.
+    """
+    for trial in trials:
+        for seed in sweep.seeds:
+            path = sweep.folder / trial.run_name(seed)
+            if not (path / "config.toml").exists():
+                continue
+            made = load_config(["--config", f"{path}/config.toml"])
+            for key, there, here in difference(made, config_of(sweep, trial, seed)):
+                if key != "run.output_dir":  # the sweep may have been moved
+                    raise UserError(
+                        f"{path}: was made with {key} = {there}, and the sweep has {here}: give the edited sweep another "
+                        "name, or remove this run's folder"
+                    )
+
+
+def metric_of(lines: Sequence[dict[str, Any]], metric: str) -> float | None:
+    """Return the metric of a run's lines; None if there is none, or it is not finite."""
+    if metric.startswith("eval."):
+        name = metric.removeprefix("eval.")
+        found = [line["eval"].get(name) for line in lines if "eval" in line]
+        return found[-1] if found and found[-1] is not None else None
+    losses = [line["loss"] for line in lines if "loss" in line and not line.get("skipped")]
+    last = losses[-max(1, len(losses) // 10) :]
+    return sum(last) / len(last) if last and None not in last else None
+
+
+def rows(results: Iterable[Result], keys: Sequence[str]) -> list[dict[str, Any]]:
+    """Return a row for each trial, the best first, then those that are not done, in their order."""
+    ranked = sorted(
+        results, key=lambda r: (-r.trial.rung, not r.done, r.mean if r.done else 0.0, r.trial.number)
+    )
+    return [
+        {
+            "trial": result.trial.number,
+            "rung": result.trial.rung,
+            **{key: result.trial.values[key] for key in keys},
+            "result": result.mean if result.done else None,
+            "spread": result.spread if result.done else None,
+            "tokens": result.tokens,
+            "state": result.states[0] if len(set(result.states)) == 1 else ", ".join(result.states),
+        }
+        for result in ranked
+    ]
+
+
+def as_text(table: Sequence[dict[str, Any]]) -> str:
+    """Return the table with aligned columns."""
+    head = list(table[0])
+    cells = [[_shown(row[name]) for name in head] for row in table]
+    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
+    lines = [head, *cells]
+    return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in lines)
+
+
+def write_table(path: Path, table: Sequence[dict[str, Any]]) -> None:
+    """Write the table as JSON; a reader finds the old one or the new."""
+    replace_atomically(path, (json.dumps(list(table), indent=1) + "\n").encode())
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.5g}" if isinstance(value, float) else str(value)

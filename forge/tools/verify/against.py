@@ -1,0 +1,127 @@
+"""One layout computed by this checkout of forge and by another one: what a change of the code changed.
+
+The other checkout records with the functions of this room, on its own model, layouts and optimizers: its `forge` is shown to
+its process with this folder in the place of its `verify`.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from forge.runtime.errors import UserError
+from forge.tools.verify.compare import Comparison, Difference, difference_of
+from forge.tools.verify.pieces import Key, Piece, whole
+from forge.tools.verify.ranks import RankFailed, run_ranks
+from forge.tools.verify.record import RankRecord, RankStep, Settings, record_on_rank
+
+LIMIT_S = 300.0
+_CODE = "import sys; from forge.tools.verify.against import record_to; record_to(*sys.argv[1:])"
+
+
+def require_checkout(checkout: Path) -> None:
+    """Raise UserError if there is no forge in the folder `checkout`."""
+    if not (checkout / "forge" / "tools" / "verify").is_dir():
+        raise UserError(f"--against {checkout}: is not a checkout of forge with a folder forge/tools/verify")
+
+
+def record_elsewhere(checkout: Path, text: str, world: int, settings: Settings) -> list[RankRecord]:
+    """Return what the forge of `checkout` computes with the configuration `text` on `world` ranks.
+
+    Raises UserError if it fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="forge-against-") as name:
+        folder = Path(name)
+        tools = folder / "forge" / "tools"
+        tools.mkdir(parents=True)
+        for path in (checkout / "forge").resolve().iterdir():
+            if path.name not in ("tools", "__pycache__"):
+                (folder / "forge" / path.name).symlink_to(path)
+        for path in (checkout / "forge" / "tools").resolve().iterdir():
+            if path.name not in ("verify", "__pycache__"):
+                (tools / path.name).symlink_to(path)
+        (tools / "verify").symlink_to(Path(__file__).resolve().parent)
+        request, answer = folder / "request", folder / "answer"
+        request.write_bytes(pickle.dumps((text, world, settings)))
+        command = [sys.executable, "-c", _CODE, str(request), str(answer)]
+        search = os.pathsep.join([str(folder), os.getcwd(), os.environ.get("PYTHONPATH", "")])
+        done = subprocess.run(
+            command,
+            cwd=folder,  # which `python -c` searches first
+            env={**os.environ, "PYTHONPATH": search},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+        if done.returncode:
+            problem = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "no message"
+            raise UserError(f"--against {checkout}: its forge fails on this configuration: {problem}")
+        return pickle.loads(answer.read_bytes())
+
+
+def record_to(request: str, answer: str) -> None:
+    """In the other checkout's process: record what `request` asks for, and write it to `answer`."""
+    text, world, settings = pickle.loads(Path(request).read_bytes())
+    try:
+        ranks = run_ranks(record_on_rank, world, text, settings, timeout=LIMIT_S)
+    except RankFailed as error:
+        print(error, file=sys.stderr)
+        sys.exit(1)
+    Path(answer).write_bytes(pickle.dumps(ranks))
+
+
+def compare_records(
+    new: Sequence[RankRecord], old: Sequence[RankRecord], bound: float
+) -> tuple[Comparison, list[str]]:
+    """Compare two records of the same layout rank by rank; return the differences, and modules in their order.
+
+    A tensor may differ by `bound` of its largest element; 0: not by a bit. Indices are those of the rank's own part.
+    """
+    result = Comparison()
+    order: list[str] = []
+    for rank, (mine, theirs) in enumerate(zip(new, old, strict=True)):
+        for number, (now, then) in enumerate(zip(mine.steps, theirs.steps, strict=True)):
+            before = dict(_tensors(then))
+            order = list(dict.fromkeys([*order, *(one.name for one in now.seen if one.output)]))
+            for (key, _), piece, other in _paired(dict(_tensors(now)), before):
+                expected = other.values
+                size = expected.abs().max().item() if expected.numel() else 0.0
+                equal = Difference(number, *key, rank, (), 0.0, 0.0, 0.0)
+                found = difference_of(equal, expected, [whole(piece.values)], size or 1.0)
+                result.compared += 1
+                result.largest[key[0]] = max(result.largest.get(key[0], 0.0), found.size)
+                if found.size > bound:
+                    result.differences.append(found)
+    return result, order
+
+
+def _tensors(step: RankStep) -> Iterator[tuple[tuple[Key, int], Piece]]:
+    """All tensors of a step on one rank, each under its key and a number: microbatches, boxes."""
+    numbers: Counter[Key] = Counter()
+    for key, pieces in step.pieces.items():
+        for number, piece in enumerate(pieces):
+            yield (key, number), piece
+    for one in step.seen:
+        key = "output" if one.output else "input", one.name
+        yield (key, numbers[key]), whole(one.values)
+        numbers[key] += 1
+
+
+def _paired(
+    now: dict[tuple[Key, int], Piece], then: dict[tuple[Key, int], Piece]
+) -> Iterator[tuple[tuple[Key, int], Piece, Piece]]:
+    """Pairs of the same tensor. Raises UserError if one side has a parameter or a shape that the other has not."""
+    for place in {**then, **now}:
+        (kind, name), _ = place
+        mine, theirs = now.get(place), then.get(place)
+        if mine is not None and theirs is not None and mine.values.shape == theirs.values.shape:
+            yield place, mine, theirs
+        elif kind in ("initial", "gradient", "parameter"):
+            shapes = [None if one is None else tuple(one.values.shape) for one in (theirs, mine)]
+            raise UserError(f"--against: the {kind} {name} has shape {shapes[0]} there, {shapes[1]} here")

@@ -1,0 +1,151 @@
+"""What goes into modules and comes out of them, on one rank, and where in the global batch it belongs.
+
+Hooks record the first tensor argument and the outputs of every module in the order in which forwards end: children before
+their parents. So the first module in this order whose output differs, while its input does not, is where a difference
+arose. Which part of the global tensor a rank has follows from shapes: of a sequence of `seq` tokens a rank of cp has two
+chunks, of which a rank of tp may have a piece, and of features or heads a rank of tp has either all or its share.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from forge.parallel.context import SequenceSplit
+from forge.parallel.mesh import Meshes
+from forge.tools.verify.pieces import Place
+
+# Modules whose tensors are sorted by expert, so that their order depends on the layout, or which only hold others.
+HIDDEN = (".experts",)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of the global batch that a rank computes with.
+
+    first_row: the first global sample of this rank; positions: its tokens of each sequence; tp, tp_rank: into how many
+    pieces tensor parallelism divides sequences or features, and which of them is this rank's.
+    """
+
+    first_row: int
+    positions: tuple[int, ...]
+    tp: int = 1
+    tp_rank: int = 0
+
+    @classmethod
+    def of(cls, meshes: Meshes, batch: int, seq: int) -> Part:
+        """Return this rank's part of a global batch of `batch` sequences of `seq` tokens."""
+        split = SequenceSplit(meshes.cp)
+        positions = split.indices(seq, torch.device("cpu")).tolist()
+        first = meshes.data_rank * (batch // meshes.data_ranks)
+        return cls(first, tuple(positions), meshes.tp.size(), meshes.tp.get_local_rank())
+
+    def place(self, row: int, local: torch.Size, whole: torch.Size) -> Place | None:
+        """Return where a local tensor `[batch, seq, ...]` lies in the global one; None if the shapes do not say.
+
+        row: the first of its sequences, counted on this rank.
+        """
+        if len(local) != len(whole) or len(local) < 2 or local[0] > whole[0]:
+            return None
+        begin = self.first_row + row
+        positions = self.positions
+        if local[1] * self.tp == len(self.positions):
+            positions = self.positions[self.tp_rank * local[1] :][: local[1]]
+        elif local[1] != len(self.positions):
+            return None
+        features = []
+        for mine, all_of_them in zip(local[2:], whole[2:], strict=True):
+            if mine not in (all_of_them, all_of_them / self.tp):
+                return None
+            start = 0 if mine == all_of_them else mine * self.tp_rank
+            features.append(slice(start, start + mine))
+        return (slice(begin, begin + local[0]), positions, *features)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A tensor at a border: `values` of the module `name`, from local row `row` on; `output` or else input."""
+
+    name: str
+    output: bool
+    row: int
+    values: Tensor
+
+
+class Borders:
+    """Records the borders of all modules of `parts` from now on; `take` returns what has been recorded since."""
+
+    def __init__(self, parts: Iterable[nn.Module]):
+        self._seen: list[Seen] = []
+        self._rows: Counter[tuple[str, bool]] = Counter()
+        self._handles: list[Any] = []
+        for part in parts:
+            for name, module in part.named_modules():
+                if name and type(module).forward is not nn.Module.forward and not _is_hidden(name):
+                    # Before the forward: a module may write into its input.
+                    self._handles.append(module.register_forward_pre_hook(self._input_hook(name)))
+                    self._handles.append(module.register_forward_hook(self._output_hook(name)))
+
+    def take(self) -> list[Seen]:
+        """Return the tensors since the last call, in order, and begin a new step."""
+        seen, self._seen = self._seen, []
+        self._rows.clear()
+        return seen
+
+    def remove(self) -> None:
+        """Record nothing from now on."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _input_hook(self, name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, args: tuple[Any, ...]) -> None:
+            if not _recomputing() and args and (given := _local(args[0])) is not None:
+                self._add(name, False, given)
+
+        return hook
+
+    def _output_hook(self, name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if _recomputing():
+                return
+            rows = args[0].shape if args and isinstance(args[0], Tensor) and args[0].ndim == 3 else None
+            for number, one in enumerate(output if isinstance(output, tuple | list) else (output,)):
+                found = _local(one)
+                if found is None:
+                    continue
+                if rows is not None and found.shape[0] == rows[:2].numel():
+                    found = found.unflatten(0, rows[:2])
+                self._add(name if number == 0 else f"{name}[{number}]", True, found)
+
+        return hook
+
+    def _add(self, name: str, output: bool, values: Tensor) -> None:
+        row = self._rows[name, output]
+        self._rows[name, output] += len(values) if values.ndim else 1
+        self._seen.append(Seen(name, output, row, values))
+
+
+def _local(value: Any) -> Tensor | None:
+    """Return a copy of this rank's part of `value`; None for what is no activation."""
+    if isinstance(value, DTensor):
+        if any(placement.is_partial() for placement in value.placements):
+            return None
+        value = value.to_local()
+    if not isinstance(value, Tensor) or value.ndim < 2:
+        return None
+    return value.detach().clone().cpu()
+
+
+def _recomputing() -> bool:
+    """Whether this is inside of a backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _is_hidden(name: str) -> bool:
+    return any(f"{part}." in f"{name}." for part in HIDDEN)

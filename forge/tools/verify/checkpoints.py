@@ -1,0 +1,80 @@
+"""Checkpoints of a layout: what it saved, what it loads of another layout's, and what it goes on from.
+
+A folder has the checkpoint of one layout, and its tensors once more as whole ones, read by one rank: what any other layout
+that loads the checkpoint must have, bit for bit.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from forge.checkpoint import Checkpoints, read_state
+from forge.optim import Optimizer
+from forge.parallel.step.model import ParallelModel
+from forge.run.restore import load_training_state
+from forge.run.resume import ResumePoint
+from forge.shard import Shard
+from forge.tools.verify.pieces import Key, Piece, pieces_of, whole
+from forge.train.state import all_tensors
+
+WHOLE = "whole.pt"
+
+
+def save(folder: str, step: int, tensors: dict[str, tuple[Shard, Tensor]], optimizer: Optimizer) -> None:
+    """Save tensors and the optimizer's state as the checkpoint of `step` in `folder`. Collective."""
+    state: dict[str, Any] = {"progress": {"step": step}, "optimizer": optimizer.state()}
+    (outcome,) = Checkpoints(Path(folder), mode="sync").save(step, tensors, state, {}, {})
+    if outcome.error is not None:
+        raise RuntimeError(f"the checkpoint cannot be saved: {outcome.error}")
+
+
+def save_and_read(
+    model: ParallelModel, optimizer: Optimizer, folder: str, step: int
+) -> dict[Key, list[Piece]]:
+    """Save the layout's checkpoint, and return its tensors (kind `saved`), read as whole ones, on rank 0. Collective."""
+    tensors = all_tensors(model, optimizer)
+    save(folder, step, tensors, optimizer)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, {name: (s.global_shape, v.dtype) for name, (s, v) in tensors.items()})
+    formats = {name: value for one in everyone for name, value in one.items()}
+    wholes = {
+        name: torch.full(tuple(shape), torch.nan if dtype.is_floating_point else -1, dtype=dtype)
+        for name, (shape, dtype) in formats.items()
+    }
+    checkpoints = Checkpoints(Path(folder), mode="sync")
+    checkpoints.load(
+        checkpoints.path(step), {name: (Shard.whole(name, values), values) for name, values in wholes.items()}
+    )
+    if dist.get_rank() != 0:
+        return {}
+    keep_whole(folder, wholes)
+    return {("saved", name): [whole(values)] for name, values in wholes.items()}
+
+
+def keep_whole(folder: str, wholes: dict[str, Tensor]) -> None:
+    """Write the whole tensors of the checkpoint in `folder` beside it, for `read_whole`."""
+    torch.save(wholes, Path(folder) / WHOLE)
+
+
+def read_whole(folder: str) -> dict[Key, Tensor]:
+    """Return what a layout must have (kind `loaded`) that has loaded the checkpoint in `folder`."""
+    wholes: dict[str, Tensor] = torch.load(Path(folder) / WHOLE)
+    return {("loaded", name): values for name, values in wholes.items()}
+
+
+def load(model: ParallelModel, optimizer: Optimizer, folder: str, step: int) -> dict[Key, list[Piece]]:
+    """Load the checkpoint in `folder`; return what this rank then has of its tensors (kind `loaded`). Collective."""
+    for _, values in all_tensors(model, optimizer).values():
+        # What a checkpoint leaves out must not look right.
+        values.fill_(torch.nan if values.is_floating_point() else -1)
+    path = Checkpoints(Path(folder), mode="sync").path(step)
+    load_training_state(ResumePoint(path, read_state(path)), model, optimizer)
+    found: dict[Key, list[Piece]] = {}
+    for name, (shard, values) in all_tensors(model, optimizer).items():
+        found["loaded", name] = pieces_of("", [(shard, values)])["", shard.name]
+    return found

@@ -1,0 +1,210 @@
+"""Compare what ranks computed with the reference, number by number.
+
+A tensor's difference is the largest of its elements', relative to the tensor's largest element, or to a thousandth of the
+largest one of all tensors of its kind in the step if that is more: a gradient that is 0 but for rounding has no size of its
+own. Initial parameters, and what a checkpoint restores, must be equal bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf, nan
+
+import torch
+from torch import Tensor
+
+from forge.tools.verify.pieces import Key, Piece, Place, global_index, index_sum, part_of
+from forge.tools.verify.record import RankRecord, RankStep, WholeRecord
+
+TOLERANCE, FLOOR = 1e-9, 1e-3
+EXACT = ("initial", "loaded", "resumed")
+# The last step made again from a checkpoint: the layout's own, and another layout's.
+AGAIN = ("resumed", "continued")
+# Of these the ranks together must hold every element.
+COMPLETE = ("initial", "gradient", "parameter", "optimizer", "router", "hooked", "saved", "loaded")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest difference of one tensor, on one rank.
+
+    step: 0 for the initial parameters. index: in the global tensor. size: relative, as in this file's docstring. Where part
+    of the tensor is on no rank, rank is -1 and `found` is NaN. digest: the numbers are digests of the whole tensor. part:
+    what the rank holds of the global tensor, with this element; () if it holds all of it, or that is not known.
+    """
+
+    step: int
+    kind: str
+    name: str
+    rank: int
+    index: tuple[int, ...]
+    found: float
+    expected: float
+    size: float
+    digest: bool = False
+    part: Place = ()
+
+    @property
+    def what(self) -> str:
+        """Such as `gradient of layers.0.attention.wq.weight`."""
+        return f"{self.kind} of {self.name}"
+
+
+@dataclass
+class Comparison:
+    """differences: one per tensor, those above the tolerance. largest: by kind, of all tensors, equal ones included.
+    compared: the number of tensors. counted: how many elements of each tensor are held, copies not counted. index_sums: of
+    their flat indices, so that an element twice does not stand for one that is missing. unplaced: what
+    cannot be compared: modules whose shapes do not say which part of the global tensor a rank has, curves of hooks that
+    differ from one run to the next."""
+
+    differences: list[Difference] = field(default_factory=list)
+    largest: dict[str, float] = field(default_factory=dict)
+    compared: int = 0
+    counted: dict[tuple[int, Key], int] = field(default_factory=dict)
+    index_sums: dict[tuple[int, Key], int] = field(default_factory=dict)
+    unplaced: set[str] = field(default_factory=set)
+
+
+def compare_rank(
+    reference: WholeRecord,
+    rank: int,
+    record: RankRecord,
+    tolerance: float = TOLERANCE,
+    *,
+    absolute: bool = False,
+) -> Comparison:
+    """Compare what one rank recorded with the reference. `absolute`: differences are not relative to anything."""
+    result = Comparison()
+    for number, (whole, step) in enumerate(zip(reference.steps, record.steps, strict=True)):
+        sizes = {key: _largest(tensor) for key, tensor in whole.items()}
+        floors: dict[str, float] = defaultdict(float)
+        for (kind, _), size in sizes.items():
+            floors[kind] = max(floors[kind], FLOOR * size)
+        for key, pieces in _held(whole, step, result).items():
+            if key[0] == "resumed":
+                continue
+            same = _first_time(key)
+            if same not in whole:
+                result.unplaced.add(key[1])
+                continue
+            scale = 1.0 if absolute else max(sizes[same], floors[same[0]])
+            found = difference_of(
+                Difference(number, *key, rank, (), 0.0, 0.0, 0.0), whole[same], pieces, scale or 1.0
+            )
+            result.compared += 1
+            result.largest[key[0]] = max(result.largest.get(key[0], 0.0), found.size)
+            counted = [piece for piece in pieces if piece.counted]
+            result.counted[number, key] = sum(piece.values.numel() for piece in counted)
+            shape = whole[same].shape
+            result.index_sums[number, key] = sum(index_sum(piece.place, shape) for piece in counted)
+            if not found.size <= (0.0 if key[0] in EXACT else tolerance):
+                result.differences.append(found)
+    result.differences += _resumed(rank, record)
+    return result
+
+
+def merge(comparisons: Sequence[Comparison], expected: dict[tuple[int, Key], int]) -> Comparison:
+    """Return the comparison over all ranks; of each tensor the rank with the largest difference stays.
+
+    expected: the number of elements of each tensor of the reference by step and key. A tensor of which no rank holds some
+    element is a difference, unless no rank has any tensor of its kind: not every layout has an activation at each border.
+    """
+    result = Comparison()
+    worst: dict[tuple[int, str, str], Difference] = {}
+    for one in comparisons:
+        result.unplaced |= one.unplaced
+        result.compared += one.compared
+        for kind, size in one.largest.items():
+            result.largest[kind] = max(result.largest.get(kind, 0.0), size)
+        for place, number in one.counted.items():
+            result.counted[place] = result.counted.get(place, 0) + number
+            result.index_sums[place] = result.index_sums.get(place, 0) + one.index_sums[place]
+        for found in one.differences:
+            name = found.step, found.kind, found.name
+            if name not in worst or found.size > worst[name].size:
+                worst[name] = found
+    kinds = {key[0] for _, key in result.counted}
+    for (step, key), number in expected.items():
+        # With experts a rank may count nothing of a step: a missing entry is as bad as a part.
+        counted = result.counted.get((step, key), 0)
+        other = counted == number and result.index_sums.get((step, key), 0) != number * (number - 1) // 2
+        if key[0] in COMPLETE and key[0] in kinds and (counted < number or other):
+            worst[step, *key] = Difference(step, *key, -1, (), nan, nan, inf)
+            result.largest[key[0]] = inf
+    result.differences = list(worst.values())
+    return result
+
+
+def elements(reference: WholeRecord) -> dict[tuple[int, Key], int]:
+    """Return the number of elements of each tensor by step and key, for `merge`."""
+    return {
+        (number, key): tensor.numel()
+        for number, step in enumerate(reference.steps)
+        for key, tensor in step.items()
+    }
+
+
+def _held(whole: dict[Key, Tensor], step: RankStep, result: Comparison) -> dict[Key, list[Piece]]:
+    """All pieces of a step on one rank, borders included."""
+    held: dict[Key, list[Piece]] = defaultdict(list, step.pieces)
+    for one in step.seen:
+        key = ("output" if one.output else "input", one.name)
+        expected = whole.get(key)
+        place = (
+            None
+            if expected is None or step.part is None
+            else step.part.place(one.row, one.values.shape, expected.shape)
+        )
+        if place is None:
+            result.unplaced.add(one.name)
+        else:
+            held[key].append(Piece(one.values, place))
+    return held
+
+
+def difference_of(equal: Difference, expected: Tensor, pieces: Sequence[Piece], scale: float) -> Difference:
+    """The largest difference of one tensor over its pieces, the first of equally large ones; `equal` if there is none."""
+    worst = equal
+    for piece in pieces:
+        mine = part_of(expected, piece.place)
+        values = piece.values.to(mine.dtype)
+        if not mine.numel() or torch.equal(values, mine):
+            continue
+        apart = (values - mine).abs().double()
+        apart = torch.where(apart.isnan(), inf, apart).flatten()
+        place = int(apart.argmax())
+        size = apart[place].item() / scale
+        if size > worst.size:
+            local = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), mine.shape))
+            index = global_index(piece.place, local)
+            found, wanted = values.flatten()[place].item(), mine.flatten()[place].item()
+            part = () if mine.shape == expected.shape else piece.place
+            worst = replace(equal, index=index, found=found, expected=wanted, size=size, part=part)
+    return worst
+
+
+def _resumed(rank: int, record: RankRecord) -> Iterator[Difference]:
+    """What this rank computed from its own checkpoint otherwise than without a stop."""
+    last = record.steps[-1].pieces
+    for (kind, name), pieces in last.items():
+        if kind != "resumed":
+            continue
+        for now, then in zip(pieces, last[_first_time((kind, name))], strict=True):
+            here = tuple(slice(0, size) for size in then.values.shape)
+            equal = Difference(len(record.steps) - 1, kind, name, rank, (), 0.0, 0.0, 0.0)
+            found = difference_of(equal, then.values, [Piece(now.values, here)], _largest(then.values) or 1.0)
+            if found is not equal:
+                yield replace(found, index=global_index(then.place, found.index), part=then.place)
+
+
+def _first_time(key: Key) -> Key:
+    """The tensor of the last step that one of a step made again from a checkpoint repeats; any other is itself."""
+    kind, _, name = key[1].partition(" ")
+    return (kind, name) if key[0] in AGAIN else key
+
+
+def _largest(tensor: Tensor) -> float:
+    return tensor.abs().max().item() if tensor.numel() else 0.0

@@ -1,0 +1,169 @@
+"""Digests: a few numbers for each tensor that a run computes, from which one file of a small run can check a large one.
+
+A digest is linear: the tensor's products with two random tensors, which are functions of the global index alone. So ranks
+digest what they hold, the sums over ranks do not depend on the layout, and the relative difference of two digests is about
+the relative difference of the tensors. The third number is the sum of squares, the tensor's own size.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import inf, prod, sqrt
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from forge.runtime.errors import UserError
+from forge.tools.verify.compare import COMPLETE, FLOOR, Comparison, Difference
+from forge.tools.verify.pieces import Key, Piece, Place
+from forge.tools.verify.record import RankRecord, WholeRecord
+
+NUMBERS = 2
+_BITS = 0xFFFFFFFF
+
+Digest: TypeAlias = list[float]
+# What a rank has of one step: for each tensor its pieces, each with its number of elements, under a text for its place.
+Held: TypeAlias = dict[Key, dict[str, tuple[int, Digest]]]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The digests of one process. steps: per step the shape and the digest of each tensor; steps[0] has the initial values.
+
+    text: the configuration. order: modules in the order of the computation.
+    """
+
+    text: str
+    order: list[str]
+    steps: list[dict[Key, tuple[tuple[int, ...], Digest]]]
+
+    @classmethod
+    def of(cls, text: str, record: WholeRecord) -> Expected:
+        """Digest what one process computed with the configuration `text`."""
+        steps = [
+            {
+                key: (tuple(tensor.shape), digest(tensor, _all_of(tensor.shape)))
+                for key, tensor in step.items()
+            }
+            for step in record.steps
+        ]
+        return cls(text, record.order, steps)
+
+    def write(self, file: Path) -> None:
+        """Write to `file`. Raises UserError if that is not possible."""
+        try:
+            torch.save(vars(self), file)
+        except (OSError, RuntimeError) as error:
+            raise UserError(f"--digests {file}: cannot be written: {error}") from None
+
+    @classmethod
+    def read(cls, file: Path) -> Expected:
+        """Read what `write` wrote. Raises UserError if it is not that."""
+        try:
+            found: Any = torch.load(file, weights_only=True)
+            return cls(found["text"], found["order"], found["steps"])
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise UserError(f"--digests {file}: is no file of digests ({problem})") from None
+
+
+def digest(values: Tensor, place: Place) -> Digest:
+    """Return the digest of `values`, which lie at `place` of a global tensor."""
+    values = values.double()
+    found = []
+    for number in range(NUMBERS):
+        rest = values
+        for dim in reversed(range(values.ndim)):
+            rest = rest @ _weights(place[dim], NUMBERS * dim + number)
+        found.append(rest.item())
+    return [*found, values.square().sum().item()]
+
+
+def held_by(record: RankRecord, expected: Expected) -> list[Held]:
+    """Digest what a rank recorded. Borders whose shapes do not say where they lie are left out."""
+    steps: list[Held] = []
+    for step, wholes in zip(record.steps, expected.steps, strict=True):
+        pieces: dict[Key, list[Piece]] = defaultdict(list, step.pieces)
+        for one in step.seen:
+            key = ("output" if one.output else "input", one.name)
+            if key in wholes and step.part is not None:
+                place = step.part.place(one.row, one.values.shape, torch.Size(wholes[key][0]))
+                if place is not None:
+                    pieces[key].append(Piece(one.values, place))
+        steps.append(
+            {
+                key: {repr(one.place): (one.values.numel(), digest(one.values, one.place)) for one in found}
+                for key, found in pieces.items()
+                if key in wholes
+            }
+        )
+    return steps
+
+
+def compare_digests(expected: Expected, ranks: Sequence[list[Held]], tolerance: float) -> Comparison:
+    """Compare the digests of all ranks with those of one process. A difference has no index: it is one of the whole."""
+    result = Comparison()
+    for number, wholes in enumerate(expected.steps):
+        floors: dict[str, float] = defaultdict(float)
+        for (kind, _), (_, numbers) in wholes.items():
+            floors[kind] = max(floors[kind], FLOOR * sqrt(numbers[-1]))
+        for key, (shape, wanted) in wholes.items():
+            pieces = list(_pieces(key, [rank[number] for rank in ranks]))
+            elements = sum(elements for _, _, elements, _ in pieces)
+            if elements != prod(shape):
+                # Not every layout has an activation at each border.
+                if key[0] in COMPLETE:
+                    result.differences.append(Difference(number, *key, -1, (), 0.0, 0.0, inf))
+                elif pieces:
+                    result.unplaced.add(key[1])
+                continue
+            scale = max(sqrt(wanted[-1]), floors[key[0]]) or 1.0
+            found = [sum(numbers) for numbers in zip(*(one for _, _, _, one in pieces), strict=True)]
+            apart = [
+                abs(mine - theirs) / scale for mine, theirs in zip(found, wanted[:NUMBERS], strict=False)
+            ]
+            # NaN is no number that is small.
+            worst = max(
+                range(NUMBERS), key=lambda place: inf if apart[place] != apart[place] else apart[place]
+            )
+            size = inf if apart[worst] != apart[worst] else apart[worst]
+            rank = next((rank for rank, copies, _, _ in pieces if copies > tolerance * scale), None)
+            result.compared += 1
+            result.largest[key[0]] = max(result.largest.get(key[0], 0.0), size)
+            if size > tolerance or rank is not None:
+                result.differences.append(
+                    Difference(number, *key, rank or 0, (), found[worst], wanted[worst], size, digest=True)
+                )
+    return result
+
+
+def _pieces(key: Key, ranks: Sequence[Held]) -> Iterator[tuple[int, float, int, Digest]]:
+    """Every piece once: the rank whose copy differs most from the first one, by how much, elements, the digest."""
+    found: dict[str, tuple[int, float, int, Digest]] = {}
+    for rank, held in enumerate(ranks):
+        for place, (elements, numbers) in held.get(key, {}).items():
+            if place not in found:
+                found[place] = rank, 0.0, elements, numbers
+                continue
+            _, most, _, first = found[place]
+            apart = max(abs(mine - theirs) for mine, theirs in zip(numbers[:-1], first[:-1], strict=True))
+            if apart > most:
+                found[place] = rank, apart, elements, first
+    yield from found.values()
+
+
+def _all_of(shape: Sequence[int]) -> Place:
+    return tuple(slice(0, size) for size in shape)
+
+
+def _weights(place: slice | tuple[int, ...], seed: int) -> Tensor:
+    """Pseudo-random numbers of variance 1 for these indices along one dimension: a hash of index and seed."""
+    indices = range(place.start, place.stop) if isinstance(place, slice) else place
+    x = torch.tensor(list(indices), dtype=torch.int64) + (seed + 1) * 0x9E3779B1
+    for factor, shift in ((0x85EBCA6B, 15), (0xC2B2AE35, 13), (0x27D4EB2F, 16)):
+        x = ((x ^ (x >> shift)) * factor) & _BITS
+    return (x.double() / 2**31 - 1) * sqrt(3.0)

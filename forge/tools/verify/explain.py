@@ -1,0 +1,123 @@
+"""The first place that differs, in the order of the computation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from forge.tools.verify.compare import Comparison, Difference
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Where a difference arose. `culprit`: a module or parameter by name, or a phase of the step; `why`: what is known of
+    it; `difference`: the numbers; `others`: more names with the same difference and no better claim."""
+
+    culprit: str
+    why: str
+    difference: Difference
+    others: tuple[str, ...] = ()
+
+
+# Methods of hooks that are called before the forward of their step.
+EARLY = ("before_run", "before_step", "before_data", "after_data", "before_gradients")
+
+
+def explain(comparison: Comparison, order: Sequence[str], other: str = "one process") -> Finding:
+    """Return the first place that differs; there must be a difference.
+
+    order: modules in the order of the computation. other: whose checkpoint was loaded.
+    """
+    first = min(one.step for one in comparison.differences)
+    by_kind: dict[str, list[Difference]] = {}
+    for one in comparison.differences:
+        if one.step == first:
+            by_kind.setdefault(one.kind, []).append(one)
+    if found := by_kind.get("initial"):
+        return _several(found, "the initial values differ, which must be the same bit for bit")
+    hooked = _hooks(by_kind.get("hooked", []))
+    if hooked is not None and hooked.culprit.rpartition(".")[2] in EARLY:
+        return hooked
+    if "output" in by_kind or "input" in by_kind:
+        return _module(by_kind, order)
+    if found := by_kind.get("loss"):
+        return Finding("loss", "all activations up to the last norm agree, the loss does not", found[0])
+    if found := by_kind.get("gradient"):
+        return _gradient(found, order)
+    if found := by_kind.get("norm"):
+        return Finding("norm", "all gradients agree, but not their global norm", found[0])
+    if hooked is not None:
+        return hooked
+    if found := by_kind.get("router"):
+        return _several(found, "all gradients agree; the state of routers differs after the step")
+    if found := by_kind.get("optimizer", []) + by_kind.get("parameter", []):
+        return _several(found, "all gradients agree; the optimizer's update differs")
+    if found := by_kind.get("saved"):
+        return _several(found, "the layout's checkpoint does not hold what the model had")
+    if found := by_kind.get("curve"):
+        return _curve(found)
+    if found := by_kind.get("loaded"):
+        return _several(found, f"a checkpoint of {other} is not loaded as it was saved")
+    if found := by_kind.get("resumed"):
+        return _several(found, "a run that resumes does not continue as one that was not stopped")
+    if found := by_kind.get("continued"):
+        return _several(
+            found, f"from a checkpoint of {other}, the next step does not compute what one process computes"
+        )
+    return _several(by_kind["hooked"], "it differs already before the hook, although all else agrees")
+
+
+def _hooks(found: list[Difference]) -> Finding | None:
+    """The first call of a hook that leaves a difference and was given none; names are `CALL before|after KIND PARAMETER`."""
+    calls: dict[str, dict[str, list[Difference]]] = {}
+    for one in found:
+        call, when, _ = one.name.split(" ", 2)
+        calls.setdefault(call, {}).setdefault(when, []).append(one)
+    for call, of in calls.items():
+        if "before" not in of:
+            first, *others = of["after"]
+            kind, name = first.name.split(" ")[2:]
+            why = f"this hook leaves another {kind} of {name} than in one process, although it gets the same"
+            return Finding(call, why, first, tuple(one.name.split(" ")[3] for one in others))
+    return None
+
+
+def _curve(found: list[Difference]) -> Finding:
+    call, curve = found[0].name.split(" ", 1)
+    why = f"the number {curve} that this hook reports differs, although all parameters and gradients agree"
+    return Finding(call, why, found[0], tuple(one.name for one in found[1:]))
+
+
+def _module(by_kind: dict[str, list[Difference]], order: Sequence[str]) -> Finding:
+    places = {name: number for number, name in enumerate(order)}
+    outputs = {one.name: one for one in by_kind.get("output", ())}
+    inputs = {one.name: one for one in by_kind.get("input", ())}
+    for name in sorted(outputs, key=lambda name: places[name]):
+        if name.partition("[")[0] not in inputs:
+            return Finding(name, "its output differs while its input agrees", outputs[name])
+    # The loss is a module without an output of its own.
+    first = min(inputs, key=lambda name: places.get(name, len(places)))
+    while (parent := first.rpartition(".")[0]) in inputs:
+        first = parent
+    return Finding(first, "its input differs, although everything computed before agrees", inputs[first])
+
+
+def _gradient(found: list[Difference], order: Sequence[str]) -> Finding:
+    """Backward runs from the end: the parameter that is used last is the first whose gradient differs."""
+    places = {name: number for number, name in enumerate(order)}
+
+    def place(one: Difference) -> int:
+        module = one.name.rpartition(".")[0]
+        while module and module not in places:
+            module = module.rpartition(".")[0]
+        return places.get(module, len(places))  # the head is called with the loss, after all other modules
+
+    found = sorted(found, key=place, reverse=True)
+    why = "its gradient differs while all activations and the loss agree; backward reaches it first"
+    return Finding(found[0].name, why, found[0], tuple(one.name for one in found[1:]))
+
+
+def _several(found: list[Difference], why: str) -> Finding:
+    # Checkpoints have parameters under `model.`.
+    first, *others = (one.name.removeprefix("model.") for one in found)
+    return Finding(first, why, found[0], tuple(others))

@@ -1,0 +1,209 @@
+"""The hooks of `train.hooks` in the steps that are verified, and what each of them leaves behind.
+
+A hook gets a Trainer as in a run, in a folder that is removed, whose model and optimizer are those that are verified. It is
+called at the places at which a run calls it. Parameters and gradients before and after each call, and the numbers that it
+gives to `trainer.metrics.scalars`, are recorded, so that the first call that does otherwise on a layout is named.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from forge.config import Config, Phases, check_world
+from forge.data.build import open_data
+from forge.hook import EVENTS, Hook, Hooks, StepResult
+from forge.observe.report import Reporter
+from forge.observe.run_directory import RunDirectory
+from forge.optim import Optimizer
+from forge.optim.optimizer import gradient
+from forge.parallel.step.model import ParallelModel
+from forge.resilience.stopping import StopSignals
+from forge.run.hooks import load_hooks
+from forge.runtime.distributed import on_first_rank
+from forge.runtime.world import World
+from forge.shard import Shard
+from forge.tools.verify.pieces import Key, Piece, pieces_of, whole
+from forge.train.trainer import Trainer
+
+CPU = torch.device("cpu")
+# Events in which gradients are complete.
+WITH_GRADIENTS = ("after_gradients", "before_optimizer", "after_optimizer")
+
+
+@dataclass(frozen=True)
+class _Place(World):
+    """A process on `own_device`, which need not be the one that the launcher gives it."""
+
+    own_device: torch.device = CPU
+
+    @property
+    def device(self) -> torch.device:
+        return self.own_device
+
+
+class UserHooks:
+    """The hooks of a configuration. Without any, as it is made by `UserHooks()`, no method does anything."""
+
+    def __init__(self) -> None:
+        self._kinds: list[tuple[str, type[Hook]]] = []
+        self._each: list[tuple[Hook, Hooks]] = []
+        self._seen: dict[Key, list[Piece]] = {}
+        self._result: StepResult | None = None
+        self._now = ""  # the hook and its method that run
+        self._shards: list[Shard] = []
+        self._trainer: Any = None
+        self._folder = ""
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        device: torch.device,
+        model: ParallelModel | nn.Module,
+        optimizer: Optimizer,
+        shards: list[Shard],
+        folder: str | None,
+    ) -> UserHooks:
+        """Return the hooks of `config`, for a model, which may be a plain module, and its shards. Collective.
+
+        folder: where the folder of their run is made; None: where temporary files are.
+        """
+        hooks = cls()
+        if not config.train.hooks:
+            return hooks
+        hooks._kinds, hooks._shards = load_hooks(config), shards
+        rank, size = dist.get_rank(), dist.get_world_size()
+        make_folder = functools.partial(tempfile.mkdtemp, prefix="forge-verify-hooks-", dir=folder)
+        hooks._folder = on_first_rank("making a folder", make_folder)
+        directory = RunDirectory(Path(hooks._folder))
+        on_first_rank("making a run directory", directory.acquire)
+        world = _Place(rank, size, rank, "torchrun", local_size=size, own_device=device)
+        degrees, data = check_world(config, size), open_data(config)
+        reporter = Reporter(directory, world)
+        trainer: Any = Trainer(config, degrees, data, reporter, StopSignals())
+        trainer.model = (
+            model if isinstance(model, ParallelModel) else _of_module(trainer.model, model, shards)
+        )
+        trainer.optimizer = optimizer
+        trainer.metrics.scalars = hooks._scalars
+        hooks._trainer = trainer
+        return hooks
+
+    def begin(self, step: int) -> None:
+        """Construct the hooks, as a run does that begins after `step` steps. Collective."""
+        if not self._kinds:
+            return
+        self._each = []
+        self._result = None
+        progress, config = self._trainer.progress, self._trainer.config
+        progress.step, progress.tokens = step, Phases(config).tokens_after(step)
+        progress.next_sample = progress.order.nth(0, progress.tokens // config.train.seq_len)
+        for path, kind in self._kinds:
+            constructor: Any = kind
+            hook: Hook = constructor(self._trainer)
+            hook.name = path
+            self._each.append((hook, Hooks([hook])))
+        self.call("before_run", step)
+
+    def call(self, event: str, *arguments: Any) -> None:
+        """Call the method `event` of every hook that has one of its own. Collective where the hook is."""
+        assert event in EVENTS
+        for hook, alone in self._each:
+            if getattr(type(hook), event) is not getattr(Hook, event):
+                self._now = f"{hook.name}.{event}"
+                self._seen |= self._state("before", event)
+                alone.call(event, *arguments)
+                self._seen |= self._state("after", event)
+
+    @contextmanager
+    def around(self, phase: str, step: int) -> Iterator[None]:
+        """Call `before_PHASE` before the body and `after_PHASE` after it."""
+        self.call(f"before_{phase}", step)
+        yield
+        self.call(f"after_{phase}", step)
+
+    def launched(
+        self, step: int, lr: float, sums: Tensor, norm: Tensor, routers: Mapping[str, Tensor]
+    ) -> None:
+        """A step has been made. sums: the values of a `Sums`; routers: rows of the router report by `layers.N`."""
+        if not self._each:
+            return
+        progress = self._trainer.progress
+        progress.advance(Phases(self._trainer.config).at(progress.tokens))
+        objective, cross_entropy, z_loss, tokens = sums.tolist()
+        layers = {name: row for name, row in routers.items() if name.startswith("layers.")}
+        self._result = StepResult(
+            step=step,
+            tokens=progress.tokens,
+            lr=lr,
+            next_sample=progress.next_sample,
+            objective=objective / max(tokens, 1.0),
+            loss=cross_entropy / max(tokens, 1.0),
+            z_loss=z_loss / max(tokens, 1.0),
+            grad_norm=norm.item(),
+            valid_tokens=tokens,
+            skipped=False,
+            waited_s=0.0,
+            router_layers=tuple(int(name.partition(".")[2]) for name in layers),
+            routers=[number for row in layers.values() for number in row.tolist()],
+        )
+
+    def process_last_result(self) -> None:
+        """Report the last step that was made, once."""
+        result, self._result = self._result, None
+        if result is not None:
+            self.call("after_result", result)
+
+    def end(self) -> None:
+        """The run ends."""
+        self.process_last_result()
+        self.call("after_run")
+
+    def take(self) -> dict[Key, list[Piece]]:
+        """Return what has been recorded since the last call: kinds `hooked` and `curve`."""
+        seen, self._seen = self._seen, {}
+        return seen
+
+    def close(self) -> None:
+        """Remove the folder of the run. Collective."""
+        if self._kinds:
+            self._trainer.reporter.directory.release()
+            if dist.get_rank() == 0:
+                shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _state(self, when: str, event: str) -> dict[Key, list[Piece]]:
+        found = {"parameter": [(shard, shard.data) for shard in self._shards]}
+        if event in WITH_GRADIENTS:
+            found["gradient"] = [(shard, gradient(shard)) for shard in self._shards]
+        return {
+            ("hooked", f"{self._now} {when} {kind} {name}"): pieces
+            for kind, tensors in found.items()
+            for (_, name), pieces in pieces_of(kind, tensors).items()
+        }
+
+    def _scalars(self, _step: int, values: Mapping[str, float]) -> None:
+        if dist.get_rank() == 0:  # the only one that writes
+            for name, value in values.items():
+                number = torch.tensor(float(value), dtype=torch.float64)
+                self._seen["curve", f"{self._now} {name}"] = [whole(number)]
+
+
+def _of_module(one_process: Any, model: nn.Module, shards: list[Shard]) -> ParallelModel:
+    """A ParallelModel of one process that is the plain module `model`; it can be read and evaluated, but not trained."""
+    found: Any = copy.copy(one_process)
+    found.parts, found.shards, found._engines = [model], shards, ()
+    buffers = dict(model.named_buffers())
+    found.buffers = [Shard.whole(shard.name, buffers[shard.name]) for shard in one_process.buffers]
+    return found

@@ -1,0 +1,97 @@
+"""One layout on the processes, the devices and the network of a run, compared with one process or with a file of digests."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from forge.config import Config, check_world, to_toml
+from forge.config.toml import read_toml
+from forge.runtime.distributed import gather_from_ranks
+from forge.runtime.errors import UserError
+from forge.runtime.world import World, join
+from forge.tools.verify.compare import TOLERANCE, compare_rank, elements, merge
+from forge.tools.verify.digests import Expected, compare_digests, held_by
+from forge.tools.verify.layouts import AXES, Case
+from forge.tools.verify.plain import record_plain
+from forge.tools.verify.ranks import run_ranks
+from forge.tools.verify.record import Settings, record_on_rank
+from forge.tools.verify.run import Outcome, drop_unsteady, limit_s, outcome_of
+from forge.tools.verify.shrink import for_layout, shrink
+
+# Sections of the configuration that say how a step is computed, not what.
+_HOW = ("parallel", "pipeline", "activation_checkpoint")
+
+
+def write_digests(config: Config, settings: Settings, world: int, file: Path) -> Config:
+    """Write the digests of one process with the sizes of `config` on `world` processes, for `verify_in_place`.
+
+    Returns the small configuration.
+    """
+    small = for_layout(shrink(config)[0], check_world(config, world))
+    text = to_toml(small)
+    (reference,) = run_ranks(_digest_on_rank, 1, text, settings, timeout=limit_s(1))
+    reference.write(file)
+    return small
+
+
+def verify_in_place(
+    config: Config,
+    settings: Settings,
+    world: World,
+    digests: Path | None = None,
+    tolerance: float = TOLERANCE,
+) -> tuple[Config, Outcome]:
+    """Compare the layout of `config` on the processes of a launcher, on their devices, with one process. Collective.
+
+    digests: a file of `write_digests`; None: each rank computes the reference by itself, on its own device, whose random
+    numbers no other kind of device draws. Returns the small configuration and the result, on every rank.
+    """
+    began = time.monotonic()
+    degrees = check_world(config, world.size)
+    small = for_layout(shrink(config)[0], degrees)
+    text = to_toml(small)
+    expected = None if digests is None else _read_digests(digests, small)
+    if expected is None:
+        # Hooks and some optimizers communicate in one process as well.
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        reference = record_plain(text, settings, world.device)
+        dist.destroy_process_group()
+    join(world)
+    settings = replace(settings, draw_on_cpu=expected is not None)
+    record = record_on_rank(world.rank, world.size, text, settings, world.device)
+    if expected is not None:
+        order, held = expected.order, held_by(record, expected)
+        result = compare_digests(expected, gather_from_ranks("comparing", lambda: held), tolerance)
+    else:
+        order, mine = reference.order, compare_rank(reference, world.rank, record, tolerance)
+        result = merge(gather_from_ranks("comparing", lambda: mine), elements(reference))
+    dist.destroy_process_group()
+    case = Case.of({axis: getattr(degrees, axis) for axis in AXES})
+    return small, outcome_of(case, result, order, time.monotonic() - began)
+
+
+def _digest_on_rank(_rank: int, _world: int, text: str, settings: Settings) -> Expected:
+    logging.disable(logging.WARNING)
+    reference = record_plain(text, settings)
+    drop_unsteady(reference, text, settings)
+    return Expected.of(text, reference)
+
+
+def _read_digests(file: Path, small: Config) -> Expected:
+    """Read digests. Raises UserError if they are of another configuration than `small`, its layout aside."""
+    expected = Expected.read(file)
+    here, there = read_toml(to_toml(small)), read_toml(expected.text)
+    for section in (key for key in here.keys() | there.keys() if key not in _HOW):
+        mine, theirs = here.get(section, {}), there.get(section, {})
+        for key in sorted(mine.keys() | theirs.keys()):
+            if mine.get(key) != theirs.get(key) and key != "micro_batch_size":
+                raise UserError(
+                    f"--digests {file}: is of another configuration or number of processes: {section}.{key} is "
+                    f"{theirs.get(key)} there and {mine.get(key)} here; write it with the same options"
+                )
+    return expected

@@ -1,0 +1,206 @@
+"""Layouts to compare: every axis alone, every pair of axes, every engine, then layouts at random.
+
+What the configuration's own checks refuse is left out: nothing here knows which degrees go together.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import prod
+from typing import Any
+
+from forge.config import Config, check_world, to_toml
+from forge.config.keys import keys as all_keys
+from forge.config.toml import from_literal
+from forge.runtime.errors import UserError
+from forge.tools.verify.shrink import changed
+
+AXES = ("dp_shard", "dp_replicate", "cp", "tp", "ep", "pp")
+# Options that change how a layout computes: alone with the axis that they need, then at random.
+OPTIONS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
+    ("parallel.data_parallel", "dp_shard", ("ddp", "zero1", "zero2", "fsdp2")),
+    ("parallel.context", "cp", ("allgather", "ulysses", "ring")),
+    ("parallel.sequence_parallel", "tp", (False, True)),
+    ("parallel.loss_parallel", "tp", (False, True)),
+    ("activation_checkpoint.mode", "dp_shard", ("full", "selective", "none")),
+    ("parallel.defer_gradient_reduction", "dp_shard", (True, False)),
+    ("parallel.reshard_after_forward", "dp_shard", ("always", "never", "auto")),
+    (
+        "pipeline.schedule",
+        "pp",
+        ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"),
+    ),
+    ("train.micro_batch_size", "dp_shard", (2, 4, 1)),
+)  # fmt: skip
+# How many options are tried alone: the others vary at random only.
+ALONE = 6
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout: degrees above 1, and other keys that differ from the configuration's."""
+
+    degrees: tuple[tuple[str, int], ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def of(cls, degrees: dict[str, int], options: dict[str, Any] | None = None) -> Case:
+        """Make a case of any degrees. Experts over more ranks than share a layer's data get them from dp_shard."""
+        degrees = {axis: degrees[axis] for axis in AXES if degrees.get(axis, 1) > 1}
+        sharing = prod(degrees.get(axis, 1) for axis in ("dp_shard", "cp", "tp"))
+        if degrees.get("ep", 1) > sharing and degrees["ep"] % sharing == 0:
+            degrees["dp_shard"] = degrees.get("dp_shard", 1) * degrees["ep"] // sharing
+        ordered = {axis: degrees[axis] for axis in AXES if axis in degrees}
+        return cls(tuple(ordered.items()), tuple((options or {}).items()))
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return prod(degree for axis, degree in self.degrees if axis != "ep")
+
+    @property
+    def name(self) -> str:
+        """Such as `tp=2 cp=2 context=ring`, which `--layouts` takes."""
+        options = [(key.removeprefix("parallel."), value) for key, value in self.options]
+        shown = [
+            f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in options
+        ]
+        return " ".join([f"{axis}={degree}" for axis, degree in self.degrees] + shown) or "one process"
+
+    def config(self, config: Config) -> Config:
+        """Return `config` (for one process) under this layout. Raises UserError if the two do not go together."""
+        keys = {f"parallel.{axis}": degree for axis, degree in self.degrees} | dict(self.options)
+        result = changed(config, keys)
+        check_world(result, self.world)
+        return result
+
+    def text(self, config: Config) -> str:
+        """Return `self.config(config)` as TOML, to be sent to ranks."""
+        return to_toml(self.config(config))
+
+    def smaller(self) -> Iterator[Case]:
+        """Yield this layout without one of its options, then with one degree less: 1 for a prime, else a divisor."""
+        degrees, options = dict(self.degrees), dict(self.options)
+        for key in options:
+            yield Case.of(degrees, {other: value for other, value in options.items() if other != key})
+        for axis, degree in degrees.items():
+            for less in (1, 2):
+                if less < degree:
+                    case = Case.of(degrees | {axis: less}, options)
+                    if case != self:
+                        yield case
+
+
+def why_illegal(config: Config, case: Case) -> str | None:
+    """Return what the configuration's checks say against `case`; None if it is legal."""
+    try:
+        case.config(config)
+    except UserError as error:
+        return str(error).splitlines()[-1].strip()
+    return None
+
+
+def systematic(config: Config, worlds: Sequence[int]) -> Iterator[Case]:
+    """Yield one process, each axis alone, each option alone, and each pair of axes, of the sizes in `worlds`.
+
+    Whether they are legal is not looked at.
+    """
+    axes = [axis for axis in AXES if axis != "ep" or config.model.moe is not None]
+    yield Case()
+    alone = {axis: Case.of({axis: 2}) for axis in axes}
+    pairs = [Case.of(dict.fromkeys(pair, 2)) for pair in combinations(axes, 2)]
+    options: list[Case] = []
+    for key, axis, values in OPTIONS[:ALONE]:
+        options += [Case.of({axis: 2}, {key: value}) for value in values if value != _value(config, key)]
+    seen = set()
+    for case in (*alone.values(), *pairs, *options):
+        if case.world in worlds and case not in seen:
+            seen.add(case)
+            yield case
+
+
+def at_random(config: Config, worlds: Sequence[int], seed: int) -> Iterator[Case]:
+    """Yield legal layouts with several axes and options, each once; ends when no new ones are found."""
+    generator = random.Random(seed)
+    seen: set[Case] = set()
+    refused = 0
+    while refused < 2_000:
+        degrees = {axis: generator.choice([1, 1, 2, 2, 4]) for axis in AXES}
+        if config.model.moe is None:
+            degrees["ep"] = 1
+        options = {
+            key: value
+            for key, axis, values in OPTIONS
+            if generator.random() < 0.4
+            and (value := generator.choice(values)) != _value(config, key)
+            and (axis == "dp_shard" or degrees[axis] > 1)
+        }
+        case = Case.of(degrees, options)
+        if case.world not in worlds or case in seen or why_illegal(config, case) is not None:
+            refused += 1
+            continue
+        refused = 0
+        seen.add(case)
+        yield case
+
+
+def _value(config: Config, key: str) -> Any:
+    section, name = key.split(".")
+    return getattr(getattr(config, section), name)
+
+
+def parse_layouts(text: str) -> list[Case]:
+    """Read `tp=2 cp=2; ep=4 pp=2 context=ring`. Raises UserError for a key or value that cannot be meant."""
+    cases = [_parse(part) for part in text.split(";") if part.strip()]
+    if not cases:
+        raise UserError('--layouts: names no layout; give some such as "tp=2; dp_shard=2 pp=2"')
+    return cases
+
+
+def require_any(config: Config, world: int) -> None:
+    """Raise UserError if no layout of `world` processes goes with the configuration."""
+    axes = [axis for axis in AXES if axis != "ep"]
+    refused = ""
+    for degrees in _factors(world, len(axes)):
+        case = Case.of(dict(zip(axes, degrees, strict=True)))
+        reason = why_illegal(config, case)
+        if reason is None:
+            return
+        refused = refused or f"{case.name}: {reason}"
+    raise UserError(f"--world-sizes: no layout of {world} processes goes with this configuration; {refused}")
+
+
+def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
+    """Yield all ways to write `number` as a product of `count` numbers, the first of them as large as possible first."""
+    if count == 1:
+        yield (number,)
+        return
+    for first in range(number, 0, -1):
+        if number % first == 0:
+            for rest in _factors(number // first, count - 1):
+                yield (first, *rest)
+
+
+def _parse(part: str) -> Case:
+    if part.strip() == Case().name:
+        return Case()
+    degrees: dict[str, int] = {}
+    options: dict[str, Any] = {}
+    for word in part.split():
+        name, equals, value = word.partition("=")
+        key = name if "." in name else f"parallel.{name}"
+        if not equals or key not in all_keys():
+            raise UserError(
+                f"--layouts: {word} is not KEY=VALUE with one of {', '.join(AXES)}, another key of [parallel], or any key "
+                "of the config with its section"
+            )
+        if key.removeprefix("parallel.") not in AXES:
+            options[key] = from_literal(value, False)
+        elif value.isdecimal() and int(value) > 0:
+            degrees[name.removeprefix("parallel.")] = int(value)
+        else:
+            raise UserError(f"--layouts: {word}: needs a whole number from 1 up")
+    return Case.of(degrees, options)

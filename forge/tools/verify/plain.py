@@ -1,0 +1,158 @@
+"""The reference: a plain module in one process, without any layout.
+
+It shares no code with a layout but the model itself and the optimizer: the whole global batch in one forward, clipped by
+PyTorch, the balancing of routers written out.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from forge.config import Config, parse_toml_text
+from forge.model import Normal, Transformer, Uniform
+from forge.optim import Optimizer
+from forge.optim.optimizer import gradient
+from forge.parallel.build import build_meta_model
+from forge.parallel.initialize import fill_random
+from forge.parallel.parametrization import parametrize
+from forge.shard import Box, Shard
+from forge.tools.verify.borders import Borders
+from forge.tools.verify.checkpoints import keep_whole, save
+from forge.tools.verify.hooks import UserHooks
+from forge.tools.verify.pieces import Key
+from forge.tools.verify.record import CPU, Settings, WholeRecord, batches, bring_into_force, plans_of
+from forge.tools.verify.shrink import one_process
+
+
+def plain_model(config: Config, device: torch.device = CPU) -> Transformer:
+    """Return the model of `config` in one process without any layout, at its start."""
+    model = build_meta_model(config)
+    model.to_empty(device=device)
+    starts = parametrize(model.initial_values(), whole_shards(model), config)
+    for name, parameter in model.named_parameters():
+        start = starts[name]
+        if isinstance(start, Normal | Uniform):
+            box = Box((0,) * parameter.ndim, tuple(parameter.shape))
+            fill_random(parameter.data, box, parameter.shape, start, config.run.seed, name)
+        else:
+            torch.nn.init.constant_(parameter, start)
+    model.reset_buffers(torch.float64)
+    return model
+
+
+def whole_shards(model: Transformer) -> list[Shard]:
+    """Return every parameter as one shard."""
+    return [Shard.whole(name, parameter) for name, parameter in model.named_parameters()]
+
+
+def record_plain(text: str, settings: Settings, device: torch.device = CPU) -> WholeRecord:
+    """Return what the steps of the configuration `text` compute in one process; its layout is not looked at.
+
+    Needs a process group, of one rank, only for an optimizer that does, for hooks and for `settings.own_folder`.
+    """
+    config = parse_toml_text(text)
+    model = plain_model(config, device)
+    routers = model.routers.values()
+    settings.twist.begin([router.weight.data for router in routers], [router.bias for router in routers])
+    shards = whole_shards(model)
+    parametrize({}, shards, config)
+    optimizer = settings.optimizer(shards, config, dist.group.WORLD if dist.is_initialized() else None)
+    initial = {("initial", shard.name): shard.data.detach().clone().cpu() for shard in shards}
+    record = WholeRecord([initial], [])
+    borders = Borders([model]) if settings.borders else None
+    hooks = UserHooks.of(one_process(config), device, model, optimizer, shards, settings.own_folder)
+    hooks.begin(0)
+    read = zip(batches(config, 0, 1, settings, device), plans_of(config, settings.steps), strict=True)
+    for number, (batch, plan) in enumerate(read, start=1):
+        bring_into_force(plan, [model], optimizer)
+        lr = settings.lr * plan.lr / config.optimizer.lr
+        step: dict[Key, Tensor] = {}
+        hooks.call("before_step", number)
+        hooks.call("before_data", number)
+        hooks.call("after_data", number)
+        with hooks.around("gradients", number):
+            valid = (batch.labels >= 0).sum().clamp(min=1)
+            model.set_loss_scale(1 / valid.double())
+            losses = model(batch.tokens, batch.labels, batch.positions, batch.documents)
+            model.zero_grad()
+            (losses[0] / valid).backward()
+            step["loss", "cross-entropy"] = (losses[1] / valid).detach().double()
+            step["loss", "objective"] = (losses[0] / valid).detach().double()
+            if borders is not None:
+                seen = borders.take()
+                step |= {("output" if one.output else "input", one.name): one.values for one in seen}
+                record.order = [one.name for one in seen if one.output]
+            for shard in shards:
+                shard.parameter.grad = gradient(shard)
+                step["gradient", shard.name] = gradient(shard).clone()
+            norm = torch.nn.utils.get_total_norm([gradient(shard) for shard in shards])
+            step["norm", "gradient"] = norm.double()
+            hooks.process_last_result()
+        limit = settings.max_norm or float("inf")
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), limit, norm)
+        with hooks.around("optimizer", number):
+            optimizer.step(lr, torch.zeros((), device=device))
+        with torch.no_grad():
+            moved = _move_routers(model, valid)
+        sums = torch.cat([losses.detach().double(), valid.double().reshape(1)])
+        hooks.launched(number, lr, sums, norm, moved)
+        hooks.call("after_step", number)
+        step |= {("router", name): state for name, state in moved.items()}
+        step |= {("parameter", name): p.detach().clone() for name, p in model.named_parameters()}
+        step |= {
+            ("optimizer", f"{slot} of {shard.name}"): values.clone()
+            for slot, shard, values in optimizer.tensors()
+        }
+        record.steps.append(step)
+        if settings.own_folder is not None and number == settings.steps - 1:
+            hooks.process_last_result()
+            hooks.call("before_save", number)
+            saved = _checkpoint(model, shards, optimizer)
+            save(settings.own_folder, number, saved, optimizer)
+            wholes = {name: v.clone() for name, (_, v) in saved.items()}
+            keep_whole(settings.own_folder, wholes)
+            step |= {(kind, name): v for name, v in wholes.items() for kind in ("saved", "loaded")}
+        if number == settings.steps:
+            hooks.end()
+        step |= {key: pieces[0].values for key, pieces in hooks.take().items()}
+    hooks.close()
+    for step in record.steps:
+        for key, tensor in step.items():
+            step[key] = tensor.cpu()
+    return record
+
+
+def _checkpoint(
+    model: Transformer, shards: list[Shard], optimizer: Optimizer
+) -> dict[str, tuple[Shard, Tensor]]:
+    """What forge.train.state.all_tensors returns of a layout."""
+    tensors = {f"model.{shard.name}": (shard, shard.data) for shard in shards}
+    for layer, router in model.routers.items():
+        for leaf in ("bias", "previous_counts"):
+            shard = Shard.whole(f"layers.{layer}.feed_forward.router.{leaf}", getattr(router, leaf))
+            tensors[f"model.{shard.name}"] = shard, shard.data
+    slots = optimizer.tensors()
+    return tensors | {f"optimizer.{shard.name}.{slot}": (shard, values) for slot, shard, values in slots}
+
+
+def _move_routers(model: Transformer, valid: Tensor) -> dict[str, Tensor]:
+    """One step of every router's state, written out expert by expert; keyed as in `record_on_rank`."""
+    moved = {}
+    for layer, router in model.routers.items():
+        moe, counts = router.config, router.counts.tolist()
+        if moe.balance == "bias":
+            for expert, count in enumerate(counts):
+                even = sum(counts) / moe.n_experts
+                router.bias[expert] += moe.bias_update_rate * ((count < even) - (count > even))
+        router.previous_counts = router.counts.clone()
+        losses = (router.losses / max(1, sum(counts) / moe.top_k)).tolist()
+        ends = router.bias.min().item(), router.bias.max().item()
+        moved[f"layers.{layer}"] = torch.tensor(
+            [*counts, *losses, router.dropped.item(), *ends], dtype=torch.float64
+        )
+        moved |= {f"{layer}.{name}": getattr(router, name).clone() for name in ("bias", "previous_counts")}
+        for name in ("counts", "losses", "dropped"):
+            getattr(router, name).zero_()
+    return moved

@@ -1,0 +1,298 @@
+"""What a few optimizer steps compute: on a layout, as pieces on every rank, and in one process, as whole tensors.
+
+Both read the same batches and make the same steps, and share no code beyond the model itself and the optimizer: the
+reference is a plain module that computes the whole global batch in one forward, is clipped by PyTorch, and has the
+balancing of its routers written out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from forge.config import Config, Phases, StepPlan, check_world, parse_toml_text
+from forge.data.build import build_dataset
+from forge.data.loader import Batch, Loader
+from forge.model import IGNORE
+from forge.optim import Optimizer, build_optimizer
+from forge.optim.optimizer import gradient
+from forge.parallel.build import build_parallel_model
+from forge.parallel.initialize import initialize
+from forge.parallel.mesh import make_meshes
+from forge.parallel.step.gradients import clip_gradients, report_gradients
+from forge.parallel.step.model import ParallelModel
+from forge.parallel.step.routers import RouterReport
+from forge.shard import Shard
+from forge.tools.verify.borders import Borders, Part, Seen
+from forge.tools.verify.checkpoints import load, save_and_read
+from forge.tools.verify.hooks import UserHooks
+from forge.tools.verify.pieces import Key, Piece, pieces_of, whole
+from forge.train.phases import set_windows
+
+CPU = torch.device("cpu")
+OptimizerFactory: TypeAlias = Callable[[list[Shard], Config, Any], Optimizer]
+
+
+@dataclass(frozen=True)
+class Twist:
+    """What a test does to both runs; functions at module level, so that they can be sent to ranks.
+
+    routers: writes into the routers' weights (a rank's part of each) and biases at the start. labels: writes into the
+    labels that a data rank reads, int64 `[sequences, seq]`, of every batch; called with the number of the data rank.
+    """
+
+    routers: Callable[[list[Tensor], list[Tensor]], None] | None = None
+    labels: Callable[[Tensor, int], None] | None = None
+
+    def begin(self, weights: Iterable[Tensor], biases: Iterable[Tensor]) -> None:
+        if self.routers is not None:
+            self.routers(list(weights), list(biases))
+
+
+PLAIN = Twist()
+
+
+def own_optimizer(shards: list[Shard], config: Config, group: Any) -> Optimizer:
+    """Return the optimizer of the configuration."""
+    return build_optimizer(shards, config.optimizer, group)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the steps are made, on every layout and in the reference; picklable.
+
+    borders: record activations. uneven: leave out the loss of some tokens, of another number in each sequence, so that no
+    two ranks have the same number of valid ones. own_folder: where the checkpoint is written (None: there is none); that of
+    another layout, which is loaded, is in other_folder. draw_on_cpu: initial values are those of a CPU on any device. patch:
+    called on each rank of a layout before anything else, but not in the reference.
+    """
+
+    steps: int = 3
+    lr: float = 1e-3
+    max_norm: float = 1.0
+    optimizer: OptimizerFactory = own_optimizer
+    twist: Twist = PLAIN
+    borders: bool = False
+    uneven: bool = False
+    own_folder: str | None = None
+    other_folder: str | None = None
+    draw_on_cpu: bool = False
+    patch: Callable[[], object] | None = None
+
+
+@dataclass
+class RankStep:
+    """What a rank computed in one step, with its `part` of the global batch; `seen` are the borders in order."""
+
+    pieces: dict[Key, list[Piece]] = field(default_factory=dict)
+    seen: list[Seen] = field(default_factory=list)
+    part: Part | None = None
+
+
+@dataclass
+class RankRecord:
+    """All that a rank computed; steps[0] has the initial parameters."""
+
+    steps: list[RankStep]
+
+
+@dataclass
+class WholeRecord:
+    """All that one process computed: per step the tensors, and the names of modules in the order of the computation."""
+
+    steps: list[dict[Key, Tensor]]
+    order: list[str]
+
+
+def record_on_rank(
+    rank: int, world: int, text: str, settings: Settings, device: torch.device = CPU
+) -> RankRecord:
+    """Make the steps of the configuration `text` on the layout that it describes, on this of `world` ranks. Collective."""
+    if settings.patch is not None:
+        settings.patch()
+    config = parse_toml_text(text)
+    degrees = check_world(config, world)
+    meshes = make_meshes(degrees, device.type, offloaded=config.parallel.cpu_offload)
+    other: dict[str, Any] = {"values": _drawn_on_cpu} if settings.draw_on_cpu else {}
+    model = build_parallel_model(config, meshes, device, **other)
+    weights = [shard.data for shard in model.shards if shard.name.endswith("router.weight")]
+    settings.twist.begin(weights, [shard.data for shard in model.buffers if shard.name.endswith("bias")])
+    optimizer = settings.optimizer(model.shards, config, meshes.stage)
+    record = RankRecord([RankStep(pieces_of("initial", ((s, s.data) for s in model.shards)))])
+    plans = plans_of(config, settings.steps)
+    borders = Borders(model.parts) if settings.borders else None
+    read = list(batches(config, meshes.data_rank, meshes.data_ranks, settings, device))
+    hooks = UserHooks.of(config, device, model, optimizer, model.shards, settings.own_folder)
+    hooks.begin(0)
+    for number, (batch, plan) in enumerate(zip(read, plans, strict=True), start=1):
+        model.micro_batch_size = plan.micro_batch_size
+        bring_into_force(plan, model.parts, optimizer)
+        of_step = replace(settings, lr=settings.lr * plan.lr / config.optimizer.lr)
+        record.steps.append(make_step(model, optimizer, batch, number, of_step, borders, hooks))
+        record.steps[-1].part = Part.of(meshes, plan.global_batch_size, plan.seq_len)
+        if settings.own_folder is not None and number == settings.steps - 1:
+            hooks.process_last_result()
+            hooks.call("before_save", number)
+            record.steps[-1].pieces |= hooks.take()
+            record.steps[-1].pieces |= save_and_read(model, optimizer, settings.own_folder, number)
+    hooks.end()
+    record.steps[-1].pieces |= hooks.take()
+    if borders is not None:
+        borders.remove()
+    if settings.own_folder is not None and settings.steps > 1:
+        last = record.steps[-1].pieces
+        for kind, folder in (("resumed", settings.own_folder), ("continued", settings.other_folder)):
+            if folder is not None:
+                loaded = load(model, optimizer, folder, settings.steps - 1)
+                hooks.begin(settings.steps - 1)
+                again = make_step(model, optimizer, read[-1], settings.steps, of_step, None, hooks)
+                last |= {
+                    (kind, f"{of} {name}"): pieces
+                    for (of, name), pieces in again.pieces.items()
+                    # A hook has no state in checkpoints: a curve need not continue.
+                    if of != "curve" and (of, name) in last
+                }
+                if kind == "continued":
+                    record.steps[-2].pieces |= loaded
+    hooks.close()
+    return record
+
+
+def plans_of(config: Config, steps: int) -> list[StepPlan]:
+    """Return what each step has: the phases of the configuration are in force as the tokens of the steps say."""
+    phases = Phases(config)
+    return [phases.at(phases.tokens_after(step)) for step in range(steps)]
+
+
+def bring_into_force(plan: StepPlan, models: Iterable[Any], optimizer: Optimizer) -> None:
+    """Set what a phase changes of models and of an optimizer that can follow it."""
+    for model in models:
+        if plan.sliding_window:
+            set_windows(model, plan.sliding_window)
+    if hasattr(optimizer, "follow"):
+        optimizer.follow(plan.optimizer)
+
+
+def _drawn_on_cpu(shards: list[Shard], values: dict[str, Any], seed: int) -> None:
+    """Like `initialize`, with the random numbers of a CPU: a card draws others."""
+    for shard in shards:
+        mine = torch.empty_like(shard.data, device=CPU)
+        initialize([replace(shard, parameter=mine)], values, seed)
+        shard.data.copy_(mine)
+
+
+def make_step(
+    model: ParallelModel,
+    optimizer: Optimizer,
+    batch: Batch,
+    number: int,
+    settings: Settings,
+    borders: Borders | None = None,
+    hooks: UserHooks | None = None,
+) -> RankStep:
+    """Make the optimizer step `number`, as the trainer does, and return what it computed. Collective."""
+    step, hooks = RankStep(), hooks or UserHooks()
+    hooks.call("before_step", number)
+    hooks.call("before_data", number)
+    hooks.call("after_data", number)
+    with hooks.around("gradients", number):
+        sums = model.forward_backward(batch, model.count_tokens(batch))
+        model.finalize_gradients()
+        report = report_gradients(model.shards, sums.objective, stop=False)
+        if borders is not None:
+            step.seen = borders.take()
+        tokens = sums.tokens.clamp(min=1)
+        step.pieces |= {
+            ("loss", "cross-entropy"): [_scalar(sums.cross_entropy / tokens)],
+            ("loss", "objective"): [_scalar(sums.objective / tokens)],
+            ("norm", "gradient"): [_scalar(report.norm)],
+        }
+        step.pieces |= pieces_of("gradient", ((shard, gradient(shard)) for shard in model.shards))
+        hooks.process_last_result()
+    clip_gradients(model.shards, report.norm, settings.max_norm, optimizer)
+    with hooks.around("optimizer", number):
+        optimizer.step(settings.lr, report.skip)
+    model.after_update()
+    routers = _routers(model, model.update_router(report.skip))
+    model.zero_gradients()
+    hooks.launched(number, settings.lr, sums.values, report.norm, routers)
+    hooks.call("after_step", number)
+    step.pieces |= pieces_of("parameter", ((shard, shard.data) for shard in model.shards))
+    step.pieces |= _slots(optimizer)
+    step.pieces |= {("router", name): [whole(state)] for name, state in routers.items()}
+    step.pieces |= hooks.take()
+    return step
+
+
+def _slots(optimizer: Optimizer) -> dict[Key, list[Piece]]:
+    found: dict[Key, list[Piece]] = {}
+    for slot, shard, values in optimizer.tensors():
+        for (_, name), pieces in pieces_of("optimizer", [(shard, values)]).items():
+            found["optimizer", f"{slot} of {name}"] = pieces
+    return found
+
+
+def _routers(model: ParallelModel, report: RouterReport | None) -> dict[str, Tensor]:
+    """What `_move_routers` returns of the reference, as far as this rank has it."""
+    if report is None:
+        return {}
+    rows = {
+        f"layers.{layer}": row for layer, row in zip(report.layers, report.values.clone().cpu(), strict=True)
+    }
+    state = {shard.name: shard.data.clone().cpu() for shard in model.buffers}
+    return rows | {f"{n.split('.')[1]}.{n.rpartition('.')[2]}": value for n, value in state.items()}
+
+
+def batches(
+    config: Config, rank: int, ranks: int, settings: Settings, device: torch.device = CPU
+) -> Iterator[Batch]:
+    """Yield what the data rank `rank` of `ranks` reads in `settings.steps` steps."""
+    with contextlib.closing(every_batch(config, rank, ranks, device)) as every:
+        for batch in itertools.islice(every, settings.steps):
+            if settings.uneven:
+                parts = config.train.seq_len // batch.labels.shape[1]
+                before = rank * len(batch.labels)
+                leave_out(batch, batch.first_sample - before // parts + before)
+            if settings.twist.labels is not None:
+                settings.twist.labels(batch.labels, rank)
+            yield batch
+
+
+def every_batch(
+    config: Config, rank: int = 0, ranks: int = 1, device: torch.device = CPU
+) -> Generator[Batch, None, None]:
+    """Yield what the data rank `rank` of `ranks` reads, step after step without end."""
+    loader = Loader(
+        build_dataset(config),
+        global_batch_size=config.train.global_batch_size,
+        rank=rank,
+        ranks=ranks,
+        start_sample=0,
+        device=device,
+        prefetch=1,
+        plan_at=Phases(config).at,
+    )
+    try:
+        yield from loader
+    finally:
+        loader.close()
+
+
+def leave_out(batch: Batch, first: int) -> None:
+    """Leave tokens out of the loss, keyed by the global number of a row, of which row 0 has `first`: another number in each
+    sequence, and in each part of one."""
+    rows, seq = batch.labels.shape
+    for row in range(rows):
+        number = first + row
+        begin, width = (number * 29) % seq, 1 + (number * 13) % (seq // 3)
+        batch.labels[row, begin : begin + width] = IGNORE
+
+
+def _scalar(value: Tensor) -> Piece:
+    return Piece(value.detach().clone().double().cpu(), ())

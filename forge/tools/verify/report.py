@@ -1,0 +1,191 @@
+"""The results of a verification for a person to read, and as JSON."""
+
+from __future__ import annotations
+
+import re
+from math import isfinite
+from typing import Any
+
+from forge.config import Config
+from forge.model import parameter_counts
+from forge.parallel.build import build_meta_model
+from forge.tools.verify.compare import Difference
+from forge.tools.verify.explain import Finding
+from forge.tools.verify.pieces import ranges
+from forge.tools.verify.run import Outcome, Report
+
+WORDS = {"equal": "equal", "different": "DIFFERS", "failed": "FAILED"}
+
+
+def heading(name: str, small: Config, notes: list[str]) -> str:
+    """Return what is verified, in one line, and a line for each thing that the small configuration cannot keep."""
+    model = small.model
+    experts = "" if model.moe is None else f", {model.moe.n_experts} experts"
+    size = (
+        f"{model.n_layers} layers of width {model.dim}, {model.n_heads} heads ({model.n_kv_heads} of keys){experts}, "
+        f"{parameter_counts(build_meta_model(small)).total:,} parameters"
+    )
+    return "\n".join([f"{name}, shrunk to {size}; float64", *(f"note: {note}" for note in notes)])
+
+
+def outcome_line(outcome: Outcome) -> str:
+    """Return the result of one layout in one line."""
+    line = f"{outcome.case.name:<48} {WORDS[outcome.status]:<8}"
+    if outcome.status == "failed":
+        return f"{line} {last_line(outcome.error)}"
+    line += f" {outcome.size:.1e} {outcome.seconds:5.1f} s"
+    return line if outcome.finding is None else f"{line}  {outcome.finding.culprit}"
+
+
+def summary(report: Report) -> str:
+    """Return the end of the report: counts, and where the worst difference arose."""
+    number = len(report.outcomes)
+    numbers = [f"{number} layout{'' if number == 1 else 's'}"]
+    for status in ("equal", "different", "failed"):
+        number = sum(one.status == status for one in report.outcomes)
+        numbers += [f"{number} {status}"] if number else []
+    lines = [", ".join(numbers)]
+    if report.not_reached:
+        lines.append(f"no time was left for {report.not_reached} more: give --minutes")
+    lines += [f"not allowed: {case.name}: {reason}" for case, reason in report.refused]
+    unplaced = sorted({_general(name) for one in report.outcomes for name in one.unplaced})
+    if unplaced:
+        lines.append(
+            "not compared, because shapes do not say what a rank has, or one process alone changes from run to run: "
+            + ", ".join(unplaced)
+        )
+    worst, smallest = report.worst, report.smallest
+    if worst is not None and smallest is not None:
+        lines += ["", *_explained(worst, smallest)]
+    return "\n".join(lines)
+
+
+def precision_table(report: Report, small: Config) -> str:
+    """Return a table of the differences from float64 in one process: of float64, and of the formats of the configuration."""
+    kinds = ("loss", "output", "gradient", "parameter")
+    own = f"{small.precision.compute}, sums in {small.precision.reduce}"
+    width = 11 * len(kinds)
+    lines = [
+        f"{'':<48} {'float64':<{width}} {own}",
+        f"{'':<48} " + "".join(f"{kind:<11}" for kind in 2 * kinds),
+    ]
+    for one in report.outcomes:
+        numbers = [*map(one.largest.get, kinds), *map(one.rounded.get, kinds)]
+        cells = "".join(f"{'-' if number is None else f'{number:.1e}':<11}" for number in numbers)
+        lines.append(f"{one.case.name:<48} {cells}")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _explained(worst: Outcome, smallest: Outcome) -> list[str]:
+    shown = (
+        "shows it"
+        if smallest.case == worst.case
+        else f"shows it, the smallest part of {worst.case.name} that does"
+    )
+    if smallest.finding is None:
+        return [f"{smallest.case.name} {shown}:", *smallest.error.rstrip().splitlines()[-25:]]
+    finding = smallest.finding
+    lines = [f"{finding.culprit}: {finding.why}", f"    {smallest.case.name} alone {shown}"]
+    if finding.difference.kind in ("loaded", "continued"):
+        lines.append(f"    the checkpoint was saved under {smallest.other.name}")
+    lines.append(f"    {_numbers(finding.difference)}")
+    if finding.others:
+        names = sorted({_general(name) for name in finding.others})
+        lines.append(f"    the same holds for {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}")
+    return lines
+
+
+def _numbers(one: Difference) -> str:
+    if one.rank < 0:
+        return f"step {one.step}: no rank has all of the {one.kind} {one.name}"
+    place = f"[{', '.join(map(str, one.index))}]" if one.index else ""
+    what = f"{one.kind} {one.name}{place}"
+    if one.kind == "hooked":
+        _, _, kind, name = one.name.split(" ")
+        what = f"{kind} {name}{place} after the call"
+    relative = f" (relative difference {one.size:.1e})" if isfinite(one.size) else ""
+    where = f"rank {one.rank}, {what}"
+    if one.part:
+        dims = (" and ".join(f"{first}:{stop}" for first, stop in dim) for dim in ranges(one.part))
+        where += f" (the rank has [{', '.join(dims)}])"
+    if one.digest:
+        copy = f", of which rank {one.rank} has another copy" if one.rank else ""
+        where = f"digest of the {what}{copy}"
+    # As many digits as show that the two differ.
+    digits = 12 if f"{one.found:.12g}" != f"{one.expected:.12g}" else 17
+    return f"step {one.step}, {where}: {one.found:.{digits}g} instead of {one.expected:.{digits}g}{relative}"
+
+
+def last_line(error: str) -> str:
+    """Return the sentence in which the first traceback of `error` (of RankFailed) ends, or what else is known of a rank.
+
+    Peers of a rank that raises only wait for it.
+    """
+    ranks = [text for text in re.split(r"^rank \d+: ", error, flags=re.M) if text.strip()]
+    raised = [text for text in ranks if text.startswith("Traceback")] or ranks or ["no message"]
+    return raised[0].rstrip().splitlines()[-1].strip()
+
+
+def as_json(name: str, small: Config, notes: list[str], report: Report) -> dict[str, Any]:
+    """Return everything in the report as one JSON object."""
+    return {
+        "config": name,
+        "equal": not report.bad,
+        "notes": notes,
+        "shrunk": small.model.model_dump(),
+        "parameters": parameter_counts(build_meta_model(small)).total,
+        "layouts": [_outcome(one) for one in report.outcomes],
+        "not_allowed": [{"layout": case.name, "reason": reason} for case, reason in report.refused],
+        "not_reached": report.not_reached,
+        "worst": None if report.worst is None else _outcome(report.worst),
+        "smallest": None if report.smallest is None else _outcome(report.smallest),
+    }
+
+
+def _outcome(one: Outcome) -> dict[str, Any]:
+    return {
+        "layout": one.case.name,
+        "processes": one.case.world,
+        "equal": one.status == "equal",
+        "status": one.status,
+        "worst": _number(one.size),
+        "where": None if one.finding is None else one.finding.culprit,
+        "seconds": round(one.seconds, 2),
+        "largest": {kind: _number(size) for kind, size in one.largest.items()},
+        "rounded": {kind: _number(size) for kind, size in one.rounded.items()},
+        "tensors": one.compared,
+        "not_compared": list(one.unplaced),
+        "loaded_from": one.other.name,
+        "finding": None if one.finding is None else _finding(one.finding),
+        "error": one.error,
+    }
+
+
+def _finding(finding: Finding) -> dict[str, Any]:
+    one = finding.difference
+    numbers = {key: _number(getattr(one, key)) for key in ("found", "expected", "size")}
+    place = {
+        "step": one.step,
+        "kind": one.kind,
+        "tensor": one.name,
+        "rank": one.rank,
+        "index": list(one.index),
+        "part": ranges(one.part),
+        "digest": one.digest,
+    }
+    return {
+        "culprit": finding.culprit,
+        "why": finding.why,
+        **place,
+        **numbers,
+        "others": list(finding.others),
+    }
+
+
+def _number(value: float) -> float | None:
+    """JSON has no number that is not finite."""
+    return value if isfinite(value) else None
+
+
+def _general(name: str) -> str:
+    return re.sub(r"\blayers\.\d+\b", "layers.*", name)

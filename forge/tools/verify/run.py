@@ -1,0 +1,304 @@
+"""All layouts of a configuration against one process, within a time budget. A layout that fails or hangs ends no other."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from forge.config import Config, to_toml
+from forge.tools.verify.against import compare_records, record_elsewhere, require_checkout
+from forge.tools.verify.checkpoints import read_whole
+from forge.tools.verify.compare import TOLERANCE, Comparison, compare_rank, elements, merge
+from forge.tools.verify.explain import Finding, explain
+from forge.tools.verify.layouts import Case, at_random, systematic, why_illegal
+from forge.tools.verify.plain import record_plain
+from forge.tools.verify.ranks import RankFailed, run_ranks
+from forge.tools.verify.record import Settings, WholeRecord, record_on_rank
+
+# A layout of a small model takes seconds: after this, times the number of processes (at least two), it hangs.
+LIMIT_S = 45.0
+ALONE = Case()
+Status = Literal["equal", "different", "failed"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of one layout. largest: relative difference by kind of tensor; rounded: the same of a run in the formats of
+    the configuration, where that was asked for. compared: the number of tensors. other: whose checkpoint was loaded."""
+
+    case: Case
+    status: Status
+    seconds: float
+    largest: dict[str, float] = field(default_factory=dict)
+    rounded: dict[str, float] = field(default_factory=dict)
+    compared: int = 0
+    unplaced: tuple[str, ...] = ()
+    finding: Finding | None = None
+    error: str = ""
+    other: Case = ALONE
+
+    @property
+    def size(self) -> float:
+        """The largest difference of all."""
+        return max(self.largest.values(), default=0.0)
+
+
+@dataclass
+class Report:
+    """All results. refused: layouts that the configuration's checks do not allow, with the reason. not_reached: systematic
+    layouts for which there was no time. smallest: the smallest layout that still shows the worst difference."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    refused: list[tuple[Case, str]] = field(default_factory=list)
+    not_reached: int = 0
+    worst: Outcome | None = None
+    smallest: Outcome | None = None
+
+    @property
+    def bad(self) -> list[Outcome]:
+        """Layouts that differ or fail."""
+        return [one for one in self.outcomes if one.status != "equal"]
+
+
+class Verifier:
+    """Compares layouts of `config`, which is small and for one process, with one process.
+
+    settings: how; its folders are set here. other: the layout whose checkpoint the next one loads. rounded: the same
+    configuration in its own formats, to be compared with float64 as well. Raises RankFailed if one process fails.
+    """
+
+    def __init__(
+        self, config: Config, settings: Settings, tolerance: float = TOLERANCE, rounded: Config | None = None
+    ):
+        self.config, self.tolerance, self._rounded = config, tolerance, rounded
+        self._home = tempfile.TemporaryDirectory(prefix="forge-verify-")
+        one = self._folder()
+        self._settings = replace(settings, own_folder=one)
+        self._known: dict[Case, Outcome] = {}
+        # Where the checkpoints of layouts are: of one process, of the last layout that was equal, of those that others need.
+        self._saved = {ALONE: one}
+        self.other = ALONE
+        self._file = os.path.join(self._home.name, "reference")
+        ((self.order, self._elements),) = run_ranks(
+            _plain_on_rank, 1, to_toml(config), self._settings, self._file, timeout=limit_s(1)
+        )
+
+    def close(self) -> None:
+        """Remove temporary files."""
+        self._home.cleanup()
+
+    def patched(self, patch: Callable[[], object] | None) -> Verifier:
+        """Return the same with `patch` called on each rank of a layout; the reference is computed without it."""
+        other = copy.copy(self)
+        other._settings, other._known = replace(self._settings, patch=patch), {}
+        return other
+
+    def check(self, case: Case) -> Outcome:
+        """Return the result of one legal layout; a layout is run once.
+
+        It loads the checkpoint of the layout of several processes that was the last to be equal, else of one process.
+        """
+        if case not in self._known:
+            self._known[case] = self._run(case, self.other, keep=True)
+        return self._known[case]
+
+    def _folder(self) -> str:
+        return tempfile.mkdtemp(dir=self._home.name)
+
+    def _run(self, case: Case, other: Case, keep: bool = False) -> Outcome:
+        """Run a layout that loads the checkpoint of `other`. keep: its own is loaded by the next layout, if it is equal."""
+        began, folder = time.monotonic(), self._folder()
+        try:
+            settings = replace(self._settings, own_folder=folder, other_folder=self._saved[other])
+            result = self._compare(self.config, case, settings, self.tolerance)
+            rounded: dict[str, float] = {}
+            if self._rounded is not None:
+                settings = replace(self._settings, own_folder=None)
+                rounded = self._compare(self._rounded, case, settings, inf).largest
+        except RankFailed as error:
+            shutil.rmtree(folder)
+            return Outcome(case, "failed", time.monotonic() - began, error=str(error), other=other)
+        found = outcome_of(case, result, self.order, time.monotonic() - began, rounded, other)
+        if keep and found.status == "equal" and case.world > 1 and self._settings.patch is None:
+            self._saved[case], self.other = folder, case
+            needed = {one.other for one in self._known.values() if one.status == "different"}
+            if other != ALONE and other not in needed:
+                shutil.rmtree(self._saved.pop(other))
+        else:
+            shutil.rmtree(folder)
+        return found
+
+    def _compare(self, config: Config, case: Case, settings: Settings, tolerance: float) -> Comparison:
+        text, files = case.text(config), (settings, self._file, tolerance)
+        ranks = run_ranks(_compare_on_rank, case.world, text, *files, timeout=limit_s(case.world))
+        return merge(ranks, self._elements)
+
+    def reduce(self, worst: Outcome, time_left: Callable[[], float]) -> Outcome:
+        """Take away options and degrees one by one while the layout still fails in the same way; return the smallest."""
+        smallest, other, again = worst, worst.other, True
+        loads = worst.finding is not None and worst.finding.difference.kind in ("loaded", "continued")
+        if loads and other != ALONE and time_left() > 0:
+            outcome = self._run(worst.case, ALONE)
+            if outcome.status == worst.status:
+                smallest, other = outcome, ALONE
+        while again:
+            again = False
+            for case in smallest.case.smaller():
+                if why_illegal(self.config, case) is not None:
+                    continue
+                if (loads or case not in self._known) and time_left() <= 0:
+                    return smallest
+                outcome = self._run(case, other) if loads else self.check(case)
+                if outcome.status == worst.status:
+                    smallest, again = outcome, True
+                    break
+        return smallest
+
+
+def limit_s(world: int) -> float:
+    """Return the seconds after which a layout of `world` processes is ended."""
+    return LIMIT_S * max(2, world)
+
+
+def verify(
+    verifier: Verifier,
+    cases: Sequence[Case] | None,
+    *,
+    worlds: Sequence[int] = (1, 2, 4),
+    random: int | None = None,
+    seed: int = 0,
+    seconds: float = 300.0,
+    begin: Callable[[Case, float], None] = lambda case, left_s: None,
+    end: Callable[[Outcome], None] = lambda outcome: None,
+) -> Report:
+    """Check `cases`, else every axis and pair of axes and then `random` layouts (None: until `seconds` are over).
+
+    No layouts are drawn at random once some differ: the time goes to the smallest of these. `begin` is called before each
+    layout with the seconds that are left, `end` after it.
+    """
+    began = time.monotonic()
+
+    def left() -> float:
+        return seconds - (time.monotonic() - began)
+
+    report = Report()
+
+    def check(case: Case) -> None:
+        begin(case, left())
+        report.outcomes.append(verifier.check(case))
+        end(report.outcomes[-1])
+
+    planned = list(cases if cases is not None else systematic(verifier.config, worlds))
+    for case in _legal(verifier.config, planned, report):
+        if left() <= 0:
+            report.not_reached += 1
+            continue
+        check(case)
+    if cases is None and not report.bad:
+        fresh = (case for case in at_random(verifier.config, worlds, seed) if case not in planned)
+        for case in itertools.islice(fresh, random):
+            if left() <= 0 or report.bad:
+                break
+            check(case)
+    if report.bad:
+        # What differs says more than what fails.
+        report.worst = max(report.bad, key=lambda one: (one.status == "different", one.size))
+        report.smallest = verifier.reduce(report.worst, left)
+    return report
+
+
+def outcome_of(
+    case: Case,
+    result: Comparison,
+    order: Sequence[str],
+    seconds: float,
+    rounded: dict[str, float] | None = None,
+    other: Case = ALONE,
+) -> Outcome:
+    """Return the result of a layout that was computed, having loaded a checkpoint of `other`."""
+    finding = explain(result, order, other.name) if result.differences else None
+    unplaced = tuple(sorted(result.unplaced))
+    status: Status = "equal" if finding is None else "different"
+    return Outcome(
+        case, status, seconds, result.largest, rounded or {}, result.compared, unplaced, finding, other=other
+    )
+
+
+def verify_against(
+    config: Config,
+    cases: Sequence[Case],
+    settings: Settings,
+    checkout: Path,
+    bound: float,
+    end: Callable[[Outcome], None] = lambda outcome: None,
+) -> Report:
+    """Compute `cases` here and with the forge of `checkout`, and compare the two; layouts may differ from each other.
+
+    Raises UserError if `checkout` has no forge, or if it fails.
+    """
+    require_checkout(checkout)
+    report = Report()
+    for case in _legal(config, cases, report):
+        began, text = time.monotonic(), case.text(config)
+        new = run_ranks(record_on_rank, case.world, text, settings, timeout=limit_s(case.world))
+        result, order = compare_records(new, record_elsewhere(checkout, text, case.world, settings), bound)
+        outcome = outcome_of(case, result, order, time.monotonic() - began)
+        report.outcomes.append(outcome)
+        end(outcome)
+    report.worst = report.smallest = max(report.bad, key=lambda one: one.size, default=None)
+    return report
+
+
+def _legal(config: Config, cases: Sequence[Case], report: Report) -> Iterator[Case]:
+    for case in cases:
+        reason = why_illegal(config, case)
+        if reason is None:
+            yield case
+        else:
+            report.refused.append((case, reason))
+
+
+def _plain_on_rank(
+    _rank: int, _world: int, text: str, settings: Settings, file: str
+) -> tuple[list[str], dict]:
+    """Write the reference to `file`; return the order of its modules, and the sizes of its tensors for `merge`."""
+    logging.disable(logging.WARNING)
+    reference = record_plain(text, settings)
+    drop_unsteady(reference, text, settings)
+    torch.save(reference, file)
+    return reference.order, elements(reference)
+
+
+def drop_unsteady(reference: WholeRecord, text: str, settings: Settings) -> None:
+    """Remove curves of hooks, such as times, which are not the same in a second run."""
+    if not any(kind == "curve" for step in reference.steps for kind, _ in step):
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        again = record_plain(text, replace(settings, own_folder=settings.own_folder and folder))
+    for step, second in zip(reference.steps, again.steps, strict=True):
+        for key in [key for key in step if key[0] == "curve"]:
+            if key not in second or not torch.equal(step[key], second[key]):
+                del step[key]
+
+
+def _compare_on_rank(
+    rank: int, world: int, text: str, settings: Settings, file: str, tolerance: float
+) -> Comparison:
+    logging.disable(logging.WARNING)
+    record = record_on_rank(rank, world, text, settings)
+    reference: WholeRecord = torch.load(file, weights_only=False, mmap=True)
+    if settings.other_folder is not None and settings.steps > 1:
+        reference.steps[-2] |= read_whole(settings.other_folder)
+    return compare_rank(reference, rank, record, tolerance)

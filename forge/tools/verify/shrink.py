@@ -1,0 +1,307 @@
+"""A configuration as small as its structure allows, in float64.
+
+Kept: the kind of model, the ratio of query to key/value heads, the pattern of sliding windows, tied weights, groups and
+shared experts, dense first layers, whether a size is odd or even, the optimizer, modules pinned to a format, the engine,
+the tensor-parallel plan and every other option. Made small: widths, layers, experts, vocabulary, sequence and batch. Each
+phase is one step, or two with a ramp. Data are synthetic: the proof needs tokens, not text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fractions import Fraction
+from math import ceil, gcd, lcm, sqrt
+from typing import Any
+
+from forge.config import Config, Degrees, Phases, check_world, to_toml
+from forge.config.explain import Values, raise_all
+from forge.config.load import examine
+from forge.config.model import ModelConfig, MoEConfig
+from forge.config.pipeline import ONE_PER_RANK
+from forge.config.section import Section
+from forge.config.toml import read_toml
+from forge.runtime.errors import UserError
+
+LAYERS, SEQ_LEN, BATCH = 4, 64, 8
+# How the names of keys end that are widths.
+WIDTHS = ("dim", "rank", "size")
+DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+
+
+def changed(config: Config, keys: Mapping[str, Any]) -> Config:
+    """Return `config` with other values for some keys, by their dotted names. Raises UserError if it is then invalid."""
+    tree = read_toml(to_toml(config))
+    for key, value in keys.items():
+        *sections, last = key.split(".")
+        table = tree
+        for section in sections:
+            table = table.setdefault(section, {})
+        table[last] = value
+    result, problems = examine(Values(tree, "the small config"))
+    raise_all(problems)
+    assert result is not None
+    return result
+
+
+def shrink(config: Config, *, exact: bool = True) -> tuple[Config, list[str]]:
+    """Return the small configuration for one process, and a sentence for each thing that it cannot keep.
+
+    `exact`: in float64. Otherwise in the formats of the configuration.
+    """
+    notes: list[str] = []
+    keys = _model(config.model) | _training(config) | _layout(config, notes)
+    keys |= _left_out(config, notes) | {"phase": _phases(config, notes)}
+    if exact:
+        keys |= {f"precision.{key}": "float64" for key in ("storage", "compute", "reduce")}
+    parts = other_parts(config.model, Fraction(keys["model.dim"], config.model.dim))
+    try:
+        return changed(config, parts | keys), notes
+    except UserError:
+        # Sizes of such a part may depend on each other: then it stays as it is.
+        return changed(config, keys), notes
+
+
+def steps_through(small: Config) -> int:
+    """Return how many steps the phases of a small configuration last, and one more; 0 without phases."""
+    return Phases(small).steps_to(small.phase[-1].until_tokens) + 1 if small.phase else 0
+
+
+def one_process(config: Config) -> Config:
+    """Return `config` with all degrees 1."""
+    return changed(config, {f"parallel.{axis}": 1 for axis in DEGREES})
+
+
+def for_layout(small: Config, degrees: Degrees) -> Config:
+    """Return the small configuration under a layout of any size: what its degrees divide grows until they do.
+
+    Raises UserError if that is not possible.
+    """
+    d, model, moe = degrees, small.model, small.model.moe
+    own = model.n_heads if model.latent else model.n_kv_heads
+    kv_heads = lcm(own, d.tp * (d.cp if small.parallel.context == "ulysses" else 1))
+    one_per_rank = small.pipeline.schedule in ONE_PER_RANK
+    microbatches = d.pp * (2 if small.pipeline.schedule == "DualPipeV" else 1)
+    halves = 2 if any(phase.seq_len for phase in small.phase) else 1
+    keys: dict[str, Any] = {
+        **{f"parallel.{axis}": getattr(d, axis) for axis in DEGREES},
+        "model.n_kv_heads": kv_heads,
+        "model.n_heads": kv_heads * (model.n_heads // own),
+        "model.ffn_dim": lcm(model.ffn_dim, d.tp),
+        "model.vocab_size": max(model.vocab_size, d.tp * d.tp + 1),  # so that each rank has a row
+        "model.n_layers": max(model.n_layers, d.pp * (1 if one_per_rank else 2)),
+        "train.seq_len": _multiple(SEQ_LEN, halves * lcm(2 * d.cp, d.cp * d.tp)),
+        "train.global_batch_size": _multiple(BATCH, small.train.micro_batch_size * d.dp * microbatches),
+    }
+    keys["phase"] = [
+        phase.model_dump(mode="json", exclude_none=True)
+        | ({"seq_len": keys["train.seq_len"] // 2} if phase.seq_len else {})
+        | (
+            {"global_batch_size": _multiple(batch, 2 * d.dp * microbatches)}
+            if (batch := phase.global_batch_size)
+            else {}
+        )
+        for phase in small.phase
+    ]
+    _let_end(keys["phase"], keys["train.global_batch_size"], keys["train.seq_len"])
+    if moe is not None:
+        keys |= {
+            "model.moe.n_experts": lcm(moe.n_experts, d.ep),
+            "model.moe.expert_dim": lcm(moe.expert_dim, d.tp),
+        }
+    if (linear := model.linear_attention) is not None:
+        key_heads = lcm(linear.n_key_heads, d.tp)
+        keys |= {
+            "model.linear_attention.n_key_heads": key_heads,
+            "model.linear_attention.n_value_heads": key_heads * (linear.n_value_heads // linear.n_key_heads),
+        }
+    result = changed(small, keys)
+    check_world(result, d.world)
+    return result
+
+
+def _model(model: ModelConfig) -> dict[str, Any]:
+    own = model.n_heads if model.latent else model.n_kv_heads
+    kv_heads = _few(own)
+    heads = kv_heads * (model.n_heads // own)
+    head_dim = 4 if heads > 2 else 8
+    # The width of all heads need not be that of the stream.
+    dim = _even(Fraction(heads * head_dim * model.dim, model.n_heads * model.head_dim or model.dim))
+    keys: dict[str, Any] = {
+        "dim": dim,
+        "n_heads": heads,
+        "n_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "ffn_dim": _scaled(model.ffn_dim, Fraction(min(dim, 32), model.dim)),
+        "vocab_size": min(model.vocab_size, 64 + model.vocab_size % 8),
+        "n_layers": min(model.n_layers, LAYERS),
+        "sliding_window_pattern": min(model.sliding_window_pattern, LAYERS),
+        "layer_pattern": _kinds(model, LAYERS),
+        # So that a product keeps the size of its sums: with the weights of a wide model attention would be even.
+        "init_std": min(0.5, model.init_std * max(1.0, sqrt(model.dim / dim))),
+    }
+    if model.sliding_window:
+        keys["sliding_window"] = min(model.sliding_window, 3 * SEQ_LEN // 8)
+    if model.rope_fraction < 1.0:
+        keys["rope_fraction"] = 0.5
+    if model.latent is not None:
+        sizes = {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4}
+        keys["mla"] = {"q_lora_rank": min(model.latent.q_lora_rank, 12), **sizes}
+    keys = {f"model.{key}": value for key, value in keys.items()}
+    if model.moe is not None:
+        keys |= {f"model.moe.{key}": value for key, value in _experts(model, model.moe, dim).items()}
+    if (linear := model.linear_attention) is not None:
+        key_heads = _few(linear.n_key_heads)
+        small = {
+            "n_key_heads": key_heads,
+            "n_value_heads": key_heads * (linear.n_value_heads // linear.n_key_heads),
+            "key_head_dim": 4,
+            "value_head_dim": 4 if linear.value_head_dim == linear.key_head_dim else 6,
+            "chunk_size": 16,
+        }
+        keys |= {f"model.linear_attention.{key}": value for key, value in small.items()}
+    return keys
+
+
+def _kinds(model: ModelConfig, layers: int) -> tuple[str, ...]:
+    """At most `layers` kinds of the pattern, with each kind that it has as long as there is room; () as it is."""
+    kinds = model.layer_pattern
+    if len(kinds) <= layers:
+        return kinds
+    rare = [kind for kind in dict.fromkeys(kinds) if kind not in kinds[:layers]]
+    return (*kinds[: layers - len(rare)], *rare)
+
+
+def other_parts(model: ModelConfig, factor: Fraction) -> dict[str, Any]:
+    """Return the widths of parts of the model that have a section of their own, such as `[model.mla]`, times `factor`."""
+    keys: dict[str, Any] = {}
+    for name, part in model:
+        if isinstance(part, Section) and not isinstance(part, MoEConfig):
+            widths = {key: size for key, size in part if key.endswith(WIDTHS) and type(size) is int}
+            keys |= {f"model.{name}.{key}": min(size, _scaled(size, factor)) for key, size in widths.items()}
+    return keys
+
+
+def _experts(model: ModelConfig, moe: MoEConfig, dim: int) -> dict[str, Any]:
+    groups = _few(moe.n_expert_groups)
+    n_experts = moe.n_experts if moe.n_experts <= 8 else groups * _few(moe.n_experts // groups)
+    while n_experts < 8 and moe.n_experts % (2 * n_experts) == 0:
+        n_experts *= 2
+    limited = groups
+    if moe.n_limited_groups < moe.n_expert_groups:
+        limited = max(1, min(groups - 1, moe.n_limited_groups * groups // moe.n_expert_groups))
+    return {
+        "n_experts": n_experts,
+        "n_expert_groups": groups,
+        "n_limited_groups": limited,
+        "top_k": min(moe.top_k, max(1, n_experts // 2), limited * n_experts // groups),
+        "n_shared_experts": min(moe.n_shared_experts, 2),
+        "expert_dim": _scaled(moe.expert_dim, Fraction(min(dim, 32), model.dim)),
+        "every": min(moe.every, 2),
+        "n_dense_layers": min(moe.n_dense_layers, 1 if moe.n_dense_layers < model.n_layers else LAYERS),
+        "capacity_factor": 0.0,
+        "router_noise": 0.0,
+    }
+
+
+def _training(config: Config) -> dict[str, Any]:
+    return {
+        "train.seq_len": SEQ_LEN,
+        "train.global_batch_size": BATCH,
+        "train.micro_batch_size": 2,
+        "train.loss_chunk_tokens": min(config.train.loss_chunk_tokens, 48),  # chunks that end within a row
+        "train.tokens": 0,
+        "data.sources": [{"path": "synthetic"}],
+        "data.validation": [],
+        "data.tokenizer": "none",
+    }
+
+
+def _phases(config: Config, notes: list[str]) -> list[dict[str, Any]]:
+    """Phases with batches and lengths of the small configuration: of half the size, or twice as many sequences."""
+    found = []
+    for phase in config.phase:
+        table = phase.model_dump(mode="json", exclude_none=True, exclude={"weights"})
+        for key, there, small in (
+            ("global_batch_size", config.train.global_batch_size, (BATCH // 2, BATCH, 2 * BATCH)),
+            ("seq_len", config.train.seq_len, (SEQ_LEN // 2, SEQ_LEN, SEQ_LEN)),
+            ("sliding_window", config.model.sliding_window, (SEQ_LEN // 8, SEQ_LEN // 4, SEQ_LEN // 2)),
+        ):
+            if key in table:
+                table[key] = small[(table[key] >= there) + (table[key] > there)]
+        table["micro_batch_size"] = 1 if table.get("global_batch_size") == BATCH // 2 else 2
+        found.append(table)
+    _let_end(found, BATCH, SEQ_LEN)
+    if found:
+        notes.append("each phase is one step, two with a ramp, and the mixture has one source")
+    return found
+
+
+def _let_end(phases: list[dict[str, Any]], batch: int, seq_len: int) -> None:
+    """Let each phase end after one step, of these sizes where it has no other ones; with a ramp in the middle after two."""
+    tokens, before = 0, batch
+    for phase in phases:
+        rows, length = phase.get("global_batch_size", batch), phase.get("seq_len", seq_len)
+        tokens += (2 * before if phase["ramp"] == "linear" else rows) * length
+        phase["until_tokens"], before = tokens, rows
+
+
+def _layout(config: Config, notes: list[str]) -> dict[str, Any]:
+    keys: dict[str, Any] = {f"parallel.{axis}": 1 for axis in DEGREES}
+    keys |= {"parallel.async_tp": False, "parallel.symmetric_memory": False}
+    if config.parallel.bucket_size == "auto":
+        keys["parallel.bucket_size"] = 3000  # several buckets
+    if isinstance(config.parallel.reshard_after_forward, int):
+        keys["parallel.reshard_after_forward"] = "always"
+        notes.append('parallel.reshard_after_forward is "always", not a number of ranks')
+    chosen = config.pipeline
+    if chosen.module_names or chosen.layers_per_stage or chosen.schedule.endswith(".csv"):
+        keys |= {"pipeline.module_names": [], "pipeline.layers_per_stage": 0}
+        notes.append("stages of a pipeline are split automatically")
+    if chosen.schedule.endswith(".csv"):
+        keys["pipeline.schedule"] = "1F1B"
+        notes.append("pipeline.schedule is 1F1B, not the CSV file")
+    return keys
+
+
+def _left_out(config: Config, notes: list[str]) -> dict[str, Any]:
+    """Keys that make results depend on more than the mathematics."""
+    keys: dict[str, Any] = {"precision.float8": "none", "optimizer.moment_dtype": "float32"}
+    if config.precision.float8 != "none":
+        notes.append("precision.float8 is off")
+    keys |= {"compile.enabled": False, "compile.loss": False}
+    if config.compile.enabled or config.compile.loss:
+        notes.append("nothing is compiled")
+    if config.activation_checkpoint.mode == "memory_budget":
+        keys["activation_checkpoint.mode"] = "full"
+        notes.append("activation_checkpoint.mode is full, because memory_budget needs the compiler")
+    moe = config.model.moe
+    if moe is not None and moe.capacity_factor:
+        notes.append("model.moe.capacity_factor is 0: what it drops depends on the layout")
+    if moe is not None and moe.router_noise:
+        notes.append("model.moe.router_noise is 0: with it results depend on the layout")
+    keys |= {"evaluate.interval": 0, "evaluate.sample_interval": 0}
+    return keys
+
+
+def _multiple(least: int, unit: int) -> int:
+    """Return the smallest multiple of `unit` that is at least `least`."""
+    return -(-least // unit) * unit
+
+
+def _few(number: int) -> int:
+    """Return a small divisor of `number`, 1 only for 1: 4 for multiples of 4, else 2 for even ones, else the smallest."""
+    if number % 4 == 0:
+        return 4
+    return next((n for n in range(2, number + 1) if number % n == 0), 1)
+
+
+def _scaled(size: int, factor: Fraction) -> int:
+    """Return `size` times `factor`, rounded up to what the same powers of 2 (up to 8) divide and no others, at least 8."""
+    unit = gcd(size, 8)
+    units = max(8 // unit, ceil(size * factor / unit))
+    return unit * (units + (unit < 8 and units % 2 == 0))
+
+
+def _even(size: Fraction) -> int:
+    """Round to a multiple of 4, at least 8."""
+    return max(8, round(size / 4) * 4)

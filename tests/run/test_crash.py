@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+from torch.distributed import DistStoreError, HashStore
+
+from forge.run.crash import RollCall
+
+
+def test_what_ranks_do_once_is_done_by_the_first_and_the_others_wait_for_its_end() -> None:
+    store = HashStore()
+    first, second = (RollCall(store, rank, 2, "start") for rank in range(2))
+    begun, may_end, done = threading.Event(), threading.Event(), []
+
+    def work() -> None:
+        begun.set()
+        assert may_end.wait(10)
+        done.append("first")
+
+    at_work = threading.Thread(target=first.once, args=(work, 10.0))
+    at_work.start()
+    assert begun.wait(10)
+    with pytest.raises(DistStoreError):
+        second.once(lambda: done.append("second"), 0.2)
+    may_end.set()
+    second.once(lambda: done.append("second"), 10.0)
+    assert done == ["first"]
+    at_work.join()
+
+
+def test_what_fails_on_the_first_rank_does_not_keep_the_others() -> None:
+    store = HashStore()
+    first, second = (RollCall(store, rank, 2, "start") for rank in range(2))
+    with pytest.raises(ZeroDivisionError):
+        first.once(lambda: print(1 // 0), 10.0)
+    second.once(lambda: None, 0.2)

@@ -1,0 +1,159 @@
+"""Hooks that a user registers: when they are called, what they may do, and what happens when they are wrong."""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from forge.hook import EVENTS, Hook, Hooks, StepResult
+from forge.train.trainer import Trainer
+from tests.support.pages import REPOSITORY, blocks
+from tests.support.runs import Run
+
+PAGE = REPOSITORY / "docs" / "extending" / "hook.md"
+HERE = "tests.run.test_hooks"
+
+
+def hooks(*names: str) -> str:
+    paths = ", ".join(f'"{name if ":" in name else f"{HERE}:{name}"}"' for name in names)
+    return f"--train.hooks=[{paths}]"
+
+
+class Recording(Hook):
+    """Writes down on rank 1 every call, so a hook that is called on rank 0 only is noticed."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._write = trainer.reporter.world.rank == 1
+        self._path = trainer.reporter.directory.root / "calls.txt"
+
+    def record(self, event: str, *arguments: object) -> None:
+        if self._write:
+            step = next((at.step if isinstance(at, StepResult) else at for at in arguments), "")
+            with open(self._path, "a") as file:
+                file.write(f"{event} {step}".rstrip() + "\n")
+
+
+for _event in EVENTS:
+    setattr(Recording, _event, lambda self, *arguments, event=_event: self.record(event, *arguments))
+
+
+class Failing(Hook):
+    def __init__(self, trainer: Trainer) -> None:
+        self._rank = trainer.reporter.world.rank
+
+    def after_gradients(self, step: int) -> None:
+        if step == 3 and self._rank == 1:
+            raise ValueError("three is too many")
+
+
+class Stopping(Hook):
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def after_step(self, step: int) -> None:
+        if step == 3 and self._trainer.reporter.world.rank == 1:
+            self._trainer.request_stop("rank 1 has seen enough")
+
+
+class NoHook:
+    pass
+
+
+def calls(run: Run) -> list[str]:
+    return (run.path / "calls.txt").read_text().splitlines()
+
+
+def test_the_calls_of_a_run_come_in_the_order_of_the_page(tmp_path) -> None:
+    """The result of a step comes before the update of the next one, or where an evaluation waits for it."""
+    validation = '--data.validation=[{path="synthetic",name="held"}]'
+    run = Run(tmp_path, hooks("Recording"), "--train.steps=2", "--checkpoint.interval=0", validation)
+    assert run("--evaluate.interval=2", "--evaluate.sequences=2", world=2) == 0
+    begin = ("before_step", "before_data", "after_data", "before_gradients")
+    update = ("after_gradients", "before_optimizer", "after_optimizer")
+    assert calls(run) == [
+        "before_run 0",
+        *(f"{event} 1" for event in (*begin, *update, "after_step")),
+        *(f"{event} 2" for event in begin),
+        "after_result 1",
+        *(f"{event} 2" for event in (*update, "after_result", "after_evaluation", "after_step")),
+        "before_save 2",
+        "after_run",
+    ]
+    documented = re.findall(r"`((?:before|after)_\w+)\(", PAGE.read_text())
+    assert set(documented) == set(EVENTS)
+
+
+def test_a_hook_learns_of_a_rollback(tmp_path) -> None:
+    run = Run(tmp_path, hooks("Recording"), "--resilience.max_skipped_steps=3")
+    patch = "tests.support.spoil:samples_32_to_55"
+    assert run.start(world=2, patch=patch).join() == [0, 0]
+    recorded = calls(run)
+    at = recorded.index("after_rollback 4")
+    assert "after_result 7" in recorded[:at] and recorded[at + 1] == "before_step 5"
+
+
+def test_an_empty_hook_is_never_called() -> None:
+    assert not any(Hooks([Hook()])._overriding.values())
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no_such_module:Class", "no_such_module cannot be imported"),
+        (f"{HERE}:Recordin", 'no class Recordin; did you mean "Recording"?'),
+        (f"{HERE}:NoHook", "is not a hook; needed: a subclass of forge.hook.Hook"),
+        ("no colon", "an import path package.module:Class"),
+    ],
+)
+def test_a_wrong_path_is_one_sentence_before_anything_is_made(tmp_path, path: str, message: str) -> None:
+    run = Run(tmp_path, hooks(path) if ":" in path else f'--train.hooks=["{path}"]')
+    assert run() == 2
+    assert message in run.output() and "train.hooks" in run.output() and "Traceback" not in run.output()
+    assert not run.path.exists()
+
+
+def test_a_hook_that_raises_ends_the_run_with_its_name(tmp_path) -> None:
+    run = Run(tmp_path, hooks("Recording", "Failing"))
+    assert run.start(world=2).join() == [1, 1]
+    assert (
+        f"hook {HERE}:Failing failed in after_gradients: ValueError: three is too many"
+        in run.status()["reason"]
+    )
+    assert calls(run)[-2:] == ["after_gradients 3", "after_run"]
+
+
+def test_a_hook_of_any_rank_can_end_the_run(tmp_path) -> None:
+    run = Run(tmp_path, hooks("Stopping"))
+    assert run(world=2) == 75
+    assert run.status()["state"] == "stopped" and run.checkpoints()[-1] == "step-00000004"
+
+
+def put_examples_on_the_path() -> None:
+    sys.path.insert(0, str(Path(os.environ["RUN_UNDER_TEST"]).parent / "examples"))
+
+
+def test_the_examples_of_the_page_write_their_numbers(tmp_path) -> None:
+    names = re.findall(r"\*\*(\w+)\.py\*\*", PAGE.read_text())
+    sources = [block.text for block in blocks(PAGE) if block.language == "python"]
+    (tmp_path / "examples").mkdir()
+    for name, source in zip(names, sources, strict=True):
+        (tmp_path / "examples" / f"{name}.py").write_text(source)
+    run = Run(
+        tmp_path,
+        hooks("smoothed_loss:SmoothedLoss", "embedding_norm:EmbeddingNorm"),
+        "--metrics.tensorboard=true",
+    )
+    assert run.start(world=2, patch=f"{HERE}:put_examples_on_the_path").join() == [0, 0]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    curves = EventAccumulator(str(run.path / "tensorboard"))
+    curves.Reload()
+    smoothed, lines = curves.Scalars("my/smoothed_loss"), (run.path / "smoothed_loss.txt").read_text().split()
+    assert [point.step for point in smoothed] == list(range(1, 11)) == [int(step) for step in lines[::2]]
+    assert smoothed[0].value == pytest.approx(run.losses()[0])
+    norms = curves.Scalars("my/embedding_norm")
+    assert [point.step for point in norms] == list(range(1, 10))
+    for point, line in zip(norms, run.metrics(), strict=False):
+        assert 0 < point.value < line["grad_norm"]

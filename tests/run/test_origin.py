@@ -1,0 +1,83 @@
+"""Whether a command names the origin of the history that a run directory holds."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from forge.checkpoint.manifest import MANIFEST, compose
+from forge.config import Config, load_config, to_toml
+from forge.observe.run_directory import RunDirectory
+from forge.run.origin import new_history_because, origin_of
+from forge.runtime.errors import UserError
+
+
+def config(resume: object, *options: str) -> Config:
+    return load_config(["--config=debug.toml", f"--checkpoint.resume={resume}", *options])
+
+
+def begun_with(folder: Path, before: Config) -> RunDirectory:
+    """A run directory whose history began with this configuration."""
+    directory = RunDirectory(folder / "run")
+    directory.root.mkdir()
+    directory.origin.write_text(json.dumps(asdict(origin_of(before))))
+    directory.config.write_text(to_toml(before))
+    return directory
+
+
+def checkpoint(path: Path, step: int) -> Path:
+    path.mkdir()
+    (path / MANIFEST).write_text(compose(step, 1, {}, {}))
+    return path
+
+
+def test_a_checkpoint_is_recognised_in_another_place_by_its_path_and_after_it_is_gone(tmp_path) -> None:
+    first = checkpoint(tmp_path / "first", 100)
+    directory = begun_with(tmp_path, config(first))
+    moved = first.rename(tmp_path / "moved")
+    assert new_history_because(config(moved), directory, finished=False) is None
+    assert new_history_because(config(first), directory, finished=True) is None
+    other = checkpoint(tmp_path / "other", 200)
+    assert "another origin" in str(new_history_because(config(other), directory, finished=False))
+
+
+def test_a_link_that_leads_elsewhere_by_now_is_the_same_command(tmp_path) -> None:
+    latest = tmp_path / "latest"
+    latest.symlink_to(checkpoint(tmp_path / "a", 100))
+    directory = begun_with(tmp_path, config(latest))
+    latest.unlink()
+    latest.symlink_to(checkpoint(tmp_path / "b", 200))
+    assert new_history_because(config(latest), directory, finished=False) is None
+
+
+@pytest.mark.parametrize(
+    ("option", "why"),
+    [
+        ("--resilience.time_limit_s=60", None),
+        ("--parallel.tp=2", None),
+        ("--checkpoint.interval=7", None),
+        ("--optimizer.lr=0.5", "[optimizer]"),
+        ("--train.steps=7", "[train]"),
+        ("--run.seed=7", "run.seed"),
+        ("--checkpoint.init=elsewhere", "checkpoint.init"),
+    ],
+)
+def test_none_goes_by_what_the_run_computes(tmp_path, option: str, why: str | None) -> None:
+    directory = begun_with(tmp_path, config("none"))
+    because = new_history_because(config("none", option), directory, finished=False)
+    assert because is None if why is None else str(because).endswith(f"other settings in {why}")
+    assert (
+        new_history_because(config("none", option), directory, finished=True)
+        == "the history before is finished"
+    )
+
+
+def test_none_counts_where_auto_began_and_a_file_that_cannot_be_read_is_reported(tmp_path) -> None:
+    directory = begun_with(tmp_path, config("auto"))
+    assert "checkpoint.resume = auto" in str(new_history_because(config("none"), directory, finished=False))
+    directory.origin.write_text("{")
+    with pytest.raises(UserError, match="remove it"):
+        new_history_because(config("none"), directory, finished=False)

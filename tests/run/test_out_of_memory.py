@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+
+from forge.config import check_world
+from forge.config.toml import to_literal
+from forge.observe.memory_report import MemoryReport
+from forge.run.out_of_memory import (
+    explaining_exhaustion,
+    planned_peaks,
+    ran_out_of_memory,
+    usable_changes,
+)
+from forge.runtime.errors import UserError
+from forge.tools.plan.peak import planned_peak
+from tests.support.configs import load, tiny
+
+CPU = torch.device("cpu")
+
+
+def _no_plan(work: Callable[[], None], patience_s: float) -> None:
+    """In place of `CrashReporter.once`."""
+
+
+OUT_OF_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried"),
+    MemoryError(),
+]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: type(error).__name__)
+def test_running_out_becomes_a_user_error_with_exit_code_1(tmp_path, caplog, error) -> None:
+    assert ran_out_of_memory(error)
+    config = load(tmp_path, "--train.global_batch_size=8", "--train.micro_batch_size=4")
+    report = MemoryReport(CPU)
+    degrees = check_world(config, 1)
+    with pytest.raises(UserError) as raised, explaining_exhaustion(report, config, degrees, _no_plan):
+        raise error
+    assert raised.value.exit_code == 1
+    assert "before the first step" in caplog.text and "parallel.dp_shard = 2" in caplog.text
+
+
+def test_other_errors_pass_through() -> None:
+    config = tiny()
+    with (
+        pytest.raises(RuntimeError, match="shapes"),
+        explaining_exhaustion(MemoryReport(CPU), config, check_world(config, 1), _no_plan),
+    ):
+        raise RuntimeError("shapes differ")
+
+
+WORLDS = [
+    (1, ["--train.micro_batch_size=4"]),
+    (1, ["--train.micro_batch_size=1"]),
+    (4, ["--train.micro_batch_size=3", "--train.global_batch_size=12"]),
+    (4, ["--train.micro_batch_size=1", "--parallel.dp_replicate=2"]),
+]
+
+
+@pytest.mark.parametrize("state_dominates", [False, True])
+@pytest.mark.parametrize(("world", "options"), WORLDS)
+def test_x2_the_three_keys_are_accepted_as_they_stand(tmp_path, world, options, state_dominates) -> None:
+    options = ["--train.global_batch_size=32", *options]
+    config = load(tmp_path, *options)
+    changes = list(islice(usable_changes(config, check_world(config, world), state_dominates, False), 3))
+    assert len({key for (key, _, _), _ in changes}) == 3
+    for (key, value, effect), changed in changes:
+        extra = ["--parallel.dp_shard=-1"] if key == "parallel.dp_replicate" else []
+        assert changed == load(tmp_path, *options, f"--{key}={to_literal(value)}", *extra)
+        check_world(changed, world * 2 if "processes" in effect else world)
+
+
+def test_what_to_change_first_depends_on_what_takes_the_memory(tmp_path) -> None:
+    config = load(tmp_path, "--train.global_batch_size=32", "--train.micro_batch_size=4")
+    degrees = check_world(config, 2)
+
+    def first(state_dominates: bool) -> tuple[str, Any]:
+        (key, value, _), _ = next(usable_changes(config, degrees, state_dominates, on_card=True))
+        return key, value
+
+    assert first(False) == ("train.micro_batch_size", 2)
+    assert first(True) == ("parallel.dp_shard", 4)
+
+
+@pytest.mark.parametrize("state_dominates", [False, True])
+def test_narrow_moments_and_recomputation_come_before_the_host(tmp_path, state_dominates: bool) -> None:
+    config = load(tmp_path)
+    changes = usable_changes(config, check_world(config, 1), state_dominates, on_card=True)
+    keys = [key for (key, _, _), _ in changes]
+    assert {"optimizer.moment_dtype", "activation_checkpoint.mode"} < set(keys)
+    assert keys[-1] == "parallel.cpu_offload"
+
+
+@pytest.mark.processes
+def test_planned_peaks_are_the_planners_and_nothing_for_what_cannot_be_planned(tmp_path) -> None:
+    config = load(tmp_path, "--train.global_batch_size=8", "--train.micro_batch_size=4")
+    uneven = load(tmp_path, "--parallel.dp_shard=3", "--train.global_batch_size=3")
+    found = planned_peaks([(config, 1), (uneven, 4)], CPU, 60)
+    assert found == [planned_peak(config, 1, False), None]
+
+
+@pytest.mark.processes
+def test_planning_ends_with_the_patience_for_it() -> None:
+    start = time.monotonic()
+    assert planned_peaks([(tiny(), 1)], CPU, 0.1) == [None]
+    assert time.monotonic() - start < 5

@@ -1,0 +1,107 @@
+"""States on the nodes as a run keeps them: where they are, when they are removed, and which failures are reported."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from forge.checkpoint.folders import steps
+from forge.runtime.private import MARKER, PrivateFolder
+from tests.support import mounts
+from tests.support.runs import Run
+
+# The run ends up with states on its node that are newer than its checkpoint.
+LOCAL = ["--checkpoint.local_interval=2", "--checkpoint.interval=6"]
+
+
+def kept(folder: Path, *options: str) -> tuple[Run, Path, str]:
+    """Return a run, the folder of its local states, and the option that names the folder."""
+    place = folder / "place"
+    return Run(folder, *LOCAL, *options), place, f"--checkpoint.local_dir={place}"
+
+
+def killed(run: Run, place: str, step: int = 6) -> None:
+    assert run.start(place, fault=f"step:{step}:0").join() == [-signal.SIGKILL]
+
+
+def entries(place: Path) -> list[str]:
+    return sorted(os.listdir(place))
+
+
+def test_states_of_a_node_are_in_a_private_folder_until_the_run_has_finished(tmp_path) -> None:
+    run, place, option = kept(tmp_path)
+    killed(run, option)
+    assert place.stat().st_mode & 0o777 == 0o700
+    [name] = [name for name in entries(place) if name != MARKER]
+    [history] = (place / name).iterdir()
+    newest = steps(history)[-1]
+    assert run(option) == 0
+    assert run.events("resumed")[0]["step"] == newest
+    assert entries(place) == [MARKER]
+
+
+@pytest.mark.parametrize("names_the_folder", [True, False])
+def test_a_start_without_local_states_removes_those_of_the_starts_before(tmp_path, names_the_folder) -> None:
+    run, place, option = kept(tmp_path)
+    killed(run, option)
+    assert len(entries(place)) == 2
+    assert run("--checkpoint.local_interval=0", *([option] if names_the_folder else [])) == 0
+    assert entries(place) == [MARKER]
+
+
+def test_a_finished_run_that_was_killed_before_it_removed_its_states_removes_them_at_the_next_start(
+    tmp_path,
+) -> None:
+    run, place, option = kept(tmp_path, "--train.steps=6", "--checkpoint.interval=6")
+    killed(run, option)
+    assert run("--checkpoint.local_interval=0") == 0
+    leftover = PrivateFolder(place, "key").make(name_of(run), (run.path / "local-states").read_text()[:8])
+    (leftover / "step-00000004").mkdir()
+    assert run(option) == 0
+    assert entries(place) == [MARKER]
+
+
+def name_of(run: Run) -> str:
+    return f"run-{hashlib.sha256(str(run.path.resolve()).encode()).hexdigest()[:8]}"
+
+
+def test_x3_a_link_in_place_of_the_run_s_states_is_refused_and_not_followed(tmp_path) -> None:
+    run, place, option = kept(tmp_path)
+    home = tmp_path / "home"
+    for name in ("deadbeef", "thesis"):
+        (home / name).mkdir(parents=True)
+    PrivateFolder(place, "key")
+    (place / name_of(run)).symlink_to(home)
+    assert run(option) != 0
+    assert entries(home) == ["deadbeef", "thesis"]
+
+
+def test_x3_a_folder_that_anybody_could_have_made_is_refused_and_nothing_in_it_is_removed(tmp_path) -> None:
+    run, place, option = kept(tmp_path)
+    place.mkdir()
+    place.chmod(0o777)
+    (place / "deadbeef").mkdir()
+    assert run(option) == 2
+    assert "checkpoint.local_dir" in run.output() and "chmod 700" in run.output()
+    assert entries(place) == ["deadbeef"]
+
+
+def tiny_memory() -> None:
+    """A patch for `Run.start`: the folder of local states is on a file system of 64 kB."""
+    mounts.small(Path(os.environ["RUN_UNDER_TEST"]).parent / "memory", 1 << 16)
+
+
+def test_e12_every_state_that_does_not_fit_is_reported_also_when_they_follow_each_other_closely(
+    tmp_path,
+) -> None:
+    if not mounts.allowed():
+        pytest.skip("no mount namespaces here")
+    (tmp_path / "memory").mkdir()
+    run = Run(tmp_path, "--checkpoint.local_interval=1", f"--checkpoint.local_dir={tmp_path}/memory/place")
+    assert run.start(patch="tests.run.test_tiers:tiny_memory").join() == [0]
+    assert [event["step"] for event in run.events("local_save_failed")] == list(range(1, 10))
+    assert run.log().count("on the nodes failed") == 9

@@ -1,0 +1,165 @@
+"""`train.py --plan`: exit codes, the smallest world, and what cannot be planned."""
+
+import json
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from forge.config import check_world, parse_toml_text
+from forge.model import Transformer
+from forge.run.launch import main
+from forge.tools.plan.fake import FakeRank, fake_ranks
+from forge.tools.plan.plan import smallest_world
+from tests.support.planning import plan_text
+
+HARDWARE = """
+memory_gib = {gib}
+reserved_gib = 0.0
+memory_gb_per_s = 10
+cards_per_node = 8
+node = {{ gb_per_s = 1, latency_us = 10 }}
+cluster = {{ gb_per_s = 1, latency_us = 10 }}
+"""
+
+
+class Reads(Transformer):
+    """A model whose forward depends on its data."""
+
+    def forward(self, x: Tensor, *rest: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x + int(x.max().item()), *rest)
+
+
+def plan(folder, *options: str, gib: float | None = None) -> int:
+    (folder / "tiny.toml").write_text(plan_text())
+    if gib is not None:
+        (folder / "card.toml").write_text(HARDWARE.format(gib=gib))
+        options = (*options, f"--hardware={folder / 'card.toml'}")
+    return main(["--config", str(folder / "tiny.toml"), "--plan", "--model.n_layers=1", *options])
+
+
+@pytest.mark.long
+def test_a_plan_is_one_json_object_and_nothing_else_is_printed(tmp_path, capsys) -> None:
+    assert plan(tmp_path, "--json", "--world-size=2") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] is None and found["world_size"] == 2 and found["layout"]["dp_shard"] == 2
+    memory = found["memory"]
+    parts = (
+        memory[kind] for kind in ("parameters", "masters", "gradients", "optimizer", "buckets", "activations")
+    )
+    assert sum(parts) == memory["peak"] > memory["activations"] > memory["parameters"] > 0
+    assert {row["axis"] for row in found["collectives"]} == {"dp_shard"}
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("gib", "code"), [pytest.param(1.0, 0, marks=pytest.mark.slow), (0.0001, 3)])
+def test_the_exit_code_says_whether_it_fits(tmp_path, capsys, gib: float, code: int) -> None:
+    assert plan(tmp_path, gib=gib) == code
+    text = capsys.readouterr().out
+    assert ("does not fit" in text) is ("which is still too much" in text) is (code == 3)
+
+
+@pytest.mark.slow
+def test_a_plan_that_does_not_fit_says_which_keys_free_enough(tmp_path, capsys) -> None:
+    def found(gib: float, *options: str) -> dict[str, Any]:
+        plan(tmp_path, "--json", *options, gib=gib)
+        return json.loads(capsys.readouterr().out)
+
+    whole = found(1.0)
+    assert whole["remedy"] is None
+    short = found(0.9 * whole["memory"]["peak"] / 2**30)
+    overrides = short["remedy"]["overrides"]
+    assert not short["fits"] and short["remedy"]["needed"] < short["memory"]["peak"]
+    assert found(1.0, *overrides)["memory"]["peak"] == short["remedy"]["needed"]
+
+
+@pytest.mark.slow
+def test_a_plan_says_what_a_rank_with_crowded_experts_needs(tmp_path, capsys) -> None:
+    experts = "n_kv_heads = 4\n[model.moe]\nn_experts = 4\nexpert_dim = 24\n"
+    (tmp_path / "experts.toml").write_text(plan_text("ep = 2", model=experts).replace("n_kv_heads = 2\n", ""))
+    assert main(["--config", str(tmp_path / "experts.toml"), "--plan", "--world-size=2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["memory"]["peak"] < found["needed_when_crowded"] < 2 * found["memory"]["peak"]
+    (exchange,) = (row for row in found["collectives"] if row["kind"] == "all_to_all" and row["axis"] == "ep")
+    assert not exchange["can_be_hidden"]
+    assert (
+        found["checkpoint_bytes"] > found["stages"][0]["host_bytes_of_save"] > found["checkpoint_bytes"] / 3
+    )
+    assert found["stages"][0]["host_bytes_of_local_states"] == 0
+    # The loss computes its gradient in forward.
+    assert set(found["flops"]["forward"]) == {"layers", "attention", "head"} > set(found["flops"]["backward"])
+
+
+@pytest.mark.long
+def test_states_on_the_nodes_take_host_memory_for_three_of_them_with_their_copies(tmp_path, capsys) -> None:
+    (tmp_path / "plain.toml").write_text(plan_text())
+    asked = ["--config", str(tmp_path / "plain.toml"), "--plan", "--world-size=2", "--model.n_layers=1"]
+    kept = ["--checkpoint.local_interval=5", "--checkpoint.peers=2"]
+    assert main([*asked, *kept, "--json"]) == 0
+    stage = json.loads(capsys.readouterr().out)["stages"][0]
+    assert stage["host_bytes_of_local_states"] == (3 * 3 + 1) * stage["host_bytes_of_save"] > 0
+    assert main([*asked, *kept]) == 0
+    assert "states on the nodes (checkpoint.local_interval) take" in capsys.readouterr().out
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        (("loss",), ["compile.loss"]),
+        (("enabled", "loss"), ["compile.enabled and compile.loss"]),
+        (("optimizer",), []),
+    ],
+)
+def test_what_is_compiled_is_planned_without_the_compiler(tmp_path, capsys, keys, named: list[str]) -> None:
+    def found(*options: str) -> dict[str, Any]:
+        assert plan(tmp_path, "--json", *options) == 0
+        return json.loads(capsys.readouterr().out)
+
+    compiled = found(*(f"--compile.{key}=true" for key in keys))
+    assert [line.partition(":")[0] for line in compiled["warnings"] if line.startswith("compile.")] == named
+    assert compiled["memory"] == found()["memory"]
+
+
+@pytest.mark.parametrize(
+    ("option", "part"),
+    [
+        ("--world-size=3", "must be a multiple of"),
+        ("--hardware=h10", 'did you mean "h100"?'),
+        ("--search", "needs --world-size and --hardware"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence_and_exit_code_2(tmp_path, capfd, option: str, part: str) -> None:
+    assert plan(tmp_path, option) == 2
+    assert part in capfd.readouterr().err
+
+
+def test_a_file_that_does_not_describe_hardware_is_refused(tmp_path, capfd) -> None:
+    assert plan(tmp_path, gib=-1) == 2
+    assert "memory_gib" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world"),
+    [("", 1), ("tp = 2", 2), ("dp_shard = 4\ncp = 2", 8), ("ep = 4\ntp = 2", 4)],
+)
+def test_the_smallest_world_is_the_first_that_is_valid(parallel: str, world: int) -> None:
+    experts = "n_kv_heads = 4\n[model.moe]\nn_experts = 4\nexpert_dim = 24\n"
+    text = plan_text(parallel, model=experts).replace("n_kv_heads = 2\n", "")
+    assert smallest_world(parse_toml_text(text)).world == world
+
+
+def test_a_model_that_reads_data_is_refused_with_its_line(tmp_path, capfd) -> None:
+    assert plan(tmp_path, "--model.kind=tests.tools.plan.test_command:Reads") == 2
+    message = capfd.readouterr().err
+    assert f"{__file__}:" in message and "aten._local_scalar_dense" in message
+
+
+@pytest.mark.long
+def test_ranks_of_one_process_do_not_disturb_each_other() -> None:
+    """Equal meshes of two worlds have different groups."""
+    config = parse_toml_text(plan_text("pp = 2"))
+    for rank in (0, 2):
+        with fake_ranks(rank, 4):
+            FakeRank(config, check_world(config, 4)).step(4)

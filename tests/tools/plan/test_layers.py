@@ -1,0 +1,126 @@
+"""What a few layers, ranks and microbatches show is what all of them need."""
+
+from collections import Counter
+from unittest.mock import patch
+
+import pytest
+
+from forge.config import check_world, parse_toml_text
+from forge.tools.plan import layers
+from forge.tools.plan.hardware import Hardware
+from forge.tools.plan.layers import few_layers, kinds_of_layers, plan_stages
+from forge.tools.plan.speed import speed_of
+from forge.tools.plan.stage import StagePlan
+from tests.support.planning import CPU, plan_text
+
+SLOW = pytest.mark.slow
+BARE = CPU.model_copy(update={"reserved_gib": 0.0, "peak_tflops": {"float32": 1.0}})
+FULL = '[activation_checkpoint]\nmode = "full"\n'
+EXPERTS = "n_kv_heads = 4\n[model.moe]\nn_experts = 4\ntop_k = 2\nexpert_dim = 24\nn_dense_layers = 1\n"
+
+
+AHEAD = "[model.mtp]\ndepth = 2\n"
+MUON = '\n[optimizer]\nname = "muon"\n'
+INT8 = '\n[optimizer]\nmoment_dtype = "int8"\n'
+
+
+def deep(parallel: str = "", more: str = "", layers: int = 8, model: str = "") -> str:
+    text = plan_text(parallel, model=model).replace("n_layers = 4", f"n_layers = {layers}")
+    text = text.replace("n_kv_heads = 2\n", "") if "n_kv_heads = 4" in model else text
+    return text.replace("global_batch_size = 8", "global_batch_size = 16") + more
+
+
+def staged(schedule: str, parallel: str, stages: int, more: str = "") -> str:
+    pipeline = f'[pipeline]\nschedule = "{schedule}"\nlayers_per_stage = 4\n'
+    return deep(parallel, pipeline + more, layers=4 * stages)
+
+
+def both(text: str, world: int, hardware: Hardware = BARE) -> tuple[list[StagePlan], list[StagePlan]]:
+    """From a few layers, and from all."""
+    config = parse_toml_text(text)
+    degrees = check_world(config, world)
+    assert few_layers(config, degrees) is not None
+    few = plan_stages(config, degrees, hardware)
+    with patch.object(layers, "few_layers", lambda *_: None):
+        return few, plan_stages(config, degrees, hardware)
+
+
+def totals(stage: StagePlan, *, sizes: bool = True) -> dict[tuple[str, str], int]:
+    """Bytes, or calls, by axis and kind."""
+    found: Counter[tuple[str, str]] = Counter()
+    for (axis, kind, size, _), number in stage.collectives.items():
+        found[axis, kind] += number * (size if sizes else 1)
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("text", "world"),
+    [
+        (deep(), 2),
+        pytest.param(deep("reshard_after_forward = 'always'", FULL), 4, marks=SLOW),
+        pytest.param(deep("data_parallel = 'zero1'\nbucket_size = 30000"), 4, marks=SLOW),
+        pytest.param(deep("tp = 2", FULL), 4, marks=SLOW),
+        pytest.param(deep("ep = 2", FULL, model=EXPERTS), 4, marks=SLOW),
+        pytest.param(deep(model="sliding_window = 16\nsliding_window_pattern = 2\n"), 2, marks=SLOW),
+        pytest.param(deep(more=MUON), 4, marks=SLOW),
+        pytest.param(deep("data_parallel = 'zero1'\nbucket_size = 30000", MUON), 4, marks=SLOW),
+        pytest.param(deep("tp = 2", INT8), 4, marks=SLOW),
+        pytest.param(deep(model=AHEAD), 2, marks=SLOW),
+        pytest.param(staged("1F1B", "pp = 2", 2, MUON), 4, marks=SLOW),
+        pytest.param(staged("1F1B", "pp = 2", 2), 4, marks=SLOW),
+        pytest.param(staged("1F1B", "pp = 4", 4, FULL), 4, marks=SLOW),
+        pytest.param(staged("1F1B", "pp = 4\ntp = 2", 4), 8, marks=SLOW),
+        pytest.param(staged("Interleaved1F1B", "pp = 2", 4), 4, marks=SLOW),
+        pytest.param(staged("Interleaved1F1B", "pp = 4", 8, FULL), 8, marks=SLOW),
+    ],
+)
+def test_a_few_layers_show_what_all_need(text: str, world: int) -> None:
+    few, whole = both(text, world)
+    config = parse_toml_text(text)
+    for one, other in zip(few, whole, strict=True):
+        assert one.state == other.state
+        if one.buckets:  # they have different sizes, of which the plan knows the mean
+            assert totals(one, sizes=False) == totals(other, sizes=False)
+            assert totals(one) == pytest.approx(totals(other), rel=0.01)
+        else:
+            assert one.collectives == other.collectives
+        assert (one.checkpoint, one.buckets) == (other.checkpoint, other.buckets)
+        assert one.host == pytest.approx(
+            other.host, rel=0.01
+        )  # which of several ranks saves what follows from its name
+        assert one.flops == pytest.approx(other.flops)
+        assert one.layers == other.layers and one.rank == other.rank
+        assert one.peak.size == pytest.approx(other.peak.size, rel=0.01)
+        assert one.kept == pytest.approx(other.kept, rel=0.01)
+    degrees = check_world(config, world)
+    seconds = [
+        speed_of(config, degrees, [stage.time for stage in stages if stage.time], BARE).step_s
+        for stages in (few, whole)
+    ]
+    assert seconds[0] == pytest.approx(seconds[1], rel=0.01)
+
+
+def test_layers_are_of_one_kind_if_nothing_but_their_place_differs() -> None:
+    assert kinds_of_layers(parse_toml_text(deep())) == [0] * 8
+    windows = "sliding_window = 16\nsliding_window_pattern = 3\n"
+    assert kinds_of_layers(parse_toml_text(deep(model=windows))) == [0, 0, 1, 0, 0, 1, 0, 0]
+    assert kinds_of_layers(parse_toml_text(deep(model=EXPERTS))) == [0] + [1] * 7
+
+
+@pytest.mark.parametrize(
+    ("text", "world", "sizes"),
+    [
+        (deep(), 1, (2, 3)),
+        (deep(layers=3), 1, None),
+        (deep(model=EXPERTS), 1, (3, 4)),
+        (deep(model="sliding_window = 16\nsliding_window_pattern = 3\n", layers=12), 1, (6, 9)),
+        (staged("1F1B", "pp = 4", 4), 4, (6, 9)),
+        (staged("Interleaved1F1B", "pp = 2", 4), 2, (8, 12)),
+        (staged("GPipe", "pp = 2", 2), 2, None),
+    ],
+)
+def test_as_few_layers_as_show_all_kinds(text: str, world: int, sizes: tuple[int, int] | None) -> None:
+    config = parse_toml_text(text)
+    found = few_layers(config, check_world(config, world))
+    assert (found and tuple(one.layers for one in found)) == sizes

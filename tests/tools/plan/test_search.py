@@ -1,0 +1,105 @@
+"""The search: the fastest layouts that fit come first, and each is what a plan with its overrides says."""
+
+import json
+import shlex
+from functools import partial
+
+import pytest
+
+from forge.config import check_world, parse_toml_text
+from forge.run.launch import main
+from forge.tools.plan import command
+from forge.tools.plan.hardware import Hardware
+from forge.tools.plan.layers import kinds_of_layers
+from forge.tools.plan.layouts import Model, layouts, least_state
+from forge.tools.plan.search import Corrections, search
+from forge.tools.plan.stage import STATE, plan_stage
+from tests.support.planning import CPU, plan_text
+
+SLOW = pytest.mark.slow
+BARE = CPU.model_copy(update={"reserved_gib": 0.0, "peak_tflops": {"float32": 1.0}})
+EXPERTS = "n_kv_heads = 4\n[model.moe]\nn_experts = 4\ntop_k = 2\nexpert_dim = 24\n"
+
+
+def with_memory(gib: float) -> Hardware:
+    return BARE.model_copy(update={"memory_gib": gib})
+
+
+@SLOW
+def test_layouts_that_fit_come_first_and_the_fastest_before_others() -> None:
+    config = parse_toml_text(plan_text())
+    found = search(config, 1, BARE, tries=3, processes=1)
+    assert len(found) == 3
+    assert [one.speed.step_s for one in found] == sorted(one.speed.step_s for one in found)
+    least, *_ = sorted(one.needed for one in found)
+    fewer = search(config, 1, with_memory((least + 1) / 2**30), tries=3, processes=1)
+    assert {one.needed for one in fewer} == {least}
+    # With too little memory the nearest is returned.
+    nearest = search(config, 1, with_memory(1 / 1024), tries=3, processes=1)
+    assert [one.needed > 2**20 for one in nearest] == [True]
+
+
+@pytest.mark.long
+def test_every_layout_is_legal_and_none_is_left_that_cannot_hold_its_state() -> None:
+    config = parse_toml_text(plan_text())
+    found = layouts(config, 4, BARE)
+    assert len({str(layout.changes) for layout in found}) == len(found) > 20
+    assert {} in [layout.changes for layout in found]
+    assert {layout.degrees.tp for layout in found} >= {1, 2} and {layout.degrees.pp for layout in found} >= {
+        1,
+        2,
+        4,
+    }
+    assert all(check_world(layout.config, 4) == layout.degrees for layout in found)
+    assert [layout.seconds for layout in found] == sorted(layout.seconds for layout in found)
+    assert layouts(config, 4, with_memory(1e-6)) == []
+    assert len(layouts(config, 4, with_memory(1e-6), any_memory=True)) == len(found)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world", "model"),
+    [
+        pytest.param("", 2, "", marks=SLOW),
+        pytest.param("tp = 2\ndata_parallel = 'zero1'", 4, "", marks=SLOW),
+        pytest.param("data_parallel = 'zero2'", 2, "", marks=SLOW),
+        pytest.param("pp = 2", 4, "", marks=SLOW),
+        pytest.param("ep = 2\ndp_replicate = 2", 4, EXPERTS, marks=SLOW),
+    ],
+)
+def test_least_state_is_never_more_than_a_plan_says(parallel: str, world: int, model: str) -> None:
+    text = plan_text(parallel, model=model)
+    config = parse_toml_text(text.replace("n_kv_heads = 2\n", "") if model else text)
+    degrees = check_world(config, world)
+    # Of a pipeline's ranks the one that has most.
+    planned = max(
+        sum(plan_stage(config, degrees, rank, BARE).state[kind] for kind in STATE)
+        for rank in range(degrees.pp)
+    )
+    assert 0.7 * planned < least_state(config, degrees, Model.of(config)) <= planned
+
+
+def test_what_is_not_planned_yet_is_corrected_by_what_is() -> None:
+    first, second, *_ = layouts(parse_toml_text(plan_text()), 1, BARE)
+    none = Corrections([])
+    assert none.seconds(first) == first.seconds and not none.is_known(first)
+    assert none.bytes(second) == second.state + second.activations
+    assert kinds_of_layers(first.config) == [0] * 4
+
+
+@SLOW
+@pytest.mark.processes
+def test_each_layout_is_what_a_plan_with_its_overrides_says(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(command, "search", partial(search, tries=3))
+    (tmp_path / "tiny.toml").write_text(plan_text().replace("n_layers = 4", "n_layers = 10"))
+    (tmp_path / "card.toml").write_text(
+        "memory_gib = 1.0\nreserved_gib = 0.0\nmemory_gb_per_s = 10\ncards_per_node = 2\n"
+        "node = { gb_per_s = 1, latency_us = 10 }\ncluster = { gb_per_s = 1, latency_us = 10 }\n"
+    )
+    argv = ["--config", str(tmp_path / "tiny.toml"), "--plan", "--world-size=2"]
+    argv += [f"--hardware={tmp_path / 'card.toml'}", "--json"]
+    assert main([*argv, "--search"]) == 0
+    layouts = json.loads(capsys.readouterr().out)["layouts"]
+    assert len(layouts) == 3
+    for layout in layouts:
+        assert main([*argv, *shlex.split(" ".join(layout.pop("overrides")))]) == 0
+        assert json.loads(capsys.readouterr().out) == layout

@@ -1,0 +1,165 @@
+"""The estimate of time: operations as the model counts them, and rooflines, links and timelines by hand."""
+
+from contextlib import nullcontext
+
+import pytest
+
+from forge.config import check_world, parse_toml_text
+from forge.model import flops_per_token
+from forge.model.flops import mean_keys
+from forge.parallel.build import build_meta_model
+from forge.tools.plan.attention import as_on_cards
+from forge.tools.plan.collectives import Collective
+from forge.tools.plan.estimate import Spent, StepTime, call_seconds, message_seconds, seconds_of
+from forge.tools.plan.fake import FakeRank, fake_ranks
+from forge.tools.plan.hardware import Hardware, Link, find_hardware, rate_at
+from forge.tools.plan.plan import make_plan
+from forge.tools.plan.speed import speed_of
+from forge.tools.plan.work import Work
+from tests.support.layouts import slow_unless
+from tests.support.planning import plan_text
+
+CARD = Hardware(
+    card="",
+    memory_gib=1.0,
+    memory_gb_per_s=1000.0,
+    cards_per_node=4,
+    node=Link(gb_per_s=100.0, latency_us=1.0),
+    cluster=Link(gb_per_s=10.0, latency_us=10.0),
+    peak_tflops={"float32": 10.0},
+    efficiency=0.5,
+)
+EXPERTS = "n_kv_heads = 4\n[model.moe]\nn_experts = 4\ntop_k = 2\nexpert_dim = 24\n"
+
+
+WINDOWS = "sliding_window = 24\nsliding_window_pattern = 2\nattention_sinks = true\n"
+LATENT = """n_kv_heads = 4\nattention = "mla"\n[model.mla]\nq_lora_rank = 12\nkv_lora_rank = 10\nqk_nope_head_dim = 6
+qk_rope_head_dim = 4\nv_head_dim = 5\n[model.mtp]\ndepth = 1\n"""
+
+
+def of_kinds(parallel: str = "", model: str = "") -> str:
+    text = plan_text(parallel, model=model).replace("vocab_size = 67", "vocab_size = 68")
+    return text.replace("n_kv_heads = 2\n", "") if "n_kv_heads = 4" in model else text
+
+
+CONTEXTS = ("allgather", "ulysses", "ring")
+ON_BOTH = [(of_kinds("tp = 2"), 2), (of_kinds(model=EXPERTS), 1)]
+# A CPU computes all scores and leaves some out.
+ON_CARDS = [
+    *ON_BOTH,
+    (of_kinds(model=WINDOWS), 1),
+    (of_kinds(model=LATENT), 1),
+    *((of_kinds(f"cp = 2\ncontext = '{context}'", model=WINDOWS), 2) for context in CONTEXTS),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("text", "world", "card"),
+    [
+        *(pytest.param(*case, True, marks=slow_unless("cp" not in case[0])) for case in ON_CARDS),
+        *((*case, False) for case in ON_BOTH),
+    ],
+)
+def test_traced_operations_are_those_that_the_model_counts(text: str, world: int, card: bool) -> None:
+    config = parse_toml_text(text)
+    traced = 0.0
+    for number in range(world):
+        with fake_ranks(number, world), as_on_cards() if card else nullcontext():
+            rank = FakeRank(config, check_world(config, world))
+            rank.step(1)  # in the first step DTensor also computes what shapes come out
+            rank.step(1)
+        for (moment, work), times in rank.trace.work.items():
+            # A kernel's backward computes the scores again, which are not counted; otherwise it has twice as many products.
+            counts = {"forward": 3, "backward": 0}[moment.phase] if work.kind == "attention" else 1
+            traced += counts * times * work.flops
+    counted = flops_per_token(build_meta_model(config), config.train.seq_len) * config.train.seq_len
+    assert traced == pytest.approx(counted, rel=1e-9)
+
+
+@pytest.mark.long
+def test_a_window_takes_less_time_on_a_card_and_no_table_of_scores() -> None:
+    def attention(model: str) -> tuple[float, int]:
+        config = parse_toml_text(of_kinds(model=model))
+        with fake_ranks(0, 1), as_on_cards():
+            rank = FakeRank(config, check_world(config, 1))
+            rank.step(1)
+        work = rank.trace.work
+        return sum(n * one.flops for (_, one), n in work.items() if one.kind == "attention"), rank.trace.kept
+
+    whole, kept = attention("")
+    window, kept_of_window = attention("sliding_window = 8\n")
+    assert window / whole == pytest.approx(mean_keys(80, 8) / mean_keys(80, 0))
+    assert kept_of_window == kept
+
+
+def test_an_operator_takes_what_limits_it() -> None:
+    assert seconds_of(Work("memory", "", 0.0, 8 * 10**9), CARD) == pytest.approx(8e-3 / 0.8)
+    assert seconds_of(Work("product", "torch.float32", 5e12, 8), CARD) == pytest.approx(1.0)
+    assert seconds_of(Work("product", "torch.float32", 1.0, 10**12), CARD) == pytest.approx(1 / 0.8)
+
+
+def test_an_operator_takes_what_was_measured() -> None:
+    curve = [(1e6, 1.0), (1e8, 3.0)]
+    assert [rate_at(curve, size) for size in (1, 1e6, 1e7, 1e8, 1e9)] == pytest.approx([1, 1, 2, 3, 3])
+    measured = CARD.model_copy(
+        update={"operator_us": 1.0, "products": {"float32": curve}, "elementwise": [(1.0, 2.0)]}
+    )
+    assert seconds_of(Work("product", "torch.float32", 1e7, 8), measured) == pytest.approx(1e-6 + 1e7 / 2e12)
+    assert seconds_of(Work("memory", "", 0.0, 10**6), measured) == pytest.approx(1e-6 + 1e6 / 2e9)
+
+
+def test_a_collective_takes_what_a_ring_moves_over_the_slowest_link() -> None:
+    def seconds(kind: str, ranks: list[int]) -> float:
+        return call_seconds(Collective(kind, 10**9), ranks, CARD)
+
+    assert seconds("all_gather", [3]) == 0
+    assert seconds("all_gather", [0, 1]) == pytest.approx(1e-6 + 0.5 / 100)
+    assert seconds("all_reduce", [0, 1, 2, 3]) == pytest.approx(1e-6 + 2 * 0.75 / 100)
+    assert seconds("all_gather", [0, 4]) == pytest.approx(1e-5 + 0.5 / 10)
+    # Two cards of each node bring a link each.
+    assert seconds("all_gather", [0, 1, 4, 5]) == pytest.approx(1e-5 + 0.75 / 20)
+    assert message_seconds(10**9, 1, CARD) == pytest.approx(1e-6 + 0.01)
+    assert message_seconds(10**9, 4, CARD) == pytest.approx(1e-5 + 0.1)
+
+
+def test_a_reduce_scatter_on_a_cpu_is_an_all_reduce() -> None:
+    def seconds(kind: str, card: str) -> float:
+        return call_seconds(Collective(kind, 10**9), [0, 1], CARD.model_copy(update={"card": card}))
+
+    assert seconds("reduce_scatter", "") == seconds("all_reduce", "")
+    assert seconds("reduce_scatter", "NVIDIA H100") == seconds("all_gather", "NVIDIA H100")
+
+
+def test_a_pipeline_takes_its_fill_and_its_drain() -> None:
+    text = plan_text("pp = 2").replace("global_batch_size = 8", "global_batch_size = 6")
+    config = parse_toml_text(text + '[pipeline]\nschedule = "1F1B"\n')
+    time = StepTime({0: Spent(compute=1.0)}, {0: Spent(compute=2.0)}, Spent(compute=0.5))
+    fast = CARD.model_copy(update={"node": Link(gb_per_s=1e12, latency_us=0.0)})
+    speed = speed_of(config, check_world(config, 2), [time, time], fast)
+    assert speed.step_s == pytest.approx((6 + 1) * 3 + 0.5)
+    assert speed.bubble == pytest.approx(1 / 7)
+    assert speed.compute_s == pytest.approx(6 * 3 + 0.5)
+
+
+def test_what_computation_does_not_hide_is_counted() -> None:
+    config = parse_toml_text(plan_text())
+    time = StepTime({0: Spent(1.0, 0.5, 0.0)}, {0: Spent(2.0, 0.0, 9.0)}, Spent(0.25, 0.25, 0.0))
+    speed = speed_of(config, check_world(config, 1), [time], CARD)
+    assert speed.step_s == pytest.approx(8 * 9 + 0.5)
+    assert speed.compute_s == pytest.approx(8 * 3 + 0.25)
+    assert speed.tokens_per_second == pytest.approx(8 * 80 / speed.step_s)
+
+
+@pytest.mark.parametrize("name", ["h100", "h200", "b200", "a100", "l40s"])
+def test_every_card_is_complete(name: str) -> None:
+    card = find_hardware(name)
+    assert card.peak_flops("bfloat16") and card.memory_bytes > 40 * 2**30
+
+
+@pytest.mark.slow
+def test_a_plan_for_a_faster_card_is_faster() -> None:
+    config = parse_toml_text(plan_text())
+    a100, h100 = (make_plan(config, check_world(config, 2), find_hardware(name)) for name in ("a100", "h100"))
+    assert a100.speed and h100.speed and h100.speed.step_s < a100.speed.step_s
+    assert h100.worst.memory == a100.worst.memory

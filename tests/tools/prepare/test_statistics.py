@@ -1,0 +1,46 @@
+import json
+
+from forge.data.tokenizer import load_tokenizer
+from forge.tools.prepare.prepare import Request, prepare
+from forge.tools.prepare.quality import Quality
+from forge.tools.prepare.statistics import document_lengths, page
+from scripts.describe_data import main
+from tests.support.streams import write_documents
+
+
+def test_the_page_has_what_the_dataset_has(tmp_path) -> None:
+    texts = ["short <b>", "a" * 100, "b" * 100, "b" * 100]
+    lines = [json.dumps({"text": text, "source": f"s{len(text)}"}) for text in texts]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    quality = Quality(duplicates="exact", metadata=("source",))
+    request = Request(
+        (str(tmp_path / "in.jsonl"),),
+        "bytes",
+        tmp_path / "out",
+        packing="best_fit",
+        seq_len=127,
+        quality=quality,
+    )
+    prepare(request)
+    tokenizer = load_tokenizer("bytes")
+    text = page(tmp_path / "out", tokenizer)
+    assert "<th>documents</th><td>3</td>" in text
+    assert "left out: exact duplicates</th><td>1 documents" in text
+    assert "0.972 bytes per token" in text  # 209 of 215
+    assert "<th>s100</th><td>2</td>" in text and "packing best_fit, 127" in text
+    assert "short &lt;b&gt;" in text and "a" * 100 in text and "8 to" in text and "64 to" in text
+    assert "<h2>Documents</h2>" not in page(tmp_path / "out", None)
+
+
+def test_the_script_writes_it_and_refuses_what_is_no_dataset(tmp_path, capsys) -> None:
+    (tmp_path / "in.txt").write_text("text")
+    prepare(Request((str(tmp_path / "in.txt"),), "bytes", tmp_path / "out"))
+    assert main([str(tmp_path / "out"), "--output", str(tmp_path / "page.html")]) == 0
+    assert "<h1>" in (tmp_path / "page.html").read_text()
+    assert main([str(tmp_path / "none")]) == 2 and "no finished dataset" in capsys.readouterr().err
+
+
+def test_lengths_of_documents_that_continue_in_the_next_shard(tmp_path) -> None:
+
+    dataset = write_documents(tmp_path / "set", [30, 500, 7], shard_bytes=200)
+    assert len(dataset.index.shards) > 4 and document_lengths(dataset).tolist() == [30, 500, 7]

@@ -1,0 +1,137 @@
+"""The page about runs is one file that needs nothing else, shows what the files of a run hold, and names what stands out."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from forge.runtime.errors import UserError
+from forge.tools.report.findings import findings
+from forge.tools.report.page import make_page
+from forge.tools.report.read import read_run
+from tests.support.recorded import PLAN, write_run
+
+pytestmark = pytest.mark.long
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory) -> str:
+    """Of two runs: one with every planted defect, one without."""
+    folder = tmp_path_factory.mktemp("page")
+    bad = write_run(folder / "bad", bad_layer=2, noise=True, slow=1)
+    good = write_run(folder / "good")
+    config = good / "config.toml"
+    config.write_text(config.read_text().replace("lr = 0.001", "lr = 0.003"))
+    runs = [read_run(bad), read_run(good)]
+    runs[0].plan, runs[1].plan = PLAN, {"problem": "no class <Own>"}
+    return make_page(runs)
+
+
+def test_every_section_is_there_and_every_figure_has_its_numbers_as_a_table(page: str) -> None:
+    titles = re.findall(r"<h2[^>]*>([^<]*)</h2>", page)
+    assert [title for title in titles if "(" not in title] == [
+        "Summary",
+        "What stands out",
+        "Learning",
+        "Speed and memory",
+        "Events",
+        "Where the time went",
+        "Layout",
+        "Memory",
+        "Planned and measured",
+        "Configuration",
+        "Environment",
+    ]
+    for title in ("Inside the model", "By position", "Experts", "What the model wrote"):
+        assert f"{title} (bad)" in titles and f"{title} (good)" in titles
+    pictures = re.findall(r"<figure.*?</figure>", page, re.S)
+    drawn = [one for one in pictures if "<svg" in one]
+    assert len(drawn) > 15
+    for one in drawn:
+        assert "<figcaption>" in one and "<caption>" in one and "<tbody><tr>" in one
+        assert re.search(r'<svg [^>]*role="img" aria-label="\w', one)
+
+
+def test_a_reason_that_ends_with_a_full_stop_gets_no_second_one(tmp_path) -> None:
+    run = read_run(write_run(tmp_path / "run"))
+    run.status.update(state="failed", reason="no checkpoint to return to.")
+    assert "The run has failed: no checkpoint to return to. scripts/diagnose.py says more." in findings([run])
+
+
+def test_the_page_needs_no_other_file_and_no_network(page: str) -> None:
+    outside = re.findall(r'(?:src|href)="(?!#|data:)([^"]*)"', page)
+    assert outside == [] and "<script" not in page and "@import" not in page and "url(http" not in page
+
+
+def test_drawings_are_well_formed_and_share_no_id(page: str) -> None:
+    drawings = re.findall(r"<svg .*?</svg>", page, re.S)
+    for drawing in drawings:
+        ElementTree.fromstring(drawing)
+    ids = re.findall(r' id="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+    used = set(re.findall(r'(?:href="|url\()#([\w-]+)', "".join(drawings)))
+    assert used <= set(ids)
+
+
+def test_what_a_model_wrote_is_text_and_not_markup(page: str) -> None:
+    assert "def &lt;b&gt;main&lt;/b&gt;():" in page and "<b>main" not in page
+
+
+def test_only_keys_that_differ_are_compared(page: str) -> None:
+    table = re.search(r"<table><caption>Keys that differ.*?</table>", page, re.S)
+    assert table is not None
+    assert "optimizer.lr" in table[0] and "0.003" in table[0] and "train.steps" not in table[0]
+
+
+def test_a_planned_number_stands_beside_the_measured_one(page: str) -> None:
+    table = re.search(r"<table><caption>bad: the plan against the run.*?</table>", page, re.S)
+    assert table is not None
+    cells = {
+        row[0]: re.findall(r"<td[^>]*>([^<]*)</td>", row[1])
+        for row in re.findall(r'<th scope="row">([^<]*)</th>(.*?)</tr>', table[0])
+    }
+    assert cells["time of a step, s"] == ["0.04", "0.05"]
+    assert cells["parameters, GiB"] == ["0.0625", "0.0625"]
+    assert cells["all of these at the peak of a step, GiB"] == ["0.25", "0.25"]
+    assert cells["with all else in the process, GiB"] == ["", "0.4"]
+    assert "no class &lt;Own&gt;" in page
+
+
+def test_a_plan_of_no_known_hardware_has_no_time(tmp_path) -> None:
+    run = read_run(write_run(tmp_path / "run"))
+    run.plan = PLAN | {"time": None}
+    row = re.search(r"time of a step, s</th>(.*?)</tr>", make_page([run]))
+    assert row is not None and re.findall(r"<td[^>]*>([^<]*)</td>", row[1]) == ["", "0.05"]
+
+
+def test_planted_defects_are_named_and_a_sound_run_has_none_of_them(tmp_path) -> None:
+    bad = findings([read_run(write_run(tmp_path / "bad", bad_layer=2, noise=True, slow=1))])
+    good = findings([read_run(write_run(tmp_path / "good"))])
+    assert bad[0].startswith("Layer 2: its updates, relative to the weights, are 100 times")
+    assert any(one.startswith("Source b: its loss went from 8.300 to 8.300") for one in bad)
+    assert any(
+        one.startswith("Rank 1 is slow: reported 2 times, its forward took up to 0.5 s") for one in bad
+    )
+    assert good == ["1 steps were skipped (31)."]
+
+
+def test_a_run_that_has_only_begun_has_a_page(tmp_path) -> None:
+    """Torn lines, no configuration, no status: as a kill in the first seconds leaves it."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 5.0, "grad_norm": null}\n{"step": 2, "lo')
+    (tmp_path / "events.jsonl").write_text('{"time": "2026-01-01T00:00:00+00:00", "event": "started"}\n{"ti')
+    run = read_run(tmp_path)
+    assert len(run.lines) == len(run.events) == 1
+    page = make_page([run])
+    assert "Loss, and what happened" in page and "Nothing in these files stands out" in page
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not the directory of a run"):
+        read_run(tmp_path)
+    (tmp_path / "status.json").write_text(json.dumps([1]))
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert read_run(tmp_path).status == {}

@@ -1,0 +1,58 @@
+"""Activations change by the same amount at every width under mup, and by more at greater widths without it."""
+
+from __future__ import annotations
+
+import pytest
+
+from forge.config import Config, load_config
+from forge.runtime.errors import UserError
+from forge.tools.sweep.coordinates import check_widths, growth, of_width
+
+SMALL = [
+    *(
+        "--model.dim=32",
+        "--model.n_layers=2",
+        "--model.n_heads=2",
+        "--model.n_kv_heads=1",
+        "--model.ffn_dim=64",
+    ),
+    *("--model.vocab_size=64", "--data.sources=[{path='synthetic'}]", "--data.validation=[]"),
+    *("--train.seq_len=16", "--train.global_batch_size=4", "--train.micro_batch_size=4"),
+    *("--optimizer.lr=1e-2", "--optimizer.mup.base_dim=32"),
+]
+MOE = ["--model.moe.n_experts=4", "--model.moe.expert_dim=32", "--model.moe.n_dense_layers=0"]
+WIDTHS = (32, 64, 128, 256, 512)
+
+
+def recipe(*options: str) -> Config:
+    return load_config(["--config", "debug", *SMALL, *options])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("options", "least"),
+    [([], 0.7), (MOE, 0.7), pytest.param(["--optimizer.name=muon"], 0.6, marks=pytest.mark.slow)],
+)
+def test_changes_of_activations_are_flat_over_five_widths(options: list[str], least: float) -> None:
+    """Under mup; without it those of attention and the stream grow with the width, by the power `least` or more."""
+    flat = check_widths(recipe("--optimizer.parametrization=mup", *options), WIDTHS, steps=3)
+    steep = check_widths(recipe(*options), WIDTHS, steps=3)
+    slopes = {name: growth(sizes) for name, sizes in flat.items()}
+    assert all(abs(slope) < 0.45 for slope in slopes.values()), slopes
+    assert sum(map(abs, slopes.values())) / len(slopes) < 0.2, slopes
+    assert all(
+        growth(sizes) > least for name, sizes in steep.items() if "attention" in name or "stream" in name
+    )
+    assert growth(steep["logits"]) > 0.3
+
+
+def test_sizes_grow_in_proportion_or_are_refused() -> None:
+    wide = of_width(recipe(*MOE), 64).model
+    assert (wide.n_heads, wide.n_kv_heads, wide.head_dim, wide.ffn_dim) == (4, 2, 16, 128)
+    assert wide.moe is not None and wide.moe.expert_dim == 64
+    with pytest.raises(UserError, match="width 48"):
+        of_width(recipe(), 48)
+
+
+def test_growth_is_the_power_of_the_width() -> None:
+    assert growth({width: 3.0 * width**0.5 for width in WIDTHS}) == pytest.approx(0.5)

@@ -1,0 +1,330 @@
+"""Trials of a sweep, and sweeps that are killed anywhere: the table is that of an undisturbed one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge.config import to_toml
+from forge.config.toml import from_literal, to_literal
+from forge.runtime.errors import UserError
+from forge.tools.sweep.local import run_sweep
+from forge.tools.sweep.results import Result, as_text, metric_of, result_of, rows
+from forge.tools.sweep.slurm import job_array, pending
+from forge.tools.sweep.spec import Sweep, Trial, config_of, first_trials, next_trials, read_sweep
+from scripts.sweep import main
+from tests.support.runs import BASE, wait_for
+
+FAKE = Path(__file__).with_name("fake_train.py")
+KEYS = {"optimizer.lr": [0.001, 0.003, 0.01], "optimizer.weight_decay": [0.0, 0.1]}
+RANDOM = {"optimizer.lr": {"low": 1e-4, "high": 1e-1, "log": True}, "train.seq_len": [64, 128]}
+TEN = {"train.steps": 10}
+
+
+def sweep_of(folder: Path, **keys: Any) -> Sweep:
+    tree = {"config": "debug", "output_dir": str(folder), "seeds": [0, 1], "keys": KEYS}
+    return Sweep.model_validate(tree | keys)
+
+
+def table(sweep: Sweep) -> Any:
+    return json.loads((sweep.folder / "table.json").read_text())
+
+
+def test_a_grid_has_every_combination_and_a_search_the_same_draws_each_time(tmp_path) -> None:
+    grid = first_trials(sweep_of(tmp_path))
+    assert [trial.values for trial in grid][:3] == [
+        {"optimizer.lr": 0.001, "optimizer.weight_decay": 0.0},
+        {"optimizer.lr": 0.001, "optimizer.weight_decay": 0.1},
+        {"optimizer.lr": 0.003, "optimizer.weight_decay": 0.0},
+    ]
+    search = sweep_of(tmp_path, method="random", trials=40, keys=RANDOM)
+    drawn = first_trials(search)
+    assert drawn == first_trials(search)
+    assert drawn != first_trials(search.model_copy(update={"draw": 1}))
+    rates = sorted(trial.values["optimizer.lr"] for trial in drawn)
+    assert 1e-4 <= rates[0] < 1e-3 and 1e-2 < rates[-1] <= 1e-1
+
+
+def test_the_budget_of_tokens_leaves_the_last_trials_out(tmp_path) -> None:
+    one = 300 * 16 * 256 * 2  # of debug, for both seeds
+    assert len(first_trials(sweep_of(tmp_path, budget_tokens=4 * one))) == 4
+    with pytest.raises(UserError, match="less than one trial"):
+        first_trials(sweep_of(tmp_path, budget_tokens=one - 1))
+
+
+def test_the_budget_of_tokens_counts_every_rung(tmp_path) -> None:
+    def spent(sweep: Sweep) -> int:
+        total, trials = 0, first_trials(sweep)
+        while trials:
+            for trial in trials:
+                train = config_of(sweep, trial).train
+                total += train.steps * train.global_batch_size * train.seq_len * len(sweep.seeds)
+            trials = next_trials(sweep, trials, {trial.number: 0.0 for trial in trials})
+        return total
+
+    keys: dict[str, Any] = {"method": "halving", "trials": 9, "rungs": 3, "eta": 3, "keys": RANDOM}
+    whole = spent(sweep_of(tmp_path, **keys))
+    for budget in (whole, whole - 1, whole * 2 // 3):
+        sweep = sweep_of(tmp_path, **keys, budget_tokens=budget)
+        assert spent(sweep) <= budget
+    with pytest.raises(UserError, match="less than one trial"):
+        first_trials(sweep_of(tmp_path, **keys, budget_tokens=whole // 10))
+
+
+def test_halving_gives_the_best_longer_runs(tmp_path) -> None:
+    sweep = sweep_of(tmp_path, method="halving", trials=9, rungs=3, eta=3, keys=RANDOM)
+    first = first_trials(sweep)
+    assert {trial.steps for trial in first} == {300 // 9}
+    second = next_trials(sweep, first, {trial.number: float(-trial.number) for trial in first})
+    assert [trial.number for trial in second] == [6, 7, 8] and {trial.steps for trial in second} == {99}
+    third = next_trials(sweep, second, {7: 1.0, 6: 2.0})
+    assert [(trial.number, trial.steps, trial.rung) for trial in third] == [(7, 300, 2)]
+    assert next_trials(sweep, third, {7: 0.0}) == []
+
+
+def test_the_metric_is_of_the_last_tenth_or_the_last_evaluation() -> None:
+    lines: list[dict[str, Any]] = [{"step": step, "loss": float(step)} for step in range(1, 31)]
+    assert metric_of(lines, "loss") == 29.0
+    assert metric_of([*lines, {"step": 30, "loss": None}], "loss") is None
+    lines += [{"step": 20, "eval": {"a": 2.0}}, {"step": 30, "eval": {"a": 1.5}}]
+    assert metric_of(lines, "eval.a") == 1.5
+    assert metric_of(lines, "eval.b") is None
+
+
+@pytest.mark.parametrize(
+    ("method", "kills"), [("grid", [1, 31]), pytest.param("halving", [23, 40], marks=pytest.mark.slow)]
+)
+def test_a_killed_sweep_ends_with_the_table_of_an_undisturbed_one(
+    tmp_path, method: str, kills: list[int]
+) -> None:
+    keys: dict[str, Any] = {"method": method, "trials": 4, "eta": 2, "overrides": TEN}
+    keys["keys"] = {"optimizer.lr": [0.001, 0.003, 0.01]}
+    whole, killed = sweep_of(tmp_path / "whole", **keys), sweep_of(tmp_path / "killed", **keys)
+    run_sweep(whole, lambda results: None, [sys.executable, str(FAKE)])
+    counter = tmp_path / "counter"
+    code = (
+        "import sys; from forge.tools.sweep.local import run_sweep; from forge.tools.sweep.spec import Sweep\n"
+        "sweep = Sweep.model_validate_json(sys.argv[1])\n"
+        "run_sweep(sweep, lambda results: None, [sys.executable, sys.argv[2]])"
+    )
+    for lines in [*kills, 0]:
+        counter.unlink(missing_ok=True)
+        if lines:
+            counter.write_text(str(lines))
+        command = [sys.executable, "-c", code, killed.model_dump_json(), str(FAKE)]
+        ended = subprocess.run(command, env=os.environ | {"KILL_AT": str(counter)}, check=False)
+        assert ended.returncode == (-signal.SIGKILL if lines else 0)
+    assert table(killed) == table(whole)
+    assert all(row["state"] == "finished" for row in table(whole))
+
+
+@pytest.mark.processes
+def test_a_failed_run_has_no_result_and_the_others_do(tmp_path) -> None:
+    sweep = sweep_of(tmp_path, keys={"optimizer.lr": [0.9, 0.003]}, seeds=[0], overrides=TEN, workers=2)
+    results = run_sweep(sweep, lambda results: None, [sys.executable, str(FAKE)])
+    assert [result.done for result in results] == [False, True]
+    found = table(sweep)
+    assert [(row["trial"], row["state"], row["tokens"]) for row in found] == [
+        (1, "finished", 1000),
+        (0, "failed", 1000),
+    ]
+    assert "failed" in as_text(found)
+
+
+def test_an_array_has_the_pending_runs_only(tmp_path) -> None:
+    sweep = sweep_of(tmp_path, overrides=TEN, workers=2)
+    first = Trial(0, {"optimizer.lr": 0.001, "optimizer.weight_decay": 0.0})
+    folder = sweep.folder / first.run_name(0)
+    folder.mkdir(parents=True)
+    (folder / "status.json").write_text('{"state": "finished"}')
+    (folder / "metrics.jsonl").write_text('{"step": 10, "loss": 1.0, "tokens": 5}\n')
+    (folder / "config.toml").write_text(to_toml(config_of(sweep, first)))
+    assert len(pending(sweep)) == 11
+    script = job_array(sweep)
+    assert "#SBATCH --array=0-10%2" in script
+    assert script.count("options=(--config debug") == script.count("--train.steps=10") == 11
+    assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+
+
+def test_results_are_ranked_by_their_mean_over_seeds(tmp_path) -> None:
+    trials = [Trial(n, {"optimizer.lr": 0.1 * n}) for n in range(3)]
+    results = [
+        Result(trials[0], [2.0, 4.0], ["finished"] * 2, 10),
+        Result(trials[1], [1.0], ["finished", "waiting"], 5),
+        Result(trials[2], [2.5, 2.5], ["finished"] * 2, 10),
+    ]
+    assert [row["trial"] for row in rows(results, ["optimizer.lr"])] == [2, 0, 1]
+    assert result_of(sweep_of(tmp_path), trials[0]).states == ["waiting", "waiting"]
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_runs_that_were_made_with_other_values_are_refused_and_not_ranked(tmp_path) -> None:
+    pairs = (option.removeprefix("--").split("=", 1) for option in BASE if not option.startswith("--config"))
+    few = {key: from_literal(text, False) for key, text in pairs if key != "run.name"} | {"train.steps": 2}
+    keys = {"overrides": few, "seeds": [0], "threads": 1}
+    sweep = sweep_of(tmp_path, keys={"optimizer.lr": [0.001]}, **keys)
+    (result,) = run_sweep(sweep, lambda results: None)
+    assert result.done and run_sweep(sweep, lambda results: None) == [result]
+    for edited, difference in (
+        (
+            sweep_of(tmp_path, keys={"optimizer.lr": [0.5]}, **keys),
+            "optimizer.lr = 0.001, and the sweep has 0.5",
+        ),
+        (sweep_of(tmp_path, keys={"optimizer.weight_decay": [0.3]}, **keys), "optimizer.lr = 0.001"),
+        (sweep_of(tmp_path, keys={"train.steps": [3]}, **keys), "train.steps = 2, and the sweep has 3"),
+    ):
+        for use in (lambda: run_sweep(edited, lambda results: None), lambda: job_array(edited)):  # noqa: B023
+            with pytest.raises(UserError, match=difference):
+                use()
+    moved = sweep.folder.rename(tmp_path / "moved")
+    assert run_sweep(sweep_of(tmp_path, name=moved.name, keys={"optimizer.lr": [0.001]}, **keys), print) == [
+        result
+    ]
+
+
+def write_sweep(folder: Path, **keys: Any) -> Path:
+    tree = {"config": "debug", "output_dir": str(folder), "overrides": TEN} | keys
+    file = folder / "sweep.toml"
+    file.write_text("".join(f"{key} = {to_literal(value)}\n" for key, value in tree.items()))
+    return file
+
+
+@pytest.mark.processes
+def test_a_failed_trial_gives_exit_1_after_the_table_and_the_winner(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("forge.tools.sweep.local.command", lambda sweep: [sys.executable, str(FAKE)])
+    file = write_sweep(tmp_path, keys={"optimizer.lr": [0.9, 0.003]})
+    assert main([str(file)]) == 1
+    printed = capsys.readouterr()
+    assert "best: trial 1" in printed.out and "1 of 2 trials have no result: 0;" in printed.err
+    assert main([str(write_sweep(tmp_path, name="good", keys={"optimizer.lr": [0.003]}))]) == 0
+
+
+def test_a_finished_sweep_ends_with_0_without_matplotlib(tmp_path) -> None:
+    file = write_sweep(tmp_path, keys={"optimizer.lr": [0.003]})
+    code = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        "import forge.tools.sweep.local as local; from scripts.sweep import main\n"
+        "local.command = lambda sweep: [sys.executable, sys.argv[2]]\n"
+        "sys.exit(main(sys.argv[1:2]))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(file), str(FAKE)], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "best: trial 0" in ended.stdout and "no page: " in ended.stdout
+
+
+RANKS = """
+import os, sys, time
+from pathlib import Path
+from forge.runtime.world import join, read_world
+join(read_world())
+Path(sys.argv[1], "rank-" + os.environ["RANK"]).write_text(str(os.getpid()))
+time.sleep(600)
+"""
+
+
+@pytest.mark.long
+def test_the_ranks_of_a_killed_sweep_end_with_it(tmp_path) -> None:
+    ranks = tmp_path / "ranks.py"
+    ranks.write_text(RANKS)
+    sweep = sweep_of(tmp_path, processes=2, threads=1, overrides=TEN)
+    code = (
+        "import sys; from forge.tools.sweep.local import run_sweep; from forge.tools.sweep.spec import Sweep\n"
+        "launch = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node=2']\n"
+        "run_sweep(Sweep.model_validate_json(sys.argv[1]), lambda results: None, [*launch, *sys.argv[2:]])"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, sweep.model_dump_json(), str(ranks), str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    files = [tmp_path / "rank-0", tmp_path / "rank-1"]
+    try:
+        wait_for(lambda: all(file.exists() and file.read_text() for file in files))
+    finally:
+        process.kill()
+        process.wait()
+    for file in files:
+        wait_for(lambda: not alive(int(file.read_text())))  # noqa: B023
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+# A run that is stopped before it has saved anything, unless LOSS is in the environment: then it fails.
+STOPPED_RUN = """
+import json, os, sys
+from pathlib import Path
+value = dict(argument.removeprefix("--").split("=", 1) for argument in sys.argv[3:])
+folder = Path(json.loads(value["run.output_dir"])) / json.loads(value["run.name"])
+folder.mkdir(parents=True, exist_ok=True)
+state, code = ("failed", 9) if "FAIL" in os.environ else ("stopped", 75)
+print("one turn")
+turn = len(list(folder.glob("turn-*")))
+(folder / f"turn-{turn}").touch()
+(folder / "status.json").write_text(json.dumps({"state": state, "exit_code": code, "turn": turn}))
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize("name", ["sweep", 'it\'s a "new" $sweep; 100%'])
+def test_an_array_task_gives_the_exit_code_of_its_run_and_is_requeued_twice_without_progress(
+    tmp_path, name: str, monkeypatch
+) -> None:
+    run, calls = tmp_path / "run.py", tmp_path / "bin"
+    run.write_text(STOPPED_RUN)
+    monkeypatch.setattr("forge.tools.sweep.slurm.command", lambda sweep: [sys.executable, str(run)])
+    sweep = sweep_of(tmp_path, name=name, overrides=TEN, keys={"optimizer.lr": [0.003]}, seeds=[0])
+    sweep.folder.mkdir()
+    calls.mkdir()
+    (calls / "scontrol").write_text('#!/bin/bash\necho "$*" >> "$CALLS"\n')
+    (calls / "scontrol").chmod(0o755)
+    script = tmp_path / "array.sbatch"
+    script.write_text(job_array(sweep))
+    environment = os.environ | {"CALLS": str(calls / "log"), "PATH": f"{calls}:{os.environ['PATH']}"}
+    environment |= {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0"}
+
+    def turn(**more: str) -> int:
+        return subprocess.run(["bash", str(script)], env=environment | more, check=False).returncode
+
+    assert [turn(), turn(), turn()] == [0, 0, 75]
+    assert (calls / "log").read_text() == "requeue 7_0\n" * 2
+    log = (sweep.folder / "slurm-7-0.log").read_text()
+    assert log.count("one turn") == 3 and "3 turns in a row have saved nothing new" in log
+    assert turn(FAIL="1") == 9
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("keys = {}", "config: Field required"),
+        ('config = "debug"\nwokers = 2\nkeys = {}', 'wokers: no such key; did you mean "workers"'),
+        ('config = "debug"\nmethod = "best"\nkeys = {}', "method: Input should be"),
+        ('config = "debug"\nkeys = { "train.stepps" = [1] }', "did you mean train.steps"),
+        ('config = "debug"\nkeys = { "optimizer.lr" = { low = 1.0, high = 2.0 } }', "a list of values"),
+        (
+            'config = "debug"\nmethod = "random"\nkeys = { "optimizer.lr" = { low = 2.0, high = 1.0 } }',
+            "low below high",
+        ),
+        ('config = "debug"\nkeys = { "optimizer.lr" = [] }', "has no values"),
+        ('config = "debug"\nname = "a\\n#SBATCH -w x"\nkeys = {}', "name: 'a.*must be one line of text"),
+        ('config = "debug"\noutput_dir = "a\\rb"\nkeys = {}', "output_dir: .*must be one line of text"),
+    ],
+)
+def test_a_wrong_file_is_explained(tmp_path, text: str, sentence: str) -> None:
+    file = tmp_path / "sweep.toml"
+    file.write_text(text)
+    with pytest.raises(UserError, match=sentence):
+        read_sweep(file)

@@ -1,0 +1,46 @@
+"""Two checkouts of forge on one layout."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from forge.runtime.errors import UserError
+from forge.tools.verify.against import require_checkout
+from scripts.verify import main
+from tests.support.pages import REPOSITORY
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_change_of_one_module_is_named_and_none_is_no_difference(
+    tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    ignored = shutil.ignore_patterns("__pycache__", "verify")
+    shutil.copytree(REPOSITORY / "forge", tmp_path / "forge", ignore=ignored)
+    options = ["--config", "debug", "--model.n_layers=2", "--steps", "2", "--layouts", "dp_shard=2"]
+    options += ["--against", str(tmp_path)]
+    assert main(options) == 0
+    assert "1 layout, 1 equal" in capfd.readouterr().out
+
+    file = tmp_path / "forge" / "model" / "norm.py"
+    code = file.read_text()
+    assert code.count("self.weight, self.eps)") == 1
+    file.write_text(code.replace("self.weight, self.eps)", "self.weight, 1.001 * self.eps)"))
+    assert main(options) == 1
+    output = capfd.readouterr().out
+    assert "layers.0.attention_norm: its output differs while its input agrees" in output
+    assert re.search(r"step 1, rank \d, output layers\.0\.attention_norm\[", output)
+    assert main([*options, "--bound", "0.1"]) == 0
+
+    file.write_text(code.replace("self.weight, self.eps)", "self.weight, self.epsilon)"))
+    assert main(options) == 2
+    assert "its forge fails on this configuration: " in capfd.readouterr().err
+
+
+def test_a_folder_without_forge_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not a checkout of forge"):
+        require_checkout(tmp_path)

@@ -1,0 +1,103 @@
+"""A small configuration keeps the structure of the large one."""
+
+from fractions import Fraction
+from math import prod
+
+import pytest
+
+from forge.config import Config, Degrees, check_world, load_config, parse_toml_text
+from forge.config.load import CONFIGS
+from forge.config.model import ModelConfig
+from forge.config.section import Positive, Section
+from forge.tools.verify.layouts import AXES
+from forge.tools.verify.shrink import changed, for_layout, other_parts, shrink
+from tests.support.configs import TINY, tiny
+
+SHIPPED = sorted(path.stem for path in CONFIGS.glob("*.toml"))
+
+
+def ratios(config: Config) -> tuple:
+    model = config.model
+    moe = model.moe and (model.moe.n_shared_experts > 0, model.moe.n_dense_layers > 0, model.moe.balance)
+    return model.n_heads // model.n_kv_heads, model.tie_embeddings, model.qk_norm, model.kind, moe
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_shipped_config_becomes_small_and_keeps_its_structure(name: str) -> None:
+    config = load_config(["--config", name])
+    small, _ = shrink(config)
+    check_world(small, 1)
+    assert small.model.dim <= 128 and small.model.n_layers <= 4 and small.model.vocab_size < 72
+    assert ratios(small) == ratios(config)
+    assert {getattr(small.precision, key) for key in ("storage", "compute", "reduce")} == {"float64"}
+    assert small.precision.fp32_modules == config.precision.fp32_modules
+    assert small.optimizer.lr == config.optimizer.lr
+
+
+def test_sizes_that_no_degree_divides_stay_so() -> None:
+    small, _ = shrink(changed(tiny(), {"model.vocab_size": 50257, "model.ffn_dim": 101}))
+    assert small.model.vocab_size % 2 and small.model.ffn_dim % 2
+
+
+def test_groups_of_experts_keep_their_limit() -> None:
+    text = TINY + "[model.moe]\nn_experts = 256\nn_expert_groups = 8\nn_limited_groups = 4\ntop_k = 8\n"
+    moe = shrink(parse_toml_text(text))[0].model.moe
+    assert moe is not None and moe.n_experts <= 16 and moe.n_expert_groups > 1
+    assert 1 <= moe.n_limited_groups < moe.n_expert_groups and moe.top_k >= 2
+
+
+def test_layers_of_two_kinds_of_windows_both_stay() -> None:
+    text = TINY.replace("n_layers = 2", "n_layers = 30\nsliding_window = 16\nsliding_window_pattern = 6")
+    model = shrink(parse_toml_text(text))[0].model
+    assert 1 < model.sliding_window_pattern <= model.n_layers
+
+
+class Latent(Section):
+    kv_lora_rank: Positive = 512
+    rope_head_dim: Positive = 4
+    conv_size: Positive = 3
+    depth: Positive = 100
+    on: bool = True
+
+
+class WithPart(ModelConfig):
+    narrow: Latent = Latent()
+
+
+def test_the_widths_of_parts_that_this_room_does_not_know_shrink_too() -> None:
+    model = WithPart(dim=1024, n_layers=2, n_heads=8, ffn_dim=2048, vocab_size=100)
+    assert other_parts(model, Fraction(1, 32)) == {
+        "model.narrow.kv_lora_rank": 16,
+        "model.narrow.rope_head_dim": 4,
+        "model.narrow.conv_size": 3,
+    }
+
+
+def test_what_cannot_be_kept_is_reported() -> None:
+    moe = "[model.moe]\nn_experts = 8\ncapacity_factor = 1.25\nrouter_noise = 0.1\n"
+    text = TINY + moe + "[compile]\nenabled = true\n[precision]\nfloat8 = 'rowwise'\n"
+    _, notes = shrink(parse_toml_text(text))
+    for key in ("capacity_factor", "router_noise", "float8", "compiled"):
+        assert any(key in note for note in notes), key
+    assert shrink(tiny())[1] == []
+
+
+@pytest.mark.parametrize(
+    ("degrees", "options"),
+    [
+        ({"tp": 8, "cp": 4}, {"parallel.context": "ulysses"}),
+        ({"pp": 8, "dp_shard": 4}, {"pipeline.schedule": "Interleaved1F1B"}),
+        ({"pp": 4, "dp_replicate": 3}, {"pipeline.schedule": "DualPipeV"}),
+        ({"dp_shard": 6, "tp": 2, "ep": 12}, {"model.moe.n_experts": 8}),
+    ],
+)
+def test_sizes_grow_to_what_a_large_layout_divides(degrees: dict[str, int], options: dict) -> None:
+    small = changed(shrink(tiny())[0], options)
+    whole = Degrees(**{axis: 1 for axis in AXES} | degrees, world=prod_of(degrees), accumulation=1)
+    result = for_layout(small, whole)
+    assert check_world(result, whole.world).ep == whole.ep
+    assert result.model.n_heads % whole.tp == 0 and result.model.n_layers >= whole.pp
+
+
+def prod_of(degrees: dict[str, int]) -> int:
+    return prod(degree for axis, degree in degrees.items() if axis != "ep")
