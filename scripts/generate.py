@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 
 from forge.data.tokenizer import Tokenizer, begin_text, load_tokenizer
 from forge.runtime.errors import FAILED, UserError
-from forge.runtime.printable import printable
+from forge.runtime.terminal import printable
 from forge.tools.inference import (
     CachedScores,
     DraftedScores,

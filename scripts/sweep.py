@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
-from forge.config.toml import to_literal
+from forge.config.keys import to_literal
 from forge.runtime.errors import FAILED, MissingExtra, UserError
 from forge.runtime.files import replace_atomically
 from forge.tools.report.read import read_run

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from forge.config.toml import read_toml
-from forge.runtime.cores import cores
+from forge.config.keys import read_toml
+from forge.runtime.compat import cores
 
 ROOT = Path(__file__).parents[1]
 PROJECT = read_toml((ROOT / "pyproject.toml").read_text())["project"]

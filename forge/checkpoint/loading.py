@@ -6,8 +6,16 @@ agree at the start that the checkpoint fits the model, and at the end that all o
 
 from __future__ import annotations
 
+import enum
+import hashlib
+import io
 import json
-from collections.abc import Callable, Collection
+import pickle
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -16,12 +24,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from forge.checkpoint.fitting import compare, refuse_misfits, require_tiled
-from forge.checkpoint.index import read_index
-from forge.checkpoint.manifest import Damaged, find_damage
+from forge.checkpoint.manifest import Damaged, find_damage, read_manifest
 from forge.checkpoint.tensors import NamedTensors, ShardTensor
 from forge.runtime.distributed import RanksFailed, gather_from_ranks, on_every_rank, single_process_group
 from forge.runtime.errors import NO_CHECKPOINT, UserError
@@ -156,3 +162,158 @@ class TensorReader(dcp.FileSystemReader):
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
         return read_index(Path(self.path))
+
+
+def read_index(folder: Path) -> Metadata:
+    """Return the index of the checkpoint in `folder`. Raises Damaged if it is not what was saved. Not collective.
+
+    The index refers only to bytes of files that the manifest lists, and to no tensor larger than these files.
+    """
+    content = (folder / ".metadata").read_bytes()
+    files = read_manifest(folder)["files"]
+    if hashlib.sha256(content).hexdigest() != files.get(".metadata", {}).get("sha256"):
+        raise Damaged(".metadata has a wrong checksum")
+    try:
+        metadata = _Unpickler(io.BytesIO(content)).load()
+    except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, IndexError) as error:
+        raise Damaged(f".metadata cannot be read: {error}") from error
+    if not isinstance(metadata, Metadata):
+        raise Damaged(f".metadata holds a {type(metadata).__name__}")
+    metadata.storage_meta = StorageMeta()
+    _require_within(metadata, files)
+    return metadata
+
+
+def _require_within(metadata: Metadata, files: dict[str, Any]) -> None:
+    for place in (metadata.storage_data or {}).values():
+        size = files.get(place.relative_path, {}).get("size")
+        if size is None:
+            raise Damaged(f".metadata refers to {place.relative_path}, which is not a file of the checkpoint")
+        if not 0 <= place.offset <= place.offset + place.length <= size:
+            raise Damaged(f".metadata refers to bytes after the end of {place.relative_path}")
+    total = sum(file["size"] for file in files.values())
+    for name, saved in metadata.state_dict_metadata.items():
+        if isinstance(saved, TensorStorageMetadata):
+            needed = prod(saved.size) * saved.properties.dtype.itemsize
+            if min(saved.size, default=0) < 0 or needed > total:
+                raise Damaged(f".metadata gives {name} {needed} bytes, and all files have {total}")
+
+
+_ADMITTED = {
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+        *("TensorStorageMetadata", "ChunkStorageMetadata", "BytesStorageMetadata"),
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    # DCP's own writer adds the folder's path.
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},
+}
+
+
+def _enum_member(kind: Any, name: Any) -> enum.Enum:
+    """What `getattr` may do in a pickle: Python 3.11.0 to 3.11.3 pickle a member of an enumeration by class and name."""
+    if isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__:
+        return kind[name]
+    raise pickle.UnpicklingError(f".metadata refers to an attribute {name!r}, which no checkpoint needs")
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if dtype or name in _ADMITTED.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f".metadata refers to {module}.{name}, which no checkpoint needs")
+
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What one rank asks for, compared with the index. Small, because it is sent to every rank."""
+
+    missing: list[str]
+    shapes: list[str]
+    asked: int  # bit i: this rank asks for the i-th name of the index
+
+
+def compare(index: Metadata, wanted: NamedTensors) -> Comparison:
+    """Compare what this rank asks for with the `index` of a checkpoint."""
+    saved = index.state_dict_metadata
+    missing, shapes = [], []
+    for name, (shard, _) in wanted.items():
+        has = saved.get(name)
+        if not isinstance(has, TensorStorageMetadata):
+            missing.append(name)
+        elif has.size != shard.global_shape:
+            shapes.append(f"{name} is {_shape(has.size)} there and {_shape(shard.global_shape)} here")
+    asked = sum((name in wanted) << i for i, name in enumerate(saved))
+    # One more than is shown, to say that there are more.
+    return Comparison(missing[: _SHOWN + 1], shapes[: _SHOWN + 1], asked)
+
+
+def refuse_misfits(
+    path: Path, index: Metadata, comparisons: list[Comparison], unused: Collection[str]
+) -> None:
+    """Raise UserError (exit 2), the same on every rank, if the `comparisons` of all ranks show a misfit."""
+    names = list(index.state_dict_metadata)
+    missing = list(dict.fromkeys(name for comparison in comparisons for name in comparison.missing))
+    shapes = list(dict.fromkeys(text for comparison in comparisons for text in comparison.shapes))
+    asked = {name for one in comparisons for i, name in enumerate(names) if one.asked >> i & 1}
+    sections = {_section(name) for name in [*asked, *missing]}
+    extra = (name for name in names if name not in asked and name.rpartition(".")[2] not in unused)
+    unexpected = [name for name in extra if _section(name) in sections]
+    complaints = []
+    if missing:
+        complaints.append(f"it lacks {_some(missing)}; it has {len(names)} tensors: {_some(names)}")
+    if shapes:
+        complaints.append(f"shapes differ: {_some(shapes, '; ')}")
+    if unexpected:
+        complaints.append(f"it has tensors that this model has not: {_some(unexpected)}")
+    if complaints:
+        raise UserError(f"checkpoint {path} does not fit the configured model: {'; '.join(complaints)}")
+
+
+def _section(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _shape(size: torch.Size) -> str:
+    return "x".join(map(str, size)) or "a scalar"
+
+
+def _some(items: list[str], separator: str = ", ") -> str:
+    return separator.join(items[:_SHOWN]) + (f"{separator}..." if len(items) > _SHOWN else "")
+
+
+def require_tiled(plan: LoadPlan, targets: dict[str, ShardTensor]) -> None:
+    """Check that the pieces to be read cover each element of the targets exactly once. Raises ValueError.
+
+    DCP skips elements that no chunk covers, and old values would stay in place. Boxes tile a box exactly if their corners,
+    each with the sign of its parity, add up to those of the box.
+    """
+    corners: dict[tuple[str, tuple[int, ...]], Counter[tuple[int, ...]]] = defaultdict(Counter)
+
+    def add(
+        key: tuple[str, tuple[int, ...]], offsets: Sequence[int], lengths: Sequence[int], sign: int
+    ) -> None:
+        for high in product((0, 1), repeat=len(offsets)):
+            place = tuple(o + length * h for o, length, h in zip(offsets, lengths, high, strict=True))
+            corners[key][place] += sign * (-1) ** sum(high)
+
+    for item in plan.items:
+        assert item.dest_index.offset is not None
+        add((item.dest_index.fqn, tuple(item.dest_index.offset)), item.dest_offsets, item.lengths, 1)
+    for name, target in targets.items():
+        for chunk in target.__create_chunk_list__():
+            add((name, tuple(chunk.offsets)), [0] * len(chunk.sizes), chunk.sizes, -1)
+    for (name, offset), left in corners.items():
+        if any(left.values()):
+            raise ValueError(
+                f"the index does not cover each element of {name} from {list(offset)} on exactly once"
+            )

@@ -4,7 +4,6 @@ Needs no torch, so that help and errors appear at once. Schema: section, model, 
 toml, extensions, fallbacks. Explain: keys, help, explain, unused, and the checks across keys (checks, pipeline, world).
 """
 
-from forge.config.fallbacks import choose_layout
 from forge.config.help import help_text
 from forge.config.keys import difference, to_toml
 from forge.config.load import CommandLine, load_config, parse_command_line, parse_toml_text
@@ -12,7 +11,7 @@ from forge.config.phases import Phases, StepPlan
 from forge.config.schema import Config
 from forge.config.section import Section
 from forge.config.unused import unused_keys
-from forge.config.world import Degrees, check_world
+from forge.config.world import Degrees, check_world, choose_layout
 
 __all__ = [
     "CommandLine",

@@ -9,10 +9,18 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from forge.config.keys import describe, item_class, keys, literals, section_class, sections, value_at
+from forge.config.keys import (
+    describe,
+    item_class,
+    keys,
+    literals,
+    section_class,
+    sections,
+    to_literal,
+    value_at,
+)
 from forge.config.schema import Config
 from forge.config.section import Section
-from forge.config.toml import to_literal
 from forge.runtime.errors import UserError, nearest
 
 LONGEST_VALUE = 80

@@ -13,11 +13,20 @@ from pydantic import ValidationError
 from forge.config.checks import check
 from forge.config.explain import KeyPath, Values, about_problem, explain, key_path, raise_all
 from forge.config.extensions import schema_for
-from forge.config.keys import item_class, keys, lists, literals, members, section_class, value_at
+from forge.config.keys import (
+    from_literal,
+    item_class,
+    keys,
+    lists,
+    literals,
+    members,
+    read_toml,
+    section_class,
+    value_at,
+)
 from forge.config.phases import with_steps
 from forge.config.schema import Config
 from forge.config.section import Section
-from forge.config.toml import from_literal, read_toml
 from forge.runtime.errors import UserError, nearest
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"

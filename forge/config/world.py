@@ -8,9 +8,11 @@ from math import prod
 
 from forge.config.checks import divisors, multiples
 from forge.config.explain import about_problem, raise_all
+from forge.config.load import load_config
 from forge.config.phases import variants
 from forge.config.pipeline import check_microbatches
 from forge.config.schema import Config
+from forge.runtime.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -117,3 +119,30 @@ def _check_batch(config: Config, dp: int) -> Iterator[str]:
     product = f"{micro} * {replicate} * {dp // replicate} = {micro * dp}"
     equation = f"micro_batch_size * dp_replicate * dp_shard = {product}"
     yield f"train.global_batch_size must be a multiple of {equation}; {remedy}"
+
+
+def choose_layout(argv: list[str], config: Config, world_size: int) -> tuple[Config, Degrees, str]:
+    """Return the config to train with on `world_size` processes, its layout, and the fallback that was taken ("": none).
+
+    argv: the command line that `config` was loaded from. Raises UserError for an invalid fallback, and where nothing fits.
+    """
+    fallbacks = [(text, _with(argv, text)) for text in config.parallel.fallbacks]
+    try:
+        return config, check_world(config, world_size), ""
+    except UserError as error:
+        first = error
+    for text, other in fallbacks:
+        try:
+            return other, check_world(other, world_size), text
+        except UserError:
+            continue
+    if fallbacks:
+        raise UserError(f"{first}; none of the {len(fallbacks)} parallel.fallbacks fits either")
+    raise first
+
+
+def _with(argv: list[str], text: str) -> Config:
+    try:
+        return load_config([*argv, *(f"--{override}" for override in text.split())])
+    except UserError as error:
+        raise UserError(f'parallel.fallbacks, "{text}": {error}') from None

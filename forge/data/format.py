@@ -17,8 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from forge.data.array import Array, CheckedArray, RemoteArray, map_array
 from forge.data.cache import BlockCache
 from forge.data.packing import PlanFile
-from forge.runtime.errors import UserError
-from forge.runtime.redact import redact
+from forge.runtime.errors import UserError, redact
 from forge.runtime.remote import BLOCK_BYTES, RemoteFile, is_url, join, read_whole
 
 INDEX = "dataset.json"

@@ -12,10 +12,9 @@ from forge.model.mask import AttentionMask
 from forge.model.mla import LatentAttention
 from forge.model.moe import MoE, SharedGate
 from forge.model.norm import RMSNorm
-from forge.model.registry import build_model
 from forge.model.router import Router, update_routers
 from forge.model.sdpa import sdpa_attention
-from forge.model.transformer import Transformer
+from forge.model.transformer import Transformer, build_model
 
 __all__ = [
     "IGNORE",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from forge.model.precision import promoted
+from forge.model.norm import promoted
 
 
 class Dispatcher(Protocol):

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from forge.model import host
 from forge.model.activation import SWIGLU, Activation
-from forge.model.precision import promoted
+from forge.model.norm import promoted
 
 # (rows `[n, in]`, weights `[groups, in, out]`, offs=int32 `[groups]`, the end of each group's rows) -> `[n, out]`.
 # The public name is younger than the operator.

@@ -27,8 +27,7 @@ from forge.model.fused_delta_rule import fused_delta_rule, is_for_kernels
 from forge.model.initial import Uniform
 from forge.model.mask import AttentionMask
 from forge.model.mla import Up
-from forge.model.norm import RMSNorm
-from forge.model.precision import promoted
+from forge.model.norm import RMSNorm, promoted
 
 # What `AttentionMask.window` is for these layers, which share a mask as those of one sliding window do.
 LINEAR = -1

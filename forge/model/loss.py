@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from forge.model.precision import promoted
+from forge.model.norm import promoted
 
 # Label of a position that is not part of the loss; PyTorch's default.
 IGNORE = -100

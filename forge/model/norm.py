@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from forge.config.model import ModelConfig
-from forge.model.precision import promoted
 
 
 class RMSNorm(nn.Module):
@@ -56,3 +55,8 @@ def qk_norm_of(config: ModelConfig, heads: int) -> RMSNorm | None:
     if config.qk_norm_over == "head":
         return norm_of(config, config.head_dim)
     return ProjectionNorm(heads * config.head_dim, config.norm_eps, config.zero_centered_norms)
+
+
+def promoted(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype for sums and other operations that need at least float32: float64 for float64."""
+    return torch.promote_types(torch.float32, dtype)

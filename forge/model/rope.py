@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from forge.config.model import ModelConfig, RopeScalingConfig
-from forge.model.precision import promoted
+from forge.model.norm import promoted
 
 
 def rope_tables(config: ModelConfig, seq_len: int) -> tuple[Tensor, Tensor]:

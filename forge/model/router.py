@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from forge.config.model import MoEConfig
 from forge.model.loss import IGNORE
 from forge.model.noise import token_noise
-from forge.model.precision import promoted
+from forge.model.norm import promoted
 
 # As in DeepSeek-V3's code: sigmoid scores may all be 0, and then the weights are 0.
 TINY = 1e-20

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from forge.model.mask import AttentionMask, block_table, dense_table
-from forge.model.precision import promoted
+from forge.model.norm import promoted
 
 
 class SdpaAttention:

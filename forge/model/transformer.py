@@ -5,6 +5,7 @@ Sizes: batch (sequences), seq (tokens in each), dim (residual stream), heads and
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import sqrt
 from typing import Any
 
@@ -12,19 +13,21 @@ import torch
 from torch import Tensor, nn
 
 from forge.config.model import ModelConfig
-from forge.model.attention import Shared
+from forge.model.attention import Attention, GroupedAttention, Shared
 from forge.model.embedding import Embedding, Head
 from forge.model.flops import matrix_flops
 from forge.model.initial import Normal, Uniform, initial_values
-from forge.model.layers import attention_for
+from forge.model.linear_attention import LinearAttention
 from forge.model.loss import FusedLoss
 from forge.model.mask import AttentionMask
+from forge.model.mla import LatentAttention
 from forge.model.moe import MoE, feed_forward_for
 from forge.model.mtp import ahead_of, depth_of, look_ahead, sums_with_ahead
-from forge.model.norm import norm_of
-from forge.model.precision import promoted
+from forge.model.norm import norm_of, promoted
 from forge.model.rope import rope_tables
 from forge.model.router import Router
+from forge.runtime.errors import UserError, did_you_mean
+from forge.runtime.imports import load_class
 
 
 class Block(nn.Module):
@@ -250,3 +253,50 @@ class Transformer(nn.Module):
         self.rope_sin = sin.to(device=device, dtype=promoted(dtype))
         for router in self.routers.values():
             router.reset_state()
+
+
+def attention_for(config: ModelConfig, layer: int) -> Attention | LinearAttention:
+    """Build what mixes the tokens in the block with this global index; a kind of layer that does it otherwise goes here."""
+    if config.kind_of(layer) == "linear":
+        return LinearAttention(config)
+    kind = GroupedAttention if config.latent is None else LatentAttention
+    return kind(config, window_of(config, layer), rotation_of(config, layer))
+
+
+def window_of(config: ModelConfig, layer: int) -> int:
+    """Return the sliding window of the layer with this global index, 0 for the whole context."""
+    return config.sliding_window if config.kind_of(layer) == "sliding" else 0
+
+
+def rotation_of(config: ModelConfig, layer: int) -> int | None:
+    """Return which of the tables of `forge.model.rope.rope_tables` rotates this layer; None: it has no positions."""
+    kind = config.kind_of(layer)
+    if kind == "nope":
+        return None
+    return 1 if kind == "sliding" and config.sliding_rope_theta else 0
+
+
+# A builder takes (config, seq_len, **parts) and returns a module with the methods and attributes of Transformer.
+MODELS: dict[str, Callable[..., Any]] = {"transformer": Transformer}
+
+
+def build_model(config: ModelConfig, seq_len: int, **parts: Any) -> Any:
+    """Build the model that `config.kind` names, registered or as `package.module:Class`; `parts` as for Transformer.
+
+    Raises UserError if there is no such model.
+    """
+    kind = config.kind
+    if kind in MODELS:
+        return MODELS[kind](config, seq_len, **parts)
+    if ":" not in kind:
+        raise UserError(
+            f'model.kind = "{kind}" is not a model; known: {", ".join(sorted(MODELS))}, '
+            f"or an import path package.module:Class{did_you_mean(kind, MODELS)}"
+        )
+    try:
+        builder = load_class(kind)
+    except ValueError as error:
+        raise UserError(f'model.kind = "{kind}": {error}') from error
+    if not issubclass(builder, nn.Module):
+        raise UserError(f'model.kind = "{kind}" is not a module class; name a subclass of torch.nn.Module')
+    return builder(config, seq_len, **parts)

@@ -12,8 +12,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from forge.runtime.errors import redact
 from forge.runtime.files import replace_atomically
-from forge.runtime.redact import redact
 
 log = logging.getLogger(__name__)
 

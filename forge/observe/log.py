@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.observe.live import LiveHandler
-from forge.runtime.redact import redact
+from forge.runtime.errors import redact
 from forge.runtime.terminal import patient
 
 # It warns at every redistribution on a mesh of two axes, such as that of each gradient norm; ours are intended.

@@ -23,8 +23,8 @@ from forge.observe.run_directory import RunDirectory
 from forge.observe.tensorboard import Board
 from forge.observe.trackers import Tracker, make_trackers
 from forge.runtime.distributed import on_first_rank
-from forge.runtime.printable import printable
-from forge.runtime.redact import redact_all
+from forge.runtime.errors import redact_all
+from forge.runtime.terminal import printable
 from forge.runtime.world import World
 
 log = logging.getLogger(__name__)

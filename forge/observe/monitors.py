@@ -32,7 +32,7 @@ from forge.model import Transformer
 from forge.model.feed_forward import FeedForward
 from forge.model.mask import dense_part
 from forge.model.moe import MoE
-from forge.model.precision import promoted
+from forge.model.norm import promoted
 from forge.runtime import compat
 from forge.shard import Shard, local
 

@@ -1,10 +1,37 @@
 """Optimizers over shards, and learning-rate schedules."""
 
+from __future__ import annotations
+
+from torch.distributed import ProcessGroup
+
 import forge.optim.adamw
 import forge.optim.lion
 import forge.optim.muon  # noqa: F401 (all register themselves)
-from forge.optim.build import build_optimizer
-from forge.optim.optimizer import Optimizer
+from forge.config.layout import Compile
+from forge.config.schema import OptimizerConfig
+from forge.optim.compiled import CompiledAdamW
+from forge.optim.ema import WithAverage
+from forge.optim.optimizer import Optimizer, optimizer_class
 from forge.optim.schedule import decay_start, learning_rate, planned_rate
+from forge.shard import Shard
 
 __all__ = ["Optimizer", "build_optimizer", "decay_start", "learning_rate", "planned_rate"]
+
+
+def build_optimizer(
+    shards: list[Shard],
+    config: OptimizerConfig,
+    group: ProcessGroup | None = None,
+    compiled: Compile | None = None,
+) -> Optimizer:
+    """Make the optimizer that `config.name` names, with the mean of weights that `config.ema` asks for.
+
+    group: the ranks that together hold every element of the parameters, each with the same list of shards; None in one
+    process. Optimizers that need whole matrices exchange them over it. compiled: how to compile the update, which AdamW can.
+    """
+    if compiled is None:
+        optimizer = optimizer_class(config.name)(shards, config, group)
+    else:
+        assert config.name == "adamw", "refused by the configuration"
+        optimizer = CompiledAdamW(shards, config, group, compiled)
+    return WithAverage(optimizer, shards, config.ema) if config.ema else optimizer

@@ -15,9 +15,8 @@ from torch.distributed import ProcessGroup
 from torch.optim.adamw import adamw
 
 from forge.config.schema import OptimizerConfig
-from forge.optim.groups import update_groups
 from forge.optim.int8 import Int8Moments
-from forge.optim.optimizer import gradient, register, weight_decay, wide_dtype
+from forge.optim.optimizer import gradient, register, update_groups, weight_decay, wide_dtype
 from forge.optim.rounding import StochasticRounding
 from forge.shard import Shard
 

@@ -5,17 +5,18 @@ docs/extending/optimizer.md is the recipe for one of your own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from forge.config.schema import OptimizerConfig
 from forge.runtime.imports import load_class
-from forge.shard import Shard
+from forge.shard import Box, Shard
 
 
 class Optimizer(Protocol):
@@ -83,3 +84,36 @@ def wide_dtype(shard: Shard) -> torch.dtype:
 def write_unless(skip: Tensor, target: Tensor, values: Tensor) -> None:
     """Copy `values` into `target`, cast to its dtype; where the device scalar `skip` is 1.0 leave every bit of it."""
     torch.where(skip.to(target.device) > 0, target, values.to(target.dtype), out=target)
+
+
+def update_groups(shards: Sequence[Shard], config: OptimizerConfig, max_numel: int) -> list[list[Shard]]:
+    """Group shards of equal weight decay and rates for multi-tensor kernels, decayed ones first.
+
+    A group ends where it reaches `max_numel` elements, which bounds temporaries. Shards without elements are left out.
+    """
+    kinds: dict[Any, list[list[Shard]]] = {}
+    filled: dict[Any, int] = {}  # elements of the last group
+    for shard in (shard for shard in shards if shard.boxes):
+        kind = any(fnmatchcase(shard.name, glob) for glob in config.no_decay), shard.rates
+        groups = kinds.setdefault(kind, [[]])
+        if filled.get(kind, 0) >= max_numel:
+            groups.append([])
+            filled[kind] = 0
+        groups[-1].append(shard)
+        filled[kind] = filled.get(kind, 0) + sum(box.numel for box in shard.boxes)
+    return [group for _, groups in sorted(kinds.items(), key=lambda kind: kind[0][0]) for group in groups]
+
+
+def boxes_of_all(shards: Sequence[Shard], group: dist.ProcessGroup | None) -> list[list[tuple[Box, ...]]]:
+    """Return the boxes of each of `shards` on every rank of `group`, in its order; None: this process alone. Collective.
+
+    The planner, which has no other ranks to ask, replaces it.
+    """
+    if group is None or group.size() == 1:
+        return [[shard.boxes for shard in shards]]
+    mine = [(shard.name, shard.global_shape, shard.boxes) for shard in shards]
+    everyones = [mine] * group.size()
+    dist.all_gather_object(everyones, mine, group=group)
+    for other in everyones:
+        assert [of[:2] for of in other] == [of[:2] for of in mine], "ranks have other parameters"
+    return [[boxes for *_, boxes in of_rank] for of_rank in everyones]

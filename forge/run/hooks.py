@@ -16,10 +16,9 @@ from forge.observe.trackers import require_packages
 from forge.resilience.elastic import is_elastic
 from forge.resilience.stopping import TimeLimit
 from forge.resilience.stragglers import Stragglers
-from forge.run.mirror import MirrorSaves
 from forge.run.nodes import Recovery
 from forge.run.save import Saves
-from forge.run.tiers import LocalSaves
+from forge.run.tiers import LocalSaves, MirrorSaves
 from forge.runtime.errors import UserError
 from forge.runtime.fault import fault_point
 from forge.runtime.imports import load_class

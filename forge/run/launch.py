@@ -34,11 +34,10 @@ from forge.run.changes import check_data
 from forge.run.crash import CrashReporter
 from forge.run.history import History
 from forge.run.hooks import load_hooks, make_hooks
-from forge.run.mirror import restore_lost
 from forge.run.nodes import report_nodes
 from forge.run.origin import Earlier, read_earlier, refuse_moved_run
 from forge.run.out_of_memory import explaining_exhaustion
-from forge.run.tiers import Tiers
+from forge.run.tiers import Tiers, restore_lost
 from forge.runtime import compat
 from forge.runtime.distributed import on_every_rank, on_first_rank
 from forge.runtime.errors import FAILED, FINISHED, STOPPED, UserError

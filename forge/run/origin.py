@@ -15,7 +15,7 @@ from typing import Any
 
 from forge.checkpoint import read_digest
 from forge.config import CommandLine, Config, to_toml
-from forge.config.toml import read_toml
+from forge.config.keys import read_toml
 from forge.observe.json_lines import read_lines
 from forge.observe.run_directory import RunDirectory
 from forge.runtime.distributed import on_first_rank

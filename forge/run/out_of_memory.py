@@ -19,7 +19,7 @@ import torch
 
 from forge.config import Config, Degrees, check_world, to_toml
 from forge.config.checks import check
-from forge.config.toml import to_literal
+from forge.config.keys import to_literal
 from forge.observe.hardware import GIB
 from forge.observe.memory_report import MemoryReport
 from forge.runtime.errors import FAILED, UserError

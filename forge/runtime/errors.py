@@ -1,9 +1,11 @@
 """Errors of the user, as opposed to defects of forge: one sentence and an exit code, without a traceback."""
 
-import difflib
-from collections.abc import Iterable
+from __future__ import annotations
 
-from forge.runtime.redact import redact
+import difflib
+import re
+from collections.abc import Iterable
+from typing import Any
 
 FINISHED = 0
 FAILED = 1
@@ -52,3 +54,34 @@ def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     """Return the end of a message about `name`: the most similar candidate, if any."""
     close = nearest(name, candidates)
     return f'; did you mean "{close}"?' if close else ""
+
+
+HIDDEN = "REDACTED"
+_LOGIN = re.compile(r"://[^/?#\s\"'<>\\]*@")
+_SECRET = re.compile(
+    r"([?&][^=&?#\s\"'<>\\]*(?:auth|credential|key|passw|pwd|secret|sig|token)[^=&#\s\"'<>\\]*=)[^&#\s\"'<>\\]+",
+    re.IGNORECASE,
+)
+
+
+def redact(text: str) -> str:
+    """Return `text` with the secrets of each URL replaced by REDACTED: user and password, and values such as `sig=...`."""
+    if "://" not in text:
+        return text
+    return _SECRET.sub(rf"\g<1>{HIDDEN}", _LOGIN.sub(f"://{HIDDEN}@", text))
+
+
+def redact_all(value: Any) -> Any:
+    """Return a value of JSON with every text in it redacted."""
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, list | tuple):
+        return [redact_all(one) for one in value]
+    if isinstance(value, dict):
+        return {key: redact_all(one) for key, one in value.items()}
+    return value
+
+
+def is_redacted(url: str) -> bool:
+    """Return whether secrets of this URL have been replaced, so that it cannot be opened."""
+    return f"://{HIDDEN}@" in url or any(match[0].endswith(f"={HIDDEN}") for match in _SECRET.finditer(url))

@@ -15,8 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from forge.runtime.errors import FAILED, UserError
-from forge.runtime.redact import is_redacted, redact
+from forge.runtime.errors import FAILED, UserError, is_redacted, redact
 
 BLOCK_BYTES = 1 << 18
 """Files are fetched, kept and checked in blocks of this size, the last one shorter."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import select
 import threading
+import unicodedata
 from collections import deque
 from typing import TextIO
 
@@ -93,3 +94,18 @@ def patient(stream: TextIO | None) -> TextIO | PatientStream:
     except OSError:
         return stream
     return stderr if descriptor == 2 else PatientStream(descriptor, stream.encoding)
+
+
+# They reorder the text around them.
+_DIRECTIONS = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Return `text` with control characters, marks of direction and lone surrogates as escapes. keep: characters to leave."""
+    return "".join(
+        character.encode("unicode_escape").decode()
+        if character not in keep
+        and (character in _DIRECTIONS or unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp"))
+        else character
+        for character in text
+    )

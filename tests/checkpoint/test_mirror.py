@@ -8,7 +8,7 @@ import pytest
 from forge.checkpoint.folders import step_name, steps
 from forge.checkpoint.manifest import compose, entry
 from forge.checkpoint.mirror import Mirror, restore
-from forge.run.mirror import MirrorSaves
+from forge.run.tiers import MirrorSaves
 from forge.runtime import remote
 from forge.runtime.errors import UserError
 from tests.support.runs import wait_for

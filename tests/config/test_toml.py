@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge.config import Config, difference, load_config, parse_toml_text, to_toml
+from forge.config.keys import read_toml, to_literal
 from forge.config.load import CONFIGS
-from forge.config.toml import read_toml, to_literal
 from tests.support.configs import TINY, tiny
 
 SHIPPED = sorted(path.stem for path in CONFIGS.glob("*.toml"))

@@ -18,8 +18,7 @@ from pathlib import Path
 import pytest
 
 from forge.config import load_config
-from forge.config.keys import keys, sections
-from forge.config.toml import read_toml, to_literal
+from forge.config.keys import keys, read_toml, sections, to_literal
 from tests.support.harness import start_ranks
 from tests.support.pages import PAGES, REPOSITORY, blocks, commands, links, quoted
 from tests.support.runs import reserve_port

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from forge.config import check_world
-from forge.config.toml import to_literal
+from forge.config.keys import to_literal
 from forge.observe.memory_report import MemoryReport
 from forge.run.out_of_memory import (
     explaining_exhaustion,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from forge.runtime.printable import printable
+from forge.runtime.terminal import printable
 
 
 @pytest.mark.parametrize(

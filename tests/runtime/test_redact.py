@@ -6,8 +6,7 @@ import pytest
 
 from forge.config import load_config, parse_toml_text, to_toml
 from forge.config.keys import difference
-from forge.runtime.errors import UserError
-from forge.runtime.redact import is_redacted, redact, redact_all
+from forge.runtime.errors import UserError, is_redacted, redact, redact_all
 from forge.runtime.remote import filesystem_of
 
 SIGNED = "https://host/a.bin?X-Amz-Date=2026&X-Amz-Credential=AK%2F1&X-Amz-Signature=dead%2Bbeef#part"

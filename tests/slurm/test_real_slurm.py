@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from forge.config.toml import read_toml
+from forge.config.keys import read_toml
 from forge.runtime.errors import UserError
 from forge.tools.sweep.local import run_sweep
 from forge.tools.sweep.slurm import job_array

@@ -10,7 +10,7 @@ import random
 from typing import Any
 
 from forge.config import Config, parse_toml_text, to_toml
-from forge.config.toml import to_literal
+from forge.config.keys import to_literal
 from forge.runtime.errors import UserError
 from forge.tools.verify.layouts import Case, at_random
 from tests.support.equivalence import tiny_config

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from forge.config import Config, parse_toml_text
-from forge.config.toml import to_literal
+from forge.config.keys import to_literal
 from forge.runtime.errors import UserError
 from forge.tools.verify.layouts import Case, at_random
 from forge.tools.verify.shrink import changed

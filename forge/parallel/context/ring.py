@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from forge.model import AttentionMask
 from forge.model.mask import block_part, dense_part
-from forge.model.precision import promoted
+from forge.model.norm import promoted
 from forge.model.sdpa import flex_with_lse
 from forge.parallel.context.sequence import SequenceSplit
 from forge.runtime import compat

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forge.model import Transformer
-from forge.model.precision import promoted
+from forge.model.norm import promoted
 from forge.parallel.engines.buffered import Buffered
 from forge.parallel.engines.fsdp import FullySharded
 from forge.parallel.layout import Layout

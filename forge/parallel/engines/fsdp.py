@@ -33,12 +33,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard as Split
 
 from forge.model import Experts, Router, Transformer
-from forge.parallel.boxes import local_box
 from forge.parallel.expert import parameter_kinds
 from forge.parallel.float8 import scale_refresher
-from forge.parallel.layout import Layout
-from forge.parallel.precision import Unit, plan_units
-from forge.parallel.replicated import replicated_parameters, units_without
+from forge.parallel.layout import Layout, local_box
+from forge.parallel.precision import Unit, plan_units, replicated_parameters, units_without
 from forge.parallel.step.gradients import sum_gradients
 from forge.runtime import compat
 from forge.runtime.errors import UserError

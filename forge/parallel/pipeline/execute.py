@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,11 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forge.model import Transformer
-from forge.model.precision import promoted
+from forge.model.norm import promoted
 from forge.parallel.context import ModelInputs
 from forge.parallel.engines.engine import DataParallel
 from forge.parallel.layout import Layout
-from forge.parallel.pipeline.neighbours import neighbour_groups
+from forge.parallel.mesh import new_group
 from forge.parallel.pipeline.plan import PipelinePlan, Stage
 from forge.parallel.pipeline.schedule import Action
 from forge.parallel.pipeline.tied import NAME, Tied
@@ -285,3 +286,31 @@ class Messages:
 
 def _tied_shard(parts: Sequence[StageModel]) -> Shard | None:
     return next((shard for part in parts for shard in part.engine.shards if shard.name == NAME), None)
+
+
+def neighbour_groups(pipeline: dist.ProcessGroup, rank_of: Sequence[int]) -> dict[int, dist.ProcessGroup]:
+    """Return the groups of two in which this rank is, by the other's rank in `pipeline`. Collective over all ranks.
+
+    rank_of: the rank of the pipeline that holds each stage.
+    """
+    ranks, own, world = pipeline.size(), pipeline.rank(), dist.group.WORLD
+    if ranks <= 2:
+        return dict.fromkeys(range(ranks), pipeline)
+    assert world is not None
+    # Groups that are made at once must not overlap.
+    rounds: list[list[tuple[int, ...]]] = []
+    for pair in sorted({tuple(sorted(two)) for two in pairwise(rank_of) if two[0] != two[1]}):
+        free = (made for made in rounds if not set(pair) & {rank for other in made for rank in other})
+        if (joined := next(free, None)) is None:
+            rounds.append(joined := [])
+        joined.append(pair)
+    stride, found = world.size() // ranks, {}  # pp is the slowest axis
+    for pairs in rounds:
+        # Who is in no pair makes a group, too: a group's name, on which its ranks agree, counts those before it.
+        alone = [(rank,) for rank in range(ranks) if rank not in {r for pair in pairs for r in pair}]
+        sets = [[stride * r + line for r in few] for few in [*pairs, *alone] for line in range(stride)]
+        group = new_group(world, sets, on_cpu=False)
+        for pair in pairs:
+            if own in pair:
+                found[sum(pair) - own] = group
+    return found

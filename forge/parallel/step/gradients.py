@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forge.model.precision import promoted
+from forge.model.norm import promoted
 from forge.shard import Shard
 
 

@@ -14,8 +14,7 @@ from torch.nn import functional as F
 from forge.model import Decay, Embedding, RMSNorm, Router, SharedGate, ShortConvolution, Sinks
 from forge.model.mla import Latents
 from forge.model.mtp import Join
-from forge.model.norm import ProjectionNorm
-from forge.model.precision import promoted
+from forge.model.norm import ProjectionNorm, promoted
 from forge.parallel.step.collectives import (
     gather_for_all,
     gather_for_parts,

@@ -33,7 +33,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from forge.config import load_config
-from forge.config.fallbacks import choose_layout
+from forge.config.world import choose_layout
 from forge.observe.json_lines import read_object
 from forge.observe.run_directory import RunDirectory
 from forge.runtime.errors import FAILED, FINISHED, STOPPED, UserError

@@ -17,7 +17,7 @@ from forge.checkpoint.commit import Contents, fill_folder
 from forge.checkpoint.loading import TRAINER
 from forge.checkpoint.tensors import ShardTensor
 from forge.config import Config, parse_toml_text, to_toml
-from forge.config.toml import to_literal
+from forge.config.keys import to_literal
 from forge.runtime.distributed import RanksFailed, single_process_group
 from forge.runtime.errors import FAILED, UserError
 from forge.runtime.files import read_json

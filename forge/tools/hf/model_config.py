@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from forge.config.model import ModelConfig
-from forge.model.layers import window_of
 from forge.model.mtp import depth_of
 from forge.model.rope import attention_factor, score_factor
+from forge.model.transformer import window_of
 from forge.runtime.errors import UserError
 from forge.tools.hf.architectures import KEYS, MUST_BE, Architecture, ConfigJson
 from forge.tools.hf.rope import SCALINGS, read_rope, write_rope

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from forge.checkpoint import find_checkpoint, find_damage, load, read_config
-from forge.checkpoint.fitting import compare, refuse_misfits
 from forge.checkpoint.folders import step_name, steps
-from forge.checkpoint.loading import TensorReader
+from forge.checkpoint.loading import TensorReader, compare, refuse_misfits
 from forge.checkpoint.manifest import MANIFEST, Damaged, read_manifest
 from forge.config import Config, parse_toml_text
 from forge.config.extensions import require_trust

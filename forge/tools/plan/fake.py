@@ -29,7 +29,8 @@ from forge.checkpoint.tensors import writes
 from forge.config import Config, Degrees
 from forge.data.loader import Batch
 from forge.observe.memory_report import MemoryReport
-from forge.optim import build_optimizer, places
+from forge.optim import build_optimizer
+from forge.optim import optimizer as placed
 from forge.parallel.build import build_parallel_model
 from forge.parallel.expert import AllToAllDispatcher
 from forge.parallel.mesh import make_meshes
@@ -84,7 +85,7 @@ class FakeRank:
             # Real meta tensors first: parallelism is applied to these, and only what is allocated is fake.
             self.model = build_parallel_model(config, self.meshes, CPU, values=_leave, memory=self._watched)
             answer = functools.partial(boxes_of_all, self.model._engines, degrees)
-            with self._watched(), patch.object(places, "boxes_of_all", answer):
+            with self._watched(), patch.object(placed, "boxes_of_all", answer):
                 self.optimizer = build_optimizer(self.model.shards, config.optimizer, self.meshes.stage)
         self.trace.watch(self.model.parts)
         for part in self.model.parts:

@@ -11,8 +11,8 @@ from typing import Annotated, TypeAlias
 from annotated_types import Ge
 from pydantic import Field, Strict, ValidationError
 
+from forge.config.keys import read_toml
 from forge.config.section import NonNegativeNumber, Positive, PositiveNumber, Section
-from forge.config.toml import read_toml
 from forge.observe.hardware import GIB, card_peak_flops
 from forge.runtime.errors import UserError, did_you_mean
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 
 from forge.config import Config, check_world, parse_toml_text
+from forge.tools.plan.command import largest
 from forge.tools.plan.hardware import Hardware, Link
-from forge.tools.plan.phases import largest
 from forge.tools.plan.plan import make_plan
 
 # Only whether it is a card changes bytes.

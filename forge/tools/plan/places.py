@@ -9,10 +9,10 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 
 from forge.config import Degrees
-from forge.parallel.boxes import local_box
 from forge.parallel.engines.buffered.layout import Bucket, Slot, flat_boxes
 from forge.parallel.engines.buffered.plan import Groups
 from forge.parallel.engines.engine import DataParallel
+from forge.parallel.layout import local_box
 from forge.shard import Box, Shard
 
 Place: TypeAlias = Mapping[str, int]
@@ -25,7 +25,7 @@ def boxes_of_all(
     shards: Sequence[Shard],
     group: dist.ProcessGroup | None,
 ) -> list[list[tuple[Box, ...]]]:
-    """In place of `forge.optim.places.boxes_of_all`, for shards of these engines."""
+    """In place of `forge.optim.optimizer.boxes_of_all`, for shards of these engines."""
     if group is None or group.size() == 1:
         return [[shard.boxes for shard in shards]]
     boxes_at = {name: function for engine in engines for name, function in _functions(engine)}

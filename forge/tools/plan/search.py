@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from forge.config import Config
-from forge.config.toml import to_literal
-from forge.runtime.cores import cores
+from forge.config.keys import to_literal
+from forge.runtime.compat import cores
 from forge.runtime.errors import UserError
 from forge.tools.plan.hardware import Hardware
 from forge.tools.plan.layouts import Changes, Layout, layouts, traceable

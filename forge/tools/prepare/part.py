@@ -24,7 +24,7 @@ from forge.data.format import token_dtype
 from forge.data.tokenizer import Tokenizer, load_tokenizer
 from forge.runtime.errors import UserError
 from forge.runtime.files import lock
-from forge.runtime.printable import printable
+from forge.runtime.terminal import printable
 from forge.tools.prepare.documents import Bad, Document, read_documents
 from forge.tools.prepare.inputs import Content, content_of, stamp_of
 from forge.tools.prepare.long_text import TextPart, digest_of, read_part, slices

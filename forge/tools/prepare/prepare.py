@@ -31,8 +31,8 @@ from forge.data.tokenizer import Tokenizer
 from forge.observe.progress import ProgressLine, format_duration
 from forge.runtime.errors import UserError
 from forge.runtime.files import lock, replace_atomically
-from forge.runtime.printable import printable
 from forge.runtime.remote import is_url
+from forge.runtime.terminal import printable
 from forge.tools.prepare.corpus import EXTENSIONS, Corpus, find_corpus
 from forge.tools.prepare.documents import Bad
 from forge.tools.prepare.inputs import stamp_of

@@ -15,7 +15,7 @@ import numpy as np
 
 from forge.runtime.errors import UserError
 from forge.runtime.imports import load_function
-from forge.runtime.printable import printable
+from forge.runtime.terminal import printable
 from forge.tools.prepare.corpus import find_corpus
 from forge.tools.prepare.documents import Bad, read_documents
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from forge.runtime.errors import MissingExtra
-from forge.runtime.printable import printable
+from forge.runtime.terminal import printable
 from forge.tools.report.read import Points
 
 try:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forge.config.toml import read_toml
+from forge.config.keys import read_toml
 from forge.observe.json_lines import read_lines, read_object
 from forge.runtime.errors import UserError
 

@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints, ValidationError
 
 from forge.config import Config, load_config
+from forge.config.keys import read_toml, to_literal
 from forge.config.phases import Phases
 from forge.config.section import Count, ListOf, NonNegativeNumber, Positive, Section, Text
-from forge.config.toml import read_toml, to_literal
 from forge.runtime.errors import UserError, did_you_mean
 
 # A name that fits on one line of a script or a terminal.

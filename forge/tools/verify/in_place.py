@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from forge.config import Config, check_world, to_toml
-from forge.config.toml import read_toml
+from forge.config.keys import read_toml
 from forge.runtime.distributed import gather_from_ranks
 from forge.runtime.errors import UserError
 from forge.runtime.world import World, join

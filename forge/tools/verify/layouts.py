@@ -13,8 +13,8 @@ from math import prod
 from typing import Any
 
 from forge.config import Config, check_world, to_toml
+from forge.config.keys import from_literal
 from forge.config.keys import keys as all_keys
-from forge.config.toml import from_literal
 from forge.runtime.errors import UserError
 from forge.tools.verify.shrink import changed
 

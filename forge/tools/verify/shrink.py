@@ -15,11 +15,11 @@ from typing import Any
 
 from forge.config import Config, Degrees, Phases, check_world, to_toml
 from forge.config.explain import Values, raise_all
+from forge.config.keys import read_toml
 from forge.config.load import examine
 from forge.config.model import ModelConfig, MoEConfig
 from forge.config.pipeline import ONE_PER_RANK
 from forge.config.section import Section
-from forge.config.toml import read_toml
 from forge.runtime.errors import UserError
 
 LAYERS, SEQ_LEN, BATCH = 4, 64, 8

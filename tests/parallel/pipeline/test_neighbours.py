@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from forge.config import Degrees
 from forge.parallel.mesh import make_meshes
-from forge.parallel.pipeline.neighbours import neighbour_groups
+from forge.parallel.pipeline.execute import neighbour_groups
 from tests.support.harness import run_ranks
 
 

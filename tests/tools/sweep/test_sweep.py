@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from forge.config import to_toml
-from forge.config.toml import from_literal, to_literal
+from forge.config.keys import from_literal, to_literal
 from forge.runtime.errors import UserError
 from forge.tools.sweep.local import run_sweep
 from forge.tools.sweep.results import Result, as_text, metric_of, result_of, rows

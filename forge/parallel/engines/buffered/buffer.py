@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from forge.parallel.boxes import local_box
 from forge.parallel.engines.buffered.communication import ProcessGroups, address, own_part
 from forge.parallel.engines.buffered.layout import Bucket, Slot, flat_boxes
 from forge.parallel.engines.buffered.plan import BufferPlan
+from forge.parallel.layout import local_box
 from forge.parallel.mesh import Meshes
 from forge.runtime import compat
 from forge.shard import Kind, Shard

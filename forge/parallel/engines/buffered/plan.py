@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from forge.model import Transformer
-from forge.model.precision import promoted
+from forge.model.norm import promoted
 from forge.parallel.engines.buffered.layout import Bucket, Item, default_bucket_numel, lay_out
 from forge.parallel.expert import parameter_kinds
 from forge.parallel.layout import Layout

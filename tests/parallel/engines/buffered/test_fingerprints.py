@@ -9,7 +9,7 @@ import torch
 
 from forge.config import parse_toml_text
 from forge.optim import build_optimizer
-from forge.parallel.boxes import local_box
+from forge.parallel.layout import local_box
 from forge.resilience.digests import differing_copies
 from forge.shard import local
 from forge.train.state import replicated_tensors
