@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,10 +24,8 @@ import torch
 from torch import nn
 
 from forge.config.layout import Precision
-from forge.model import Experts, Router, Transformer
-from forge.model.linear_attention import Decay
+from forge.model import Experts, Transformer
 from forge.model.norm import promoted
-from forge.parallel.layout import Layout
 from forge.parallel.modules import for_all_layers, has_all_names, matches_any_depth
 from forge.runtime.errors import UserError
 
@@ -211,28 +209,3 @@ def joined_by_parameters(groups: Sequence[Sequence[nn.Module]]) -> list[list[nn.
 
 def _parameters(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
     return list(dict.fromkeys(p for module in modules for p in module.parameters()))
-
-
-def replicated_parameters(
-    model: Transformer, dtypes: Mapping[nn.Parameter, torch.dtype], layout: Layout
-) -> set[nn.Parameter]:
-    """Return the parameters of routers that need no cast to compute, and those of decays, which cast by themselves.
-
-    None where nothing is sharded, or all is offloaded.
-    """
-    if layout.meshes.fsdp.size() == 1 or layout.parallel.cpu_offload:
-        return set()
-    small = [module for module in model.modules() if isinstance(module, Router | Decay)]
-    return {p for m in small for p in m.parameters() if isinstance(m, Decay) or dtypes[p] == p.dtype}
-
-
-def units_without(units: Sequence[Unit], parameters: set[nn.Parameter]) -> list[Unit]:
-    """Return `units`, those that have no parameter but `parameters` left out; others lose the modules of which this holds."""
-    kept = []
-    for unit in units:
-        modules = tuple(
-            m for m in unit.modules if not parameters.issuperset(m.parameters()) or not list(m.parameters())
-        )
-        if modules:
-            kept.append(replace(unit, modules=modules))
-    return kept

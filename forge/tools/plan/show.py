@@ -8,7 +8,7 @@ from typing import Any
 
 from forge.config import Config
 from forge.observe.hardware import GIB
-from forge.tools.plan.command import Remedy
+from forge.tools.plan.advice import Remedy
 from forge.tools.plan.hardware import Hardware
 from forge.tools.plan.plan import CROWDED, Plan
 from forge.tools.plan.search import Found
