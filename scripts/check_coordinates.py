@@ -19,7 +19,7 @@ import torch
 
 from forge.config import load_config
 from forge.tools.sweep.coordinates import check_widths, growth
-from scripts import svg
+from scripts import images
 from scripts.options import Options, exit_code_of, positive
 
 
@@ -43,7 +43,7 @@ def _run(given: argparse.Namespace, overrides: list[str]) -> None:
     for name, sizes in found.items():
         slope = f"{growth(sizes):6.2f}" if len(sizes) > 1 else " " * 6
         print(f"{name:16} {slope}  " + "".join(f"{size:10.4f}" for size in sizes.values()))
-    code = svg.write(given.output, lambda: draw(found, config.optimizer.parametrization))
+    code = images.write(given.output, lambda: draw(found, config.optimizer.parametrization))
     if code:
         raise SystemExit(code)
 

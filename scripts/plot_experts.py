@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 
 from forge.runtime.errors import UserError
 from forge.tools.report.read import read_run
-from scripts import svg
+from scripts import images
 from scripts.options import Options
 
 
@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
     add("--output", type=Path, default=Path("experts.svg"), help="image to write (default: experts.svg)")
     add("--mark", type=float, default=1.5, help="load to mark by a horizontal line (default: 1.5)")
     given = parser.parse_args(argv)
-    return svg.write(given.output, lambda: draw(given.run, given.mark))
+    return images.write(given.output, lambda: draw(given.run, given.mark))
 
 
 def draw(path: Path, mark: float) -> str:
@@ -35,7 +35,7 @@ def draw(path: Path, mark: float) -> str:
     pictures = expert_pictures(read_run(path), levels=[(f"{mark:g}", mark)])
     if not pictures:
         raise UserError(f"{path} has no lines about experts")
-    return svg.stacked([picture.svg for picture in pictures])
+    return images.stacked([picture.svg for picture in pictures])
 
 
 if __name__ == "__main__":

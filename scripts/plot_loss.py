@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 
 from forge.runtime.errors import UserError
 from forge.tools.report.read import read_run
-from scripts import svg
+from scripts import images
 from scripts.options import Options
 
 
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
         help="loss to mark by a horizontal line",
     )
     given = parser.parse_args(argv)
-    return svg.write(given.output, lambda: draw(given.runs, given.mark))
+    return images.write(given.output, lambda: draw(given.runs, given.mark))
 
 
 def _mark(text: str) -> tuple[str, float]:

@@ -2,6 +2,8 @@
 """Draw the timeline of a pipeline schedule, with the work of each rank, as an SVG image.
 
 python scripts/plot_pipeline.py --schedule ZBVZeroBubble --ranks 4 --microbatches 8 --output timeline.svg
+
+Needs the extra forge[report].
 """
 
 from __future__ import annotations
@@ -10,15 +12,15 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
 from forge.config.pipeline import ONE_PER_RANK
 from forge.parallel.pipeline.schedule import Schedule, TimedAction, make_schedule, read_schedule
-from scripts import svg
+from scripts import images
 from scripts.options import Options, positive
 
-LEFT, TOP, ROW, GAP, WIDTH = 64, 40, 26, 8, 1000
 COLORS = {"F": "#93c5fd", "B": "#86efac", "I": "#bbf7d0", "W": "#fcd34d"}
 NAMES = {"F": "forward", "B": "backward", "I": "backward, input", "W": "backward, weights"}
 
@@ -38,7 +40,7 @@ def main(argv: list[str]) -> int:
     )
     add("--output", type=Path, default=Path("pipeline.svg"), help="image to write (default: pipeline.svg)")
     given = parser.parse_args(argv)
-    return svg.write(given.output, lambda: _picture(given))
+    return images.write(given.output, lambda: _picture(given))
 
 
 def _picture(given: argparse.Namespace) -> str:
@@ -64,39 +66,39 @@ def draw(schedule: Schedule, title: str) -> str:
 
 
 def draw_timeline(timeline: Sequence[Sequence[TimedAction]], title: str) -> str:
-    """Draw what each rank does when: one row per stage, grouped by rank, with time from left to right."""
+    """Draw one row per stage, grouped by rank, with time from left to right. Each bar's id ends with its action, e.g. 0F3."""
+    from forge.tools.report.draw import STYLE, as_svg, matplotlib, new_figure  # needs matplotlib
+
     own_stages = [sorted({slot.action.stage for slot in slots}) for slots in timeline]
-    facts = f"{len(timeline)} ranks, {sum(map(len, own_stages))} stages"
-    unit = (WIDTH - LEFT) / max(slot.stop for slots in timeline for slot in slots)
-    parts = [svg.label(LEFT, 16, f"{title}; {facts}")]
-    rows, y = {}, TOP
-    for rank, own in enumerate(own_stages):
-        height = ROW * len(own)
-        parts.append(svg.element("rect", x=LEFT, y=y, width=WIDTH - LEFT, height=height, fill="#f3f4f6"))
-        parts.append(svg.label(4, y + height // 2 + 4, f"rank {rank}"))
-        for stage in own:
-            rows[stage] = y
-            parts.append(svg.label(LEFT - 6, y + 17, stage, "end", fill="#888"))
-            y += ROW
-        y += GAP
-    for slots in timeline:
-        for (stage, kind, microbatch), start, stop in slots:
-            x, width = LEFT + unit * start, unit * (stop - start)
-            name, look = (
-                f"<title>{stage}{kind}{microbatch}</title>",
-                {"fill": COLORS[kind], "stroke": "white"},
-            )
-            parts.append(
-                svg.element("rect", name, x=x, y=rows[stage] + 1, width=width, height=ROW - 2, **look)
-            )
-            if width > 12:
-                parts.append(svg.label(x + width / 2, rows[stage] + 17, microbatch, "middle"))
-    kinds = {slot.action.kind for slots in timeline for slot in slots}
-    for place, kind in enumerate(sorted(kinds, key="FBIW".index)):
-        x = LEFT + 150 * place
-        parts.append(svg.element("rect", x=x, y=y, width=14, height=14, fill=COLORS[kind]))
-        parts.append(svg.label(x + 20, y + 12, NAMES[kind]))
-    return svg.document(WIDTH + 8, y + 22, parts, font_size=12)
+    rows = [(rank, stage) for rank, own in enumerate(own_stages) for stage in own]
+    # Half a row between ranks.
+    y = {stage: row + rank / 2 for row, (rank, stage) in enumerate(rows)}
+    end = max(slot.stop for slots in timeline for slot in slots)
+    with matplotlib.rc_context(STYLE | {"axes.grid": False}):
+        figure = new_figure(10.4, 1.0 + 0.26 * len(rows), left=1.2, top=0.4)
+        axes = figure.add_subplot(xlim=(0, end), xlabel="time")
+        seen: dict[str, Any] = {}
+        for slots in timeline:
+            for (stage, kind, microbatch), start, stop in slots:
+                bar = axes.barh(y[stage], stop - start, 0.9, start, color=COLORS[kind], edgecolor="white")
+                bar.patches[0].set_gid(f"bar-{stage}{kind}{microbatch}")
+                seen.setdefault(kind, bar)
+                if stop - start > end / 80:
+                    axes.bar_label(bar, [str(microbatch)], label_type="center", fontsize=7)
+        axes.set_yticks(
+            [y[stage] for _, stage in rows], [f"rank {rank}, stage {stage}" for rank, stage in rows]
+        )
+        axes.invert_yaxis()
+        kinds = sorted(seen, key="FBIW".index)
+        axes.legend(
+            [seen[kind] for kind in kinds],
+            [NAMES[kind] for kind in kinds],
+            loc="lower right",
+            bbox_to_anchor=(1, 1),
+            ncols=4,
+        )
+        axes.set_title(f"{title}; {len(timeline)} ranks, {len(rows)} stages", loc="left")
+        return as_svg(figure, "pipeline")
 
 
 if __name__ == "__main__":

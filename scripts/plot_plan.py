@@ -5,7 +5,7 @@ python train.py --config 7b --plan --world-size 64 --hardware h100 --json > plan
 python scripts/plot_plan.py --plan plan.json --output drawings
 
 Writes memory.svg, of the rank that needs most: at each part of a step the most bytes that live there, in any of its
-microbatches, by kind. Of a pipeline also pipeline.svg: what each rank does when.
+microbatches, by kind. Of a pipeline also pipeline.svg: the actions of each rank over time. Needs the extra forge[report].
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 from forge.observe.hardware import GIB
 from forge.parallel.pipeline.schedule import Action, TimedAction, idle_share
 from forge.runtime.errors import FINISHED
-from scripts import svg
+from scripts import images
 from scripts.options import Options
 from scripts.plot_pipeline import draw_timeline
 
-WIDTH, HEIGHT, LEFT, TOP = 900, 320, 64, 56
 # From the bottom up.
 KINDS = ("state", "gradients", "gathered", "activations", "masks", "loss")
 
@@ -39,9 +38,9 @@ def main(argv: list[str]) -> int:
     add("--output", type=Path, default=Path(), help="folder for the images (default: this one)")
     given = parser.parse_args(argv)
     given.output.mkdir(parents=True, exist_ok=True)
-    code = svg.write(given.output / "memory.svg", lambda: draw_memory(_read(given.plan)))
+    code = images.write(given.output / "memory.svg", lambda: draw_memory(_read(given.plan)))
     if code == FINISHED and _read(given.plan)["timeline"] is not None:
-        code = svg.write(given.output / "pipeline.svg", lambda: draw_pipeline(_read(given.plan)))
+        code = images.write(given.output / "pipeline.svg", lambda: draw_pipeline(_read(given.plan)))
     return code
 
 
@@ -70,36 +69,26 @@ def _action(name: str) -> Action:
 
 
 def draw_memory(plan: dict[str, Any]) -> str:
-    """Draw the stage that needs most, as areas one on another."""
+    """Draw the memory of the stage with the highest peak, as stacked areas by kind."""
+    from forge.tools.report.draw import COLORS, STYLE, as_svg, matplotlib, new_figure  # needs matplotlib
+
     stage = max(plan["stages"], key=lambda stage: stage["memory"]["peak"])
     peaks = [peak for peak in stage["peaks"] if peak["phase"] != "begin"]
     places = _places(peaks)
-    most = max(sum(peak["bytes"].values()) for peak in peaks)
-    step = (WIDTH - LEFT) / max(1, max(places) - min(places))
-    across = [LEFT + step * (place - min(places)) for place in places]
-
-    def y(size: float) -> float:
-        return TOP + HEIGHT * (1 - size / most)
-
-    title = f"memory of rank {stage['rank']} over one step: at most {most / GIB:.2f} GiB in the {stage['peak']['at']}"
-    parts = [svg.label(LEFT, 16, title)]
-    for share in (0, 0.25, 0.5, 0.75, 1):
-        parts.append(svg.label(LEFT - 8, y(share * most) + 4, f"{share * most / GIB:.2f}", "end"))
-    below = [0.0] * len(peaks)
-    for number, kind in enumerate(KINDS):
-        above = [size + peak["bytes"].get(kind, 0) for size, peak in zip(below, peaks, strict=True)]
-        corners = [*zip(across, above, strict=True), *reversed([*zip(across, below, strict=True)])]
-        points = " ".join(f"{x:.1f},{y(size):.1f}" for x, size in corners)
-        parts.append(svg.element("polygon", points=points, fill=svg.COLORS[number], fill_opacity="0.6"))
-        parts.append(
-            svg.element("rect", x=LEFT + 130 * number, y=26, width=12, height=12, fill=svg.COLORS[number])
-        )
-        parts.append(svg.label(LEFT + 130 * number + 18, 36, kind))
-        below = above
-    for first, x in _first_of_each(peaks, across):
-        parts.append(svg.element("path", d=f"M{x:.1f} {TOP}V{TOP + HEIGHT + 6}", stroke="#888"))
-        parts.append(svg.label(x + 3, TOP + HEIGHT + 18, first))
-    return svg.document(WIDTH + 8, TOP + HEIGHT + 28, parts)
+    sizes = [[peak["bytes"].get(kind, 0) / GIB for peak in peaks] for kind in KINDS]
+    most = max(map(sum, zip(*sizes, strict=True)))
+    title = (
+        f"memory of rank {stage['rank']} over one step: at most {most:.2f} GiB in the {stage['peak']['at']}"
+    )
+    with matplotlib.rc_context(STYLE):
+        figure = new_figure(10.4, 3.6, top=0.3)
+        axes = figure.add_subplot(xlim=(min(places), max(places)), ylabel="GiB")
+        axes.stackplot(places, sizes, labels=KINDS, colors=COLORS, alpha=0.6)
+        first = {peak["phase"]: place for peak, place in reversed([*zip(peaks, places, strict=True)])}
+        axes.set_xticks(list(first.values()), list(first), ha="left")
+        axes.set_title(title, loc="left")
+        axes.legend(loc="upper left", ncols=len(KINDS))
+        return as_svg(figure, "memory")
 
 
 def _places(peaks: Sequence[dict[str, Any]]) -> list[float]:
@@ -113,13 +102,6 @@ def _places(peaks: Sequence[dict[str, Any]]) -> list[float]:
         places.append(places[-1] + apart if places else 0.0)
         previous = layer
     return places
-
-
-def _first_of_each(peaks: Sequence[dict[str, Any]], across: Sequence[float]) -> list[tuple[str, float]]:
-    found: dict[str, float] = {}
-    for peak, x in zip(peaks, across, strict=True):
-        found.setdefault(peak["phase"], x)
-    return list(found.items())
 
 
 if __name__ == "__main__":

@@ -60,11 +60,10 @@ def test_the_newest_copy_comes_back_as_it_was(tmp_path) -> None:
 def test_a_step_that_is_saved_again_after_a_roll_back_is_copied_again(tmp_path) -> None:
     kept = SimpleNamespace(mirror=url(tmp_path), keep_last=0, keep_every=0)
     config = SimpleNamespace(checkpoint=kept, run=SimpleNamespace(name="run"))
-    trainer = SimpleNamespace(
-        config=config, checkpoints=SimpleNamespace(folder=tmp_path / "local"), finished=True
-    )
+    trainer = SimpleNamespace(config=config, finished=True)
+    checkpoints = SimpleNamespace(folder=tmp_path / "local")
     saves = SimpleNamespace()
-    hook = MirrorSaves(trainer, saves)  # type: ignore[arg-type]
+    hook = MirrorSaves(trainer, checkpoints, saves)  # type: ignore[arg-type]
     hook.before_run(0)
     index = tmp_path / "bucket" / "run" / "mirror.json"
     for step in (10, 20):

@@ -1,8 +1,7 @@
-"""Read and write files in the safetensors format, one tensor at a time.
+"""Read safetensors files with their library, and write them one tensor at a time, which the library cannot do.
 
-8 bytes: the header's length, little endian. The header: JSON, for every tensor its dtype, shape and the begin and end of
-its bytes in the data. The data: the tensors without gaps, row-major, little endian. (The safetensors library writes only
-tensors that are all in memory, and maps files into memory to read them, where a file that gets shorter kills the process.)
+The format: 8 bytes with the header's length, little endian. The header in JSON: dtype, shape and the offsets of each tensor's
+bytes in the data. The data: tensors without gaps, row-major, little endian.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from forge.runtime.errors import UserError
@@ -23,37 +23,25 @@ from forge.runtime.files import read_json
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-# Of one byte, which are read by `read_bytes` alone.
-BYTES = ("U8", "F8_E4M3")
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_LARGEST_HEADER = 100 << 20
 
 
 class Stored(NamedTuple):
-    """A tensor in a file: `dtype` in the format's spelling, `begin` the offset of its first byte in the file."""
+    """A tensor in an open file. dtype: in the format's spelling."""
 
-    file: Path
+    file: Any
+    name: str
     dtype: str
     shape: tuple[int, ...]
-    begin: int
 
     def read_into(self, out: Tensor) -> None:
         """Fill `out`, a contiguous CPU tensor of this dtype and number of elements."""
-        assert out.is_contiguous() and out.dtype == DTYPES[self.dtype] and out.numel() == prod(self.shape)
-        self._fill(out)
+        assert out.is_contiguous() and out.dtype == DTYPES[self.dtype]
+        out.view(self.shape).copy_(self.file.get_tensor(self.name))
 
     def read_bytes(self) -> Tensor:
-        """Return a tensor of bytes: uint8 `[shape]`."""
-        assert self.dtype in BYTES
-        out = torch.empty(self.shape, dtype=torch.uint8)
-        self._fill(out)
-        return out
-
-    def _fill(self, out: Tensor) -> None:
-        with self.file.open("rb") as stream:
-            stream.seek(self.begin)
-            if stream.readinto(_bytes_of(out)) != out.nbytes:
-                raise UserError(f"{self.file}: became shorter while it was read")
+        """Return a tensor of one-byte elements as uint8 `[shape]`."""
+        return self.file.get_tensor(self.name).view(torch.uint8).clone()
 
 
 def find_tensors(folder: Path) -> dict[str, Stored]:
@@ -84,33 +72,18 @@ def find_tensors(folder: Path) -> dict[str, Stored]:
 
 
 def read_header(file: Path) -> dict[str, Stored]:
-    """Return the tensors of one file by name, after checking that the file is exactly as long as its header implies."""
-    tensors: dict[str, Stored] = {}
+    """Return the tensors of one file by name. The library checks that they fill the file without gaps."""
     try:
-        with file.open("rb") as stream:
-            size = os.fstat(stream.fileno()).st_size
-            length = int.from_bytes(stream.read(8), "little")
-            if size < 8 or length > min(size - 8, _LARGEST_HEADER):
-                raise UserError(f"{file}: is cut off within its header, or is not a safetensors file")
-            header = read_json(stream.read(length))
-        header.pop("__metadata__", None)
-        begin = end = 8 + length
-        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            first, last = (begin + offset for offset in entry["data_offsets"])
-            shape, dtype = tuple(entry["shape"]), DTYPES.get(entry["dtype"])
-            if first != end or last < first or not all(type(n) is int and n >= 0 for n in shape):
-                raise ValueError(f"{name} does not begin where the tensor before it ends")
-            size_of = 1 if entry["dtype"] in BYTES else dtype and dtype.itemsize
-            if size_of and last - first != prod(shape) * size_of:
-                raise ValueError(f"{name} has {last - first} bytes for {prod(shape)} of {entry['dtype']}")
-            tensors[name], end = Stored(file, entry["dtype"], shape, first), last
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{file}: its header is damaged: {error}") from None
-    if size != end:
-        raise UserError(f"{file}: has {size} bytes, and its header says {end}: it is cut off or damaged")
-    return tensors
+        opened = safe_open(file, "pt")
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"{file}: cannot be read; it is cut off, damaged or not in safetensors format: {error}"
+        ) from None
+    tensors = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
+    return {
+        name: Stored(opened, name, tensor.get_dtype(), tuple(tensor.get_shape()))
+        for name, tensor in tensors.items()
+    }
 
 
 class Planned(NamedTuple):

@@ -105,7 +105,7 @@ def curves(
     """
     with matplotlib.rc_context(STYLE):
         outside = len(drawn) > 6
-        figure = _figure(*size, right=1.5 if outside else 0.12, top=0.22)  # room for a factor such as 1e30
+        figure = new_figure(*size, right=1.5 if outside else 0.12, top=0.22)  # room for a factor such as 1e30
         axes = figure.add_subplot()
         for curve in drawn:
             steps, values = curve.points
@@ -129,7 +129,7 @@ def curves(
         if len(drawn) > 1 or marks:
             place: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)} if outside else {}
             axes.legend(**place)
-        return _svg(figure, key)
+        return as_svg(figure, key)
 
 
 def _mark(axes: Axes, marks: Sequence[Mark]) -> None:
@@ -165,7 +165,7 @@ def heat_maps(
     every = np.concatenate([one.values[np.isfinite(one.values)].ravel() for one in maps] or [np.zeros(0)])
     with matplotlib.rc_context(STYLE | {"axes.grid": False, "axes.spines.left": False}):
         height = rows * min(4.0, 0.75 + 0.16 * max(tall, 4)) + 0.4
-        figure = _figure(10.4, height, left=0.4, right=1.3, top=0.25)
+        figure = new_figure(10.4, height, left=0.4, right=1.3, top=0.25)
         spread = {"wspace": 0.12, "hspace": 0.75 if rows > 1 else 0.2}
         grid = figure.subplots(rows, columns, squeeze=False, gridspec_kw=spread)
         norm, colors = _scale(every, log, even)
@@ -197,7 +197,7 @@ def heat_maps(
             if even:
                 bar.set_ticks([-2, -1, 0, 1, 2], labels=["1/4", "1/2", "1", "2", "4"])
         figure.supxlabel("step", fontsize=9)
-        return _svg(figure, key)
+        return as_svg(figure, key)
 
 
 def _scale(every: np.ndarray, log: bool, even: bool) -> tuple[Normalize, str]:
@@ -223,7 +223,7 @@ def shares(key: str, bars: Mapping[str, Mapping[str, float]], unit: str, absent:
     """Draw one horizontal bar for each run, of at most seven parts that follow each other, and a grey one, `absent`."""
     names = list(dict.fromkeys(part for parts in bars.values() for part in parts))
     with matplotlib.rc_context(STYLE):
-        figure = _figure(10.4, 1.0 + 0.45 * len(bars), left=1.1, top=0.4)
+        figure = new_figure(10.4, 1.0 + 0.45 * len(bars), left=1.1, top=0.4)
         axes = figure.add_subplot()
         left = np.zeros(len(bars))
         colored = [name for name in names if name != absent]
@@ -244,7 +244,7 @@ def shares(key: str, bars: Mapping[str, Mapping[str, float]], unit: str, absent:
         axes.set_xlabel(_plain(unit))
         axes.grid(axis="y", visible=False)
         axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=min(8, len(names)))
-        return _svg(figure, key)
+        return as_svg(figure, key)
 
 
 @dataclass
@@ -258,7 +258,7 @@ class Lane:
 def lanes(key: str, drawn: Sequence[Lane]) -> str:
     """Draw events over the time of the clock, a lane for each kind."""
     with matplotlib.rc_context(STYLE):
-        figure = _figure(10.4, 0.7 + 0.26 * len(drawn), left=1.1)
+        figure = new_figure(10.4, 0.7 + 0.26 * len(drawn), left=1.1)
         axes = figure.add_subplot()
         for number, lane in enumerate(drawn):
             color = COLORS[number % len(COLORS)]
@@ -266,10 +266,10 @@ def lanes(key: str, drawn: Sequence[Lane]) -> str:
         axes.invert_yaxis()
         axes.margins(y=0.12)
         axes.set_xlabel("minutes since the first start")
-        return _svg(figure, key)
+        return as_svg(figure, key)
 
 
-def _figure(
+def new_figure(
     width: float,
     height: float,
     *,
@@ -284,14 +284,14 @@ def _figure(
     return figure
 
 
-def _svg(figure: Figure, key: str) -> str:
-    """Return the figure as an element for a page. Its ids begin with `key`, so that figures do not share any."""
+def as_svg(figure: Figure, key: str) -> str:
+    """Return the figure as an SVG element for a page. All ids begin with `key`. Ids that a figure sets begin with "bar-"."""
     written = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": key}):
         figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
     text = written.getvalue()
     text = text[text.index("<svg") :]
-    used = set(re.findall(r"#([\w-]+)", text))
+    used = set(re.findall(r"#([\w-]+)", text)) | set(re.findall(r' id="(bar-\w+)"', text))
     text = re.sub(r' id="([^"]+)"', lambda match: f' id="{key}-{match[1]}"' if match[1] in used else "", text)
     text = re.sub(r'(href="|url\()#', rf"\g<1>#{key}-", text)
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)

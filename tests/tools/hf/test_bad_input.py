@@ -100,7 +100,7 @@ BAD: dict[str, tuple[str, Callable[[Path], None], list[str]]] = {
     "header_nested_deeply": (
         "llama",
         files(lambda file: file.write_bytes((100_000).to_bytes(8, "little") + b"[" * 100_000)),
-        ["00002", "its header is damaged", "nested too deeply"],
+        ["00002", "cut off, damaged or not in safetensors format"],
     ),
     "index_nested_deeply": (
         "llama",
@@ -190,7 +190,7 @@ BAD: dict[str, tuple[str, Callable[[Path], None], list[str]]] = {
     "file_truncated": (
         "llama",
         files(lambda file: os.truncate(file, file.stat().st_size - 1)),
-        ["00002-of-", "its header says", "cut off"],
+        ["00002-of-", "cut off"],
     ),
     "file_longer": ("llama", files(lambda file: os.truncate(file, file.stat().st_size + 1)), ["00002-of-"]),
     "file_empty": ("llama", files(lambda file: os.truncate(file, 0)), ["00002-of-", "cut off"]),
@@ -198,7 +198,7 @@ BAD: dict[str, tuple[str, Callable[[Path], None], list[str]]] = {
     "header_corrupt": (
         "llama",
         files(lambda file: _overwrite(file, 9, b"\xff\xff")),
-        ["00002-of-", "its header is damaged"],
+        ["00002-of-", "cut off, damaged"],
     ),
     "index_corrupt": (
         "llama",
@@ -256,10 +256,11 @@ def test_what_is_there_is_not_overwritten(folders: Path, tmp_path: Path, capsys)
 def test_nothing_is_left_when_the_disk_is_full(folders: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     from forge.tools.hf import safetensors
 
-    def full(tensor: torch.Tensor) -> None:
+    def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(safetensors, "_bytes_of", full)
+    monkeypatch.setattr(safetensors.Stored, "read_into", full)
     for direction, name in (("to-hf", "imported"), ("from-hf", "llama")):
         given = [direction, "--input", str(folders / name), "--output", str(tmp_path / "out")]
         assert main(given) == 1
