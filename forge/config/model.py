@@ -248,6 +248,16 @@ class ModelConfig(Section):
         every = self.sliding_window_pattern
         return (*sliding * (every - 1), "full") if every else sliding
 
+    @property
+    def mtp_depth(self) -> int:
+        """Return the number of multi-token prediction modules."""
+        return 0 if self.mtp is None else self.mtp.depth
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether the layer with this global index has a mixture of experts."""
+        moe = self.moe
+        return moe is not None and layer >= moe.n_dense_layers and (layer + 1) % moe.every == 0
+
     def kind_of(self, layer: int) -> LayerKind:
         """Return the kind of the layer with this global index."""
         return self.pattern[layer % len(self.pattern)]

@@ -20,7 +20,7 @@ from forge.data.tokenizer import Tokenizer, load_tokenizer
 from forge.data.windows import windows_of
 from forge.runtime.distributed import on_every_rank
 from forge.runtime.errors import UserError
-from forge.runtime.remote import is_url
+from forge.runtime.files import is_url
 
 NO_TOKENIZER = "none"
 

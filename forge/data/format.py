@@ -18,7 +18,8 @@ from forge.data.array import Array, CheckedArray, RemoteArray, map_array
 from forge.data.cache import BlockCache
 from forge.data.packing import PlanFile
 from forge.runtime.errors import UserError, redact
-from forge.runtime.remote import BLOCK_BYTES, RemoteFile, is_url, join, read_whole
+from forge.runtime.files import is_url
+from forge.runtime.remote import BLOCK_BYTES, RemoteFile, join, read_whole
 
 INDEX = "dataset.json"
 FORMAT = "forge-tokens"

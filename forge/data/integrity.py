@@ -15,7 +15,8 @@ from pydantic import ValidationError
 from forge.data.format import DIGEST_BYTES, INDEX, FileRecord, TokenDataset, block_digest, read_index
 from forge.data.packing import PlanFile, PlanIndex
 from forge.runtime.errors import FAILED, UserError
-from forge.runtime.remote import BLOCK_BYTES, is_url
+from forge.runtime.files import is_url
+from forge.runtime.remote import BLOCK_BYTES
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from forge.data.array import Array
 from forge.runtime.errors import UserError
-from forge.runtime.remote import is_url, join, read_whole
+from forge.runtime.files import is_url
+from forge.runtime.remote import join, read_whole
 
 Kind = Literal["best_fit", "document"]
 SEQUENCES = np.dtype("<u8")

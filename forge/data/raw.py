@@ -29,7 +29,8 @@ import numpy as np
 from forge.data.array import Array, RemoteArray, map_array
 from forge.data.cache import BlockCache
 from forge.runtime.errors import UserError, redact
-from forge.runtime.remote import RemoteFile, is_url
+from forge.runtime.files import is_url
+from forge.runtime.remote import RemoteFile
 
 DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 SAMPLES = 64

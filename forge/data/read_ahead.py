@@ -20,7 +20,8 @@ from forge.data.format import TokenDataset
 from forge.data.permutation import Permutation
 from forge.data.raw import MappedIds
 from forge.data.sources import Source
-from forge.runtime.remote import give_up_on, is_url, waiting_for
+from forge.runtime.files import is_url
+from forge.runtime.remote import give_up_on, waiting_for
 
 THREADS = 32
 STALL_S = 5.0

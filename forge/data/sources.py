@@ -14,7 +14,7 @@ from forge.data.permutation import Permutation, key_of
 from forge.data.raw import DTYPES, MegatronTokens, RawTokens
 from forge.data.synthetic import SyntheticSource
 from forge.runtime.errors import UserError
-from forge.runtime.remote import is_url
+from forge.runtime.files import is_url
 
 SYNTHETIC = "synthetic"
 

@@ -10,7 +10,7 @@ from forge.config.model import ModelConfig
 from forge.model.activation import activation_of
 from forge.model.dispatch import Dispatcher, LocalDispatcher
 from forge.model.experts import Experts
-from forge.model.feed_forward import FeedForward, make_feed_forward
+from forge.model.feed_forward import make_feed_forward
 from forge.model.flops import flops_per_token
 from forge.model.router import Router
 
@@ -62,12 +62,6 @@ class MoE(nn.Module):
         return 6 * of_one * config.top_k + sum(flops_per_token(module, seq_len) for module in rest)
 
 
-def has_experts(config: ModelConfig, layer: int) -> bool:
-    """Return whether the layer with this global index has a mixture of experts."""
-    moe = config.moe
-    return moe is not None and layer >= moe.n_dense_layers and (layer + 1) % moe.every == 0
-
-
 class SharedGate(nn.Module):
     """How much of the shared experts a token takes: the sigmoid of a projection to one number."""
 
@@ -78,10 +72,3 @@ class SharedGate(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x `[batch, seq, dim]` -> `[batch, seq, 1]`."""
         return F.linear(x, self.weight).sigmoid()
-
-
-def feed_forward_for(config: ModelConfig, layer: int) -> FeedForward | MoE:
-    """Build the feed-forward of the block with this global index."""
-    if has_experts(config, layer):
-        return MoE(config, layer)
-    return make_feed_forward(config.dim, config.ffn_dim, activation_of(config), config.ffn_bias)

@@ -56,11 +56,6 @@ def ahead_of(block: type[nn.Module]) -> type[nn.Module]:
     return type(f"Ahead{block.__name__}", (Ahead, block), {})
 
 
-def depth_of(config: ModelConfig) -> int:
-    """Return how many modules the model has."""
-    return 0 if config.mtp is None else config.mtp.depth
-
-
 def look_ahead(tokens: Tensor, labels: Tensor, documents: Tensor | None, depth: int) -> Tensor:
     """Return each module's token and label at every place: int64 `[batch, seq, depth, 2]`.
 

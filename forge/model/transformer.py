@@ -13,16 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from forge.config.model import ModelConfig
+from forge.model.activation import activation_of
 from forge.model.attention import Attention, GroupedAttention, Shared
 from forge.model.embedding import Embedding, Head
+from forge.model.feed_forward import FeedForward, make_feed_forward
 from forge.model.flops import matrix_flops
 from forge.model.initial import Normal, Uniform, initial_values
 from forge.model.linear_attention import LinearAttention
 from forge.model.loss import FusedLoss
 from forge.model.mask import AttentionMask
 from forge.model.mla import LatentAttention
-from forge.model.moe import MoE, feed_forward_for
-from forge.model.mtp import ahead_of, depth_of, look_ahead, sums_with_ahead
+from forge.model.moe import MoE
+from forge.model.mtp import ahead_of, look_ahead, sums_with_ahead
 from forge.model.norm import norm_of, promoted
 from forge.model.rope import rope_tables
 from forge.model.router import Router
@@ -38,7 +40,7 @@ class Block(nn.Module):
         self.attention_norm = norm_of(config, config.dim)
         self.attention = attention_for(config, layer)
         self.ffn_norm = norm_of(config, config.dim)
-        self.feed_forward = feed_forward_for(config, layer)
+        self.feed_forward = _feed_forward(config, layer)
 
     def forward(self, x: Tensor, shared: Shared) -> Tensor:
         """x `[batch, seq, dim]` -> `[batch, seq, dim]`."""
@@ -128,7 +130,7 @@ class Transformer(nn.Module):
         block, ahead_block = BLOCKS[config.norm_position], AHEAD_BLOCKS[config.norm_position]
         self.layers = nn.ModuleDict({str(layer): block(config, layer) for layer in indices})
         self.trunk = list(self.layers)
-        self.ahead = [str(config.n_layers + module) for module in range(depth_of(config) if head else 0)]
+        self.ahead = [str(config.n_layers + module) for module in range(config.mtp_depth if head else 0)]
         self.layers.update({layer: ahead_block(config, int(layer)) for layer in self.ahead})
         self.norm = norm_of(config, config.dim) if head else None
         self.head = Head(*ends) if head and not config.tie_embeddings else None
@@ -253,6 +255,13 @@ class Transformer(nn.Module):
         self.rope_sin = sin.to(device=device, dtype=promoted(dtype))
         for router in self.routers.values():
             router.reset_state()
+
+
+def _feed_forward(config: ModelConfig, layer: int) -> FeedForward | MoE:
+    """Build the feed-forward of the block with this global index."""
+    if config.has_experts(layer):
+        return MoE(config, layer)
+    return make_feed_forward(config.dim, config.ffn_dim, activation_of(config), config.ffn_bias)
 
 
 def attention_for(config: ModelConfig, layer: int) -> Attention | LinearAttention:

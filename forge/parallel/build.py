@@ -46,6 +46,13 @@ APPLY: dict[str, Callable[[Transformer, Layout], Any]] = {
     "data": apply_data_parallel,
 }
 STEPS = (*APPLY, "allocate", "initialise")
+# Steps that a layout may do without.
+NEEDED: dict[str, Callable[[Layout], bool]] = {
+    "context": lambda layout: layout.meshes.cp.size() > 1,
+    "tensor": lambda layout: layout.meshes.tp.size() > 1,
+    "expert": lambda layout: layout.model.moe is not None,
+    "float8": lambda layout: layout.precision.float8 != "none",
+}
 
 
 def build_parallel_model(
@@ -103,9 +110,10 @@ class Builder:
         self._done.append(step)
 
     def apply(self, step: str) -> Any:
-        """Apply `step`, one of APPLY. Collective."""
+        """Apply `step`, one of APPLY, if the layout needs it. Collective."""
         self.begin(step)
-        return APPLY[step](self.model, self.layout)
+        needed = NEEDED.get(step, lambda layout: True)
+        return APPLY[step](self.model, self.layout) if needed(self.layout) else None
 
     def apply_all(self) -> DataParallel:
         """Make the model this rank's part of it, without memory yet; return the engine that shares it. Collective."""

@@ -27,23 +27,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Shard as Split
 from torch.nn import functional as F
 
-from forge.model import Experts, MoE, Router, SharedGate, ShortConvolution, Transformer, host
+from forge.model import Experts, MoE, Transformer, host
 from forge.model.dispatch import EAGER, Plan, combine, sort_by_expert, spread
 from forge.parallel.layout import Layout
 from forge.parallel.modules import replace_module
 from forge.parallel.step.collectives import gather_for_all, own_piece, sum_over
 from forge.parallel.tensor.local import distributed, local_tensor
 from forge.runtime import compat
-from forge.shard import Kind
 
 log = logging.getLogger(__name__)
 
 
 def apply_expert(model: Transformer, layout: Layout) -> None:
-    """Spread the experts of `model` (on the meta device) over the ep ranks, in place; a dense model stays as it is."""
+    """Spread the experts of `model` (on the meta device) over the ep ranks, in place."""
     moe, meshes = layout.model.moe, layout.meshes
-    if moe is None:
-        return
+    assert moe is not None
     for name, layer in list(model.named_modules()):
         if not isinstance(layer, MoE):
             continue
@@ -146,23 +144,3 @@ def _by_local_expert(arriving: Tensor, total: int) -> Plan:
 def _inverse(plan: Plan) -> Plan:
     """Return the plan that undoes a permutation."""
     return Plan(plan.places.squeeze(1), plan.order.unsqueeze(1), plan.counts)
-
-
-def parameter_kinds(model: nn.Module) -> dict[nn.Parameter, Kind]:
-    """Return the kind of the parameters of experts, routers and convolutions in `model`; all others are dense.
-
-    The gate of shared experts is a router of one row.
-    """
-    classes: dict[type[nn.Module], Kind] = {
-        Experts: "expert",
-        Router: "router",
-        SharedGate: "router",
-        ShortConvolution: "convolution",
-    }
-    return {
-        parameter: kind
-        for module in model.modules()
-        for known, kind in classes.items()
-        if isinstance(module, known)
-        for parameter in module.parameters()
-    }

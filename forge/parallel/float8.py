@@ -45,8 +45,6 @@ def apply_float8(model: nn.Module, layout: Layout) -> None:
     module.
     """
     precision = layout.precision
-    if precision.float8 == "none":
-        return
     emulate = layout.meshes.fsdp.device_type == "cpu"
     if not emulate:
         _check_device(precision)

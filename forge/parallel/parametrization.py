@@ -30,9 +30,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import sqrt
 
+from torch import nn
+
 from forge.config import Config
-from forge.model import Normal, Uniform
-from forge.shard import Rates, Shard
+from forge.model import Normal, Router, Uniform
+from forge.model.experts import Experts
+from forge.model.linear_attention import ShortConvolution
+from forge.model.moe import SharedGate
+from forge.shard import Kind, Rates, Shard
 
 # What a branch multiplies with last before it is added to the stream, by model.norm_position.
 BRANCH_ENDS = {
@@ -117,3 +122,23 @@ def _head_growth(config: Config) -> float:
     base, latent = config.optimizer.mup.base_head_dim, config.model.latent
     size = config.model.head_dim if latent is None else latent.qk_nope_head_dim + latent.qk_rope_head_dim
     return size / base if base else 1.0
+
+
+def parameter_kinds(model: nn.Module) -> dict[nn.Parameter, Kind]:
+    """Return the kind of the parameters of experts, routers and convolutions in `model`; all others are dense.
+
+    The gate of shared experts is a router of one row.
+    """
+    classes: dict[type[nn.Module], Kind] = {
+        Experts: "expert",
+        Router: "router",
+        SharedGate: "router",
+        ShortConvolution: "convolution",
+    }
+    return {
+        parameter: kind
+        for module in model.modules()
+        for known, kind in classes.items()
+        if isinstance(module, known)
+        for parameter in module.parameters()
+    }

@@ -25,9 +25,9 @@ from forge.run.rollback import read_rollbacks
 from forge.run.save import Saves
 from forge.runtime.distributed import gather_from_ranks, on_every_rank, on_first_rank
 from forge.runtime.errors import UserError
-from forge.runtime.files import replace_atomically
+from forge.runtime.files import is_url, replace_atomically
 from forge.runtime.private import MARKER, PrivateFolder, is_directory
-from forge.runtime.remote import filesystem_of, is_url, join
+from forge.runtime.remote import filesystem_of, join
 from forge.train.trainer import Trainer
 
 log = logging.getLogger(__name__)

@@ -62,3 +62,8 @@ def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> bool:
             return False
         raise
     return True
+
+
+def is_url(path: str | Path) -> bool:
+    """Return whether fsspec reads `path`: s3://bucket/key, gs://..., https://..."""
+    return "://" in str(path)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from forge.runtime.errors import FAILED, UserError, is_redacted, redact
+from forge.runtime.files import is_url
 
 BLOCK_BYTES = 1 << 18
 """Files are fetched, kept and checked in blocks of this size, the last one shorter."""
@@ -53,11 +54,6 @@ Result = TypeVar("Result")
 
 class Corrupt(Exception):
     """What was received is not what it should be; the message says how."""
-
-
-def is_url(path: str | Path) -> bool:
-    """Whether it is read through fsspec: `s3://bucket/key`, `gs://...`, `https://...` and so on."""
-    return "://" in str(path)
 
 
 def join(folder: str | Path, name: str) -> str:

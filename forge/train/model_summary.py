@@ -17,7 +17,7 @@ def summarize(
 ) -> None:
     """Log the size of the model, its memory, its layout, and which keys are set but not used. whole: it, on meta."""
     counts = parameter_counts(whole)
-    log.info("%s: %s", config.parallel.data_parallel, memory.per_parameter(counts.total))
+    log.info("%s: %s", model.engine_name, memory.per_parameter(counts.total))
     size = f"{counts.total:,} parameters"
     if counts.active < counts.total:
         size += f" ({counts.active:,} active)"

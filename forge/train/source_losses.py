@@ -12,7 +12,6 @@ from torch import Tensor
 from forge.data.order import numbered
 from forge.hook import Hook, StepResult
 from forge.model import IGNORE
-from forge.model.mtp import depth_of
 from forge.parallel.context import ModelInputs
 from forge.train.results import DelayedRead
 from forge.train.trainer import Trainer
@@ -131,7 +130,7 @@ class SourceLosses(Hook):
             "sources": {name: loss / tokens for name, (loss, tokens), _ in of_sources if tokens},
             "positions": [loss / tokens if tokens else None for loss, tokens in pairs[number:]],
         }
-        if depth := depth_of(self._trainer.config.model):
+        if depth := self._trainer.config.model.mtp_depth:
             # Divided by the number of the model's own tokens, as mtp_loss is.
             found["mtp_sources"] = {
                 name: of / tokens / depth for name, (_, tokens), of in of_sources if tokens

@@ -19,6 +19,7 @@ def applied(monkeypatch) -> list[str]:
         return lambda model, layout: names.append(step)
 
     monkeypatch.setattr(build, "APPLY", {step: note(step) for step in build.APPLY})
+    monkeypatch.setattr(build, "NEEDED", {})
     return names
 
 

@@ -1,6 +1,6 @@
-"""Lines and lines of code of forge/, by room, and of the core that docs/architecture.md names.
+"""Lines and lines of code of forge/, by room, and of the reading lists of docs/architecture.md.
 
-    python -m tests.support.sizes            forge/ by room, then the core by file
+    python -m tests.support.sizes            forge/ by room, then the reading lists by file
     python -m tests.support.sizes FOLDER     another folder by room
 
 A line of code is one that is not blank, a comment, part of a docstring or part of an import.
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "architecture.md"
-MAX_CORE_LINES = 4_000
+LISTS = ("one process", "several processes", "reports")
 MAX_FILE_LINES = 450
 
 
@@ -60,11 +60,11 @@ def total(sizes: Iterable[Size]) -> Size:
     return sum(sizes, Size())
 
 
-def core_files(page: Path = PAGE) -> list[Path]:
-    """The files of forge/ and train.py named in `backticks` between `<!-- core -->` and `<!-- /core -->`, in their order."""
-    found = re.search(r"<!-- core -->(.*?)<!-- /core -->", page.read_text(), re.S)
-    assert found, f"{page} has no list between <!-- core --> and <!-- /core -->"
-    return [ROOT / name for name in re.findall(r"`([\w/]+\.py)`", found[1])]
+def reading_list(name: str, page: Path = PAGE) -> set[str]:
+    """Return the files, relative to forge/, of the reading list `name` of the architecture page."""
+    found = re.search(rf"<!-- {name} -->(.*?)<!-- end -->", page.read_text(), re.S)
+    assert found, f"{page} has no list between <!-- {name} --> and <!-- end -->"
+    return set(re.findall(r"`forge/([\w/]+\.py)`", found[1]))
 
 
 def _print(rows: dict[str, Size], title: str) -> None:
@@ -77,9 +77,10 @@ def main(arguments: list[str]) -> None:
     folder = Path(arguments[0]) if arguments else ROOT / "forge"
     _print(by_room(folder), str(folder.name))
     if not arguments:
-        print()
-        _print({str(path.relative_to(ROOT)): size_of(path) for path in core_files()}, "core")
-        print(f"(at most {MAX_CORE_LINES} lines)")
+        for name in LISTS:
+            print()
+            files = sorted(reading_list(name))
+            _print({file: size_of(folder / file) for file in files}, name)
 
 
 if __name__ == "__main__":

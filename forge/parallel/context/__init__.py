@@ -29,13 +29,11 @@ FUNCTIONS: dict[str, Callable[[SequenceSplit], AttentionFunction]] = {
 
 
 def apply_context(model: Transformer, layout: Layout) -> None:
-    """Replace the attention function of `model` by one that reaches the whole sequence over the cp ranks, if several.
+    """Replace the attention function of `model` by one that reaches the whole sequence over the cp ranks.
 
     Raises UserError for the ring in compiled blocks on CUDA.
     """
     split = SequenceSplit(layout.meshes.cp)
-    if split.ranks == 1:
-        return
     if (
         layout.parallel.context == "ring"
         and layout.compile.enabled

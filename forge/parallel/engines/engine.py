@@ -25,6 +25,8 @@ from forge.shard import Shard
 class DataParallel(Protocol):
     """An engine on one model, or on one stage of a model. Every method is collective unless it says otherwise."""
 
+    name: str
+    """The engine as the log names it."""
     shards: list[Shard]
     """What the optimizer updates, in the order of `named_parameters`; there after `allocate`."""
 
@@ -75,7 +77,9 @@ def apply_data_parallel(model: Transformer, layout: Layout) -> DataParallel:
         return FullySharded(model, layout)
     # The keys of the buffered engines do not apply to fsdp2.
     plain = {"data_parallel": "zero1", "check_gradients": "none", "symmetric_memory": False}
-    return Buffered(model, replace(layout, parallel=parallel.model_copy(update=plain)))
+    engine = Buffered(model, replace(layout, parallel=parallel.model_copy(update=plain)))
+    engine.name = "contiguous buffers (fsdp2 has nothing to shard here)"
+    return engine
 
 
 def _alone(layout: Layout) -> bool:

@@ -35,9 +35,9 @@ from torch.distributed.tensor.placement_types import Shard as Split
 
 from forge.model import Experts, Router, Transformer
 from forge.model.linear_attention import Decay
-from forge.parallel.expert import parameter_kinds
 from forge.parallel.float8 import scale_refresher
 from forge.parallel.layout import Layout, local_box
+from forge.parallel.parametrization import parameter_kinds
 from forge.parallel.precision import Unit, plan_units
 from forge.parallel.step.gradients import sum_gradients
 from forge.runtime import compat
@@ -51,6 +51,7 @@ class FullySharded:
     A `DataParallel` (forge/parallel/engines/engine.py). Raises UserError if precision.fp32_modules cannot be followed.
     """
 
+    name = "fsdp2"
     shards: list[Shard]
 
     def __init__(self, model: Transformer, layout: Layout):

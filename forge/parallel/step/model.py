@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forge.model import IGNORE, Transformer
-from forge.model.mtp import depth_of
 from forge.parallel.context import ModelInputs, SequenceSplit
 from forge.parallel.context.sequence import Sequences
 from forge.parallel.engines.engine import DataParallel
@@ -20,6 +19,7 @@ from forge.parallel.logits import LargestLogits
 from forge.parallel.step.gradients import sum_gradients
 from forge.parallel.step.routers import RouterReport, Routers
 from forge.parallel.tensor.apply import partial_shards
+from forge.shard import Shard
 
 
 class StepBatch(Sequences, Protocol):
@@ -61,12 +61,15 @@ class ParallelModel:
         self.parts = list(parts)
         self.shards = [shard for engine in engines for shard in engine.shards]
         self._engines = engines
-        self._routers = Routers(parts, layout)
-        self.buffers = self._routers.shards()
-        self._partial = [s for p, e in zip(parts, engines, strict=True) for s in partial_shards(p, e.shards)]
+        self._routers = None if layout.model.moe is None else Routers(parts, layout)
+        self.buffers = [] if self._routers is None else self._routers.shards()
+        self._partial: list[Shard] = []
+        if layout.meshes.tp.size() > 1:
+            pairs = zip(parts, engines, strict=True)
+            self._partial = [shard for part, engine in pairs for shard in partial_shards(part, engine.shards)]
         self._largest_logits = LargestLogits(parts, self.shards, layout) if layout.observe_logits else None
         self._meshes = layout.meshes
-        self._split = SequenceSplit(layout.meshes.cp, layout.sequence_pieces, depth_of(layout.model))
+        self._split = SequenceSplit(layout.meshes.cp, layout.sequence_pieces, layout.model.mtp_depth)
         self.watch: Callable[[ModelInputs], object] = lambda inputs: None  # called before each forward
         self.micro_batch_size = layout.micro_batch_size
 
@@ -101,7 +104,7 @@ class ParallelModel:
 
     def update_router(self, skip: Tensor) -> RouterReport | None:
         """Update the balancing state of all routers, unless `skip` (device scalar) is 1.0; None for a dense model."""
-        return self._routers.update(skip)
+        return None if self._routers is None else self._routers.update(skip)
 
     def after_update(self) -> None:
         """Recompute what derives from the parameters. Call after each optimizer step, and after a load into a used model."""
@@ -141,6 +144,11 @@ class ParallelModel:
         """Return what this rank's device holds through a step, in bytes by kind. Not collective."""
         of_engines = [engine.memory() for engine in self._engines]
         return {kind: sum(memory[kind] for memory in of_engines) for kind in of_engines[0]}
+
+    @property
+    def engine_name(self) -> str:
+        """Return the name of the engine that shares this rank's parameters."""
+        return self._engines[0].name
 
     def accumulation_memory_summary(self) -> str:
         """Return, for the log, what lies in memory between the microbatches of a step. Not collective."""

@@ -13,8 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forge.model import Transformer, update_routers
-from forge.model.moe import has_experts
-from forge.model.mtp import depth_of
 from forge.parallel.layout import Layout
 from forge.shard import Box, Shard
 
@@ -32,15 +30,15 @@ class RouterReport:
 
 
 class Routers:
-    """The routers of this rank's `parts` of a model. For a dense model nothing is computed or sent."""
+    """The routers of this rank's `parts` of a mixture of experts."""
 
     def __init__(self, parts: Sequence[Transformer], layout: Layout):
         self._own = {layer: router for part in parts for layer, router in part.routers.items()}
         self._stage, self._pp = layout.meshes.stage, layout.meshes.pp
         self._layers, moe = tuple(self._own), layout.model.moe
         if self._pp.size() > 1 and moe is not None:
-            layers = range(layout.model.n_layers + depth_of(layout.model))
-            self._layers = tuple(layer for layer in layers if has_experts(layout.model, layer))
+            layers = range(layout.model.n_layers + layout.model.mtp_depth)
+            self._layers = tuple(layer for layer in layers if layout.model.has_experts(layer))
             self._columns = moe.n_experts + 5
 
     def update(self, skip: Tensor) -> RouterReport | None:

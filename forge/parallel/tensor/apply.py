@@ -51,8 +51,6 @@ def apply_tensor(model: Transformer, layout: Layout) -> None:
     Raises UserError if the plan does not fit the model, or if asynchronous collectives are asked for without a card.
     """
     mesh, parallel = layout.meshes.tp, layout.parallel
-    if mesh.size() == 1:
-        return
     # It warns of every redistribution over more than one axis; none is in a step, some are in tests and tools.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     if parallel.async_tp:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from forge.config.model import ModelConfig
-from forge.model.moe import has_experts
 
 
 class Rows(NamedTuple):
@@ -46,7 +45,7 @@ class Place(NamedTuple):
 def gpt_oss_places(model: ModelConfig, layer: int) -> dict[str, Place]:
     """Return where the tensors of one layer of gpt-oss lie, by their name below `layers.N`."""
     found = {"attention.sinks.weight": Place("self_attn.sinks", (model.n_heads,))}
-    if not has_experts(model, layer) or model.moe is None:
+    if not model.has_experts(layer) or model.moe is None:
         return found
     number, dim, hidden, experts = model.moe.n_experts, model.dim, model.moe.expert_dim, "mlp.experts"
     return found | {

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from forge.config.model import ModelConfig
-from forge.model.mtp import depth_of
 from forge.model.rope import attention_factor, score_factor
 from forge.model.transformer import window_of
 from forge.runtime.errors import UserError
@@ -107,7 +106,7 @@ def write_model(model: ModelConfig, architecture: Architecture, seq_len: int) ->
         names = {"linear": _LINEAR}
         written["layer_types"] = [names.get(model.kind_of(n), _FULL) for n in range(model.n_layers)]
     if architecture.predicts_ahead:
-        written["num_nextn_predict_layers"] = depth_of(model)
+        written["num_nextn_predict_layers"] = model.mtp_depth
     moe, keys = model.moe, architecture.keys
     written |= {keys[cap]: flat[cap] or None for cap in _SOFT_CAPS & keys.keys()}
     if _SCALAR in architecture.defaults:

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 from torch import nn
 
 from forge.config import Config, Degrees
-from forge.model.mtp import depth_of
 from forge.parallel.build import build_meta_model
 from forge.parallel.pipeline import plan_pipeline
 from forge.parallel.pipeline.schedule import Action, Schedule
@@ -48,7 +47,7 @@ def plan_stages(
 
 def _names(config: Config) -> list[str]:
     """Return the names of all layers, those that predict further ahead behind the others."""
-    return [f"layers.{index}" for index in range(config.model.n_layers + depth_of(config.model))]
+    return [f"layers.{index}" for index in range(config.model.n_layers + config.model.mtp_depth)]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 from forge.runtime.errors import UserError
-from forge.runtime.remote import is_url, open_remote
+from forge.runtime.files import is_url
+from forge.runtime.remote import open_remote
 
 Kind = Literal["text", "lines", "parquet"]
 Compression = Literal["", "gzip", "zstd"]

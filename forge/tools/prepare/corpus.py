@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from forge.runtime.errors import UserError
-from forge.runtime.remote import find_objects, is_url
+from forge.runtime.files import is_url
+from forge.runtime.remote import find_objects
 from forge.tools.prepare.content import COMPRESSED, File, open_binary, open_content, plain_name, recognise
 from forge.tools.prepare.documents import Bad, reason_of
 from forge.tools.prepare.sample import Piece, sample, whole

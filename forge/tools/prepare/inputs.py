@@ -12,7 +12,8 @@ import os
 from collections.abc import Iterable
 
 from forge.data.tokenizer import Tokenizer
-from forge.runtime.remote import is_url, version_of
+from forge.runtime.files import is_url
+from forge.runtime.remote import version_of
 from forge.tools.prepare.documents import Bad, Document, read_documents
 from forge.tools.prepare.long_text import TextPart, read_part
 from forge.tools.prepare.sample import Piece

@@ -30,8 +30,7 @@ from forge.data.packing import Kind
 from forge.data.tokenizer import Tokenizer
 from forge.observe.progress import ProgressLine, format_duration
 from forge.runtime.errors import UserError
-from forge.runtime.files import lock, replace_atomically
-from forge.runtime.remote import is_url
+from forge.runtime.files import is_url, lock, replace_atomically
 from forge.runtime.terminal import printable
 from forge.tools.prepare.corpus import EXTENSIONS, Corpus, find_corpus
 from forge.tools.prepare.documents import Bad

@@ -26,8 +26,8 @@ from forge.parallel.engines.buffered.buffer import Buffer
 from forge.parallel.engines.buffered.gathering import Fingerprints, Gathering
 from forge.parallel.engines.buffered.plan import plan_buffers
 from forge.parallel.engines.buffered.reduction import GradientCheck, Reduction
-from forge.parallel.expert import parameter_kinds
 from forge.parallel.layout import Layout
+from forge.parallel.parametrization import parameter_kinds
 from forge.runtime import compat
 from forge.runtime.errors import UserError
 from forge.shard import Shard
@@ -40,6 +40,7 @@ class Buffered:
 
     def __init__(self, model: Transformer, layout: Layout):
         self._model, self._layout = model, layout
+        self.name: str = layout.parallel.data_parallel
         self._plans = plan_buffers(model, layout)
 
     def allocate(self, device: torch.device) -> None:
