@@ -34,13 +34,14 @@ from forge.optim import optimizer as placed
 from forge.parallel.build import build_parallel_model
 from forge.parallel.expert import AllToAllDispatcher
 from forge.parallel.mesh import make_meshes
-from forge.parallel.step.gradients import clip_gradients, report_gradients
+from forge.parallel.step.gradients import report_gradients
 from forge.runtime import compat
 from forge.runtime.errors import UserError
 from forge.shard import local
 from forge.tools.plan.places import boxes_of_all
 from forge.tools.plan.trace import Moment, Trace
 from forge.train.state import all_tensors
+from forge.train.step import apply_gradients, compute_gradients
 
 CPU = torch.device("cpu")
 
@@ -118,16 +119,13 @@ class FakeRank:
         with _explained(), self._watched():
             self.trace.begin()
             batch, model = self._batch(microbatches), self.model
-            sums = model.forward_backward(batch, model.count_tokens(batch))
-            model.finalize_gradients()
+            sums = compute_gradients(model, batch)
             self.trace.moment = Moment("update")
             report = report_gradients(model.shards, sums.objective, stop=False)
-            clip_gradients(model.shards, report.norm, self.config.train.grad_clip_norm)
-            if update:
-                self.optimizer.step(self.config.optimizer.lr, report.skip)
-            model.after_update()
-            model.update_router(report.skip)
-            model.zero_gradients()
+            optimizer: Any = self.optimizer if update else _Idle()
+            apply_gradients(
+                model, optimizer, report, self.config.optimizer.lr, self.config.train.grad_clip_norm
+            )
 
     def update(self, microbatches: int) -> None:
         """Make the optimizer's calls of such a step alone, with gradients from nowhere."""
@@ -171,6 +169,12 @@ class FakeRank:
             return 0
         tokens = train.micro_batch_size * train.seq_len // (self.degrees.cp * self.degrees.tp)
         return tokens * moe.top_k
+
+
+class _Idle:
+    """An optimizer that updates nothing."""
+
+    def step(self, lr: float, skip: Tensor) -> None: ...
 
 
 def _leave(*_: Any) -> None:

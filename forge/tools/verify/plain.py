@@ -22,8 +22,9 @@ from forge.tools.verify.borders import Borders
 from forge.tools.verify.checkpoints import keep_whole, save
 from forge.tools.verify.hooks import UserHooks
 from forge.tools.verify.pieces import Key
-from forge.tools.verify.record import CPU, Settings, WholeRecord, batches, bring_into_force, plans_of
+from forge.tools.verify.record import CPU, Settings, WholeRecord, batches, plans_of
 from forge.tools.verify.shrink import one_process
+from forge.train.phases import apply_plan
 
 
 def plain_model(config: Config, device: torch.device = CPU) -> Transformer:
@@ -66,7 +67,7 @@ def record_plain(text: str, settings: Settings, device: torch.device = CPU) -> W
     hooks.begin(0)
     read = zip(batches(config, 0, 1, settings, device), plans_of(config, settings.steps), strict=True)
     for number, (batch, plan) in enumerate(read, start=1):
-        bring_into_force(plan, [model], optimizer)
+        apply_plan(plan, None, [model], optimizer)
         lr = settings.lr * plan.lr / config.optimizer.lr
         step: dict[Key, Tensor] = {}
         hooks.call("before_step", number)
