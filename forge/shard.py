@@ -7,7 +7,7 @@ a DTensor is split, is imported as `Split` throughout.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Literal, TypeAlias
@@ -63,6 +63,7 @@ class Shard:
     nothing has no boxes. `replicas` is the group of ranks that hold copies of the same elements (None: only this rank).
     `heads`: of how many attention heads the rows are, one head after another; 1 where rows are of no heads.
     `logits`: of these heads, if the optimizer bounds them by scaling this parameter. `rates`: of its updates.
+    `boxes_on`: boxes on a rank, by its global number, where arithmetic knows them; None: only that rank does.
     `rounded`: this rank's part of a narrower copy that the model computes with; an optimizer that writes it sets `fresh`.
     """
 
@@ -75,6 +76,7 @@ class Shard:
     heads: int = 1
     logits: Logits | None = None
     rates: Rates = Rates()
+    boxes_on: Callable[[int], tuple[Box, ...]] | None = None
     rounded: Tensor | None = None
     fresh: bool = False
 

@@ -24,8 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from forge.optim import optimizer as placed
-from forge.optim.optimizer import wide_dtype
+from forge.optim.optimizer import gather_shard_boxes, wide_dtype
 from forge.optim.rounding import StochasticRounding
 from forge.shard import Box, Shard
 
@@ -69,7 +68,7 @@ class Int8Moments:
         self._scales: dict[tuple[str, str], Shard] = {}
         self._regions: dict[tuple[str, str], list[_Region]] = {}
         first_block, cut = 0, []
-        boxes = [set(of_ranks) for of_ranks in zip(*placed.boxes_of_all(shards, self._group), strict=True)]
+        boxes = [set(of_ranks) for of_ranks in zip(*gather_shard_boxes(shards, self._group), strict=True)]
         for slot in (SIGNED, UNSIGNED):
             for shard, of_ranks in zip(shards, boxes, strict=True):
                 # -128 is zero of an unsigned code.
@@ -227,6 +226,7 @@ def _make_regions(shard: Shard, first_block: int) -> tuple[Shard, list[_Region]]
         parameter=values,
         heads=1,
         logits=None,
+        boxes_on=None,
     )
     for (region, _, shape), (_, piece) in zip(owned, scales.pieces(values), strict=True):
         region.scales = piece.view(shape)

@@ -23,7 +23,7 @@ import torch
 from forge.config import Config
 from forge.model import FusedLoss, Transformer, build_model
 from forge.parallel.blocks import apply_blocks, check_modules
-from forge.parallel.context import apply_context
+from forge.parallel.context import apply_context, replace_attention
 from forge.parallel.engines.engine import DataParallel, apply_data_parallel
 from forge.parallel.expert import apply_expert
 from forge.parallel.float8 import apply_float8, check_patterns
@@ -54,17 +54,21 @@ def build_parallel_model(
     device: torch.device,
     *,
     values: Callable[..., None] = initialize,
+    attention: Callable[[Any], Any] | None = None,
     memory: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> ParallelModel:
     """Return the model of `config` over all ranks, with its initial values. Collective.
 
-    values: what fills the shards. memory: a context in which they are allocated, such as one of fake tensors.
+    values: what fills the shards. attention: returns what takes the place of a layer's attention function. memory: a
+    context in which the shards are allocated, such as one of fake tensors.
     """
     layout = make_layout(config, meshes)
 
     def build(stage: Stage | None) -> tuple[Transformer, DataParallel]:
         builder = Builder(build_meta_model(config, stage), layout)
         engine = builder.apply_all()
+        if attention is not None:
+            replace_attention(builder.model, attention)
         with memory():
             builder.begin("allocate")
             engine.allocate(device)
