@@ -201,7 +201,9 @@ def traffic_of(config_name: str, keys: tuple[str, ...], device: torch.device) ->
     meshes = make_meshes(check_world(config, ranks), device.type)
     model = build_parallel_model(config, meshes, device)
     compiled = config.compile if config.compile.optimizer else None
-    optimizer = build_optimizer(model.shards, config.optimizer, meshes.stage, compiled)
+    optimizer = build_optimizer(
+        model.shards, config.optimizer, meshes.stage, compiled, model.compute_copies()
+    )
     batches = Loader(
         build_dataset(config),
         global_batch_size=2 * ranks * config.train.micro_batch_size,

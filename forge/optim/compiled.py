@@ -1,7 +1,7 @@
 """AdamW's update as one compiled kernel per box of a shard: it reads what it needs once and writes what changes once.
 
 Per parameter with a float32 master, a float32 gradient and bfloat16 moments that is 20 bytes, and 2 for the copy that the
-model computes with (`Shard.rounded`). Gradients are scaled by the clip coefficient on the way. As operators of their own the
+model computes with. Gradients are scaled by the clip coefficient on the way. As operators of their own the
 same steps take several times as much, because each of them reads and writes whole tensors.
 
 `update_elements` is ordinary PyTorch, and computes the same without a compiler.
@@ -9,7 +9,7 @@ same steps take several times as much, because each of them reads and writes who
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -30,12 +30,21 @@ SKIP_BIT = 16
 
 
 class CompiledAdamW(AdamW):
-    """AdamW whose update is compiled as `compiled` says; moments are in bfloat16 or as wide as the arithmetic."""
+    """AdamW whose update is compiled as `compiled` says; moments are in bfloat16 or as wide as the arithmetic.
+
+    copies: narrower copies of parameters of shards, which each step writes, too.
+    """
 
     def __init__(
-        self, shards: list[Shard], config: OptimizerConfig, group: ProcessGroup | None, compiled: Compile
+        self,
+        shards: list[Shard],
+        config: OptimizerConfig,
+        group: ProcessGroup | None,
+        compiled: Compile,
+        copies: Mapping[Tensor, Tensor],
     ):
         super().__init__(shards, config, group)
+        self.copies = copies
         assert self._int8 is None, "refused by the configuration"
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
         self._kernel: Callable[..., None] = torch.compile(
@@ -65,12 +74,11 @@ class CompiledAdamW(AdamW):
                 gradient(shard).contiguous(),
                 self.exp_avg[name],
                 self.exp_avg_sq[name],
-                shard.rounded,
+                self.copies.get(shard.parameter),
             ]
             for box, noise in self._boxes(shard, tensors, numbers[-1]):
                 operands = [None if t is None else _at_its_start(t) for t in box]
                 self._kernel(*operands, tuple(map(_at_its_start, noise)), numbers)
-            shard.fresh = True
 
     def _numbers(self, shard: Shard, lr: float, skip: Tensor) -> Tensor:
         """Return what `update_elements` computes with besides tensors, float64 `[9]`, without waiting for the device."""

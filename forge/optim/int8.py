@@ -225,7 +225,6 @@ def _make_regions(shard: Shard, first_block: int) -> tuple[Shard, list[_Region]]
         boxes=tuple(box for _, box, _ in owned),
         parameter=values,
         heads=1,
-        logits=None,
         boxes_on=None,
     )
     for (region, _, shape), (_, piece) in zip(owned, scales.pieces(values), strict=True):

@@ -45,7 +45,7 @@ class Muon:
     def __init__(self, shards: list[Shard], config: OptimizerConfig, group: ProcessGroup | None = None):
         self._config, self._keys = config, config.muon
         self._shards = [shard for shard in shards if _is_muons(shard)]
-        self._clipped = [shard for shard in shards if shard.logits is not None]
+        self._all, self._logits = shards, dict[str, tuple[Tensor, Tensor]]()
         self._rest = AdamW([shard for shard in shards if not _is_muons(shard)], config, group)
         narrow = config.moment_dtype == "bfloat16"
         self._momentum = {
@@ -90,16 +90,19 @@ class Muon:
 
     def _clip_logits(self, skip: Tensor) -> None:
         """Scale the heads whose largest logit of this step is above `qk_clip`."""
-        for shard in self._clipped:
-            assert shard.logits is not None
-            largest, limit = shard.logits.largest, self._keys.qk_clip
+        for shard in (shard for shard in self._all if shard.name in self._logits):
+            (largest, powers), limit = self._logits[shard.name], self._keys.qk_clip
             # Not where nothing has been observed: -inf.
             over = (largest > limit) & (skip == 0)
             scale = torch.where(over, limit / largest, 1.0).unsqueeze(-1)  # [heads, 1]
-            rows = scale.pow(shard.logits.powers).flatten().to(wide_dtype(shard))
+            rows = scale.pow(powers).flatten().to(wide_dtype(shard))
             for box, piece in shard.pieces(shard.data):
                 of_rows = rows[box.offsets[0] : box.offsets[0] + box.sizes[0]]
                 piece.mul_(of_rows.view(-1, *[1] * (piece.dim() - 1)))
+
+    def bound_logits(self, logits: dict[str, tuple[Tensor, Tensor]]) -> None:
+        """Bound these logits in each step: for parameters, the largest of each head, and powers (`LargestLogits`)."""
+        self._logits = logits
 
     def _update(self, shard: Shard, skip: Tensor) -> Tensor:
         """Add the gradient to the momentum; return what is to be orthogonalised, laid out like `shard.data`."""

@@ -20,8 +20,12 @@ from forge.shard import Box, Shard
 
 
 class Optimizer(Protocol):
-    """Updates this rank's shards. Made as `Class(shards, config, group)` by `build_optimizer`. May have `follow(config)`,
-    which phases call before a step, and `scale_by(factor)`, which takes clipping's factor of the next step."""
+    """Updates this rank's shards. Made as `Class(shards, config, group)` by `build_optimizer`.
+
+    May have `follow(config)`, which phases call before a step; `scale_by(factor)`, which takes clipping's factor of the next
+    step; `bound_logits(logits)`, which takes the largest attention logits (forge/parallel/logits.py); and `copies`, the
+    compute copies of parameters that each step writes.
+    """
 
     def step(self, lr: float, skip: Tensor) -> None:
         """Make one update with the shards' gradients. Where the device scalar `skip` is 1.0, change nothing at all."""

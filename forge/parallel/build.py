@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -73,10 +74,9 @@ def build_parallel_model(
             builder.begin("allocate")
             engine.allocate(device)
             heads = builder.model.heads() if hasattr(builder.model, "heads") else {}
-            for shard in engine.shards:
-                shard.heads = heads.get(shard.name, 1)
+            shards = [replace(shard, heads=heads.get(shard.name, 1)) for shard in engine.shards]
             builder.begin("initialise")
-            starts = parametrize(builder.model.initial_values(), engine.shards, config)
+            starts, engine.shards = parametrize(builder.model.initial_values(), shards, config)
             values(engine.shards, starts, config.run.seed)
             builder.model.reset_buffers(layout.compute)
         return builder.model, engine

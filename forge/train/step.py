@@ -42,9 +42,11 @@ def apply_gradients(
     max_norm: bound of the global gradient norm; 0: no clipping. around_update: entered around the optimizer's update alone.
     """
     clip_gradients(model.shards, report.norm, max_norm, optimizer)
+    if model.largest_logits and hasattr(optimizer, "bound_logits"):
+        optimizer.bound_logits(model.largest_logits)
     with around_update or nullcontext():
         optimizer.step(lr, report.skip)
-    model.after_update()
+    model.after_update(getattr(optimizer, "copies", ()))
     routers = model.update_router(report.skip)
     model.zero_gradients()
     return routers

@@ -165,7 +165,9 @@ class Trainer:
         compiled = config.compile if config.compile.optimizer else None
         return on_every_rank(
             "making the optimizer",
-            lambda: build_optimizer(self.model.shards, config.optimizer, self.meshes.stage, compiled),
+            lambda: build_optimizer(
+                self.model.shards, config.optimizer, self.meshes.stage, compiled, self.model.compute_copies()
+            ),
         )
 
     def open_data(self) -> None:

@@ -57,7 +57,8 @@ def test_a_compiled_update_equals_the_plain_one(moments: str) -> None:
     config, found = parse_toml_text(text), []
     for compiled in (None, config.compile):
         model = make(text, CUDA)
-        optimizer = build_optimizer(model.shards, config.optimizer, compiled=compiled)
+        copies = model.compute_copies()
+        optimizer = build_optimizer(model.shards, config.optimizer, None, compiled, copies)
         for _, batch in zip(range(3), every_batch(config), strict=False):
             optimizer_step(model, optimizer, batch.to(CUDA), lr=1e-3, max_norm=0.1)
         found.append([shard.data.clone() for shard in model.shards])

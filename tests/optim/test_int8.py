@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -50,9 +52,8 @@ def trained(cuts: str | None, rank: int = 0, world: int = 1) -> tuple[list[Shard
         values = full(number, step)
         return CUTS[cuts](f"{number}", values, rank, world) if cuts else Shard.whole(f"{number}", values)
 
-    shards = [make(number, 0) for number in range(len(SHAPES))]
-    for shard in shards:
-        shard.parameter = torch.nn.Parameter(shard.data.clone())
+    starts = [make(number, 0) for number in range(len(SHAPES))]
+    shards = [replace(shard, parameter=torch.nn.Parameter(shard.data.clone())) for shard in starts]
     optimizer = AdamW(shards, INT8, dist.group.WORLD if world > 1 else None)
     for step in range(1, 4):
         for number, shard in enumerate(shards):

@@ -13,7 +13,7 @@ afterwards. Shapes of activations are known beforehand, so no message and no for
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -76,10 +76,10 @@ class PipelinedModel(ParallelModel):
         if self._tied is not None:
             self._tied.sum_gradients()
 
-    def after_update(self) -> None:
+    def after_update(self, copied: Collection[Tensor] = ()) -> None:
         if self._tied is not None:
             self._tied.copy_values()
-        super().after_update()
+        super().after_update(copied)
 
     def replicated_tensors(self) -> Iterator[tuple[str, Tensor, dist.ProcessGroup]]:
         yield from super().replicated_tensors()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -65,6 +65,7 @@ class ParallelModel:
         self.buffers = self._routers.shards()
         self._partial = [s for p, e in zip(parts, engines, strict=True) for s in partial_shards(p, e.shards)]
         self._largest_logits = LargestLogits(parts, self.shards, layout) if layout.observe_logits else None
+        self.largest_logits = {} if self._largest_logits is None else self._largest_logits.by_parameter
         self._meshes = layout.meshes
         self._split = SequenceSplit(layout.meshes.cp, layout.sequence_pieces, depth_of(layout.model))
         self.watch: Callable[[ModelInputs], object] = lambda inputs: None  # called before each forward
@@ -103,10 +104,20 @@ class ParallelModel:
         """Update the balancing state of all routers, unless `skip` (device scalar) is 1.0; None for a dense model."""
         return self._routers.update(skip)
 
-    def after_update(self) -> None:
-        """Recompute what derives from the parameters. Call after each optimizer step, and after a load into a used model."""
+    def compute_copies(self) -> dict[Tensor, Tensor]:
+        """Return this rank's part of the narrower copies that the model computes with, by parameter of a shard."""
+        copies = {parameter: copy for engine in self._engines for parameter, copy in engine.copies.items()}
+        return {
+            shard.parameter: copies[shard.parameter] for shard in self.shards if shard.parameter in copies
+        }
+
+    def after_update(self, copied: Collection[Tensor] = ()) -> None:
+        """Recompute what derives from the parameters. Call after each optimizer step, and after a load into a used model.
+
+        copied: parameters of shards of which the optimizer has written the compute copies, too.
+        """
         for engine in self._engines:
-            engine.after_update()
+            engine.after_update(copied)
 
     def zero_gradients(self) -> None:
         """Discard the gradients, and what else was measured with them."""

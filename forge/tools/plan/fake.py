@@ -136,6 +136,8 @@ class FakeRank:
             for shard in self.model.shards:
                 if shard.parameter.grad is None:
                     shard.parameter.grad = torch.empty_like(shard.parameter)
+            if hasattr(self.optimizer, "bound_logits"):
+                self.optimizer.bound_logits(self.model.largest_logits)
             self.optimizer.step(self.config.optimizer.lr, torch.zeros(()))
             self.model.zero_gradients()
             del batch

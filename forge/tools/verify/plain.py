@@ -31,7 +31,7 @@ def plain_model(config: Config, device: torch.device = CPU) -> Transformer:
     """Return the model of `config` in one process without any layout, at its start."""
     model = build_meta_model(config)
     model.to_empty(device=device)
-    starts = parametrize(model.initial_values(), whole_shards(model), config)
+    starts, _ = parametrize(model.initial_values(), whole_shards(model), config)
     for name, parameter in model.named_parameters():
         start = starts[name]
         if isinstance(start, Normal | Uniform):
@@ -57,8 +57,7 @@ def record_plain(text: str, settings: Settings, device: torch.device = CPU) -> W
     model = plain_model(config, device)
     routers = model.routers.values()
     settings.twist.begin([router.weight.data for router in routers], [router.bias for router in routers])
-    shards = whole_shards(model)
-    parametrize({}, shards, config)
+    _, shards = parametrize({}, whole_shards(model), config)
     optimizer = settings.optimizer(shards, config, dist.group.WORLD if dist.is_initialized() else None)
     initial = {("initial", shard.name): shard.data.detach().clone().cpu() for shard in shards}
     record = WholeRecord([initial], [])
