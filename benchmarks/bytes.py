@@ -201,9 +201,7 @@ def traffic_of(config_name: str, keys: tuple[str, ...], device: torch.device) ->
     meshes = make_meshes(check_world(config, ranks), device.type)
     model = build_parallel_model(config, meshes, device)
     compiled = config.compile if config.compile.optimizer else None
-    optimizer = build_optimizer(
-        model.shards, config.optimizer, meshes.stage, compiled, model.compute_copies()
-    )
+    optimizer = build_optimizer(model.shards, config.optimizer, meshes.stage, compiled, model.copies)
     batches = Loader(
         build_dataset(config),
         global_batch_size=2 * ranks * config.train.micro_batch_size,
@@ -253,7 +251,7 @@ def traffic_of(config_name: str, keys: tuple[str, ...], device: torch.device) ->
 
 def _count_compiled(optimizer: CompiledAdamW, traffic: Traffic) -> None:
     """Let `traffic` count compiled kernels, each of which reads its operands once and writes once what it changes."""
-    update, rounding = optimizer._kernel, optimizer._rounding
+    update, rounding = optimizer._kernel, optimizer.moments.rounding
 
     def add(name: str, *tensors: Tensor) -> None:
         traffic.operators[traffic.part, name] += sum(t.nbytes for t in tensors)

@@ -32,7 +32,7 @@ SKIP_BIT = 16
 class CompiledAdamW(AdamW):
     """AdamW whose update is compiled as `compiled` says; moments are in bfloat16 or as wide as the arithmetic.
 
-    copies: narrower copies of parameters of shards, which each step writes, too.
+    copies: narrower copies of parameters, which each step writes, too.
     """
 
     def __init__(
@@ -44,14 +44,13 @@ class CompiledAdamW(AdamW):
         copies: Mapping[Tensor, Tensor],
     ):
         super().__init__(shards, config, group)
-        self.copies = copies
-        assert self._int8 is None, "refused by the configuration"
+        self.copies = {s.parameter: copies[s.parameter] for s in shards if s.parameter in copies}
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
         self._kernel: Callable[..., None] = torch.compile(
             update_elements, backend=compiled.backend, fullgraph=True, dynamic=True
         )
-        if self._rounding is not None:
-            self._rounding.bits = torch.compile(
+        if self.moments.rounding is not None:
+            self.moments.rounding.bits = torch.compile(
                 noise_bits, backend=compiled.backend, fullgraph=True, dynamic=True
             )
         self._factor: Tensor | None = None
@@ -68,12 +67,11 @@ class CompiledAdamW(AdamW):
     def _update(self, shards: list[Shard], lr: float, skip: Tensor) -> None:
         numbers = self._numbers(shards[0], lr, skip).to(wide_dtype(shards[0]))
         for shard in shards:
-            name = shard.name
             tensors = [
                 shard.data,
                 gradient(shard).contiguous(),
-                self.exp_avg[name],
-                self.exp_avg_sq[name],
+                self.moments.stored["exp_avg", shard.name],
+                self.moments.stored["exp_avg_sq", shard.name],
                 self.copies.get(shard.parameter),
             ]
             for box, noise in self._boxes(shard, tensors, numbers[-1]):
@@ -95,11 +93,11 @@ class CompiledAdamW(AdamW):
     ) -> Iterator[tuple[list[Tensor | None], tuple[Tensor, ...]]]:
         """Yield the part of each tensor in one box, `[rows, columns]`, with the noise for both moments."""
         assert all(t is None or t.is_contiguous() for t in tensors), "a part would be a copy"
-        if self._rounding is None:
+        if (rounding := self.moments.rounding) is None:
             yield [None if t is None else t.view(1, -1) for t in tensors], ()
             return
         pieces = [None if t is None else [piece for _, piece in shard.pieces(t)] for t in tensors]
-        first, second = (self._rounding.factors(shard, slot) for slot in ("exp_avg", "exp_avg_sq"))
+        first, second = (rounding.factors(shard, slot) for slot in ("exp_avg", "exp_avg_sq"))
         for number, noise in enumerate(zip(first, second, strict=True)):
             (rows, columns), of_second = noise
             # Whether to skip stands by row, too: what depends on no row would be computed in a loop of its own.

@@ -1,7 +1,4 @@
-"""One optimizer step, as the trainer, the planner, the verifier and the benchmarks make it.
-
-Nothing here waits for the device. All functions are collective.
-"""
+"""One optimizer step, for the trainer, the planner, the verifier and the benchmarks. Collective; no wait for the device."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ class Trainer:
         return on_every_rank(
             "making the optimizer",
             lambda: build_optimizer(
-                self.model.shards, config.optimizer, self.meshes.stage, compiled, self.model.compute_copies()
+                self.model.shards, config.optimizer, self.meshes.stage, compiled, self.model.copies
             ),
         )
 

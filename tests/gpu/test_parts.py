@@ -57,8 +57,7 @@ def test_a_compiled_update_equals_the_plain_one(moments: str) -> None:
     config, found = parse_toml_text(text), []
     for compiled in (None, config.compile):
         model = make(text, CUDA)
-        copies = model.compute_copies()
-        optimizer = build_optimizer(model.shards, config.optimizer, None, compiled, copies)
+        optimizer = build_optimizer(model.shards, config.optimizer, None, compiled, model.copies)
         for _, batch in zip(range(3), every_batch(config), strict=False):
             optimizer_step(model, optimizer, batch.to(CUDA), lr=1e-3, max_norm=0.1)
         found.append([shard.data.clone() for shard in model.shards])

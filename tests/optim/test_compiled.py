@@ -159,7 +159,8 @@ def test_the_copy_that_the_model_computes_with_is_written() -> None:
 
 def test_a_part_is_updated_as_in_the_whole() -> None:
     name, shape = "layers.0.attention.wq.weight", SHAPES["layers.0.attention.wq.weight"]
-    (whole, *_), optimizer = make(torch.float32, "bfloat16", "plain")
+    shards, optimizer = make(torch.float32, "bfloat16", "plain")
+    whole = shards[0]
     # A slice of the flattened parameter: the end of a row, whole rows, the beginning of a row.
     boxes = (Box((3, 10), (1, 6)), Box((4, 0), (9, 16)), Box((13, 0), (1, 5)))
     inside = slice(3 * 16 + 10, 13 * 16 + 5)
@@ -169,13 +170,14 @@ def test_a_part_is_updated_as_in_the_whole() -> None:
     ).optimizer
     other = compiled([part], config, "plain")
     for step in range(3):
-        give(optimizer._shards, step)
+        give(shards, step)
         part.parameter.grad = whole.parameter.grad.flatten()[inside].clone()
         optimizer.step(0.01, GO)
         other.step(0.01, GO)
     assert torch.equal(part.data, whole.data.flatten()[inside])
-    for moments, of_whole in ((other.exp_avg, optimizer.exp_avg), (other.exp_avg_sq, optimizer.exp_avg_sq)):
-        assert torch.equal(moments[name], of_whole[name].flatten()[inside])
+    for slot in ("exp_avg", "exp_avg_sq"):
+        of_whole = optimizer.moments.stored[slot, name]
+        assert torch.equal(other.moments.stored[slot, name], of_whole.flatten()[inside])
 
 
 @pytest.mark.parametrize(

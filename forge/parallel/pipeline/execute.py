@@ -145,8 +145,7 @@ class _Run:
 
     def __init__(self, model: PipelinedModel, microbatches: list[ModelInputs], divisor: Tensor):
         self._model, self._microbatches, self._divisor = model, microbatches, divisor
-        rank_of = model.plan.schedule.rank_of
-        self.messages = Messages(model.neighbours, rank_of, divisor.device, model.isend)
+        self.messages = Messages(model, divisor.device)
         self.losses = torch.zeros(3, dtype=torch.float64, device=divisor.device)
         self.outputs: dict[tuple[int, int], Tensor] = {}
         self._inputs: dict[tuple[int, int], Tensor] = {}
@@ -233,19 +232,13 @@ class _Run:
 class Messages:
     """Activations and their gradients between stages; sent only if the neighbour is on another rank.
 
-    Each is kept under the action that needs it: F the input of its stage, B the gradient of its output. groups: this rank's
-    with each neighbour (`neighbour_groups`). rank_of: the rank of the pipeline that holds each stage. Nothing waits but
+    Each is kept under the action that needs it: F the input of its stage, B the gradient of its output. Nothing waits but
     `take`, for the one tensor that it returns.
     """
 
-    def __init__(
-        self,
-        groups: dict[int, dist.ProcessGroup],
-        rank_of: tuple[int, ...],
-        device: torch.device,
-        isend: Callable[..., dist.Work | None],
-    ):
-        self._groups, self._rank_of, self._device, self._isend = groups, rank_of, device, isend
+    def __init__(self, model: PipelinedModel, device: torch.device):
+        self._groups, self._rank_of = model.neighbours, model.plan.schedule.rank_of
+        self._isend, self._device = model.isend, device
         self._here: dict[Action, Tensor] = {}
         self._receiving: dict[Action, tuple[dist.Work, Tensor]] = {}
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()

@@ -54,12 +54,14 @@ class ParallelModel:
     """A model spread over ranks. Methods are collective unless they say otherwise; the loop calls them in this order.
 
     parts: this rank's stages of the model (without a pipeline one, all of it). shards: the parameters.
-    buffers: what else belongs into checkpoints, the balancing state of routers.
+    buffers: what else belongs into checkpoints, the balancing state of routers. copies: this rank's part of narrower copies
+    that the model computes with, by parameter of a shard.
     """
 
     def __init__(self, parts: Sequence[Transformer], engines: Sequence[DataParallel], layout: Layout):
         self.parts = list(parts)
         self.shards = [shard for engine in engines for shard in engine.shards]
+        self.copies = {parameter: copy for engine in engines for parameter, copy in engine.copies.items()}
         self._engines = engines
         self._routers = Routers(parts, layout)
         self.buffers = self._routers.shards()
@@ -104,17 +106,10 @@ class ParallelModel:
         """Update the balancing state of all routers, unless `skip` (device scalar) is 1.0; None for a dense model."""
         return self._routers.update(skip)
 
-    def compute_copies(self) -> dict[Tensor, Tensor]:
-        """Return this rank's part of the narrower copies that the model computes with, by parameter of a shard."""
-        copies = {parameter: copy for engine in self._engines for parameter, copy in engine.copies.items()}
-        return {
-            shard.parameter: copies[shard.parameter] for shard in self.shards if shard.parameter in copies
-        }
-
     def after_update(self, copied: Collection[Tensor] = ()) -> None:
         """Recompute what derives from the parameters. Call after each optimizer step, and after a load into a used model.
 
-        copied: parameters of shards of which the optimizer has written the compute copies, too.
+        copied: parameters of shards whose `copies` the optimizer has written, too.
         """
         for engine in self._engines:
             engine.after_update(copied)

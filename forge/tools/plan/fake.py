@@ -122,7 +122,7 @@ class FakeRank:
             sums = compute_gradients(model, batch)
             self.trace.moment = Moment("update")
             report = report_gradients(model.shards, sums.objective, stop=False)
-            optimizer: Any = self.optimizer if update else _Idle()
+            optimizer: Any = self.optimizer if update else SimpleNamespace(step=_leave)
             apply_gradients(
                 model, optimizer, report, self.config.optimizer.lr, self.config.train.grad_clip_norm
             )
@@ -171,12 +171,6 @@ class FakeRank:
             return 0
         tokens = train.micro_batch_size * train.seq_len // (self.degrees.cp * self.degrees.tp)
         return tokens * moe.top_k
-
-
-class _Idle:
-    """An optimizer that updates nothing."""
-
-    def step(self, lr: float, skip: Tensor) -> None: ...
 
 
 def _leave(*_: Any) -> None:
