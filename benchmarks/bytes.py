@@ -38,7 +38,8 @@ from forge.optim import build_optimizer
 from forge.optim.compiled import CompiledAdamW
 from forge.parallel.build import build_meta_model, build_parallel_model
 from forge.parallel.mesh import make_meshes
-from forge.parallel.step.gradients import clip_gradients, report_gradients
+from forge.parallel.step.gradients import report_gradients
+from forge.train.step import apply_gradients, compute_gradients
 from scripts.options import exit_code_of, positive
 
 PRECISIONS = {
@@ -109,6 +110,16 @@ class Traffic(TorchDispatchMode):
         elif name == "_to_copy":
             self._casts[_storage(fresh[0])] = name, nbytes
         return result
+
+    def count_as(self, part: str, of: Any, method: str) -> None:
+        """Count what this method of an object does, from now on, as `part`."""
+        call = getattr(of, method)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.part = part
+            return call(*args, **kwargs)
+
+        setattr(of, method, counted)
 
     def totals(self) -> dict[str, int]:
         return {part: sum(n for (of, _), n in self.operators.items() if of == part) for part in PARTS}
@@ -190,7 +201,7 @@ def traffic_of(config_name: str, keys: tuple[str, ...], device: torch.device) ->
     meshes = make_meshes(check_world(config, ranks), device.type)
     model = build_parallel_model(config, meshes, device)
     compiled = config.compile if config.compile.optimizer else None
-    optimizer = build_optimizer(model.shards, config.optimizer, meshes.stage, compiled)
+    optimizer = build_optimizer(model.shards, config.optimizer, meshes.stage, compiled, model.copies)
     batches = Loader(
         build_dataset(config),
         global_batch_size=2 * ranks * config.train.micro_batch_size,
@@ -201,6 +212,9 @@ def traffic_of(config_name: str, keys: tuple[str, ...], device: torch.device) ->
     traffic = Traffic({_storage(shard.data) for shard in model.shards})
     if isinstance(optimizer, CompiledAdamW):
         _count_compiled(optimizer, traffic)
+    traffic.count_as("update", optimizer, "step")
+    traffic.count_as("masters to compute", model, "after_update")
+    traffic.count_as("zeroing", model, "zero_gradients")
     (engine,), begin = model._engines, model._engines[0].begin_microbatch
     places = {_storage(buffer.gradients) for buffer in getattr(engine, "buffers", ())}
 
@@ -210,20 +224,12 @@ def traffic_of(config_name: str, keys: tuple[str, ...], device: torch.device) ->
 
     def step(watch: Callable[..., Any]) -> None:
         batch: Batch = next(batches)
-        tokens = model.count_tokens(batch)
         with watch(ACCUMULATION[0], places):
-            sums = model.forward_backward(batch, tokens)
-            model.finalize_gradients()
+            sums = compute_gradients(model, batch)
         with watch("norm"):
             report = report_gradients(model.shards, sums.objective, stop=False)
         with watch("clip"):
-            clip_gradients(model.shards, report.norm, config.train.grad_clip_norm, optimizer)
-        with watch("update"):
-            optimizer.step(config.optimizer.lr, report.skip)
-        with watch("masters to compute"):
-            model.after_update()
-        with watch("zeroing"):
-            model.zero_gradients()
+            apply_gradients(model, optimizer, report, config.optimizer.lr, config.train.grad_clip_norm)
 
     @contextmanager
     def watching(part: str, gradients: set[int] | None = None) -> Iterator[None]:
@@ -245,7 +251,7 @@ def traffic_of(config_name: str, keys: tuple[str, ...], device: torch.device) ->
 
 def _count_compiled(optimizer: CompiledAdamW, traffic: Traffic) -> None:
     """Let `traffic` count compiled kernels, each of which reads its operands once and writes once what it changes."""
-    update, rounding = optimizer._kernel, optimizer._rounding
+    update, rounding = optimizer._kernel, optimizer.moments.rounding
 
     def add(name: str, *tensors: Tensor) -> None:
         traffic.operators[traffic.part, name] += sum(t.nbytes for t in tensors)

@@ -40,7 +40,7 @@ from forge.data.loader import Loader
 from forge.optim import build_optimizer
 from forge.parallel.build import build_parallel_model
 from forge.parallel.mesh import make_meshes
-from forge.parallel.step.gradients import clip_gradients, report_gradients
+from forge.train.step import optimizer_step
 from scripts.options import exit_code_of, positive
 from tests.support.collectives import collectives_of
 
@@ -70,14 +70,8 @@ class Engine:
         self._losses: list[torch.Tensor] = []
 
     def step(self) -> None:
-        model, batch = self._model, next(self._batches)
-        sums = model.forward_backward(batch, model.count_tokens(batch))
-        model.finalize_gradients()
-        report = report_gradients(model.shards, sums.objective, stop=False)
-        clip_gradients(model.shards, report.norm, self._config.train.grad_clip_norm)
-        self._optimizer.step(self._config.optimizer.lr, report.skip)
-        model.after_update()
-        model.zero_gradients()
+        lr, max_norm = self._config.optimizer.lr, self._config.train.grad_clip_norm
+        sums, *_ = optimizer_step(self._model, self._optimizer, next(self._batches), lr, max_norm)
         self._losses.append(sums.cross_entropy / sums.tokens)
 
     def sent(self) -> tuple[dict[str, int], float]:

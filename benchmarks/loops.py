@@ -37,7 +37,7 @@ from forge.run.hooks import make_hooks
 from forge.run.resume import Start
 from forge.run.save import Saves
 from forge.runtime.world import World, join, read_world
-from forge.shard import Box, Shard
+from forge.shard import Shard
 from forge.train.trainer import Trainer
 
 # Learnable data without a file; no schedule, so that a loss falls within a few steps; no pauses of any kind.
@@ -184,10 +184,7 @@ class BareLoop:
     def _build(self, device: torch.device) -> nn.Module:
         model = build_meta_model(self.config)
         model.to_empty(device=device)
-        shards = [
-            Shard(name, parameter.shape, (Box((0,) * parameter.ndim, tuple(parameter.shape)),), parameter)
-            for name, parameter in model.named_parameters()
-        ]
+        shards = [Shard.whole(name, parameter) for name, parameter in model.named_parameters()]
         initialize(shards, model.initial_values(), self.config.run.seed)
         model.reset_buffers(DTYPES[self.config.precision.storage])
         return model

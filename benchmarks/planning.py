@@ -30,9 +30,9 @@ from forge.optim import build_optimizer
 from forge.parallel.build import build_parallel_model
 from forge.parallel.initialize import initialize
 from forge.parallel.mesh import make_meshes
-from forge.parallel.step.gradients import clip_gradients, report_gradients
 from forge.tools.plan.hardware import Hardware
 from forge.tools.plan.plan import make_plan
+from forge.train.step import optimizer_step
 from scripts.measure_hardware import measure
 from scripts.options import exit_code_of
 
@@ -126,14 +126,7 @@ def _run(
     batch, seconds = Batch(tokens, tokens), []
     for _ in range(warmup + steps):
         start = clock()
-        sums = model.forward_backward(batch, model.count_tokens(batch))
-        model.finalize_gradients()
-        report = report_gradients(model.shards, sums.objective, stop=False)
-        clip_gradients(model.shards, report.norm, train.grad_clip_norm)
-        optimizer.step(config.optimizer.lr, report.skip)
-        model.after_update()
-        model.update_router(report.skip)
-        model.zero_gradients()
+        optimizer_step(model, optimizer, batch, config.optimizer.lr, train.grad_clip_norm)
         seconds.append(clock() - start)
     last = seconds[warmup:]
     return [{"step_s": statistics.median(last), "least_s": min(last), "most_s": max(last)}]

@@ -7,10 +7,10 @@ a DTensor is split, is imported as `Split` throughout.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -33,18 +33,6 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Logits:
-    """The largest attention logits of a step. Rows of a head times c ** power, in each parameter with one, scale its by c.
-
-    largest: float64 `[heads]`, one after another over the rows of the parameter; equal on all ranks after
-    `finalize_gradients`. powers: float64 `[rows of a head]`.
-    """
-
-    largest: Tensor
-    powers: Tensor
-
-
-@dataclass(frozen=True)
 class Rates:
     """Factors for one parameter, by forge/parallel/parametrization.py. lr, orthogonal: of the learning rate, for updates by
     size or sign and for orthogonalised ones; weight decay is divided by it. eps: of what is added to the root."""
@@ -54,16 +42,16 @@ class Rates:
     eps: float = 1.0
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Shard:
-    """This rank's part of the parameter `name`.
+    """This rank's part of the parameter `name`: knowledge that does not change, and the tensor that does.
 
     `parameter` is the leaf that training updates: a DTensor under fsdp2, a flat slice under a contiguous-buffer engine.
     Its local elements are those of `boxes`, one box after another, each in row-major order; a rank that holds
     nothing has no boxes. `replicas` is the group of ranks that hold copies of the same elements (None: only this rank).
     `heads`: of how many attention heads the rows are, one head after another; 1 where rows are of no heads.
-    `logits`: of these heads, if the optimizer bounds them by scaling this parameter. `rates`: of its updates.
-    `rounded`: this rank's part of a narrower copy that the model computes with; an optimizer that writes it sets `fresh`.
+    `rates`: of its updates.
+    `boxes_on`: boxes on a rank, by its global number, where arithmetic knows them; None: only that rank does.
     """
 
     name: str
@@ -73,15 +61,14 @@ class Shard:
     replicas: ProcessGroup | None = None
     kind: Kind = "dense"
     heads: int = 1
-    logits: Logits | None = None
     rates: Rates = Rates()
-    rounded: Tensor | None = None
-    fresh: bool = False
+    boxes_on: Callable[[int], tuple[Box, ...]] | None = None
 
     @classmethod
-    def whole(cls, name: str, parameter: Tensor) -> Shard:
-        """All of `parameter` on this rank."""
-        return cls(name, parameter.shape, (Box((0,) * parameter.ndim, tuple(parameter.shape)),), parameter)
+    def whole(cls, name: str, parameter: Tensor, **more: Any) -> Shard:
+        """All of `parameter` on this rank. more: further fields."""
+        box = Box((0,) * parameter.ndim, tuple(parameter.shape))
+        return cls(name, parameter.shape, (box,), parameter, **more)
 
     @property
     def data(self) -> Tensor:

@@ -128,6 +128,12 @@ def at_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
                     yield from at_import(inner.body if isinstance(inner, ast.ExceptHandler) else [inner])
 
 
+def test_only_tests_import_unittest() -> None:
+    imports = re.compile(r"^\s*(import|from) unittest", re.MULTILINE)
+    files = [*FILES, *(path for room in ("scripts", "benchmarks") for path in (ROOT / room).rglob("*.py"))]
+    assert not [path for path in files if imports.search(path.read_text())]
+
+
 def test_no_class_is_replaced_no_state_is_hidden_and_no_import_is_for_types_alone() -> None:
     found = [str(path.relative_to(ROOT)) for path in FILES if HIDDEN.search(path.read_text())]
     assert not found

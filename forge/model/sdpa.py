@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from forge.model.mask import AttentionMask, block_table, dense_table
+from forge.model.mask import AttentionMask, block_part, block_table, dense_part, dense_table
 from forge.model.norm import promoted
 
 
@@ -25,8 +25,13 @@ class SdpaAttention:
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
         if mask.is_causal(x.shape[1]):
             return mask
-        make_table = block_table if x.is_cuda and x.dtype != torch.float64 else dense_table
+        make_table = block_table if has_flex(x) else dense_table
         return mask.with_table(make_table(mask.window, mask.documents, x.shape[1], x.device))
+
+    def prepare_part(self, mask: AttentionMask, queries: Tensor, keys: Tensor, x: Tensor) -> AttentionMask:
+        """Return the mask with a table for some queries and keys of a sequence, by their positions, int64 `[n]`."""
+        make_table = block_part if has_flex(x) else dense_part
+        return mask.with_table(make_table(mask.window, mask.documents, queries, keys))
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sinks: Tensor | None = None
@@ -49,6 +54,11 @@ class SdpaAttention:
 
 
 sdpa_attention = SdpaAttention()
+
+
+def has_flex(x: Tensor) -> bool:
+    """Return whether flex_attention has kernels for the device and dtype of `x`: on CUDA, up to float32."""
+    return x.is_cuda and x.dtype != torch.float64
 
 
 def _plain_attention(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import forge.optim.adamw
@@ -23,15 +26,17 @@ def build_optimizer(
     config: OptimizerConfig,
     group: ProcessGroup | None = None,
     compiled: Compile | None = None,
+    copies: Mapping[Tensor, Tensor] | None = None,
 ) -> Optimizer:
     """Make the optimizer that `config.name` names, with the mean of weights that `config.ema` asks for.
 
     group: the ranks that together hold every element of the parameters, each with the same list of shards; None in one
-    process. Optimizers that need whole matrices exchange them over it. compiled: how to compile the update, which AdamW can.
+    process. Optimizers that need whole matrices exchange them over it. compiled: how to compile the update, which AdamW can;
+    copies: narrower copies of parameters, which it then writes as well.
     """
     if compiled is None:
         optimizer = optimizer_class(config.name)(shards, config, group)
     else:
         assert config.name == "adamw", "refused by the configuration"
-        optimizer = CompiledAdamW(shards, config, group, compiled)
+        optimizer = CompiledAdamW(shards, config, group, compiled, copies or {})
     return WithAverage(optimizer, shards, config.ema) if config.ema else optimizer

@@ -15,9 +15,8 @@ from torch.distributed import ProcessGroup
 from torch.optim.adamw import adamw
 
 from forge.config.schema import OptimizerConfig
-from forge.optim.int8 import Int8Moments
+from forge.optim.moments import make_moments
 from forge.optim.optimizer import gradient, register, update_groups, weight_decay, wide_dtype
-from forge.optim.rounding import StochasticRounding
 from forge.shard import Shard
 
 # Parameters in a narrow dtype are updated through float32 copies, this many elements at a time, to bound their memory.
@@ -35,44 +34,28 @@ class AdamW:
 
     def __init__(self, shards: list[Shard], config: OptimizerConfig, group: ProcessGroup | None = None):
         self._config = config
-        self._shards = shards
         self._groups = update_groups(shards, config, WIDENED_ELEMENTS)
-        self._int8 = Int8Moments(shards, group) if config.moment_dtype == "int8" else None
-        kept = [] if self._int8 is not None else shards
-        self.exp_avg = {shard.name: self._moment(shard) for shard in kept}
-        self.exp_avg_sq = {shard.name: self._moment(shard) for shard in kept}
+        self.moments = make_moments(shards, ("exp_avg", "exp_avg_sq"), config, group)
         # The fused kernel advances one counter per parameter; they are views of one vector, so that one copy reads them all.
         device = shards[0].parameter.device
         self._steps = torch.zeros(len(shards), dtype=torch.float32, device=device)
         self._step_of = dict(zip((s.name for s in shards), self._steps.unbind(), strict=True))
-        narrow = config.moment_dtype == "bfloat16"
-        self._rounding = StochasticRounding(shards, ("exp_avg", "exp_avg_sq")) if narrow else None
 
     def step(self, lr: float, skip: Tensor) -> None:
-        if self._rounding is not None:
-            self._rounding.draw(self._steps.max())
-        if self._int8 is not None:
-            self._int8.draw(self._steps.max())
+        self.moments.draw(self._steps)
         for shards in self._groups:
             self._update(shards, lr, skip)
-        if self._int8 is not None:
-            self._int8.agree()
-
-    def _moment(self, shard: Shard) -> Tensor:
-        narrow = self._config.moment_dtype == "bfloat16"
-        return torch.zeros_like(shard.data, dtype=torch.bfloat16 if narrow else wide_dtype(shard))
+        self.moments.finish()
 
     def _update(self, shards: list[Shard], lr: float, skip: Tensor) -> None:
         rates = shards[0].rates
-        states = [
-            [shard.data for shard in shards],
-            [gradient(shard) for shard in shards],
-            self._moments(shards, "exp_avg"),
-            self._moments(shards, "exp_avg_sq"),
-        ]
-        wide = wide_dtype(shards[0])
-        params, grads, exp_avg, exp_avg_sq = (
-            state if state[0].dtype == wide else [t.to(wide) for t in state] for state in states
+        wide, data = wide_dtype(shards[0]), [shard.data for shard in shards]
+        params, grads = (
+            tensors if tensors[0].dtype == wide else [t.to(wide) for t in tensors]
+            for tensors in (data, [gradient(shard) for shard in shards])
+        )
+        exp_avg, exp_avg_sq = (
+            [self.moments.read(shard, slot) for shard in shards] for slot in ("exp_avg", "exp_avg_sq")
         )
         adamw(
             params,
@@ -91,33 +74,18 @@ class AdamW:
             eps=self._config.eps * rates.eps,
             maximize=False,
         )
-        if states[0][0].dtype != wide:
-            torch._foreach_copy_(states[0], params)
-        for slot, narrow, widened in (("exp_avg", states[2], exp_avg), ("exp_avg_sq", states[3], exp_avg_sq)):
-            for shard, into, values in zip(shards, narrow, widened, strict=True):
-                if self._int8 is not None:
-                    self._int8.write(shard, slot, values)
-                elif self._rounding is not None:
-                    self._rounding.copy_(into, values, shard, slot)
-
-    def _moments(self, shards: list[Shard], slot: str) -> list[Tensor]:
-        if self._int8 is not None:
-            return [self._int8.read(shard, slot) for shard in shards]
-        kept = self.exp_avg if slot == "exp_avg" else self.exp_avg_sq
-        return [kept[shard.name] for shard in shards]
+        if data[0].dtype != wide:
+            torch._foreach_copy_(data, params)
+        for slot, moments in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
+            for shard, moment in zip(shards, moments, strict=True):
+                self.moments.write(shard, slot, moment)
 
     def follow(self, config: OptimizerConfig) -> None:
         """From the next step on, use these values of weight_decay, betas and eps."""
         self._config = config
 
     def tensors(self) -> Iterator[tuple[str, Shard, Tensor]]:
-        for shard in self._shards:
-            if self._int8 is not None:
-                yield from self._int8.tensors("exp_avg", shard)
-                yield from self._int8.tensors("exp_avg_sq", shard)
-                continue
-            yield "exp_avg", shard, self.exp_avg[shard.name]
-            yield "exp_avg_sq", shard, self.exp_avg_sq[shard.name]
+        return self.moments.tensors()
 
     def state(self) -> dict[str, int]:
         """Return the number of updates, without skipped ones. Waits for the device."""
@@ -126,5 +94,4 @@ class AdamW:
 
     def load_state(self, state: dict[str, int]) -> None:
         self._steps.fill_(float(state["updates"]))
-        if self._int8 is not None:
-            self._int8.share_loaded()
+        self.moments.share_loaded()

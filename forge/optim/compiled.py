@@ -1,7 +1,7 @@
 """AdamW's update as one compiled kernel per box of a shard: it reads what it needs once and writes what changes once.
 
 Per parameter with a float32 master, a float32 gradient and bfloat16 moments that is 20 bytes, and 2 for the copy that the
-model computes with (`Shard.rounded`). Gradients are scaled by the clip coefficient on the way. As operators of their own the
+model computes with. Gradients are scaled by the clip coefficient on the way. As operators of their own the
 same steps take several times as much, because each of them reads and writes whole tensors.
 
 `update_elements` is ordinary PyTorch, and computes the same without a compiler.
@@ -9,7 +9,7 @@ same steps take several times as much, because each of them reads and writes who
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -30,19 +30,27 @@ SKIP_BIT = 16
 
 
 class CompiledAdamW(AdamW):
-    """AdamW whose update is compiled as `compiled` says; moments are in bfloat16 or as wide as the arithmetic."""
+    """AdamW whose update is compiled as `compiled` says; moments are in bfloat16 or as wide as the arithmetic.
+
+    copies: narrower copies of parameters, which each step writes, too.
+    """
 
     def __init__(
-        self, shards: list[Shard], config: OptimizerConfig, group: ProcessGroup | None, compiled: Compile
+        self,
+        shards: list[Shard],
+        config: OptimizerConfig,
+        group: ProcessGroup | None,
+        compiled: Compile,
+        copies: Mapping[Tensor, Tensor],
     ):
         super().__init__(shards, config, group)
-        assert self._int8 is None, "refused by the configuration"
+        self.copies = {s.parameter: copies[s.parameter] for s in shards if s.parameter in copies}
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
         self._kernel: Callable[..., None] = torch.compile(
             update_elements, backend=compiled.backend, fullgraph=True, dynamic=True
         )
-        if self._rounding is not None:
-            self._rounding.bits = torch.compile(
+        if self.moments.rounding is not None:
+            self.moments.rounding.bits = torch.compile(
                 noise_bits, backend=compiled.backend, fullgraph=True, dynamic=True
             )
         self._factor: Tensor | None = None
@@ -59,18 +67,16 @@ class CompiledAdamW(AdamW):
     def _update(self, shards: list[Shard], lr: float, skip: Tensor) -> None:
         numbers = self._numbers(shards[0], lr, skip).to(wide_dtype(shards[0]))
         for shard in shards:
-            name = shard.name
             tensors = [
                 shard.data,
                 gradient(shard).contiguous(),
-                self.exp_avg[name],
-                self.exp_avg_sq[name],
-                shard.rounded,
+                self.moments.stored["exp_avg", shard.name],
+                self.moments.stored["exp_avg_sq", shard.name],
+                self.copies.get(shard.parameter),
             ]
             for box, noise in self._boxes(shard, tensors, numbers[-1]):
                 operands = [None if t is None else _at_its_start(t) for t in box]
                 self._kernel(*operands, tuple(map(_at_its_start, noise)), numbers)
-            shard.fresh = True
 
     def _numbers(self, shard: Shard, lr: float, skip: Tensor) -> Tensor:
         """Return what `update_elements` computes with besides tensors, float64 `[9]`, without waiting for the device."""
@@ -87,11 +93,11 @@ class CompiledAdamW(AdamW):
     ) -> Iterator[tuple[list[Tensor | None], tuple[Tensor, ...]]]:
         """Yield the part of each tensor in one box, `[rows, columns]`, with the noise for both moments."""
         assert all(t is None or t.is_contiguous() for t in tensors), "a part would be a copy"
-        if self._rounding is None:
+        if (rounding := self.moments.rounding) is None:
             yield [None if t is None else t.view(1, -1) for t in tensors], ()
             return
         pieces = [None if t is None else [piece for _, piece in shard.pieces(t)] for t in tensors]
-        first, second = (self._rounding.factors(shard, slot) for slot in ("exp_avg", "exp_avg_sq"))
+        first, second = (rounding.factors(shard, slot) for slot in ("exp_avg", "exp_avg_sq"))
         for number, noise in enumerate(zip(first, second, strict=True)):
             (rows, columns), of_second = noise
             # Whether to skip stands by row, too: what depends on no row would be computed in a loop of its own.

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from forge.config.schema import OptimizerConfig
+from forge.optim.moments import make_moments
 from forge.optim.optimizer import gradient, register, weight_decay, wide_dtype, write_unless
-from forge.optim.rounding import StochasticRounding
 from forge.shard import Shard
 
 
@@ -29,30 +29,24 @@ class Lion:
 
     def __init__(self, shards: list[Shard], config: OptimizerConfig, group: ProcessGroup | None = None):
         self._config, self._shards = config, shards
-        narrow = config.moment_dtype == "bfloat16"
-        self._momentum = {
-            shard.name: torch.zeros_like(shard.data, dtype=torch.bfloat16 if narrow else wide_dtype(shard))
-            for shard in shards
-        }
+        self._moments = make_moments(shards, ("momentum",), config, group)
         self._updates = torch.zeros((), dtype=torch.int64, device=shards[0].data.device)
-        self._rounding = StochasticRounding(shards, ("momentum",)) if narrow else None
 
     def step(self, lr: float, skip: Tensor) -> None:
         beta1, beta2 = self._config.betas
         skip = skip.to(self._updates.device)
-        if self._rounding is not None:
-            self._rounding.draw(self._updates)
+        self._moments.draw(self._updates)
         for shard in self._shards:
-            momentum, wide = self._momentum[shard.name], wide_dtype(shard)
-            mean, weight = momentum.to(wide), shard.data.to(wide)
+            wide = wide_dtype(shard)
+            mean, weight = self._moments.read(shard, "momentum"), shard.data.to(wide)
             # With the mean itself as the gradient the mean stays as it is.
             new = torch.where(skip > 0, mean, gradient(shard).to(wide))
             direction = mean.lerp(new, 1 - beta1).div_(self._config.eps * shard.rates.eps).clamp_(-1, 1)
             decay = weight_decay(shard.name, self._config) / shard.rates.lr
             write_unless(skip, shard.data, weight - lr * shard.rates.lr * (direction + decay * weight))
             mean.lerp_(new, 1 - beta2)
-            if self._rounding is not None:
-                self._rounding.copy_(momentum, mean, shard, "momentum")
+            self._moments.write(shard, "momentum", mean)
+        self._moments.finish()
         write_unless(skip, self._updates, self._updates + 1)
 
     def follow(self, config: OptimizerConfig) -> None:
@@ -60,8 +54,7 @@ class Lion:
         self._config = config
 
     def tensors(self) -> Iterator[tuple[str, Shard, Tensor]]:
-        for shard in self._shards:
-            yield "momentum", shard, self._momentum[shard.name]
+        return self._moments.tensors()
 
     def state(self) -> dict[str, int]:
         """Return the number of updates, without skipped ones. Waits for the device."""
@@ -69,3 +62,4 @@ class Lion:
 
     def load_state(self, state: dict[str, int]) -> None:
         self._updates.fill_(state["updates"])
+        self._moments.share_loaded()

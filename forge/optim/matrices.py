@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forge.optim import optimizer as placed
+from forge.optim.optimizer import gather_shard_boxes
 from forge.shard import Box, Shard
 
 # On a CPU a larger round is not faster, and malloc returns its memory to the system each time.
@@ -310,7 +310,7 @@ def _parts_of(
 
 def _find_runs(shards: Sequence[Shard], heads: Sequence[int], group: dist.ProcessGroup | None) -> list[Run]:
     """Return the matrices of `shards` in their order, with the ranks that hold them; without owners. Collective."""
-    everyones = placed.boxes_of_all(shards, group)
+    everyones = gather_shard_boxes(shards, group)
     runs = []
     for number, (shard, number_of_heads) in enumerate(zip(shards, heads, strict=True)):
         *stack, rows, columns = shard.global_shape

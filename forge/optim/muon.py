@@ -21,9 +21,9 @@ from torch.distributed import ProcessGroup
 from forge.config.schema import OptimizerConfig
 from forge.optim.adamw import AdamW
 from forge.optim.matrices import Batch, WholeMatrices
+from forge.optim.moments import make_moments
 from forge.optim.optimizer import gradient, register, weight_decay, wide_dtype, write_unless
 from forge.optim.orthogonal import LEAST_NORM, orthogonalize_
-from forge.optim.rounding import StochasticRounding
 from forge.runtime.errors import UserError
 from forge.shard import Box, Shard
 
@@ -45,14 +45,9 @@ class Muon:
     def __init__(self, shards: list[Shard], config: OptimizerConfig, group: ProcessGroup | None = None):
         self._config, self._keys = config, config.muon
         self._shards = [shard for shard in shards if _is_muons(shard)]
-        self._clipped = [shard for shard in shards if shard.logits is not None]
+        self._all, self._logits = shards, dict[str, tuple[Tensor, Tensor]]()
         self._rest = AdamW([shard for shard in shards if not _is_muons(shard)], config, group)
-        narrow = config.moment_dtype == "bfloat16"
-        self._momentum = {
-            shard.name: torch.zeros_like(shard.data, dtype=torch.bfloat16 if narrow else wide_dtype(shard))
-            for shard in self._shards
-        }
-        self._rounding = StochasticRounding(self._shards, ("momentum",)) if narrow else None
+        self._moments = make_moments(self._shards, ("momentum",), config, group)
         self._updates = torch.zeros((), dtype=torch.int64, device=shards[0].data.device)
         self._dtype = _iteration_dtype(self._shards)
         heads = [shard.heads if self._keys.split_heads else 1 for shard in self._shards]
@@ -65,14 +60,14 @@ class Muon:
         log.info("muon: %d tensors of %s elements; adamw for all others", len(self._shards), f"{elements:,}")
 
     def step(self, lr: float, skip: Tensor) -> None:
-        if self._rounding is not None:
-            self._rounding.draw(self._updates)
+        self._moments.draw(self._updates)
         self._rest.step(lr, skip)
         if not self._shards:
             return
         lr *= (self._keys.lr or self._config.lr) / self._config.lr
         skip = skip.to(self._updates.device)
         updates = [self._update(shard, skip) for shard in self._shards]
+        self._moments.finish()
         self._matrices.replace(updates, partial(self._orthogonal, skip=skip))
         for shard, update, factor in zip(self._shards, updates, self._factors, strict=True):
             weight = shard.data.to(wide_dtype(shard))
@@ -90,27 +85,28 @@ class Muon:
 
     def _clip_logits(self, skip: Tensor) -> None:
         """Scale the heads whose largest logit of this step is above `qk_clip`."""
-        for shard in self._clipped:
-            assert shard.logits is not None
-            largest, limit = shard.logits.largest, self._keys.qk_clip
+        for shard in (shard for shard in self._all if shard.name in self._logits):
+            (largest, powers), limit = self._logits[shard.name], self._keys.qk_clip
             # Not where nothing has been observed: -inf.
             over = (largest > limit) & (skip == 0)
             scale = torch.where(over, limit / largest, 1.0).unsqueeze(-1)  # [heads, 1]
-            rows = scale.pow(shard.logits.powers).flatten().to(wide_dtype(shard))
+            rows = scale.pow(powers).flatten().to(wide_dtype(shard))
             for box, piece in shard.pieces(shard.data):
                 of_rows = rows[box.offsets[0] : box.offsets[0] + box.sizes[0]]
                 piece.mul_(of_rows.view(-1, *[1] * (piece.dim() - 1)))
 
+    def bound_logits(self, logits: dict[str, tuple[Tensor, Tensor]]) -> None:
+        """Bound these logits in each step: for parameters, the largest of each head, and powers (`LargestLogits`)."""
+        self._logits = logits
+
     def _update(self, shard: Shard, skip: Tensor) -> Tensor:
         """Add the gradient to the momentum; return what is to be orthogonalised, laid out like `shard.data`."""
-        momentum, wide = self._momentum[shard.name], wide_dtype(shard)
-        mean = momentum.to(wide)
+        mean = self._moments.read(shard, "momentum")
         # With the mean itself as the gradient nothing changes, and what follows is finite.
-        new = torch.where(skip > 0, mean, gradient(shard).to(wide))
+        new = torch.where(skip > 0, mean, gradient(shard).to(mean.dtype))
         mean.lerp_(new, 1 - self._keys.momentum)
         update = new.lerp_(mean, self._keys.momentum) if self._keys.nesterov else mean.clone()
-        if self._rounding is not None:
-            self._rounding.copy_(momentum, mean, shard, "momentum")
+        self._moments.write(shard, "momentum", mean)
         return update.to(self._dtype).contiguous()
 
     def _orthogonal(self, matrices: Tensor, batch: Batch, skip: Tensor) -> Tensor:
@@ -132,8 +128,7 @@ class Muon:
             self._rows.decay = config.betas[1]
 
     def tensors(self) -> Iterator[tuple[str, Shard, Tensor]]:
-        for shard in self._shards:
-            yield "momentum", shard, self._momentum[shard.name]
+        yield from self._moments.tensors()
         if self._rows is not None:
             for shard in self._rows.shards:
                 yield "row_moment", shard, shard.data
@@ -146,6 +141,7 @@ class Muon:
     def load_state(self, state: dict[str, Any]) -> None:
         self._rest.load_state(state)
         self._updates.fill_(state["updates"])
+        self._moments.share_loaded()
 
 
 class _RowMoments:

@@ -20,8 +20,12 @@ from forge.shard import Box, Shard
 
 
 class Optimizer(Protocol):
-    """Updates this rank's shards. Made as `Class(shards, config, group)` by `build_optimizer`. May have `follow(config)`,
-    which phases call before a step, and `scale_by(factor)`, which takes clipping's factor of the next step."""
+    """Updates this rank's shards. Made as `Class(shards, config, group)` by `build_optimizer`.
+
+    May have `follow(config)`, which phases call before a step; `scale_by(factor)`, which takes clipping's factor of the next
+    step; `bound_logits(logits)`, which takes the largest attention logits (forge/parallel/logits.py); and `copies`, the
+    compute copies of parameters that each step writes.
+    """
 
     def step(self, lr: float, skip: Tensor) -> None:
         """Make one update with the shards' gradients. Where the device scalar `skip` is 1.0, change nothing at all."""
@@ -104,13 +108,15 @@ def update_groups(shards: Sequence[Shard], config: OptimizerConfig, max_numel: i
     return [group for _, groups in sorted(kinds.items(), key=lambda kind: kind[0][0]) for group in groups]
 
 
-def boxes_of_all(shards: Sequence[Shard], group: dist.ProcessGroup | None) -> list[list[tuple[Box, ...]]]:
-    """Return the boxes of each of `shards` on every rank of `group`, in its order; None: this process alone. Collective.
-
-    The planner, which has no other ranks to ask, replaces it.
-    """
+def gather_shard_boxes(
+    shards: Sequence[Shard], group: dist.ProcessGroup | None
+) -> list[list[tuple[Box, ...]]]:
+    """Return the boxes of each of `shards` on every rank of `group`, in its order; None: this process alone. Collective."""
     if group is None or group.size() == 1:
         return [[shard.boxes for shard in shards]]
+    known = [shard.boxes_on for shard in shards if shard.boxes_on is not None]
+    if len(known) == len(shards):
+        return [[boxes_on(rank) for boxes_on in known] for rank in dist.get_process_group_ranks(group)]
     mine = [(shard.name, shard.global_shape, shard.boxes) for shard in shards]
     everyones = [mine] * group.size()
     dist.all_gather_object(everyones, mine, group=group)

@@ -75,7 +75,8 @@ KEPT = (
     "aten._scaled_dot_product_efficient_attention",
     "aten._scaled_dot_product_cudnn_attention",
     "aten._scaled_dot_product_attention_math",
-    "higher_order.flex_attention",
+    "flex_attention",
+    "forge.planned_attention",
     "forge.affine_scan",
     "forge.fused_delta_rule",
     # collectives
@@ -193,13 +194,8 @@ def selective_context() -> Any:
 
 def keep_expensive(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
     """Keep what the operators in KEPT return; compute everything else again."""
-    return CheckpointPolicy.MUST_SAVE if operator in kept_operators() else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-@functools.cache
-def kept_operators() -> frozenset[Any]:
-    """Return the operators behind KEPT in this build of PyTorch."""
-    return frozenset(overload for name in KEPT for overload in _overloads(name))
+    name = str(getattr(operator, "overloadpacket", operator))
+    return CheckpointPolicy.MUST_SAVE if name in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _overloads(name: str) -> Iterator[Any]:

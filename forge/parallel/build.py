@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ import torch
 from forge.config import Config
 from forge.model import FusedLoss, Transformer, build_model
 from forge.parallel.blocks import apply_blocks, check_modules
-from forge.parallel.context import apply_context
+from forge.parallel.context import apply_context, replace_attention
 from forge.parallel.engines.engine import DataParallel, apply_data_parallel
 from forge.parallel.expert import apply_expert
 from forge.parallel.float8 import apply_float8, check_patterns
@@ -61,25 +62,28 @@ def build_parallel_model(
     device: torch.device,
     *,
     values: Callable[..., None] = initialize,
+    attention: Callable[[Any], Any] | None = None,
     memory: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> ParallelModel:
     """Return the model of `config` over all ranks, with its initial values. Collective.
 
-    values: what fills the shards. memory: a context in which they are allocated, such as one of fake tensors.
+    values: what fills the shards. attention: returns what takes the place of a layer's attention function. memory: a
+    context in which the shards are allocated, such as one of fake tensors.
     """
     layout = make_layout(config, meshes)
 
     def build(stage: Stage | None) -> tuple[Transformer, DataParallel]:
         builder = Builder(build_meta_model(config, stage), layout)
         engine = builder.apply_all()
+        if attention is not None:
+            replace_attention(builder.model, attention)
         with memory():
             builder.begin("allocate")
             engine.allocate(device)
             heads = builder.model.heads() if hasattr(builder.model, "heads") else {}
-            for shard in engine.shards:
-                shard.heads = heads.get(shard.name, 1)
+            shards = [replace(shard, heads=heads.get(shard.name, 1)) for shard in engine.shards]
             builder.begin("initialise")
-            starts = parametrize(builder.model.initial_values(), engine.shards, config)
+            starts, engine.shards = parametrize(builder.model.initial_values(), shards, config)
             values(engine.shards, starts, config.run.seed)
             builder.model.reset_buffers(layout.compute)
         return builder.model, engine

@@ -28,14 +28,19 @@ from forge.parallel.context import SequenceSplit
 from forge.parallel.layout import Layout
 from forge.runtime import compat
 from forge.runtime.errors import UserError
-from forge.shard import Logits, Shard
+from forge.shard import Shard
 
 # Queries whose logits are in memory at once.
 ROWS = 256
 
 
 class LargestLogits:
-    """The largest logits of the layers of `parts`, which become the `logits` of shards of their projections."""
+    """The largest logits of the layers of `parts`.
+
+    by_parameter: for the projections to queries and keys, the logits of the heads, float64 `[heads]`, one after another over
+    the rows of the parameter, equal on all ranks after `complete`; and powers, float64 `[rows of a head]`. Rows times
+    c ** power, in each parameter of a head, scale its logits by c.
+    """
 
     def __init__(self, parts: Sequence[Transformer], shards: Sequence[Shard], layout: Layout):
         layers = {layer: block for part in parts for layer, block in part.layers.items()}
@@ -44,7 +49,8 @@ class LargestLogits:
         device = shards[0].data.device
         self._largest = torch.full((len(layers), heads), -torch.inf, dtype=torch.float64, device=device)
         self._split = SequenceSplit(layout.meshes.cp)
-        of = {shard.name: shard for shard in shards}
+        names = {shard.name for shard in shards}
+        self.by_parameter: dict[str, tuple[Tensor, Tensor]] = {}
         for (layer, block), largest in zip(layers.items(), self._largest, strict=True):
             attention: Any = getattr(block, "attention", None)
             if isinstance(attention, LinearAttention):
@@ -62,8 +68,8 @@ class LargestLogits:
             for name, of_rows in powers.items():
                 rows = torch.tensor(of_rows, dtype=torch.float64, device=device)
                 for leaf in ("weight", "bias"):
-                    if (shard := of.get(f"layers.{layer}.attention.{name}.{leaf}")) is not None:
-                        shard.logits = Logits(largest, rows)
+                    if (parameter := f"layers.{layer}.attention.{name}.{leaf}") in names:
+                        self.by_parameter[parameter] = largest, rows
 
     def complete(self) -> None:
         """Take the maxima over all ranks. Collective."""
@@ -76,7 +82,7 @@ class LargestLogits:
 
 
 def _powers(attention: Any, shared_keys: bool) -> dict[str, list[float]] | None:
-    """Return the powers of the rows of a head, by projection (see `Logits`); None for an unknown kind of attention.
+    """Return the powers of the rows of a head, by projection (see `LargestLogits`); None for an unknown kind of attention.
 
     Queries and keys take a half each. What several query heads share stays as it is, as arXiv:2507.20534 does: grouped
     keys, and of latent attention the one key part with positions.

@@ -53,13 +53,15 @@ VECTORS = re.compile(r"bias$|\.conv\.|\.decay\.|norm\.weight$|sinks\.")
 
 def parametrize(
     starts: Mapping[str, float | Normal | Uniform], shards: Sequence[Shard], config: Config
-) -> dict[str, float | Normal | Uniform]:
-    """Set the rates of all `shards`; return `starts`, the initial values by name under the standard rules, scaled."""
+) -> tuple[dict[str, float | Normal | Uniform], list[Shard]]:
+    """Return `starts`, the initial values by name under the standard rules, scaled, and `shards` with their rates."""
     scaled = dict(starts)
     if config.optimizer.parametrization == "standard":
-        return scaled
+        return scaled, list(shards)
+    rated = []
     for shard in shards:
-        scale, shard.rates = factors(shard, config)
+        scale, rates = factors(shard, config)
+        rated.append(replace(shard, rates=rates))
         start = scaled.get(shard.name)
         if isinstance(start, Normal):
             scaled[shard.name] = replace(start, std=start.std * scale)
@@ -67,7 +69,7 @@ def parametrize(
             # A norm that multiplies by 1 + weight begins at 0.
             offset = 1.0 if config.model.zero_centered_norms else 0.0
             scaled[shard.name] = (start + offset) * scale - offset
-    return scaled
+    return scaled, rated
 
 
 def factors(shard: Shard, config: Config) -> tuple[float, Rates]:

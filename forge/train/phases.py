@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 from forge.config import StepPlan
 from forge.hook import Hook, StepResult
 from forge.model import flops_per_token
+from forge.optim import Optimizer
 from forge.parallel.build import build_meta_model
 from forge.runtime.errors import UserError
 from forge.train.trainer import Trainer
@@ -43,14 +45,7 @@ class PhaseChanges(Hook):
             # As the loader does, which is some steps ahead.
             progress.order = dataset.continuing(progress.order, progress.next_sample, plan.weights)
         trainer.model.micro_batch_size = plan.micro_batch_size
-        if before is None or plan.optimizer is not before.optimizer:
-            follow = getattr(trainer.optimizer, "follow", None)
-            if follow is not None:
-                follow(plan.optimizer)
-        if plan.sliding_window and (before is None or plan.sliding_window != before.sliding_window):
-            for part in trainer.model.parts:
-                set_windows(part, plan.sliding_window)
-            set_windows(self._whole, plan.sliding_window)
+        apply_plan(plan, before, [*trainer.model.parts, self._whole], trainer.optimizer)
         if before is None or (plan.tokens, plan.sliding_window) != (before.tokens, before.sliding_window):
             trainer.metrics.set_step(plan.tokens, flops_per_token(self._whole, plan.seq_len))
             log.info(
@@ -67,8 +62,11 @@ class PhaseChanges(Hook):
         return max(0, self._total - result.tokens) / self._trainer.phases.at(result.tokens).tokens
 
 
-def set_windows(model: Any, window: int) -> None:
-    """Give all layers of `model` that have a sliding window one of `window` tokens."""
-    for block in model.layers.values():
-        if block.attention.window > 0:
-            block.attention.window = window
+def apply_plan(plan: StepPlan, before: StepPlan | None, models: Iterable[Any], optimizer: Optimizer) -> None:
+    """Set the sliding windows of `models` and the keys of `optimizer` that differ from the step `before` (None: all)."""
+    if plan.sliding_window and (before is None or plan.sliding_window != before.sliding_window):
+        for block in (block for model in models for block in model.layers.values()):
+            if block.attention.window > 0:
+                block.attention.window = plan.sliding_window
+    if (before is None or plan.optimizer is not before.optimizer) and hasattr(optimizer, "follow"):
+        optimizer.follow(plan.optimizer)

@@ -15,7 +15,7 @@ from forge.observe.report import Reporter
 from forge.optim import Optimizer, build_optimizer, planned_rate
 from forge.parallel.build import build_meta_model, build_parallel_model
 from forge.parallel.mesh import make_meshes
-from forge.parallel.step.gradients import GradientReport, clip_gradients, report_gradients
+from forge.parallel.step.gradients import GradientReport, report_gradients
 from forge.parallel.step.model import Sums
 from forge.resilience.spikes import SpikeWindow
 from forge.resilience.stopping import StopSignals
@@ -27,6 +27,7 @@ from forge.train.anomalies import AnomalyPolicy
 from forge.train.model_summary import summarize
 from forge.train.results import StepResults
 from forge.train.state import Progress
+from forge.train.step import apply_gradients, compute_gradients
 
 
 class Trainer:
@@ -109,12 +110,8 @@ class Trainer:
             if self.process_last_result():
                 sums, report = self.compute_gradients(batch)
         report = self.anomalies.examine(step, batch, sums, report)
-        clip_gradients(self.model.shards, report.norm, config.train.grad_clip_norm, self.optimizer)
-        with self.hooks.around("optimizer", step):
-            self.optimizer.step(lr, report.skip)
-        self.model.after_update()
-        routers = self.model.update_router(report.skip)
-        self.model.zero_gradients()
+        update, max_norm = self.hooks.around("optimizer", step), config.train.grad_clip_norm
+        routers = apply_gradients(self.model, self.optimizer, report, lr, max_norm, update)
         self.progress.advance(plan)
         self.results.push(
             StepInfo(step, self.progress.tokens, lr, self.progress.next_sample), sums, report, routers
@@ -122,9 +119,7 @@ class Trainer:
 
     def compute_gradients(self, batch: Batch) -> tuple[Sums, GradientReport]:
         """Leave the gradient of the whole global batch in the shards; return the loss and the gradient's norm."""
-        tokens = self.model.count_tokens(batch)
-        sums = self.model.forward_backward(batch, tokens)
-        self.model.finalize_gradients()
+        sums = compute_gradients(self.model, batch)
         stop = self.signals.reason is not None
         report = report_gradients(self.model.shards, sums.objective, stop=stop, save=self.wants_save)
         return sums, report
@@ -170,7 +165,9 @@ class Trainer:
         compiled = config.compile if config.compile.optimizer else None
         return on_every_rank(
             "making the optimizer",
-            lambda: build_optimizer(self.model.shards, config.optimizer, self.meshes.stage, compiled),
+            lambda: build_optimizer(
+                self.model.shards, config.optimizer, self.meshes.stage, compiled, self.model.copies
+            ),
         )
 
     def open_data(self) -> None:

@@ -137,8 +137,7 @@ def load_all(rank: int, world: int, folder: str, wanted: list[str]) -> None:
 
 
 def load_transposed(rank: int, world: int, folder: str) -> None:
-    shard = whole("experts", torch.zeros(3, 4, 5))
-    shard.parameter = torch.zeros(5, 4, 3).permute(2, 1, 0)
+    shard = whole("experts", torch.zeros(5, 4, 3).permute(2, 1, 0))
     targets = [shard, *(whole(name, torch.zeros(s)) for name, s in shapes().items() if name != "experts")]
     load(Path(folder), named(targets))
     assert torch.equal(shard.data, numbers((3, 4, 5)) * 1.1)

@@ -1,6 +1,7 @@
 """Mixtures of experts compute what one process computes: every layout of them, every way of balancing."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -324,13 +325,14 @@ def experts_born_by_local_index() -> None:
     """Each rank draws its experts as if they were the first ones."""
     from forge.parallel import build
     from forge.parallel.initialize import initialize
-    from forge.shard import Box
+    from forge.shard import Box, Shard
 
     def local(shards, values, seed) -> None:
-        for shard in shards:
-            if shard.kind == "expert":
-                shard.boxes = tuple(Box((0,) * len(box.offsets), box.sizes) for box in shard.boxes)
-        initialize(shards, values, seed)
+        def first(shard: Shard) -> Shard:
+            boxes = tuple(Box((0,) * len(box.offsets), box.sizes) for box in shard.boxes)
+            return replace(shard, boxes=boxes) if shard.kind == "expert" else shard
+
+        initialize([first(shard) for shard in shards], values, seed)
 
     build.build_parallel_model.__kwdefaults__["values"] = local
 

@@ -11,10 +11,10 @@ from forge.model import IGNORE
 from forge.optim import build_optimizer
 from forge.parallel.build import build_parallel_model
 from forge.parallel.mesh import make_meshes
-from forge.parallel.step.gradients import clip_gradients, report_gradients
 from forge.parallel.step.model import ParallelModel
 from forge.runtime.world import World, join
 from forge.tools.verify.record import every_batch
+from forge.train.step import optimizer_step
 from tests.support.buffers import engine_config
 
 pytestmark = pytest.mark.gpu
@@ -57,16 +57,9 @@ def test_a_compiled_update_equals_the_plain_one(moments: str) -> None:
     config, found = parse_toml_text(text), []
     for compiled in (None, config.compile):
         model = make(text, CUDA)
-        optimizer = build_optimizer(model.shards, config.optimizer, compiled=compiled)
+        optimizer = build_optimizer(model.shards, config.optimizer, None, compiled, model.copies)
         for _, batch in zip(range(3), every_batch(config), strict=False):
-            batch = batch.to(CUDA)
-            sums = model.forward_backward(batch, model.count_tokens(batch))
-            model.finalize_gradients()
-            report = report_gradients(model.shards, sums.objective, stop=False)
-            clip_gradients(model.shards, report.norm, 0.1, optimizer)
-            optimizer.step(1e-3, report.skip)
-            model.after_update()
-            model.zero_gradients()
+            optimizer_step(model, optimizer, batch.to(CUDA), lr=1e-3, max_norm=0.1)
         found.append([shard.data.clone() for shard in model.shards])
     for plain, ours in zip(*found, strict=True):
         torch.testing.assert_close(ours, plain, rtol=0, atol=1e-4)

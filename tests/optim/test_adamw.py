@@ -67,7 +67,7 @@ def test_bfloat16_moments_stay_close_to_float32_ones() -> None:
     for _ in range(5):
         wide.step(0.01, GO)
         narrow.step(0.01, GO)
-    assert narrow.exp_avg["embedding.weight"].dtype == torch.bfloat16
+    assert narrow.moments.stored["exp_avg", "embedding.weight"].dtype == torch.bfloat16
     for a, b in zip(wide_shards, narrow_shards, strict=True):
         assert not torch.equal(a.parameter, b.parameter)
         # bfloat16 has 8 bits: each of 5 steps of 0.01 is off by at most about 2 * 2^-8.
@@ -86,7 +86,7 @@ def test_a_bfloat16_second_moment_follows_gradients_that_became_smaller() -> Non
         parameter.grad = torch.full(shape, 1.0 if step < 300 else 0.1)
         optimizer.step(0.0, GO)
     exact = 0.999**700 * (1 - 0.999**300) + 0.01 * (1 - 0.999**700)
-    moment = optimizer.exp_avg_sq["wq.weight"].double()
+    moment = optimizer.moments.stored["exp_avg_sq", "wq.weight"].double()
     assert exact == pytest.approx(0.1337, abs=1e-4)
     assert moment.mean().item() == pytest.approx(exact, rel=0.01)
     assert moment.std().item() < 0.1 * exact

@@ -40,14 +40,16 @@ def make(
     for name, shape in SHAPES.items():
         parameter = torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
         shards.append(Shard.whole(name, parameter))
-        shards[-1].rounded = torch.zeros(shape, dtype=torch.bfloat16) if narrow else None
-    return shards, compiled(shards, config, backend) if backend else AdamW(shards, config)
+    return shards, compiled(shards, config, backend, narrow) if backend else AdamW(shards, config)
 
 
-def compiled(shards: list[Shard], config: OptimizerConfig, backend: str) -> CompiledAdamW:
-    """backend: "plain" is without the compiler, which takes seconds."""
+def compiled(
+    shards: list[Shard], config: OptimizerConfig, backend: str, narrow: bool = False
+) -> CompiledAdamW:
+    """backend: "plain" is without the compiler, which takes seconds. narrow: with copies in bfloat16."""
     chosen = Compile(optimizer=True, backend="eager" if backend == "plain" else backend)
-    optimizer = CompiledAdamW(shards, config, None, chosen)
+    copies = {s.parameter: torch.zeros_like(s.data, dtype=torch.bfloat16) for s in shards} if narrow else {}
+    optimizer = CompiledAdamW(shards, config, None, chosen, copies)
     if backend == "plain":
         optimizer._kernel = update_elements
     return optimizer
@@ -61,8 +63,8 @@ def give(shards: list[Shard], seed: int, scale: float = 1.0) -> None:
 
 
 def everything(shards: list[Shard], optimizer: AdamW) -> list[torch.Tensor]:
-    rounded = [shard.rounded for shard in shards if shard.rounded is not None]
-    return [s.data.clone() for s in shards] + [t.clone() for _, _, t in optimizer.tensors()] + rounded
+    copies = [values.clone() for values in getattr(optimizer, "copies", {}).values()]
+    return [s.data.clone() for s in shards] + [t.clone() for _, _, t in optimizer.tensors()] + copies
 
 
 FORMATS = [("float64", "float32"), ("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")]
@@ -152,12 +154,13 @@ def test_the_copy_that_the_model_computes_with_is_written() -> None:
     give(shards, 0)
     optimizer.step(0.1, GO)
     for shard in shards:
-        assert shard.fresh and torch.equal(shard.rounded, shard.data.bfloat16())
+        assert torch.equal(optimizer.copies[shard.parameter], shard.data.bfloat16())
 
 
 def test_a_part_is_updated_as_in_the_whole() -> None:
     name, shape = "layers.0.attention.wq.weight", SHAPES["layers.0.attention.wq.weight"]
-    (whole, *_), optimizer = make(torch.float32, "bfloat16", "plain")
+    shards, optimizer = make(torch.float32, "bfloat16", "plain")
+    whole = shards[0]
     # A slice of the flattened parameter: the end of a row, whole rows, the beginning of a row.
     boxes = (Box((3, 10), (1, 6)), Box((4, 0), (9, 16)), Box((13, 0), (1, 5)))
     inside = slice(3 * 16 + 10, 13 * 16 + 5)
@@ -167,13 +170,14 @@ def test_a_part_is_updated_as_in_the_whole() -> None:
     ).optimizer
     other = compiled([part], config, "plain")
     for step in range(3):
-        give(optimizer._shards, step)
+        give(shards, step)
         part.parameter.grad = whole.parameter.grad.flatten()[inside].clone()
         optimizer.step(0.01, GO)
         other.step(0.01, GO)
     assert torch.equal(part.data, whole.data.flatten()[inside])
-    for moments, of_whole in ((other.exp_avg, optimizer.exp_avg), (other.exp_avg_sq, optimizer.exp_avg_sq)):
-        assert torch.equal(moments[name], of_whole[name].flatten()[inside])
+    for slot in ("exp_avg", "exp_avg_sq"):
+        of_whole = optimizer.moments.stored[slot, name]
+        assert torch.equal(other.moments.stored[slot, name], of_whole.flatten()[inside])
 
 
 @pytest.mark.parametrize(

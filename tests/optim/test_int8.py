@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +12,7 @@ from torch import Tensor
 
 from forge.config import load_config, parse_toml_text
 from forge.optim.adamw import AdamW
-from forge.optim.int8 import Int8Moments
+from forge.optim.moments import Int8Moments
 from forge.runtime.errors import BAD_CONFIG, UserError
 from forge.shard import Box, Shard
 from tests.support.checkpoints import cut, rows
@@ -50,9 +53,8 @@ def trained(cuts: str | None, rank: int = 0, world: int = 1) -> tuple[list[Shard
         values = full(number, step)
         return CUTS[cuts](f"{number}", values, rank, world) if cuts else Shard.whole(f"{number}", values)
 
-    shards = [make(number, 0) for number in range(len(SHAPES))]
-    for shard in shards:
-        shard.parameter = torch.nn.Parameter(shard.data.clone())
+    starts = [make(number, 0) for number in range(len(SHAPES))]
+    shards = [replace(shard, parameter=torch.nn.Parameter(shard.data.clone())) for shard in starts]
     optimizer = AdamW(shards, INT8, dist.group.WORLD if world > 1 else None)
     for step in range(1, 4):
         for number, shard in enumerate(shards):
@@ -74,22 +76,22 @@ def _is_whole(rank: int, world: int, cuts: str) -> int:
             same = codes[slot, shard.name].view(shard.global_shape)[index(box)]
             torch.testing.assert_close(piece, same, rtol=1e-12, atol=0)
     # After a load only who saves the scale of a block knows it.
-    assert optimizer._int8 is not None
-    known = [[region.scales.clone() for region in regions] for regions in optimizer._int8._regions.values()]
-    for regions in optimizer._int8._regions.values():
-        for region in regions:
-            if not region.owned:
-                region.scales.zero_()
+    moments = optimizer.moments
+    assert isinstance(moments, Int8Moments)
+    regions = list(itertools.chain(*moments.regions.values()))
+    known = [region.scales.clone() for region in regions]
+    for region in regions:
+        if not region.saved:
+            region.scales.zero_()
     optimizer.load_state({"updates": 3})
-    for regions, before in zip(optimizer._int8._regions.values(), known, strict=True):
-        assert all(torch.equal(r.scales, b) for r, b in zip(regions, before, strict=True))
+    assert all(torch.equal(r.scales, b) for r, b in zip(regions, known, strict=True))
     # Every scale is saved once.
     for slot, shard, values in optimizer.tensors():
         assert values.numel() == sum(box.numel for box in shard.boxes)
         counted = torch.tensor(values.numel())
         dist.all_reduce(counted)
         assert int(counted) == shard.global_shape.numel(), (slot, shard.name)
-    return len(optimizer._int8._maxima)
+    return len(moments.maxima)
 
 
 @pytest.mark.parametrize(("cuts", "some"), [("rows", False), ("columns", True), ("slices", True)])
@@ -102,10 +104,10 @@ def test_blocks_are_of_the_whole_tensor_wherever_it_is_cut(cuts: str, some: bool
 
 def moment(values: Tensor, slot: str, updates: int = 0) -> Tensor:
     shard = Shard.whole("weight", torch.zeros(values.shape))
-    moments = Int8Moments([shard], None)
+    moments = Int8Moments([shard], (slot,), None)
     moments.draw(torch.tensor(updates))
     moments.write(shard, slot, values)
-    moments.agree()
+    moments.finish()
     return moments.read(shard, slot)
 
 

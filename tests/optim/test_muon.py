@@ -10,7 +10,7 @@ from forge.config import load_config, parse_toml_text
 from forge.optim.muon import Muon
 from forge.optim.orthogonal import orthogonalize_
 from forge.runtime.errors import BAD_CONFIG, UserError
-from forge.shard import Logits, Shard
+from forge.shard import Shard
 from tests.support.equivalence import tiny_config
 
 GO, SKIP = torch.tensor(0.0), torch.tensor(1.0)
@@ -44,9 +44,8 @@ def make(
     shards = []
     for name, shape in (shapes | NORM).items():
         parameter = torch.nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype))
-        shards.append(Shard.whole(name, parameter))
-        shards[-1].kind = "router" if "router" in name else "expert" if "experts" in name else "dense"
-        shards[-1].heads = 4 if "wq.weight" in name else 1
+        kind = "router" if "router" in name else "expert" if "experts" in name else "dense"
+        shards.append(Shard.whole(name, parameter, kind=kind, heads=4 if "wq.weight" in name else 1))
     give_gradients(shards, 0)
     return shards, Muon(shards, config)
 
@@ -201,9 +200,10 @@ def test_heads_whose_logits_are_above_the_limit_are_scaled_and_no_others() -> No
     for powers in ([0.5] * size, [1.0] * size, [0.0] + [1.0] * (size - 1)):
         (plain, _), other = make({name: MATRICES[name]})
         (shard, norm), _ = make({name: MATRICES[name]})
-        shard.logits = Logits(torch.tensor([10.0, 200.0, -torch.inf, 50.0]).double(), torch.tensor(powers))
+        largest = torch.tensor([10.0, 200.0, -torch.inf, 50.0]).double()
         config = parse_toml_text(tiny_config() + MUON + f"qk_clip = {limit}").optimizer
         optimizer = Muon([shard, norm], config)
+        optimizer.bound_logits({name: (largest, torch.tensor(powers))})
         before = shard.data.clone()
         optimizer.step(0.1, SKIP)
         assert torch.equal(shard.data, before)

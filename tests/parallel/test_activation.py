@@ -127,7 +127,7 @@ def test_selective_computes_no_product_again_whatever_a_model_is_made_of(seed) -
 
 
 def test_a_policy_that_keeps_nothing_is_seen(monkeypatch) -> None:
-    monkeypatch.setattr(blocks, "kept_operators", lambda: frozenset())
+    monkeypatch.setattr(blocks, "KEPT", ())
     with pytest.raises(AssertionError):
         test_selective_computes_cheap_operators_again_and_no_expensive_one()
 

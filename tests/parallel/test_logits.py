@@ -63,8 +63,8 @@ def test_linear_layers_have_no_logits_and_the_others_are_observed() -> None:
     with torch.device("meta"):
         model = build_model(config, 80)
     shards = [Shard.whole(name, nn.Parameter(torch.zeros(4, 4))) for name, _ in model.named_parameters()]
-    logits.LargestLogits([model], shards, LAYOUT)
-    assert {shard.name for shard in shards if shard.logits} == {"layers.2.attention.wq.weight"}
+    observed = logits.LargestLogits([model], shards, LAYOUT)
+    assert set(observed.by_parameter) == {"layers.2.attention.wq.weight"}
     attends = [block.attention.attend for block in model.layers.values()]
     assert [isinstance(attend, logits.ObservedAttention) for attend in attends] == [False, False, True]
 

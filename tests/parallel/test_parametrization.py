@@ -47,10 +47,7 @@ def recipe(name: str, *options: str, rule: str = "completep", dim: int = 64, dep
 def shards_of(config: Config) -> list[Shard]:
     model = build_meta_model(config)
     heads = model.heads()
-    shards = [Shard.whole(name, parameter) for name, parameter in model.named_parameters()]
-    for shard in shards:
-        shard.heads = heads.get(shard.name, 1)
-    return shards
+    return [Shard.whole(name, p, heads=heads.get(name, 1)) for name, p in model.named_parameters()]
 
 
 @pytest.mark.parametrize(("name", "table"), [("debug", DENSE), ("moe_debug", DENSE | EXPERTS)])
@@ -70,8 +67,8 @@ def test_with_the_sizes_of_the_base_nothing_changes(name: str, rule: str, option
     plain = load_config(["--config", name, *options])
     config = recipe(name, *options, rule=rule, dim=plain.model.dim, depth=plain.model.n_layers)
     shards, starts = shards_of(config), build_meta_model(config).initial_values()
-    assert parametrize(starts, shards, config) == starts
-    assert all(shard.rates == Rates() for shard in shards)
+    scaled, rated = parametrize(starts, shards, config)
+    assert scaled == starts and all(shard.rates == Rates() for shard in rated)
 
 
 def test_width_alone_counts_under_mup_and_depth_has_the_standard_rule() -> None:
@@ -99,10 +96,10 @@ def test_orthogonal_updates_grow_as_the_root_of_rows_over_columns(
 
 def test_tied_embeddings_leave_the_factor_of_the_logits_to_the_final_norm() -> None:
     config = recipe("debug", "--model.tie_embeddings=true")
-    starts = parametrize(build_meta_model(config).initial_values(), shards_of(config), config)
+    starts, _ = parametrize(build_meta_model(config).initial_values(), shards_of(config), config)
     assert starts["norm.weight"] == 1 / 4 and starts["embedding.weight"] == Normal(0.02)
     config = recipe("debug", "--model.tie_embeddings=true", "--model.zero_centered_norms=true")
-    starts = parametrize(build_meta_model(config).initial_values(), shards_of(config), config)
+    starts, _ = parametrize(build_meta_model(config).initial_values(), shards_of(config), config)
     assert starts["norm.weight"] == 1 / 4 - 1
 
 
@@ -127,8 +124,8 @@ def test_a_multiplier_in_the_weights_trains_as_one_in_the_forward(name: str) -> 
     c, outputs = 0.125, []
     for inside, outside in ((1.0, c), (c, 1.0)):
         weight = torch.nn.Parameter(start * inside)
-        shard = Shard.whole("layers.0.attention.wq.weight", weight)
-        shard.rates = Rates(lr=inside, orthogonal=inside, eps=1 / inside)
+        rates = Rates(lr=inside, orthogonal=inside, eps=1 / inside)
+        shard = Shard.whole("layers.0.attention.wq.weight", weight, rates=rates)
         norm = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))  # Muon leaves some to AdamW
         optimizer = build_optimizer([shard, Shard.whole("norm.weight", norm)], config.optimizer)
         generator = torch.Generator().manual_seed(1)

@@ -78,7 +78,7 @@ def test_a_step_that_waits_fails_as_on_a_real_gpu(tmp_path: Path) -> None:
 
 
 def wait_in_the_clipping() -> None:
-    from forge.train import trainer
+    from forge.train import step
 
-    inner = trainer.clip_gradients
-    trainer.clip_gradients = lambda shards, norm, *rest: (norm.item(), inner(shards, norm, *rest))[1]
+    inner = step.clip_gradients
+    step.clip_gradients = lambda shards, norm, *rest: (norm.item(), inner(shards, norm, *rest))[1]

@@ -196,7 +196,7 @@ def weights_of_the_step_before() -> None:
     """Weights of the step before."""
     from forge.parallel.engines.buffered import Buffered
 
-    Buffered.after_update = lambda self: None
+    Buffered.after_update = lambda self, copied: None
 
 
 def experts_drawn_by_local_index() -> None:
@@ -205,13 +205,11 @@ def experts_drawn_by_local_index() -> None:
     from forge.parallel.initialize import initialize
 
     def local(shards: Any, values: Any, seed: int) -> None:
-        true = {shard.name: shard.boxes for shard in shards}
-        for shard in shards:
-            if shard.kind == "expert":
-                shard.boxes = tuple(Box((0,) * len(box.offsets), box.sizes) for box in shard.boxes)
-        initialize(shards, values, seed)
-        for shard in shards:
-            shard.boxes = true[shard.name]
+        def first(shard: Shard) -> Shard:
+            boxes = tuple(Box((0,) * len(box.offsets), box.sizes) for box in shard.boxes)
+            return replace(shard, boxes=boxes) if shard.kind == "expert" else shard
+
+        initialize([first(shard) for shard in shards], values, seed)
 
     build.build_parallel_model.__kwdefaults__["values"] = local
 

@@ -22,11 +22,11 @@ from forge.optim import build_optimizer
 from forge.parallel.build import build_parallel_model
 from forge.parallel.initialize import initialize
 from forge.parallel.mesh import make_meshes
-from forge.parallel.step.gradients import clip_gradients, report_gradients
 from forge.tools.plan import fake
 from forge.tools.plan.hardware import Hardware, Link
 from forge.tools.plan.plan import plannable
 from forge.tools.plan.stage import StagePlan, plan_stage
+from forge.train.step import optimizer_step
 from tests.support.collectives import collectives_of
 from tests.support.equivalence import config_batches, tiny_config
 from tests.support.harness import run_ranks
@@ -112,15 +112,7 @@ def _run(rank: int, world: int, text: str) -> Facts:
     report.count_state(model.memory(), optimizer.tensors())
 
     def step() -> None:
-        batch = next(batches)
-        sums = model.forward_backward(batch, model.count_tokens(batch))
-        model.finalize_gradients()
-        found = report_gradients(model.shards, sums.objective, stop=False)
-        clip_gradients(model.shards, found.norm, config.train.grad_clip_norm)
-        optimizer.step(config.optimizer.lr, found.skip)
-        model.after_update()
-        model.update_router(found.skip)
-        model.zero_gradients()
+        optimizer_step(model, optimizer, next(batches), config.optimizer.lr, config.train.grad_clip_norm)
 
     batches = config_batches(config, meshes.data_rank, meshes.data_ranks)
     with patch.object(Router, "choose", in_turn):

@@ -19,8 +19,8 @@ from forge.optim import build_optimizer
 from forge.parallel.build import build_parallel_model
 from forge.parallel.expert import AllToAllDispatcher
 from forge.parallel.mesh import make_meshes
-from forge.parallel.step.gradients import clip_gradients, report_gradients
 from forge.tools.verify.shrink import changed, for_layout, shrink
+from forge.train.step import optimizer_step
 from tests.support.equivalence import config_batches
 from tests.support.harness import run_ranks
 
@@ -101,14 +101,7 @@ def _make_steps(rank: int, world: int, texts: list[str]) -> None:
         try:
             with no_reading():
                 for _ in range(2):
-                    sums = model.forward_backward(batch, model.count_tokens(batch))
-                    model.finalize_gradients()
-                    report = report_gradients(model.shards, sums.objective, stop=False)
-                    clip_gradients(model.shards, report.norm, 1.0)
-                    optimizer.step(1e-3, report.skip)
-                    model.after_update()
-                    model.update_router(report.skip)
-                    model.zero_gradients()
+                    optimizer_step(model, optimizer, batch, lr=1e-3, max_norm=1.0)
         except Waited as error:
             raise AssertionError(f"the host waits under\n{text}") from error
 

@@ -1,8 +1,8 @@
 """What a phase changes in the model, in this process."""
 
-from forge.config import parse_toml_text
+from forge.config import Phases, parse_toml_text
 from forge.tools.verify.plain import plain_model
-from forge.train.phases import set_windows
+from forge.train.phases import apply_plan
 from tests.support.equivalence import tiny_config
 
 PATTERN = """
@@ -19,6 +19,7 @@ value_head_dim = 6
 def test_a_window_is_for_the_layers_that_have_one() -> None:
     model = plain_model(parse_toml_text(tiny_config(model=PATTERN)))
     before = [block.attention.window for block in model.layers.values()]
-    set_windows(model, 8)
+    config = parse_toml_text(tiny_config(model=PATTERN.replace("24", "8")))
+    apply_plan(Phases(config).at(0), None, [model], object())
     assert before[1] == 24
     assert [block.attention.window for block in model.layers.values()] == [before[0], 8, before[2]]

@@ -19,7 +19,7 @@ from forge.parallel.context.ulysses import UlyssesAttention
 from forge.parallel.layout import Layout
 from forge.runtime.errors import UserError
 
-__all__ = ["ModelInputs", "SequenceSplit", "apply_context"]
+__all__ = ["ModelInputs", "SequenceSplit", "apply_context", "replace_attention"]
 
 FUNCTIONS: dict[str, Callable[[SequenceSplit], AttentionFunction]] = {
     "allgather": AllGatherAttention,
@@ -47,3 +47,11 @@ def apply_context(model: Transformer, layout: Layout) -> None:
     for block in model.layers.values():
         attention: Any = block.attention
         attention.attend = states if isinstance(attention, LinearAttention) else attend
+
+
+def replace_attention(model: Transformer, function: Callable[[Any], Any]) -> None:
+    """Replace the attention function of each layer by what `function` returns for it."""
+    for block in model.layers.values():
+        attention: Any = block.attention
+        if hasattr(attention, "attend"):
+            attention.attend = function(attention.attend)

@@ -12,27 +12,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from forge.model import AttentionMask, LatentAttention, sdpa_attention
-from forge.model.mask import block_part, dense_part
+from forge.model import AttentionMask, LatentAttention
+from forge.model.sdpa import SdpaAttention, sdpa_attention
 from forge.parallel.context.sequence import SequenceSplit
 from forge.runtime import compat
 
 
 class AllGatherAttention:
-    """This rank's queries against the keys and values of the whole sequence."""
+    """This rank's queries against the keys and values of the whole sequence, by `inner`."""
 
-    def __init__(self, split: SequenceSplit):
-        self.split = split
+    def __init__(self, split: SequenceSplit, inner: SdpaAttention = sdpa_attention):
+        self.split, self._inner = split, inner
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
         seq = x.shape[1] * self.split.ranks
         if x.is_cuda and mask.is_causal(seq):
             # Made here, once per forward: the compiler takes such masks as arguments, but cannot trace their making.
             return mask.with_table(lower_right(self.split, x.shape[1]))
-        # flex's kernels stop at float32.
-        make_table = block_part if x.is_cuda and x.dtype != torch.float64 else dense_part
         queries, keys = self.split.indices(seq, x.device), torch.arange(seq, device=x.device)
-        return mask.with_table(make_table(mask.window, mask.documents, queries, keys))
+        return self._inner.prepare_part(mask, queries, keys, x)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sinks: Tensor | None = None
@@ -55,7 +53,7 @@ class AllGatherAttention:
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sinks: Tensor | None) -> Tensor:
         if isinstance(mask.table, tuple):
             return causal_chunks(q, k, v, mask.table)
-        return sdpa_attention(q, k, v, mask, sinks)
+        return self._inner(q, k, v, mask, sinks)
 
 
 def lower_right(split: SequenceSplit, tokens: int) -> tuple[Any, ...]:

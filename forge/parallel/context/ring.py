@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from forge.model import AttentionMask
 from forge.model.mask import block_part, dense_part
 from forge.model.norm import promoted
-from forge.model.sdpa import flex_with_lse
+from forge.model.sdpa import flex_with_lse, has_flex
 from forge.parallel.context.sequence import SequenceSplit
 from forge.runtime import compat
 
@@ -34,10 +34,16 @@ class Pair(NamedTuple):
 
 
 class RingAttention:
-    """This rank's queries against every rank's keys and values in turn, its own first."""
+    """This rank's queries against every rank's keys and values in turn, its own first.
 
-    def __init__(self, split: SequenceSplit):
-        self.split = split
+    kernel: what computes each block; None: flex_attention where it has kernels, the formula written out elsewhere.
+    """
+
+    def __init__(self, split: SequenceSplit, kernel: PlainKernel | FlexKernel | None = None):
+        self.split, self._kernel = split, kernel
+
+    def kernel_for(self, x: Tensor) -> PlainKernel | FlexKernel:
+        return self._kernel or (FlexKernel() if has_flex(x) else PlainKernel())
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
         """The table becomes the pairs of chunks to compute after 0, 1, ... exchanges: `list[list[Pair]]`."""
@@ -47,8 +53,7 @@ class RingAttention:
 
     def _pairs(self, mask: AttentionMask, x: Tensor, keys: tuple[int, int]) -> list[Pair]:
         size = x.shape[1] // 2
-        flex = kernel_for(x).flex
-        make_table: Any = block_part if flex else dense_part
+        kernel = self.kernel_for(x)
         pairs = []
         for i, q_chunk in enumerate(self.split.chunks(self.split.rank)):
             for j, k_chunk in enumerate(keys):
@@ -60,19 +65,19 @@ class RingAttention:
                     pairs.append(Pair(i, j, None))
                     continue
                 tokens = torch.arange(size, device=x.device)
-                table = make_table(
+                table: Any = kernel.make_table(
                     mask.window, mask.documents, tokens + q_chunk * size, tokens + k_chunk * size
                 )
                 # Without documents some key is visible. On CUDA `any` would wait for the device, and an empty block mask
                 # costs next to nothing.
-                if flex or mask.documents is None or table.any():
+                if kernel.flex or mask.documents is None or table.any():
                     pairs.append(Pair(i, j, table))
         return pairs
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sinks: Tensor | None = None
     ) -> Tensor:
-        return _Ring.apply(q, k, v, sinks, mask.table, mask.soft_cap, self.split)
+        return _Ring.apply(q, k, v, sinks, mask.table, mask.soft_cap, self.split, self.kernel_for(q))
 
 
 class _Ring(torch.autograd.Function):
@@ -88,8 +93,9 @@ class _Ring(torch.autograd.Function):
         steps: list[list[Pair]],
         soft_cap: float,
         split: SequenceSplit,
+        kernel: PlainKernel | FlexKernel,
     ) -> Tensor:
-        kernel, exact = kernel_for(q), promoted(q.dtype)
+        exact = promoted(q.dtype)
         out = torch.zeros((*q.shape[:-1], v.shape[-1]), dtype=exact, device=q.device)
         lse = torch.full(q.shape[:-1], -torch.inf, dtype=exact, device=q.device)
         if sinks is not None:
@@ -105,15 +111,15 @@ class _Ring(torch.autograd.Function):
             kv = compat.arrived(arriving)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.rest = steps, soft_cap, split
+        ctx.rest = steps, soft_cap, split, kernel
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        steps, soft_cap, split = ctx.rest
-        kernel, exact = kernel_for(q), promoted(q.dtype)
+        steps, soft_cap, split, kernel = ctx.rest
+        exact = promoted(q.dtype)
         delta = (grad.to(exact) * out.to(exact)).sum(-1)
         grad_q = torch.zeros_like(q, dtype=exact)
         grad_sinks = None
@@ -138,7 +144,7 @@ class _Ring(torch.autograd.Function):
             kv = compat.arrived(arriving)
         assert travelling is not None
         grad_k, grad_v = travelling.to(k.dtype).split([k.shape[-1], v.shape[-1]], dim=-1)
-        return grad_q.to(q.dtype), grad_k, grad_v, grad_sinks, None, None, None
+        return grad_q.to(q.dtype), grad_k, grad_v, grad_sinks, None, None, None, None
 
 
 def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
@@ -183,6 +189,7 @@ class PlainKernel:
     """The formula, with rows x columns scores in memory for each head."""
 
     flex = False
+    make_table = staticmethod(dense_part)
 
     def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
         """out `[batch, heads, rows, v_dim]`, lse `[batch, heads, rows]`, the logarithm of each row's sum of exp(score)."""
@@ -241,9 +248,13 @@ class FlexKernel:
     """
 
     flex = True
+    make_table: Any = staticmethod(block_part)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, table: Any, soft_cap: float) -> tuple[Tensor, Tensor]:
+        return flex_with_lse(q, k, v, table, soft_cap)
 
     def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
-        out, lse = flex_with_lse(*block)
+        out, lse = self.attend(*block)
         exact = promoted(block.q.dtype)
         return out.to(exact), lse.to(exact)
 
@@ -252,7 +263,7 @@ class FlexKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = (x.detach().requires_grad_() for x in block[:3])
         with torch.enable_grad():
-            out, own_lse = flex_with_lse(q, k, v, block.table, block.soft_cap)
+            out, own_lse = self.attend(q, k, v, block.table, block.soft_cap)
         # The whole is the sum of weight * out over blocks, where weight = exp(own_lse - lse) sums to 1.
         exact = promoted(q.dtype)
         weight = torch.exp(own_lse.detach().to(exact) - lse)
@@ -264,8 +275,3 @@ class FlexKernel:
         )
         grad_q, grad_k, grad_v = (x.to(exact) for x in grads)
         return grad_q, grad_k, grad_v
-
-
-def kernel_for(x: Tensor) -> PlainKernel | FlexKernel:
-    """flex_attention on CUDA up to float32; the formula written out elsewhere."""
-    return FlexKernel() if x.is_cuda and x.dtype != torch.float64 else PlainKernel()

@@ -11,24 +11,25 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from forge.model import AttentionMask, sdpa_attention
+from forge.model import AttentionMask
+from forge.model.sdpa import SdpaAttention, sdpa_attention
 from forge.parallel.context.sequence import SequenceSplit
 from forge.runtime import compat
 
 
 class UlyssesAttention:
-    """Each rank computes heads / cp heads over the whole sequence. cp must divide the heads, not the key/value heads.
+    """Each rank computes heads / cp heads over the whole sequence, by `inner`.
 
-    Where it does not divide the key/value heads, each is sent several times, so that every rank gets those of its query
-    heads.
+    cp must divide the heads, not the key/value heads. Where it does not divide the key/value heads, each is sent several
+    times, so that every rank gets those of its query heads.
     """
 
-    def __init__(self, split: SequenceSplit):
-        self.split = split
+    def __init__(self, split: SequenceSplit, inner: SdpaAttention = sdpa_attention):
+        self.split, self._inner = split, inner
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
         # Only shape, dtype and device of x are used: a view is enough, and nothing is gathered.
-        return sdpa_attention.prepare(mask, x[:, :1].expand(-1, x.shape[1] * self.split.ranks, -1))
+        return self._inner.prepare(mask, x[:, :1].expand(-1, x.shape[1] * self.split.ranks, -1))
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sinks: Tensor | None = None
@@ -47,7 +48,7 @@ class UlyssesAttention:
         )
         if sinks is not None:
             sinks = sinks.unflatten(0, (ranks, -1))[self.split.rank]
-        out = sdpa_attention(q, k, v, mask, sinks)
+        out = self._inner(q, k, v, mask, sinks)
         # [cp: whose heads, batch, heads / cp, seq / cp, v_dim]
         received = compat.all_to_all(self.split.by_rank(out), self.split.group)
         return received.movedim(0, 1).flatten(1, 2)

@@ -6,7 +6,7 @@ The layer above calls every engine in the same way and order, whether a paramete
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Protocol
 
@@ -30,6 +30,9 @@ class DataParallel(Protocol):
     shards: list[Shard]
     """What the optimizer updates, in the order of `named_parameters`; there after `allocate`."""
 
+    copies: dict[Tensor, Tensor]
+    """This rank's part of narrower copies that the model computes with, by parameter of a shard; there after `allocate`."""
+
     def allocate(self, device: torch.device) -> None:
         """Give this rank uninitialised storage for its part of the model."""
 
@@ -48,8 +51,11 @@ class DataParallel(Protocol):
     def finish_gradient_sync(self) -> None:
         """Complete these reductions: the gradients of `shards` are sums over data ranks."""
 
-    def after_update(self) -> None:
-        """Call after `shards` have been written to: the model computes with their values from now on."""
+    def after_update(self, copied: Collection[Tensor] = ()) -> None:
+        """Call after `shards` have been written to: the model computes with their values from now on.
+
+        copied: parameters of shards whose `copies` have been written, too.
+        """
 
     def zero_gradients(self) -> None:
         """Discard the gradients."""

@@ -16,7 +16,7 @@ added up as backward makes them, and parameters are cast once per step instead o
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -53,6 +53,7 @@ class FullySharded:
 
     name = "fsdp2"
     shards: list[Shard]
+    copies: dict[Tensor, Tensor]
 
     def __init__(self, model: Transformer, layout: Layout):
         # What this rank holds of the model once all units are gathered.
@@ -92,6 +93,7 @@ class FullySharded:
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))
         kinds = parameter_kinds(self._model)
+        self.copies = {}  # FSDP2 casts what it gathers
         self.shards = [
             _shard_of(name, parameter, kinds.get(parameter, "dense"), self._layout, name in self._whole)
             for name, parameter in self._model.named_parameters()
@@ -124,7 +126,7 @@ class FullySharded:
         if self._replicated:
             sum_gradients(self._replicated, self._layout.meshes.loss)
 
-    def after_update(self) -> None:
+    def after_update(self, copied: Collection[Tensor] = ()) -> None:
         # Backward frees what was gathered, but what a forward without a backward gathered may still be there.
         for module in self._model.modules():
             if isinstance(module, FSDPModule):

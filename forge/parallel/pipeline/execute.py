@@ -13,7 +13,7 @@ afterwards. Shapes of activations are known beforehand, so no message and no for
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -59,6 +59,8 @@ class PipelinedModel(ParallelModel):
         self._forward_program = plan.schedule.forward_only().programs[rank]
         self.last_backward = plan.schedule.last_backward(rank)
         self.compute = layout.compute
+        # An extension point, for ranks without peers.
+        self.isend: Callable[..., dist.Work | None] = dist.isend
         self._dim, self._vocab = layout.model.dim, layout.model.vocab_size
         self._pieces = layout.parallel.tp if layout.parallel.sequence_parallel else 1
         self._tied = None
@@ -74,10 +76,10 @@ class PipelinedModel(ParallelModel):
         if self._tied is not None:
             self._tied.sum_gradients()
 
-    def after_update(self) -> None:
+    def after_update(self, copied: Collection[Tensor] = ()) -> None:
         if self._tied is not None:
             self._tied.copy_values()
-        super().after_update()
+        super().after_update(copied)
 
     def replicated_tensors(self) -> Iterator[tuple[str, Tensor, dist.ProcessGroup]]:
         yield from super().replicated_tensors()
@@ -143,7 +145,7 @@ class _Run:
 
     def __init__(self, model: PipelinedModel, microbatches: list[ModelInputs], divisor: Tensor):
         self._model, self._microbatches, self._divisor = model, microbatches, divisor
-        self.messages = Messages(model.neighbours, model.plan.schedule.rank_of, divisor.device)
+        self.messages = Messages(model, divisor.device)
         self.losses = torch.zeros(3, dtype=torch.float64, device=divisor.device)
         self.outputs: dict[tuple[int, int], Tensor] = {}
         self._inputs: dict[tuple[int, int], Tensor] = {}
@@ -230,13 +232,13 @@ class _Run:
 class Messages:
     """Activations and their gradients between stages; sent only if the neighbour is on another rank.
 
-    Each is kept under the action that needs it: F the input of its stage, B the gradient of its output. groups: this rank's
-    with each neighbour (`neighbour_groups`). rank_of: the rank of the pipeline that holds each stage. Nothing waits but
+    Each is kept under the action that needs it: F the input of its stage, B the gradient of its output. Nothing waits but
     `take`, for the one tensor that it returns.
     """
 
-    def __init__(self, groups: dict[int, dist.ProcessGroup], rank_of: tuple[int, ...], device: torch.device):
-        self._groups, self._rank_of, self._device = groups, rank_of, device
+    def __init__(self, model: PipelinedModel, device: torch.device):
+        self._groups, self._rank_of = model.neighbours, model.plan.schedule.rank_of
+        self._isend, self._device = model.isend, device
         self._here: dict[Action, Tensor] = {}
         self._receiving: dict[Action, tuple[dist.Work, Tensor]] = {}
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
@@ -256,7 +258,7 @@ class Messages:
     def send(self, user: Action) -> None:
         """Start to send what was put for the stage of `user` to its rank."""
         tensor = self._here.pop(user).contiguous()
-        work = dist.isend(tensor, **self._with(user.stage, "group_dst"))
+        work = self._isend(tensor, **self._with(user.stage, "group_dst"))
         assert work is not None
         self._sending.append((work, tensor))
         # A tensor must live until it is sent; free those that are. Only `close` waits for the others.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -54,12 +54,14 @@ class ParallelModel:
     """A model spread over ranks. Methods are collective unless they say otherwise; the loop calls them in this order.
 
     parts: this rank's stages of the model (without a pipeline one, all of it). shards: the parameters.
-    buffers: what else belongs into checkpoints, the balancing state of routers.
+    buffers: what else belongs into checkpoints, the balancing state of routers. copies: this rank's part of narrower copies
+    that the model computes with, by parameter of a shard.
     """
 
     def __init__(self, parts: Sequence[Transformer], engines: Sequence[DataParallel], layout: Layout):
         self.parts = list(parts)
         self.shards = [shard for engine in engines for shard in engine.shards]
+        self.copies = {parameter: copy for engine in engines for parameter, copy in engine.copies.items()}
         self._engines = engines
         self._routers = None if layout.model.moe is None else Routers(parts, layout)
         self.buffers = [] if self._routers is None else self._routers.shards()
@@ -68,6 +70,7 @@ class ParallelModel:
             pairs = zip(parts, engines, strict=True)
             self._partial = [shard for part, engine in pairs for shard in partial_shards(part, engine.shards)]
         self._largest_logits = LargestLogits(parts, self.shards, layout) if layout.observe_logits else None
+        self.largest_logits = {} if self._largest_logits is None else self._largest_logits.by_parameter
         self._meshes = layout.meshes
         self._split = SequenceSplit(layout.meshes.cp, layout.sequence_pieces, layout.model.mtp_depth)
         self.watch: Callable[[ModelInputs], object] = lambda inputs: None  # called before each forward
@@ -106,10 +109,13 @@ class ParallelModel:
         """Update the balancing state of all routers, unless `skip` (device scalar) is 1.0; None for a dense model."""
         return None if self._routers is None else self._routers.update(skip)
 
-    def after_update(self) -> None:
-        """Recompute what derives from the parameters. Call after each optimizer step, and after a load into a used model."""
+    def after_update(self, copied: Collection[Tensor] = ()) -> None:
+        """Recompute what derives from the parameters. Call after each optimizer step, and after a load into a used model.
+
+        copied: parameters of shards whose `copies` the optimizer has written, too.
+        """
         for engine in self._engines:
-            engine.after_update()
+            engine.after_update(copied)
 
     def zero_gradients(self) -> None:
         """Discard the gradients, and what else was measured with them."""

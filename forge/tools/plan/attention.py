@@ -8,74 +8,79 @@ whose lengths a plan does not know, count as one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from forge.model import AttentionMask, sdpa
+from forge.model import AttentionMask
 from forge.model.flops import mean_keys
 from forge.model.sdpa import SdpaAttention
-from forge.parallel import blocks
-from forge.parallel.context import gathered, ring
 from forge.parallel.context.gathered import AllGatherAttention
-from forge.parallel.context.ring import RingAttention
+from forge.parallel.context.ring import FlexKernel, RingAttention
+from forge.parallel.context.ulysses import UlyssesAttention
 
 
-@contextmanager
-def as_on_cards() -> Iterator[None]:
-    """In the body attention needs the memory and the operations that it needs on a card."""
-    kept = blocks.kept_operators() | {torch.ops.forge.planned_attention.default}
-    with ExitStack() as stack:
-        for place, name, stand_in in (
-            (blocks, "kept_operators", lambda: kept),
-            (sdpa, "dense_table", lambda window, _, seq, device: round(seq * mean_keys(seq, window))),
-            (SdpaAttention, "__call__", _with_sinks),
-            (gathered, "dense_part", _visible_scores),
-            (AllGatherAttention, "prepare", _on_values(AllGatherAttention.prepare)),
-            (ring, "block_part", _visible_scores),
-            (ring, "flex_with_lse", attend),
-            (ring, "kernel_for", lambda _: ring.FlexKernel()),
-            (RingAttention, "prepare", _on_values(RingAttention.prepare)),
-        ):
-            stack.enter_context(patch.object(place, name, stand_in))
-        yield
+def on_card(attend: Any) -> Any:
+    """Return the attention function that needs the memory and the operations which `attend` needs on a card."""
+    if isinstance(attend, SdpaAttention):
+        return PlannedAttention()
+    if isinstance(attend, AllGatherAttention):
+        return PlannedGathered(attend.split, PlannedAttention())
+    if isinstance(attend, UlyssesAttention):
+        return UlyssesAttention(attend.split, PlannedAttention())
+    if isinstance(attend, RingAttention):
+        return PlannedRing(attend.split, PlannedKernel())
+    return attend  # linear layers, and functions of the user's own
 
 
-def _with_sinks(
-    self: SdpaAttention, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sinks: Tensor | None = None
-) -> Tensor:
-    """In place of `SdpaAttention`; the table is the number of scores, None: causal."""
-    seq = q.shape[2]
-    out, lse = attend(q, k, v, seq * (seq + 1) // 2 if mask.table is None else mask.table)
-    return out if sinks is None else out * torch.sigmoid(lse - sinks[:, None]).unsqueeze(-1).to(out.dtype)
+class PlannedAttention(SdpaAttention):
+    """The table is the number of scores; None: causal."""
+
+    def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
+        seq = x.shape[1]
+        return mask if mask.is_causal(seq) else mask.with_table(round(seq * mean_keys(seq, mask.window)))
+
+    def prepare_part(self, mask: AttentionMask, queries: Tensor, keys: Tensor, x: Tensor) -> AttentionMask:
+        return mask.with_table(visible_scores(mask.window, mask.documents, queries, keys))
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sinks: Tensor | None = None
+    ) -> Tensor:
+        seq = q.shape[2]
+        out, lse = attend(q, k, v, seq * (seq + 1) // 2 if mask.table is None else mask.table)
+        return out if sinks is None else out * torch.sigmoid(lse - sinks[:, None]).unsqueeze(-1).to(out.dtype)
 
 
-def _on_values(prepare: Callable[..., AttentionMask]) -> Callable[..., AttentionMask]:
-    """Return `prepare` that computes positions with numbers: what it returns depends on them, and on no data."""
+class PlannedGathered(AllGatherAttention):
+    def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
+        with _disable_current_modes():  # positions are numbers, on which tables depend
+            return super().prepare(mask, x)
 
-    def prepared(self: Any, mask: AttentionMask, x: Tensor) -> AttentionMask:
+
+class PlannedRing(RingAttention):
+    def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
         with _disable_current_modes():
-            return prepare(self, mask, x)
-
-    return prepared
+            return super().prepare(mask, x)
 
 
-def _visible_scores(window: int, _documents: Any, queries: Tensor, keys: Tensor) -> int:
-    """In place of a table: for how many pairs the mask allows a score. queries, keys: positions; keys one after another."""
+def visible_scores(window: int, _documents: Any, queries: Tensor, keys: Tensor) -> int:
+    """Return for how many pairs the mask allows a score. queries, keys: positions; keys one after another."""
     first = (queries - window + 1 if window else torch.zeros_like(queries)).clamp(min=int(keys[0]))
     last = queries.clamp(max=int(keys[-1]))
     return int((last - first + 1).clamp(min=0).sum())
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, scores: int | None = None, _soft_cap: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """Return tensors in the place of attention's output `[batch, heads, rows, v_dim]` and its logsumexp, as flex_with_lse.
+class PlannedKernel(FlexKernel):
+    make_table = staticmethod(visible_scores)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, table: Any, soft_cap: float) -> tuple[Tensor, Tensor]:
+        return attend(q, k, v, table)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scores: int | None) -> tuple[Tensor, Tensor]:
+    """Return tensors in the place of attention's output `[batch, heads, rows, v_dim]` and its logsumexp.
 
     scores: of each head, how many the mask allows; None: all.
     """

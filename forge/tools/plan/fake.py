@@ -12,8 +12,8 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -30,17 +30,19 @@ from forge.config import Config, Degrees
 from forge.data.loader import Batch
 from forge.observe.memory_report import MemoryReport
 from forge.optim import build_optimizer
-from forge.optim import optimizer as placed
 from forge.parallel.build import build_parallel_model
 from forge.parallel.expert import AllToAllDispatcher
 from forge.parallel.mesh import make_meshes
-from forge.parallel.step.gradients import clip_gradients, report_gradients
+from forge.parallel.pipeline import PipelinedModel
+from forge.parallel.step.gradients import report_gradients
 from forge.runtime import compat
 from forge.runtime.errors import UserError
 from forge.shard import local
-from forge.tools.plan.places import boxes_of_all
+from forge.tools.plan.attention import on_card
+from forge.tools.plan.places import known_everywhere
 from forge.tools.plan.trace import Moment, Trace
 from forge.train.state import all_tensors
+from forge.train.step import apply_gradients, compute_gradients
 
 CPU = torch.device("cpu")
 
@@ -50,43 +52,42 @@ def fake_ranks(rank: int, world: int) -> Iterator[None]:
     """In the body this process is `rank` of a default process group of `world` ranks, of which no other exists."""
     compat.forget_meshes()
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
-    send = dist.isend
     try:
-        # The fake group never says that a message has arrived, so its tensor would be kept until the end of the step.
-        with patch.object(dist, "isend", lambda *args, **kwargs: _Sent(send(*args, **kwargs))):
-            yield
+        yield
     finally:
         dist.destroy_process_group()
         compat.forget_meshes()
 
 
-class _Sent:
-    """A message that has arrived."""
-
-    def __init__(self, work: Any):
-        self.wait = work.wait
-
-    def is_completed(self) -> bool:
-        return True
+def _send(*args: Any, **kwargs: Any) -> Any:
+    """Send a message, which has arrived. The fake group never says so: its tensor would live until the end of the step."""
+    work: Any = dist.isend(*args, **kwargs)
+    return SimpleNamespace(wait=work.wait, is_completed=lambda: True)
 
 
 class FakeRank:
     """Model and optimizer of this rank. Needs `fake_ranks`.
 
-    load: of tokens that reach this rank's experts, times their share if all experts had equal loads.
+    load: of tokens that reach this rank's experts, times their share if all experts had equal loads. card: with attention
+    as it runs on a card.
     """
 
-    def __init__(self, config: Config, degrees: Degrees, load: float = 1.0):
+    def __init__(self, config: Config, degrees: Degrees, load: float = 1.0, card: bool = False):
         self.config, self.degrees = config, degrees
         self.trace = Trace()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.meshes = make_meshes(degrees, CPU.type)
         with _explained():
             # Real meta tensors first: parallelism is applied to these, and only what is allocated is fake.
-            self.model = build_parallel_model(config, self.meshes, CPU, values=_leave, memory=self._watched)
-            answer = functools.partial(boxes_of_all, self.model._engines, degrees)
-            with self._watched(), patch.object(placed, "boxes_of_all", answer):
-                self.optimizer = build_optimizer(self.model.shards, config.optimizer, self.meshes.stage)
+            attention = on_card if card else None
+            self.model = build_parallel_model(
+                config, self.meshes, CPU, values=_leave, attention=attention, memory=self._watched
+            )
+            shards = known_everywhere(self.model.shards, self.model._engines, degrees)
+            with self._watched():
+                self.optimizer = build_optimizer(shards, config.optimizer, self.meshes.stage)
+        if isinstance(self.model, PipelinedModel):
+            self.model.isend = _send
         self.trace.watch(self.model.parts)
         for part in self.model.parts:
             for module in part.modules():
@@ -118,16 +119,13 @@ class FakeRank:
         with _explained(), self._watched():
             self.trace.begin()
             batch, model = self._batch(microbatches), self.model
-            sums = model.forward_backward(batch, model.count_tokens(batch))
-            model.finalize_gradients()
+            sums = compute_gradients(model, batch)
             self.trace.moment = Moment("update")
             report = report_gradients(model.shards, sums.objective, stop=False)
-            clip_gradients(model.shards, report.norm, self.config.train.grad_clip_norm)
-            if update:
-                self.optimizer.step(self.config.optimizer.lr, report.skip)
-            model.after_update()
-            model.update_router(report.skip)
-            model.zero_gradients()
+            optimizer: Any = self.optimizer if update else SimpleNamespace(step=_leave)
+            apply_gradients(
+                model, optimizer, report, self.config.optimizer.lr, self.config.train.grad_clip_norm
+            )
 
     def update(self, microbatches: int) -> None:
         """Make the optimizer's calls of such a step alone, with gradients from nowhere."""
@@ -138,6 +136,8 @@ class FakeRank:
             for shard in self.model.shards:
                 if shard.parameter.grad is None:
                     shard.parameter.grad = torch.empty_like(shard.parameter)
+            if hasattr(self.optimizer, "bound_logits"):
+                self.optimizer.bound_logits(self.model.largest_logits)
             self.optimizer.step(self.config.optimizer.lr, torch.zeros(()))
             self.model.zero_gradients()
             del batch

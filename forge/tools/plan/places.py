@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -19,22 +21,21 @@ Place: TypeAlias = Mapping[str, int]
 """Of a rank, by mesh axis."""
 
 
-def boxes_of_all(
-    engines: Sequence[DataParallel],
-    degrees: Degrees,
-    shards: Sequence[Shard],
-    group: dist.ProcessGroup | None,
-) -> list[list[tuple[Box, ...]]]:
-    """In place of `forge.optim.optimizer.boxes_of_all`, for shards of these engines."""
-    if group is None or group.size() == 1:
-        return [[shard.boxes for shard in shards]]
+def known_everywhere(
+    shards: Sequence[Shard], engines: Sequence[DataParallel], degrees: Degrees
+) -> list[Shard]:
+    """Return the `shards` of `engines` with `boxes_on`, by which an optimizer asks no other rank for its boxes."""
+    at = functools.cache(partial(place_of, degrees=degrees))
     boxes_at = {name: function for engine in engines for name, function in _functions(engine)}
-    everyones = []
-    for rank in dist.get_process_group_ranks(group):
-        at = place_of(rank, degrees)
-        everyones.append([boxes_at[shard.name](at) for shard in shards])
-    assert everyones[group.rank()] == [shard.boxes for shard in shards]
-    return everyones
+
+    def knowing(shard: Shard) -> Shard:
+        def boxes_on(rank: int) -> tuple[Box, ...]:
+            return boxes_at[shard.name](at(rank))
+
+        assert boxes_on(dist.get_rank()) == shard.boxes
+        return replace(shard, boxes_on=boxes_on)
+
+    return [knowing(shard) for shard in shards]
 
 
 def place_of(rank: int, degrees: Degrees) -> Place:

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from forge.config import Config, Degrees
 from forge.parallel.pipeline import PipelinedModel
 from forge.parallel.step.model import ParallelModel
-from forge.tools.plan.attention import as_on_cards
 from forge.tools.plan.collectives import Collective, axes_of
 from forge.tools.plan.estimate import StepTime, time_of
 from forge.tools.plan.fake import FakeRank, fake_ranks
@@ -93,9 +92,7 @@ def plan_stage(
         traced = replace(degrees, accumulation=microbatches)
     with ExitStack() as stack:
         stack.enter_context(fake_ranks(rank, degrees.world))
-        if hardware is None or hardware.card:
-            stack.enter_context(as_on_cards())
-        fake = FakeRank(config, traced, load)
+        fake = FakeRank(config, traced, load, card=hardware is None or bool(hardware.card))
         # As in a run, memory is freed where the last reference goes, not at some later collection.
         gc.disable()
         stack.callback(gc.enable)

@@ -60,11 +60,10 @@ def changes_of_activations(config: Config, steps: int) -> dict[str, float]:
     torch.manual_seed(config.run.seed)
     model = build_meta_model(config)
     model.to_empty(device="cpu")
-    shards = [Shard.whole(name, parameter) for name, parameter in model.named_parameters()]
     heads = model.heads()
-    for shard in shards:
-        shard.heads = heads.get(shard.name, 1)
-    initialize(shards, parametrize(model.initial_values(), shards, config), config.run.seed)
+    wholes = [Shard.whole(name, p, heads=heads.get(name, 1)) for name, p in model.named_parameters()]
+    starts, shards = parametrize(model.initial_values(), wholes, config)
+    initialize(shards, starts, config.run.seed)
     model.reset_buffers(DTYPES[config.precision.compute])
     optimizer = build_optimizer(shards, config.optimizer)
     batches = _batches(config)

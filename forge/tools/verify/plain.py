@@ -22,15 +22,16 @@ from forge.tools.verify.borders import Borders
 from forge.tools.verify.checkpoints import keep_whole, save
 from forge.tools.verify.hooks import UserHooks
 from forge.tools.verify.pieces import Key
-from forge.tools.verify.record import CPU, Settings, WholeRecord, batches, bring_into_force, plans_of
+from forge.tools.verify.record import CPU, Settings, WholeRecord, batches, plans_of
 from forge.tools.verify.shrink import one_process
+from forge.train.phases import apply_plan
 
 
 def plain_model(config: Config, device: torch.device = CPU) -> Transformer:
     """Return the model of `config` in one process without any layout, at its start."""
     model = build_meta_model(config)
     model.to_empty(device=device)
-    starts = parametrize(model.initial_values(), whole_shards(model), config)
+    starts, _ = parametrize(model.initial_values(), whole_shards(model), config)
     for name, parameter in model.named_parameters():
         start = starts[name]
         if isinstance(start, Normal | Uniform):
@@ -56,8 +57,7 @@ def record_plain(text: str, settings: Settings, device: torch.device = CPU) -> W
     model = plain_model(config, device)
     routers = model.routers.values()
     settings.twist.begin([router.weight.data for router in routers], [router.bias for router in routers])
-    shards = whole_shards(model)
-    parametrize({}, shards, config)
+    _, shards = parametrize({}, whole_shards(model), config)
     optimizer = settings.optimizer(shards, config, dist.group.WORLD if dist.is_initialized() else None)
     initial = {("initial", shard.name): shard.data.detach().clone().cpu() for shard in shards}
     record = WholeRecord([initial], [])
@@ -66,7 +66,7 @@ def record_plain(text: str, settings: Settings, device: torch.device = CPU) -> W
     hooks.begin(0)
     read = zip(batches(config, 0, 1, settings, device), plans_of(config, settings.steps), strict=True)
     for number, (batch, plan) in enumerate(read, start=1):
-        bring_into_force(plan, [model], optimizer)
+        apply_plan(plan, None, [model], optimizer)
         lr = settings.lr * plan.lr / config.optimizer.lr
         step: dict[Key, Tensor] = {}
         hooks.call("before_step", number)

@@ -25,7 +25,7 @@ from forge.optim.optimizer import gradient
 from forge.parallel.build import build_parallel_model
 from forge.parallel.initialize import initialize
 from forge.parallel.mesh import make_meshes
-from forge.parallel.step.gradients import clip_gradients, report_gradients
+from forge.parallel.step.gradients import report_gradients
 from forge.parallel.step.model import ParallelModel
 from forge.parallel.step.routers import RouterReport
 from forge.shard import Shard
@@ -33,7 +33,8 @@ from forge.tools.verify.borders import Borders, Part, Seen
 from forge.tools.verify.checkpoints import load, save_and_read
 from forge.tools.verify.hooks import UserHooks
 from forge.tools.verify.pieces import Key, Piece, pieces_of, whole
-from forge.train.phases import set_windows
+from forge.train.phases import apply_plan
+from forge.train.step import apply_gradients, compute_gradients
 
 CPU = torch.device("cpu")
 OptimizerFactory: TypeAlias = Callable[[list[Shard], Config, Any], Optimizer]
@@ -132,7 +133,7 @@ def record_on_rank(
     hooks.begin(0)
     for number, (batch, plan) in enumerate(zip(read, plans, strict=True), start=1):
         model.micro_batch_size = plan.micro_batch_size
-        bring_into_force(plan, model.parts, optimizer)
+        apply_plan(plan, None, model.parts, optimizer)
         of_step = replace(settings, lr=settings.lr * plan.lr / config.optimizer.lr)
         record.steps.append(make_step(model, optimizer, batch, number, of_step, borders, hooks))
         record.steps[-1].part = Part.of(meshes, plan.global_batch_size, plan.seq_len)
@@ -170,15 +171,6 @@ def plans_of(config: Config, steps: int) -> list[StepPlan]:
     return [phases.at(phases.tokens_after(step)) for step in range(steps)]
 
 
-def bring_into_force(plan: StepPlan, models: Iterable[Any], optimizer: Optimizer) -> None:
-    """Set what a phase changes of models and of an optimizer that can follow it."""
-    for model in models:
-        if plan.sliding_window:
-            set_windows(model, plan.sliding_window)
-    if hasattr(optimizer, "follow"):
-        optimizer.follow(plan.optimizer)
-
-
 def _drawn_on_cpu(shards: list[Shard], values: dict[str, Any], seed: int) -> None:
     """Like `initialize`, with the random numbers of a CPU: a card draws others."""
     for shard in shards:
@@ -202,8 +194,7 @@ def make_step(
     hooks.call("before_data", number)
     hooks.call("after_data", number)
     with hooks.around("gradients", number):
-        sums = model.forward_backward(batch, model.count_tokens(batch))
-        model.finalize_gradients()
+        sums = compute_gradients(model, batch)
         report = report_gradients(model.shards, sums.objective, stop=False)
         if borders is not None:
             step.seen = borders.take()
@@ -215,12 +206,9 @@ def make_step(
         }
         step.pieces |= pieces_of("gradient", ((shard, gradient(shard)) for shard in model.shards))
         hooks.process_last_result()
-    clip_gradients(model.shards, report.norm, settings.max_norm, optimizer)
-    with hooks.around("optimizer", number):
-        optimizer.step(settings.lr, report.skip)
-    model.after_update()
-    routers = _routers(model, model.update_router(report.skip))
-    model.zero_gradients()
+    update = hooks.around("optimizer", number)
+    report_of_routers = apply_gradients(model, optimizer, report, settings.lr, settings.max_norm, update)
+    routers = _routers(model, report_of_routers)
     hooks.launched(number, settings.lr, sums.values, report.norm, routers)
     hooks.call("after_step", number)
     step.pieces |= pieces_of("parameter", ((shard, shard.data) for shard in model.shards))

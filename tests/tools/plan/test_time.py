@@ -1,14 +1,11 @@
 """The estimate of time: operations as the model counts them, and rooflines, links and timelines by hand."""
 
-from contextlib import nullcontext
-
 import pytest
 
 from forge.config import check_world, parse_toml_text
 from forge.model import flops_per_token
 from forge.model.flops import mean_keys
 from forge.parallel.build import build_meta_model
-from forge.tools.plan.attention import as_on_cards
 from forge.tools.plan.collectives import Collective
 from forge.tools.plan.estimate import Spent, StepTime, call_seconds, message_seconds, seconds_of
 from forge.tools.plan.fake import FakeRank, fake_ranks
@@ -65,8 +62,8 @@ def test_traced_operations_are_those_that_the_model_counts(text: str, world: int
     config = parse_toml_text(text)
     traced = 0.0
     for number in range(world):
-        with fake_ranks(number, world), as_on_cards() if card else nullcontext():
-            rank = FakeRank(config, check_world(config, world))
+        with fake_ranks(number, world):
+            rank = FakeRank(config, check_world(config, world), card=card)
             rank.step(1)  # in the first step DTensor also computes what shapes come out
             rank.step(1)
         for (moment, work), times in rank.trace.work.items():
@@ -81,8 +78,8 @@ def test_traced_operations_are_those_that_the_model_counts(text: str, world: int
 def test_a_window_takes_less_time_on_a_card_and_no_table_of_scores() -> None:
     def attention(model: str) -> tuple[float, int]:
         config = parse_toml_text(of_kinds(model=model))
-        with fake_ranks(0, 1), as_on_cards():
-            rank = FakeRank(config, check_world(config, 1))
+        with fake_ranks(0, 1):
+            rank = FakeRank(config, check_world(config, 1), card=True)
             rank.step(1)
         work = rank.trace.work
         return sum(n * one.flops for (_, one), n in work.items() if one.kind == "attention"), rank.trace.kept

@@ -82,5 +82,5 @@ def test_a_rank_that_is_in_another_phase_is_found(phased: Verifier) -> None:
 
 def behind() -> None:
     """In the second process no phase comes into force."""
-    into_force = record.bring_into_force
-    record.bring_into_force = lambda *what: None if dist.get_rank() else into_force(*what)
+    into_force = record.apply_plan
+    record.apply_plan = lambda *what: None if dist.get_rank() else into_force(*what)

@@ -10,6 +10,7 @@ gradients  [numel], zero2: part  accumulated in float32 at least. Where whole, t
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -73,12 +74,9 @@ class BucketMemory:
     parameters: tuple[PlacedParameter, ...]
     shards: list[Shard]
 
-    def take_fresh(self) -> bool:
-        """Return whether the optimizer has written all of `own` with the masters, once for each time that it has."""
-        fresh = all(shard.fresh or not shard.boxes for shard in self.shards)
-        for shard in self.shards:
-            shard.fresh = False
-        return fresh
+    def is_copied(self, parameters: Collection[Tensor]) -> bool:
+        """Return whether `parameters`, of shards, make up all of `own`."""
+        return all(shard.parameter in parameters or not shard.boxes for shard in self.shards)
 
 
 class Buffer:
@@ -117,6 +115,7 @@ class Buffer:
             self.masters = torch.zeros(sum(parts), dtype=formats.storage, device=device)
             masters = list(self.masters.split(parts))
         views = zip(buckets, compute, own, masters, gradients, strict=True)
+        self.copies: dict[Tensor, Tensor] = {}
         self.buckets = [
             BucketMemory(
                 plan=plan,
@@ -156,6 +155,8 @@ class Buffer:
                 leaf = memory.master[at:][: stop - start].detach()
                 leaf.grad_dtype = None  # any
                 leaf.grad = gradients[at:][: stop - start]
+                if memory.master is not memory.own:
+                    self.copies[leaf] = memory.own[at:][: stop - start]
                 memory.shards.append(
                     Shard(
                         name=placed.name,
@@ -164,7 +165,6 @@ class Buffer:
                         parameter=leaf,
                         replicas=self._replicas(placed.parameter, meshes),
                         kind=kinds[placed.name],
-                        rounded=None if memory.master is memory.own else memory.own[at:][: stop - start],
                     )
                 )
         return [shard for memory in self.buckets for shard in memory.shards]

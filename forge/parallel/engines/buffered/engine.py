@@ -14,7 +14,7 @@ Memory Optimizations Toward Training Trillion Parameter Models", 2020, stages 1 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -37,6 +37,7 @@ class Buffered:
     """ddp, zero1 or zero2 on `model`, as `parallel.data_parallel` says. A `DataParallel`; its methods are collective."""
 
     shards: list[Shard]
+    copies: dict[Tensor, Tensor]
 
     def __init__(self, model: Transformer, layout: Layout):
         self._model, self._layout = model, layout
@@ -74,6 +75,7 @@ class Buffered:
         _forbid_moving(model)
         shards = {s.name: s for buffer in self.buffers for s in buffer.shards(kinds, self._layout.meshes)}
         self.shards = [shards[name] for name in originals]
+        self.copies = {p: copy for buffer in self.buffers for p, copy in buffer.copies.items()}
 
         # Backward is done with a bucket when it is done with the parameter in it that forward needs first. So that is the
         # order in which buckets of all buffers are reduced, and in reverse the order in which they are gathered.
@@ -118,8 +120,8 @@ class Buffered:
     def zero_gradients(self) -> None:
         self._reduction.forget()
 
-    def after_update(self) -> None:
-        self._gathering.after_update()
+    def after_update(self, copied: Collection[Tensor] = ()) -> None:
+        self._gathering.after_update(copied)
 
     def finish_parameter_sync(self) -> None:
         """Let every parameter of the model be what the shards hold."""

@@ -8,7 +8,7 @@ So any forward, of training, evaluation or generation, computes with the paramet
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -39,8 +39,8 @@ class Gathering:
         self._launched: list[AsyncCollectives] = []
         self._arrived = 0
         self._changed, self._begun = True, False
-        # Buckets whose part of `compute` the optimizer has written.
-        self._written: list[BucketMemory] = []
+        # Parameters whose part of `compute` the optimizer has written.
+        self._copied: Collection[Tensor] = ()
         # Between steps a checkpoint may be loaded into masters. Where a bucket's master is its part of `compute`, a gather
         # in flight would overwrite that (gloo writes back what it has read), so it must wait for the next forward.
         in_place = [bool(m.plan.groups.shard) and m.master is m.own for m in buckets]
@@ -52,10 +52,10 @@ class Gathering:
             if last >= 0:
                 module.register_forward_pre_hook(functools.partial(self._before_forward, last))
 
-    def after_update(self) -> None:
-        """Note that the masters have changed, and launch the first gathers."""
+    def after_update(self, copied: Collection[Tensor]) -> None:
+        """Note that the masters have changed, and those of `copied` in `compute`, too; launch the first gathers."""
         self.wait()
-        self._changed, self._written = True, [memory for memory in self._buckets if memory.take_fresh()]
+        self._changed, self._copied = True, copied
         if not self._begun:
             return  # other values may be loaded before the first forward
         if self._overlap:
@@ -91,10 +91,10 @@ class Gathering:
             for memory in self._buckets:
                 for group in memory.plan.groups.replicate:
                     dist.broadcast(memory.master, group=group, group_src=0)
-            self._written.clear()
+            self._copied = ()
         self._begun = True
         for memory in self._buckets:
-            if memory.master is not memory.own and memory not in self._written:
+            if memory.master is not memory.own and not memory.is_copied(self._copied):
                 memory.own.copy_(memory.master)
         self._launched, self._arrived, self._changed = [], 0, False
 

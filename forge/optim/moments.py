@@ -1,0 +1,143 @@
+"""The moments of an optimizer in one of three formats: as wide as the arithmetic, bfloat16, or eight bits.
+
+An update reads a moment in the dtype of the arithmetic, changes it in place and writes it back. Narrow formats are rounded
+stochastically (forge/optim/rounding.py), by noise that does not depend on the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from forge.config.schema import OptimizerConfig
+from forge.optim.int8 import ZERO, Region, cut_blocks, make_regions
+from forge.optim.optimizer import gather_shard_boxes, wide_dtype
+from forge.optim.rounding import StochasticRounding
+from forge.shard import Shard
+
+
+class Moments:
+    """Moments `slots` of `shards` in the dtype `narrow`; None: in `wide_dtype`, without rounding.
+
+    stored: by slot and name, laid out like the data of the shard, zero at the start.
+    """
+
+    def __init__(self, shards: Sequence[Shard], slots: Sequence[str], narrow: torch.dtype | None):
+        self._shards, self._slots = shards, slots
+        self.rounding = StochasticRounding(shards, slots) if narrow else None
+        self.stored = {
+            (slot, shard.name): torch.zeros_like(shard.data, dtype=narrow or wide_dtype(shard))
+            for shard in shards
+            for slot in slots
+        }
+
+    def draw(self, updates: Tensor) -> None:
+        """Draw the noise of an update. Call before it. updates: counts of those before, of which the largest counts."""
+        if self.rounding is not None:
+            self.rounding.draw(updates.max() if updates.dim() else updates)
+
+    def read(self, shard: Shard, slot: str) -> Tensor:
+        """Return the moment in `wide_dtype`, laid out like `shard.data`. Change it in place and give it to `write`."""
+        return self.stored[slot, shard.name].to(wide_dtype(shard))
+
+    def write(self, shard: Shard, slot: str, wide: Tensor) -> None:
+        """Store `wide`, which may be overwritten; without rounding, it is what is stored."""
+        if self.rounding is not None:
+            self.rounding.copy_(self.stored[slot, shard.name], wide, shard, slot)
+
+    def finish(self) -> None:
+        """Complete the writes of an update. Collective."""
+
+    def share_loaded(self) -> None:
+        """Complete the state after a checkpoint has been loaded into `tensors`. Collective."""
+
+    def tensors(self) -> Iterator[tuple[str, Shard, Tensor]]:
+        """Yield the state as `Optimizer.tensors` does."""
+        for shard in self._shards:
+            for slot in self._slots:
+                yield slot, shard, self.stored[slot, shard.name]
+
+
+class Int8Moments(Moments):
+    """Moments in codes of eight bits, with a scale for each block of elements (forge/optim/int8.py). Collective.
+
+    group: the ranks that together hold all elements; None: this process. Parts of ranks may end within a block. Its holders
+    then agree on its scale, by one all-reduce for all such blocks per update; the holder of its first element saves it.
+    """
+
+    rounding: StochasticRounding
+
+    def __init__(self, shards: Sequence[Shard], slots: Sequence[str], group: dist.ProcessGroup | None):
+        super().__init__(shards, slots, torch.int8)
+        self._group = None if group is None or group.size() == 1 else group
+        self._scales: dict[tuple[str, str], Shard] = {}
+        self.regions: dict[tuple[str, str], list[Region]] = {}
+        agreed = 0
+        everyones = zip(*gather_shard_boxes(shards, self._group), strict=True)
+        for shard, of_ranks in zip(shards, everyones, strict=True):
+            cut = cut_blocks(shard.global_shape, {box for boxes in set(of_ranks) for box in boxes})
+            for slot in slots:
+                key = slot, shard.name
+                self.stored[key].fill_(ZERO.get(slot, 0))
+                self._scales[key], self.regions[key] = make_regions(
+                    shard, self.stored[key], slot, cut, agreed
+                )
+                agreed += len(cut)
+        self._cut = [
+            region for of_shard in self.regions.values() for region in of_shard if len(region.agreed)
+        ]
+        self.maxima = shards[0].data.new_zeros(agreed, dtype=wide_dtype(shards[0]))
+
+    def read(self, shard: Shard, slot: str) -> Tensor:
+        wide = torch.empty_like(shard.data, dtype=wide_dtype(shard))
+        pieces = [piece for _, piece in shard.pieces(wide)]
+        for region in self.regions[slot, shard.name]:
+            region.read(region.part_of(pieces))
+        return wide
+
+    def write(self, shard: Shard, slot: str, wide: Tensor) -> None:
+        pieces = [piece for _, piece in shard.pieces(wide)]
+        noise = [bits for _, bits in self.rounding.noise(shard, slot)]
+        for region in self.regions[slot, shard.name]:
+            region.write(region.part_of(pieces), region.part_of(noise))
+
+    def finish(self) -> None:
+        self._agree((region, region.pending[0].abs().amax(1)) for region in self._cut)
+        for region in self._cut:
+            region.encode(*region.pending)
+            region.pending = ()
+
+    def share_loaded(self) -> None:
+        self._agree((region, region.scales[:, 0]) for region in self._cut if region.saved)
+
+    def tensors(self) -> Iterator[tuple[str, Shard, Tensor]]:
+        for slot, shard, codes in super().tensors():
+            yield slot, shard, codes
+            scales = self._scales[slot, shard.name]
+            yield f"{slot}_scale", scales, scales.data
+
+    def _agree(self, known: Iterable[tuple[Region, Tensor]]) -> None:
+        """Set the scales of all blocks that are cut to the largest that any rank knows of a part: `[rows]` of regions."""
+        if not len(self.maxima):
+            return
+        self.maxima.zero_()
+        for region, scales in known:
+            # A region has each block once, so this is exact; index_reduce_ has no deterministic kernel on CUDA.
+            larger = torch.maximum(self.maxima[region.agreed], scales.to(self.maxima.dtype))
+            self.maxima[region.agreed] = larger
+        if self._group is not None:
+            dist.all_reduce(self.maxima, dist.ReduceOp.MAX, group=self._group)
+        for region in self._cut:
+            region.scales.copy_(self.maxima[region.agreed].unsqueeze(1))
+
+
+def make_moments(
+    shards: Sequence[Shard], slots: Sequence[str], config: OptimizerConfig, group: dist.ProcessGroup | None
+) -> Moments:
+    """Return moments in the format `optimizer.moment_dtype`. Collective for int8. group: as for `Int8Moments`."""
+    if config.moment_dtype == "int8":
+        return Int8Moments(shards, slots, group)
+    return Moments(shards, slots, torch.bfloat16 if config.moment_dtype == "bfloat16" else None)

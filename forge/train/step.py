@@ -1,0 +1,49 @@
+"""One optimizer step, for the trainer, the planner, the verifier and the benchmarks. Collective; no wait for the device."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+from forge.optim import Optimizer
+from forge.parallel.step.gradients import GradientReport, clip_gradients, report_gradients
+from forge.parallel.step.model import ParallelModel, StepBatch, Sums
+from forge.parallel.step.routers import RouterReport
+
+
+def optimizer_step(
+    model: ParallelModel, optimizer: Optimizer, batch: StepBatch, lr: float, max_norm: float
+) -> tuple[Sums, GradientReport, RouterReport | None]:
+    """Train on the global batch, of which `batch` is this data rank's part; skip a step that is not finite."""
+    sums = compute_gradients(model, batch)
+    report = report_gradients(model.shards, sums.objective, stop=False)
+    return sums, report, apply_gradients(model, optimizer, report, lr, max_norm)
+
+
+def compute_gradients(model: ParallelModel, batch: StepBatch) -> Sums:
+    """Leave the gradient of the global batch in the shards; return the sums of its losses."""
+    sums = model.forward_backward(batch, model.count_tokens(batch))
+    model.finalize_gradients()
+    return sums
+
+
+def apply_gradients(
+    model: ParallelModel,
+    optimizer: Optimizer,
+    report: GradientReport,
+    lr: float,
+    max_norm: float,
+    around_update: AbstractContextManager[object] | None = None,
+) -> RouterReport | None:
+    """Clip the gradients, update parameters and routers unless `report.skip`, and discard the gradients.
+
+    max_norm: bound of the global gradient norm; 0: no clipping. around_update: entered around the optimizer's update alone.
+    """
+    clip_gradients(model.shards, report.norm, max_norm, optimizer)
+    if model.largest_logits and hasattr(optimizer, "bound_logits"):
+        optimizer.bound_logits(model.largest_logits)
+    with around_update or nullcontext():
+        optimizer.step(lr, report.skip)
+    model.after_update(getattr(optimizer, "copies", ()))
+    routers = model.update_router(report.skip)
+    model.zero_gradients()
+    return routers
