@@ -1,8 +1,7 @@
-"""Error lines that help: the key, its value and where it came from, what is allowed, the nearest name, what to do."""
+"""Problems of values that the schema refuses: allowed values, the nearest name, and the origin of the value."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,18 +13,15 @@ from forge.config.keys import (
     item_class,
     keys,
     literals,
+    members,
     section_class,
     sections,
-    to_literal,
     value_at,
 )
+from forge.config.problem import KeyPath, Problem, show
 from forge.config.schema import Config
 from forge.config.section import Section
-from forge.runtime.errors import UserError, nearest
-
-LONGEST_VALUE = 80
-# The path of a key or section: ("data", "sources", 0, "path") is data.sources[0].path.
-KeyPath = tuple[Any, ...]
+from forge.runtime.errors import nearest
 
 
 @dataclass
@@ -47,38 +43,10 @@ class Values:
         section = key_path(path if isinstance(value, dict) else path[:-1])
         return f"{self.source} [{'.'.join(section)}]" if section else self.source
 
-    def line(self, path: KeyPath, text: str) -> str:
-        """Return an error line about the value at `path`."""
-        return about(path, value_at(self.tree, path), text, self.origin(path))
-
-
-def raise_all(lines: list[str]) -> None:
-    """Raise UserError with every line; do nothing if there is none."""
-    if len(lines) == 1:
-        raise UserError(lines[0])
-    if lines:
-        raise UserError("\n  ".join([f"{len(lines)} errors in the configuration:", *lines]))
-
-
-def about(path: KeyPath, value: Any, text: str, origin: str = "") -> str:
-    """Return the line `train.steps = 0 (command line): text`. A long value is truncated."""
-    literal = to_literal(value)
-    if len(literal) > LONGEST_VALUE:
-        literal = literal[: LONGEST_VALUE - 4] + " ..."
-    return f"{show(path)} = {literal}{f' ({origin})' if origin else ''}: {text}"
-
-
-def about_problem(problem: str, config: Config, values: Values | None = None) -> str:
-    """Return the line for a problem that a check found, a sentence that begins with the key at fault."""
-    key, _, text = problem.partition(" ")
-    path = tuple(key.split("."))
-    value = value_at(config.model_dump(mode="json"), path)
-    return about(path, value, text, values.origin(path) if values else "")
-
-
-def show(path: Sequence[Any]) -> str:
-    """Write ("data", "sources", 0, "path") as data.sources[0].path."""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+    def problem(self, path: KeyPath, allowed: str, remedy: str = "") -> Problem:
+        """Return a problem of the value at `path`."""
+        value = value_at(self.tree, path)
+        return Problem(path, allowed, remedy, value=value, source=self.origin(path))
 
 
 def key_path(path: KeyPath) -> KeyPath:
@@ -86,25 +54,26 @@ def key_path(path: KeyPath) -> KeyPath:
     return path[: next((i for i, part in enumerate(path) if isinstance(part, int)), len(path))]
 
 
-def explain(error: ValidationError, values: Values) -> dict[KeyPath, str]:
-    """Return path -> one line for each key or section that pydantic refused; "" for a missing key if there is no file."""
-    lines: dict[KeyPath, str] = {}
+def explain(error: ValidationError, values: Values) -> dict[KeyPath, Problem | None]:
+    """Return path -> problem of each key or section that pydantic refused; None: a missing key, and there is no file."""
+    problems: dict[KeyPath, Problem | None] = {}
     for item in error.errors(include_url=False):
         path, table, field = _locate(item["loc"], values.schema)
         reason = str(item["ctx"]["error"]) if item["type"] == "value_error" else ""
-        if path in lines and not reason:
+        if path in problems and not reason:
             continue
         value = value_at(values.tree, path)
-        if field is not None and value is None:
-            lines[path] = _missing(path, field, values)
+        if field is None:
+            problems[path] = values.problem(path, *_unknown(path, table, value))
+        elif value is None:
+            problems[path] = _missing(path, field, values)
         else:
-            text = _unknown(path, table, value) if field is None else _wrong(path, field, value, reason)
-            lines[path] = values.line(path, text)
-    # A list is refused together with its items; the lines about the items are more precise.
+            problems[path] = values.problem(path, *_wrong(path, field, value, reason))
+    # A list is refused together with its items; the problems of the items are more precise.
     return {
-        path: line
-        for path, line in lines.items()
-        if not any(other != path and other[: len(path)] == path for other in lines)
+        path: problem
+        for path, problem in problems.items()
+        if not any(other != path and other[: len(path)] == path for other in problems)
     }
 
 
@@ -125,35 +94,36 @@ def _locate(location: KeyPath, table: type[Section]) -> tuple[KeyPath, type[Sect
     return location[:depth], table, field
 
 
-def _missing(path: KeyPath, field: FieldInfo, values: Values) -> str:
+def _missing(path: KeyPath, field: FieldInfo, values: Values) -> Problem | None:
     # Both the file and the command line may give a part of a section; a table in a list comes from one of them.
     in_list = len(key_path(path)) < len(path)
     source = values.origin(path[:-1]) if in_list else values.source
     if not source:
-        return ""
+        return None
     if section := section_class(field):
         needed = ", ".join(name for name, inner in section.model_fields.items() if inner.is_required())
-        return f"[{show(path)}]: missing from {source}; needed: {needed}"
+        return Problem((f"[{show(path)}]",), f"missing from {source}", f"needed: {needed}")
     key = describe(show(path), field)
-    return f"{key.name}: missing from {source}; needed: {key.allowed} ({key.meaning.rstrip('.')})"
+    return Problem(path, f"missing from {source}", f"needed: {key.allowed} ({key.meaning.rstrip('.')})")
 
 
-def _wrong(path: KeyPath, field: FieldInfo, value: Any, reason: str) -> str:
+def _wrong(path: KeyPath, field: FieldInfo, value: Any, reason: str) -> tuple[str, str]:
+    """Return the allowed values and the remedy for a value that is not one of them. reason: of a check of forge's own."""
     if section := section_class(field):
-        return f"must be a section, a table with the keys {', '.join(section.model_fields)}"
-    text = f"allowed: {describe(show(path), field).allowed}"
+        return f"must be a section, a table with the keys {', '.join(section.model_fields)}", ""
+    allowed, remedies = describe(show(path), field).allowed, []
     names = [name for name in literals(field.annotation) if isinstance(name, str)]
     if isinstance(value, str) and (close := nearest(value, names)):
-        text += f'; did you mean "{close}"?'
-    if isinstance(value, float) and value.is_integer() and "integer" in text:
-        text += f"; write {int(value)}"
-    if value in ("True", "False") and "true or false" in text:
-        text += f"; write {value.lower()}"
-    return f"{text}; {reason}" if reason else text
+        remedies.append(f'did you mean "{close}"?')
+    if isinstance(value, float) and value.is_integer() and int in members(field.annotation):
+        remedies.append(f"write {int(value)}")
+    if value in ("True", "False") and bool in members(field.annotation):
+        remedies.append(f"write {value.lower()}")
+    return f"allowed: {allowed}", "; ".join([*remedies, *([reason] if reason else [])])
 
 
-def _unknown(path: KeyPath, table: type[Section], value: Any) -> str:
-    """Suggest the nearest name in the same table, the section that has the key, or the nearest of all."""
+def _unknown(path: KeyPath, table: type[Section], value: Any) -> tuple[str, str]:
+    """Return the problem of an unknown key, and the nearest name in its table, the sections that have it, or the nearest."""
     *parents, name = path
     section, kind = show(parents), "section" if isinstance(value, dict) else "key"
     homes = [full.rpartition(".")[0] for full in (*keys(), *sections()) if full.endswith(f".{name}")]
@@ -163,4 +133,4 @@ def _unknown(path: KeyPath, table: type[Section], value: Any) -> str:
     elif not homes and (close := nearest(name, {key.last for key in keys().values()})):
         hints.append(f"did you mean {' or '.join(key.name for key in keys().values() if key.last == close)}?")
     home = f" in [{section}]" if section else ""
-    return f"no such {kind}{home}; {'; '.join(hints) or 'there are ' + ', '.join(table.model_fields)}"
+    return f"no such {kind}{home}", "; ".join(hints) or f"there are {', '.join(table.model_fields)}"

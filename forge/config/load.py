@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ValidationError
 
 from forge.config.checks import check
-from forge.config.explain import KeyPath, Values, about_problem, explain, key_path, raise_all
+from forge.config.explain import Values, explain, key_path
 from forge.config.extensions import schema_for
 from forge.config.keys import (
     from_literal,
@@ -25,6 +25,7 @@ from forge.config.keys import (
     value_at,
 )
 from forge.config.phases import with_steps
+from forge.config.problem import KeyPath, Problem, problem, raise_all
 from forge.config.schema import Config
 from forge.config.section import Section
 from forge.runtime.errors import UserError, nearest
@@ -41,8 +42,8 @@ FLAGS = (*SWITCHES, "--config", "--world-size", "--hardware")
 class CommandLine:
     """The contents of argv.
 
-    `raw`: the overrides in order, each a dotted key and its text as typed. `problems`: one line for each invalid
-    argument, which `load_config` reports together with the errors in the file.
+    `raw`: the overrides in order, each a dotted key and its text as typed. `problems`: the invalid arguments, which
+    `load_config` reports together with the errors in the file.
     """
 
     action: Action = "run"
@@ -52,12 +53,13 @@ class CommandLine:
     hardware: str | None = None
     json: bool = False
     search: bool = False
-    problems: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
 
 
 def parse_command_line(argv: list[str]) -> CommandLine:
     """Parse `argv` (without the program's name). Raises nothing: see `CommandLine.problems`."""
-    rest, switches, raw, problems = list(argv), set(), [], []
+    rest, switches, raw = list(argv), set(), []
+    problems: list[Problem] = []
     config: str | None = None
     world_size: int | None = None
     hardware: str | None = None
@@ -66,22 +68,24 @@ def parse_command_line(argv: list[str]) -> CommandLine:
         name, equals, value = ("--help" if argument == "-h" else argument).partition("=")
         if not name.startswith("--") or name == "--":
             hint = f", and give a config file as --config {argument}" if argument.endswith(".toml") else ""
-            problems.append(f"{argument}: not an option; write options as --section.key=value{hint}")
+            remedy = f"write options as --section.key=value{hint}"
+            problems.append(Problem((argument,), "not an option", remedy))
             continue
         if name in SWITCHES:
             switches.add(name)
             if equals:
-                problems.append(f"{argument}: {name} takes no value")
+                problems.append(Problem((argument,), f"{name} takes no value"))
             continue
         known = name in FLAGS or "." in name or name.removeprefix("--") in lists()
         if not equals and rest and not rest[0].startswith("--" if known else "-"):
             equals, value = "=", rest.pop(0)
         if not known:
-            problems.append(f"{name}: no such option; {_suggestion(name)}")
+            problems.append(Problem((name,), "no such option", _suggestion(name)))
         elif not equals:
-            problems.append(f"{name}: needs a value, as in {name}=VALUE")
+            problems.append(Problem((name,), f"needs a value, as in {name}=VALUE"))
         elif name == "--config" and config is not None:
-            problems.append(f"--config {value}: given twice, first as {config}; give one file")
+            twice = f"given twice, first as {config}"
+            problems.append(Problem((f"--config {value}",), twice, "give one file"))
         elif name == "--config":
             config = value
         elif name == "--hardware":
@@ -91,7 +95,7 @@ def parse_command_line(argv: list[str]) -> CommandLine:
         elif value.isdecimal() and int(value) > 0:
             world_size = int(value)
         else:
-            problems.append(f"--world-size {value}: must be an integer >= 1")
+            problems.append(Problem((f"--world-size {value}",), "must be an integer >= 1"))
     given = {
         "--json": "--json" in switches,
         "--search": "--search" in switches,
@@ -99,7 +103,8 @@ def parse_command_line(argv: list[str]) -> CommandLine:
         "--hardware": hardware is not None,
     }
     if "--plan" not in switches:
-        problems += [f"{name}: can only be used with --plan" for name, there in given.items() if there]
+        alone = [name for name, there in given.items() if there]
+        problems += [Problem((name,), "can only be used with --plan") for name in alone]
     action: Action = next((ACTIONS[name] for name in ACTIONS if name in switches), "run")
     return CommandLine(
         action,
@@ -137,7 +142,7 @@ def load_config(argv: list[str]) -> Config:
     problems = list(command.problems)
     path = _find_config(command, problems)
     values = Values({}) if path is None else _read_file(path)
-    problems += [problem for key, text in command.raw if (problem := _override(values, key, text))]
+    problems += [wrong for key, text in command.raw if (wrong := _override(values, key, text))]
     run = values.tree.setdefault("run", {})
     if path is not None and isinstance(run, dict):
         run.setdefault("name", path.stem)
@@ -154,41 +159,41 @@ def parse_toml_text(text: str, source: str = "the config text", *, import_classe
     return _validated(_read_text(text, source), [], import_classes)
 
 
-def _validated(values: Values, problems: list[str], import_classes: bool = True) -> Config:
+def _validated(values: Values, problems: list[Problem], import_classes: bool = True) -> Config:
     train = values.tree.get("train")
     by_tokens = isinstance(train, dict) and "tokens" in train and "steps" not in train
     if isinstance(train, dict) and by_tokens:
         train["steps"] = 1  # until it is known what steps there are
-    config, lines = examine(values, import_classes)
-    raise_all(problems + lines)
+    config, found = examine(values, import_classes)
+    raise_all(problems + found)
     assert config is not None
     resolved = with_steps(config)
     if not by_tokens and resolved.train.steps != config.train.steps:
         made = f"train.tokens = {config.train.tokens} makes {resolved.train.steps}"
-        raise UserError(
-            f"train.steps = {config.train.steps}: {made}; leave train.steps out, or set train.tokens = 0"
-        )
+        remedy = "leave train.steps out, or set train.tokens = 0"
+        raise_all([replace(problem("train.steps", made, remedy), value=config.train.steps)])
     return resolved
 
 
-def examine(values: Values, import_classes: bool = True) -> tuple[Config | None, list[str]]:
-    """Return the config, if the schema admits it, and a line for every error that the schema and `check` find."""
-    config, refused, name = None, {}, ("optimizer", "name")
+def examine(values: Values, import_classes: bool = True) -> tuple[Config | None, list[Problem]]:
+    """Return the config, if the schema admits it, and every problem that the schema and `check` find."""
+    config, name = None, ("optimizer", "name")
+    refused: dict[KeyPath, Problem | None] = {}
     values.schema, wrong_class = schema_for(values.tree, import_classes)
     if wrong_class:
-        refused[name] = values.line(name, wrong_class)
+        refused[name] = values.problem(name, wrong_class)
     try:
         checked = config = values.schema.model_validate(values.tree)
     except ValidationError as error:
         refused |= explain(error, values)
         # Combinations of the other keys may be wrong, too: check them with a valid value for each refused one.
         checked = values.schema.model_validate(_repaired(values, {key_path(path) for path in refused}))
-    lines = [line for line in refused.values() if line]
-    for problem in check(checked):
-        named = [tuple(name.split(".")) for name in re.findall(r"[a-z]\w*(?:\.\w+)+", problem)]
-        if not any(path[: len(key)] == key for path in named for key in map(key_path, refused)):
-            lines.append(about_problem(problem, checked, values))
-    return config, lines
+    problems = [one for one in refused.values() if one is not None]
+    for one in check(checked):
+        compared = [key_path(path) for path in (one.key, *one.others)]
+        if not any(path[: len(key)] == key for path in compared for key in map(key_path, refused)):
+            problems.append(replace(one, source=values.origin(one.key)))
+    return config, problems
 
 
 def _repaired(values: Values, refused: set[KeyPath]) -> dict[str, Any]:
@@ -211,27 +216,26 @@ def _add_examples(table: dict[str, Any], schema: type[Section]) -> dict[str, Any
     return table
 
 
-def _find_config(command: CommandLine, problems: list[str]) -> Path | None:
+def _find_config(command: CommandLine, problems: list[Problem]) -> Path | None:
     """Return the file that --config names: a path, else a name in configs/, each with or without .toml."""
     names = sorted(path.stem for path in CONFIGS.glob("*.toml"))
     shipped = f"configs/ has {', '.join(names)}"
     if command.config is None:
-        problems.append(f"--config: missing; needed: the path of a TOML file, or a name ({shipped})")
+        needed = f"needed: the path of a TOML file, or a name ({shipped})"
+        problems.append(Problem(("--config",), "missing", needed))
         return None
-    given = Path(command.config)
+    given, argument = Path(command.config), (f"--config {command.config}",)
     for folder in (Path(), CONFIGS):
         for path in (folder / given, folder / f"{given}.toml"):
             if path.is_file():
                 return path
     if given.is_dir():
         own = f"; it has {given / 'config.toml'}" if (given / "config.toml").is_file() else ""
-        problems.append(
-            f"--config {command.config}: is a folder; give a TOML file{own}, or a name ({shipped})"
-        )
+        problems.append(Problem(argument, "is a folder", f"give a TOML file{own}, or a name ({shipped})"))
         return None
     close = nearest(given.name.removesuffix(".toml"), names)
     hint = f"did you mean {close}? " if close else ""
-    problems.append(f"--config {command.config}: no such file; {hint}{shipped}")
+    problems.append(Problem(argument, "no such file", f"{hint}{shipped}"))
     return None
 
 
@@ -254,20 +258,20 @@ def _read_text(text: str, source: str) -> Values:
         raise UserError(f"{source}: not valid TOML: {error}{f': {line}' if line else ''}") from error
 
 
-def _override(values: Values, key: str, text: str) -> str | None:
-    """Set `key` to the value that `text` stands for, creating its section if needed; returns the error, if any."""
-    path = tuple(key.split("."))
+def _override(values: Values, key: str, text: str) -> Problem | None:
+    """Set `key` to the value that `text` stands for, creating its section if needed; returns the problem, if any."""
+    path, argument = tuple(key.split(".")), (f"--{key}={text}",)
     table = values.tree
     for depth, part in enumerate(path[:-1], start=1):
         if part not in table:
             values.overridden.add(path[:depth])
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
-            return f"--{key}={text}: {'.'.join(path[:depth])} is not a section, so no key in it can be set"
+            return Problem(argument, f"{'.'.join(path[:depth])} is not a section, so no key in it can be set")
     try:
         known = keys().get(key)
         table[path[-1]] = from_literal(text, known is not None and str in members(known.annotation))
     except ValueError as error:
-        return f"--{key}={text}: {error}"
+        return Problem(argument, str(error))
     values.overridden.add(path)
     return None

@@ -9,6 +9,8 @@ from itertools import pairwise
 from math import gcd
 from typing import Any
 
+from forge.config.phase import Phase
+from forge.config.problem import Problem
 from forge.config.schema import Config, OptimizerConfig
 
 # Weights of sources and attention windows move in so many stages: each is a segment of the order of samples, or compiled.
@@ -227,59 +229,61 @@ def variants(config: Config) -> Iterator[tuple[int, Config]]:
             )
 
 
-def check_phases(config: Config) -> Iterator[str]:
-    """Yield what is wrong with [[phase]] by itself."""
-    ends = [phase.until_tokens for phase in config.phase]
-    last = len(ends)
-    for number, (before, end) in enumerate(pairwise([0, *ends]), 1):
-        if end <= before and not (end == 0 and number == last):
-            what = (
-                "may be 0 in the last one only"
-                if end == 0
-                else f"must be above {before}, where the one before ends"
-            )
-            yield f"phase {number} has until_tokens = {end}, which {what}"
+def check_phases(config: Config) -> Iterator[Problem]:
+    """Yield the problems of [[phase]] by itself."""
     problems = [
-        f"phase {number} has {problem}"
-        for number, phase in enumerate(config.phase, 1)
-        for problem in _problems(config, phase)
+        Problem(("phase", index, key), allowed, remedy, tuple(tuple(other.split(".")) for other in others))
+        for index, phase in enumerate(config.phase)
+        for key, allowed, remedy, *others in _problems(config, phase)
     ]
+    ends = [phase.until_tokens for phase in config.phase]
+    for index, (before, end) in enumerate(pairwise([0, *ends])):
+        if end <= before and not (end == 0 and index + 1 == len(ends)):
+            above = f"must be above {before}, where the one before ends"
+            allowed = above if end else "may be 0 in the last one only"
+            yield Problem(("phase", index, "until_tokens"), allowed)
     yield from problems
     for number, variant in () if problems else variants(config):
         batch, parts = variant.train.global_batch_size, config.train.seq_len // variant.train.seq_len
         if batch % parts:
             equation = f"train.seq_len / seq_len = {config.train.seq_len} / {variant.train.seq_len} = {parts}"
-            yield f"phase {number} has steps of {batch} sequences, which must be a multiple of {equation}; change one"
+            allowed = f"has steps of {batch} sequences, which must be a multiple of {equation}"
+            others = ("train", "seq_len"), ("train", "global_batch_size")
+            yield Problem(("phase", number - 1), allowed, "change one", others)
 
 
-def _problems(config: Config, phase: Any) -> Iterator[str]:
-    whole, sources = config.train.seq_len, len(config.data.sources)
+def _problems(config: Config, phase: Phase) -> Iterator[tuple[str, ...]]:
+    """Yield key, allowed values and remedy, and the other keys, of each problem of one phase."""
+    train, sources = config.train, len(config.data.sources)
     if phase.ramp == "linear" and not phase.until_tokens:
-        yield "ramp = linear, which needs until_tokens, where it is done; set it"
-    seq_len = phase.seq_len or whole
-    if whole % seq_len:
-        yield f"seq_len = {seq_len}, which must divide train.seq_len = {whole}, the longest; change one"
+        yield "ramp", "needs until_tokens, where it is done", "set it"
+    if train.seq_len % (phase.seq_len or train.seq_len):
+        longest = f"must divide train.seq_len = {train.seq_len}, the longest"
+        yield "seq_len", longest, "change one", "train.seq_len"
     if phase.weights is not None and len(phase.weights) != sources:
-        yield f"{len(phase.weights)} weights for {sources} data.sources; give one for each"
+        many = f"has {len(phase.weights)} weights for {sources} data.sources"
+        yield "weights", many, "give one for each", "data.sources"
     elif phase.weights is not None and config.data.temperature:
-        yield f"weights, which data.temperature = {config.data.temperature:g} would change; set it to 0"
+        changed = f"would be changed by data.temperature = {config.data.temperature:g}"
+        yield "weights", changed, "set it to 0", "data.temperature"
     elif phase.weights is not None and not any(phase.weights):
-        yield "no weight above 0; set one"
+        yield "weights", "has no weight above 0", "set one"
     if phase.sliding_window and "sliding" not in config.model.pattern:
-        yield "sliding_window, but no layer has one; set model.sliding_window"
+        yield (
+            "sliding_window",
+            "needs a layer that has one",
+            "set model.sliding_window",
+            "model.sliding_window",
+        )
     if phase.momentum is not None and config.optimizer.name != "muon":
-        yield f"momentum, which is Muon's, with optimizer.name = {config.optimizer.name}; leave it out"
+        muon = f"is Muon's, but optimizer.name = {config.optimizer.name}"
+        yield "momentum", muon, "leave it out", "optimizer.name"
     if phase.ema is not None and not config.optimizer.ema:
-        yield "ema, but the run keeps no mean of the weights; set optimizer.ema, too"
+        yield "ema", "needs a mean of the weights", "set optimizer.ema, too", "optimizer.ema"
     if config.pipeline.schedule.endswith(".csv") and config.parallel.pp > 1:
-        yield from _csv(config, phase)
-
-
-def _csv(config: Config, phase: Any) -> Iterator[str]:
-    train = config.train
-    batch, micro = (
-        phase.global_batch_size or train.global_batch_size,
-        phase.micro_batch_size or train.micro_batch_size,
-    )
-    if batch / micro != train.global_batch_size / train.micro_batch_size:
-        yield f"another number of microbatches than the file {config.pipeline.schedule} is made for; use a named schedule"
+        batch = phase.global_batch_size or train.global_batch_size
+        micro = phase.micro_batch_size or train.micro_batch_size
+        if batch / micro != train.global_batch_size / train.micro_batch_size:
+            key = "global_batch_size" if phase.global_batch_size else "micro_batch_size"
+            made = f"changes the number of microbatches that {config.pipeline.schedule} is made for"
+            yield key, made, "use a named schedule", "pipeline.schedule"

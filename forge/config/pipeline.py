@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import zip_longest
 
+from forge.config.problem import Problem, problem
 from forge.config.schema import Config
 
 ONE_PER_RANK = ("GPipe", "1F1B")
@@ -49,28 +50,31 @@ def _accepts(config: Config, stages: int) -> bool:
     return stages % pp == 0 and stages >= fewest
 
 
-def check_stages(config: Config) -> Iterator[str]:
-    """Yield why the requested stages are impossible, as in forge.config.checks."""
+def check_stages(config: Config) -> Iterator[Problem]:
+    """Yield why the requested stages are impossible."""
     pp, layers, chosen = config.parallel.pp, config.model.n_layers, config.pipeline
     stages, fewest, schedule = number_of_stages(config), _fewest_stages(config), chosen.schedule
     by_hand = bool(chosen.module_names or chosen.layers_per_stage)
+    others = "pipeline.schedule", "parallel.pp", "model.n_layers"
     if pp == 1:
         return
     if chosen.module_names and chosen.layers_per_stage:
-        yield "pipeline.layers_per_stage cannot be combined with pipeline.module_names; leave one out"
+        key, other = "pipeline.layers_per_stage", "pipeline.module_names"
+        yield problem(key, f"cannot be combined with {other}", "leave one out", other)
     elif by_hand and not schedule.endswith(".csv") and not _accepts(config, stages):
         key = "pipeline.module_names" if chosen.module_names else "pipeline.layers_per_stage"
         fixed = schedule in ONE_PER_RANK + V_SHAPED
         need = f"{fewest}" if fixed else f"a multiple of parallel.pp = {pp}, at least {fewest}"
-        made = f"{stages} stages of model.n_layers = {layers} layers"
+        made = f"makes {stages} stages of model.n_layers = {layers} layers"
         taken = f"pipeline.schedule = {schedule} with parallel.pp = {pp} takes {need}"
-        yield f"{key} makes {made}, but {taken}; {_remedy(config)}"
+        yield problem(key, f"{made}, but {taken}", _remedy(config), *others)
     elif chosen.module_names:
         yield from _check_names(config)
     elif stages > layers:
         many = f"makes {stages} stages with pipeline.schedule = {schedule}"
+        few = f"there are only model.n_layers = {layers} layers"
         remedy = "use fewer ranks, or GPipe or 1F1B, which have one stage per rank"
-        yield f"parallel.pp {many}, but there are only model.n_layers = {layers} layers; {remedy}"
+        yield problem("parallel.pp", f"{many}, but {few}", remedy, *others)
 
 
 def _remedy(config: Config) -> str:
@@ -87,7 +91,7 @@ def _remedy(config: Config) -> str:
     return ", or ".join(remedies or ["use 0, which splits as evenly as possible"])
 
 
-def _check_names(config: Config) -> Iterator[str]:
+def _check_names(config: Config) -> Iterator[Problem]:
     """Compare the names with the modules in the order of forward; a tied head belongs to the norm."""
     stages, layers = config.pipeline.module_names, range(config.model.n_layers)
     tail = ["norm"] if config.model.tie_embeddings else ["norm", "head"]
@@ -96,15 +100,15 @@ def _check_names(config: Config) -> Iterator[str]:
         if seen != wanted:
             found, place = ("the end" if name is None else f'"{name}"' for name in (seen, wanted))
             order = f"must list every module once and in order (embedding, layers.0, ..., {', '.join(tail)})"
-            yield f"pipeline.module_names {order}: it has {found} where {place} belongs"
+            yield problem("pipeline.module_names", f"{order}: it has {found} where {place} belongs")
             return
     if not all(stages):
-        yield "pipeline.module_names has a stage without modules; leave it out"
+        yield problem("pipeline.module_names", "has a stage without modules", "leave it out")
     if "head" in tail and "norm" not in stages[-1]:
-        yield "pipeline.module_names must keep norm and head in one stage, the last"
+        yield problem("pipeline.module_names", "must keep norm and head in one stage, the last")
 
 
-def check_microbatches(config: Config, microbatches: int) -> Iterator[str]:
+def check_microbatches(config: Config, microbatches: int) -> Iterator[Problem]:
     """Yield why the schedule is impossible with this many microbatches per optimizer step."""
     schedule, pp = config.pipeline.schedule, config.parallel.pp
     if pp == 1 or schedule.endswith(".csv"):
@@ -113,14 +117,15 @@ def check_microbatches(config: Config, microbatches: int) -> Iterator[str]:
     if microbatches < needed:
         few = f"at least {needed} microbatches per optimizer step with parallel.pp = {pp}"
         remedy = "raise train.global_batch_size, or lower train.micro_batch_size or the number of data-parallel ranks"
-        yield f"pipeline.schedule needs {few}, but the number is {microbatches}; {remedy}"
+        yield problem("pipeline.schedule", f"needs {few}, but the number is {microbatches}", remedy)
     elif schedule in IN_ROUNDS and not _in_rounds(microbatches, pp):
         below = next(n for n in range(microbatches, 0, -1) if _in_rounds(n, pp))
         above = next(n for n in range(microbatches, 2 * microbatches + pp) if _in_rounds(n, pp))
         uneven = f"{microbatches} // {pp} = {microbatches // pp} does not divide {microbatches}"
         remedy = f"make it {below} or {above} microbatches per optimizer step"
         by = "with train.global_batch_size or train.micro_batch_size"
-        yield f"pipeline.schedule runs microbatches // pp rounds of equal size, but {uneven}; {remedy} {by}"
+        rounds = f"runs microbatches // pp rounds of equal size, but {uneven}"
+        yield problem("pipeline.schedule", rounds, f"{remedy} {by}")
 
 
 def _in_rounds(microbatches: int, pp: int) -> bool:

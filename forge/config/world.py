@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from math import prod
 
 from forge.config.checks import divisors, multiples
-from forge.config.explain import about_problem, raise_all
 from forge.config.load import load_config
 from forge.config.phases import variants
 from forge.config.pipeline import check_microbatches
+from forge.config.problem import Problem, problem, raise_all, with_values
 from forge.config.schema import Config
 from forge.runtime.errors import UserError
 
@@ -52,19 +52,17 @@ def check_world(config: Config, world_size: int) -> Degrees:
     parallel, train = config.parallel, config.train
     others = {name: getattr(parallel, name) for name in ("pp", "dp_replicate", "cp", "tp")}
     # First and alone: every other equation contains dp_shard.
-    raise_all([about_problem(problem, config) for problem in _check_dp_shard(config, world_size, others)])
+    raise_all(with_values(_check_dp_shard(config, world_size, others), config))
     dp_shard = world_size // prod(others.values())
     dp = parallel.dp_replicate * dp_shard
-    problems = [*_check_degrees(config, dp_shard), *_check_batch(config, dp)]
-    raise_all([about_problem(problem, config) for problem in problems])
-    for number, variant in variants(config):
+    for number, variant in ((0, config), *variants(config)):
         problems = [*_check_degrees(variant, dp_shard), *_check_batch(variant, dp)]
-        raise_all([f"{about_problem(problem, variant)} (in phase {number})" for problem in problems])
+        raise_all(with_values(problems, variant, number))
     accumulation = train.global_batch_size // (train.micro_batch_size * dp)
     return Degrees(world_size, dp_shard=dp_shard, ep=parallel.ep, accumulation=accumulation, **others)
 
 
-def _check_dp_shard(config: Config, world: int, others: dict[str, int]) -> Iterator[str]:
+def _check_dp_shard(config: Config, world: int, others: dict[str, int]) -> Iterator[Problem]:
     dp_shard = config.parallel.dp_shard
     degrees = others if dp_shard == -1 else others | {"dp_shard": dp_shard}
     rest, product = prod(others.values()), prod(degrees.values())
@@ -72,38 +70,42 @@ def _check_dp_shard(config: Config, world: int, others: dict[str, int]) -> Itera
     there = "there is 1 process" if world == 1 else f"there are {world} processes"
     if dp_shard == -1 and world % rest:
         remedy = f"start {multiples(world, rest)} processes, or change a degree"
-        yield f"parallel.dp_shard needs a multiple of {equation} processes, but {there}; {remedy}"
+        needed = f"needs a multiple of {equation} processes, but {there}"
+        yield problem("parallel.dp_shard", needed, remedy)
     if dp_shard != -1 and world != product:
         other = "change a degree" if world % rest else f"set parallel.dp_shard = {world // rest} or -1"
-        yield f"parallel.dp_shard makes {equation}, but {there}; start {product} processes, or {other}"
+        remedy = f"start {product} processes, or {other}"
+        yield problem("parallel.dp_shard", f"makes {equation}, but {there}", remedy)
 
 
-def _check_degrees(config: Config, dp_shard: int) -> Iterator[str]:
+def _check_degrees(config: Config, dp_shard: int) -> Iterator[Problem]:
     parallel, model, train = config.parallel, config.model, config.train
     cp, tp, ep = parallel.cp, parallel.tp, parallel.ep
     if (ranks := dp_shard * cp * tp) % ep:
         equation = f"dp_shard * cp * tp = {dp_shard} * {cp} * {tp} = {ranks}, which is ep_shard * ep"
-        yield f"parallel.ep must divide {equation}; use one of {divisors(ranks)}"
+        yield problem("parallel.ep", f"must divide {equation}", f"use one of {divisors(ranks)}")
     if model.moe is not None and model.moe.n_experts % ep:
-        yield f"parallel.ep must divide {model.moe.n_experts = }; use one of {divisors(model.moe.n_experts)}"
+        remedy = f"use one of {divisors(model.moe.n_experts)}"
+        yield problem("parallel.ep", f"must divide {model.moe.n_experts = }", remedy)
     ways = parallel.reshard_after_forward if parallel.data_parallel == "fsdp2" else "auto"
     if isinstance(ways, int) and dp_shard * cp % ways:
         remedy = f"use one of {divisors(dp_shard * cp)}, or auto, always, never"
         equation = f"dp_shard * cp = {dp_shard} * {cp} = {dp_shard * cp}"
-        yield f"parallel.reshard_after_forward must divide {equation}; {remedy}"
+        yield problem("parallel.reshard_after_forward", f"must divide {equation}", remedy)
     if cp > 1 and train.seq_len % (2 * cp):
         chunks = f"2 * cp = 2 * {cp} = {2 * cp}, the number of chunks of a sequence"
-        yield f"train.seq_len must be a multiple of {chunks}; set train.seq_len = {multiples(train.seq_len, 2 * cp)}"
+        remedy = f"set train.seq_len = {multiples(train.seq_len, 2 * cp)}"
+        yield problem("train.seq_len", f"must be a multiple of {chunks}", remedy)
     heads = model.n_heads // tp
     some = set(model.pattern) != {"linear"}
     if parallel.context == "ulysses" and some and model.n_heads % tp == 0 and heads % cp:
         share = f"model.n_heads / tp = {model.n_heads} / {tp} = {heads}"
         reason = "because parallel.context = ulysses exchanges whole heads"
         remedy = f"use one of {divisors(heads)}, or parallel.context = allgather or ring"
-        yield f"parallel.cp must divide {share}, {reason}; {remedy}"
+        yield problem("parallel.cp", f"must divide {share}, {reason}", remedy)
 
 
-def _check_batch(config: Config, dp: int) -> Iterator[str]:
+def _check_batch(config: Config, dp: int) -> Iterator[Problem]:
     batch, micro, replicate = (
         config.train.global_batch_size,
         config.train.micro_batch_size,
@@ -118,7 +120,7 @@ def _check_batch(config: Config, dp: int) -> Iterator[str]:
         remedy += f", or train.micro_batch_size = {best}"
     product = f"{micro} * {replicate} * {dp // replicate} = {micro * dp}"
     equation = f"micro_batch_size * dp_replicate * dp_shard = {product}"
-    yield f"train.global_batch_size must be a multiple of {equation}; {remedy}"
+    yield problem("train.global_batch_size", f"must be a multiple of {equation}", remedy)
 
 
 def choose_layout(argv: list[str], config: Config, world_size: int) -> tuple[Config, Degrees, str]:

@@ -36,7 +36,7 @@ def test_everything_on_a_command_line_is_parsed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "problem"),
+    ("argv", "sentence"),
     [
         (["debug"], "debug: not an option"),
         (["debug.toml"], "give a config file as --config debug.toml"),
@@ -59,6 +59,6 @@ def test_everything_on_a_command_line_is_parsed() -> None:
         (["-x"], "not an option"),
     ],
 )
-def test_an_invalid_argument_is_one_problem_with_a_hint(argv: list[str], problem: str) -> None:
+def test_an_invalid_argument_is_one_problem_with_a_hint(argv: list[str], sentence: str) -> None:
     problems = parse_command_line(argv).problems
-    assert len(problems) == 1 and problem in problems[0], problems
+    assert len(problems) == 1 and sentence in str(problems[0]), problems

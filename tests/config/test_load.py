@@ -238,7 +238,7 @@ def test_every_error_becomes_a_line_that_names_its_key(changes, missing) -> None
         section, _, name = key.partition(".")
         if isinstance(tree.get(section), dict):
             tree[section].pop(name, None)
-    config, lines = examine(Values(tree, source="file"))
-    assert config is not None or lines
+    config, problems = examine(Values(tree, source="file"))
+    assert config is not None or problems
     places = {place.partition(".")[0] for place in keys()} | {"what"}
-    assert all(re.match(r"\[?(\w+)", line)[1] in places for line in lines)
+    assert all(re.match(r"\[?(\w+)", str(problem))[1] in places for problem in problems)

@@ -156,6 +156,6 @@ def test_it_trains_like_float32_with_a_quarter_of_the_memory() -> None:
 
 @pytest.mark.parametrize("name", ["muon", "lion"])
 def test_int8_is_refused_for_other_optimizers(name: str) -> None:
-    with pytest.raises(UserError, match=r"int8 .*needs optimizer.name = adamw, but it is") as caught:
+    with pytest.raises(UserError, match=r'"int8" .*needs optimizer.name = adamw, but it is') as caught:
         load_config(["--config=debug", f"--optimizer.name={name}", "--optimizer.moment_dtype=int8"])
     assert caught.value.exit_code == BAD_CONFIG

@@ -14,11 +14,12 @@ from math import ceil, gcd, lcm, sqrt
 from typing import Any
 
 from forge.config import Config, Degrees, Phases, check_world, to_toml
-from forge.config.explain import Values, raise_all
+from forge.config.explain import Values
 from forge.config.keys import read_toml
 from forge.config.load import examine
 from forge.config.model import ModelConfig, MoEConfig
 from forge.config.pipeline import ONE_PER_RANK
+from forge.config.problem import raise_all
 from forge.config.section import Section
 from forge.runtime.errors import UserError
 
