@@ -30,9 +30,10 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.loops import TINY, configure
 from benchmarks.measure import environment, markdown, parser, publish
 from benchmarks.ranks import Row, rows_of_ranks
+from forge.batch import Batch
 from forge.config import check_world
 from forge.data.build import build_dataset
-from forge.data.loader import Batch, Loader
+from forge.data.loader import Loader
 from forge.model import parameter_counts
 from forge.optim import build_optimizer
 from forge.optim.compiled import CompiledAdamW

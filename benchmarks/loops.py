@@ -19,10 +19,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
 from benchmarks.measure import Contender, require_learning, take_turns
+from forge.batch import Batch
 from forge.checkpoint import Checkpoints
 from forge.config import Config, check_world, load_config
 from forge.data.build import build_dataset, open_data
-from forge.data.loader import Batch, Loader
+from forge.data.loader import Loader
 from forge.hook import Hooks
 from forge.model import IGNORE, flops_per_token
 from forge.observe.hardware import peak_flops

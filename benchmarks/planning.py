@@ -24,8 +24,8 @@ import torch
 
 from benchmarks.measure import environment, markdown, parser, publish
 from benchmarks.ranks import rows_of_ranks
+from forge.batch import Batch
 from forge.config import check_world, load_config
-from forge.data.loader import Batch
 from forge.optim import build_optimizer
 from forge.parallel.build import build_parallel_model
 from forge.parallel.initialize import initialize

@@ -96,7 +96,7 @@ class Hook:
         """The gradients of the global batch are in `trainer.model.shards`, not yet clipped."""
 
     def before_optimizer(self, step: int) -> None:
-        """The gradients are clipped, the parameters are about to be updated."""
+        """The parameters are about to be updated. Gradients are clipped; with `compile.optimizer` the update clips them."""
 
     def after_optimizer(self, step: int) -> None:
         """The optimizer has updated its shards of the parameters."""
@@ -112,6 +112,9 @@ class Hook:
 
     def before_save(self, step: int) -> None:
         """A checkpoint of the state after `step` is about to be made: flush what you wrote, a killed run resumes there."""
+
+    def after_save(self, step: int) -> None:
+        """The checkpoint of `step` is complete and on disk. Later steps may have run since."""
 
 
 EVENTS = tuple(name for name in vars(Hook) if name.startswith(("before_", "after_")))

@@ -15,13 +15,14 @@ from tests.support import sizes, words
 
 ROOT = Path(__file__).parents[1]
 FORGE = ROOT / "forge"
-GROUND = {"runtime", "hook", "shard", "config", "model"}
+GROUND = {"runtime", "hook", "batch", "shard", "config", "model"}
 MIDDLE = {"parallel", "data", "optim", "checkpoint", "resilience", "observe"}
 CORE = GROUND | MIDDLE | {"train", "run"}
 TOOLS = {"prepare", "hf", "inference", "plan", "verify", "report", "sweep", "elastic"}
 MAY_IMPORT = {
     "runtime": set(),
     "hook": {"runtime"},
+    "batch": set(),
     "shard": set(),
     "config": {"runtime"},
     "model": {"runtime", "config"},

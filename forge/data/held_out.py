@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 
-from forge.data.loader import Batch, stack_windows
+from forge.batch import Batch
+from forge.data.loader import stack_windows
 from forge.data.read_ahead import in_order, is_remote
 from forge.data.sources import Source, count_windows, held_out_windows
 from forge.data.windows import read_window

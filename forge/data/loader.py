@@ -6,53 +6,20 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, tee
-from operator import itemgetter
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from forge.batch import Batch
 from forge.config import StepPlan
 from forge.data.dataset import PackedDataset
 from forge.data.epochs import sources_of
+from forge.data.order import Order
 from forge.data.read_ahead import Stall, read_samples, wait_for
 from forge.data.steps import Row, StepRows, steps_from
 from forge.model import IGNORE
-
-
-@dataclass(frozen=True)
-class Batch:
-    """`tokens` and `labels`: int64 `[batch, seq]`; a label is the next token or IGNORE (-100).
-
-    `documents`: int32 `[batch, seq]`, the document of each token, or None (all tokens of a row may attend to each
-    other); `positions`: int64 `[batch, seq]` or None (0, 1, ...); `sources`: int64 `[batch]`, the source of each row by its
-    place in the dataset, or None; `first_sample`: the global number of row 0.
-    """
-
-    tokens: Tensor
-    labels: Tensor
-    positions: Tensor | None = None
-    documents: Tensor | None = None
-    sources: Tensor | None = None
-    first_sample: int = 0
-
-    def microbatches(self, size: int) -> Iterator[Batch]:
-        """Yield views of `size` rows each, in order; the last one is smaller where `size` does not divide."""
-        for start in range(0, len(self.tokens), size):
-            yield self._map(itemgetter(slice(start, start + size)), self.first_sample + start)
-
-    def to(self, device: torch.device) -> Batch:
-        """Return a copy on the device, asynchronous if this batch is in pinned memory."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=True), self.first_sample)
-
-    def pin_memory(self) -> Batch:
-        return self._map(lambda tensor: tensor.pin_memory(), self.first_sample)
-
-    def _map(self, function: Callable[[Tensor], Tensor], first_sample: int) -> Batch:
-        made = {name: function(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, first_sample=first_sample, **made)
 
 
 class Loader:
@@ -80,13 +47,16 @@ class Loader:
         steps = steps_from(
             dataset, plan_at, global_batch_size=global_batch_size, sample=start_sample, tokens=tokens
         )
-        self._steps = (step.rows(rank, ranks) for step in steps)
+        first = next(steps)
+        self.order = first.dataset.order
+        """The order of the samples of the last batch; before the first batch, that of the first."""
+        self._steps = (step.rows(rank, ranks) for step in chain([first], steps))
         self._dataset, self._prefetch = dataset, max(1, prefetch)
         self._ahead = max(32, self._prefetch * (global_batch_size // ranks))
         self.stall: Stall | None = None
         """That of the last `next`, if it had to wait for long."""
         self._device = torch.device(device)
-        self._queue: queue.Queue[Batch | BaseException] = queue.Queue(self._prefetch)
+        self._queue: queue.Queue[tuple[Batch, Order] | BaseException] = queue.Queue(self._prefetch)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._work, name="forge-loader", daemon=True)
         self._thread.start()
@@ -101,7 +71,8 @@ class Loader:
         if isinstance(item, BaseException):
             self.close()
             raise item
-        return item.to(self._device)
+        batch, self.order = item
+        return batch.to(self._device)
 
     def close(self) -> None:
         """End the thread, also while it waits for a store; further `next` calls raise StopIteration. May be called twice."""
@@ -116,7 +87,8 @@ class Loader:
             samples = chain.from_iterable(step.reads() for step in ahead)
             with closing(read_samples(self._dataset, samples, self._ahead, self._closed)) as windows:
                 while not self._closed.is_set():
-                    self._put(self._batch(next(steps), windows))
+                    step = next(steps)
+                    self._put((self._batch(step, windows), step.dataset.order))
         except BaseException as error:  # raised by `__next__`
             self._put(error)
 
@@ -126,7 +98,7 @@ class Loader:
         batch = replace(batch, sources=sources_of(step.dataset, step.samples))
         return batch.pin_memory() if self._device.type == "cuda" else batch
 
-    def _put(self, item: Batch | BaseException) -> None:
+    def _put(self, item: tuple[Batch, Order] | BaseException) -> None:
         while not self._closed.is_set():
             try:
                 return self._queue.put(item, timeout=0.1)

@@ -84,7 +84,8 @@ def steps_from(
 ) -> Iterator[StepSizes]:
     """Yield each step from global sample `sample` on, before which `tokens` were trained on.
 
-    The order of `dataset` is that of the first step. Without `plan_at` all steps have `global_batch_size` whole samples.
+    The order of `dataset` is the history's; the plan's mixture continues it.
+    Without `plan_at` all steps have `global_batch_size` whole samples.
     """
     batch, seq_len, windows = global_batch_size, dataset.seq_len, global_batch_size
     before: StepPlan | None = None
@@ -93,7 +94,7 @@ def steps_from(
             plan = plan_at(tokens)
             batch, seq_len, windows = plan.global_batch_size, plan.seq_len, plan.windows
             order = dataset.order
-            if before is not None and plan.weights != before.weights:
+            if before is None or plan.weights != before.weights:
                 order = dataset.continuing(order, sample, plan.weights)
             if order is not dataset.order or plan.document_mask != dataset.document_mask:
                 dataset = dataset.following(order, plan.document_mask)

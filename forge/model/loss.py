@@ -33,8 +33,10 @@ class FusedLoss(nn.Module):
         self.z_loss_coef = z_loss_coef
         self.chunk_tokens = chunk_tokens
         self.soft_cap = soft_cap
-        # An extension point: replaced by its compiled form, and by one that also looks at the losses of tokens.
+        # An extension point: replaced by its compiled form.
         self.chunk = chunk_loss
+        self.observer: Callable[[Tensor], None] | None = None
+        """Called with the cross-entropies `[n]` of the next tokens, chunk by chunk."""
 
     def forward(self, hidden: Tensor, head_weight: Tensor, labels: Tensor | None) -> Tensor:
         """hidden `[batch, seq, dim]`, head_weight `[vocab, dim]`, labels int64 `[batch, seq]` -> `[3]`.
@@ -52,8 +54,14 @@ class FusedLoss(nn.Module):
             self.soft_cap,
             # needs_input_grad is true under no_grad too, and inside forward the grad mode is always off.
             torch.is_grad_enabled(),
-            self.chunk,
+            self.chunk if self.observer is None else self._observed_chunk,
         )
+
+    def _observed_chunk(self, *arguments: Any) -> tuple[Tensor, Tensor | None]:
+        losses, gradient = self.chunk(*arguments)
+        assert self.observer is not None
+        self.observer(losses[0].flatten())
+        return losses, gradient
 
 
 def head_logits(hidden: Tensor, head_weight: Tensor, soft_cap: float) -> Tensor:

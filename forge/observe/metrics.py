@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from forge.config import Config
+from forge.config import Config, Phases
 from forge.hook import Hook, StepResult
 from forge.observe.collector import Collector
 from forge.observe.hardware import memory_gib, peak_flops
@@ -44,12 +44,8 @@ class MetricsWriter(Hook):
     ):
         self._config, self._device, self._collector = config, world.device, collector
         self._report_step = report_step
-        self.epochs: Callable[[int], dict[str, float]] = lambda sample: {}
-        """How often each source, by name, has been read before a global sample."""
-        self.more_fields: Callable[[int], dict[str, Any]] = lambda step: {}
-        """What else belongs into the training line of a step."""
-        self.steps_left: Callable[[StepResult], float] = lambda result: config.train.steps - result.step
-        """How many steps of the present size are left after one."""
+        self._phases = Phases(config)
+        self._published: dict[str, Any] = {}
         self._log = JsonLines(directory.metrics) if world.rank == 0 else None
         self._board = Board(directory.tensorboard, world.rank == 0 and config.metrics.tensorboard)
         self._trackers: list[Tracker] = []
@@ -111,6 +107,16 @@ class MetricsWriter(Hook):
             if self._log is not None:
                 self._write(self._log, result)
             self._restart_means()
+
+    def writes(self, result: StepResult) -> bool:
+        """Return whether this rank writes a training line about `result`."""
+        return self._log is not None and (self.is_due(result.step) or result.skipped)
+
+    def publish(self, step: int, fields: Mapping[str, Any]) -> None:
+        """Add fields to the training line of `step`. Call it in `after_result`, before the line is written."""
+        if self._published.get("step") != step:
+            self._published = {"step": step}
+        self._published |= fields
 
     def before_save(self, step: int) -> None:
         """Put the curves so far into the file: a run that resumes at this step continues them."""
@@ -220,8 +226,6 @@ class MetricsWriter(Hook):
             "data_time_s": self._data_s / self._steps,
             "memory_gib": memory_gib(self._device),
         }
-        if epochs := self.epochs(result.next_sample):
-            fields["epochs"] = epochs
         if self._gc_s:
             fields["gc_time_s"] = self._gc_s / self._steps
         if self._mfu_of_rate is not None:
@@ -235,7 +239,9 @@ class MetricsWriter(Hook):
             moe, layers = self._config.model.moe, result.router_layers
             assert moe is not None
             fields |= load_fields(result.routers, layers, moe, counts=self._map_is_due(step))
-        fields |= self.more_fields(step)
+        if self._published.pop("step", None) == step:
+            fields |= self._published
+        self._published = {}
         if result.skipped:
             fields["skipped"] = True
         lines.append(**fields)
@@ -244,8 +250,13 @@ class MetricsWriter(Hook):
             counts = [of_layer["counts"] for of_layer in fields["routers"].values()]
             self._board.image(step, "routers/load", expert_map(counts))
         self._report_step(step)
-        progress = Progress(fields, steps, self._times.eta(self.steps_left(result)))
+        progress = Progress(fields, steps, self._times.eta(self._steps_left(result)))
         log.info("%s", progress.text(), extra={"progress": progress})
+
+    def _steps_left(self, result: StepResult) -> float:
+        """Return the rest of the run, in steps of the present size."""
+        total = self._phases.tokens_after(self._config.train.steps)
+        return max(0, total - result.tokens) / self._phases.at(result.tokens).tokens
 
     def _restart_means(self) -> None:
         """Times since the last line."""

@@ -9,7 +9,7 @@ from forge.checkpoint import Checkpoints
 from forge.checkpoint.local import LocalTier
 from forge.config import Config
 from forge.data.epochs import check_caps, epochs, log_epochs, log_left_out
-from forge.hook import Hook
+from forge.hook import Hook, StepResult
 from forge.observe.hardware import process_age_s
 from forge.observe.profile import StepProfiler
 from forge.observe.trackers import require_packages
@@ -81,7 +81,7 @@ def make_hooks(
     if local is not None:
         hooks.append(LocalSaves(trainer, saves, local))
     if config.checkpoint.mirror and world.rank == 0:
-        hooks.append(MirrorSaves(trainer, checkpoints, saves))
+        hooks.append(MirrorSaves(trainer, checkpoints))
     return hooks
 
 
@@ -108,19 +108,23 @@ class Epochs(Hook):
 
     def __init__(self, trainer: Trainer):
         self._trainer = trainer
-        trainer.metrics.epochs = self._before
 
     def before_run(self, step: int) -> None:
         train, progress, phases = self._trainer.config.train, self._trainer.progress, self._trainer.phases
+        order = self._trainer.batches.order
+        dataset = self._trainer.data.dataset.following(order)
         tokens = phases.tokens_after(train.steps - step, progress.tokens) - progress.tokens
-        last = progress.order.nth(progress.next_sample, tokens // train.seq_len)
-        after = self._before(last)
+        last = order.nth(progress.next_sample, tokens // train.seq_len)
+        after = epochs(dataset, last)
         check_caps(after, self._trainer.config.data)
-        log_left_out(self._trainer.data.dataset.following(progress.order), progress.next_sample, last)
-        log_epochs(self._before(progress.next_sample), after)
+        log_left_out(dataset, progress.next_sample, last)
+        log_epochs(epochs(dataset, progress.next_sample), after)
 
-    def _before(self, sample: int) -> dict[str, float]:
-        return epochs(self._trainer.data.dataset.following(self._trainer.progress.order), sample)
+    def after_result(self, result: StepResult) -> None:
+        metrics, dataset = self._trainer.metrics, self._trainer.data.dataset
+        if metrics.writes(result):
+            read = epochs(dataset.following(self._trainer.progress.order), result.next_sample)
+            metrics.publish(result.step, {"epochs": read} if read else {})
 
 
 class StopBeforeTimeLimit(Hook):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,6 @@ class Saves(Hook):
         self._trainer, self._config = trainer, trainer.config.checkpoint
         self._files = _files(trainer.config, trainer.data.tokenizer)
         self._saved_step = -1  # the step that needs no more saving
-        self.when_complete: Callable[[int], None] = lambda step: None
-        """Called with the step of each checkpoint that has been saved, complete and on disk."""
         self._error: str | None = None
         self._saved_at = time.monotonic()  # the last save began, or the run
         self.slowest_s = 0.0
@@ -39,7 +36,8 @@ class Saves(Hook):
         """Where minutes count, the first rank's do: it asks for a save, and all ranks make it after the same step."""
         if self._config.interval is None and self._trainer.reporter.world.rank == 0:
             seconds = 60 * self._config.interval_minutes
-            self._trainer.wants_save = 0 < seconds <= time.monotonic() - self._saved_at
+            if 0 < seconds <= time.monotonic() - self._saved_at:
+                self._trainer.request_save()
 
     def after_step(self, step: int) -> None:
         """Save if it is due. The last step of the run is saved in any case, and waited for."""
@@ -69,7 +67,7 @@ class Saves(Hook):
             # Before the manifest: a checkpoint on disk never lacks the lines of its own past.
             trainer.metrics.sync()
             trainer.reporter.sync_events()
-            trainer.results.save_requested = False
+            trainer.results.clear_save_request()
             if last:
                 self.save_and_wait()
             else:
@@ -125,7 +123,7 @@ class Saves(Hook):
             self.slowest_s = max(self.slowest_s, outcome.seconds)
             if outcome.error is None:
                 log.info("saved step %d (%.1f s)", outcome.step, outcome.seconds)
-                self.when_complete(outcome.step)
+                self._trainer.hooks.call("after_save", outcome.step)
             else:
                 # All ranks know the same: only the first one's goes to the terminal, the others' to their files.
                 level = logging.ERROR if reporter.world.rank == 0 else logging.INFO

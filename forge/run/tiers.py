@@ -221,18 +221,20 @@ def restore_lost(config: Config, checkpoints: Checkpoints, directory: RunDirecto
 
 
 class MirrorSaves(Hook):
-    """On the first rank: has each checkpoint of `saves` copied when it is complete."""
+    """Copies each complete checkpoint to the store. On the first rank only."""
 
-    def __init__(self, trainer: Trainer, checkpoints: Checkpoints, saves: Saves):
+    def __init__(self, trainer: Trainer, checkpoints: Checkpoints):
         config = trainer.config.checkpoint
         self._trainer = trainer
         self._mirror = Mirror(
             mirror_url(trainer.config), checkpoints.folder, config.keep_last, config.keep_every
         )
-        saves.when_complete = self._mirror.copy
 
     def before_run(self, step: int) -> None:
         self._mirror.forget_after(step)
+
+    def after_save(self, step: int) -> None:
+        self._mirror.copy(step)
 
     def after_rollback(self, step: int) -> None:
         self._mirror.forget_after(step)

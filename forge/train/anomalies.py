@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from forge.batch import Batch
 from forge.config.schema import Resilience
-from forge.data.loader import Batch
 from forge.hook import StepResult
 from forge.parallel.step.gradients import GradientReport
 from forge.parallel.step.model import ParallelModel, Sums

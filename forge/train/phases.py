@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from forge.config import StepPlan
-from forge.hook import Hook, StepResult
+from forge.hook import Hook
 from forge.model import flops_per_token
 from forge.optim import Optimizer
 from forge.parallel.build import build_meta_model
@@ -30,8 +30,6 @@ class PhaseChanges(Hook):
                 f'optimizer.name = "{trainer.config.optimizer.name}" has no method follow(config), which phases that change '
                 "weight_decay, betas, eps or ema call; add one (docs/extending/optimizer.md), or leave these keys out"
             )
-        self._total = trainer.phases.tokens_after(trainer.config.train.steps)
-        trainer.metrics.steps_left = self._steps_left
 
     _last: StepPlan | None
 
@@ -40,10 +38,6 @@ class PhaseChanges(Hook):
         plan = trainer.plan
         if plan is before:
             return
-        progress, dataset = trainer.progress, trainer.data.dataset
-        if before is not None and plan.weights != before.weights:
-            # As the loader does, which is some steps ahead.
-            progress.order = dataset.continuing(progress.order, progress.next_sample, plan.weights)
         trainer.model.micro_batch_size = plan.micro_batch_size
         apply_plan(plan, before, [*trainer.model.parts, self._whole], trainer.optimizer)
         if before is None or (plan.tokens, plan.sliding_window) != (before.tokens, before.sliding_window):
@@ -56,10 +50,6 @@ class PhaseChanges(Hook):
 
     def after_rollback(self, step: int) -> None:
         self._last = None
-
-    def _steps_left(self, result: StepResult) -> float:
-        """The rest of the run in steps of the present size."""
-        return max(0, self._total - result.tokens) / self._trainer.phases.at(result.tokens).tokens
 
 
 def apply_plan(plan: StepPlan, before: StepPlan | None, models: Iterable[Any], optimizer: Optimizer) -> None:

@@ -26,7 +26,7 @@ class StepResults:
         self.stop_requested = False
         """Whether any rank has asked for the end of the run, in a step whose result is known."""
         self.save_requested = False
-        """Whether any rank has asked for a checkpoint in such a step; reset by who makes it."""
+        """Whether any rank has asked for a checkpoint in such a step, since the last `clear_save_request`."""
         self._device, self._with_routers = device, with_routers
         self._delayed = DelayedRead(device)
 
@@ -65,6 +65,10 @@ class StepResults:
             router_layers=layers,
             routers=values[8:],
         )
+
+    def clear_save_request(self) -> None:
+        """Call when a checkpoint is made: it serves all requests so far."""
+        self.save_requested = False
 
     def clear(self) -> None:
         """Forget what has not been popped."""

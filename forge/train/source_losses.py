@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from forge.batch import Batch
 from forge.data.order import numbered
 from forge.hook import Hook, StepResult
 from forge.model import IGNORE
-from forge.parallel.context import ModelInputs
 from forge.train.results import DelayedRead
 from forge.train.trainer import Trainer
 
@@ -30,22 +29,12 @@ class LossCounter:
         self._n_sources, self._seq_len = n_sources, seq_len
         self.sums = torch.zeros(n_sources + PARTS, 2, dtype=torch.float64, device=device)
         self.ahead = torch.zeros(n_sources, dtype=torch.float64, device=device)
-        self._inputs: ModelInputs | None = None
+        self._inputs: Batch | None = None
         self._done = 0
 
-    def watch(self, inputs: ModelInputs) -> None:
+    def begin(self, inputs: Batch) -> None:
         """Call before each forward: the next losses are of these tokens."""
         self._inputs, self._done = inputs, 0
-
-    def counting(self, chunk: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `chunk` (see `FusedLoss`), which computes the losses of the next tokens, and counts them now."""
-
-        def counted(*arguments: Any) -> Any:
-            losses, gradient = chunk(*arguments)
-            self.count(losses[0].flatten())
-            return losses, gradient
-
-        return counted
 
     def count(self, losses: Tensor) -> None:
         """Add the losses of the next tokens of the forward under way: `[n]`, of `[batch, seq]` in rows.
@@ -53,7 +42,7 @@ class LossCounter:
         Those beyond the forward's own are of multi-token prediction, which calls the loss again for each module.
         """
         inputs, first = self._inputs, self._done
-        assert inputs is not None and inputs.labels is not None and inputs.sources is not None
+        assert inputs is not None and inputs.sources is not None
         rows, seq = inputs.labels.shape
         self._done += len(losses)
         module, first = divmod(first, rows * seq)
@@ -82,9 +71,6 @@ class SourceLosses(Hook):
         self._counter = LossCounter(len(self._names), trainer.config.train.seq_len, trainer.device)
         self._delayed = DelayedRead(trainer.device)
         self._watching = False
-        self._chunks: list[Any] = []
-        self._fields: dict[str, Any] = {}
-        trainer.metrics.more_fields = self._take
 
     def before_gradients(self, step: int) -> None:
         self._unwatch()
@@ -102,12 +88,12 @@ class SourceLosses(Hook):
             self._delayed.push(step, sums)
 
     def after_result(self, result: StepResult) -> None:
-        """Read what belongs to the result; it is asked for when the line is written, by the hook that follows."""
         if result.skipped:
             # That step may be computed again, within the one under way, whose losses are then not known.
             self._unwatch()
         ready = self._delayed.pop(flush=True) if self._trainer.metrics.is_due(result.step) else None
-        self._fields = {} if ready is None else {"step": ready[0], **self._means(ready[1])}
+        if ready is not None:
+            self._trainer.metrics.publish(ready[0], self._means(ready[1]))
 
     def after_rollback(self, step: int) -> None:
         self._unwatch()
@@ -115,10 +101,6 @@ class SourceLosses(Hook):
 
     def after_run(self) -> None:
         self._unwatch()
-
-    def _take(self, step: int) -> dict[str, Any]:
-        fields = dict(self._fields)
-        return fields if fields.pop("step", None) == step else {}
 
     def _means(self, values: list[float]) -> dict[str, Any]:
         """A source that has no valid token in the step is left out; a part of the sequence without one is null."""
@@ -138,16 +120,10 @@ class SourceLosses(Hook):
         return found
 
     def _watch(self) -> None:
-        model: Any = self._trainer.model
-        self._watching, model.watch = True, self._counter.watch
-        for part in model.parts:
-            self._chunks.append(part.loss.chunk)
-            part.loss.chunk = self._counter.counting(part.loss.chunk)
+        self._watching = True
+        self._trainer.model.observe_losses(self._counter)
 
     def _unwatch(self) -> None:
         if self._watching:
-            model: Any = self._trainer.model
-            self._watching, model.watch = False, lambda inputs: None
-            for part, chunk in zip(model.parts, self._chunks, strict=True):
-                part.loss.chunk = chunk
-            self._chunks = []
+            self._watching = False
+            self._trainer.model.observe_losses(None)

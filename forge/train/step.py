@@ -6,12 +6,12 @@ from contextlib import AbstractContextManager, nullcontext
 
 from forge.optim import Optimizer
 from forge.parallel.step.gradients import GradientReport, clip_gradients, report_gradients
-from forge.parallel.step.model import ParallelModel, StepBatch, Sums
+from forge.parallel.step.model import Batch, ParallelModel, Sums
 from forge.parallel.step.routers import RouterReport
 
 
 def optimizer_step(
-    model: ParallelModel, optimizer: Optimizer, batch: StepBatch, lr: float, max_norm: float
+    model: ParallelModel, optimizer: Optimizer, batch: Batch, lr: float, max_norm: float
 ) -> tuple[Sums, GradientReport, RouterReport | None]:
     """Train on the global batch, of which `batch` is this data rank's part; skip a step that is not finite."""
     sums = compute_gradients(model, batch)
@@ -19,7 +19,7 @@ def optimizer_step(
     return sums, report, apply_gradients(model, optimizer, report, lr, max_norm)
 
 
-def compute_gradients(model: ParallelModel, batch: StepBatch) -> Sums:
+def compute_gradients(model: ParallelModel, batch: Batch) -> Sums:
     """Leave the gradient of the global batch in the shards; return the sums of its losses."""
     sums = model.forward_backward(batch, model.count_tokens(batch))
     model.finalize_gradients()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from forge.batch import Batch
 from forge.config import Config, Degrees, Phases, StepPlan
 from forge.data.build import Data
-from forge.data.loader import Batch, Loader
+from forge.data.loader import Loader
 from forge.hook import Hook, Hooks, StepInfo
 from forge.model import flops_per_token
 from forge.observe.collector import Collector
@@ -71,8 +72,7 @@ class Trainer:
             config, reporter.world, reporter.directory, flops, self.collector, reporter.running
         )
         self.results = StepResults(self.device, with_routers=self.metrics.wants_routers)
-        self.wants_save = False
-        """Whether this rank asks for a checkpoint; all ranks learn of it with the norm of the next gradient."""
+        self._wants_save = False
         self.hooks = Hooks()
 
         self.batches: Loader
@@ -104,6 +104,7 @@ class Trainer:
         lr = planned_rate(config, self.phases, step, self.progress.tokens)
         with self.hooks.around("data", step):
             batch = next(self.batches)
+        self.progress.order = self.batches.order
         with self.hooks.around("gradients", step):
             sums, report = self.compute_gradients(batch)
             # The result of the step before is known by now, and is acted on before the next update.
@@ -112,6 +113,7 @@ class Trainer:
         report = self.anomalies.examine(step, batch, sums, report)
         update, max_norm = self.hooks.around("optimizer", step), config.train.grad_clip_norm
         routers = apply_gradients(self.model, self.optimizer, report, lr, max_norm, update)
+        self._wants_save = False
         self.progress.advance(plan)
         self.results.push(
             StepInfo(step, self.progress.tokens, lr, self.progress.next_sample), sums, report, routers
@@ -121,7 +123,7 @@ class Trainer:
         """Leave the gradient of the whole global batch in the shards; return the loss and the gradient's norm."""
         sums = compute_gradients(self.model, batch)
         stop = self.signals.reason is not None
-        report = report_gradients(self.model.shards, sums.objective, stop=stop, save=self.wants_save)
+        report = report_gradients(self.model.shards, sums.objective, stop=stop, save=self._wants_save)
         return sums, report
 
     def process_last_result(self) -> bool:
@@ -154,6 +156,10 @@ class Trainer:
         """Ask all ranks to end the run; they learn of it with the norm of the next gradient."""
         self.signals.reason = self.signals.reason or reason
 
+    def request_save(self) -> None:
+        """Ask all ranks for a checkpoint. They learn of the request with the norm of this step's gradient."""
+        self._wants_save = True
+
     def renew_optimizer(self) -> None:
         """Replace the optimizer by a new one, which starts at the current weights."""
         del self.optimizer  # its moments are freed before new ones are allocated
@@ -173,7 +179,6 @@ class Trainer:
     def open_data(self) -> None:
         """Open the batches of this data rank at `progress`. The mixture of the config applies from there."""
         dataset, progress = self.data.dataset, self.progress
-        progress.order = dataset.continuing(progress.order, progress.next_sample, self.plan.weights)
         self.batches = Loader(
             dataset.following(progress.order),
             global_batch_size=self.config.train.global_batch_size,

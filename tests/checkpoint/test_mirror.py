@@ -62,17 +62,16 @@ def test_a_step_that_is_saved_again_after_a_roll_back_is_copied_again(tmp_path) 
     config = SimpleNamespace(checkpoint=kept, run=SimpleNamespace(name="run"))
     trainer = SimpleNamespace(config=config, finished=True)
     checkpoints = SimpleNamespace(folder=tmp_path / "local")
-    saves = SimpleNamespace()
-    hook = MirrorSaves(trainer, checkpoints, saves)  # type: ignore[arg-type]
+    hook = MirrorSaves(trainer, checkpoints)  # type: ignore[arg-type]
     hook.before_run(0)
     index = tmp_path / "bucket" / "run" / "mirror.json"
     for step in (10, 20):
         write(tmp_path / "local", step)
-        saves.when_complete(step)
+        hook.after_save(step)
         # A copy ends with the removal of its links, behind the index.
         wait_for(lambda: not list((tmp_path / "local").glob(".mirrored*")))
     hook.after_rollback(10)
-    saves.when_complete(20)
+    hook.after_save(20)
     hook.after_run()
     assert json.loads(index.read_text())["steps"] == [10, 20]
 

@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 import torch
 
+from forge.batch import Batch
 from forge.data.build import input_fingerprints
 from forge.data.dataset import PackedDataset
 from forge.data.held_out import evaluation_batches
-from forge.data.loader import IGNORE, Batch, Loader
+from forge.data.loader import IGNORE, Loader
 from forge.data.sources import held_out_windows
 from forge.data.synthetic import SyntheticSource
 from forge.runtime.errors import UserError

@@ -135,7 +135,8 @@ def test_an_evaluation_between_two_steps_is_in_the_eta_of_the_log(tmp_path, monk
             "skipped": False,
             "waited_s": 0.0,
         }
-        writer.after_result(StepResult(step, 1, 1e-3, 8, **numbers, router_layers=(), routers=[]))
+        tokens = step * config.train.global_batch_size * config.train.seq_len
+        writer.after_result(StepResult(step, tokens, 1e-3, 8, **numbers, router_layers=(), routers=[]))
         now += 5.0  # an evaluation
     assert caplog.messages[0].endswith("eta 1m39s")  # 99 steps of one second
     assert caplog.messages[1].endswith("eta 9m48s")  # 98 of six

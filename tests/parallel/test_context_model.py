@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.tensor.debug import CommDebugMode
 
-from forge.data.loader import Batch
+from forge.batch import Batch
 from forge.model import IGNORE
 from tests.support.building import built
 from tests.support.equivalence import tiny_config

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import CausalBias
 from torch.testing import assert_close
 
+from forge.batch import Batch
 from forge.parallel.context import SequenceSplit
 from forge.parallel.context.gathered import causal_chunks, lower_right
 
@@ -28,9 +28,7 @@ def splits(ranks: int) -> list[SequenceSplit]:
 
 def batch(seq: int, **tensors: Tensor) -> Any:
     rows = torch.arange(2 * seq).view(2, seq)
-    return SimpleNamespace(
-        **({"tokens": rows, "labels": rows + 1, "positions": None, "documents": None} | tensors)
-    )
+    return Batch(**({"tokens": rows, "labels": rows + 1} | tensors))
 
 
 def test_a_rank_holds_an_early_and_a_late_chunk() -> None:

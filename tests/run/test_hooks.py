@@ -79,6 +79,7 @@ def test_the_calls_of_a_run_come_in_the_order_of_the_page(tmp_path) -> None:
         "after_result 1",
         *(f"{event} 2" for event in (*update, "after_result", "after_evaluation", "after_step")),
         "before_save 2",
+        "after_save 2",
         "after_run",
     ]
     documented = re.findall(r"`((?:before|after)_\w+)\(", PAGE.read_text())

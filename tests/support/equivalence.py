@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from forge.batch import Batch
 from forge.config import Config, parse_toml_text
-from forge.data.loader import Batch
 from forge.shard import Shard
 from forge.tools.verify.compare import TOLERANCE, compare_rank, elements, merge
 from forge.tools.verify.pieces import Piece, part_of

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from forge.batch import Batch
 from forge.config import check_world, parse_toml_text
-from forge.data.loader import Batch
 from forge.model import Router
 from forge.observe.memory_report import MemoryReport
 from forge.optim import build_optimizer

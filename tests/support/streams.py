@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from forge.batch import Batch
 from forge.data.dataset import PackedDataset
 from forge.data.format import TokenDataset
-from forge.data.loader import Batch, Loader
+from forge.data.loader import Loader
 from forge.data.synthetic import SyntheticSource
 from forge.tools.prepare.writer import ShardWriter
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from forge.batch import Batch
 from forge.model import IGNORE, FusedLoss
-from forge.parallel.context import ModelInputs
 from forge.train.source_losses import PARTS, LossCounter
 from tests.support.runs import FLOAT64, Run
 
@@ -29,9 +29,9 @@ def test_each_token_counts_for_its_source_and_its_part_of_the_sequence() -> None
     sources = torch.tensor([2, 0, 2, 1])
     counter = LossCounter(3, SEQ, torch.device("cpu"))
     loss = FusedLoss(chunk_tokens=10)
-    loss.chunk = counter.counting(loss.chunk)
+    loss.observer = counter.count
     for rows in (slice(0, 3), slice(3, 4)):
-        counter.watch(ModelInputs(labels[rows], labels[rows], None, None, sources=sources[rows]))
+        counter.begin(Batch(labels[rows], labels[rows], None, None, sources=sources[rows]))
         loss(hidden[rows], weight, labels[rows])
     each = F.cross_entropy((hidden @ weight.T).flatten(0, 1), labels.flatten(), reduction="none").view(
         ROWS, SEQ
@@ -78,8 +78,8 @@ def test_a_token_further_ahead_counts_for_its_row_s_source() -> None:
     labels, sources = torch.randint(VOCAB, (3, ROWS, SEQ)), torch.tensor([2, 0, 2, 1])
     labels[:, :, -3:] = IGNORE
     counter, loss = LossCounter(3, SEQ, torch.device("cpu")), FusedLoss(chunk_tokens=10)
-    loss.chunk = counter.counting(loss.chunk)
-    counter.watch(ModelInputs(labels[0], labels[0], None, None, sources=sources))
+    loss.observer = counter.count
+    counter.begin(Batch(labels[0], labels[0], None, None, sources=sources))
     for x, target in zip(hidden, labels, strict=True):
         loss(x, weight, target)
     each = F.cross_entropy((hidden @ weight.T).flatten(0, 2), labels.flatten(), reduction="none")

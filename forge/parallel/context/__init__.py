@@ -13,13 +13,13 @@ from typing import Any
 from forge.model import AttentionFunction, LinearAttention, Transformer
 from forge.parallel.context.gathered import AllGatherAttention
 from forge.parallel.context.ring import RingAttention
-from forge.parallel.context.sequence import ModelInputs, SequenceSplit
+from forge.parallel.context.sequence import SequenceSplit
 from forge.parallel.context.states import PassedStates
 from forge.parallel.context.ulysses import UlyssesAttention
 from forge.parallel.layout import Layout
 from forge.runtime.errors import UserError
 
-__all__ = ["ModelInputs", "SequenceSplit", "apply_context", "replace_attention"]
+__all__ = ["SequenceSplit", "apply_context", "replace_attention"]
 
 FUNCTIONS: dict[str, Callable[[SequenceSplit], AttentionFunction]] = {
     "allgather": AllGatherAttention,

@@ -11,51 +11,17 @@ Under a causal mask later chunks cost more; one early and one late chunk cost ev
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import lcm
-from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from forge.batch import Batch
 from forge.model.mtp import look_ahead
 from forge.runtime import compat
-
-
-class ModelInputs(NamedTuple):
-    """The arguments of `Transformer.forward`, for this rank's part of every sequence.
-
-    tokens, labels, positions: `[batch, seq / cp]`. documents: `[batch, seq]`, of the whole sequence: every rank has
-    read it, and which token sees which depends on the documents of both. ahead: `[batch, seq / cp, depth, 2]`, what
-    multi-token prediction needs of later tokens, which other ranks may have. sources: int64 `[batch]`, of which source each
-    row is, where that is asked for; no argument of the model.
-    """
-
-    tokens: Tensor
-    labels: Tensor | None
-    positions: Tensor | None
-    documents: Tensor | None
-    ahead: Tensor | None = None
-    sources: Tensor | None = None
-
-    @property
-    def arguments(self) -> tuple[Tensor | None, ...]:
-        """What a model is called with; without multi-token prediction there is no `ahead`."""
-        return self[:4] if self.ahead is None else self[:5]
-
-
-class Sequences(Protocol):
-    """Whole sequences as data ranks read them; tensors are `[batch, seq]` on the device."""
-
-    @property
-    def tokens(self) -> Tensor: ...
-    @property
-    def labels(self) -> Tensor: ...
-    @property
-    def positions(self) -> Tensor | None: ...
-    @property
-    def documents(self) -> Tensor | None: ...
 
 
 class SequenceSplit:
@@ -99,36 +65,39 @@ class SequenceSplit:
         heads, tails = chunks[: self.ranks], chunks[self.ranks :]
         return torch.cat([torch.stack(heads), torch.stack(tails[::-1])], dim=-2)
 
-    def local_part(self, batch: Sequences) -> ModelInputs:
+    def local_part(self, batch: Batch) -> Batch:
         """Return this rank's part of `batch`, whose tensors are `[batch, seq]` and the same on all cp ranks."""
-        ahead, sources = None, getattr(batch, "sources", None)
         if self.depth and torch.is_grad_enabled():
-            ahead = look_ahead(batch.tokens, batch.labels, batch.documents, self.depth)
+            batch = replace(batch, ahead=look_ahead(batch.tokens, batch.labels, batch.documents, self.depth))
         if self.ranks == 1:
-            return ModelInputs(batch.tokens, batch.labels, batch.positions, batch.documents, ahead, sources)
+            return batch
         positions = batch.positions
         if positions is None:
             positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(
                 batch.tokens
             )
-        return ModelInputs(
-            self.part(batch.tokens),
-            self.part(batch.labels),
-            self.part(positions),
-            batch.documents,
-            None if ahead is None else self.part(ahead, dim=1),
-            sources,
+        return replace(
+            batch,
+            tokens=self.part(batch.tokens),
+            labels=self.part(batch.labels),
+            positions=self.part(positions),
+            ahead=None if batch.ahead is None else self.part(batch.ahead, dim=1),
         )
 
-    def logits(self, model: Callable[[ModelInputs], Tensor], tokens: Tensor) -> Tensor:
+    def logits(self, model: Callable[[Batch], Tensor], tokens: Tensor) -> Tensor:
         """Return next-token scores `[batch, seq, vocab]` of `tokens` `[batch, seq]`, all positions on all ranks.
 
         `seq` may be any number: it is padded to a multiple of 2 * cp and of all pieces at its end, where no token sees it.
         """
         seq = tokens.shape[1]
         if self.ranks == 1:
-            return model(ModelInputs(F.pad(tokens, (0, -seq % self.pieces)), None, None, None))[:, :seq]
+            return model(_without_labels(F.pad(tokens, (0, -seq % self.pieces))))[:, :seq]
         tokens = F.pad(tokens, (0, -seq % lcm(2 * self.ranks, self.ranks * self.pieces)))
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        logits = model(ModelInputs(self.part(tokens), None, self.part(positions), None))
+        logits = model(_without_labels(self.part(tokens), self.part(positions)))
         return self.in_order(compat.all_gather(logits.unsqueeze(0), self.group))[:, :seq]
+
+
+def _without_labels(tokens: Tensor, positions: Tensor | None = None) -> Batch:
+    """Return a batch for which the model returns scores instead of losses."""
+    return Batch(tokens, None, positions)  # type: ignore[arg-type]

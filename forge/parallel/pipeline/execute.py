@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from forge.batch import Batch
 from forge.model import Transformer
 from forge.model.norm import promoted
-from forge.parallel.context import ModelInputs
 from forge.parallel.engines.engine import DataParallel
 from forge.parallel.layout import Layout
 from forge.parallel.mesh import new_group
@@ -93,18 +93,18 @@ class PipelinedModel(ParallelModel):
             for index, part in self.stages.items()
         )
 
-    def _forward_backward(self, microbatches: list[ModelInputs], divisor: Tensor) -> Tensor:
+    def _forward_backward(self, microbatches: list[Batch], divisor: Tensor) -> Tensor:
         if len(microbatches) != self._microbatches:
             schedule, rank = self.plan.with_microbatches(len(microbatches)), self.pp.rank()
             self._microbatches, self._program = len(microbatches), schedule.programs[rank]
             self.last_backward = schedule.last_backward(rank)
         return self._execute(self._program, microbatches, divisor).losses
 
-    def _forward(self, inputs: ModelInputs) -> Tensor | None:
+    def _forward(self, inputs: Batch) -> Tensor | None:
         done = self._execute(self._forward_program, [inputs], torch.ones((), device=inputs.tokens.device))
         return done.outputs.get((self.plan.stages[-1].index, 0))
 
-    def _logits(self, inputs: ModelInputs) -> Tensor:
+    def _logits(self, inputs: Batch) -> Tensor:
         """Return scores `[batch, seq, vocab]` on all ranks: the rank of the last stage broadcasts them."""
         scores = self._forward(inputs)
         if scores is None:
@@ -114,27 +114,27 @@ class PipelinedModel(ParallelModel):
         dist.broadcast(scores, group=self.pp, group_src=self.plan.ends[1])
         return scores
 
-    def _execute(self, program: Sequence[Action], microbatches: list[ModelInputs], divisor: Tensor) -> _Run:
+    def _execute(self, program: Sequence[Action], microbatches: list[Batch], divisor: Tensor) -> _Run:
         run = _Run(self, microbatches, divisor)
         for action in program:
             run.do(action)
         run.messages.close()
         return run
 
-    def activation_shape(self, inputs: ModelInputs) -> tuple[int, int, int]:
+    def activation_shape(self, inputs: Batch) -> tuple[int, int, int]:
         """Return the shape that stages send for `inputs`: `[batch, this rank's piece of the sequence, dim]`."""
         rows, seq = inputs.tokens.shape
         return rows, seq // self._pieces, self._dim
 
-    def run_forward(self, part: StageModel, x: Tensor, inputs: ModelInputs) -> Tensor:
+    def run_forward(self, part: StageModel, x: Tensor, inputs: Batch) -> Tensor:
         """Return what the stage computes from `x`: tokens `[batch, seq]`, or the activation of the stage before."""
         positions = inputs.positions
         if positions is None and x.shape[1] != inputs.tokens.shape[1]:
             # A stage that gets a piece of the sequence cannot see how long the whole is.
             rows, seq = inputs.tokens.shape
             positions = torch.arange(seq, device=x.device).expand(rows, seq)
-        self.watch(inputs)
-        return part.model(x, *inputs._replace(positions=positions).arguments[1:])
+        self.begin_losses(inputs)
+        return part.model(x, *replace(inputs, positions=positions).arguments[1:])
 
 
 class _Run:
@@ -143,7 +143,7 @@ class _Run:
     losses: sums of the losses that were computed here, float64 `[3]`. outputs: forwards that no backward has used yet.
     """
 
-    def __init__(self, model: PipelinedModel, microbatches: list[ModelInputs], divisor: Tensor):
+    def __init__(self, model: PipelinedModel, microbatches: list[Batch], divisor: Tensor):
         self._model, self._microbatches, self._divisor = model, microbatches, divisor
         self.messages = Messages(model, divisor.device)
         self.losses = torch.zeros(3, dtype=torch.float64, device=divisor.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from forge.batch import Batch
 from forge.model import IGNORE, Transformer
-from forge.parallel.context import ModelInputs, SequenceSplit
-from forge.parallel.context.sequence import Sequences
+from forge.parallel.context import SequenceSplit
 from forge.parallel.engines.engine import DataParallel
 from forge.parallel.layout import Layout
 from forge.parallel.logits import LargestLogits
@@ -22,10 +22,11 @@ from forge.parallel.tensor.apply import partial_shards
 from forge.shard import Shard
 
 
-class StepBatch(Sequences, Protocol):
-    """What this data rank reads for one optimizer step (forge.data makes it)."""
+class LossObserver(Protocol):
+    """Sees the losses of tokens, see `FusedLoss.observer`."""
 
-    def microbatches(self, size: int) -> Any: ...
+    def begin(self, inputs: Batch) -> None: ...
+    def count(self, losses: Tensor) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -73,17 +74,29 @@ class ParallelModel:
         self.largest_logits = {} if self._largest_logits is None else self._largest_logits.by_parameter
         self._meshes = layout.meshes
         self._split = SequenceSplit(layout.meshes.cp, layout.sequence_pieces, layout.model.mtp_depth)
-        self.watch: Callable[[ModelInputs], object] = lambda inputs: None  # called before each forward
+        self._loss_observer: LossObserver | None = None
         self.micro_batch_size = layout.micro_batch_size
 
-    def count_tokens(self, batch: StepBatch) -> Tensor:
+    def observe_losses(self, observer: LossObserver | None) -> None:
+        """Call `observer` with the loss of every token from the next forward on; None: no more."""
+        self._loss_observer = observer
+        part: Any
+        for part in self.parts:
+            part.loss.observer = None if observer is None else observer.count
+
+    def begin_losses(self, inputs: Batch) -> None:
+        """Call before each forward: the next losses belong to `inputs`."""
+        if self._loss_observer is not None:
+            self._loss_observer.begin(inputs)
+
+    def count_tokens(self, batch: Batch) -> Tensor:
         """Return the number of valid labels in the global batch: a float64 device scalar, equal on all ranks.
 
         The loss is divided by it before the first backward, so it is counted before the first forward.
         """
         return _sum_over(_valid_tokens(self._split.part(batch.labels)), self._meshes.loss)
 
-    def forward_backward(self, batch: StepBatch, tokens: Tensor) -> Sums:
+    def forward_backward(self, batch: Batch, tokens: Tensor) -> Sums:
         """Add the gradient of (sum of losses / tokens) of every microbatch to the shards; return the sums of losses."""
         microbatches = [self._split.local_part(micro) for micro in batch.microbatches(self.micro_batch_size)]
         # A batch without any valid token has loss 0 and gradient 0, not 0/0.
@@ -125,14 +138,13 @@ class ParallelModel:
             self._largest_logits.reset()
 
     @torch.no_grad()
-    def evaluate(self, batch: StepBatch) -> Sums:
+    def evaluate(self, batch: Batch) -> Sums:
         """Return the sums of one batch, without computing gradients."""
         inputs = self._split.local_part(batch)
         values = torch.zeros(4, dtype=torch.float64, device=inputs.tokens.device)
         losses = self._forward(inputs)
         if losses is not None:
             values[:3] = losses
-            assert inputs.labels is not None
             values[3] = _valid_tokens(inputs.labels)
         return Sums(_sum_over(values, self._meshes.pipeline))
 
@@ -160,15 +172,15 @@ class ParallelModel:
         """Return, for the log, what lies in memory between the microbatches of a step. Not collective."""
         return "; ".join(engine.accumulation_memory_summary() for engine in self._engines)
 
-    def _forward_backward(self, microbatches: list[ModelInputs], divisor: Tensor) -> Tensor:
+    def _forward_backward(self, microbatches: list[Batch], divisor: Tensor) -> Tensor:
         """Compute the gradients of all losses / divisor; return the sums of losses computed here, float64 `[3]`."""
         raise NotImplementedError
 
-    def _forward(self, inputs: ModelInputs) -> Tensor | None:
+    def _forward(self, inputs: Batch) -> Tensor | None:
         """Return what the whole model's forward returns; None where another rank has its end."""
         raise NotImplementedError
 
-    def _logits(self, inputs: ModelInputs) -> Tensor:
+    def _logits(self, inputs: Batch) -> Tensor:
         """Return, on every rank, what the whole model's forward returns for inputs without labels."""
         raise NotImplementedError
 
@@ -176,7 +188,7 @@ class ParallelModel:
 class SequentialModel(ParallelModel):
     """The model without a pipeline: every rank has its shards of all layers."""
 
-    def _forward_backward(self, microbatches: list[ModelInputs], divisor: Tensor) -> Tensor:
+    def _forward_backward(self, microbatches: list[Batch], divisor: Tensor) -> Tensor:
         (engine,), total = self._engines, torch.zeros(3, dtype=torch.float64, device=divisor.device)
         for index, inputs in enumerate(microbatches):
             engine.begin_microbatch(last=index == len(microbatches) - 1)
@@ -185,8 +197,8 @@ class SequentialModel(ParallelModel):
             total += losses.detach()
         return total
 
-    def _forward(self, inputs: ModelInputs) -> Tensor:
-        self.watch(inputs)
+    def _forward(self, inputs: Batch) -> Tensor:
+        self.begin_losses(inputs)
         return self.parts[0](*inputs.arguments)
 
     _logits = _forward

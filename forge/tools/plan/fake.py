@@ -25,9 +25,9 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from forge.batch import Batch
 from forge.checkpoint.tensors import writes
 from forge.config import Config, Degrees
-from forge.data.loader import Batch
 from forge.observe.memory_report import MemoryReport
 from forge.optim import build_optimizer
 from forge.parallel.build import build_parallel_model
@@ -148,7 +148,8 @@ class FakeRank:
             batch = self._batch(1)
             (whole,) = batch.microbatches(self.model.micro_batch_size)
             part = self.model._split.local_part(whole)
-        tensors = [x for x in (batch.tokens, batch.labels, batch.documents, *part) if x is not None]
+        values = [*vars(batch).values(), *vars(part).values()]
+        tensors = [x for x in values if isinstance(x, Tensor)]
         storages = {storage._cdata: storage for storage in (x.untyped_storage() for x in tensors)}
         return microbatches * sum(storage.nbytes() for storage in storages.values())
 

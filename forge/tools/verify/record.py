@@ -16,9 +16,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from forge.batch import Batch
 from forge.config import Config, Phases, StepPlan, check_world, parse_toml_text
 from forge.data.build import build_dataset
-from forge.data.loader import Batch, Loader
+from forge.data.loader import Loader
 from forge.model import IGNORE
 from forge.optim import Optimizer, build_optimizer
 from forge.optim.optimizer import gradient
