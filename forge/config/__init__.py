@@ -1,7 +1,8 @@
 """The configuration of a run: a typed schema, its loading from TOML and the command line, and explained errors.
 
-Needs no torch, so that help and errors appear at once. Schema: section, model, layout, schema. Load: load,
-toml, extensions, fallbacks. Explain: keys, help, explain, unused, and the checks across keys (checks, pipeline, world).
+Needs no torch, so that help and errors appear at once. Schema: section, model, data, layout, optimizer, phase, schema.
+Load: load, extensions. Explain: problem, explain, keys, help, unused, and the checks across keys (checks, phases, pipeline,
+world).
 """
 
 from forge.config.help import help_text
