@@ -7,7 +7,7 @@ world).
 
 from forge.config.help import help_text
 from forge.config.keys import difference, to_toml
-from forge.config.load import CommandLine, load_config, parse_command_line, parse_toml_text
+from forge.config.load import CommandLine, load_command, load_config, parse_command_line, parse_toml_text
 from forge.config.phases import Phases, StepPlan
 from forge.config.schema import Config
 from forge.config.section import Section
@@ -25,6 +25,7 @@ __all__ = [
     "choose_layout",
     "difference",
     "help_text",
+    "load_command",
     "load_config",
     "parse_command_line",
     "parse_toml_text",
