@@ -17,6 +17,7 @@ from forge.config.section import (
     Share,
     Text,
     Unused,
+    unused,
     unused_if,
     used_if,
 )
@@ -146,9 +147,10 @@ class Precision(Section):
     """Format in which gradients are summed over ranks."""
     fp32_modules: ListOf[Text] = ("*.router", "*.decay")
     """Glob patterns of module names that compute in float32, or in precision.compute if that is wider."""
-    mixed_storage_rule: Literal["uniform_storage", "per_parameter"] = "uniform_storage"
-    """If a unit holds parameters of several formats. uniform_storage: compute with each in its own format. per_parameter:
-    use precision.compute for parameters stored at least as wide, and for narrower ones their own format."""
+    mixed_storage_rule: Annotated[
+        Literal["uniform_storage", "per_parameter"], unused("all parameters have one storage format")
+    ] = "uniform_storage"
+    """No effect: all parameters are stored in precision.storage."""
     float8: Literal["none", "tensorwise", "rowwise"] = "none"
     """Float8 matrix products, with one scale per tensor or per row."""
     float8_all_gather: Annotated[Literal["auto"] | bool, WITH_FLOAT8] = "auto"

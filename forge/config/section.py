@@ -34,6 +34,11 @@ class Unused:
     holds: Callable[[Any], bool]
 
 
+def unused(reason: str) -> Unused:
+    """The key never has an effect."""
+    return Unused(reason, lambda config: True)
+
+
 def used_if(key: str, *values: str) -> Unused:
     """The key has an effect only if another `key` has one of `values`."""
     value_in = attrgetter(key)

@@ -94,10 +94,9 @@ YARN = '{kind = "yarn", factor = 2.0, original_max_position = 64, low_freq_facto
             ['--checkpoint.init_changes=["model.norm_eps"]'],
             "checkpoint.init_changes (checkpoint.init is empty)",
         ),
-        (["--checkpoint.interval_minutes=5"], "checkpoint.interval_minutes (checkpoint.interval is set)"),
         (
-            ['--checkpoint.init_changes=["model.norm_eps"]'],
-            "checkpoint.init_changes (checkpoint.init is empty)",
+            ["--precision.mixed_storage_rule=per_parameter"],
+            "precision.mixed_storage_rule (all parameters have one storage format)",
         ),
         (["--profile.ranks=[1]"], "profile.ranks (profile.span is empty)"),
         (
