@@ -1,12 +1,13 @@
 """The configuration of a run: a typed schema, its loading from TOML and the command line, and explained errors.
 
-Needs no torch, so that help and errors appear at once. Schema: section, model, layout, schema. Load: load,
-toml, extensions, fallbacks. Explain: keys, help, explain, unused, and the checks across keys (checks, pipeline, world).
+Needs no torch, so that help and errors appear at once. Schema: section, model, data, layout, optimizer, phase, schema.
+Load: load, extensions. Explain: problem, explain, keys, help, unused, and the checks across keys (checks, phases, pipeline,
+world).
 """
 
 from forge.config.help import help_text
 from forge.config.keys import difference, to_toml
-from forge.config.load import CommandLine, load_config, parse_command_line, parse_toml_text
+from forge.config.load import CommandLine, load_command, load_config, parse_command_line, parse_toml_text
 from forge.config.phases import Phases, StepPlan
 from forge.config.schema import Config
 from forge.config.section import Section
@@ -24,6 +25,7 @@ __all__ = [
     "choose_layout",
     "difference",
     "help_text",
+    "load_command",
     "load_config",
     "parse_command_line",
     "parse_toml_text",

@@ -6,7 +6,21 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import StringConstraints
 
-from forge.config.section import Count, Dtype, ListOf, Phrase, Positive, Section, Share, Text
+from forge.config.section import (
+    NO_EXPERTS,
+    Count,
+    Dtype,
+    ListOf,
+    Phrase,
+    Positive,
+    Section,
+    Share,
+    Text,
+    Unused,
+    unused,
+    unused_if,
+    used_if,
+)
 
 TensorStyle = Literal["colwise", "rowwise", "colwise_rep", "rowwise_rep", "sequence_parallel"]
 TENSOR_STYLES: tuple[str, ...] = get_args(TensorStyle)
@@ -25,6 +39,12 @@ Override = Annotated[
     ),
 ]
 CsvPath = Annotated[str, StringConstraints(pattern=r"\.csv$"), Phrase("a path ending in .csv")]
+WITH_TP, WITH_PP = unused_if("parallel.tp", 1), unused_if("parallel.pp", 1)
+WITH_FLOAT8 = unused_if("precision.float8", "none")
+BY_BLOCK = used_if("activation_checkpoint.mode", "full", "selective")
+COMPILES = Unused(
+    "nothing is compiled", lambda c: not (c.compile.enabled or c.compile.loss or c.compile.optimizer)
+)
 
 
 class Parallel(Section):
@@ -46,22 +66,24 @@ class Parallel(Section):
     """Context parallelism: ranks that each sequence is split over."""
     pp: Positive = 1
     """Pipeline parallelism: ranks that the layers are split over."""
-    ep: Positive = 1
+    ep: Annotated[Positive, NO_EXPERTS] = 1
     """Expert parallelism: ranks that the experts of a layer are split over. Must divide dp_shard * cp * tp."""
-    sequence_parallel: bool = True
+    sequence_parallel: Annotated[bool, WITH_TP] = True
     """With tp: shard norms and residual stream along the sequence."""
-    loss_parallel: bool = True
+    loss_parallel: Annotated[bool, WITH_TP] = True
     """With tp: keep logits sharded along the vocabulary."""
-    tp_plan: Literal["auto"] | ImportPath = "auto"
+    tp_plan: Annotated[Literal["auto"] | ImportPath, WITH_TP] = "auto"
     """With tp: how modules are split. auto: the model's own plan. A function takes (model, config) and returns a dict."""
-    tp_plan_styles: dict[Text, TensorStyle] = {}
+    tp_plan_styles: Annotated[dict[Text, TensorStyle], WITH_TP] = {}
     """With tp: a custom plan that maps module names to styles; `*` matches one component of a name. Other modules are not
     split."""
-    async_tp: bool = False
+    async_tp: Annotated[bool, WITH_TP] = False
     """With tp: overlap matrix products with their collectives in compiled blocks. Needs CUDA and compile.enabled."""
-    context: Literal["allgather", "ulysses", "ring"] = "allgather"
+    context: Annotated[Literal["allgather", "ulysses", "ring"], unused_if("parallel.cp", 1)] = "allgather"
     """With cp: how attention reads the keys and values of other ranks."""
-    reshard_after_forward: Literal["auto", "always", "never"] | Positive = "auto"
+    reshard_after_forward: Annotated[
+        Literal["auto", "always", "never"] | Positive, used_if("parallel.data_parallel", "fsdp2")
+    ] = "auto"
     """Free gathered parameters after forward. auto: yes, except in a pipeline. A number: keep them sharded over that many
     ranks; experts are freed."""
     shard_optimizer_over: Literal["dp_shard", "dp"] = "dp_shard"
@@ -90,7 +112,7 @@ class Parallel(Section):
 class Pipeline(Section):
     """With pp > 1: how layers are split into stages, and the order in which the stages run."""
 
-    schedule: (
+    schedule: Annotated[
         Literal[
             "GPipe",
             "1F1B",
@@ -100,14 +122,17 @@ class Pipeline(Section):
             "ZBVZeroBubble",
             "DualPipeV",
         ]
-        | CsvPath
-    ) = "1F1B"
+        | CsvPath,
+        WITH_PP,
+    ] = "1F1B"
     """Order of forward and backward passes: a name, or a CSV file with one row of actions per rank."""
-    layers_per_stage: Count = 0
+    layers_per_stage: Annotated[Count, WITH_PP] = 0
     """Layers in one stage. 0: balance the cost of the stages, including embedding, head and experts."""
-    module_names: ListOf[ListOf[Text]] = ()
+    module_names: Annotated[ListOf[ListOf[Text]], WITH_PP] = ()
     """A custom split: the module names of every stage. []: automatic."""
-    round: Literal["up", "down", "error"] = "error"
+    round: Annotated[Literal["up", "down", "error"], WITH_PP, unused_if("pipeline.layers_per_stage", 0)] = (
+        "error"
+    )
     """If layers_per_stage gives a number of stages that pp does not divide: use more stages, fewer, or report an error."""
 
 
@@ -122,14 +147,15 @@ class Precision(Section):
     """Format in which gradients are summed over ranks."""
     fp32_modules: ListOf[Text] = ("*.router", "*.decay")
     """Glob patterns of module names that compute in float32, or in precision.compute if that is wider."""
-    mixed_storage_rule: Literal["uniform_storage", "per_parameter"] = "uniform_storage"
-    """If a unit holds parameters of several formats. uniform_storage: compute with each in its own format. per_parameter:
-    use precision.compute for parameters stored at least as wide, and for narrower ones their own format."""
+    mixed_storage_rule: Annotated[
+        Literal["uniform_storage", "per_parameter"], unused("all parameters have one storage format")
+    ] = "uniform_storage"
+    """No effect: all parameters are stored in precision.storage."""
     float8: Literal["none", "tensorwise", "rowwise"] = "none"
     """Float8 matrix products, with one scale per tensor or per row."""
-    float8_all_gather: Literal["auto"] | bool = "auto"
+    float8_all_gather: Annotated[Literal["auto"] | bool, WITH_FLOAT8] = "auto"
     """Gather parameters in float8. auto: only with fsdp2, tensorwise and tp = 1."""
-    float8_exclude: ListOf[Text] = ("head", "*.router", "*.wa", "*.wa_down", "*.wb")
+    float8_exclude: Annotated[ListOf[Text], WITH_FLOAT8] = ("head", "*.router", "*.wa", "*.wa_down", "*.wb")
     """Glob patterns of linear layers that do not use float8. Layers with a size that 16 does not divide never do."""
 
 
@@ -138,11 +164,11 @@ class ActivationCheckpoint(Section):
 
     mode: Literal["none", "full", "selective", "memory_budget"] = "none"
     """What is recomputed: nothing, whole blocks, cheap operations, or what memory_budget requires (needs compile.enabled)."""
-    modules: ListOf[Text] = ()
+    modules: Annotated[ListOf[Text], BY_BLOCK] = ()
     """full, selective: recompute only these parts of a block, such as `attention`. []: the whole block."""
-    every: Positive = 1
+    every: Annotated[Positive, BY_BLOCK] = 1
     """full, selective: recompute only in every n-th block."""
-    memory_budget: Share = 0.5
+    memory_budget: Annotated[Share, used_if("activation_checkpoint.mode", "memory_budget")] = 0.5
     """memory_budget: fraction of a block's activations to keep. 0: recompute all."""
 
 
@@ -156,5 +182,5 @@ class Compile(Section):
     optimizer: bool = False
     """Compile AdamW's update to one pass over the memory, which also clips and writes the copy that the model computes
     with. Not for moments in int8."""
-    backend: Text = "inductor"
+    backend: Annotated[Text, COMPILES] = "inductor"
     """Compiler backend. inductor generates kernels; aot_eager only traces, which finds the same errors within a second."""

@@ -133,12 +133,15 @@ def _suggestion(option: str) -> str:
 
 
 def load_config(argv: list[str]) -> Config:
+    """Return the configuration of `argv` (without the program's name). Raises UserError as `load_command` does."""
+    return load_command(parse_command_line(argv))
+
+
+def load_command(command: CommandLine) -> Config:
     """Return the configuration that a command line describes.
 
-    argv: such as `["--config", "debug.toml", "--train.steps=5"]`, without the program's name.
     Raises UserError (exit 2) that lists every error in the command line, the file and the overrides.
     """
-    command = parse_command_line(argv)
     problems = list(command.problems)
     path = _find_config(command, problems)
     values = Values({}) if path is None else _read_file(path)

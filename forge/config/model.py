@@ -16,9 +16,23 @@ from forge.config.section import (
     PositiveShare,
     Section,
     Text,
+    Unused,
+    unused_if,
+    used_if,
 )
 
 LayerKind = Literal["full", "sliding", "nope", "linear"]
+WITH_YARN, WITH_LLAMA3 = (used_if("model.rope_scaling.kind", kind) for kind in ("yarn", "llama3"))
+WITH_MLA, NOT_WITH_MLA = used_if("model.attention", "mla"), unused_if("model.attention", "mla")
+# Without a value of their own these two follow from other keys.
+KV_HEADS = Unused(NOT_WITH_MLA.reason, lambda c: c.model.latent and c.model.n_kv_heads != c.model.n_heads)
+HEAD_DIM = Unused(
+    NOT_WITH_MLA.reason, lambda c: c.model.latent and c.model.head_dim * c.model.n_heads != c.model.dim
+)
+NO_PATTERN = Unused("model.layer_pattern is set", lambda c: bool(c.model.layer_pattern))
+WITH_WINDOW = unused_if("model.sliding_window", 0)
+SLIDING = Unused("model.layer_pattern has no sliding layer", lambda c: "sliding" not in c.model.pattern)
+BALANCING_LOSS = Unused("model.moe.balance adds no loss", lambda c: c.model.moe.balance in ("bias", "none"))
 
 
 class RopeScalingConfig(Section):
@@ -29,38 +43,38 @@ class RopeScalingConfig(Section):
     attention."""
     factor: PositiveNumber
     """How many times longer the new context is."""
-    original_max_position: Count = 0
+    original_max_position: Annotated[Count, unused_if("model.rope_scaling.kind", "linear")] = 0
     """llama3, yarn: original training context, in tokens, which they need."""
-    low_freq_factor: PositiveNumber = 1.0
+    low_freq_factor: Annotated[PositiveNumber, WITH_LLAMA3] = 1.0
     """llama3: wavelengths longer than original_max_position / low_freq_factor are fully scaled."""
-    high_freq_factor: PositiveNumber = 4.0
+    high_freq_factor: Annotated[PositiveNumber, WITH_LLAMA3] = 4.0
     """llama3: wavelengths shorter than original_max_position / high_freq_factor are not scaled."""
-    beta_fast: PositiveNumber = 32.0
+    beta_fast: Annotated[PositiveNumber, WITH_YARN] = 32.0
     """yarn: frequencies with more rotations than this over the original context are not scaled."""
-    beta_slow: PositiveNumber = 1.0
+    beta_slow: Annotated[PositiveNumber, WITH_YARN] = 1.0
     """yarn: frequencies with fewer rotations than this over the original context are fully scaled."""
-    truncate: bool = True
+    truncate: Annotated[bool, WITH_YARN] = True
     """yarn: widen the range of frequencies between these two to whole ones, as its authors do. gpt-oss does not."""
-    attention_factor: PositiveNumber | None = Field(
+    attention_factor: Annotated[PositiveNumber | None, WITH_YARN] = Field(
         default=None, json_schema_extra={"default": "0.1 ln(factor) + 1"}
     )
     """yarn: multiplies the rotary tables, and so attention scores by its square."""
-    mscale_all_dim: NonNegativeNumber = 0.0
+    mscale_all_dim: Annotated[NonNegativeNumber, WITH_MLA, WITH_YARN] = 0.0
     """yarn, with model.attention = mla: multiplies scores by (0.1 mscale_all_dim ln(factor) + 1) squared. 0: by 1."""
 
 
 class MLAConfig(Section):
     """Multi-head latent attention, with model.attention = mla: keys and values are products of one small vector per token."""
 
-    q_lora_rank: Count = 1536
+    q_lora_rank: Annotated[Count, WITH_MLA] = 1536
     """Size of the latent vector of queries. 0: queries are projected from the input."""
-    kv_lora_rank: Positive = 512
+    kv_lora_rank: Annotated[Positive, WITH_MLA] = 512
     """Size of the latent vector of keys and values."""
-    qk_nope_head_dim: Positive = 128
+    qk_nope_head_dim: Annotated[Positive, WITH_MLA] = 128
     """Elements of a head of queries and keys without positions."""
-    qk_rope_head_dim: Positive = 64
+    qk_rope_head_dim: Annotated[Positive, WITH_MLA] = 64
     """Elements of a head of queries that RoPE rotates, and of the one key part that all heads share. Must be even."""
-    v_head_dim: Positive = 128
+    v_head_dim: Annotated[Positive, WITH_MLA] = 128
     """Size of a head of values."""
 
 
@@ -95,11 +109,11 @@ class MoEConfig(Section):
     nothing. 0: no limit."""
     balance: Literal["bias", "aux_loss", "sequence_aux_loss", "none"] = "bias"
     """How load is balanced: by a bias on expert selection, by a loss over the global batch or over each sequence, or not."""
-    aux_loss_coef: NonNegativeNumber = 0.01
+    aux_loss_coef: Annotated[NonNegativeNumber, BALANCING_LOSS] = 0.01
     """aux_loss, sequence_aux_loss: weight of the balancing loss."""
     z_loss_coef: NonNegativeNumber = 0.0
     """Weight of the router z-loss: the mean squared logsumexp of the router logits."""
-    bias_update_rate: NonNegativeNumber = 0.001
+    bias_update_rate: Annotated[NonNegativeNumber, used_if("model.moe.balance", "bias")] = 0.001
     """bias: change of the selection bias per optimizer step."""
     n_dense_layers: Count = 0
     """Number of first layers with a dense feed-forward."""
@@ -151,9 +165,9 @@ class ModelConfig(Section):
     """Number of Transformer blocks."""
     n_heads: Positive
     """Number of query heads."""
-    n_kv_heads: Count = 0
+    n_kv_heads: Annotated[Count, KV_HEADS] = 0
     """Number of key and value heads. Must divide n_heads. 0: n_heads."""
-    head_dim: Count = 0
+    head_dim: Annotated[Count, HEAD_DIM] = 0
     """Size of a head. Must be even. 0: dim / n_heads."""
     ffn_dim: Positive
     """Hidden size of the dense feed-forward."""
@@ -170,24 +184,24 @@ class ModelConfig(Section):
     """The feed-forward, dense and of experts. silu, gelu_tanh (GELU by its tanh formula): w2(f(w1 x) * w3 x); clamped_swiglu
     (gpt-oss): the same with gate and up clamped, f(g) = g sigmoid(1.702 g), and 1 added to up; relu2: w2(relu(w1 x)^2),
     without w3."""
-    activation_limit: PositiveNumber = 7.0
+    activation_limit: Annotated[PositiveNumber, used_if("model.activation", "clamped_swiglu")] = 7.0
     """clamped_swiglu: gate is at most this, and up within plus and minus this."""
     ffn_bias: bool = False
     """Add biases to the projections of the dense feed-forward and of shared experts."""
     rope_theta: PositiveNumber = 500000.0
     """Base of the rotary frequencies."""
-    rope_fraction: PositiveShare = 1.0
+    rope_fraction: Annotated[PositiveShare, NOT_WITH_MLA] = 1.0
     """Share of each head's elements that RoPE rotates, the first ones. head_dim times it must be an even number."""
-    sliding_rope_theta: NonNegativeNumber = 0.0
+    sliding_rope_theta: Annotated[NonNegativeNumber, WITH_WINDOW, SLIDING] = 0.0
     """Base of the rotary frequencies in layers with a sliding window, which rope_scaling then leaves alone. 0: as in other
     layers."""
     tie_embeddings: bool = False
     """Use the embedding matrix as the output projection."""
     scale_embeddings: bool = False
     """Multiply embeddings by sqrt(dim), rounded to the format they are computed in (Gemma)."""
-    qk_norm: bool = False
+    qk_norm: Annotated[bool, NOT_WITH_MLA] = False
     """Apply RMSNorm to queries and keys before RoPE."""
-    qk_norm_over: Literal["head", "projection"] = "head"
+    qk_norm_over: Annotated[Literal["head", "projection"], unused_if("model.qk_norm", False)] = "head"
     """qk_norm: over each head by itself with one weight for all, or over all heads of a token together (OLMo 2)."""
     attention: Literal["gqa", "mla"] = "gqa"
     """gqa: grouped-query attention, n_kv_heads heads of keys and values. mla: multi-head latent attention, [model.mla]."""
@@ -199,13 +213,13 @@ class ModelConfig(Section):
     """Add biases to the query, key and value projections."""
     attention_output_bias: bool = False
     """Add a bias to the output projection of attention."""
-    sliding_window: Count = 0
+    sliding_window: Annotated[Count, SLIDING] = 0
     """Number of tokens that a token attends to, including itself. 0: all previous tokens."""
     layer_pattern: ListOf[LayerKind] = ()
     """Kinds of layers, repeated over the depth: full (attends to the whole context), sliding (to the last sliding_window
     tokens), nope (to the whole context, without positions), linear (see [model.linear_attention]). []: all layers slide, or
     all are full if sliding_window is 0."""
-    sliding_window_pattern: Count = 0
+    sliding_window_pattern: Annotated[Count, NO_PATTERN, WITH_WINDOW] = 0
     """With sliding_window and without layer_pattern: every n-th layer attends to the whole context. 0: no layer does."""
     logit_soft_cap: NonNegativeNumber = 0.0
     """Output logits become cap * tanh(logits / cap). 0: off."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Le, Lt
 from pydantic import Field
 
-from forge.config.section import Count, NonNegativeNumber, Section
+from forge.config.section import Count, NonNegativeNumber, Section, unused_if, used_if
 
 
 class MuonConfig(Section):
@@ -42,9 +42,9 @@ class MuonConfig(Section):
 class MupConfig(Section):
     """mup, completep: the model that the learning rate was chosen with. With its sizes they are the same as standard."""
 
-    base_dim: Count = 0
+    base_dim: Annotated[Count, unused_if("optimizer.parametrization", "standard")] = 0
     """Its model.dim. All sizes inside a block are taken to grow in proportion to it."""
-    base_depth: Count = 0
+    base_depth: Annotated[Count, used_if("optimizer.parametrization", "completep")] = 0
     """completep: its model.n_layers."""
-    base_head_dim: Count = 0
+    base_head_dim: Annotated[Count, unused_if("optimizer.parametrization", "standard")] = 0
     """Its model.head_dim (with mla: elements of a head of queries). 0: the same as here, and wider models have more heads."""

@@ -1,4 +1,4 @@
-"""The whole configuration: one typed section per concern. The largest, [model] and the parallel layout, have files."""
+"""The whole configuration: one typed section per concern. [model], [data] and the parallel layout have files."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import Annotated, Literal, TypeVar
 from annotated_types import Ge, Gt, Le, MinLen
 from pydantic import AfterValidator, Field, Strict, StringConstraints
 
+from forge.config.data import Data
 from forge.config.layout import ActivationCheckpoint, Compile, Parallel, Pipeline, Precision
 from forge.config.model import ModelConfig
 from forge.config.optimizer import MuonConfig, MupConfig
 from forge.config.phase import Beta, Epsilon, Phase
 from forge.config.section import (
+    NO_EXPERTS,
     Count,
     ImportPath,
     ListOf,
@@ -22,6 +24,9 @@ from forge.config.section import (
     Section,
     Share,
     Text,
+    Unused,
+    unused_if,
+    used_if,
 )
 
 FileName = Annotated[
@@ -32,6 +37,14 @@ FileName = Annotated[
 S = TypeVar("S", bound=Section)
 Monitor = Literal["activations", "gradients", "weights", "updates", "attention", "experts"]
 MONITORS: tuple[Monitor, ...] = ("activations", "gradients", "weights", "updates", "attention", "experts")
+# When a key has no effect.
+SAMPLES, TASKS = unused_if("evaluate.sample_interval", 0), unused_if("evaluate.tasks", ())
+LOCAL, STRAGGLERS = unused_if("checkpoint.local_interval", 0), unused_if("resilience.straggler_interval", 0)
+PROFILES, WSD = unused_if("profile.span", ()), used_if("schedule.name", "wsd")
+PHASES = Unused("there is no [[phase]]", lambda c: not c.phase)
+BY_TIME = Unused("checkpoint.interval is set", lambda c: c.checkpoint.interval is not None)
+VALIDATION = Unused("data.validation is empty", lambda c: c.evaluate.interval and not c.data.validation)
+TOKENIZER = Unused("there is no tokenizer", lambda c: c.data.tokenizer == "none" or c.data.synthetic)
 
 
 def _first_and_last(steps: tuple[int, ...]) -> tuple[int, ...]:
@@ -58,70 +71,6 @@ class Run(Section):
     """Use only deterministic kernels, so that a repeated run on the same hardware is bit-identical. Slower."""
 
 
-class Stream(Section):
-    """A stream of tokens."""
-
-    path: Text
-    """A folder written by scripts/prepare_data.py; a `.bin` file of raw token ids; a Megatron dataset (its `.idx`, or the
-    common prefix of both files); or `synthetic`: generated, endless, learnable. All but the last may be URLs."""
-    dtype: Literal["uint16", "uint32"] | None = None
-    """Type of the ids in a `.bin` file, where it is required."""
-    eos_id: Count | None = None
-    """Token id that ends a document in a `.bin` file. Absent: the file is one document."""
-
-
-class SourceConfig(Stream):
-    """A stream of training tokens."""
-
-    name: str = ""
-    """Name of the source in logs, metrics and reports. Empty: its path."""
-    weight: NonNegativeNumber = 1.0
-    """Share of the samples, relative to the other sources. 0: none."""
-    max_epochs: NonNegativeNumber = 0.0
-    """Read the source at most this many times; see data.at_cap. 0: as often as its weight asks for."""
-
-
-class ValidationConfig(Stream):
-    """A stream of held-out tokens."""
-
-    name: Text
-    """Name of the stream in logs and metrics."""
-
-
-class Data(Section):
-    """The training and held-out data."""
-
-    sources: Annotated[ListOf[SourceConfig], MinLen(1)]
-    """Training data: folders written by scripts/prepare_data.py, raw `.bin` files (which need dtype), Megatron `.idx`
-    files, or `synthetic`. Weights need not sum to one."""
-    tokenizer: Text = "bytes"
-    """A SentencePiece .model file, a Hugging Face tokenizer.json, a folder with one of them, `bytes` (one token per byte,
-    no file), or `none`: train on token ids without a tokenizer, and show no text."""
-    document_mask: bool = False
-    """Do not attend across the documents of a sequence."""
-    validation: ListOf[ValidationConfig] = ()
-    """Held-out data, evaluated every evaluate.interval steps. []: none."""
-    mixture_block: Annotated[int, Ge(1), Le(1_000_000)] = 1024
-    """Every block of this many samples has the proportions of the sources exactly, rounded to samples. A block is held in
-    memory."""
-    prefetch: Positive = 2
-    """Number of steps whose batches are read in advance."""
-    temperature: NonNegativeNumber = 0.0
-    """Multiply each weight by the number of the source's samples to the power of 1 / temperature: 1: shares by size, above 1:
-    between that and equal shares. 0: weights only."""
-    at_cap: Literal["leave_out", "refuse"] = "leave_out"
-    """When a source has been read max_epochs times. leave_out: the others share its part from then on; refuse: refuse to
-    start a run that would go beyond it."""
-    packing: Literal["stream", "best_fit", "document"] = "stream"
-    """How documents become sequences. stream: all in a row, cut every train.seq_len tokens; best_fit: whole documents, as
-    many as fit; document: one in each. The last two need a plan in each source, made by scripts/prepare_data.py --packing."""
-    cache_dir: str = ""
-    """Folder on each machine's own disk for parts of sources with URLs. It is private to the user (mode 0700), is shared by
-    the user's runs, and may be deleted. Empty: forge-cache-UID in the system's folder for temporary files."""
-    cache_gib: PositiveNumber = 16.0
-    """Limit of cache_dir in GiB."""
-
-
 class OptimizerConfig(Section):
     """The optimizer."""
 
@@ -133,9 +82,9 @@ class OptimizerConfig(Section):
     """Decoupled weight decay: each step multiplies weights by 1 - lr * weight_decay."""
     betas: Annotated[tuple[Beta, Beta], Strict(False)] = (0.9, 0.95)
     """Decay rates of the first and second moment; lion: of the mean that gives the direction, and of the momentum."""
-    eps: Epsilon = 1e-8
+    eps: Annotated[Epsilon, unused_if("optimizer.name", "lion")] = 1e-8
     """Added to the square root of the second moment."""
-    no_decay: ListOf[Text] = (
+    no_decay: Annotated[ListOf[Text], unused_if("optimizer.weight_decay", 0)] = (
         "*norm.weight",
         "*bias",
         "embedding.weight",
@@ -170,16 +119,16 @@ class ScheduleConfig(Section):
         default=None, json_schema_extra={"default": "1% of train.steps, at most 2000"}
     )
     """Steps of linear warmup to the peak. A shorter run ends during the warmup."""
-    decay_fraction: Share = 0.2
+    decay_fraction: Annotated[Share, WSD] = 0.2
     """wsd: length of the final decay, as a fraction of train.steps."""
-    decay_shape: Literal["linear", "cosine", "sqrt"] = "linear"
+    decay_shape: Annotated[Literal["linear", "cosine", "sqrt"], WSD] = "linear"
     """wsd: shape of the final decay."""
-    min_lr_ratio: Share = 0.1
+    min_lr_ratio: Annotated[Share, unused_if("schedule.name", "constant")] = 0.1
     """Learning rate of the last step, as a fraction of the peak."""
-    unit: Literal["steps", "tokens"] = "steps"
+    unit: Annotated[Literal["steps", "tokens"], PHASES] = "steps"
     """What warmup, plateau and decay are measured in, which differs where phases change the size of steps. With tokens,
     warmup_steps are steps of the size that [train] gives."""
-    lr_rule: Literal["none", "sqrt", "linear"] = "none"
+    lr_rule: Annotated[Literal["none", "sqrt", "linear"], PHASES] = "none"
     """How the learning rate follows a batch that phases change: times (batch / train.global_batch_size) to the power of 0,
     1/2 or 1."""
 
@@ -215,7 +164,7 @@ class Checkpoint(Section):
 
     interval: Count | None = Field(default=None, json_schema_extra={"default": "by interval_minutes"})
     """Steps between checkpoints. 0: save only at the end, and when the run is asked to stop."""
-    interval_minutes: NonNegativeNumber = 30.0
+    interval_minutes: Annotated[NonNegativeNumber, BY_TIME] = 30.0
     """Minutes between checkpoints where `interval` is not set. 0: the same as interval = 0."""
     keep_last: Count = 3
     """Number of newest checkpoints to keep. 0: all."""
@@ -228,17 +177,17 @@ class Checkpoint(Section):
     resume = "auto" continues from there. Empty: none."""
     local_interval: Count = 0
     """Steps between states that the nodes keep themselves, which a restart prefers to older checkpoints. 0: none."""
-    local_dir: str = ""
+    local_dir: Annotated[str, LOCAL] = ""
     """Folder of each node for these states, of which the last two are kept. It is private to the user (mode 0700): new,
     empty, or made by forge. Empty: /dev/shm/forge-UID, in memory."""
-    peers: Count = 1
+    peers: Annotated[Count, LOCAL] = 1
     """Number of other nodes that keep a copy of a node's part of such a state."""
     resume: Text = "auto"
     """`auto`: resume from the newest valid checkpoint of this run, if any; `none`: start a new history. Or a
     checkpoint to resume from. `none` and a checkpoint count once: the same command again continues what they began."""
     init: str = ""
     """A checkpoint or imported folder to take the initial weights from, in a new training history. Empty: random weights."""
-    init_changes: ListOf[Text] = ()
+    init_changes: Annotated[ListOf[Text], unused_if("checkpoint.init", "")] = ()
     """Keys of [model] that may differ from what the weights of `init` were trained with, such as ["model.norm_eps"]. A
     longer context (rope_theta, rope_scaling, sliding_window, layer_pattern) needs no entry; other differences are refused."""
     verify: bool = True
@@ -252,25 +201,25 @@ class Checkpoint(Section):
 class Evaluate(Section):
     """Held-out loss and text samples while training."""
 
-    interval: Count = 1000
+    interval: Annotated[Count, VALIDATION] = 1000
     """Steps between evaluations on data.validation, if any, with another after the last step. 0: never."""
-    sequences: Positive = 64
+    sequences: Annotated[Positive, unused_if("evaluate.interval", 0), VALIDATION] = 64
     """Sequences per held-out source, from all over it and the same in every evaluation."""
     tasks: ListOf[Text] = ()
     """Names of lm-eval's tasks, or of your own, that the model is scored on; needs the extra forge[eval] and a tokenizer."""
-    tasks_interval: Count = 1000
+    tasks_interval: Annotated[Count, TASKS] = 1000
     """Steps between scores on the tasks, with another after the last step. 0: never."""
-    tasks_path: str = ""
+    tasks_path: Annotated[str, TASKS] = ""
     """A folder with tasks of your own, as lm-eval's --include_path. Empty: none."""
-    tasks_limit: Count = 0
+    tasks_limit: Annotated[Count, TASKS] = 0
     """Only the first questions of each task. 0: all."""
-    sample_interval: Count = 0
+    sample_interval: Annotated[Count, TOKENIZER] = 0
     """Steps between generated text samples, with another after the last step. 0: never."""
-    sample_prompt: str = ""
+    sample_prompt: Annotated[str, SAMPLES] = ""
     """Prompt of the samples. Empty: they begin as a document does, which needs a tokenizer with a begin or end token."""
-    sample_tokens: Positive = 64
+    sample_tokens: Annotated[Positive, SAMPLES] = 64
     """Tokens per sample."""
-    sample_temperature: NonNegativeNumber = 0.8
+    sample_temperature: Annotated[NonNegativeNumber, SAMPLES] = 0.8
     """Sampling temperature. Below 1 favours likely tokens; 0 always takes the likeliest."""
 
 
@@ -281,12 +230,12 @@ class Metrics(Section):
     """Steps between lines in the log and in metrics.jsonl."""
     tensorboard: bool = True
     """Write TensorBoard files."""
-    expert_map_interval: Count = 1000
+    expert_map_interval: Annotated[Count, NO_EXPERTS] = 1000
     """Mixture of experts: steps between images of the load per layer and expert in TensorBoard, with their counts in
     metrics.jsonl. 0: never."""
     monitor_interval: Count = 0
     """Steps between reports from inside the model: see docs/metrics.md. 0: never."""
-    monitors: Annotated[ListOf[Monitor], MinLen(1)] = MONITORS
+    monitors: Annotated[ListOf[Monitor], MinLen(1), unused_if("metrics.monitor_interval", 0)] = MONITORS
     """What is monitored, for each layer or matrix: activations (with dead and saturated units), gradients, weights, updates,
     attention (logits and entropy), experts (entropy of scores and load)."""
     sources: bool = False
@@ -311,9 +260,9 @@ class Profile(Section):
 
     span: StepRange = ()
     """First and last step to profile, such as [10, 12]. []: none."""
-    ranks: ListOf[Count] = (0,)
+    ranks: Annotated[ListOf[Count], PROFILES] = (0,)
     """Ranks that write a trace. Tracing many steps or ranks is slow and takes much space."""
-    memory_snapshot: bool = False
+    memory_snapshot: Annotated[bool, PROFILES] = False
     """Also record every CUDA memory allocation in these steps."""
 
 
@@ -355,9 +304,9 @@ class Resilience(Section):
     and the run rolls back, without skipping data."""
     straggler_interval: Count = 100
     """Steps between comparisons of the speed of all ranks. 0: never."""
-    straggler_factor: Annotated[float, Gt(1)] = 1.3
+    straggler_factor: Annotated[float, Gt(1), STRAGGLERS] = 1.3
     """Report a rank that makes steps longer by this factor and by at least 10 ms."""
-    drain_stragglers: Count = 0
+    drain_stragglers: Annotated[Count, STRAGGLERS] = 0
     """In an elastic run: after so many such reports in a row of one rank, its node leaves the run, if enough others remain.
     0: never."""
 

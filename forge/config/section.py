@@ -1,12 +1,16 @@
 """The base class of all sections, and the types of their keys.
 
 Types are strict: an integer is accepted as a number, but a boolean is not an integer and a string is not a number. The
-docstring under a key is its only documentation: `--help` and docs/configuration.md are generated from it.
+docstring under a key is its only documentation: `--help` and docs/configuration.md are generated from it. `Unused` in the
+type of a key says when the key has no effect.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Annotated, Any, Literal, TypeVar
 
 from annotated_types import Ge, Gt, Le, MinLen
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Strict, StringConstraints
@@ -20,6 +24,31 @@ class Section(BaseModel):
     model_config = ConfigDict(
         strict=True, extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+
+@dataclass(frozen=True)
+class Unused:
+    """Metadata of a key: a reason for which it has no effect. holds: whether it holds for a configuration."""
+
+    reason: str
+    holds: Callable[[Any], bool]
+
+
+def unused(reason: str) -> Unused:
+    """The key never has an effect."""
+    return Unused(reason, lambda config: True)
+
+
+def used_if(key: str, *values: str) -> Unused:
+    """The key has an effect only if another `key` has one of `values`."""
+    value_in = attrgetter(key)
+    return Unused(f"{key} is not {' or '.join(values)}", lambda config: value_in(config) not in values)
+
+
+def unused_if(key: str, value: object) -> Unused:
+    """The key has no effect if another `key` has `value`."""
+    value_in, shown = attrgetter(key), "empty" if value in ("", ()) else str(value).lower()
+    return Unused(f"{key} is {shown}", lambda config: value_in(config) == value)
 
 
 class Phrase(str):
@@ -44,6 +73,7 @@ ImportPath = Annotated[
     StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"),
     Phrase("an import path package.module:Class"),
 ]
+NO_EXPERTS = Unused("there is no [model.moe]", lambda config: config.model.moe is None)
 Dtype = Annotated[Literal["float64", "float32", "bfloat16"], BeforeValidator(_no_float16)]
 # TOML has lists, not tuples; the items are as strict as elsewhere.
 ListOf = Annotated[tuple[T, ...], Strict(False)]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from forge.config.checks import divisors, multiples
-from forge.config.load import load_config
+from forge.config.load import CommandLine, load_command
 from forge.config.phases import variants
 from forge.config.pipeline import check_microbatches
 from forge.config.problem import Problem, problem, raise_all, with_values
@@ -123,12 +123,12 @@ def _check_batch(config: Config, dp: int) -> Iterator[Problem]:
     yield problem("train.global_batch_size", f"must be a multiple of {equation}", remedy)
 
 
-def choose_layout(argv: list[str], config: Config, world_size: int) -> tuple[Config, Degrees, str]:
+def choose_layout(command: CommandLine, config: Config, world_size: int) -> tuple[Config, Degrees, str]:
     """Return the config to train with on `world_size` processes, its layout, and the fallback that was taken ("": none).
 
-    argv: the command line that `config` was loaded from. Raises UserError for an invalid fallback, and where nothing fits.
+    command: the command line that `config` was loaded from. Raises UserError for an invalid fallback, and where nothing fits.
     """
-    fallbacks = [(text, _with(argv, text)) for text in config.parallel.fallbacks]
+    fallbacks = [(text, _with(command, text)) for text in config.parallel.fallbacks]
     try:
         return config, check_world(config, world_size), ""
     except UserError as error:
@@ -143,8 +143,11 @@ def choose_layout(argv: list[str], config: Config, world_size: int) -> tuple[Con
     raise first
 
 
-def _with(argv: list[str], text: str) -> Config:
+def _with(command: CommandLine, text: str) -> Config:
+    """Return the configuration of `command` with the overrides in `text` after its own."""
+    pairs = (override.partition("=") for override in text.split())
+    raw = (*command.raw, *((key, value) for key, _, value in pairs))
     try:
-        return load_config([*argv, *(f"--{override}" for override in text.split())])
+        return load_command(replace(command, raw=raw))
     except UserError as error:
         raise UserError(f'parallel.fallbacks, "{text}": {error}') from None

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from forge.config.schema import Data
+from forge.config.data import Data
 from forge.data.dataset import PackedDataset
 from forge.data.order import numbered
 from forge.data.synthetic import SyntheticSource

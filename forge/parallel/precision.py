@@ -1,13 +1,12 @@
-"""In which dtype every parameter computes, and the units that FSDP gathers, each with one storage and one compute dtype.
+"""The compute dtype of every parameter, and the units that FSDP gathers, each with one compute dtype.
 
 What is computed depends on the dtypes alone, not on the units: each largest subtree of modules in another dtype than the
 policy's casts its inputs to its own dtype and its outputs back (forge/parallel/blocks.py), so a module in float32 leaves a
 bfloat16 stream as it found it. A model in which a few modules compute in float32 beside bfloat16 is cut along those borders.
 In each part of the model:
 
-    one dtype        the part is one unit
-    two              the largest subtrees of the rarer one (by elements) are units, the rest is one
-    three or more    the largest subtrees of each are units, nothing is left over
+    one dtype    the part is one unit
+    more         the largest subtrees of all but the most frequent one (by elements) are units, the rest is one
 
 The routed experts of a layer are units by themselves, because other ranks share them.
 """
@@ -57,28 +56,17 @@ def pinned_parameters(model: nn.Module, patterns: Sequence[str]) -> set[nn.Param
 def compute_dtypes(
     parameters: Collection[nn.Parameter],
     policy: torch.dtype,
-    *,
     pinned: Collection[nn.Parameter] = frozenset(),
-    per_parameter: bool = False,
 ) -> dict[nn.Parameter, torch.dtype]:
-    """Return the dtype in which each of `parameters`, those of one part of a model, computes. The first rule that fits:
+    """Return the compute dtype of each parameter: promote(float32, policy) if it is pinned, else the policy.
 
-    1. not a floating-point number: its own dtype
-    2. pinned by the user: promote(float32, policy)
-    3. all are stored in one dtype: the policy; else each its own dtype.
-       With `per_parameter` each by itself: stored at least as wide as the policy it is a master copy and computes in
-       the policy; stored narrower, in its own dtype.
+    A parameter that does not hold floating-point numbers keeps its own.
     """
-    uniform = len({p.dtype for p in parameters if p.is_floating_point()}) <= 1
 
     def resolve(parameter: nn.Parameter) -> torch.dtype:
-        stored = parameter.dtype
         if not parameter.is_floating_point():
-            return stored
-        if parameter in pinned:
-            return promoted(policy)
-        follows = torch.promote_types(stored, policy) == stored if per_parameter else uniform
-        return policy if follows else stored
+            return parameter.dtype
+        return promoted(policy) if parameter in pinned else policy
 
     return {parameter: resolve(parameter) for parameter in parameters}
 
@@ -106,12 +94,7 @@ def plan_units(
     dtypes: dict[nn.Parameter, torch.dtype] = {}
     parts: list[list[nn.Module]] = [*_parts(model), [model]]
     for part in parts:
-        resolved = compute_dtypes(
-            [p for p in _parameters(part) if p not in dtypes],
-            policy,
-            pinned=pinned,
-            per_parameter=precision.mixed_storage_rule == "per_parameter",
-        )
+        resolved = compute_dtypes([p for p in _parameters(part) if p not in dtypes], policy, pinned)
         groups.append(_units(part, resolved))
         dtypes |= resolved
     if not any(unit.modules == (model,) for unit in groups[-1]):
@@ -143,24 +126,24 @@ def uniform_units(
     dtypes: dict[nn.Parameter, torch.dtype],
     apart: Collection[nn.Parameter] = frozenset(),
 ) -> list[Unit]:
-    """Return units of one storage and one compute dtype for all parameters of `modules` in `dtypes`; inner ones first.
+    """Return units of one compute dtype for all parameters of `modules` in `dtypes`; inner ones first.
 
     Parameters `apart` have units of their own: only the unit that takes the rest may lie around those.
     Raises UserError where parameters of different dtypes lie in one module, so that no border runs between them.
     """
-    keys = {p: (p.dtype, dtypes[p]) for p in _parameters(modules) if p in dtypes and p not in apart}
-    sizes: Counter[tuple[torch.dtype, torch.dtype]] = Counter()
+    keys = {p: dtypes[p] for p in _parameters(modules) if p in dtypes and p not in apart}
+    sizes: Counter[torch.dtype] = Counter()
     for parameter, key in keys.items():
         sizes[key] += parameter.numel()
     if len(sizes) <= 1:
-        return [Unit(tuple(modules), compute) for _, compute in sizes]
-    # Of two equally large ones the first is split off: `min` and dictionaries keep the order of the parameters' names.
-    split = {min(sizes, key=lambda key: sizes[key])} if len(sizes) == 2 else set(sizes)
+        return [Unit(tuple(modules), compute) for compute in sizes]
+    # Of equally frequent ones the last is the rest: `max` and dictionaries keep the order of the parameters' names.
+    rest = max(reversed(sizes), key=lambda key: sizes[key])
 
     borders: dict[nn.Parameter, Any] = {**keys, **dict.fromkeys(apart)}
-    subtrees = [pair for module in modules for pair in maximal_subtrees(module, borders) if pair[1] in split]
+    subtrees = [pair for module in modules for pair in maximal_subtrees(module, borders) if pair[1] != rest]
     covered = set(_parameters([subtree for subtree, _ in subtrees]))
-    missed = {p for p, key in keys.items() if key in split and p not in covered}
+    missed = {p for p, key in keys.items() if key != rest and p not in covered}
     if missed:
         names = [name for module in modules for name, p in module.named_parameters() if p in missed]
         raise UserError(
@@ -171,11 +154,8 @@ def uniform_units(
     for group in joined_by_parameters([[subtree] for subtree, _ in subtrees]):
         compute = next(dtypes[p] for p in _parameters(group) if p in keys)
         units.append(Unit(tuple(group), compute))
-    rest = {p: compute for p, (stored, compute) in keys.items() if (stored, compute) not in split}
-    if rest:
-        whole = [m for m in modules if any(p in rest for p in m.parameters())]
-        units.append(Unit(tuple(whole), next(iter(rest.values()))))
-    return units
+    whole = [m for m in modules if any(keys.get(p) == rest for p in m.parameters())]
+    return [*units, Unit(tuple(whole), rest)]
 
 
 def maximal_subtrees(module: nn.Module, keys: dict[nn.Parameter, Any]) -> list[tuple[nn.Module, Any]]:

@@ -17,7 +17,7 @@ from forge.config import (
     Degrees,
     choose_layout,
     help_text,
-    load_config,
+    load_command,
     parse_command_line,
     to_toml,
 )
@@ -69,14 +69,14 @@ def _main(argv: list[str], signals: StopSignals) -> int:
         if command.action == "help":
             _print(world.rank, help_text())
             return FINISHED
-        config = load_config(argv)
+        config = load_command(command)
         if command.action == "print_config":
             _print(world.rank, to_toml(config))
             return FINISHED
         if command.action == "plan":
             return load_function(PLANNER)(config, command) if world.rank == 0 else FINISHED
         refuse_moved_run(command, config)
-        config, degrees, fallback = choose_layout(argv, config, world.size)
+        config, degrees, fallback = choose_layout(command, config, world.size)
         join(world)
         code = run(config, degrees, world, signals, fallback)
         dist.destroy_process_group()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forge.config import choose_layout, load_config
+from forge.config import choose_layout, load_command, parse_command_line
 from forge.runtime.errors import UserError
 
 BASE = [
@@ -17,8 +17,8 @@ FALLBACKS = '--parallel.fallbacks=["train.micro_batch_size=2","parallel.tp=1 tra
 
 
 def chosen(world: int, *options: str):
-    argv = [*BASE, *options]
-    return choose_layout(argv, load_config(argv), world)
+    command = parse_command_line([*BASE, *options])
+    return choose_layout(command, load_command(command), world)
 
 
 def test_a_layout_that_fits_is_taken_as_it_is() -> None:

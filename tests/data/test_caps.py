@@ -3,7 +3,7 @@ from collections import Counter
 
 import pytest
 
-from forge.config.schema import Data
+from forge.config.data import Data
 from forge.data.dataset import PackedDataset
 from forge.data.epochs import check_caps, log_left_out
 from forge.data.order import Order

@@ -40,8 +40,8 @@ class Net(nn.Module):
         raise AssertionError
 
 
-def linear(size: int = 4, dtype: torch.dtype = F32) -> nn.Linear:
-    return nn.Linear(size, size, bias=False, dtype=dtype, device="meta")
+def linear(size: int = 4) -> nn.Linear:
+    return nn.Linear(size, size, bias=False, device="meta")
 
 
 def resolved(module: nn.Module, policy: torch.dtype, **options: Any) -> dict[str, torch.dtype]:
@@ -85,27 +85,6 @@ def test_a_pin_beats_the_policy() -> None:
 def test_a_pin_never_narrows() -> None:
     net = Net(a=linear())
     assert resolved(net, F64, pinned={net.a.weight}) == {"a.weight": F64}
-
-
-@pytest.mark.parametrize(
-    ("storage", "policy", "uniform", "per_parameter"),
-    [
-        ((F32, F32), BF16, (BF16, BF16), (BF16, BF16)),
-        ((BF16, BF16), BF16, (BF16, BF16), (BF16, BF16)),
-        # A bfloat16 sibling must not make float32 masters compute in float32, unless the older rule is asked for.
-        ((F32, BF16), BF16, (F32, BF16), (BF16, BF16)),
-        ((BF16, BF16), F32, (F32, F32), (BF16, BF16)),
-        ((F32, BF16), F32, (F32, BF16), (F32, BF16)),
-        ((F64, F64), F64, (F64, F64), (F64, F64)),
-        ((F32, F32), F64, (F64, F64), (F32, F32)),
-    ],
-)
-def test_storage_decides_together_or_each_parameter_by_itself(
-    storage, policy, uniform, per_parameter
-) -> None:
-    net = Net(a=linear(dtype=storage[0]), b=linear(dtype=storage[1]))
-    assert tuple(resolved(net, policy).values()) == uniform
-    assert tuple(resolved(net, policy, per_parameter=True).values()) == per_parameter
 
 
 def test_pins_are_the_parameters_under_the_matched_modules() -> None:
@@ -205,15 +184,10 @@ def test_rarer_is_counted_in_elements_and_a_tie_goes_to_the_first() -> None:
     assert units(tie, pinned={tie.b.weight}) == [(["a"], BF16), ([""], F32)]
 
 
-def test_storage_divides_as_compute_does() -> None:
-    net = Net(a=linear(2, BF16), b=linear(8, F32))
-    assert units(net, per_parameter=True) == [(["a"], BF16), ([""], BF16)]
-
-
-def test_three_dtypes_leave_nothing_over() -> None:
+def test_all_dtypes_but_the_most_frequent_are_split_off() -> None:
     net = Net(a=linear(), b=Net(c=linear(), d=linear()), e=linear())
     found = units(net, pinned={net.a.weight}, changed={net.e.weight: F64})
-    assert found == [(["a"], F32), (["b"], BF16), (["e"], F64)]
+    assert found == [(["a"], F32), (["e"], F64), ([""], BF16)]
 
 
 def test_ignored_parameters_are_in_no_unit() -> None:

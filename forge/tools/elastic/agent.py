@@ -32,7 +32,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from forge.config import load_config
+from forge.config import load_command, load_config, parse_command_line
 from forge.config.world import choose_layout
 from forge.observe.json_lines import read_object
 from forge.observe.run_directory import RunDirectory
@@ -66,10 +66,11 @@ class Node:
 
 def layouts(argv: Sequence[str], node: Node) -> dict[int, str]:
     """Return nodes -> the layout that the run takes on so many. Raises UserError where there is none, or for the config."""
-    config, found = load_config(list(argv)), {}
+    command = parse_command_line(list(argv))
+    config, found = load_command(command), {}
     for nodes in range(node.least, node.most + 1):
         try:
-            _, degrees, fallback = choose_layout(list(argv), config, nodes * node.processes)
+            _, degrees, fallback = choose_layout(command, config, nodes * node.processes)
         except UserError as error:
             raise UserError(f"{nodes} nodes with {node.processes} processes: {error}") from None
         shape = ", ".join(
