@@ -12,6 +12,7 @@ import weakref
 from pathlib import Path
 
 from forge.observe.json_lines import utc_now
+from forge.runtime.causes import Cause
 from forge.runtime.errors import UserError
 from forge.runtime.files import lock
 
@@ -21,6 +22,11 @@ log = logging.getLogger(__name__)
 _PROBE_BYTES = 64 * 1024
 
 _held: weakref.WeakSet[RunDirectory] = weakref.WeakSet()
+
+
+class _Unusable(UserError):
+    def __init__(self, message: str):
+        super().__init__(message, cause=Cause.RUN_DIRECTORY)
 
 
 class RunDirectory:
@@ -54,7 +60,7 @@ class RunDirectory:
         try:
             descriptor = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise UserError(
+            raise _Unusable(
                 f"{self._lock_path} cannot be opened ({error.strerror}); is {self.root} another user's run?"
             ) from error
         try:
@@ -63,7 +69,8 @@ class RunDirectory:
             os.close(descriptor)
             raise
         if stale := _holder(descriptor):
-            log.warning("%s: taking over from %s, which ended without giving the lock back", self.root, stale)
+            message = "%s: taking over from %s, which ended without giving the lock back"
+            log.warning(message, self.root, stale, extra=Cause.STALE_LOCK.mark)
         holder = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "started": utc_now()})
         _rewrite(descriptor, holder.encode())
         self._descriptor = descriptor
@@ -81,7 +88,7 @@ class RunDirectory:
         except OSError:
             seen = ""
         if seen != holder:
-            raise UserError(
+            raise _Unusable(
                 f"{self.root} on {socket.gethostname()} is another folder than on {json.loads(holder)['host']}; "
                 "point run.output_dir at a file system that all nodes share."
             )
@@ -115,19 +122,18 @@ class RunDirectory:
         while True:
             try:
                 if not lock(descriptor):
-                    log.warning(
-                        "%s: its file system has no locks; a second run there would go unnoticed", self.root
-                    )
+                    message = "%s: its file system has no locks; a second run there would go unnoticed"
+                    log.warning(message, self.root, extra=Cause.NO_LOCKS.mark)
                 return
             except BlockingIOError:
                 if time.monotonic() >= deadline:
                     who = _holder(descriptor) or "another process"
-                    raise UserError(
+                    raise _Unusable(
                         f"{self.root} is in use by {who}; wait for that run, stop it, or choose another run.name."
                     ) from None
                 time.sleep(0.05)
             except OSError as error:
-                raise UserError(f"{self._lock_path} cannot be locked: {error.strerror}.") from error
+                raise _Unusable(f"{self._lock_path} cannot be locked: {error.strerror}.") from error
 
 
 def _close_in_child() -> None:
@@ -153,7 +159,7 @@ def _require_writable(folder: Path) -> None:
             probe.flush()
             os.fsync(probe.fileno())
     except OSError as error:
-        raise UserError(
+        raise _Unusable(
             f"{folder} cannot be written to ({error.strerror}); "
             "point run.output_dir at a folder that you may write to and that has room."
         ) from error

@@ -14,6 +14,7 @@ from uuid import uuid4
 
 from torch.distributed import Store
 
+from forge.runtime.causes import Cause
 from forge.runtime.errors import FAILED, UserError
 
 # Below the range from which Linux gives ports to outgoing connections (32768 to 60999).
@@ -70,7 +71,8 @@ def name_start(store: Store, rank: int, size: int, timeout: timedelta) -> str:
                 store.add(f"seen-{nonces[0]}", 1)
                 return nonces[0]
         time.sleep(POLL_S)
-    raise UserError(f"not all of {size} ranks started within {timeout.total_seconds():.0f} s", FAILED)
+    problem = f"not all of {size} ranks started within {timeout.total_seconds():.0f} s"
+    raise UserError(problem, FAILED, Cause.RANKS_MISSING)
 
 
 def choose_gloo_interface(
