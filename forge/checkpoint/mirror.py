@@ -174,7 +174,7 @@ def restore(url: str, root: Path) -> int | None:
     for step in reversed(steps):
         source = join(url, folders.step_name(step))
         message = "%s has no checkpoint: restoring step %d from %s"
-        log.warning(message, root, step, source, extra=Cause.RESTORED.mark)
+        log.warning(message, root, step, source, extra=Cause.NOTE.mark)
         partial = folders.start_partial(root, step)
         try:
             _fetch(source, partial)

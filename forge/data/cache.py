@@ -156,7 +156,7 @@ class BlockCache:
                 "data.cache_dir %s: %s, below data.cache_gib: blocks that do not fit are fetched whenever they are needed",
                 self.folder,
                 error.strerror,
-                extra=Cause.DATA_NOTE.mark,
+                extra=Cause.NOTE.mark,
             )
 
     def _make_room(self, folder: Path, more: int) -> None:
@@ -255,6 +255,6 @@ def _load(path: Path, file: RemoteFile, number: int) -> bytes | None:
         and file.is_intact(number, data)
     ):
         return data
-    log.warning("%s is damaged: fetched again", path, extra=Cause.DATA_NOTE.mark)
+    log.warning("%s is damaged: fetched again", path, extra=Cause.NOTE.mark)
     path.unlink(missing_ok=True)
     return None

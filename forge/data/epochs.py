@@ -85,5 +85,5 @@ def log_epochs(before: dict[str, float], after: dict[str, float]) -> None:
             "its weight or train.steps",
             ", ".join(many),
             MANY,
-            extra=Cause.DATA_NOTE.mark,
+            extra=Cause.NOTE.mark,
         )

@@ -33,7 +33,7 @@ class StepProfiler(Hook):
         self._snapshot = config.memory_snapshot and device.type == "cuda"
         if self._chosen and config.memory_snapshot and not self._snapshot:
             message = "profile.memory_snapshot: only CUDA memory has snapshots; none is made"
-            log.warning(message, extra=Cause.SETTINGS_NOTE.mark)
+            log.warning(message, extra=Cause.NOTE.mark)
         self._rank, self._folder, self._device = rank, folder, device
         self._profile: profile | None = None
         self._span = ExitStack()

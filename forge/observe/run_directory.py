@@ -24,11 +24,6 @@ _PROBE_BYTES = 64 * 1024
 _held: weakref.WeakSet[RunDirectory] = weakref.WeakSet()
 
 
-class _Unusable(UserError):
-    def __init__(self, message: str):
-        super().__init__(message, cause=Cause.RUN_DIRECTORY)
-
-
 class RunDirectory:
     """The paths of a run below `root`. Rank 0 calls `acquire`, then ranks on other nodes call `find`."""
 
@@ -60,7 +55,7 @@ class RunDirectory:
         try:
             descriptor = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise _Unusable(
+            raise UserError(
                 f"{self._lock_path} cannot be opened ({error.strerror}); is {self.root} another user's run?"
             ) from error
         try:
@@ -70,7 +65,7 @@ class RunDirectory:
             raise
         if stale := _holder(descriptor):
             message = "%s: taking over from %s, which ended without giving the lock back"
-            log.warning(message, self.root, stale, extra=Cause.STALE_LOCK.mark)
+            log.warning(message, self.root, stale, extra=Cause.NOTE.mark)
         holder = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "started": utc_now()})
         _rewrite(descriptor, holder.encode())
         self._descriptor = descriptor
@@ -88,7 +83,7 @@ class RunDirectory:
         except OSError:
             seen = ""
         if seen != holder:
-            raise _Unusable(
+            raise UserError(
                 f"{self.root} on {socket.gethostname()} is another folder than on {json.loads(holder)['host']}; "
                 "point run.output_dir at a file system that all nodes share."
             )
@@ -123,17 +118,17 @@ class RunDirectory:
             try:
                 if not lock(descriptor):
                     message = "%s: its file system has no locks; a second run there would go unnoticed"
-                    log.warning(message, self.root, extra=Cause.NO_LOCKS.mark)
+                    log.warning(message, self.root, extra=Cause.NOTE.mark)
                 return
             except BlockingIOError:
                 if time.monotonic() >= deadline:
                     who = _holder(descriptor) or "another process"
-                    raise _Unusable(
+                    raise UserError(
                         f"{self.root} is in use by {who}; wait for that run, stop it, or choose another run.name."
                     ) from None
                 time.sleep(0.05)
             except OSError as error:
-                raise _Unusable(f"{self._lock_path} cannot be locked: {error.strerror}.") from error
+                raise UserError(f"{self._lock_path} cannot be locked: {error.strerror}.") from error
 
 
 def _close_in_child() -> None:
@@ -159,7 +154,7 @@ def _require_writable(folder: Path) -> None:
             probe.flush()
             os.fsync(probe.fileno())
     except OSError as error:
-        raise _Unusable(
+        raise UserError(
             f"{folder} cannot be written to ({error.strerror}); "
             "point run.output_dir at a folder that you may write to and that has room."
         ) from error

@@ -84,7 +84,7 @@ def compare_for_init(path: Path, new: Config) -> None:
         )
     for key, before, after in changes:
         message = "checkpoint.init: %s = %s, the weights were trained with %s"
-        log.warning(message, key, after, before, extra=Cause.SETTINGS_NOTE.mark)
+        log.warning(message, key, after, before, extra=Cause.NOTE.mark)
 
 
 def check_data(path: Path, before: dict[str, Any], inputs: dict[str, Any], new: Config) -> list[str]:
@@ -201,5 +201,5 @@ def _warn_of_jump(path: Path, step: int, old: Config, new: Config) -> None:
         step + 1,
         start,
         remedy or "no checkpoint from before it is left",
-        extra=Cause.SETTINGS_NOTE.mark,
+        extra=Cause.NOTE.mark,
     )

@@ -79,11 +79,11 @@ def _fresh_slots(
     if before != (name or before) or (there ^ here) - STARTS_ALONE:
         old, new = _describe(before, there), _describe(name, here)
         message = "%s has optimizer state of %s; that of %s starts afresh"
-        log.warning(message, path.name, old, new, extra=Cause.SETTINGS_NOTE.mark)
+        log.warning(message, path.name, old, new, extra=Cause.NOTE.mark)
         return None
     if fresh := here - there:
         message, names = "%s has no %s of the optimizer, which starts afresh", ", ".join(sorted(fresh))
-        log.warning(message, path.name, names, extra=Cause.SETTINGS_NOTE.mark)
+        log.warning(message, path.name, names, extra=Cause.NOTE.mark)
     return fresh
 
 

@@ -68,10 +68,6 @@ class Cause(StrEnum):
         *("rendezvous_lost", _ENDS, "the process with the rendezvous died: torchrun, or rank 0 under srun"),
         "Look at the first node.",
     )
-    RANKS_MISSING = (
-        *("ranks_missing", _ENDS, "not all ranks arrived at the rendezvous"),
-        "Look for ranks that did not start, and at `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT` and the firewall.",
-    )
     ERROR = (
         *("error", _ENDS, "an error in the program"),
         "Read the error of the rank that failed first; the log names its phase and step.",
@@ -107,11 +103,6 @@ class Cause(StrEnum):
         *("no_checkpoint", _ENDS, "the run has saved, and no checkpoint can be used; nothing was deleted"),
         "Bring the checkpoints back: a mount, a permission, a copy; or begin a new run. See "
         "Damaged checkpoints in docs/recovery.md.",
-    )
-    RUN_DIRECTORY = (
-        *("run_directory", _ENDS, "the run directory is in use, not writable, or not shared by all nodes"),
-        "Stop the other run, point `run.output_dir` at a folder that all nodes share and you may write to, or choose another "
-        "`run.name`.",
     )
     CONFIGURATION = (
         *("configuration", _ENDS, "the configuration or the command line is wrong"),
@@ -198,11 +189,6 @@ class Cause(StrEnum):
         *("data_stall", _NOTE, "training waits for data of a store"),
         "Look at the store and the network, or raise `data.prefetch`.",
     )
-    RETRY = (*("retry", _NOTE, "a store did not answer, and is asked again"), "Nothing, if it is rare.")
-    DATA_NOTE = (
-        *("data_note", _NOTE, "many epochs of a source, a full cache, or a damaged block in it"),
-        "See the message; training is not wrong.",
-    )
     LEFTOVER = (
         *("leftover", _NOTE, "the leftover of a killed save was removed"),
         "Nothing.",
@@ -211,48 +197,32 @@ class Cause(StrEnum):
         *("not_removed", _NOTE, "an old checkpoint, state, copy or leftover could not be removed"),
         "Look at its permissions and whether a process has it open. Every save tries again.",
     )
-    STALE_LOCK = (
-        *("stale_lock", _NOTE, "the lock of a run that was killed is taken over"),
-        "Nothing, if you know of it.",
-    )
-    NO_LOCKS = (
-        *("no_locks", _NOTE, "the file system has no locks: a second run would go unnoticed"),
-        "Start one run at a time there, or point `run.output_dir` elsewhere.",
-    )
     SET_ASIDE = (
         *("set_aside", _NOTE, "a new history, or an older step to continue: later files are renamed"),
         "Nothing. `.aside-step-N` is yours to delete.",
     )
-    RESTORED = (
-        *("restored", _NOTE, "no checkpoint is left: the copy in `checkpoint.mirror` is fetched"),
-        "Nothing.",
-    )
-    SETTINGS_NOTE = (
-        *("settings_note", _NOTE, "a setting has an effect that you may not expect"),
-        "See the message; nothing, if you meant it.",
+    NOTE = (
+        *("note", _NOTE, "something to know of a setting, a source, a store, a lock or a copy"),
+        "See the message; nothing, if you expected it.",
     )
 
 
 CAUSES = {cause.value: cause for cause in Cause}
-_TITLES = {
-    Severity.ENDS: "Causes that can end a run",
-    Severity.STOPS: "Stops on request",
-    Severity.COSTS: "Causes that cost something while training continues",
-    Severity.NOTE: "Notes",
-}
+_TITLES = (
+    *("Causes that can end a run", "Stops on request", "Causes that cost something while training continues"),
+    "Notes",
+)
 
 
 def tables() -> str:
     """Return the tables of docs/recovery.md, a section for each severity."""
-    sections = []
-    for severity, title in _TITLES.items():
-        rows = [
-            f"| `{cause}` | {cause.meaning} | {cause.remedy} |"
-            for cause in Cause
-            if cause.severity is severity
-        ]
-        sections.append("\n".join([f"### {title}\n\n| cause | meaning | what to do |\n|---|---|---|", *rows]))
-    return "\n\n".join(sections) + "\n"
+    text = ""
+    for severity, title in zip(Severity, _TITLES, strict=True):
+        text += f"### {title}\n\n| cause | meaning | what to do |\n|---|---|---|\n"
+        for cause in Cause:
+            text += f"| `{cause}` | {cause.meaning} | {cause.remedy} |\n" * (cause.severity is severity)
+        text += "\n"
+    return text
 
 
 if __name__ == "__main__":

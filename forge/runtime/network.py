@@ -14,7 +14,6 @@ from uuid import uuid4
 
 from torch.distributed import Store
 
-from forge.runtime.causes import Cause
 from forge.runtime.errors import FAILED, UserError
 
 # Below the range from which Linux gives ports to outgoing connections (32768 to 60999).
@@ -71,8 +70,7 @@ def name_start(store: Store, rank: int, size: int, timeout: timedelta) -> str:
                 store.add(f"seen-{nonces[0]}", 1)
                 return nonces[0]
         time.sleep(POLL_S)
-    problem = f"not all of {size} ranks started within {timeout.total_seconds():.0f} s"
-    raise UserError(problem, FAILED, Cause.RANKS_MISSING)
+    raise UserError(f"not all of {size} ranks started within {timeout.total_seconds():.0f} s", FAILED)
 
 
 def choose_gloo_interface(

@@ -146,7 +146,7 @@ def with_retries(what: str, work: Callable[[], Result]) -> Result:
                 pause = min(2 * pause, _LONGEST_S)
                 _waits[thread] = f"{what}: {attempt} failed, the last by {cause}"
                 again = "%s: attempt %d failed, again in %.1f s: %s"
-                log.warning(again, what, attempt, wait, cause, extra=Cause.RETRY.mark)
+                log.warning(again, what, attempt, wait, cause, extra=Cause.NOTE.mark)
                 if given_up.wait(wait):
                     raise failed from error
     finally:

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 from forge.runtime import compat
-from forge.runtime.causes import Cause
 from forge.runtime.errors import FAILED, UserError
 from forge.runtime.network import POLL_S, choose_gloo_interface, name_start, slurm_meeting_point
 from forge.runtime.terminal import stderr
@@ -196,8 +195,7 @@ def _wait_for_all(store: dist.Store, world: World, timeout: timedelta) -> None:
         waited_s = time.monotonic() - began
         text = f"{arrived} of {world.size} processes have arrived at port {os.environ['MASTER_PORT']}"
         if waited_s >= timeout.total_seconds():
-            problem = f"only {text} within {timeout.total_seconds():.0f} s"
-            raise UserError(problem, FAILED, Cause.RANKS_MISSING)
+            raise UserError(f"only {text} within {timeout.total_seconds():.0f} s", FAILED)
         if waited_s >= speak_s:
             stderr.write(f"forge: {text} after {waited_s:.0f} s\n")
             speak_s += SPEAK_AGAIN_S

@@ -347,7 +347,7 @@ def test_s6_a_second_run_on_the_same_directory_is_refused_and_names_the_first(tm
     assert run.status()["state"] == "stopped"
 
 
-@pytest.mark.planted("killed", "stale_lock")
+@pytest.mark.planted("killed")
 def test_s6_the_lock_of_a_killed_run_is_taken_over_and_its_holder_named(tmp_path, undisturbed) -> None:
     run = Run(tmp_path)
     ranks = run.start(fault="step:5:0")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import errno
 import re
 from collections.abc import Iterator
 
 import pytest
+import torch.distributed as dist
 
 from forge.runtime.causes import CAUSES, Cause, tables
+from forge.runtime.distributed import cause_of
 from forge.runtime.errors import FAILED, NO_CHECKPOINT, UserError, caused_by
 from tests.support.diagnosed import PAGE, REPOSITORY
 
@@ -57,6 +60,25 @@ def test_every_kind_of_event_is_in_the_table_of_events() -> None:
     kinds = set(re.findall(r'event\(\s*"(\w+)"', texts))
     kinds |= {Cause[name] for name in re.findall(r"event\(\s*Cause\.([A-Z_]+)", texts)}
     assert len(kinds) > 15 and kinds <= listed
+
+
+GLOO = "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4242"
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (UserError(GLOO, FAILED, Cause.DATA), Cause.DATA),
+        (OSError(errno.ENOSPC, "full"), Cause.DISK_FULL),
+        (PermissionError(errno.EACCES, "no"), Cause.IO_ERROR),
+        (RuntimeError(GLOO), Cause.CONNECTION_LOST),
+        (dist.DistNetworkError("no route"), Cause.CONNECTION_LOST),
+        (RuntimeError("https://peerless.example: No space left on device"), Cause.ERROR),
+        (ValueError(GLOO), Cause.ERROR),
+    ],
+)
+def test_an_exception_has_the_cause_of_its_type_and_only_torch_s_own_text_is_read(error, cause) -> None:
+    assert cause_of(error) is cause
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def plan_pipeline(config: Config, degrees: Degrees) -> PipelinePlan:
             "Interleaved1F1B may be no worse",
             name,
             whole,
-            extra=Cause.SETTINGS_NOTE.mark,
+            extra=Cause.NOTE.mark,
         )
     return PipelinePlan(stages, schedule, with_microbatches)
 
