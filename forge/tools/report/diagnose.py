@@ -158,20 +158,16 @@ def _lives(pid: int) -> bool:
 def _first(run: RunRecord, incidents: list[Incident]) -> str:
     """What ended the latest start, if it did not end well."""
     silent = silent_end(run)
+    holder = read_object(run.path / ".lock")
     if silent == "running":
-        return (
-            f"It is still running, as process {read_object(run.path / '.lock').get('pid')} on this machine."
-        )
+        return f"It is still running, as process {holder.get('pid')} on this machine."
     if silent == "elsewhere":
-        host = read_object(run.path / ".lock").get("host")
-        return f"It runs on {host}, or was killed there: ask that machine whether its process lives."
+        return f"It runs on {holder.get('host')}, or was killed there: ask that machine whether its process lives."
     end = _end(run)
+    if end is None and incidents:
+        return "The latest start ended well; what it met is below."
     if end is None:
-        return (
-            "The latest start ended well; what it met is below."
-            if incidents
-            else "Nothing ended this run early."
-        )
+        return "Nothing ended this run early."
     cause, text = end.cause, f"{end.when:%H:%M:%S} UTC: {end.text}"
     odd = odd_ranks(read_stacks(run.path / "logs")) if cause is Cause.WATCHDOG else []
     ranks = ", ".join(map(str, odd or end.ranks))
@@ -179,9 +175,8 @@ def _first(run: RunRecord, incidents: list[Incident]) -> str:
         saving = sorted(one.name for one in (run.path / "checkpoints").glob(".partial*"))
         text += f", during a save ({saving[-1]} was left)" if saving else ""
         later = [one for one in incidents if one.when >= end.when and one.cause.severity is Severity.ENDS]
-        ranks = (
-            "0, which the others report lost" if later[1:] else "every rank, or the one whose log ends first"
-        )
+        told = "0, which the others report lost"
+        ranks = told if later[1:] else "every rank, or the one whose log ends first"
     remedy = f"{cause.remedy} {AGAIN}" if cause.severity is Severity.ENDS else cause.remedy
     lines = [f"WHAT HAPPENED FIRST: {_plain(cause.meaning)} [{cause}]"]
     lines += [f"RANK: {ranks}"] if ranks else []
@@ -223,11 +218,7 @@ def _starts(run: RunRecord) -> str:
         begun = next((event for event in events if event["event"] in ("fresh", "resumed")), None)
         end = next((event for event in reversed(events) if event["event"] in ENDS), None)
         where = f"from step {begun['step']}" if begun else "before it loaded anything"
-        how = (
-            f"{end['event']} at step {end['step']}"
-            if end
-            else "no report of an end: killed, or still running"
-        )
+        how = f"{end['event']} at step {end['step']}" if end else "no report of an end"
         world = events[0].get("world_size")
         lines.append(f"  {number}. {events[0].get('time', '')[:19]} {world or '?'} ranks, {where}: {how}")
     if len(lines) < 2:
