@@ -161,5 +161,5 @@ def _call(hook: Hook, event: str, *arguments: Any) -> None:
         if not hook.name:
             raise
         if isinstance(error, UserError):
-            raise UserError(f"{hook.name}.{event}: {error}", error.exit_code) from error
+            raise UserError(f"{hook.name}.{event}: {error}", error.exit_code, error.cause) from error
         raise RuntimeError(f"hook {hook.name} failed in {event}: {type(error).__name__}: {error}") from error

@@ -57,7 +57,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
     result = yield
     folder = pyfuncitem.funcargs.get("tmp_path")
     if isinstance(folder, Path):
-        diagnosed.require_named(pyfuncitem.name, folder)
+        diagnosed.require_named(pyfuncitem, folder)
     return result
 
 

@@ -27,7 +27,8 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from forge.checkpoint import folders
 from forge.checkpoint.manifest import MANIFEST, compose, entry
 from forge.checkpoint.tensors import ShardTensor
-from forge.runtime.distributed import RanksFailed, describe, gather_from_ranks, on_first_rank
+from forge.runtime.causes import Cause
+from forge.runtime.distributed import RanksFailed, cause_of, describe, gather_from_ranks, on_first_rank
 from forge.runtime.fault import fault_point
 from forge.runtime.files import replace_atomically, sync_folder
 
@@ -75,7 +76,8 @@ def write_checkpoint(
             root.mkdir(parents=True, exist_ok=True)
             folders.sweep(root)
             if final.exists():
-                logger.error("%s has no %s, so it is not a checkpoint: moved out of the way", final, MANIFEST)
+                message = "%s has no %s, so it is not a checkpoint: moved out of the way"
+                logger.error(message, final, MANIFEST, extra=Cause.FALLBACK.mark)
                 folders.set_aside(root, step, "damaged")
             folders.start_partial(root, step)
         size = RANK_BYTES + sum(tensor.written_bytes for tensor in contents.tensors.values())
@@ -102,7 +104,8 @@ def write_checkpoint(
             folders.prune(root, keep_last, keep_every, step)
         # Of any kind: the checkpoint is complete, and the other ranks have gone on already.
         except Exception as error:
-            logger.error("could not remove old checkpoints in %s: %s", root, describe(error))
+            message = "could not remove old checkpoints in %s: %s"
+            logger.error(message, root, describe(error), extra=Cause.NOT_REMOVED.mark)
     return True
 
 
@@ -135,7 +138,8 @@ def make_room(root: Path, needed: int, keep_last: int, keep_every: int) -> None:
     except OSError:
         if keep_last == 0 or len(folders.steps(root)) < 2:
             raise
-        logger.warning("too little room in %s for the next checkpoint: removing old ones before it", root)
+        message = "too little room in %s for the next checkpoint: removing old ones before it"
+        logger.warning(message, root, extra=Cause.DISK_FULL.mark)
         folders.prune(root, max(keep_last - 1, 1), keep_every)
         require_room(root, needed)
 
@@ -189,7 +193,8 @@ def save_tensors(partial: Path, contents: Contents, group: dist.ProcessGroup | N
         )
     except CheckpointException as error:  # DCP raises it on every rank
         rank, (cause, _) = next(iter(error.failures.items()))
-        raise RanksFailed(f"writing tensors failed on rank {rank}: {describe(cause)}") from None
+        problem = f"writing tensors failed on rank {rank}: {describe(cause)}"
+        raise RanksFailed(problem, cause_of(cause)) from None
 
 
 def _complete(partial: Path, final: Path, contents: Contents, parts: list[dict[str, dict[str, Any]]]) -> None:

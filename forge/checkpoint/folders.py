@@ -15,6 +15,7 @@ import shutil
 from pathlib import Path
 
 from forge.checkpoint.manifest import MANIFEST
+from forge.runtime.causes import Cause
 from forge.runtime.errors import UserError
 from forge.runtime.fault import fault_point
 
@@ -91,7 +92,8 @@ def sweep(root: Path) -> None:
     for pattern in (".partial-step-*", ".pruned-step-*"):
         for path in root.glob(pattern):
             if path not in _reported:
-                logger.warning("removing %s, left by a process that ended while saving", path)
+                message = "removing %s, left by a process that ended while saving"
+                logger.warning(message, path, extra=Cause.LEFTOVER.mark)
             _remove(path)
 
 
@@ -132,5 +134,6 @@ def _remove(path: Path) -> bool:
     except OSError as error:
         if path not in _reported:
             _reported.add(path)
-            logger.warning("%s cannot be removed now and stays: %s", path, error)
+            message = "%s cannot be removed now and stays: %s"
+            logger.warning(message, path, error, extra=Cause.NOT_REMOVED.mark)
         return False

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from forge.checkpoint.manifest import Damaged, find_damage, read_manifest
 from forge.checkpoint.tensors import NamedTensors, ShardTensor
+from forge.runtime.causes import Cause
 from forge.runtime.distributed import RanksFailed, gather_from_ranks, on_every_rank, single_process_group
 from forge.runtime.errors import NO_CHECKPOINT, UserError
 from forge.shard import Shard, local
@@ -276,7 +277,8 @@ def refuse_misfits(
     if unexpected:
         complaints.append(f"it has tensors that this model has not: {_some(unexpected)}")
     if complaints:
-        raise UserError(f"checkpoint {path} does not fit the configured model: {'; '.join(complaints)}")
+        problem = f"checkpoint {path} does not fit the configured model: {'; '.join(complaints)}"
+        raise UserError(problem, cause=Cause.CHANGED_SETTINGS)
 
 
 def _section(name: str) -> str:

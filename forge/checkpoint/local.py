@@ -25,6 +25,7 @@ from forge.checkpoint.commit import Contents, require_room, save_tensors
 from forge.checkpoint.manifest import MANIFEST, Damaged, compose, entry, read_manifest
 from forge.checkpoint.nodes import Nodes, Transfer, exchange
 from forge.checkpoint.store import Checkpoints, SaveOutcome
+from forge.runtime.causes import Cause
 from forge.runtime.distributed import RanksFailed, describe, gather_from_ranks, on_every_rank, on_first_rank
 from forge.runtime.fault import fault_point
 
@@ -285,7 +286,8 @@ def write_parts(
         try:
             folders.prune(root, keep_last, 0, step)
         except Exception as error:  # the state is complete, and the other ranks have gone on
-            log.error("could not remove old states in %s: %s", root, describe(error))
+            message = "could not remove old states in %s: %s"
+            log.error(message, root, describe(error), extra=Cause.NOT_REMOVED.mark)
 
 
 def _own_files(part: Path, rank: int) -> dict[str, dict[str, Any]]:

@@ -21,6 +21,8 @@ from typing import Any
 from forge.checkpoint import folders
 from forge.checkpoint.commit import require_room
 from forge.checkpoint.manifest import MANIFEST, Damaged, read_manifest
+from forge.runtime.causes import Cause
+from forge.runtime.distributed import cause_of
 from forge.runtime.errors import FAILED, NO_CHECKPOINT, UserError
 from forge.runtime.fault import fault_point
 from forge.runtime.files import replace_atomically, sync_folder
@@ -68,7 +70,8 @@ class Mirror:
         try:
             shutil.copytree(self._root / folders.step_name(step), links, copy_function=_link)
         except OSError as error:
-            log.error("checkpoint.mirror %s: step %d is not copied: %s", self._url, step, error)
+            message = "checkpoint.mirror %s: step %d is not copied: %s"
+            log.error(message, self._url, step, error, extra=Cause.MIRROR_FAILED.mark)
             return
 
         def work() -> None:
@@ -100,7 +103,7 @@ class Mirror:
             try:
                 work()
             except Exception as error:
-                log.error("checkpoint.mirror %s: %s", self._url, error)
+                log.error("checkpoint.mirror %s: %s", self._url, error, extra=Cause.MIRROR_FAILED.mark)
 
     def _copy(self, step: int, folder: Path) -> None:
         target = join(self._url, folders.step_name(step))
@@ -136,7 +139,8 @@ class Mirror:
             if recursive:
                 self._files.rm(folder, recursive=True)
         except Exception as error:  # e.g. a store that forbids removal
-            log.warning("%s: step %d is not removed: %s", self._url, step, error)
+            message = "%s: step %d is not removed: %s"
+            log.warning(message, self._url, step, error, extra=Cause.NOT_REMOVED.mark)
 
     def _known(self) -> list[int]:
         if self._steps is None:
@@ -169,13 +173,14 @@ def restore(url: str, root: Path) -> int | None:
     steps = copied_steps(url)
     for step in reversed(steps):
         source = join(url, folders.step_name(step))
-        log.warning("%s has no checkpoint: restoring step %d from %s", root, step, source)
+        message = "%s has no checkpoint: restoring step %d from %s"
+        log.warning(message, root, step, source, extra=Cause.NOTE.mark)
         partial = folders.start_partial(root, step)
         try:
             _fetch(source, partial)
         except Damaged as error:
             shutil.rmtree(partial, ignore_errors=True)
-            log.error("%s cannot be used: %s", source, error)
+            log.error("%s cannot be used: %s", source, error, extra=Cause.MIRROR_FAILED.mark)
             continue
         except (UserError, OSError) as error:
             shutil.rmtree(partial, ignore_errors=True)
@@ -183,6 +188,7 @@ def restore(url: str, root: Path) -> int | None:
                 f"checkpoint.mirror = {url}: restoring step {step} failed: {error}. The mirror is unchanged; run the same "
                 "command again when the cause is gone",
                 FAILED,
+                cause_of(error),
             ) from error
         partial.rename(root / folders.step_name(step))
         sync_folder(root)
@@ -209,7 +215,8 @@ def copied_steps(url: str) -> list[int]:
     homes = [name.split("/")[-2] for name in found if name.endswith(f"/{MANIFEST}")]
     steps = sorted(step for home in homes if (step := folders.step_of(home)) is not None)
     if steps or problem != "is missing":
-        log.warning("the index %s %s: it is rebuilt from the manifests of steps %s", index, problem, steps)
+        message = "the index %s %s: it is rebuilt from the manifests of steps %s"
+        log.warning(message, index, problem, steps, extra=Cause.MIRROR_FAILED.mark)
     return steps
 
 

@@ -22,6 +22,7 @@ from forge.checkpoint.commit import Contents, write_checkpoint
 from forge.checkpoint.manifest import find_damage
 from forge.checkpoint.staging import Stager
 from forge.checkpoint.tensors import NamedTensors
+from forge.runtime.causes import Cause
 from forge.runtime.distributed import RanksFailed, on_first_rank
 from forge.runtime.errors import NO_CHECKPOINT, UserError
 from forge.runtime.fault import fault_point
@@ -36,12 +37,13 @@ _TIMEOUT = timedelta(hours=2)
 class SaveOutcome:
     """The end of a save, `seconds` (of this rank) after the call of `save`; otherwise the same on every rank.
 
-    `error` is None if the checkpoint of `step` is complete.
+    `error` is None if the checkpoint of `step` is complete; else `cause` says why it is not.
     """
 
     step: int
     seconds: float
     error: str | None = None
+    cause: Cause = Cause.SAVE_FAILED
 
 
 class Checkpoints:
@@ -163,7 +165,7 @@ class Checkpoints:
                 name = on_first_rank("setting a damaged checkpoint aside", rename, self._group)
                 self.fallbacks.append(f"checkpoint {self.path(step)} is damaged: {problem}; renamed {name}")
                 if dist.get_rank(self._group) == 0:
-                    logger.error("%s", self.fallbacks[-1])
+                    logger.error("%s", self.fallbacks[-1], extra=Cause.FALLBACK.mark)
         except RanksFailed as error:
             raise UserError(f"no checkpoint in {self.folder} can be used: {error}", NO_CHECKPOINT) from error
         if at_most is None and (candidates or damaged):
@@ -193,31 +195,27 @@ class Checkpoints:
             for later in folders.steps(self.folder):
                 if later > step:
                     names.append(folders.set_aside(self.folder, later, "aside"))
-                    if step < 0:
-                        logger.warning(
-                            "checkpoint %s is of another history: renamed %s", self.path(later), names[-1]
-                        )
-                    else:
-                        logger.warning(
-                            "checkpoint %s is after step %d: renamed %s", self.path(later), step, names[-1]
-                        )
+                    why = "of another history" if step < 0 else f"after step {step}"
+                    message = "checkpoint %s is %s: renamed %s"
+                    logger.warning(message, self.path(later), why, names[-1], extra=Cause.SET_ASIDE.mark)
             return names
 
         return on_first_rank("setting checkpoints aside", rename, self._group)
 
     def _write(self, step: int, contents: Contents | Exception, began: float) -> None:
         """Run in the thread. A failure that all ranks know of becomes an outcome."""
-        error = None
+        error, cause = None, Cause.SAVE_FAILED
         try:
             self._write_one(
                 self.folder, step, contents, self._keep_last, self._keep_every, self._saving_group
             )
         except RanksFailed as failure:
             error = str(failure)
+            cause = failure.cause if failure.cause is Cause.DISK_FULL else cause
         except Exception as failure:
             self._broken = failure
             return
-        self._last = SaveOutcome(step, time.monotonic() - began, error)
+        self._last = SaveOutcome(step, time.monotonic() - began, error, cause)
         self._outcomes.append(self._last)
 
     def _join(self) -> None:

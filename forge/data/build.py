@@ -18,8 +18,9 @@ from forge.data.sources import SYNTHETIC, Source, count_windows, open_source
 from forge.data.synthetic import SyntheticSource
 from forge.data.tokenizer import Tokenizer, load_tokenizer
 from forge.data.windows import windows_of
+from forge.runtime.causes import Cause
 from forge.runtime.distributed import on_every_rank
-from forge.runtime.errors import UserError
+from forge.runtime.errors import UserError, caused_by
 from forge.runtime.files import is_url
 
 NO_TOKENIZER = "none"
@@ -35,6 +36,7 @@ class Data:
     fingerprints: dict[str, Any]
 
 
+@caused_by(Cause.DATA)
 def open_data(config: Config) -> Data:
     """Open and check all data. Collective: an error on any rank is raised on every rank."""
     dataset = on_every_rank("opening the data", lambda: build_dataset(config))

@@ -30,6 +30,7 @@ from pathlib import Path
 
 import numpy as np
 
+from forge.runtime.causes import Cause
 from forge.runtime.errors import UserError
 from forge.runtime.files import replace_atomically
 from forge.runtime.private import MARKER, PrivateFolder
@@ -155,6 +156,7 @@ class BlockCache:
                 "data.cache_dir %s: %s, below data.cache_gib: blocks that do not fit are fetched whenever they are needed",
                 self.folder,
                 error.strerror,
+                extra=Cause.NOTE.mark,
             )
 
     def _make_room(self, folder: Path, more: int) -> None:
@@ -253,6 +255,6 @@ def _load(path: Path, file: RemoteFile, number: int) -> bytes | None:
         and file.is_intact(number, data)
     ):
         return data
-    log.warning("%s is damaged: fetched again", path)
+    log.warning("%s is damaged: fetched again", path, extra=Cause.NOTE.mark)
     path.unlink(missing_ok=True)
     return None

@@ -12,6 +12,7 @@ from forge.config.data import Data
 from forge.data.dataset import PackedDataset
 from forge.data.order import numbered
 from forge.data.synthetic import SyntheticSource
+from forge.runtime.causes import Cause
 from forge.runtime.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -84,4 +85,5 @@ def log_epochs(before: dict[str, float], after: dict[str, float]) -> None:
             "its weight or train.steps",
             ", ".join(many),
             MANY,
+            extra=Cause.NOTE.mark,
         )

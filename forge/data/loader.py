@@ -20,6 +20,8 @@ from forge.data.order import Order
 from forge.data.read_ahead import Stall, read_samples, wait_for
 from forge.data.steps import Row, StepRows, steps_from
 from forge.model import IGNORE
+from forge.runtime.causes import Cause
+from forge.runtime.errors import caused_by
 
 
 class Loader:
@@ -70,7 +72,8 @@ class Loader:
         item, self.stall = wait_for(self._queue)
         if isinstance(item, BaseException):
             self.close()
-            raise item
+            with caused_by(Cause.DATA):
+                raise item
         batch, self.order = item
         return batch.to(self._device)
 

@@ -20,6 +20,7 @@ from forge.data.format import TokenDataset
 from forge.data.permutation import Permutation
 from forge.data.raw import MappedIds
 from forge.data.sources import Source
+from forge.runtime.causes import Cause
 from forge.runtime.files import is_url
 from forge.runtime.remote import give_up_on, waiting_for
 
@@ -137,7 +138,8 @@ def wait_for(batches: queue.Queue[Result]) -> tuple[Result, Stall | None]:
         except queue.Empty:
             if now := waiting_for():
                 cause = now
-                log.warning("waiting for data for %.0f s: %s", time.monotonic() - began, cause)
+                waited = time.monotonic() - began
+                log.warning("waiting for data for %.0f s: %s", waited, cause, extra=Cause.DATA_STALL.mark)
             continue
         return batch, Stall(time.monotonic() - began, cause) if cause else None
 

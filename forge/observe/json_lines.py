@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from forge.runtime.causes import Cause
 from forge.runtime.errors import redact
 from forge.runtime.files import replace_atomically
 
@@ -77,7 +78,8 @@ class JsonLines:
             self._warned = False
         except OSError as error:
             if not self._warned:
-                log.warning("cannot write to %s, its lines are kept in memory for now: %s", self.path, error)
+                message = "cannot write to %s, its lines are kept in memory for now: %s"
+                log.warning(message, self.path, error, extra=Cause.NOT_WRITTEN.mark)
             self._warned = True
 
     def sync(self) -> None:
@@ -85,7 +87,7 @@ class JsonLines:
         try:
             os.fsync(self._open())
         except OSError as error:
-            log.warning("cannot sync %s: %s", self.path, error)
+            log.warning("cannot sync %s: %s", self.path, error, extra=Cause.NOT_WRITTEN.mark)
 
     def close(self) -> None:
         """Close the file; the next `append` opens it again."""
@@ -134,7 +136,7 @@ class JsonLines:
             taken += 1
             path = first.with_name(f"{first.name}.{taken}")
         replace_atomically(path, content)
-        log.warning("%s as it was is kept as %s", self.path.name, path)
+        log.warning("%s as it was is kept as %s", self.path.name, path, extra=Cause.SET_ASIDE.mark)
         return path
 
     def _keeps(self, line: bytes, number: int, after_step: int) -> bool:
@@ -143,7 +145,8 @@ class JsonLines:
         try:
             return json.loads(line)["step"] <= after_step
         except (ValueError, KeyError, TypeError):
-            log.warning("%s: line %d is not a metrics line and is dropped", self.path, number)
+            message = "%s: line %d is not a metrics line and is dropped"
+            log.warning(message, self.path, number, extra=Cause.LINES_LOST.mark)
             return False
 
 
@@ -155,15 +158,10 @@ def warn_of_gap(path: Path, step: int, interval: int) -> None:
     steps = [0, *(line["step"] for line in read_lines(path, "loss"))]
     usual = max(interval, *map(operator.sub, steps[-10:], [0, *steps][-11:-1]))
     if steps[-1] + usual < step or len(steps) == 1 < step:
-        log.warning(
-            "%s has no training line of steps %d to %d, which a crash or an edit lost; the checkpoint is whole",
-            path,
-            steps[-1] + 1,
-            step,
-        )
+        message = "%s has no training line of steps %d to %d, which a crash or an edit lost; the checkpoint is whole"
+        log.warning(message, path, steps[-1] + 1, step, extra=Cause.LINES_LOST.mark)
 
 
 def _log_zeros(path: Path) -> None:
-    log.warning(
-        "%s ends in zero bytes, left by a crash of the machine or its file system; they are dropped", path
-    )
+    message = "%s ends in zero bytes, left by a crash of the machine or its file system; they are dropped"
+    log.warning(message, path, extra=Cause.LINES_LOST.mark)

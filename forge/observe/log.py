@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from forge.observe.live import LiveHandler
+from forge.runtime.causes import Cause
 from forge.runtime.errors import redact
 from forge.runtime.terminal import patient
 
 # It warns at every redistribution on a mesh of two axes, such as that of each gradient norm; ours are intended.
 _NOISY = "torch.distributed.tensor._redistribute"
 _handlers: list[logging.Handler] = []
+log = logging.getLogger(__name__)
 
 
 def setup_logging(rank: int, folder: Path, live: bool = False) -> None:
@@ -43,9 +45,9 @@ def setup_logging(rank: int, folder: Path, live: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         file = _RankFile(folder / f"rank-{rank}.log")
     except OSError as error:
-        logging.getLogger(__name__).warning("no log file for rank %d: %s", rank, error)
+        log.warning("no log file for rank %d: %s", rank, error, extra=Cause.SIDE_SYSTEM.mark)
         return
-    file.setFormatter(_Dated(f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s"))
+    file.setFormatter(_Dated(f"%(asctime)s rank {rank} %(levelname)s %(name)s%(mark)s: %(message)s"))
     _add(file)
 
 
@@ -84,7 +86,16 @@ class _Redacting(logging.Formatter):
 
 
 class _Dated(_Redacting):
-    """Gives the local time with its offset from UTC, so that logs can be read on another machine."""
+    """Gives the local time with its offset from UTC, so that logs can be read on another machine.
+
+    `mark` is the record's cause, for programs: `[killed]`, or `[killed:2,3]` where it names ranks; empty without a cause.
+    """
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        cause, ranks = getattr(record, "cause", ""), getattr(record, "ranks", ())
+        named = ":" + ",".join(map(str, ranks)) if ranks else ""
+        record.mark = f"[{cause}{named}]" if cause else ""
+        return super().formatMessage(record)
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
         return datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds")

@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from forge.config.schema import Profile
 from forge.hook import Hook
+from forge.runtime.causes import Cause
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,8 @@ class StepProfiler(Hook):
         self._chosen = bool(config.span) and rank in config.ranks
         self._snapshot = config.memory_snapshot and device.type == "cuda"
         if self._chosen and config.memory_snapshot and not self._snapshot:
-            log.warning("profile.memory_snapshot: only CUDA memory has snapshots; none is made")
+            message = "profile.memory_snapshot: only CUDA memory has snapshots; none is made"
+            log.warning(message, extra=Cause.NOTE.mark)
         self._rank, self._folder, self._device = rank, folder, device
         self._profile: profile | None = None
         self._span = ExitStack()
@@ -77,4 +79,4 @@ class StepProfiler(Hook):
             export(path)
             log.info("profile written to %s", path)
         except (OSError, RuntimeError) as error:
-            log.warning("%s was not written: %s", path, error)
+            log.warning("%s was not written: %s", path, error, extra=Cause.SIDE_SYSTEM.mark)

@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from forge.observe.hardware import environment
 from forge.observe.json_lines import JsonLines, encode, read_object, utc_now
 from forge.observe.memory_report import MemoryReport
 from forge.observe.run_directory import RunDirectory
+from forge.runtime.causes import Cause
 from forge.runtime.errors import BAD_CONFIG, NO_CHECKPOINT
 from forge.runtime.files import replace_atomically
 from forge.runtime.world import World
@@ -92,9 +93,10 @@ class Reporter:
             self.phases.listen(self._ledger.enter)
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Append a line to events.jsonl."""
+        """Append a line to events.jsonl. A `Cause` is its own kind, and the event's `cause` unless `fields` has another."""
         if self._events is not None:
-            self._events.append(time=utc_now(), event=kind, **fields)
+            cause = {"cause": kind} if isinstance(kind, Cause) else {}
+            self._events.append(time=utc_now(), event=kind, **cause | fields)
 
     def started(self, layout: dict[str, Any]) -> None:
         """Report that the ranks have met, to train on this layout."""
@@ -119,30 +121,37 @@ class Reporter:
         self.step = self.step if step is None else step
         self._write_status("running", "", None)
 
-    def ended(self, state: State, reason: str, exit_code: int) -> None:
-        """Report the end of the run."""
+    def ended(
+        self, state: State, reason: str, exit_code: int, cause: Cause = Cause.ERROR, ranks: Sequence[int] = ()
+    ) -> None:
+        """Report the end of the run. cause: of a failure; ranks: the ones at fault, where they are known."""
         if self._ledger is not None:
             self._ledger.write()
             if exit_code != BAD_CONFIG:
                 log.info("%s", self._ledger.table())
-        self.event(state, step=self.step, reason=reason, exit_code=exit_code)
+        causes: dict[State, Cause] = {"stopped": Cause.STOPPED, "failed": cause}
+        why: dict[str, Any] = {"cause": causes[state]} if state in causes else {}
+        named = {"ranks": list(ranks)} if ranks else {}
+        self.event(state, step=self.step, reason=reason, exit_code=exit_code, **why, **named)
         refused = not self._begun and exit_code in (BAD_CONFIG, NO_CHECKPOINT)
         if refused and self.before.get("state") in ("stopped", "finished", "failed"):
             # The run is what it was: a refused start has changed nothing.
-            self._replace_status(self.before | {"reason": f"the last start was refused: {reason}"}, sync=True)
+            refusal = {"reason": f"the last start was refused: {reason}", **why}
+            self._replace_status(self.before | refusal, sync=True)
         else:
-            self._write_status(state, reason, exit_code)
+            self._write_status(state, reason, exit_code, **why)
 
     def sync_events(self) -> None:
         """Put the events so far on disk."""
         if self._events is not None:
             self._events.sync()
 
-    def _write_status(self, state: State, reason: str, exit_code: int | None) -> None:
+    def _write_status(self, state: State, reason: str, exit_code: int | None, **why: Any) -> None:
         status = {
             "state": state,
             "step": self.step,
             "reason": reason,
+            **why,
             "exit_code": exit_code,
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -160,5 +169,6 @@ class Reporter:
             self._status_failed = False
         except OSError as error:
             if not self._status_failed:
-                log.warning("%s could not be replaced and is out of date: %s", self.directory.status, error)
+                problem = "%s could not be replaced and is out of date: %s"
+                log.warning(problem, self.directory.status, error, extra=Cause.NOT_WRITTEN.mark)
             self._status_failed = True

@@ -12,6 +12,7 @@ import weakref
 from pathlib import Path
 
 from forge.observe.json_lines import utc_now
+from forge.runtime.causes import Cause
 from forge.runtime.errors import UserError
 from forge.runtime.files import lock
 
@@ -63,7 +64,8 @@ class RunDirectory:
             os.close(descriptor)
             raise
         if stale := _holder(descriptor):
-            log.warning("%s: taking over from %s, which ended without giving the lock back", self.root, stale)
+            message = "%s: taking over from %s, which ended without giving the lock back"
+            log.warning(message, self.root, stale, extra=Cause.NOTE.mark)
         holder = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "started": utc_now()})
         _rewrite(descriptor, holder.encode())
         self._descriptor = descriptor
@@ -115,9 +117,8 @@ class RunDirectory:
         while True:
             try:
                 if not lock(descriptor):
-                    log.warning(
-                        "%s: its file system has no locks; a second run there would go unnoticed", self.root
-                    )
+                    message = "%s: its file system has no locks; a second run there would go unnoticed"
+                    log.warning(message, self.root, extra=Cause.NOTE.mark)
                 return
             except BlockingIOError:
                 if time.monotonic() >= deadline:

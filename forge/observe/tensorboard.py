@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from forge.runtime.causes import Cause
+
 log = logging.getLogger(__name__)
 
 # What is not flushed is lost by a kill, and leaves a gap in the curves of a resumed run.
@@ -72,7 +74,8 @@ class Board:
             getattr(self._writer, action)(*arguments)
         # Any exception of that package: training goes on without it.
         except Exception as error:
-            log.warning("TensorBoard is off from now on: %s: %s", type(error).__name__, error)
+            problem = f"{type(error).__name__}: {error}"
+            log.warning("TensorBoard is off from now on: %s", problem, extra=Cause.SIDE_SYSTEM.mark)
             self._off, self._writer = True, None
 
     def _make_writer(self) -> Any:

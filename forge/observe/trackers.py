@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from forge.observe.json_lines import encode, read_object
+from forge.runtime.causes import Cause
 from forge.runtime.errors import UserError
 from forge.runtime.files import replace_atomically
 
@@ -163,7 +164,8 @@ class Tracker:
             self._work.put(None)
             self._thread.join(PATIENCE_S)
             if self._thread.is_alive():
-                log.warning("metrics.%s: what was on its way after %g s is lost", self._kind, PATIENCE_S)
+                message = "metrics.%s: what was on its way after %g s is lost"
+                log.warning(message, self._kind, PATIENCE_S, extra=Cause.SIDE_SYSTEM.mark)
             self._thread = None
 
     def _do(self, action: Callable[[], None]) -> None:
@@ -183,7 +185,9 @@ class Tracker:
             # Any exception of that package, or of its network: training goes on without it.
             except Exception as error:
                 self._off = True
-                log.warning("metrics.%s is off from now on: %s: %s", self._kind, type(error).__name__, error)
+                problem = f"{type(error).__name__}: {error}"
+                message = "metrics.%s is off from now on: %s"
+                log.warning(message, self._kind, problem, extra=Cause.SIDE_SYSTEM.mark)
 
     def _restart(self, step: int, history_ends: bool) -> None:
         saved = read_object(self._path).get(self._kind, {})

@@ -21,6 +21,7 @@ from forge.hook import Hook
 from forge.model import Transformer
 from forge.resilience.elastic import leave, may_leave
 from forge.runtime import compat
+from forge.runtime.causes import Cause
 
 log = logging.getLogger(__name__)
 
@@ -109,9 +110,10 @@ class Stragglers(Hook):
             log.warning(
                 "rank %d is slow at step %d: its %s takes %.3g s, the median rank's %.3g s",
                 *(rank, step, phase, seconds, usual),
+                extra=Cause.STRAGGLER.of(rank),
             )
             self._report_event(
-                "straggler", step=step, rank=rank, phase=phase, seconds=seconds, median_s=usual
+                Cause.STRAGGLER, step=step, rank=rank, phase=phase, seconds=seconds, median_s=usual
             )
 
     def _drain(self, step: int, slow: set[int]) -> None:
@@ -122,6 +124,7 @@ class Stragglers(Hook):
                 "this node leaves the run at step %d: a rank of it has been slow %d times in a row",
                 step,
                 self._slow_in_a_row,
+                extra=Cause.DRAINED.mark,
             )
             leave()
             self._slow_in_a_row = 0

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from forge.config.schema import Resilience
 from forge.runtime import compat
+from forge.runtime.causes import Cause
 from forge.runtime.errors import FAILED, WATCHDOG
 
 log = logging.getLogger(__name__)
@@ -68,20 +69,22 @@ def patience(config: Resilience) -> float:
 
 
 class Alarm(NamedTuple):
-    """Why another rank ends, and the exit code with which this one has to."""
+    """Why ranks end, and the exit code with which they have to. ranks: the ones at fault, where they are known."""
 
     reason: str
     exit_code: int
+    cause: Cause
+    ranks: tuple[int, ...] = ()
 
 
 class Watchdog:
     """Context manager in whose body each phase must end within its bound, else the process exits with code 76.
 
     bounds: phase -> (seconds, the key that sets it); a phase that is missing or has 0 seconds has no limit, and that of a
-    step is `step_bound`. When a bound is
-    exceeded, `stacks-rank-R.txt` (Python stacks of all threads) and `collectives-rank-R` (PyTorch's flight recorder, for
-    `torchfrtrace FOLDER --prefix collectives-rank-`) are written to `folder`. Then `report(reason, step, exit_code)` is
-    called in a thread of its own: it may write, or wait for other ranks, for at most `grace_s` seconds.
+    step is `step_bound`. When a bound is exceeded, `stacks-rank-R.txt` (Python stacks of all threads) and
+    `collectives-rank-R` (PyTorch's flight recorder, for `torchfrtrace FOLDER --prefix collectives-rank-`) are written to
+    `folder`. Then `report(alarm, step)` is called in a thread of its own: it may write, or wait for other ranks, for at most
+    `grace_s` seconds.
 
     The same happens, with the exit code of the alarm, when `alarm()`, called every `alarm_s` seconds, returns one: a
     collective does not always fail when a rank that takes part in it has raised, and ranks that wait for one that hangs may
@@ -94,7 +97,7 @@ class Watchdog:
         bounds: Mapping[str, tuple[float, str]],
         folder: Path,
         rank: int,
-        report: Callable[[str, int, int], None],
+        report: Callable[[Alarm, int], None],
         grace_s: float = 10.0,
         alarm: Callable[[], Alarm | None] | None = None,
         alarm_s: float = 1.0,
@@ -157,7 +160,8 @@ class Watchdog:
                 if seconds < bound:
                     limit = f"{seconds:.0f} s are many times the median of the last steps ({limit} at most)"
                 what = f"{phase} of step {step}" if step else phase
-                return self._end(f"{what} has taken {now - began:.1f} s, and {limit}", step)
+                reason = f"{what} has taken {now - began:.1f} s, and {limit}"
+                return self._end(Alarm(reason, WATCHDOG, Cause.WATCHDOG), step)
             self._waits_until = deadline
             *_, began, seconds = self._phase
             if began + seconds < deadline:
@@ -187,26 +191,29 @@ class Watchdog:
                     continue
                 if self._phase[0] == "end":
                     return
-                alarm = Alarm(f"the process through which the ranks met is gone: {error}", FAILED)
+                reason = f"the process through which the ranks met is gone: {error}"
+                alarm = Alarm(reason, FAILED, Cause.RENDEZVOUS_LOST)
             if alarm is not None and not self._closed.is_set():
-                return self._end(alarm.reason, self._phase[1], alarm.exit_code)
+                return self._end(alarm, self._phase[1])
 
-    def _end(self, reason: str, step: int, exit_code: int = WATCHDOG) -> None:
+    def _end(self, alarm: Alarm, step: int) -> None:
         if not self._ending.acquire(blocking=False):
             return  # the other thread ends the process
         self._expired.set()
         faulthandler.cancel_dump_traceback_later()
         # What hangs, such as a file system or a lock of logging, may hang the reporting too.
         reporting = threading.Thread(
-            target=self._write_report, args=(reason, step, exit_code), name="crash-report", daemon=True
+            target=self._write_report, args=(alarm, step), name="crash-report", daemon=True
         )
         reporting.start()
         reporting.join(self._grace_s)
-        os._exit(exit_code)
+        os._exit(alarm.exit_code)
 
-    def _write_report(self, reason: str, step: int, exit_code: int) -> None:
+    def _write_report(self, alarm: Alarm, step: int) -> None:
+        reason = alarm.reason
         try:
-            log.error("%s; this process ends. Stacks of every rank that waited: %s", reason, self._folder)
+            message = "%s; this process ends. Stacks of every rank that waited: %s"
+            log.error(message, reason, self._folder, extra=alarm.cause.of(*alarm.ranks))
             with open(self._folder / f"stacks-rank-{self._rank}.txt", "w") as file:
                 print(f"rank {self._rank}: {reason}\n", file=file, flush=True)
                 faulthandler.dump_traceback(file)
@@ -214,4 +221,4 @@ class Watchdog:
             if record is not None:
                 (self._folder / f"collectives-rank-{self._rank}").write_bytes(record)
         finally:
-            self._report(reason, step, exit_code)
+            self._report(alarm, step)

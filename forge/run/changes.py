@@ -12,6 +12,7 @@ from forge.checkpoint.folders import step_name, steps
 from forge.config import Config, difference, parse_toml_text
 from forge.config.phases import used_sources
 from forge.optim import decay_start, learning_rate
+from forge.runtime.causes import Cause
 from forge.runtime.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -57,7 +58,8 @@ def compare_for_resume(path: Path, step: int, new: Config, branch: bool = False)
     if refused:
         raise UserError(
             f"{path} cannot be continued with another model or data order:\n{_lines(refused)}\n"
-            f"Set them back, or start a new run (another run.name) with checkpoint.init = {str(path)!r} to keep the weights."
+            f"Set them back, or start a new run (another run.name) with checkpoint.init = {str(path)!r} to keep the weights.",
+            cause=Cause.CHANGED_SETTINGS,
         )
     for key, before, after in changes:
         log.info("changed since %s: %s = %s (was %s)", path.name, key, after, before)
@@ -77,10 +79,12 @@ def compare_for_init(path: Path, new: Config) -> None:
         raise UserError(
             f"checkpoint.init = {str(path)!r}: the model is another one than these weights were trained as:\n"
             f"{_lines(refused)}\n"
-            f"Set them to the checkpoint's values, or, if the change is meant, checkpoint.init_changes = [{names}]."
+            f"Set them to the checkpoint's values, or, if the change is meant, checkpoint.init_changes = [{names}].",
+            cause=Cause.CHANGED_SETTINGS,
         )
     for key, before, after in changes:
-        log.warning("checkpoint.init: %s = %s, the weights were trained with %s", key, after, before)
+        message = "checkpoint.init: %s = %s, the weights were trained with %s"
+        log.warning(message, key, after, before, extra=Cause.NOTE.mark)
 
 
 def check_data(path: Path, before: dict[str, Any], inputs: dict[str, Any], new: Config) -> list[str]:
@@ -110,12 +114,13 @@ def check_data(path: Path, before: dict[str, Any], inputs: dict[str, Any], new: 
                 )
                 raise UserError(
                     f"{change}. {back}{remedy}, or start a new run (another run.name) with checkpoint.init = "
-                    f"{str(path)!r} to keep the weights."
+                    f"{str(path)!r} to keep the weights.",
+                    cause=Cause.CHANGED_DATA,
                 )
             if change not in changes:
                 changes.append(change)
     for change in changes:
-        log.warning("%s", change)
+        log.warning("%s", change, extra=Cause.CHANGED_DATA.mark)
     return changes
 
 
@@ -170,7 +175,8 @@ def _refuse_a_past_decay(path: Path, step: int, old: Config, new: Config) -> Non
         raise UserError(
             f"checkpoint.resume = {str(path)!r}: step {step} was on the plateau, and with train.steps = {new.train.steps} "
             f"the decay would have begun after step {start}; resume from a checkpoint up to there, raise train.steps, or set "
-            f"schedule.decay_fraction = {share:.3g}, which decays from step {step} on"
+            f"schedule.decay_fraction = {share:.3g}, which decays from step {step} on",
+            cause=Cause.CHANGED_SETTINGS,
         )
 
 
@@ -195,4 +201,5 @@ def _warn_of_jump(path: Path, step: int, old: Config, new: Config) -> None:
         step + 1,
         start,
         remedy or "no checkpoint from before it is left",
+        extra=Cause.NOTE.mark,
     )

@@ -7,6 +7,7 @@ So every rank that still can answers a roll call in the store through which the 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import time
 from collections.abc import Callable
@@ -18,7 +19,8 @@ from forge.observe.json_lines import utc_now
 from forge.observe.report import Reporter
 from forge.resilience.watchdog import Alarm
 from forge.runtime import compat
-from forge.runtime.distributed import on_first_rank
+from forge.runtime.causes import CAUSES, Cause
+from forge.runtime.distributed import cause_of, on_first_rank
 from forge.runtime.errors import FAILED, WATCHDOG, UserError
 
 log = logging.getLogger(__name__)
@@ -42,59 +44,66 @@ class CrashReporter:
         self.alarm = roll_call().alarm if self._world.size > 1 else None
         self.alarm_s = 1.0 if self._world.size <= 64 else 5.0
 
-    def watchdog_ends(self, reason: str, step: int, exit_code: int) -> None:
+    def watchdog_ends(self, alarm: Alarm, step: int) -> None:
         """Report that the watchdog ends this process: its own bound is exceeded, or another rank has raised an alarm."""
-        expired = exit_code == WATCHDOG
+        expired = alarm.exit_code == WATCHDOG
         if self._world.rank == 0:
             stacks = f"; stacks of every rank are in {self._reporter.directory.logs}" if expired else ""
-            self._reporter.ended("failed", reason + stacks, exit_code)
+            self._reporter.ended("failed", alarm.reason + stacks, *alarm[1:])
         if self._world.size > 1 and expired:
-            self._roll_call.raise_alarm(Alarm(f"rank {self._world.rank}: {reason}", WATCHDOG))
+            self._roll_call.raise_alarm(alarm._replace(reason=f"rank {self._world.rank}: {alarm.reason}"))
         # All ranks wait, so that none is torn down by another's end before it has written its stacks.
-        cause = self._find_cause(reason, quiet_s=PATIENCE_S)
+        found = self._find_first(alarm, quiet_s=PATIENCE_S)
         if self._world.rank == 0 and expired:
-            self._reporter.event("watchdog", step=step, reason=reason, cause=cause)
+            self._reporter.event(Cause.WATCHDOG, step=step, reason=alarm.reason, roll_call=found.reason)
 
     def failed(self, error: BaseException) -> None:
         """Report that `error` ends the run on this rank, and end the ranks that wait for this one.
 
         A UserError most often ends all ranks by itself; one that only this rank has met, such as a lack of memory, does not.
         """
-        trouble = self._describe(error)
+        rank, cause = self._world.rank, cause_of(error)
+        own = Alarm(self._describe(error), FAILED, cause, () if cause is Cause.CONNECTION_LOST else (rank,))
         if isinstance(error, UserError):
-            self._reporter.ended("failed", str(error), error.exit_code)
+            self._reporter.ended("failed", str(error), error.exit_code, cause)
             with contextlib.suppress(Exception):
-                self._roll_call.answer(trouble)
-                self._roll_call.raise_alarm(Alarm(str(error), error.exit_code))
+                self._roll_call.answer(own)
+                self._roll_call.raise_alarm(own._replace(reason=str(error), exit_code=error.exit_code))
             return
-        log.error("rank %d fails in %s", self._world.rank, trouble)
-        cause = self._find_cause(trouble, quiet_s=self.alarm_s + 1.0)
-        self._reporter.ended("failed", cause or trouble, FAILED)
+        log.error("rank %d fails in %s", rank, own.reason, extra=cause.mark)
+        found = self._find_first(own, quiet_s=self.alarm_s + 1.0)
+        self._reporter.ended("failed", *found)
 
     def once(self, work: Callable[[], None], patience_s: float) -> None:
         """Call `work` on the first rank that asks; the others wait until that has ended, for `patience_s` seconds at most."""
         self._roll_call.once(work, patience_s)
 
-    def _find_cause(self, trouble: str, quiet_s: float) -> str:
-        """Who did not answer or failed first, as a sentence; empty in a world of one."""
+    def _find_first(self, own: Alarm, quiet_s: float) -> Alarm:
+        """Return who did not answer or failed first. own: the trouble of this rank."""
         if self._world.size == 1:
-            return ""
+            return own
         try:
-            first = self._roll_call.answer(trouble)
-            self._roll_call.raise_alarm(Alarm(f"the first to fail was {first}", FAILED))
+            first = self._roll_call.answer(own)
+            first = first._replace(reason=f"the first to fail was {first.reason}", exit_code=FAILED)
+            self._roll_call.raise_alarm(first)
             missing = self._roll_call.missing(PATIENCE_S, quiet_s)
         except Exception as error:
-            cause = f"the store through which the ranks met is gone, and with it the process that held it: {error}"
+            gone = f"the store through which the ranks met is gone, and with it the process that held it: {error}"
+            found = Alarm(gone, FAILED, Cause.RENDEZVOUS_LOST)
         else:
-            cause = f"the first to fail was {first}"
+            found, reason = first, first.reason
             if len(missing) == self._world.size - 1:
                 # A rank that is gone looks the same as one that has not noticed yet that this one has failed.
-                cause += f"; no answer from {_ranks(missing)}: killed, hung or waiting for this one"
+                reason += f"; no answer from {_ranks(missing)}: killed, hung or waiting for this one"
             elif missing:
-                cause = f"no answer from {_ranks(missing)}, killed or hung; {cause}"
+                reason = f"no answer from {_ranks(missing)}, killed or hung; {reason}"
+            if missing and first.cause is Cause.CONNECTION_LOST:
+                found = Alarm(reason, FAILED, Cause.KILLED, tuple(missing))
+            else:
+                found = first._replace(reason=reason)
         if self._world.rank < 2:  # two, because one of them may be the dead one
-            log.error("%s", cause)
-        return cause
+            log.error("%s", found.reason, extra=found.cause.of(*found.ranks))
+        return found
 
     def _describe(self, error: BaseException) -> str:
         phase, step = self._reporter.phases.now
@@ -107,17 +116,23 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
+def _read(written: bytes) -> Alarm:
+    reason, exit_code, cause, ranks = json.loads(written)
+    return Alarm(reason, exit_code, CAUSES[cause], tuple(ranks))
+
+
 class RollCall:
     """One per rank, over a `store` that no other thread uses. `name` is new at every start of the run."""
 
     def __init__(self, store: Store, rank: int, world: int, name: str):
         self._store, self._rank, self._world, self._name = store, rank, world, name
 
-    def answer(self, trouble: str) -> str:
+    def answer(self, trouble: Alarm) -> Alarm:
         """Report that this rank lives and what its trouble is. Returns the trouble of the rank that answered first."""
-        first = self._store.compare_set(f"{self._name}/first", "", f"rank {self._rank}: {trouble}")
+        named = trouble._replace(reason=f"rank {self._rank}: {trouble.reason}")
+        first = self._store.compare_set(f"{self._name}/first", "", json.dumps(named))
         self._store.set(f"{self._name}/{self._rank}", "here")
-        return first.decode()
+        return _read(first)
 
     def once(self, work: Callable[[], None], patience_s: float) -> None:
         """Call `work` if no other rank does, else wait for its end. Raises DistStoreError after `patience_s` seconds."""
@@ -132,15 +147,12 @@ class RollCall:
 
     def raise_alarm(self, alarm: Alarm) -> None:
         """Make every rank that waits end for this reason. The first alarm counts."""
-        self._store.compare_set(f"{self._name}/alarm", "", f"{alarm.exit_code} {alarm.reason}")
+        self._store.compare_set(f"{self._name}/alarm", "", json.dumps(alarm))
 
     def alarm(self) -> Alarm | None:
         """The first alarm that any rank has raised."""
         key = f"{self._name}/alarm"
-        if not self._store.check([key]):
-            return None
-        exit_code, _, reason = self._store.get(key).decode().partition(" ")
-        return Alarm(reason, int(exit_code))
+        return _read(self._store.get(key)) if self._store.check([key]) else None
 
     def missing(self, patience_s: float, quiet_s: float = 1.0) -> list[int]:
         """Ranks that have not answered after `patience_s` seconds, or once nobody new has answered for `quiet_s`."""

@@ -11,6 +11,7 @@ from forge.run.origin import write_origin
 from forge.run.restore import load_training_state, load_weights
 from forge.run.resume import Start
 from forge.run.rollback import find_rollback_point, sync_rollback_history
+from forge.runtime.causes import Cause
 from forge.runtime.errors import RollbackRequired
 from forge.train.state import Rollback
 from forge.train.trainer import Trainer
@@ -45,9 +46,9 @@ class History:
         rollback = progress.rollback_to(point.state, required.pass_over)
         first, end = rollback.first_sample, rollback.end_sample
         over = f", passing over samples {first} to {end - 1}" if required.pass_over else ""
-        log.warning("%s. Back to step %d%s", required, point.step, over)
+        log.warning("%s. Back to step %d%s", required, point.step, over, extra=required.cause.mark)
         numbers = {name: value for name, value in vars(rollback).items() if name != "drawn"}
-        reporter.event("rolled_back", reason=str(required), **numbers)
+        reporter.event("rolled_back", cause=required.cause, reason=str(required), **numbers)
         trainer.anomalies.discard_gradients()
         trainer.results.clear()
         trainer.batches.close()
@@ -71,6 +72,6 @@ class History:
         sync_rollback_history(reporter.directory, start, trainer.progress, rollbacks)
         metrics = trainer.metrics.restart_from(start.kept, aside=start.replaces)
         if names or metrics:
-            reporter.event("set_aside", checkpoints=names, metrics=metrics and metrics.name)
+            reporter.event(Cause.SET_ASIDE, checkpoints=names, metrics=metrics and metrics.name)
         write_origin(reporter.directory, start.origin)
         trainer.open_data()

@@ -19,6 +19,7 @@ from forge.resilience.stragglers import Stragglers
 from forge.run.nodes import Recovery
 from forge.run.save import Saves
 from forge.run.tiers import LocalSaves, MirrorSaves
+from forge.runtime.causes import Cause
 from forge.runtime.errors import UserError
 from forge.runtime.fault import fault_point
 from forge.runtime.imports import load_class
@@ -100,7 +101,8 @@ class DataStalls(Hook):
 
     def after_data(self, step: int) -> None:
         if stall := self._trainer.batches.stall:
-            self._trainer.reporter.event("data_stall", step=step, seconds=stall.seconds, cause=stall.cause)
+            fields = {"step": step, "seconds": stall.seconds, "waited_for": stall.cause}
+            self._trainer.reporter.event(Cause.DATA_STALL, **fields)
 
 
 class Epochs(Hook):

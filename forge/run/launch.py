@@ -39,7 +39,8 @@ from forge.run.origin import Earlier, read_earlier, refuse_moved_run
 from forge.run.out_of_memory import explaining_exhaustion
 from forge.run.tiers import Tiers, restore_lost
 from forge.runtime import compat
-from forge.runtime.distributed import on_every_rank, on_first_rank
+from forge.runtime.causes import Cause
+from forge.runtime.distributed import cause_of, on_every_rank, on_first_rank
 from forge.runtime.errors import FAILED, FINISHED, STOPPED, UserError
 from forge.runtime.fault import fault_point
 from forge.runtime.files import replace_atomically
@@ -89,8 +90,8 @@ def _main(argv: list[str], signals: StopSignals) -> int:
             # machine ranks that have not met yet are seconds apart.
             time.sleep(2 if dist.is_initialized() else 5)
         return error.exit_code
-    except Exception:
-        log.exception("rank %d failed", world.rank)
+    except Exception as error:
+        log.exception("rank %d failed", world.rank, extra=cause_of(error).mark)
         return FAILED
 
 
@@ -190,11 +191,11 @@ def _train(
     start = tiers.find_start(earlier, reporter)
     point = start.point
     for fallback in checkpoints.fallbacks:
-        reporter.event("fallback", problem=fallback)
+        reporter.event(Cause.FALLBACK, problem=fallback)
     data = open_data(config)
     if point is not None:
         for change in check_data(point.path, point.state["inputs"], data.fingerprints, config):
-            reporter.event("changed_data", change=change)
+            reporter.event(Cause.CHANGED_DATA, change=change)
         if point.step >= config.train.steps:
             reporter.running(point.step)
             done = f"step {point.step} of {config.train.steps}"

@@ -11,6 +11,7 @@ from forge.hook import Hook, StepResult
 from forge.observe.json_lines import read_lines
 from forge.observe.report import Reporter
 from forge.resilience.elastic import is_elastic
+from forge.runtime.causes import Cause
 from forge.runtime.distributed import gather_from_ranks
 
 
@@ -27,7 +28,7 @@ def report_nodes(reporter: Reporter) -> None:
     lost = [one for one in before if one not in names]
     joined = [one for one in names if one not in before]
     # After the comparison, and in one line with it: the next start compares with this line.
-    kind = "nodes_changed" if lost or joined else "nodes"
+    kind = Cause.NODES_CHANGED if lost or joined else "nodes"
     reporter.event(kind, nodes=names, lost=lost, joined=joined)
 
 

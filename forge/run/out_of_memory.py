@@ -22,6 +22,7 @@ from forge.config.checks import check
 from forge.config.keys import to_literal
 from forge.observe.hardware import GIB
 from forge.observe.memory_report import MemoryReport
+from forge.runtime.causes import Cause
 from forge.runtime.errors import FAILED, UserError
 from forge.runtime.tools import PEAK_PLANNER
 
@@ -59,15 +60,15 @@ def explaining_exhaustion(
             "or add --plan --world-size %d --hardware NAME to the command line: it says what fits, and with --search "
             "looks for a layout",
             *(when, first_line, report.table(), "\n  ".join(lines), degrees.world),
+            extra=Cause.OUT_OF_MEMORY.mark,
         )
         bounds = (config.resilience.first_step_timeout_s, config.resilience.step_timeout_s)
         patience = min([PLANNING_S, *(seconds / 2 for seconds in bounds if seconds)])
         # What goes wrong here must not hide what the run ended with.
         with suppress(Exception):
             once(lambda: _log_plans(config, degrees, changes, report.device, patience), patience)
-        raise UserError(
-            f"out of memory {when}; what takes it and three keys to change are above", exit_code=FAILED
-        ) from error
+        message = f"out of memory {when}; what takes it and three keys to change are above"
+        raise UserError(message, FAILED, Cause.OUT_OF_MEMORY) from error
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
@@ -101,6 +102,7 @@ def _log_plans(
     log.error(
         "planned: tensors of %.4g GiB at the peak of the rank that needs most%s; instead with\n  %s",
         *(now / GIB, has, "\n  ".join(lines)),
+        extra=Cause.OUT_OF_MEMORY.mark,
     )
 
 

@@ -10,6 +10,7 @@ from forge.checkpoint.loading import TensorReader
 from forge.optim import Optimizer
 from forge.parallel.step.model import ParallelModel
 from forge.run.resume import ResumePoint
+from forge.runtime.causes import Cause
 from forge.runtime.distributed import RanksFailed, on_first_rank
 from forge.runtime.errors import NO_CHECKPOINT, UserError
 from forge.train.state import all_tensors, model_tensors
@@ -77,10 +78,12 @@ def _fresh_slots(
     before = saved_name or name
     if before != (name or before) or (there ^ here) - STARTS_ALONE:
         old, new = _describe(before, there), _describe(name, here)
-        log.warning("%s has optimizer state of %s; that of %s starts afresh", path.name, old, new)
+        message = "%s has optimizer state of %s; that of %s starts afresh"
+        log.warning(message, path.name, old, new, extra=Cause.NOTE.mark)
         return None
     if fresh := here - there:
-        log.warning("%s has no %s of the optimizer, which starts afresh", path.name, ", ".join(sorted(fresh)))
+        message, names = "%s has no %s of the optimizer, which starts afresh", ", ".join(sorted(fresh))
+        log.warning(message, path.name, names, extra=Cause.NOTE.mark)
     return fresh
 
 

@@ -19,6 +19,7 @@ from forge.run.origin import (
     new_history_because,
     origin_of,
 )
+from forge.runtime.causes import Cause
 from forge.runtime.distributed import RanksFailed, on_first_rank
 from forge.runtime.errors import NO_CHECKPOINT, UserError
 
@@ -80,7 +81,8 @@ def find_start(config: Config, checkpoints: Checkpoints, directory: RunDirectory
             Path(named), checkpoints, "checkpoint.resume" if asked.path else "checkpoint.init", verify
         )
     if replaced is not None and checkpoints.steps():
-        log.warning("checkpoint.resume = %s begins a new history: %s", wanted, replaced)
+        message = "checkpoint.resume = %s begins a new history: %s"
+        log.warning(message, wanted, replaced, extra=Cause.SET_ASIDE.mark)
     if asked.path is None:
         if asked.init:
             compare_for_init(Path(asked.init), config)

@@ -18,6 +18,7 @@ from forge.config import Config
 from forge.observe.run_directory import RunDirectory
 from forge.run.origin import Origin, read_origin
 from forge.run.resume import ResumePoint, Start
+from forge.runtime.causes import Cause
 from forge.runtime.distributed import on_first_rank
 from forge.runtime.errors import FAILED, RollbackRequired, UserError
 from forge.runtime.files import replace_atomically
@@ -49,14 +50,15 @@ def find_rollback_point(
         raise UserError(
             f"{required}{tried} (resilience.max_rollbacks = {limit}). Before you start again from the last checkpoint: "
             f"{required.remedy}.",
-            exit_code=FAILED,
+            FAILED,
+            required.cause,
         )
     # Trouble right behind a checkpoint that has been returned to may be its own: try the one before it, if any.
     suspects = [one.to_step for one in failed_rollbacks if one.to_step == required.first_bad - 1]
     for bound in (min([required.first_bad, *suspects]), required.first_bad):
         step = checkpoints.latest(verify, at_most=bound - 1)
         for fallback in checkpoints.fallbacks:
-            report_event("fallback", problem=fallback)
+            report_event(Cause.FALLBACK, problem=fallback)
         if step is not None:
             path = checkpoints.path(step)
             return ResumePoint(path, read_state(path))
@@ -66,7 +68,8 @@ def find_rollback_point(
                 return ResumePoint(path, read_state(path))
     raise UserError(
         f"{required}. There is no checkpoint from before step {required.first_bad} to return to.",
-        exit_code=FAILED,
+        FAILED,
+        required.cause,
     )
 
 
@@ -112,7 +115,7 @@ def _origin(directory: RunDirectory) -> Origin | None:
     try:
         return read_origin(directory)
     except UserError as error:
-        log.warning("%s", error)
+        log.warning("%s", error, extra=Cause.LINES_LOST.mark)
         return None
 
 

@@ -12,6 +12,7 @@ from forge.checkpoint import Checkpoints, NamedTensors, SaveOutcome
 from forge.config import Config, to_toml
 from forge.data.tokenizer import Tokenizer
 from forge.hook import Hook
+from forge.runtime.causes import Cause
 from forge.runtime.errors import FAILED, UserError
 from forge.train.state import all_tensors, replicated_tensors
 from forge.train.trainer import Trainer
@@ -28,6 +29,7 @@ class Saves(Hook):
         self._files = _files(trainer.config, trainer.data.tokenizer)
         self._saved_step = -1  # the step that needs no more saving
         self._error: str | None = None
+        self._cause = Cause.SAVE_FAILED
         self._saved_at = time.monotonic()  # the last save began, or the run
         self.slowest_s = 0.0
         """Seconds that the slowest save so far took until it was on disk, as this rank saw it."""
@@ -103,7 +105,8 @@ class Saves(Hook):
             self.save()
             self._wait()
         if self._error is not None:
-            raise UserError(f"the last checkpoint, of step {step}, failed: {self._error}", exit_code=FAILED)
+            message = f"the last checkpoint, of step {step}, failed: {self._error}"
+            raise UserError(message, FAILED, self._cause)
 
     def _wait(self) -> None:
         """Wait for the save under way, if any. Raises UserError (exit 1) as `save` does."""
@@ -113,13 +116,14 @@ class Saves(Hook):
             raise UserError(
                 f"{failed} saves in a row have failed (checkpoint.max_failed_saves = {limit}), the last: {self._error}. "
                 f"Make room or fix what it names, then start the run again: it resumes from its last checkpoint.",
-                exit_code=FAILED,
+                FAILED,
+                self._cause,
             )
 
     def _report(self, outcomes: list[SaveOutcome]) -> None:
         reporter = self._trainer.reporter
         for outcome in outcomes:
-            self._error = outcome.error
+            self._error, self._cause = outcome.error, outcome.cause
             self.slowest_s = max(self.slowest_s, outcome.seconds)
             if outcome.error is None:
                 log.info("saved step %d (%.1f s)", outcome.step, outcome.seconds)
@@ -127,9 +131,13 @@ class Saves(Hook):
             else:
                 # All ranks know the same: only the first one's goes to the terminal, the others' to their files.
                 level = logging.ERROR if reporter.world.rank == 0 else logging.INFO
-                log.log(level, "saving step %d failed: %s", outcome.step, outcome.error)
-            kind = "saved" if outcome.error is None else "save_failed"
-            reporter.event(kind, step=outcome.step, seconds=outcome.seconds, error=outcome.error)
+                message = "saving step %d failed: %s"
+                log.log(level, message, outcome.step, outcome.error, extra=outcome.cause.mark)
+            fields = {"step": outcome.step, "seconds": outcome.seconds, "error": outcome.error}
+            if outcome.error is None:
+                reporter.event("saved", **fields)
+            else:
+                reporter.event(Cause.SAVE_FAILED, cause=outcome.cause, **fields)
 
 
 def _files(config: Config, tokenizer: Tokenizer | None) -> dict[str, bytes]:

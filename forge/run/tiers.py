@@ -23,6 +23,7 @@ from forge.run.origin import Earlier, new_history_because
 from forge.run.resume import Start, find_start, resume_point
 from forge.run.rollback import read_rollbacks
 from forge.run.save import Saves
+from forge.runtime.causes import Cause
 from forge.runtime.distributed import gather_from_ranks, on_every_rank, on_first_rank
 from forge.runtime.errors import UserError
 from forge.runtime.files import is_url, replace_atomically
@@ -85,8 +86,8 @@ class Tiers:
         step = local.newest(after=shared)
         for problem in local.problems:
             if reporter.world.rank == 0:
-                log.warning("%s", problem)
-            reporter.event("local_damaged", problem=problem)
+                log.warning("%s", problem, extra=Cause.LOCAL_DAMAGED.mark)
+            reporter.event(Cause.LOCAL_DAMAGED, problem=problem)
         if step is None:
             return None
         state = json.loads((local.path(step) / "trainer.json").read_text("utf-8"))
@@ -169,10 +170,11 @@ class LocalSaves(Hook):
         self._report(self._local.forget_after(step))
 
     def _report(self, outcomes: list[SaveOutcome]) -> None:
+        cause, message = Cause.LOCAL_SAVE_FAILED, "keeping step %d on the nodes failed: %s"
         for outcome in outcomes:
             if outcome.error is not None:
-                log.error("keeping step %d on the nodes failed: %s", outcome.step, outcome.error)
-                self._trainer.reporter.event("local_save_failed", step=outcome.step, error=outcome.error)
+                log.error(message, outcome.step, outcome.error, extra=cause.mark)
+                self._trainer.reporter.event(cause, step=outcome.step, error=outcome.error)
 
 
 def _holds_unmarked_states(folder: Path) -> bool:

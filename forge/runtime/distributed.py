@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from forge.runtime.causes import Cause
 from forge.runtime.errors import FAILED, UserError
 
 Result = TypeVar("Result")
@@ -19,8 +22,8 @@ log = logging.getLogger(__name__)
 class RanksFailed(UserError):
     """Raised on every rank when work of the group failed on some rank. That rank's log has the traceback."""
 
-    def __init__(self, message: str):
-        super().__init__(message, FAILED)
+    def __init__(self, message: str, cause: Cause = Cause.ERROR):
+        super().__init__(message, FAILED, cause)
 
 
 def on_first_rank(what: str, work: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
@@ -64,19 +67,20 @@ class _Failure:
     """What `work` raised, in a form that can be sent: exceptions themselves may not unpickle."""
 
     message: str
-    exit_code: int | None  # of a UserError; None for any other exception
+    cause: Cause
+    exit_code: int | None = None  # of a UserError; None for any other exception
 
 
 def _attempt(what: str, work: Callable[[], Result]) -> tuple[Result | None, _Failure | None]:
     try:
         return work(), None
     except UserError as error:
-        return None, _Failure(str(error), error.exit_code)
-    except OSError as error:  # such as a full disk: a traceback would not help
-        return None, _Failure(describe(error), None)
+        return None, _Failure(str(error), error.cause, error.exit_code)
     except Exception as error:
-        log.warning("%s failed on this rank", what, exc_info=True)
-        return None, _Failure(describe(error), None)
+        cause = cause_of(error)
+        if not isinstance(error, OSError):  # such as a full disk: a traceback would not help
+            log.warning("%s failed on this rank", what, exc_info=True, extra=cause.mark)
+        return None, _Failure(describe(error), cause)
 
 
 def _raise_first(what: str, failures: list[_Failure | None], group: dist.ProcessGroup | None) -> None:
@@ -87,14 +91,28 @@ def _raise_first(what: str, failures: list[_Failure | None], group: dist.Process
         return
     rank, first = failed[0]
     if first.exit_code is not None:
-        raise UserError(first.message, first.exit_code)
+        raise UserError(first.message, first.exit_code, first.cause)
     more = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
-    raise RanksFailed(f"{what} failed on rank {rank}: {first.message}{more}")
+    raise RanksFailed(f"{what} failed on rank {rank}: {first.message}{more}", first.cause)
 
 
 def describe(error: BaseException) -> str:
     """The class and message of an exception, on one line."""
     return f"{type(error).__name__}: {error}"
+
+
+# Gloo and NCCL raise plain RuntimeErrors.
+_BROKEN_CONNECTION = re.compile(r"gloo/transport/|Connection (?:closed|reset) by peer|NCCL")
+
+
+def cause_of(error: BaseException) -> Cause:
+    """Return the cause of a run that ends with `error`. Only the text of PyTorch's own errors is looked at."""
+    if isinstance(error, UserError):
+        return error.cause
+    if isinstance(error, OSError):
+        return Cause.DISK_FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else Cause.IO_ERROR
+    broken = isinstance(error, RuntimeError) and _BROKEN_CONNECTION.search(str(error))
+    return Cause.CONNECTION_LOST if broken or isinstance(error, dist.DistError) else Cause.ERROR
 
 
 @contextmanager

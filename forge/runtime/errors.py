@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+from forge.runtime.causes import Cause
 
 FINISHED = 0
 FAILED = 1
@@ -14,17 +17,35 @@ DOES_NOT_FIT = 3
 STOPPED = 75
 WATCHDOG = 76
 NO_CHECKPOINT = 77
+USUAL_CAUSES = {
+    BAD_CONFIG: Cause.CONFIGURATION,
+    WATCHDOG: Cause.WATCHDOG,
+    NO_CHECKPOINT: Cause.NO_CHECKPOINT,
+}
 
 
 class UserError(Exception):
     """Ends the program with `message` on rank 0 and `exit_code` on every rank.
 
-    The message names what was given, what is allowed and what to do. Secrets of URLs in it are redacted.
+    The message names what was given, what is allowed and what to do. Secrets of URLs in it are redacted. cause: the usual
+    one of the exit code, unless given.
     """
 
-    def __init__(self, message: str, exit_code: int = BAD_CONFIG):
+    def __init__(self, message: str, exit_code: int = BAD_CONFIG, cause: Cause | None = None):
         super().__init__(redact(message))
         self.exit_code = exit_code
+        self.cause = cause or USUAL_CAUSES.get(exit_code, Cause.ERROR)
+
+
+@contextmanager
+def caused_by(cause: Cause) -> Iterator[None]:
+    """Give a UserError of the body this cause, unless it has one of its own."""
+    try:
+        yield
+    except UserError as error:
+        if error.cause in (Cause.CONFIGURATION, Cause.ERROR):
+            error.cause = cause
+        raise
 
 
 class MissingExtra(UserError):
@@ -37,10 +58,12 @@ class RollbackRequired(Exception):
     pass_over: leave out the data from there to the end of `last_step`. remedy: what to do if returning does not help.
     """
 
-    def __init__(self, reason: str, *, first_bad: int, last_step: int, pass_over: bool, remedy: str):
+    def __init__(
+        self, reason: str, cause: Cause, *, first_bad: int, last_step: int, pass_over: bool, remedy: str
+    ):
         super().__init__(reason)
         self.first_bad, self.last_step, self.pass_over = first_bad, last_step, pass_over
-        self.remedy = remedy
+        self.cause, self.remedy = cause, remedy
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:

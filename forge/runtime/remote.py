@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from forge.runtime.causes import Cause
 from forge.runtime.errors import FAILED, UserError, is_redacted, redact
 from forge.runtime.files import is_url
 
@@ -134,13 +135,14 @@ def with_retries(what: str, work: Callable[[], Result]) -> Result:
             except Exception as error:
                 cause = redact(f"{type(error).__name__}: {error}")
                 times = "" if attempt == 1 else f" after {attempt} attempts"
-                failed = UserError(f"{what}: failed{times}: {cause}", FAILED)
+                failed = UserError(f"{what}: failed{times}: {cause}", FAILED, Cause.STORE_FAILED)
                 if given_up.is_set() or not is_transient(error) or time.monotonic() - began > RETRY_S:
                     raise failed from error
                 wait = pause * random.uniform(0.5, 1.5)
                 pause = min(2 * pause, _LONGEST_S)
                 _waits[thread] = f"{what}: {attempt} failed, the last by {cause}"
-                log.warning("%s: attempt %d failed, again in %.1f s: %s", what, attempt, wait, cause)
+                again = "%s: attempt %d failed, again in %.1f s: %s"
+                log.warning(again, what, attempt, wait, cause, extra=Cause.NOTE.mark)
                 if given_up.wait(wait):
                     raise failed from error
     finally:

@@ -22,6 +22,7 @@ from forge.parallel.step.gradients import GradientReport
 from forge.parallel.step.model import ParallelModel, Sums
 from forge.resilience.digests import Copy, differing_copies
 from forge.resilience.spikes import Limits
+from forge.runtime.causes import Cause
 from forge.runtime.errors import RollbackRequired
 from forge.train.state import Progress
 
@@ -35,7 +36,7 @@ SHOWN = 3
 class Diagnosis:
     """What computing a skipped step again has shown. where: ranks and tensors that are not finite."""
 
-    cause: str
+    cause: Cause
     loss: float
     grad_norm: float
     where: list[str]
@@ -105,10 +106,11 @@ class AnomalyPolicy:
             return
         differences = differing_copies(replicas, self._device)
         if differences:
-            self._report_event("copies_differ", step=step, differences=differences)
+            self._report_event(Cause.COPIES_DIFFER, step=step, differences=differences)
             more = f" (and {len(differences) - SHOWN} more)" if len(differences) > SHOWN else ""
             raise RollbackRequired(
                 f"copies differ after step {step}: {'; '.join(differences[:SHOWN])}{more}",
+                Cause.COPIES_DIFFER,
                 first_bad=step,
                 last_step=step,
                 pass_over=False,
@@ -119,13 +121,16 @@ class AnomalyPolicy:
         limit, step = self._config.max_skipped_steps, result.step
         if self._progress.skipped_in_a_row >= limit:
             reason = f"{limit} steps in a row up to step {step} were skipped (resilience.max_skipped_steps)"
-            first_bad = step - limit + 1
+            first_bad, cause = step - limit + 1, Cause.BAD_STEPS
         elif spike and self._config.spikes == "rollback":
-            reason, first_bad = f"step {step} was a spike: {self._numbers(result)} (resilience.spikes)", step
+            reason = f"step {step} was a spike: {self._numbers(result)} (resilience.spikes)"
+            first_bad, cause = step, Cause.SPIKE
         else:
             return
         remedy = "lower optimizer.lr or look at the data of these steps; events.jsonl says more of each"
-        raise RollbackRequired(reason, first_bad=first_bad, last_step=step, pass_over=True, remedy=remedy)
+        raise RollbackRequired(
+            reason, cause, first_bad=first_bad, last_step=step, pass_over=True, remedy=remedy
+        )
 
     def _diagnose(self) -> Diagnosis:
         """Compute the gradients of the skipped step again."""
@@ -138,7 +143,7 @@ class AnomalyPolicy:
         bad = skip > 0 or self._limits.exceeded(loss, norm)
         where = self._not_finite() if skip > 0 else []
         self.discard_gradients()
-        return Diagnosis("deterministic" if bad else "transient", loss, norm, where)
+        return Diagnosis(Cause.DETERMINISTIC if bad else Cause.TRANSIENT, loss, norm, where)
 
     def _not_finite(self) -> list[str]:
         """Ranks and tensors whose part of the gradient is not finite, a few of each rank."""
@@ -154,22 +159,23 @@ class AnomalyPolicy:
 
     def _report_skipped(self, result: StepResult, diagnosis: Diagnosis | None) -> None:
         assert self._batch is not None
-        fields: dict[str, Any] = {"first_sample": self._batch.first_sample}
+        fields: dict[str, Any] = {"first_sample": self._batch.first_sample, "cause": Cause.SKIPPED}
         text = f"step {result.step} was skipped: {self._numbers(result)}"
         if diagnosis is not None:
             fields |= {"cause": diagnosis.cause, "where": diagnosis.where}
             text += f"; computed again: {diagnosis.cause}, loss {diagnosis.loss:g}, gradient norm {diagnosis.grad_norm:g}"
             if diagnosis.where:
                 text += f", not finite in {'; '.join(diagnosis.where[:SHOWN])}"
-        log.warning("%s", text)
+        log.warning("%s", text, extra=fields["cause"].mark)
         self._report_event(
-            "skipped", step=result.step, loss=result.loss, grad_norm=result.grad_norm, **fields
+            Cause.SKIPPED, step=result.step, loss=result.loss, grad_norm=result.grad_norm, **fields
         )
 
     def _report_spike(self, result: StepResult) -> None:
-        log.warning("step %d is a spike: %s", result.step, self._numbers(result))
+        numbers = self._numbers(result)
+        log.warning("step %d is a spike: %s", result.step, numbers, extra=Cause.SPIKE.mark)
         self._report_event(
-            "spike",
+            Cause.SPIKE,
             step=result.step,
             loss=result.loss,
             grad_norm=result.grad_norm,

@@ -8,6 +8,7 @@ import torch
 
 from forge.data.held_out import evaluation_batches
 from forge.hook import Hook
+from forge.runtime.causes import Cause
 from forge.runtime.distributed import on_every_rank
 from forge.runtime.errors import UserError
 from forge.runtime.fault import fault_point
@@ -32,7 +33,7 @@ class Evaluation(Hook):
             try:
                 losses = evaluate(trainer)
             except UserError as error:
-                log.warning("no evaluation at step %d: %s", step, error)
+                log.warning("no evaluation at step %d: %s", step, error, extra=Cause.SIDE_SYSTEM.mark)
                 return
             trainer.metrics.evaluation(step, losses)
             trainer.hooks.call("after_evaluation", step, losses)

@@ -20,26 +20,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.diagnosed import row_of
+from tests.support.diagnosed import REPOSITORY, row_of, rows
 
-REPOSITORY = Path(__file__).parents[2]
-PAGE = REPOSITORY / "docs" / "recovery.md"
-_ROW = re.compile(r"^\| ([KPSRNHDXE]\d+) \| (.+?) \| (.+?) \|$", re.M)
 _DEFINITION = re.compile(r"^def (test_\w+)\(", re.M)
-
-
-@dataclass(frozen=True)
-class Row:
-    """A fault and what is to be seen of it."""
-
-    name: str
-    fault: str
-    expected: str
-
-
-def rows() -> list[Row]:
-    """The rows of the table in docs/recovery.md, in order."""
-    return [Row(*cells) for cells in _ROW.findall(PAGE.read_text("utf-8"))]
 
 
 def files_of(wanted: set[str]) -> list[Path]:

@@ -94,6 +94,7 @@ def reverse_tokens(content: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("change", [flip_a_bit, reverse_tokens])
+@pytest.mark.planted("data")
 def test_d2_data_changed_in_place_stop_the_run_with_file_and_block(tmp_path, change) -> None:
     """Names, sizes, dataset.json and every token id stay valid, so only the checksums of blocks differ."""
     data, text = tmp_path / "data", tmp_path / "text.txt"
@@ -209,6 +210,7 @@ def inspected(capsys, folder: Path, step: int, *options: str) -> list[int]:
     return [json.loads(line)["tokens"][0] for line in capsys.readouterr().out.splitlines()]
 
 
+@pytest.mark.planted("bad_steps", "changed_data")
 def test_d2_a_roll_back_over_the_change_passes_over_samples_of_both_mixtures(tmp_path, capsys) -> None:
     """The checkpoint that is returned to knows only the mixture before."""
     run = Run(tmp_path, *NUMBERED, "--resilience.max_skipped_steps=3")
@@ -237,6 +239,7 @@ def test_d2_weights_that_need_larger_blocks_are_a_change_like_any_other(tmp_path
     assert run(*rare, "--checkpoint.allow_changed_data=true") == 0
 
 
+@pytest.mark.planted("changed_settings")
 def test_d2_another_seed_is_refused_even_so(tmp_path) -> None:
     """It would draw the rest of each epoch in another order, and so repeat and skip samples."""
     run = Run(tmp_path)

@@ -92,6 +92,7 @@ def test_e6_a_save_that_fails_loses_nothing_where_nodes_keep_states(tmp_path, un
 
 
 @pytest.mark.slow
+@pytest.mark.planted("killed")
 def test_e6_shared_storage_that_is_away_at_a_restart_is_an_error_and_loses_nothing(
     tmp_path, undisturbed
 ) -> None:
@@ -194,6 +195,7 @@ def test_e3_a_spare_takes_the_place_of_a_lost_node(tmp_path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.planted()
 def test_e3_a_spare_that_is_not_needed_ends_with_the_run(tmp_path) -> None:
     with elastic(tmp_path, "1:1", 1, "--train.steps=110", "--checkpoint.interval=0", GATE) as nodes:
         nodes.start("a")

@@ -76,6 +76,7 @@ def test_p4_a_signal_after_the_save_does_not_keep_the_status_from_being_stopped(
     assert_stopped_in_good_order(run)
 
 
+@pytest.mark.planted("disk_full")
 def test_k1_a_signal_in_the_crash_report_does_not_cut_them_short(tmp_path) -> None:
     """As from torchrun, which ends the other ranks when one has died."""
     run = Run(tmp_path)
@@ -141,7 +142,7 @@ def compile_from_nothing() -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["RUN_UNDER_TEST"] + "/inductor"
 
 
-@pytest.mark.parametrize("signals", [2, 3])
+@pytest.mark.parametrize("signals", [2, pytest.param(3, marks=pytest.mark.planted("killed"))])
 def test_p4_a_second_request_during_the_save_leaves_it_alone_and_a_third_ends_at_once(
     tmp_path, undisturbed, signals: int
 ) -> None:

@@ -44,7 +44,7 @@ def copies(mirror: Path) -> list[int]:
     return json.loads((mirror / "mirror.json").read_text())["steps"]
 
 
-@pytest.mark.parametrize("way", ["SIGKILL", "SIGTERM"])
+@pytest.mark.parametrize("way", ["SIGKILL", pytest.param("SIGTERM", marks=pytest.mark.planted("stopped"))])
 def test_s7_an_interrupted_restore_is_restarted_and_the_mirror_stays_whole(
     tmp_path, undisturbed, way: str
 ) -> None:
@@ -68,6 +68,7 @@ def test_s7_an_interrupted_restore_is_restarted_and_the_mirror_stays_whole(
 
 
 @namespaces
+@pytest.mark.planted("disk_full")
 def test_s7_a_restore_that_does_not_fit_the_disk_is_refused_before_a_byte_is_fetched(tmp_path) -> None:
     run, mirror = mirrored(tmp_path)
     before = copies(mirror)
@@ -86,6 +87,7 @@ def little_room() -> None:
     mounts.small(Path(os.environ["RUN_UNDER_TEST"]) / "checkpoints", 200_000)
 
 
+@pytest.mark.planted("configuration")
 def test_s7_a_new_history_does_not_overwrite_the_copies_of_another(tmp_path) -> None:
     run, mirror = mirrored(tmp_path)
     lose(run)
@@ -114,6 +116,7 @@ def test_s8_vanished_checkpoints_are_exit_77_and_nothing_is_deleted(tmp_path, un
     assert_same_history(run, undisturbed())
 
 
+@pytest.mark.planted("killed")
 def test_s8_a_run_that_was_killed_before_its_first_save_starts_again(tmp_path, undisturbed) -> None:
     run = Run(tmp_path)
     assert run(fault="step:2:0") == -signal.SIGKILL
@@ -121,6 +124,7 @@ def test_s8_a_run_that_was_killed_before_its_first_save_starts_again(tmp_path, u
     assert_same_history(run, undisturbed())
 
 
+@pytest.mark.planted("killed")
 def test_s8_a_new_history_that_has_saved_nothing_starts_again(tmp_path) -> None:
     """The saves in events.jsonl belong to the history before."""
     run = Run(tmp_path)

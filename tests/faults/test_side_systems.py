@@ -6,6 +6,7 @@ import os
 from collections.abc import Container
 
 import numpy as np
+import pytest
 
 from tests.support.runs import Run
 
@@ -45,6 +46,7 @@ def test_x1_a_sample_that_fails_on_all_ranks_costs_a_warning(tmp_path) -> None:
     assert run.metrics() == plain.metrics()
 
 
+@pytest.mark.planted("watchdog")
 def test_x1_a_rank_that_fails_alone_in_a_sample_never_goes_on_without_the_others(tmp_path) -> None:
     """Its next collectives would meet those of the sample; so the watchdog ends the run, and the same command goes on."""
     run = Run(tmp_path, *SAMPLES, "--resilience.evaluate_timeout_s=5")

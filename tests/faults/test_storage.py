@@ -36,6 +36,7 @@ def test_s1_a_flipped_bit_sends_the_run_to_the_checkpoint_before(tmp_path, undis
     assert run.metrics() == undisturbed(world=2).metrics()
 
 
+@pytest.mark.planted("no_checkpoint")
 def test_s1_only_damaged_checkpoints_is_exit_77_with_one_sentence(tmp_path) -> None:
     run = Run(tmp_path)
     assert run("--train.steps=4") == 0
@@ -113,6 +114,7 @@ def test_s10_leftovers_that_cannot_be_removed_cost_a_warning_and_no_save(tmp_pat
     assert run.metrics() == undisturbed().metrics()
 
 
+@pytest.mark.planted("save_failed")
 def test_s2_a_limit_of_file_sizes_is_named_as_the_cause(tmp_path) -> None:
     """PyTorch's archive writer hides the error of the system."""
     run = Run(tmp_path, "--checkpoint.max_failed_saves=1")
@@ -308,6 +310,7 @@ def test_s4_without_a_limit_a_run_trains_on_and_fails_only_at_its_last_save(tmp_
     assert "the last checkpoint, of step 10, failed" in run.status()["reason"]
 
 
+@pytest.mark.planted("stopped", "save_failed")
 def test_s4_the_last_save_is_tried_again_when_it_failed_in_the_background(tmp_path, undisturbed) -> None:
     """A signal in step 5 stops the run after step 6, whose save is under way by then and will fail."""
     run = Run(tmp_path)
@@ -344,6 +347,7 @@ def test_s6_a_second_run_on_the_same_directory_is_refused_and_names_the_first(tm
     assert run.status()["state"] == "stopped"
 
 
+@pytest.mark.planted("killed")
 def test_s6_the_lock_of_a_killed_run_is_taken_over_and_its_holder_named(tmp_path, undisturbed) -> None:
     run = Run(tmp_path)
     ranks = run.start(fault="step:5:0")

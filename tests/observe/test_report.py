@@ -25,6 +25,7 @@ def test_the_status_says_how_the_run_stands_and_who_runs_it(tmp_path, reporter):
         "state": "stopped",
         "step": 3,
         "reason": "SIGTERM",
+        "cause": "stopped",
         "exit_code": 75,
         "host": socket.gethostname(),
         "pid": os.getpid(),

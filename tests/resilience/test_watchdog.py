@@ -29,7 +29,7 @@ watchdog.NET_S = float(net)
 # The watchdog's clock goes on only where it is set to: a process that the machine leaves waiting is not late.
 clock = SimpleNamespace(now=0.0)
 watchdog.time = SimpleNamespace(monotonic=lambda: clock.now, sleep=time.sleep)
-report = lambda reason, step, code: print(f"reported at {step}: {reason}", flush=True)
+report = lambda alarm, step: print(f"reported at {step}: {alarm.reason}", flush=True)
 if how == "words hang":
     report = lambda *_: time.sleep(3600)
 watchdog.LEAST_S = 1.0

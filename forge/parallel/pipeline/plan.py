@@ -18,6 +18,7 @@ from forge.config.pipeline import SPLIT_BACKWARD, number_of_stages
 from forge.model import build_model, flops_per_token
 from forge.parallel.pipeline.schedule import Schedule, make_schedule, read_schedule
 from forge.runtime import compat
+from forge.runtime.causes import Cause
 from forge.runtime.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -95,6 +96,7 @@ def plan_pipeline(config: Config, degrees: Degrees) -> PipelinePlan:
             "Interleaved1F1B may be no worse",
             name,
             whole,
+            extra=Cause.NOTE.mark,
         )
     return PipelinePlan(stages, schedule, with_microbatches)
 

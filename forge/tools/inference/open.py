@@ -19,6 +19,7 @@ from forge.data.tokenizer import Tokenizer, load_tokenizer
 from forge.parallel.blocks import cast_at_borders
 from forge.parallel.build import build_meta_model
 from forge.parallel.precision import DTYPES, plan_units
+from forge.runtime.causes import Cause
 from forge.runtime.distributed import RanksFailed, single_process_group
 from forge.runtime.errors import NO_CHECKPOINT, UserError
 from forge.shard import Shard
@@ -97,7 +98,7 @@ def _find_undamaged(path: Path, verify: bool) -> Path:
         except RanksFailed as error:
             problems.append(f"checkpoint {candidate}: {error}")
         if len(candidates) > len(problems):
-            log.warning("%s; an older one is used", problems[-1])
+            log.warning("%s; an older one is used", problems[-1], extra=Cause.FALLBACK.mark)
     raise UserError("; ".join(problems), NO_CHECKPOINT)
 
 

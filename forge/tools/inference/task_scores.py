@@ -8,6 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from forge.hook import Hook
+from forge.runtime.causes import Cause
 from forge.runtime.distributed import on_every_rank
 from forge.runtime.errors import UserError
 from forge.train.trainer import Trainer
@@ -41,7 +42,8 @@ class TaskScores(Hook):
         )
         self._scorer = None
         if trainer.data.tokenizer is None:
-            log.warning("evaluate.tasks: tasks are text, and there is no tokenizer; they are left out")
+            message = "evaluate.tasks: tasks are text, and there is no tokenizer; they are left out"
+            log.warning(message, extra=Cause.SIDE_SYSTEM.mark)
         else:
             self._scorer = tasks.LoopScorer(
                 trainer.model.logits,
@@ -66,6 +68,6 @@ class TaskScores(Hook):
                     self._group,
                 )
             except UserError as error:
-                log.warning("no tasks at step %d: %s", step, error)
+                log.warning("no tasks at step %d: %s", step, error, extra=Cause.SIDE_SYSTEM.mark)
             else:
                 trainer.metrics.tasks(step, scores)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from forge.data.tokenizer import Tokenizer, begin_text
 from forge.hook import Hook
+from forge.runtime.causes import Cause
 from forge.runtime.distributed import on_every_rank
 from forge.runtime.errors import UserError
 from forge.tools.inference.sampling import Sampling, generate, recomputed
@@ -35,7 +36,8 @@ class TextSamples(Hook):
             try:
                 self._prompt = begin_text(tokenizer.encode(trainer.config.evaluate.sample_prompt), tokenizer)
             except UserError as error:
-                log.warning("no samples: %s; set evaluate.sample_prompt", error)
+                message = "no samples: %s; set evaluate.sample_prompt"
+                log.warning(message, error, extra=Cause.SIDE_SYSTEM.mark)
 
     def after_step(self, step: int) -> None:
         trainer, tokenizer, prompt = self._trainer, self._trainer.data.tokenizer, self._prompt
@@ -48,7 +50,7 @@ class TextSamples(Hook):
                     "sampling", lambda: write_sample(trainer, tokenizer, prompt, step), self._group
                 )
             except UserError as error:
-                log.warning("no sample at step %d: %s", step, error)
+                log.warning("no sample at step %d: %s", step, error, extra=Cause.SIDE_SYSTEM.mark)
             else:
                 trainer.metrics.text(step, "sample", text)
 

@@ -9,7 +9,7 @@ import re
 import socket
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -17,31 +17,35 @@ from pathlib import Path
 from typing import Any
 
 from forge.observe.json_lines import read_object
-from forge.runtime.errors import BAD_CONFIG
+from forge.runtime.causes import AGAIN, CAUSES, Cause, Severity
+from forge.runtime.errors import FAILED, USUAL_CAUSES
 from forge.tools.report.read import RunRecord, read_run
-from forge.tools.report.rules import AGAIN, DIED, MACHINE, RULES, Rule
 from forge.tools.report.stacks import odd_ranks, read_collectives, read_stacks
 
-# Logs of earlier versions have no offset from UTC: their times are taken for this machine's.
-_LINE = re.compile(r"(\d{4}-\d\d-\d\d[T ][\d:]{8}\.\d{3}(?:[+-]\d\d:\d\d)?) rank (\d+) ([A-Z]+) \S+: (.*)")
+# The log of an earlier version has no causes, and times without an offset from UTC are those of this machine's zone.
+_LINE = re.compile(
+    r"(?P<time>\d{4}-\d\d-\d\d[T ][\d:]{8}\.\d{3}(?:[+-]\d\d:\d\d)?) rank (?P<rank>\d+) (?P<level>[A-Z]+) [\w.]+"
+    r"\[(?P<cause>\w+):?(?P<ranks>[\d,]*)\]: (?P<text>.*)"
+)
 ENDS = ("stopped", "finished", "failed")
 WIDTH, SHOWN = 110, 12
 
 
 @dataclass(frozen=True)
 class Incident:
-    """A message or event that a rule knows. rank: the one it names, else the one that wrote it."""
+    """An event or log record with a cause. ranks: the ones at fault, else the one that wrote it. ends: the run, by this."""
 
     when: datetime
-    rank: int
-    rule: Rule
+    cause: Cause
+    ranks: tuple[int, ...]
     text: str
+    ends: bool = False
 
 
 def diagnose(path: Path) -> str:
     """Return a page of text about the run in the directory `path`. Raises UserError if it is no run's."""
     run = read_run(path)
-    incidents = sorted(read_incidents(run), key=lambda incident: incident.when)
+    incidents = read_incidents(run)
     parts = [
         _head(run),
         _first(run, incidents),
@@ -53,55 +57,68 @@ def diagnose(path: Path) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def read_incidents(run: RunRecord) -> Iterator[Incident]:
-    """Yield what the rules know of all logs and events, each message of a rank once."""
-    for event in run.events:
-        kind = event["event"]
-        text = f"event {kind}"
-        stated = event.get("reason") or event.get("problem") or event.get("error") or event.get("change")
-        if kind in ENDS and kind != "finished":
-            text = str(stated)
-        rule = _rule_of(text if kind in ENDS else f"{text} {stated or ''}")
-        if rule is not None and "time" in event and kind != "saved":
-            when = datetime.fromisoformat(event["time"])
-            yield Incident(
-                when, int(event.get("rank", _rank_in(str(stated), 0))), rule, _words(event, stated)
-            )
-    seen = set()
-    for log in sorted((run.path / "logs").glob("rank-*.log")):
-        for when, rank, level, message in read_log(log):
-            rule = _rule_of(message) if level != "INFO" else None
-            if rule is not None and (rank, message) not in seen:
-                seen.add((rank, message))
-                yield Incident(when, _rank_in(message, rank), rule, message)
+def read_incidents(run: RunRecord) -> list[Incident]:
+    """Return the incidents of all events and logs, the worst first: those that ended a start before others, then by time."""
+    of_starts = [one for events in _starts_of(run) for one in _of_start(events, _was_killed(run, events))]
+    found = [*of_starts, *_of_logs(run.path / "logs")]
+    return sorted(found, key=lambda one: (one.cause.severity, not one.ends, one.when))
 
 
-def read_log(path: Path) -> Iterator[tuple[datetime, int, str, str]]:
-    """Yield time, rank, level and message of each entry of a rank's log; further lines of a message are left out."""
-    with suppress(OSError):
-        for line in path.read_text("utf-8", errors="replace").splitlines():
-            if match := _LINE.match(line):
-                when = datetime.fromisoformat(match[1]).astimezone(UTC)
-                yield when, int(match[2]), match[3], match[4]
+def named_first(run: RunRecord) -> Cause | None:
+    """Return the cause that a diagnosis of `run` names first; None if nothing happened to it."""
+    found = [end] if (end := _end(run)) else read_incidents(run)
+    return found[0].cause if found else None
 
 
-def _rule_of(text: str) -> Rule | None:
-    return next((rule for rule in RULES if rule.pattern.search(text)), None)
+def _end(run: RunRecord) -> Incident | None:
+    """Return what ended the latest start, unless it has finished or still runs."""
+    events = (_starts_of(run) or [[]])[-1]
+    return next((one for one in _of_start(events, _was_killed(run, events)) if one.ends), None)
 
 
-def _rank_in(text: str, default: int) -> int:
-    """The rank that a message names as the cause."""
-    for pattern in (r"no answer from ranks? (\d+)", r"first to fail was rank (\d+)", r"rank (\d+)"):
-        if match := re.search(pattern, text):
-            return int(match[1])
-    return default
+def _was_killed(run: RunRecord, events: list[dict[str, Any]]) -> bool:
+    """Whether the start with these events has reported no end, and does not run."""
+    latest = events[-1:] == run.events[-1:]
+    return not any(event["event"] in ENDS for event in events) and not (
+        latest and silent_end(run) != "killed"
+    )
 
 
-def _words(event: dict[str, Any], stated: Any) -> str:
+def _of_start(events: list[dict[str, Any]], killed: bool) -> Iterator[Incident]:
+    """Yield the incidents among the events of a start, and its end if it was `killed` before it could report one."""
+    timed = [(datetime.fromisoformat(event["time"]), event) for event in events if "time" in event]
+    for when, event in timed:
+        # The kind of an event is a cause, too. An earlier forge gave the exit code only.
+        cause = CAUSES.get(event.get("cause", "")) or CAUSES.get(event["event"])
+        if event["event"] == "failed":
+            cause = cause or USUAL_CAUSES.get(event.get("exit_code", FAILED), Cause.ERROR)
+        if cause is not None:
+            ranks = event.get("ranks", [event[key] for key in ("rank",) if key in event])
+            yield Incident(when, cause, tuple(ranks), _words(event), event["event"] in ENDS)
+    if killed and timed:
+        yield Incident(timed[-1][0], Cause.KILLED, (), "the run reported no end", True)
+
+
+def _of_logs(folder: Path) -> Iterator[Incident]:
+    """Yield the records with a cause of all logs, each message of a rank once."""
+    for log in sorted(folder.glob("rank-*.log")):
+        lines: dict[str, Incident] = {}
+        with suppress(OSError):
+            for match in map(_LINE.match, log.read_text("utf-8", errors="replace").splitlines()):
+                cause = CAUSES.get(match["cause"]) if match else None
+                if match and cause and match["level"] != "INFO":
+                    when = datetime.fromisoformat(match["time"]).astimezone(UTC)
+                    ranks = tuple(map(int, (match["ranks"] or match["rank"]).split(",")))
+                    lines.setdefault(match["text"], Incident(when, cause, ranks, match["text"]))
+        yield from lines.values()
+
+
+def _words(event: dict[str, Any]) -> str:
     step = f" at step {event['step']}" if isinstance(event.get("step"), int) else ""
+    stated = next((event[key] for key in ("reason", "problem", "error", "change") if event.get(key)), "")
     more = stated or ", ".join(
         f"{key} {event[key]}"
-        for key in ("rank", "phase", "seconds", "median_s", "cause", "where", "differences")
+        for key in ("rank", "phase", "seconds", "median_s", "where", "differences", "lost", "joined")
         if event.get(key)
     )
     return f"{event['event']}{step}" + (f": {more}" if more else "")
@@ -139,125 +156,69 @@ def _lives(pid: int) -> bool:
 
 
 def _first(run: RunRecord, incidents: list[Incident]) -> str:
-    """What happened first in the latest start that did not end well."""
-    began = _last_bad_start(run)
+    """What ended the latest start, if it did not end well."""
     silent = silent_end(run)
-    recent = [one for one in incidents if began is not None and one.when >= began]
-    grave = [one for one in recent if one.rule.grave]
+    holder = read_object(run.path / ".lock")
     if silent == "running":
-        return (
-            f"It is still running, as process {read_object(run.path / '.lock').get('pid')} on this machine."
-        )
+        return f"It is still running, as process {holder.get('pid')} on this machine."
     if silent == "elsewhere":
-        host = read_object(run.path / ".lock").get("host")
-        return f"It runs on {host}, or was killed there: ask that machine whether its process lives."
-    if grave and not (silent == "killed" and not _ended_badly(run)):
-        first = grave[0]
-        odd = odd_ranks(read_stacks(run.path / "logs")) if "hangs" in first.rule.name else []
-        rank = (
-            ", ".join(map(str, odd)) if odd else _dead(recent) if first.rule.name == DIED else str(first.rank)
-        )
-        return "\n".join(
-            [
-                f"WHAT HAPPENED FIRST: {first.rule.name}",
-                f"RANK: {rank}",
-                _wrapped(f"{first.when:%H:%M:%S} UTC: {first.text}", "  "),
-                _wrapped(f"WHAT TO TRY: {first.rule.remedy}"),
-            ]
-        )
-    if silent == "killed":
+        return f"It runs on {holder.get('host')}, or was killed there: ask that machine whether its process lives."
+    end = _end(run)
+    if end is None and incidents:
+        return "The latest start ended well; what it met is below."
+    if end is None:
+        return "Nothing ended this run early."
+    cause, text = end.cause, f"{end.when:%H:%M:%S} UTC: {end.text}"
+    odd = odd_ranks(read_stacks(run.path / "logs")) if cause is Cause.WATCHDOG else []
+    ranks = ", ".join(map(str, odd or end.ranks))
+    if cause is Cause.KILLED and not ranks:
         saving = sorted(one.name for one in (run.path / "checkpoints").glob(".partial*"))
-        lost = any(one.rule.name == DIED for one in grave)
-        during = f" during a save ({saving[-1]} was left)" if saving else ""
-        return "\n".join(
-            [
-                f"WHAT HAPPENED FIRST: the processes were killed{during}: the run reported no end",
-                "RANK: "
-                + (
-                    "0, which the others report lost"
-                    if lost
-                    else "every rank, or the one whose log ends first"
-                ),
-                _wrapped(f"WHAT TO TRY: {MACHINE} {AGAIN}"),
-            ]
-        )
-    if run.status.get("state") == "failed":
-        read = f"Read the end of the logs in {run.path / 'logs'}. {AGAIN}"
-        refused = run.status.get("exit_code") == BAD_CONFIG
-        remedy = "Fix what the message names, and start the same command again." if refused else read
-        return f"WHAT HAPPENED FIRST: {run.status.get('reason')}\nWHAT TO TRY: {remedy}"
-    if run.status.get("state") == "stopped":
-        return f"Nothing failed: it was stopped on request.\nWHAT TO TRY: {AGAIN}"
-    return (
-        "Nothing ended this run early."
-        if not incidents
-        else "The latest start ended well; what it met is below."
-    )
+        text += f", during a save ({saving[-1]} was left)" if saving else ""
+        later = [one for one in incidents if one.when >= end.when and one.cause.severity is Severity.ENDS]
+        told = "0, which the others report lost"
+        ranks = told if later[1:] else "every rank, or the one whose log ends first"
+    remedy = f"{cause.remedy} {AGAIN}" if cause.severity is Severity.ENDS else cause.remedy
+    lines = [f"WHAT HAPPENED FIRST: {_plain(cause.meaning)} [{cause}]"]
+    lines += [f"RANK: {ranks}"] if ranks else []
+    return "\n".join([*lines, _wrapped(text, "  "), _wrapped(f"WHAT TO TRY: {_plain(remedy)}")])
 
 
-def _dead(incidents: Sequence[Incident]) -> str:
-    """The ranks that others had no answer from. A rank that lost a connection need not know whose it was."""
-    named = {
-        int(number)
-        for one in incidents
-        for ranks in re.findall(r"no answer from ranks? (\d+(?:, \d+)*)", one.text)
-        for number in ranks.split(", ")
-    }
-    return ", ".join(map(str, sorted(named))) or "not known; the one whose log ends first"
+def _plain(markdown: str) -> str:
+    return markdown.replace("`", "")
 
 
-def _ended_badly(run: RunRecord) -> bool:
-    return bool(run.events) and any(event["event"] == "failed" for event in _of_last_start(run))
-
-
-def _of_last_start(run: RunRecord) -> list[dict[str, Any]]:
-    starts = [at for at, event in enumerate(run.events) if event["event"] == "started"]
-    return run.events[starts[-1] :] if starts else run.events
-
-
-def _last_bad_start(run: RunRecord) -> datetime | None:
-    """When the latest start began, if it did not end well."""
-    events = _of_last_start(run)
-    if not events or events[-1]["event"] in ("stopped", "finished"):
-        return None
-    times = [event["time"] for event in events if "time" in event]
-    return datetime.fromisoformat(times[0]) if times else None
-
-
-def _others(incidents: list[Incident]) -> str:
-    """Every fault that was met, over all starts: how often, when first, on which ranks, and what to try."""
-    lines = []
-    counts = Counter(one.rule.name for one in incidents)
-    for name, count in sorted(
-        counts.items(), key=lambda item: next(i.when for i in incidents if i.rule.name == item[0])
-    ):
-        own = [one for one in incidents if one.rule.name == name]
-        ranks = sorted({one.rank for one in own})
-        shown = ", ".join(map(str, ranks[:SHOWN])) + (", ..." if len(ranks) > SHOWN else "")
-        times = f", {count} messages" if count > 1 else ""
-        lines.append(f"- {name} (rank {shown}{times})")
-        lines.append(_wrapped(f"{own[0].when:%Y-%m-%d %H:%M:%S} UTC: {own[0].text}", "    "))
-        lines.append(_wrapped(f"try: {own[0].rule.remedy}", "    "))
-    return "\n".join(["EVERYTHING THAT THE RUN MET, in order:", *lines]) if lines else ""
-
-
-def _starts(run: RunRecord) -> str:
-    """One line for each start: where it began and how it ended."""
+def _starts_of(run: RunRecord) -> list[list[dict[str, Any]]]:
+    """Return the events of each start of the run."""
     starts: list[list[dict[str, Any]]] = []
     for event in run.events:
         if event["event"] == "started" or not starts:
             starts.append([])
         starts[-1].append(event)
+    return starts
+
+
+def _others(incidents: list[Incident]) -> str:
+    """Every cause that was met, over all starts: how often, when first, on which ranks, and what to try."""
     lines = []
-    for number, events in enumerate(starts, 1):
+    for cause in dict.fromkeys(one.cause for one in incidents):
+        own = [one for one in incidents if one.cause is cause]
+        ranks = sorted({rank for one in own for rank in one.ranks})
+        shown = ", ".join(map(str, ranks[:SHOWN])) + (", ..." if len(ranks) > SHOWN else "")
+        more = [f"rank {shown}"] * bool(ranks) + [f"{len(own)} messages"] * (len(own) > 1)
+        lines.append(f"- {_plain(cause.meaning)} [{cause}]" + (f" ({', '.join(more)})" if more else ""))
+        lines.append(_wrapped(f"{own[0].when:%Y-%m-%d %H:%M:%S} UTC: {own[0].text}", "    "))
+        lines.append(_wrapped(f"try: {_plain(cause.remedy)}", "    "))
+    return "\n".join(["EVERYTHING THAT THE RUN MET, the worst first:", *lines]) if lines else ""
+
+
+def _starts(run: RunRecord) -> str:
+    """One line for each start: where it began and how it ended."""
+    lines = []
+    for number, events in enumerate(_starts_of(run), 1):
         begun = next((event for event in events if event["event"] in ("fresh", "resumed")), None)
         end = next((event for event in reversed(events) if event["event"] in ENDS), None)
         where = f"from step {begun['step']}" if begun else "before it loaded anything"
-        how = (
-            f"{end['event']} at step {end['step']}"
-            if end
-            else "no report of an end: killed, or still running"
-        )
+        how = f"{end['event']} at step {end['step']}" if end else "no report of an end"
         world = events[0].get("world_size")
         lines.append(f"  {number}. {events[0].get('time', '')[:19]} {world or '?'} ranks, {where}: {how}")
     if len(lines) < 2:

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from forge.runtime.causes import Cause
+
 log = logging.getLogger(__name__)
 
 
@@ -43,7 +45,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             page = self.server.page()
         except Exception as error:  # a file may be replaced while it is read: the next request succeeds
-            log.warning("no page: %s: %s", type(error).__name__, error)
+            log.warning("no page: %s: %s", type(error).__name__, error, extra=Cause.SIDE_SYSTEM.mark)
             return self.send_error(503, "the run's files could not be read; the page is loaded again shortly")
         self.send_response(200)
         self.send_header("Content-Type", "text/html; charset=utf-8")

@@ -55,11 +55,9 @@ def odd_ranks(standings: Mapping[int, Standing]) -> list[int]:
     outside = [rank for rank, one in standings.items() if not one.collective]
     if outside and len(outside) < len(standings):
         return outside
-    (_, most), *_ = Counter(one.where for one in standings.values()).most_common(1)
-    usual = Counter(one.where for one in standings.values()).most_common(1)[0][0]
-    return (
-        [rank for rank, one in standings.items() if one.where != usual] if most * 2 > len(standings) else []
-    )
+    [(usual, most)] = Counter(one.where for one in standings.values()).most_common(1)
+    odd = [rank for rank, one in standings.items() if one.where != usual]
+    return odd if most * 2 > len(standings) else []
 
 
 def read_collectives(logs: Path) -> dict[int, str]:

@@ -11,13 +11,14 @@ import socket
 import time
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from forge.observe.log import reset_logging, setup_logging
+from forge.runtime.causes import Cause
 from forge.runtime.errors import UserError
 from forge.tools.report.diagnose import diagnose
-from forge.tools.report.rules import RULES
 from forge.tools.report.stacks import odd_ranks, read_collectives, standing
 from tests.support.recorded import write_lines
 
@@ -49,8 +50,8 @@ def hung(folder: Path) -> Path:
         [
             {"time": at + "00+00:00", "event": "started", "world_size": 2},
             {"time": at + "01+00:00", "event": "fresh", "step": 0},
-            {"time": at + "20+00:00", "event": "failed", "step": 4, "reason": reason, "exit_code": 76},
-            {"time": at + "21+00:00", "event": "watchdog", "step": 5, "reason": reason, "cause": ""},
+            {"time": at + "20+00:00", "event": "failed", "step": 4, "reason": reason, "cause": "watchdog"},
+            {"time": at + "21+00:00", "event": "watchdog", "step": 5, "reason": reason, "roll_call": ""},
         ],
     )
     status = {"state": "failed", "step": 4, "reason": reason, "exit_code": 76, "host": "one", "pid": 1}
@@ -68,12 +69,9 @@ def hung(folder: Path) -> Path:
 def test_of_ranks_that_hung_the_one_outside_a_collective_is_named(tmp_path) -> None:
     text = diagnose(hung(tmp_path / "run"))
     assert "failed at step 4, exit code 76" in text
-    assert "WHAT HAPPENED FIRST: a phase outlasted its bound: a rank hangs\nRANK: 1\n" in text
-    assert "rank 0: count_tokens (parallel/model.py:204), waiting in all_reduce" in text
-    assert (
-        "rank 1: fault_point (forge/runtime/fault.py:60), in no collective   <- the others wait for it"
-        in text
-    )
+    assert "or the limit is too short [watchdog]\nRANK: 1\n" in text
+    assert "rank 0: count_tokens (step/model.py:204), waiting in all_reduce" in text
+    assert "rank 1: fault_point (runtime/fault.py:60), in no collective   <- the others wait for it" in text
     assert "last collective: gloo:all_reduce, number 7 of its group: scheduled" in text
 
 
@@ -101,7 +99,8 @@ def test_a_run_that_reports_no_end_runs_or_was_killed(tmp_path, alive: bool) -> 
     (run / ".lock").write_text(json.dumps({"host": socket.gethostname(), "pid": pid, "started": ""}))
     text = diagnose(run)
     assert (f"still running, as process {pid}" in text) is alive
-    assert ("the processes were killed during a save (.partial-step-00000004 was left)" in text) is not alive
+    assert ("reported no end, during a save (.partial-step-00000004 was left)" in text) is not alive
+    assert ("[killed]\nRANK: every rank" in text) is not alive
 
 
 def test_what_is_no_run_is_refused(tmp_path) -> None:
@@ -109,116 +108,102 @@ def test_what_is_no_run_is_refused(tmp_path) -> None:
         diagnose(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("message", "name"),
-    [
-        ("ids.bin: has 32 tokens, and one sequence needs train.seq_len + 1 = 33", "damaged data"),
-        ("shards: holds token id 257, and model.vocab_size is 64", "damaged data"),
-        (
-            "no evaluation at step 4: held.bin: token id 999 at byte 330 is not below",
-            "something beside training",
-        ),
-        ("rollbacks.json failed on rank 0: OSError: [Errno 28] No space left on device", "a disk is full"),
-        ("saving step 4 failed: [Errno 28] No space left on device", "a save failed"),
-        ("2 saves in a row have failed, the last: No space left on device", "too many saves"),
-        ("no sample at step 4: CUDA out of memory", "something beside training"),
-        ("out of memory in step 1; what takes it and three keys to change are above", "out of memory"),
-        ("rank 1: step of step 5: OSError: [Errno 28] injected", None),
-        ("s3://data/SIGIR/a.bin: no answer for 3 s; trying again", None),
-        ("/data/SIGTERM/a.bin: no answer for 3 s; trying again", None),
-        ("https://peerless.example/a: no answer for 3 s; trying again", None),
-        ("/data/by peer/a.bin and /scratch/peer/b: trying again", None),
-        ("SIGTERM: stopping after this step", "stopped on request"),
-        ("stopped by SIGUSR1, after step 4", "stopped on request"),
-        ("all_reduce failed: Connection closed by peer [10.0.0.2]:4242", "a rank was killed"),
-        ("Read error: the remote peer has left", "a rank was killed"),
-    ],
-)
-def test_the_cause_that_a_message_states_goes_before_what_it_contains(message: str, name: str | None) -> None:
-    found = next((rule.name for rule in RULES if rule.pattern.search(message)), None)
-    assert found is None if name is None else str(found).startswith(name)
+STARTED = {"time": "2026-01-01T00:00:00+00:00", "event": "started", "world_size": 3}
 
 
-@pytest.mark.parametrize(
-    ("code", "remedy"), [(2, "Fix what the message names"), (1, "Read the end of the logs")]
-)
-def test_what_no_rule_knows_is_quoted_with_what_its_exit_code_asks_for(
-    tmp_path, code: int, remedy: str
-) -> None:
-    write_lines(
-        tmp_path / "events.jsonl",
-        [
-            {"time": "2026-01-01T00:00:00+00:00", "event": "started"},
-            {"time": "2026-01-01T00:00:01+00:00", "event": "failed", "step": 0, "reason": "a new mistake"},
-        ],
-    )
-    status = {"state": "failed", "step": 0, "reason": "a new mistake", "exit_code": code}
-    (tmp_path / "status.json").write_text(json.dumps(status))
-    assert f"WHAT HAPPENED FIRST: a new mistake\nWHAT TO TRY: {remedy}" in diagnose(tmp_path)
-
-
-DIES = "2026-01-01 00:00:02.000 rank {rank} ERROR forge: {text}\n"
-
-
-def killed(folder: Path, **logs: str) -> Path:
-    """A run on three ranks that reported no end, with a message of each of some ranks."""
-    write_lines(folder / "events.jsonl", [{"time": "2026-01-01T00:00:00+00:00", "event": "started"}])
-    (folder / "status.json").write_text(json.dumps({"state": "running", "step": 3}))
+def ended(folder: Path, **fields: Any) -> Path:
+    """A run on three ranks that has failed in step 3, with these fields of the end."""
+    failed = {"time": "2026-01-01T00:00:09+00:00", "event": "failed", "step": 3, "reason": "a mistake"}
+    write_lines(folder / "events.jsonl", [STARTED, failed | fields])
+    (folder / "status.json").write_text(json.dumps({"state": "failed", "step": 3, "reason": "a mistake"}))
     (folder / "logs").mkdir()
-    for rank, text in logs.items():
-        (folder / "logs" / f"rank-{rank[1]}.log").write_text(DIES.format(rank=rank[1], text=text))
     return folder
 
 
-def test_of_a_rank_that_died_the_one_is_named_that_did_not_answer_and_not_who_lost_it(tmp_path) -> None:
-    """Rank 1 loses its connection first, and knows no more."""
-    logs = {"r1": "Connection closed by peer", "r0": "no answer from rank 2, killed or hung; the others end"}
-    run = killed(tmp_path, **logs)
-    failed = {
-        "time": "2026-01-01T23:00:05+00:00",
-        "event": "failed",
-        "step": 3,
-        "reason": "no answer from rank 2",
-    }
-    started = {"time": "2025-12-31T00:00:00+00:00", "event": "started"}
-    write_lines(run / "events.jsonl", [started, failed])
-    (run / "status.json").write_text(
-        json.dumps({"state": "failed", "step": 3, "reason": "x", "exit_code": 1})
+def log_line(folder: Path, rank: int, where: str, text: str) -> None:
+    line = f"2026-01-01T00:00:05.000+00:00 rank {rank} ERROR {where}: {text}\n"
+    (folder / "logs" / f"rank-{rank}.log").write_text(line)
+
+
+def test_the_cause_and_the_ranks_of_the_end_are_named_whatever_the_message_says(tmp_path) -> None:
+    run = ended(tmp_path, cause="killed", ranks=[2], reason="https://out-of-memory.example/SIGTERM")
+    log_line(run, 1, "forge.run.crash[connection_lost]", "rank 1 fails in step 3")
+    text = diagnose(run)
+    assert "WHAT HAPPENED FIRST: a rank was killed, died or no longer answers [killed]\nRANK: 2\n" in text
+    assert "- a connection to another rank broke [connection_lost] (rank 1)" in text
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "s3://data/SIGIR/a.bin: no answer for 3 s; trying again",
+        "/data/SIGTERM/a.bin: no answer for 3 s; trying again",
+        "https://peerless.example/a: no answer for 3 s; trying again",
+        "Connection closed by peer, out of memory, No space left on device, step 5 was skipped: SIGTERM",
+    ],
+)
+@pytest.mark.parametrize("quoted", ["", "rank 1 ERROR forge.run.crash[killed:1]: "])
+def test_no_message_is_taken_for_a_cause(tmp_path, message: str, quoted: str) -> None:
+    write_lines(
+        tmp_path / "events.jsonl", [STARTED, STARTED | {"event": "finished", "step": 3, "reason": message}]
     )
-    assert "WHAT HAPPENED FIRST: a rank was killed, or died\nRANK: 2\n" in diagnose(run)
+    (tmp_path / "status.json").write_text(json.dumps({"state": "finished", "step": 3}))
+    (tmp_path / "logs").mkdir()
+    log_line(tmp_path, 0, "forge.runtime.remote", quoted + message)
+    assert "Nothing ended this run early." in diagnose(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("code", "cause"), [(2, "configuration"), (76, "watchdog"), (77, "no_checkpoint"), (1, "error")]
+)
+def test_of_a_run_that_recorded_no_cause_the_exit_code_is_taken(tmp_path, code: int, cause: str) -> None:
+    text = diagnose(ended(tmp_path, exit_code=code))
+    assert f"[{cause}]\n  00:00:09 UTC: failed at step 3: a mistake\nWHAT TO TRY:" in text
 
 
 @pytest.mark.parametrize("zone", ["America/New_York", "Asia/Tokyo", "UTC"])
 def test_a_log_of_another_time_zone_is_read_as_the_time_that_it_gives(
     tmp_path, monkeypatch, zone: str
 ) -> None:
-    """Written in one zone by logging itself, and read in another; the logs of before had no offset."""
-    events = [{"time": "2026-01-01T00:00:00+00:00", "event": "started", "world_size": 3}]
-    failed = {
-        "event": "failed",
-        "time": "2026-01-01T00:00:09+00:00",
-        "step": 3,
-        "reason": "no answer from rank 2",
-    }
-    write_lines(tmp_path / "events.jsonl", [*events, failed])
-    (tmp_path / "status.json").write_text(json.dumps({"state": "failed", "step": 3, "reason": "x"}))
+    """Written in one zone by logging itself, and read in another."""
+    run = ended(tmp_path)
     try:
         monkeypatch.setenv("TZ", zone)
         time.tzset()
-        setup_logging(1, tmp_path / "logs")
-        record = logging.LogRecord("forge", logging.ERROR, "x.py", 1, "out of memory in step 1", None, None)
+        setup_logging(1, run / "logs")
+        record = logging.LogRecord("forge", logging.ERROR, "x.py", 1, "it broke in step 1", None, None)
         record.created = datetime(2026, 1, 1, 0, 0, 5, tzinfo=UTC).timestamp()
+        record.__dict__ |= Cause.COPIES_DIFFER.of(0, 2)
         logging.getLogger("forge").handle(record)
         reset_logging()
         monkeypatch.setenv("TZ", "Australia/Sydney")
         time.tzset()
-        assert "WHAT HAPPENED FIRST: out of memory\nRANK: 1\n  00:00:05 UTC" in diagnose(tmp_path)
+        assert "[copies_differ] (rank 0, 2)\n    2026-01-01 00:00:05 UTC: it broke in step 1" in diagnose(run)
     finally:
         monkeypatch.undo()
         time.tzset()
 
 
 def test_rank_0_which_reports_nothing_is_named_by_the_others(tmp_path) -> None:
-    run = killed(tmp_path, r1="the store through which the ranks met is gone")
-    write_lines(run / "events.jsonl", [{"time": "2025-12-31T00:00:00+00:00", "event": "started"}])
-    assert "the run reported no end\nRANK: 0, which the others report lost\n" in diagnose(run)
+    run = ended(tmp_path)
+    write_lines(run / "events.jsonl", [STARTED])
+    (run / "status.json").write_text(json.dumps({"state": "running", "step": 3}))
+    log_line(run, 1, "forge.run.crash[rendezvous_lost]", "the store is gone")
+    assert "[killed]\nRANK: 0, which the others report lost\n" in diagnose(run)
+
+
+def test_what_ended_a_start_is_named_before_what_came_earlier_and_cost_less(tmp_path) -> None:
+    run = ended(tmp_path)
+    events = [
+        STARTED,
+        STARTED | {"event": "straggler", "rank": 1, "cause": "straggler"},
+        STARTED | {"event": "skipped", "step": 2, "cause": "transient"},
+        STARTED | {"event": "stopped", "step": 3, "cause": "stopped", "time": "2026-01-01T00:00:09+00:00"},
+        STARTED | {"event": "started", "time": "2026-01-01T00:00:10+00:00"},
+        STARTED | {"event": "finished", "step": 9, "time": "2026-01-01T00:00:11+00:00"},
+    ]
+    write_lines(run / "events.jsonl", events)
+    (run / "status.json").write_text(json.dumps({"state": "finished", "step": 3}))
+    text = diagnose(run)
+    places = [text.index(f"[{cause}]") for cause in ("stopped", "transient", "straggler")]
+    assert "The latest start ended well" in text and places == sorted(places)
