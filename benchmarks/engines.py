@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 import torch
 import torch.distributed as dist
 
+from benchmarks.collectives import collectives_of
 from benchmarks.loops import TINY, configure, settings_of
 from benchmarks.measure import (
     Spread,
@@ -42,7 +43,6 @@ from forge.parallel.build import build_parallel_model
 from forge.parallel.mesh import make_meshes
 from forge.train.step import optimizer_step
 from scripts.options import exit_code_of, positive
-from tests.support.collectives import collectives_of
 
 ENGINES = ("fsdp2", "zero2", "zero1", "ddp")
 MIB = 2**20
@@ -140,7 +140,7 @@ def _measure(
                 "tokens_per_second": 1000 * tokens / step_ms.median,
                 "ratio": faster.show(2),
                 "bar": BARS.get((world, accumulation, engine.name)) if barred else None,
-                "met": faster.median,
+                "met": faster,
                 "collectives": collectives,
                 "sent_mib": sent,
                 "held_mib": engine.held(),

@@ -7,6 +7,7 @@ import datetime
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -28,6 +29,8 @@ PACKAGES = ("torch", "transformers", "torchao", "numpy", "triton")
 # By how many nats the loss must have fallen. The synthetic stream starts at ln(vocab_size) and is far below that after
 # ten steps; noise between batches is a few hundredths.
 LEAST_GAIN = 0.2
+# Of a core, by other work: above it no timing is published.
+MAX_LOAD = 0.25
 
 
 COUNTS = {
@@ -167,6 +170,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "versions": {"forge": _commit(), "python": platform.python_version()}
         | {name: _version(name) for name in PACKAGES},
         "load": os.getloadavg()[0],
+        "command": shlex.join(["python", *sys.argv]),
     }
 
 
@@ -184,8 +188,19 @@ def write_results(
 
 
 def publish(name: str, folder: Path, about: dict[str, Any], results: dict[str, Any], table: str) -> None:
-    """Prints the table and writes it down."""
+    """Print the table and write it down.
+
+    Raises UserError (exit 1) for results in the repository from a busy machine or from changed files.
+    """
     print(table)
+    if folder.resolve() == RESULTS:
+        commit, load = about["versions"]["forge"] or "", about["load"]
+        if load > MAX_LOAD * about["cores"]:
+            raise UserError(
+                f"not published: the load before was {load:.1f} on {about['cores']} cores", FAILED
+            )
+        if not commit or commit.endswith("-dirty"):
+            raise UserError("not published: forge is not a clean commit", FAILED)
     print(f"\nwritten to {write_results(name, folder, about, results, table)}", file=sys.stderr)
 
 
@@ -195,7 +210,7 @@ def heading(name: str, about: dict[str, Any]) -> str:
     settings = ", ".join(f"{key} {value}" for key, value in about["settings"].items())
     return (
         f"## {name}\n\n{about['date']}, {about['device']}, {about['cores']} cores, {about['threads']} threads; "
-        f"{versions}; load before {about['load']:.1f}.\n{settings}.\n\n"
+        f"{versions}; load before {about['load']:.1f}.\n{settings}.\n\n    {about['command']}\n\n"
     )
 
 
@@ -204,9 +219,12 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def against_bar(bar: float | None, found: float) -> str:
-    """Whether what was found reaches the least that is wanted."""
-    return "" if bar is None else f"{bar}: {'met' if found >= bar else 'missed'}"
+def against_bar(bar: float | None, found: Spread | float) -> str:
+    """Compare a measurement with the least that is wanted: met, missed, or undecided if its range holds the bar."""
+    if bar is None:
+        return ""
+    low, high = (found.low, found.high) if isinstance(found, Spread) else (found, found)
+    return f"{bar}: {'met' if low >= bar else 'missed' if high < bar else 'undecided'}"
 
 
 def _plain(value: Any) -> Any:

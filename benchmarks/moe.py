@@ -170,7 +170,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
                 "peak not known" if row["mfu"] is None else f"{row['mfu']:.3f}",
                 row["base"],
                 row["ratio"].show(),
-                against_bar(row["bar"], row["ratio"].median),
+                against_bar(row["bar"], row["ratio"]),
                 f"{row['first_loss']:.4f}",
                 f"{row['last_loss']:.4f}",
             ]

@@ -89,7 +89,11 @@ def measure(given: argparse.Namespace, overrides: list[str]) -> None:
     more = Spread.of([mine / base - 1 for base, mine in zip(base, mine, strict=True)])
     share = Spread.of([m / INTERVAL for m in (more.low, more.median, more.high)])
     result = {"more": more, "share": share, "operators": operators}
-    bar = "" if given.tiny else against_bar(1 - BAR, 1 - share.median)
+    bar = (
+        ""
+        if given.tiny
+        else against_bar(1 - BAR, Spread.of([1 - share.low, 1 - share.median, 1 - share.high]))
+    )
     table = markdown(
         [
             "operators of a step",

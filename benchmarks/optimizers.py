@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.collectives import collectives_of
 from benchmarks.loops import TINY, configure, settings_of
 from benchmarks.measure import Spread, against_bar, environment, markdown, parser, publish, ratio, take_turns
 from benchmarks.ranks import Row, rows_of_ranks
@@ -37,7 +38,6 @@ from forge.parallel.build import build_parallel_model
 from forge.parallel.mesh import make_meshes
 from forge.parallel.step.model import ParallelModel
 from scripts.options import exit_code_of, positive
-from tests.support.collectives import collectives_of
 
 MODELS = {"dense": "debug.toml", "experts": "moe_debug.toml"}
 TINY_EXPERTS = ("--model.moe.n_experts=4", "--model.moe.expert_dim=32")
@@ -116,7 +116,7 @@ def _measure(
                 "of_adamw": ratio(seconds[update.name], seconds["adamw"]).show(2),
                 "of_torch": ratio(seconds[TORCH_FLOAT32], seconds[update.name]).show(2) if ours else "",
                 "bar": BAR if ours and device.type == "cpu" and not given.tiny else None,
-                "met": ratio(seconds[TORCH_FLOAT32], seconds[update.name]).median if ours else 0.0,
+                "met": ratio(seconds[TORCH_FLOAT32], seconds[update.name]) if ours else 0.0,
                 "collectives": collectives,
                 "sent_mib": sent,
                 "settings": settings_of(given, configs["muon"], device),

@@ -9,6 +9,7 @@ import os
 import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,9 @@ torch.set_num_threads(1)
 # Under nohup it is ignored, and runs of the tests would ignore it too.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 processes.watch()
+
+# Of all tests, that may need a second run.
+MAX_RERUNS = 0.002
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -63,6 +67,19 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     rooms.add(report.nodeid, report.duration)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail the session when more tests needed a second run than MAX_RERUNS: reruns hide races."""
+    reporter: Any = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None:
+        return
+    again = len(reporter.stats.get("rerun", ()))
+    if session.exitstatus == pytest.ExitCode.OK and again > max(3, MAX_RERUNS * session.testscollected):
+        reporter.write_line(
+            f"\n{again} tests needed a second run: more than {MAX_RERUNS:.1%} of all", red=True
+        )
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

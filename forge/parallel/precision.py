@@ -141,7 +141,12 @@ def uniform_units(
     rest = max(reversed(sizes), key=lambda key: sizes[key])
 
     borders: dict[nn.Parameter, Any] = {**keys, **dict.fromkeys(apart)}
-    subtrees = [pair for module in modules for pair in maximal_subtrees(module, borders) if pair[1] != rest]
+    subtrees = [
+        pair
+        for module in modules
+        for pair in maximal_subtrees(module, borders)
+        if pair[1] not in (rest, None)
+    ]
     covered = set(_parameters([subtree for subtree, _ in subtrees]))
     missed = {p for p, key in keys.items() if key != rest and p not in covered}
     if missed:

@@ -173,6 +173,13 @@ class _Same(torch.autograd.Function):
         return grad
 
 
+def keep_buffers_of_compiled_backward() -> None:
+    """Let a backward through compiled functions, e.g. flex_attention, run with retain_graph=True. Call before compilation."""
+    import torch._functorch.config
+
+    torch._functorch.config.donated_buffer = False
+
+
 def share_memory(group: dist.ProcessGroup) -> None:
     """Let the ranks of `group` read each other's symmetric memory, for asynchronous tensor parallelism. Collective.
 

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.collectives import collectives_of
 from forge.optim.matrices import Batch, WholeMatrices
 from forge.shard import Shard
 from tests.support.checkpoints import cut, numbers, rows, whole
-from tests.support.collectives import collectives_of
 from tests.support.harness import RankFailed, run_ranks
 
 SHAPES = [(5, 7), (9, 4), (3, 4, 5), (1, 6), (6, 1), (20, 10), (12, 7), (7, 4, 5), (3, 7), (5, 7)]

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from benchmarks.collectives import collectives_of
 from forge.model import Router
 from forge.model.dispatch import LocalDispatcher
 from forge.parallel.expert import AllToAllDispatcher
 from forge.parallel.step.model import SequentialModel
 from tests.support.building import built
-from tests.support.collectives import collectives_of
 from tests.support.equivalence import tiny_config
 from tests.support.harness import run_ranks
 

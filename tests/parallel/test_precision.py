@@ -190,6 +190,13 @@ def test_all_dtypes_but_the_most_frequent_are_split_off() -> None:
     assert found == [(["a"], F32), (["e"], F64), ([""], BF16)]
 
 
+def test_parameters_apart_are_in_no_unit_of_the_others() -> None:
+    net = Net(a=linear(), experts=linear(), b=linear())
+    dtypes = {net.a.weight: F32, net.experts.weight: BF16, net.b.weight: BF16}
+    found = uniform_units([net], dtypes, apart={net.experts.weight})
+    assert [(unit.modules, unit.compute) for unit in found] == [((net.a,), F32), ((net,), BF16)]
+
+
 def test_ignored_parameters_are_in_no_unit() -> None:
     net = Net(a=linear(), b=linear(), c=linear(), d=linear())
     others = {net.c.weight, net.d.weight}

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from benchmarks.collectives import collectives_of
 from forge.config import parse_toml_text
 from forge.parallel.build import build_meta_model
 from forge.parallel.modules import matches_exact_depth
@@ -11,7 +12,6 @@ from forge.parallel.step.gradients import sum_gradients
 from forge.parallel.tensor.plan import plan_for
 from forge.runtime.errors import BAD_CONFIG, UserError
 from tests.support.building import built, layout_without_ranks
-from tests.support.collectives import collectives_of
 from tests.support.configs import complaint
 from tests.support.equivalence import tiny_config
 from tests.support.harness import RankFailed, run_ranks

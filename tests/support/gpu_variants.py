@@ -138,6 +138,7 @@ FOUR: dict[str, list[str]] = {
 SPLITS = {"model/host.py:read"}
 OFFLOAD = {
     "optim/adamw.py:_update",
-    "parallel/gradients.py:clip_gradients",
-    "parallel/gradients.py:report_gradients",
+    "optim/muon.py:step",
+    "parallel/step/gradients.py:clip_gradients",
+    "parallel/step/gradients.py:report_gradients",
 }

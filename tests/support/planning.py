@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.collectives import collectives_of
 from forge.batch import Batch
 from forge.config import check_world, parse_toml_text
 from forge.model import Router
@@ -27,7 +28,6 @@ from forge.tools.plan.hardware import Hardware, Link
 from forge.tools.plan.plan import plannable
 from forge.tools.plan.stage import StagePlan, plan_stage
 from forge.train.step import optimizer_step
-from tests.support.collectives import collectives_of
 from tests.support.equivalence import config_batches, tiny_config
 from tests.support.harness import run_ranks
 from tests.support.layouts import pipeline_text

@@ -56,6 +56,8 @@ class PipelinedModel(ParallelModel):
         self.plan, self.pp = plan, pp
         self.neighbours = neighbour_groups(pp, plan.schedule.rank_of)
         self._microbatches, self._program = plan.schedule.microbatches, plan.schedule.programs[rank]
+        if any(action.kind == "I" for action in self._program):
+            compat.keep_buffers_of_compiled_backward()
         self._forward_program = plan.schedule.forward_only().programs[rank]
         self.last_backward = plan.schedule.last_backward(rank)
         self.compute = layout.compute

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from benchmarks.collectives import Collectives, collectives_of
 from forge.config import parse_toml_text
 from forge.parallel.build import build_meta_model
 from forge.parallel.engines.fsdp import FullySharded
@@ -16,7 +17,6 @@ from forge.parallel.step.model import SequentialModel
 from forge.runtime import compat
 from forge.runtime.errors import UserError
 from tests.support.building import built
-from tests.support.collectives import Collectives, collectives_of
 from tests.support.equivalence import config_batches, gathered, plain_model, tiny_config, wholes
 from tests.support.harness import run_ranks
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from benchmarks.collectives import Collectives
 from forge.model import Attention
 from forge.parallel.pipeline.schedule import Action
 from forge.runtime import compat
 from tests.support.building import built, built_on_nan
-from tests.support.collectives import Collectives
 from tests.support.harness import run_ranks
 from tests.support.layouts import SCHEDULES, pipeline_text, slow_unless
 

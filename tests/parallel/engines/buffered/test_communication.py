@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.collectives import collectives_of
 from forge.parallel.engines.buffered.communication import TemporaryBuckets
 from forge.runtime import compat
 from tests.support.buffers import ENGINES, SMALL, backward, build, engine_config
-from tests.support.collectives import collectives_of
 from tests.support.harness import run_ranks
 
 

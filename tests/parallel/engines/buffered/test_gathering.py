@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.collectives import collectives_of
 from forge.config import parse_toml_text
 from forge.optim import build_optimizer
 from tests.support.buffers import ALONE, ENGINES, SMALL, backward, build, engine_config
-from tests.support.collectives import collectives_of
 from tests.support.harness import run_ranks
 from tests.support.layouts import slow_unless
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from benchmarks.collectives import collectives_of
 from forge.model import IGNORE
 from forge.parallel import build as building
 from tests.support.buffers import (
@@ -22,7 +23,6 @@ from tests.support.buffers import (
     gradients,
     gradients_of_two_steps,
 )
-from tests.support.collectives import collectives_of
 from tests.support.harness import RankFailed, run_ranks
 from tests.support.layouts import slow_unless
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.collectives import collectives_of
 from forge.parallel.engines.buffered import gathering, reduction
 from forge.parallel.engines.buffered.communication import AsyncCollectives, TemporaryBuckets
 from tests.support.buffers import (
@@ -21,7 +22,6 @@ from tests.support.buffers import (
     plain_steps,
     with_collectives,
 )
-from tests.support.collectives import collectives_of
 from tests.support.harness import run_ranks
 from tests.support.layouts import slow_unless
 
