@@ -25,7 +25,9 @@ def import_paths(config: Config) -> dict[str, str]:
         "parallel.tp_plan": [config.parallel.tp_plan],
         "train.hooks": config.train.hooks,
     }
-    return {key: path for key, paths in named.items() for path in paths if ":" in path}
+    return {
+        key: path for key, paths in named.items() for path in paths if isinstance(path, str) and ":" in path
+    }
 
 
 def require_trust(config: Config, source: str, keys: Collection[str] | None = None) -> None:
