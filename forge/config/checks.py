@@ -125,15 +125,7 @@ def _tensor(config: Config) -> Iterator[Problem]:
 
 def _tensor_plan(config: Config) -> Iterator[Problem]:
     parallel, model, tp = config.parallel, config.model, config.parallel.tp
-    if tp > 1 and parallel.tp_plan != "auto" and parallel.tp_plan_styles:
-        other = "parallel.tp_plan_styles"
-        yield problem(
-            "parallel.tp_plan",
-            f"cannot be combined with {other}, which is a plan too",
-            "leave one out",
-            other,
-        )
-    if tp == 1 or parallel.tp_plan != "auto" or parallel.tp_plan_styles:
+    if tp == 1 or parallel.tp_plan != "auto":
         return
     shared = {"n_heads": "query heads", "n_kv_heads": "key/value heads", "ffn_dim": "features"}
     if model.latent is not None:

@@ -19,13 +19,15 @@ OPTIMIZER_METHODS = ("step", "tensors", "state", "load_state")
 
 def import_paths(config: Config) -> dict[str, str]:
     """Return key -> import path for every class and function that a configuration names."""
-    named = {
+    named: dict[str, Collection[Any]] = {
         "model.kind": [config.model.kind],
         "optimizer.name": [config.optimizer.name],
         "parallel.tp_plan": [config.parallel.tp_plan],
         "train.hooks": config.train.hooks,
     }
-    return {key: path for key, paths in named.items() for path in paths if ":" in path}
+    return {
+        key: path for key, paths in named.items() for path in paths if isinstance(path, str) and ":" in path
+    }
 
 
 def require_trust(config: Config, source: str, keys: Collection[str] | None = None) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import StringConstraints
+from annotated_types import MinLen
+from pydantic import StringConstraints, model_validator
 
 from forge.config.section import (
     NO_EXPERTS,
     Count,
     Dtype,
+    ImportPath,
     ListOf,
     Phrase,
     Positive,
@@ -24,9 +26,6 @@ from forge.config.section import (
 
 TensorStyle = Literal["colwise", "rowwise", "colwise_rep", "rowwise_rep", "sequence_parallel"]
 TENSOR_STYLES: tuple[str, ...] = get_args(TensorStyle)
-ImportPath = Annotated[
-    str, StringConstraints(pattern=r"^[\w.]+:\w+$"), Phrase("an import path package.module:function")
-]
 # Only of what leaves the course of the training as it is.
 Override = Annotated[
     str,
@@ -41,6 +40,9 @@ Override = Annotated[
 CsvPath = Annotated[str, StringConstraints(pattern=r"\.csv$"), Phrase("a path ending in .csv")]
 WITH_TP, WITH_PP = unused_if("parallel.tp", 1), unused_if("parallel.pp", 1)
 WITH_FLOAT8 = unused_if("precision.float8", "none")
+LISTED = Unused(
+    "pipeline.layers_per_stage is a list", lambda c: isinstance(c.pipeline.layers_per_stage, tuple)
+)
 BY_BLOCK = used_if("activation_checkpoint.mode", "full", "selective")
 COMPILES = Unused(
     "nothing is compiled", lambda c: not (c.compile.enabled or c.compile.loss or c.compile.optimizer)
@@ -72,11 +74,11 @@ class Parallel(Section):
     """With tp: shard norms and residual stream along the sequence."""
     loss_parallel: Annotated[bool, WITH_TP] = True
     """With tp: keep logits sharded along the vocabulary."""
-    tp_plan: Annotated[Literal["auto"] | ImportPath, WITH_TP] = "auto"
-    """With tp: how modules are split. auto: the model's own plan. A function takes (model, config) and returns a dict."""
-    tp_plan_styles: Annotated[dict[Text, TensorStyle], WITH_TP] = {}
-    """With tp: a custom plan that maps module names to styles; `*` matches one component of a name. Other modules are not
-    split."""
+    tp_plan: Annotated[Literal["auto"] | ImportPath | dict[Text, TensorStyle], WITH_TP] = "auto"
+    """With tp: how modules are split. auto: the model's own plan. A table maps module names to styles; `*` matches one
+    component of a name, and other modules are not split. A function takes (model, config) and returns such a table."""
+    tp_plan_styles: Annotated[dict[Text, TensorStyle], WITH_TP, unused("replaced by parallel.tp_plan")] = {}
+    """Former key of a table for tp_plan, which takes it from here if it is auto."""
     async_tp: Annotated[bool, WITH_TP] = False
     """With tp: overlap matrix products with their collectives in compiled blocks. Needs CUDA and compile.enabled."""
     context: Annotated[Literal["allgather", "ulysses", "ring"], unused_if("parallel.cp", 1)] = "allgather"
@@ -108,6 +110,15 @@ class Parallel(Section):
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _from_styles(cls, values: Any) -> Any:
+        """Take tp_plan from its former key. A wrong style is left to the error about that key."""
+        styles = values.get("tp_plan_styles") if isinstance(values, dict) else None
+        if not isinstance(styles, dict) or not styles or values.get("tp_plan", "auto") != "auto":
+            return values
+        return values | {"tp_plan": styles} if all(s in TENSOR_STYLES for s in styles.values()) else values
+
 
 class Pipeline(Section):
     """With pp > 1: how layers are split into stages, and the order in which the stages run."""
@@ -126,14 +137,26 @@ class Pipeline(Section):
         WITH_PP,
     ] = "1F1B"
     """Order of forward and backward passes: a name, or a CSV file with one row of actions per rank."""
-    layers_per_stage: Annotated[Count, WITH_PP] = 0
-    """Layers in one stage. 0: balance the cost of the stages, including embedding, head and experts."""
-    module_names: Annotated[ListOf[ListOf[Text]], WITH_PP] = ()
-    """A custom split: the module names of every stage. []: automatic."""
-    round: Annotated[Literal["up", "down", "error"], WITH_PP, unused_if("pipeline.layers_per_stage", 0)] = (
-        "error"
-    )
+    layers_per_stage: Annotated[Count | Annotated[ListOf[Count], MinLen(1)], WITH_PP] = 0
+    """Layers in one stage, or a list of the layers in each. 0: balance the cost of the stages, including embedding, head and
+    experts."""
+    module_names: Annotated[
+        ListOf[ListOf[Text]], WITH_PP, unused("replaced by pipeline.layers_per_stage")
+    ] = ()
+    """Former key of the modules in each stage. Their layers are counted for layers_per_stage if it is 0."""
+    round: Annotated[
+        Literal["up", "down", "error"], WITH_PP, unused_if("pipeline.layers_per_stage", 0), LISTED
+    ] = "error"
     """If layers_per_stage gives a number of stages that pp does not divide: use more stages, fewer, or report an error."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_names(cls, values: Any) -> Any:
+        """Count layers_per_stage in its former key."""
+        names = values.get("module_names") if isinstance(values, dict) else None
+        if not isinstance(names, list | tuple) or not names or values.get("layers_per_stage", 0) != 0:
+            return values
+        return values | {"layers_per_stage": [str(of_stage).count("layers.") for of_stage in names]}
 
 
 class Precision(Section):

@@ -6,7 +6,7 @@ import copy
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_origin
 
 from pydantic import ValidationError
 
@@ -272,8 +272,9 @@ def _override(values: Values, key: str, text: str) -> Problem | None:
         if not isinstance(table, dict):
             return Problem(argument, f"{'.'.join(path[:depth])} is not a section, so no key in it can be set")
     try:
-        known = keys().get(key)
-        table[path[-1]] = from_literal(text, known is not None and str in members(known.annotation))
+        kinds = members(known.annotation) if (known := keys().get(key)) else []
+        is_table = text.startswith("{") and dict in [get_origin(kind) for kind in kinds]
+        table[path[-1]] = from_literal(text, str in kinds and not is_table)
     except ValueError as error:
         return Problem(argument, str(error))
     values.overridden.add(path)

@@ -7,7 +7,6 @@ each rank several in turn (stage s is on rank s mod pp); the V-shaped ones give 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import zip_longest
 
 from forge.config.problem import Problem, problem
 from forge.config.schema import Config
@@ -22,12 +21,12 @@ IN_ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")
 
 def number_of_stages(config: Config) -> int:
     """Return the number of stages of the whole pipeline; 0 if only the schedule's CSV file determines it."""
-    chosen = config.pipeline
-    if chosen.module_names:
-        return len(chosen.module_names)
-    if chosen.layers_per_stage:
-        return _stages_of(config, chosen.layers_per_stage, chosen.round)
-    return 0 if chosen.schedule.endswith(".csv") else _fewest_stages(config)
+    chosen = config.pipeline.layers_per_stage
+    if isinstance(chosen, tuple):
+        return len(chosen)
+    if chosen:
+        return _stages_of(config, chosen, config.pipeline.round)
+    return 0 if config.pipeline.schedule.endswith(".csv") else _fewest_stages(config)
 
 
 def _stages_of(config: Config, layers_per_stage: int, rounding: str) -> int:
@@ -41,9 +40,9 @@ def _fewest_stages(config: Config) -> int:
 
 
 def _accepts(config: Config, stages: int) -> bool:
-    """Return whether the schedule works with this many stages, each with a layer unless modules are assigned by hand."""
+    """Return whether the schedule works with this many stages, each with a layer unless a list gives their layers."""
     fewest, pp = _fewest_stages(config), config.parallel.pp
-    if stages > config.model.n_layers and not config.pipeline.module_names:
+    if stages > config.model.n_layers and not isinstance(config.pipeline.layers_per_stage, tuple):
         return False
     if config.pipeline.schedule in ONE_PER_RANK + V_SHAPED:
         return stages == fewest
@@ -52,24 +51,23 @@ def _accepts(config: Config, stages: int) -> bool:
 
 def check_stages(config: Config) -> Iterator[Problem]:
     """Yield why the requested stages are impossible."""
-    pp, layers, chosen = config.parallel.pp, config.model.n_layers, config.pipeline
-    stages, fewest, schedule = number_of_stages(config), _fewest_stages(config), chosen.schedule
-    by_hand = bool(chosen.module_names or chosen.layers_per_stage)
-    others = "pipeline.schedule", "parallel.pp", "model.n_layers"
+    pp, layers, chosen = config.parallel.pp, config.model.n_layers, config.pipeline.layers_per_stage
+    stages, fewest, schedule = number_of_stages(config), _fewest_stages(config), config.pipeline.schedule
+    key, others = "pipeline.layers_per_stage", ("pipeline.schedule", "parallel.pp", "model.n_layers")
     if pp == 1:
         return
-    if chosen.module_names and chosen.layers_per_stage:
-        key, other = "pipeline.layers_per_stage", "pipeline.module_names"
-        yield problem(key, f"cannot be combined with {other}", "leave one out", other)
-    elif by_hand and not schedule.endswith(".csv") and not _accepts(config, stages):
-        key = "pipeline.module_names" if chosen.module_names else "pipeline.layers_per_stage"
+    if chosen and not schedule.endswith(".csv") and not _accepts(config, stages):
         fixed = schedule in ONE_PER_RANK + V_SHAPED
         need = f"{fewest}" if fixed else f"a multiple of parallel.pp = {pp}, at least {fewest}"
         made = f"makes {stages} stages of model.n_layers = {layers} layers"
         taken = f"pipeline.schedule = {schedule} with parallel.pp = {pp} takes {need}"
         yield problem(key, f"{made}, but {taken}", _remedy(config), *others)
-    elif chosen.module_names:
-        yield from _check_names(config)
+    elif isinstance(chosen, tuple):
+        if sum(chosen) != layers:
+            total = f"adds up to {sum(chosen)} layers, but model.n_layers = {layers}"
+            yield problem(key, total, "count each layer once", "model.n_layers")
+        if not all(chosen[1:-1]):
+            yield problem(key, "has an empty stage between the first and the last", "leave it out")
     elif stages > layers:
         many = f"makes {stages} stages with pipeline.schedule = {schedule}"
         few = f"there are only model.n_layers = {layers} layers"
@@ -79,33 +77,17 @@ def check_stages(config: Config) -> Iterator[Problem]:
 
 def _remedy(config: Config) -> str:
     """Suggest valid values of pipeline.layers_per_stage and pipeline.round."""
-    chosen, layers = config.pipeline, config.model.n_layers
-    if chosen.module_names:
+    chosen, layers = config.pipeline.layers_per_stage, config.model.n_layers
+    if isinstance(chosen, tuple):
         return "list that many"
     if _fewest_stages(config) > layers:
         return "use fewer ranks"
-    sizes = [n for n in range(1, layers + 1) if _accepts(config, _stages_of(config, n, chosen.round))]
-    rounds = [r for r in ("up", "down") if _accepts(config, _stages_of(config, chosen.layers_per_stage, r))]
-    remedies = [f"use {min(sizes, key=lambda n: abs(n - chosen.layers_per_stage))}"] if sizes else []
+    rounding = config.pipeline.round
+    sizes = [n for n in range(1, layers + 1) if _accepts(config, _stages_of(config, n, rounding))]
+    rounds = [r for r in ("up", "down") if _accepts(config, _stages_of(config, chosen, r))]
+    remedies = [f"use {min(sizes, key=lambda n: abs(n - chosen))}"] if sizes else []
     remedies += [f"pipeline.round = {' or '.join(rounds)}"] if rounds else []
     return ", or ".join(remedies or ["use 0, which splits as evenly as possible"])
-
-
-def _check_names(config: Config) -> Iterator[Problem]:
-    """Compare the names with the modules in the order of forward; a tied head belongs to the norm."""
-    stages, layers = config.pipeline.module_names, range(config.model.n_layers)
-    tail = ["norm"] if config.model.tie_embeddings else ["norm", "head"]
-    expected = ["embedding", *(f"layers.{layer}" for layer in layers), *tail]
-    for seen, wanted in zip_longest([name for stage in stages for name in stage], expected):
-        if seen != wanted:
-            found, place = ("the end" if name is None else f'"{name}"' for name in (seen, wanted))
-            order = f"must list every module once and in order (embedding, layers.0, ..., {', '.join(tail)})"
-            yield problem("pipeline.module_names", f"{order}: it has {found} where {place} belongs")
-            return
-    if not all(stages):
-        yield problem("pipeline.module_names", "has a stage without modules", "leave it out")
-    if "head" in tail and "norm" not in stages[-1]:
-        yield problem("pipeline.module_names", "must keep norm and head in one stage, the last")
 
 
 def check_microbatches(config: Config, microbatches: int) -> Iterator[Problem]:

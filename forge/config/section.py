@@ -71,7 +71,7 @@ Text = Annotated[str, MinLen(1)]
 ImportPath = Annotated[
     str,
     StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"),
-    Phrase("an import path package.module:Class"),
+    Phrase("an import path package.module:Name"),
 ]
 NO_EXPERTS = Unused("there is no [model.moe]", lambda config: config.model.moe is None)
 Dtype = Annotated[Literal["float64", "float32", "bfloat16"], BeforeValidator(_no_float16)]

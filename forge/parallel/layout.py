@@ -23,7 +23,7 @@ from forge.shard import Box
 class Layout:
     """How one model is spread over ranks. Every `apply_*` takes a model and a Layout.
 
-    tensor_plan: what `parallel.tp_plan` names, called with a model; it may import the user's code.
+    tensor_plan: the function that `parallel.tp_plan` names, called with a model; it may import the user's code.
     check_replicas: whether ranks that compute with the same values compare them during the run.
     observe_logits: whether the optimizer needs the largest attention logits.
     """
@@ -62,7 +62,7 @@ def make_layout(config: Config, meshes: Meshes) -> Layout:
     """Return the Layout of `config` on `meshes`."""
 
     def tensor_plan(model: nn.Module) -> object:
-        path = config.parallel.tp_plan
+        path = str(config.parallel.tp_plan)
         try:
             function = load_function(path)
         except ValueError as error:

@@ -30,7 +30,9 @@ KEYS = {
         "no_decay": st.lists(NAME, max_size=9),
     },
     "evaluate": {"sample_prompt": TEXT, "sample_temperature": NUMBER},
-    "pipeline": {"module_names": st.lists(st.lists(NAME, max_size=3), max_size=3)},
+    "pipeline": {
+        "layers_per_stage": st.one_of(st.integers(0, 9), st.lists(st.integers(0, 9), min_size=1, max_size=3))
+    },
     "parallel": {
         "reshard_after_forward": st.sampled_from(["never", 4]),
         "dp_shard": st.just(2),

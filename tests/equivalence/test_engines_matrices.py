@@ -33,7 +33,7 @@ REPLICAS = "dp_replicate = 2\ndp_shard = 2"
 OVER_REPLICAS = f'{REPLICAS}\nshard_optimizer_over = "dp"'
 # Attention is whole on every rank, so there may be more ranks than key/value heads.
 FEED_FORWARD_ALONE = (
-    'tp = 4\ntp_plan_styles = {"layers.*.feed_forward.w1" = "colwise", "layers.*.feed_forward.w3" = "colwise", '
+    'tp = 4\ntp_plan = {"layers.*.feed_forward.w1" = "colwise", "layers.*.feed_forward.w3" = "colwise", '
     '"layers.*.feed_forward.w2" = "rowwise"}'
 )
 OPTIONS = {

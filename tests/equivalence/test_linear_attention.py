@@ -63,7 +63,7 @@ def test_tensor_parallel(sequence: str, model: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["hybrid", "kimi"])
 def test_projections_that_stay_whole_under_tensor_parallelism(model: str) -> None:
-    check(2, 'tp = 2\n[parallel.tp_plan_styles]\nembedding = "rowwise"', model)
+    check(2, 'tp = 2\n[parallel.tp_plan]\nembedding = "rowwise"', model)
 
 
 AXES = ["cp = 2", "tp = 2", "pp = 2", "dp_shard = 2"]

@@ -143,8 +143,7 @@ def test_a_pipeline_with_every_other_axis(axis: str, schedule: str, model: str) 
 
 
 def test_a_split_by_hand_with_a_stage_that_only_embeds() -> None:
-    names = [["embedding"], ["layers.0", "layers.1", "layers.2"], ["layers.3"], ["layers.4", "norm", "head"]]
-    text = pipeline_text(2, "ZBVZeroBubble", layers=5, pipeline=f"module_names = {names}")
+    text = pipeline_text(2, "ZBVZeroBubble", layers=5, pipeline="layers_per_stage = [0, 3, 1, 1]")
     assert_equal(layout(text, 2), expected("plain", 5))
 
 

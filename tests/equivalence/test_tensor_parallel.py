@@ -140,7 +140,7 @@ PLANS = {
 )
 def test_plans_by_hand(plan: str, sequence: str) -> None:
     styles = "\n".join(f'"{name}" = "{style}"' for name, style in PLANS[plan].items())
-    keys = f"tp = 2\nsequence_parallel = {sequence}\n[parallel.tp_plan_styles]\n{styles}"
+    keys = f"tp = 2\nsequence_parallel = {sequence}\n[parallel.tp_plan]\n{styles}"
     check(2, keys, "everything")
 
 

@@ -122,7 +122,7 @@ def test_its_keys_load_again_from_what_was_printed_with_or_without_its_class(tmp
     [
         (
             ["--optimizer.name=adamv"],
-            'allowed: adamw, lion, muon, or an import path package.module:Class; did you mean "adamw"',
+            'allowed: adamw, lion, muon, or an import path package.module:Name; did you mean "adamw"',
         ),
         (["--optimizer.name=no.such:Thing"], "no.such cannot be imported"),
         ([f"--optimizer.name={HERE}:Momentun"], 'has no class Momentun; did you mean "Momentum"?'),
@@ -149,7 +149,7 @@ def test_the_help_and_the_keys_of_other_runs_stay_as_they_are() -> None:
     before = help_text()
     load_config(["--config=debug", *SGD])
     assert help_text() == before and not any("sgd" in key for key in keys())
-    assert "--optimizer.name  adamw, lion, muon, or an import path package.module:Class; default" in before
+    assert "--optimizer.name  adamw, lion, muon, or an import path package.module:Name; default" in before
 
 
 def test_every_name_that_the_schema_lists_is_registered() -> None:

@@ -5,7 +5,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from benchmarks.collectives import collectives_of
-from forge.config import parse_toml_text
+from forge.config import parse_toml_text, to_toml, unused_keys
 from forge.parallel.build import build_meta_model
 from forge.parallel.modules import matches_exact_depth
 from forge.parallel.step.gradients import sum_gradients
@@ -133,12 +133,9 @@ def test_summing_nothing_is_no_collective() -> None:
         (["--parallel.tp=2", "--parallel.async_tp=true"], "needs compile.enabled = true"),
         (
             ["--parallel.tp=2", "--parallel.tp_plan=nowhere"],
-            "auto, or an import path package.module:function",
+            "auto, or an import path package.module:Name, or table of names to colwise",
         ),
-        (
-            ["--parallel.tp=2", "--parallel.tp_plan=a:b", '--parallel.tp_plan_styles={head="colwise"}'],
-            "leave one out",
-        ),
+        (["--parallel.tp=2", '--parallel.tp_plan={head="rows"}'], "colwise, rowwise, colwise_rep"),
         (["--parallel.tp=2", '--parallel.tp_plan_styles={head="rows"}'], "colwise, rowwise, colwise_rep"),
     ],
 )
@@ -157,7 +154,7 @@ def _first(folder, overrides) -> str:
 
 def planned(styles: dict[str, str], more: str = "") -> dict:
     lines = "\n".join(f'"{name}" = "{style}"' for name, style in styles.items())
-    config = parse_toml_text(tiny_config(parallel=f"tp = 2\n{more}\n[parallel.tp_plan_styles]\n{lines}"))
+    config = parse_toml_text(tiny_config(parallel=f"tp = 2\n{more}\n[parallel.tp_plan]\n{lines}"))
     return plan_for(build_meta_model(config), layout_without_ranks(config))
 
 
@@ -168,12 +165,20 @@ def test_a_plan_by_hand_names_modules_by_globs() -> None:
     assert not matches_exact_depth("layers.*.wq", "layers.0.attention.wq")
 
 
+def test_the_former_key_of_a_plan_by_hand_is_read_as_tp_plan() -> None:
+    config = parse_toml_text(tiny_config(parallel='tp = 2\n[parallel.tp_plan_styles]\nhead = "colwise"'))
+    assert config.parallel.tp_plan == {"head": "colwise"}
+    assert plan_for(build_meta_model(config), layout_without_ranks(config)) == planned({"head": "colwise"})
+    assert parse_toml_text(to_toml(config)) == config
+    assert "parallel.tp_plan_styles (replaced by parallel.tp_plan)" in unused_keys(config, [])
+
+
 @pytest.mark.parametrize(
     ("styles", "part"),
     [
         (
             {"layers.*.atention.wq": "colwise"},
-            'parallel.tp_plan_styles: "layers.*.atention.wq" matches no module; did you mean "layers.*.attention.wq"?',
+            'parallel.tp_plan: "layers.*.atention.wq" matches no module; did you mean "layers.*.attention.wq"?',
         ),
         ({"norm": "colwise"}, '"norm" is a RMSNorm, which cannot be colwise; use sequence_parallel'),
         ({"layers.0.attention.wq": "colwise"}, "(wq: colwise, wk: whole, wv: whole, wo: whole)"),

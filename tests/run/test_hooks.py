@@ -105,7 +105,7 @@ def test_an_empty_hook_is_never_called() -> None:
         ("no_such_module:Class", "no_such_module cannot be imported"),
         (f"{HERE}:Recordin", 'no class Recordin; did you mean "Recording"?'),
         (f"{HERE}:NoHook", "is not a hook; needed: a subclass of forge.hook.Hook"),
-        ("no colon", "an import path package.module:Class"),
+        ("no colon", "an import path package.module:Name"),
     ],
 )
 def test_a_wrong_path_is_one_sentence_before_anything_is_made(tmp_path, path: str, message: str) -> None:

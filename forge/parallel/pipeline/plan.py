@@ -119,9 +119,8 @@ def whole_backward_because(config: Config) -> str | None:
 def _check_csv(config: Config, stages: int) -> None:
     wanted, key = number_of_stages(config), f"pipeline.schedule = {config.pipeline.schedule}"
     if wanted and wanted != stages:
-        chosen = "module_names" if config.pipeline.module_names else "layers_per_stage"
-        raise UserError(f"{key}: has {stages} stages, but pipeline.{chosen} makes {wanted}")
-    if stages > config.model.n_layers and not config.pipeline.module_names:
+        raise UserError(f"{key}: has {stages} stages, but pipeline.layers_per_stage makes {wanted}")
+    if stages > config.model.n_layers and not isinstance(config.pipeline.layers_per_stage, tuple):
         raise UserError(
             f"{key}: has {stages} stages, but there are only model.n_layers = {config.model.n_layers} layers"
         )
@@ -142,10 +141,10 @@ class Costs:
 
 def make_stages(config: Config, stages: int = 0) -> list[Stage]:
     """Divide the layers among stages; `stages`: how many, where the configuration leaves it open."""
-    chosen, n_layers = config.pipeline, config.model.n_layers
-    if chosen.module_names:
-        counts = [sum(name.startswith("layers.") for name in names) for names in chosen.module_names]
-    elif chosen.layers_per_stage:
+    chosen, n_layers = config.pipeline.layers_per_stage, config.model.n_layers
+    if isinstance(chosen, tuple):
+        counts = list(chosen)
+    elif chosen:
         counts = split_evenly(n_layers, number_of_stages(config))
     else:
         counts = split_by_cost(layer_costs(config), number_of_stages(config) or stages)

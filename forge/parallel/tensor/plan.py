@@ -141,12 +141,12 @@ def plan_for(model: nn.Module, layout: Layout) -> Plan:
 
 def _patterns(model: nn.Module, layout: Layout) -> tuple[str | None, Mapping[str, Any]]:
     """The key that the plan is from (None: the model's own, where a pattern may match nothing) and the plan."""
-    parallel = layout.parallel
-    if parallel.tp_plan_styles:
-        return "parallel.tp_plan_styles", parallel.tp_plan_styles
-    if parallel.tp_plan == "auto":
+    chosen = layout.parallel.tp_plan
+    if isinstance(chosen, dict):
+        return "parallel.tp_plan", chosen
+    if chosen == "auto":
         return None, getattr(model, "tensor_plan", OWN)
-    key, plan = f'parallel.tp_plan = "{parallel.tp_plan}"', layout.tensor_plan(model)
+    key, plan = f'parallel.tp_plan = "{chosen}"', layout.tensor_plan(model)
     if not isinstance(plan, dict):
         raise UserError(f"{key} returned a {type(plan).__name__}; needed: a dict of module names to styles")
     return key, plan

@@ -133,7 +133,7 @@ def _all_changes(config: Config, world: int, hardware: Hardware) -> Iterator[Cha
 
 def _even(config: Config, degrees: Degrees) -> bool:
     stages = degrees.pp * (1 if config.pipeline.schedule == "1F1B" else 2)
-    return not config.model.n_layers % stages and not config.pipeline.module_names
+    return not config.model.n_layers % stages and isinstance(config.pipeline.layers_per_stage, int)
 
 
 def traceable(layout: Layout) -> bool:

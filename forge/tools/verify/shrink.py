@@ -255,7 +255,7 @@ def _layout(config: Config, notes: list[str]) -> dict[str, Any]:
         keys["parallel.reshard_after_forward"] = "always"
         notes.append('parallel.reshard_after_forward is "always", not a number of ranks')
     chosen = config.pipeline
-    if chosen.module_names or chosen.layers_per_stage or chosen.schedule.endswith(".csv"):
+    if chosen.layers_per_stage or chosen.schedule.endswith(".csv"):
         keys |= {"pipeline.module_names": [], "pipeline.layers_per_stage": 0}
         notes.append("stages of a pipeline are split automatically")
     if chosen.schedule.endswith(".csv"):

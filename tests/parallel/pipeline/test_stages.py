@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forge.config import parse_toml_text, to_toml, unused_keys
 from forge.config.pipeline import number_of_stages
 from forge.parallel.pipeline.plan import (
     Costs,
@@ -132,12 +133,9 @@ def test_layers_per_stage_are_rounded_as_asked(
         (2, 2, 'schedule = "LoopedBFS"\nlayers_per_stage = 1', "at least 4; use fewer ranks"),
         (3, 4, "", "makes 4 stages with pipeline.schedule = 1F1B, but there are only model.n_layers = 3"),
         (6, 4, 'schedule = "ZBVZeroBubble"', "makes 8 stages"),
-        (4, 2, 'layers_per_stage = 2\nmodule_names = [["embedding"]]', "leave one out"),
-        (2, 2, 'module_names = [["embedding", "layers.0"], ["layers.1", "norm"]]', 'has the end where "head" belongs'),
-        (2, 2, 'module_names = [["embedding", "layers.1"], ["layers.0", "norm", "head"]]', '"layers.0" belongs'),
-        (2, 2, 'module_names = [["embedding", "layers.0", "layers.1", "norm"], ["head"]]', "in one stage, the last"),
-        (2, 2, 'module_names = [["embedding", "layers.0", "layers.1", "norm", "head"]]', "makes 1 stages"),
-        (1, 2, 'module_names = [["embedding", "layers.0", "norm", "head"], []]', "without modules"),
+        (4, 2, "layers_per_stage = [2, 1]", "adds up to 3 layers, but model.n_layers = 4; count each layer once"),
+        (4, 2, "layers_per_stage = [4]", "makes 1 stages of model.n_layers = 4 layers"),
+        (4, 4, "layers_per_stage = [2, 0, 1, 1]", "has an empty stage between the first and the last; leave it out"),
     ],
 )  # fmt: skip
 def test_impossible_stages_are_refused_with_a_remedy(
@@ -167,10 +165,19 @@ def test_every_remedy_for_layers_per_stage_works(schedule: str) -> None:
                 config(n_layers, pp, "\n".join(f"{key} = {value}" for key, value in text.items()))
 
 
-def test_a_split_by_hand_may_leave_the_embedding_alone() -> None:
-    names = '[["embedding"], ["layers.0", "layers.1", "norm", "head"]]'
-    stages = make_stages(config(2, 2, f"module_names = {names}"))
+def test_a_list_of_layers_may_leave_the_embedding_alone() -> None:
+    stages = make_stages(config(2, 2, "layers_per_stage = [0, 2]"))
     assert [str(stage) for stage in stages] == ["embedding", "layers 0-1, norm and head"]
+
+
+def test_the_former_key_of_modules_splits_as_a_list_of_their_layers() -> None:
+    former = config(
+        3, 2, 'module_names = [["embedding", "layers.0"], ["layers.1", "layers.2", "norm", "head"]]'
+    )
+    assert former.pipeline.layers_per_stage == (1, 2)
+    assert make_stages(former) == make_stages(config(3, 2, "layers_per_stage = [1, 2]"))
+    assert parse_toml_text(to_toml(former)) == former
+    assert any("pipeline.module_names (replaced by" in line for line in unused_keys(former, []))
 
 
 def test_the_table_shows_rank_work_and_layers_of_each_stage() -> None:
