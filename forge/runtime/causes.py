@@ -177,6 +177,10 @@ class Cause(StrEnum):
         *("not_written", _COSTS, "lines or a status could not be written; they wait in memory"),
         "Make room on the disk of the run directory, or look at its mount.",
     )
+    NOT_REMOVED = (
+        *("not_removed", _COSTS, "an old checkpoint, state, copy or leftover could not be removed"),
+        "Look at its permissions and whether a process has it open. Every save tries again.",
+    )
     STRAGGLER = (
         *(
             "straggler",
@@ -192,10 +196,6 @@ class Cause(StrEnum):
     LEFTOVER = (
         *("leftover", _NOTE, "the leftover of a killed save was removed"),
         "Nothing.",
-    )
-    NOT_REMOVED = (
-        *("not_removed", _NOTE, "an old checkpoint, state, copy or leftover could not be removed"),
-        "Look at its permissions and whether a process has it open. Every save tries again.",
     )
     SET_ASIDE = (
         *("set_aside", _NOTE, "a new history, or an older step to continue: later files are renamed"),

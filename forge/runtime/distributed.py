@@ -77,10 +77,10 @@ def _attempt(what: str, work: Callable[[], Result]) -> tuple[Result | None, _Fai
     except UserError as error:
         return None, _Failure(str(error), error.cause, error.exit_code)
     except Exception as error:
-        cause = cause_of(error)
         if not isinstance(error, OSError):  # such as a full disk: a traceback would not help
-            log.warning("%s failed on this rank", what, exc_info=True, extra=cause.mark)
-        return None, _Failure(describe(error), cause)
+            # What follows is up to whoever asked for the work.
+            log.warning("%s failed on this rank", what, exc_info=True, extra=Cause.NOTE.mark)
+        return None, _Failure(describe(error), cause_of(error))
 
 
 def _raise_first(what: str, failures: list[_Failure | None], group: dist.ProcessGroup | None) -> None:

@@ -210,7 +210,7 @@ def inspected(capsys, folder: Path, step: int, *options: str) -> list[int]:
     return [json.loads(line)["tokens"][0] for line in capsys.readouterr().out.splitlines()]
 
 
-@pytest.mark.planted("bad_steps", "changed_data")
+@pytest.mark.planted("changed_data", "bad_steps")
 def test_d2_a_roll_back_over_the_change_passes_over_samples_of_both_mixtures(tmp_path, capsys) -> None:
     """The checkpoint that is returned to knows only the mixture before."""
     run = Run(tmp_path, *NUMBERED, "--resilience.max_skipped_steps=3")

@@ -68,6 +68,7 @@ def test_r8_a_refused_start_changes_nothing_but_the_reason(
     refused(run, option, code=code)
     after = run.status()
     assert "the last start was refused: " in after.pop("reason") and before.pop("reason")
+    assert after.pop("cause") in ("changed_settings", "configuration")
     assert after == before and run.metrics() == metrics and run.checkpoints() == checkpoints
     assert run.events("failed")[-1]["step"] == 6
     assert "new history" not in run.log()
@@ -118,6 +119,7 @@ def test_s11_lines_that_a_crash_lost_are_reported_at_the_resume(tmp_path) -> Non
     assert run.log().count("no training line") == 1
 
 
+@pytest.mark.planted()
 def test_s11_metrics_and_events_are_on_disk_before_the_manifest_of_their_step(tmp_path) -> None:
     """By the order of the calls: each file is synced after its last line of the step and before the manifest."""
     run = Run(tmp_path, "--checkpoint.mode=sync")

@@ -69,6 +69,7 @@ def test_n1_looking_into_a_step_changes_nothing(tmp_path, model: tuple[str, ...]
     assert does_not.events("skipped")[0]["cause"] == "skipped"
 
 
+@pytest.mark.planted("bad_steps", "stopped")
 @pytest.mark.parametrize(
     "layout", [pytest.param(one, marks=pytest.mark.slow) if one != "fsdp 2" else one for one in TWO_RANKS]
 )
@@ -91,6 +92,7 @@ def test_n2_bad_data_is_rolled_back_over_and_never_seen_again(tmp_path, layout: 
     assert tensor_files(never, 10) == tensor_files(run, 10)
 
 
+@pytest.mark.planted("bad_steps", "killed")
 @pytest.mark.parametrize("model", [(), EXPERTS], ids=["dense", "moe"])
 def test_n2_a_kill_right_after_a_rollback_does_not_forget_it(tmp_path, model: tuple[str, ...]) -> None:
     patch = "tests.support.spoil:samples_32_to_55"
@@ -106,6 +108,7 @@ def test_n2_a_kill_right_after_a_rollback_does_not_forget_it(tmp_path, model: tu
     assert tensor_files(killed, 10) == tensor_files(whole, 10)
 
 
+@pytest.mark.planted("bad_steps", "killed")
 def test_n2_a_kill_in_the_middle_of_a_rollback_loses_nothing(tmp_path) -> None:
     whole, killed = Run(tmp_path / "whole", THREE), Run(tmp_path / "killed", THREE)
     patch = "tests.support.spoil:samples_32_to_55"

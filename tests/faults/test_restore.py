@@ -150,6 +150,7 @@ def test_s9_a_missing_or_unreadable_index_is_rebuilt_from_the_manifests(tmp_path
     assert copies(mirror)[-1] == 10
 
 
+@pytest.mark.planted()
 def test_s9_a_store_that_refuses_the_newest_copy_stops_the_run_and_costs_no_copy(
     tmp_path, monkeypatch
 ) -> None:
@@ -173,6 +174,7 @@ def test_s9_a_store_that_refuses_the_newest_copy_stops_the_run_and_costs_no_copy
     assert restore(f"file://{mirror}", tmp_path / "new") == 6
 
 
+@pytest.mark.planted()
 def test_s9_copies_of_steps_that_a_history_went_back_from_are_not_in_a_rebuilt_index(tmp_path) -> None:
     from forge.checkpoint.mirror import Mirror
 

@@ -310,7 +310,7 @@ def test_s4_without_a_limit_a_run_trains_on_and_fails_only_at_its_last_save(tmp_
     assert "the last checkpoint, of step 10, failed" in run.status()["reason"]
 
 
-@pytest.mark.planted("stopped", "save_failed")
+@pytest.mark.planted("save_failed", "stopped")
 def test_s4_the_last_save_is_tried_again_when_it_failed_in_the_background(tmp_path, undisturbed) -> None:
     """A signal in step 5 stops the run after step 6, whose save is under way by then and will fail."""
     run = Run(tmp_path)

@@ -1,10 +1,12 @@
 """A step whose loss or gradient is not finite changes nothing, on any rank, and is counted."""
 
+import pytest
 import torch
 
 from tests.support.runs import Run, tensor_files
 
 
+@pytest.mark.planted("transient")
 def test_n1_one_bad_gradient_on_one_rank_makes_all_skip_and_the_run_goes_on(tmp_path) -> None:
     run = Run(tmp_path)
     assert run.start(world=2, patch="tests.train.test_skips:spoil_step_3_on_rank_1").join() == [0, 0]
@@ -14,6 +16,7 @@ def test_n1_one_bad_gradient_on_one_rank_makes_all_skip_and_the_run_goes_on(tmp_
     assert all(line["loss"] is not None for line in lines)
 
 
+@pytest.mark.planted("transient")
 def test_n1_a_skipped_step_leaves_parameters_moments_and_counters_as_they_were(tmp_path) -> None:
     """The run whose third step is spoiled saves, after it, what it had saved after the second."""
     run = Run(tmp_path, "--checkpoint.interval=1", "--checkpoint.keep_last=100", "--train.steps=4")
