@@ -52,10 +52,7 @@ class DataParallel(Protocol):
         """Complete these reductions: the gradients of `shards` are sums over data ranks."""
 
     def after_update(self, copied: Collection[Tensor] = ()) -> None:
-        """Call after `shards` have been written to: the model computes with their values from now on.
-
-        copied: parameters of shards whose `copies` have been written, too.
-        """
+        """Call after `shards`, and `copies` of those in `copied`, have been written to: the model uses them from now on."""
 
     def zero_gradients(self) -> None:
         """Discard the gradients."""

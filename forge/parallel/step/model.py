@@ -123,9 +123,9 @@ class ParallelModel:
         return None if self._routers is None else self._routers.update(skip)
 
     def after_update(self, copied: Collection[Tensor] = ()) -> None:
-        """Recompute what derives from the parameters. Call after each optimizer step, and after a load into a used model.
+        """Recompute what derives from the parameters, but for `copies` of those in `copied`, which have been written, too.
 
-        copied: parameters of shards whose `copies` the optimizer has written, too.
+        Call after each optimizer step, and after a load into a used model.
         """
         for engine in self._engines:
             engine.after_update(copied)
