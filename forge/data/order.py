@@ -212,22 +212,13 @@ class Order:
         }
 
     @classmethod
-    def restored(cls, state: Mapping[str, Any] | None, inputs: Mapping[str, Any]) -> Order:
-        """Return a checkpoint's order from what `state` returned and from its fingerprints (`input_fingerprints`).
-
-        Checkpoints of earlier versions have no such state: there one mixture is in force from the beginning.
-        """
-        seed = inputs["run.seed"]
-        if state is not None:
-            segments = [
-                Segment(one["start"], one["block"], tuple(one["weights"]), tuple(one["drawn"]))
-                for one in state["segments"]
-            ]
-            return cls(seed, state["sources"], segments)
-        numbers = range(sum(key.endswith("].path") for key in inputs))
-        sources = numbered([inputs[f"data.sources[{number}].path"] for number in numbers])
-        weights = [inputs[f"data.sources[{number}].weight"] for number in numbers]
-        return cls.beginning(seed, sources, weights, inputs["data.mixture_block"])
+    def restored(cls, state: Mapping[str, Any], seed: int) -> Order:
+        """Return the order of a checkpoint from the result of `state` and from `run.seed`."""
+        segments = [
+            Segment(one["start"], one["block"], tuple(one["weights"]), tuple(one["drawn"]))
+            for one in state["segments"]
+        ]
+        return cls(seed, state["sources"], segments)
 
 
 def _uncapped(

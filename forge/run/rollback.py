@@ -84,7 +84,7 @@ def sync_rollback_history(
 
     def merge() -> list[Rollback]:
         found = read_rollbacks(directory)
-        written = [Rollback.read(one, progress.order) for one in found] if own else []
+        written = [Rollback(**one) for one in found] if own else []
         # A new one may be equal to one before, where the same trouble has come back, and counts.
         known = [*written, *(one for one in progress.rollbacks if one not in written), *new]
         if [asdict(one) for one in known] != found:

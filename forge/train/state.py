@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -23,16 +23,6 @@ class Rollback(PassedOver):
 
     from_step: int
     to_step: int
-
-    @classmethod
-    def read(cls, state: dict[str, Any], order: Order) -> Rollback:
-        """Return the one that was saved as `state` in a history of this order."""
-        rollback = cls(**state)
-        if "drawn" in state:
-            return rollback
-        # Earlier versions had the global samples only, and one mixture from the beginning.
-        whole = order.passing_over([])
-        return replace(rollback, drawn=whole.between(rollback.first_sample, rollback.end_sample))
 
 
 @dataclass
@@ -92,9 +82,9 @@ class Progress:
         state = saved["progress"]
         for key in ("step", "next_sample", "tokens", "skipped_in_a_row"):
             setattr(self, key, int(state[key]))
-        self.order = Order.restored(state.get("order"), saved["inputs"])
-        self.pass_over([Rollback.read(one, self.order) for one in state.get("rollbacks", ())])
-        self.spikes.load(state.get("spikes", ()))
+        self.order = Order.restored(state["order"], saved["inputs"]["run.seed"])
+        self.pass_over([Rollback(**one) for one in state["rollbacks"]])
+        self.spikes.load(state["spikes"])
 
 
 def model_tensors(model: ParallelModel) -> dict[str, tuple[Shard, Tensor]]:

@@ -83,7 +83,7 @@ def dataset_of_run(config: Config, last: int) -> PackedDataset:
                 )
         progress.load(state)
     if directory.rollbacks.exists():
-        known = [Rollback.read(one, progress.order) for one in json.loads(directory.rollbacks.read_text())]
+        known = [Rollback(**one) for one in json.loads(directory.rollbacks.read_text())]
         progress.pass_over([*known, *(one for one in progress.rollbacks if one not in known)])
     phases = Phases(config)
     order = dataset.continuing(progress.order, progress.next_sample, phases.at(progress.tokens).weights)
