@@ -25,6 +25,7 @@ SOURCES = $$($(BIN)/python -c "import sysconfig as s; print(s.get_path('stdlib')
 TESTS_OF_parallel := tests/equivalence
 TESTS_OF_train := tests/end_to_end
 TESTS_OF_resilience := tests/faults
+TESTS_OF_run := tests/faults
 TESTS := $(if $(ROOM),tests/$(ROOM) $(TESTS_OF_$(ROOM)))
 
 # Where the environment forbids to keep bytecode, each of a thousand processes of a test run would compile forge again.

@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 
 from forge.data.build import input_fingerprints
 from forge.data.dataset import PackedDataset
-from forge.data.mixture import Mixture
-from forge.data.order import merge, nth_outside, numbered
 from forge.train.state import Progress, Rollback
 from tests.support.streams import Numbers
 
@@ -117,42 +115,3 @@ def test_every_sample_is_read_once_in_any_history(mixture, steps) -> None:
     history.go_on(100)
     history.check()
     assert len(history.progress.order.segments) <= 1 + len(steps)
-
-
-@pytest.mark.long
-@settings(max_examples=100, deadline=None)
-@given(
-    weights=st.lists(st.sampled_from([0.1, 0.3, 1.0, 2.5]), min_size=1, max_size=3),
-    position=st.integers(0, 150),
-    saved=st.lists(st.tuples(st.integers(0, 200), st.integers(0, 60)), max_size=2),
-    written=st.lists(st.tuples(st.integers(0, 200), st.integers(0, 60)), max_size=2),
-)
-def test_checkpoints_of_earlier_versions_continue_as_they_would_have(
-    weights, position, saved, written
-) -> None:
-    """They hold one number and ranges of such numbers, read as if one mixture had always held."""
-    dataset = PackedDataset([Numbers("a", 30) for _ in weights], weights, 1, seed=4, block=16)
-
-    def rollbacks(ranges):
-        return [
-            {"from_step": 3, "to_step": 1, "first_sample": first, "end_sample": first + length}
-            for first, length in ranges
-        ]
-
-    numbers = {"step": 5, "next_sample": position, "tokens": 0, "skipped_in_a_row": 0}
-    progress = Progress(dataset.order)
-    progress.load(
-        {"progress": numbers | {"rollbacks": rollbacks(saved)}, "inputs": input_fingerprints(dataset, None)}
-    )
-    progress.pass_over(
-        [*(Rollback.read(one, progress.order) for one in rollbacks(written)), *progress.rollbacks]
-    )
-    progress.order = dataset.continuing(progress.order, progress.next_sample)
-    assert len(progress.order.segments) == 1
-
-    gaps = merge((first, first + length) for first, length in [*saved, *written])
-    mixture = Mixture(weights, seed=4, block=16)
-    expected = [mixture.turn(nth_outside(position, n, gaps)) for n in range(200)]
-    samples = [progress.order.nth(progress.next_sample, n) for n in range(200)]
-    assert [progress.order.locate(sample) for sample in samples] == expected
-    assert progress.order.sources == tuple(numbered("a" * len(weights)))
