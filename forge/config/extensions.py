@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import cache
 from typing import Any
 
@@ -19,15 +19,14 @@ OPTIMIZER_METHODS = ("step", "tensors", "state", "load_state")
 
 def import_paths(config: Config) -> dict[str, str]:
     """Return key -> import path for every class and function that a configuration names."""
-    named: dict[str, Collection[Any]] = {
+    plan = config.parallel.tp_plan
+    named: dict[str, Sequence[str]] = {
         "model.kind": [config.model.kind],
         "optimizer.name": [config.optimizer.name],
-        "parallel.tp_plan": [config.parallel.tp_plan],
+        "parallel.tp_plan": [plan] if isinstance(plan, str) else [],
         "train.hooks": config.train.hooks,
     }
-    return {
-        key: path for key, paths in named.items() for path in paths if isinstance(path, str) and ":" in path
-    }
+    return {key: path for key, paths in named.items() for path in paths if ":" in path}
 
 
 def require_trust(config: Config, source: str, keys: Collection[str] | None = None) -> None:

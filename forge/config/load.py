@@ -273,7 +273,7 @@ def _override(values: Values, key: str, text: str) -> Problem | None:
             return Problem(argument, f"{'.'.join(path[:depth])} is not a section, so no key in it can be set")
     try:
         kinds = members(known.annotation) if (known := keys().get(key)) else []
-        is_table = text.startswith("{") and dict in [get_origin(kind) for kind in kinds]
+        is_table = text.startswith("{") and any(get_origin(kind) is dict for kind in kinds)
         table[path[-1]] = from_literal(text, str in kinds and not is_table)
     except ValueError as error:
         return Problem(argument, str(error))
