@@ -5,12 +5,15 @@ import functools
 import pkgutil
 import re
 from collections.abc import Iterator
+from dataclasses import FrozenInstanceError
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+import torch
 
 from forge.runtime import tools
+from forge.shard import Shard
 from tests.support import sizes
 
 ROOT = Path(__file__).parents[1]
@@ -133,10 +136,22 @@ def at_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
                     yield from at_import(inner.body if isinstance(inner, ast.ExceptHandler) else [inner])
 
 
+CODE = [*FILES, *(path for room in ("scripts", "benchmarks") for path in (ROOT / room).rglob("*.py"))]
+
+
 def test_only_tests_import_unittest() -> None:
     imports = re.compile(r"^\s*(import|from) unittest", re.MULTILINE)
-    files = [*FILES, *(path for room in ("scripts", "benchmarks") for path in (ROOT / room).rglob("*.py"))]
-    assert not [path for path in files if imports.search(path.read_text())]
+    assert not [path for path in CODE if imports.search(path.read_text())]
+
+
+def test_one_function_makes_the_optimizer_step() -> None:
+    calls = re.compile(r"(?<!def )clip_gradients\(")
+    assert [path for path in CODE if calls.search(path.read_text())] == [FORGE / "train" / "step.py"]
+
+
+def test_a_shard_is_immutable() -> None:
+    with pytest.raises(FrozenInstanceError):
+        Shard.whole("w", torch.zeros(2)).heads = 2  # type: ignore[misc]
 
 
 def test_no_class_is_replaced_no_state_is_hidden_and_no_import_is_for_types_alone() -> None:

@@ -263,7 +263,9 @@ def test_a_long_wait_is_reported_with_its_cause(store, tmp_path, monkeypatch, ca
 
     warn = read_ahead.log.warning
     monkeypatch.setattr(
-        read_ahead.log, "warning", lambda text, *values: (warn(text, *values), Listener(text % values))
+        read_ahead.log,
+        "warning",
+        lambda text, *values, **marks: (warn(text, *values, **marks), Listener(text % values)),
     )
     # The store is unwell until the wait has been reported.
     store.fault = lambda request: None if reported.is_set() or not request.range else "503"

@@ -14,7 +14,7 @@ def _asked(rank: int, world: int, text: str) -> list[str]:
 
     class Engine:
         def __getattr__(self, name):
-            def note(**arguments):
+            def note(*_, **arguments):
                 asked.append(" ".join([name, *map(str, arguments.values())]))
 
             return note

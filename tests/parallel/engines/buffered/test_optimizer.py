@@ -8,8 +8,10 @@ from torch import Tensor
 
 from forge.config import parse_toml_text
 from forge.optim import build_optimizer
+from forge.optim.compiled import CompiledAdamW, update_elements
 from forge.parallel.step.gradients import clip_gradients, report_gradients
 from forge.shard import Shard
+from forge.train.step import optimizer_step
 from tests.support.buffers import ENGINES, SMALL, build, engine_config
 from tests.support.equivalence import whole
 from tests.support.harness import run_ranks
@@ -158,3 +160,29 @@ def _skipped(rank: int, world: int, text: str) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_skipped_step_leaves_everything_as_it_was(engine: str) -> None:
     run_ranks(_skipped, 2, engine_config(engine, SMALL, formats=("float32", "bfloat16", "float32")))
+
+
+def _computed_with(rank: int, world: int, text: str, given: bool) -> list[Tensor]:
+    """The weights that the model computes with after two steps of an optimizer that was `given` their place, or was not."""
+    model, engine, batches = build(text, world)
+    config = parse_toml_text(text)
+    copies = model.copies if given else None
+    optimizer = build_optimizer(model.shards, config.optimizer, None, config.compile, copies)
+    assert isinstance(optimizer, CompiledAdamW)
+    optimizer._kernel = update_elements
+    memories = [memory for buffer in engine.buffers for memory in buffer.buckets]
+    held = [memory for memory in memories if any(shard.boxes for shard in memory.shards)]
+    assert all(memory.is_copied(optimizer.copies) == given for memory in held)
+    for _ in range(2):
+        optimizer_step(model, optimizer, next(batches), LR, max_norm=1.0)
+    engine.finish_parameter_sync()
+    return [buffer.compute.clone() for buffer in engine.buffers]
+
+
+def test_weights_that_the_optimizer_writes_are_those_that_a_copy_of_the_masters_makes() -> None:
+    text = engine_config("zero1", SMALL, formats=("float32", "bfloat16", "float32"))
+    text += '\n[compile]\noptimizer = true\nbackend = "eager"\n'
+    for found, expected in zip(
+        *(run_ranks(_computed_with, 2, text, given) for given in (True, False)), strict=True
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
