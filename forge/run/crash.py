@@ -47,13 +47,17 @@ class CrashReporter:
     def watchdog_ends(self, alarm: Alarm, step: int) -> None:
         """Report that the watchdog ends this process: its own bound is exceeded, or another rank has raised an alarm."""
         expired = alarm.exit_code == WATCHDOG
-        if self._world.rank == 0:
+        # Who broke a connection is known after the roll call only.
+        early = alarm.cause is not Cause.CONNECTION_LOST
+        if self._world.rank == 0 and early:
             stacks = f"; stacks of every rank are in {self._reporter.directory.logs}" if expired else ""
             self._reporter.ended("failed", alarm.reason + stacks, *alarm[1:])
         if self._world.size > 1 and expired:
             self._roll_call.raise_alarm(alarm._replace(reason=f"rank {self._world.rank}: {alarm.reason}"))
         # All ranks wait, so that none is torn down by another's end before it has written its stacks.
         found = self._find_first(alarm, quiet_s=PATIENCE_S)
+        if self._world.rank == 0 and not early:
+            self._reporter.ended("failed", *found)
         if self._world.rank == 0 and expired:
             self._reporter.event(Cause.WATCHDOG, step=step, reason=alarm.reason, roll_call=found.reason)
 

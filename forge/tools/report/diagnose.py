@@ -58,10 +58,13 @@ def diagnose(path: Path) -> str:
 
 
 def read_incidents(run: RunRecord) -> list[Incident]:
-    """Return the incidents of all events and logs, the worst first: those that ended a start before others, then by time."""
+    """Return the incidents of all events and logs, the worst first: failures of a start before others, then by time."""
     of_starts = [one for events in _starts_of(run) for one in _of_start(events, _was_killed(run, events))]
     found = [*of_starts, *_of_logs(run.path / "logs")]
-    return sorted(found, key=lambda one: (one.cause.severity, not one.ends, one.when))
+    worst = Severity.ENDS
+    return sorted(
+        found, key=lambda one: (one.cause.severity, one.cause.severity is worst and not one.ends, one.when)
+    )
 
 
 def named_first(run: RunRecord) -> Cause | None:
