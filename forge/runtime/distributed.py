@@ -78,7 +78,7 @@ def _attempt(what: str, work: Callable[[], Result]) -> tuple[Result | None, _Fai
         return None, _Failure(str(error), error.cause, error.exit_code)
     except Exception as error:
         if not isinstance(error, OSError):  # such as a full disk: a traceback would not help
-            # What follows is up to whoever asked for the work.
+            # What follows is up to the caller that asked for the work.
             log.warning("%s failed on this rank", what, exc_info=True, extra=Cause.NOTE.mark)
         return None, _Failure(describe(error), cause_of(error))
 
