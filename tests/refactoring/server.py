@@ -3,7 +3,7 @@
 Started as a script, with the checkout as PYTHONPATH and working directory: `python -P server.py JOBS.json`. It imports
 torch and the checkout's forge once, and forks every rank from there. The server itself never computes and never joins a
 process group, so a rank starts from the same state as a fresh interpreter. It depends on forge's command line, run directory
-and `forge.run.launch.main`, and on nothing else inside.
+and the `main` that `train.py` imports, and on nothing else inside.
 
 JOBS.json: {"checkout": folder, "cores": ranks at once, "jobs": [{"name": text, "folder": working folder, "options": [...],
 "phases": [{"options": [...], "world": ranks, "fault": text}], "keep": folder or null, "start": folder or null}]}.
@@ -161,10 +161,10 @@ def start_rank(rank: int, world: int, argv: list[str], environment: dict[str, st
             )
         import torch
 
-        from forge.run.launch import main as train
-
         torch.set_num_threads(1)
-        code = train(argv)
+        # Older checkouts have the command in another module: the one that their train.py imports.
+        (module,) = re.findall(r"from (forge[.\w]+launch) import main", Path("train.py").read_text())
+        code = importlib.import_module(module).main(argv)
     except BaseException:
         traceback.print_exc()
     os._exit(code)
