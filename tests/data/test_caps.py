@@ -42,8 +42,7 @@ def test_a_run_that_resumes_anywhere_reads_the_samples_of_one_that_never_stopped
     for stop in (0, 1, 99, 100, 101, 250, 400, 500):
         saved = dataset.order.state()
         again = data({"a": 1, "b": 1, "c": 2}, SIZES, {"a": 2.5, "c": 1})
-        inputs = {"run.seed": 3}
-        order = again.continuing(Order.restored(saved, inputs), stop)
+        order = again.continuing(Order.restored(saved, seed=3), stop)
         assert read(again.following(order), 0, 700) == expected
         assert len(order.segments) == 3, "a resume adds no segment"
 

@@ -71,6 +71,7 @@ def test_r3_a_finished_run_goes_on_with_more_steps(tmp_path) -> None:
     assert_same_history(extended, whole)
 
 
+@pytest.mark.planted()
 def test_r4_learning_rate_logging_and_layout_may_change_on_resume_and_take_effect(tmp_path) -> None:
     run = Run(tmp_path)
     assert run("--train.steps=5") == 0

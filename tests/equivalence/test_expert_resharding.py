@@ -125,10 +125,10 @@ def test_every_layout_reads_the_same_numbers(loaded: str, variant: str, saved) -
 
 def _with_local_indices(rank: int, world: int, keys: str, folder: str, begin: int, end: int) -> dict:
     """Each rank saves its experts as if they were all there are, so that one rank's are kept."""
-    from forge.train import optimizers
+    from forge.run import restore
     from tests.support import resharding
 
-    everything = optimizers.all_tensors
+    everything = restore.all_tensors
 
     def renumbered(model: Any, optimizer: Any) -> dict:
         tensors = everything(model, optimizer)
@@ -138,7 +138,7 @@ def _with_local_indices(rank: int, world: int, keys: str, folder: str, begin: in
                 tensors[name] = replace(shard, boxes=first, global_shape=shard.data.shape), values
         return tensors
 
-    optimizers.all_tensors = resharding.all_tensors = renumbered
+    restore.all_tensors = resharding.all_tensors = renumbered
     return train_part(rank, world, keys, folder, begin, end)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -266,8 +267,8 @@ def clipped_without_pp() -> None:
     real_meshes, real_report = compare.make_meshes, compare.report_gradients
     made = []
 
-    def meshes(*arguments):
-        made.append(real_meshes(*arguments))
+    def meshes(*arguments, **keys):
+        made.append(real_meshes(*arguments, **keys))
         return made[-1]
 
     def report(*arguments, **keys):
@@ -295,7 +296,7 @@ def labels_for_the_last_stage_only() -> None:
 
     def without(self, part, x, inputs):
         labels = inputs.labels if part.stage.head else None
-        return forward(self, part, x, inputs._replace(labels=labels))
+        return forward(self, part, x, replace(inputs, labels=labels))
 
     PipelinedModel.run_forward = without  # type: ignore[method-assign]
 

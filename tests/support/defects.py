@@ -90,7 +90,7 @@ def positions_from_0() -> None:
     def part(self: Any, batch: Any) -> Any:
         inputs = local(self, batch)
         seq = inputs.tokens.shape[1]
-        return inputs._replace(positions=torch.arange(seq).expand_as(inputs.tokens))
+        return replace(inputs, positions=torch.arange(seq).expand_as(inputs.tokens))
 
     SequenceSplit.local_part = part
 
@@ -104,7 +104,7 @@ def documents_counted_from_each_chunk() -> None:
     def part(self: Any, batch: Any) -> Any:
         inputs = local(self, batch)
         chunks = inputs.documents.unflatten(1, (2 * self.ranks, -1))
-        return inputs._replace(documents=(chunks - chunks[:, :, :1]).flatten(1))
+        return replace(inputs, documents=(chunks - chunks[:, :, :1]).flatten(1))
 
     SequenceSplit.local_part = part
 

@@ -22,7 +22,8 @@ def fast_layer_and_slow_rank() -> None:
     update = AdamW.step
 
     def step(self: AdamW, lr: float, skip: Tensor) -> None:
-        fast = [shard.data for shard in self._shards if shard.name.startswith("layers.2.")]
+        shards = [shard for group in self._groups for shard in group]
+        fast = [shard.data for shard in shards if shard.name.startswith("layers.2.")]
         before = [values.clone() for values in fast]
         update(self, lr, skip)
         for values, old in zip(fast, before, strict=True):
