@@ -114,7 +114,7 @@ SMALL_SWEEP = {
 # Runs every task of a job array, one after the other.
 SBATCH = """#!/bin/bash
 last=$(sed -n 's/^#SBATCH --array=0-\\([0-9]*\\)%.*/\\1/p' "$1")
-for task in $(seq 0 "$last"); do SLURM_ARRAY_TASK_ID=$task bash "$1" >> array.log 2>&1 || exit 1; done
+for task in $(seq 0 "$last"); do SLURM_ARRAY_JOB_ID=1 SLURM_ARRAY_TASK_ID=$task bash "$1" >> array.log 2>&1 || exit 1; done
 """
 
 
