@@ -113,7 +113,7 @@ class MetricsWriter(Hook):
         return self._log is not None and (self.is_due(result.step) or result.skipped)
 
     def publish(self, step: int, fields: Mapping[str, Any]) -> None:
-        """Add fields to the training line of `step`. Call it in `after_result`, before the line is written."""
+        """Add fields to the training line of `step`. For hooks that precede this one: its `after_result` writes the line."""
         if self._published.get("step") != step:
             self._published = {"step": step}
         self._published |= fields

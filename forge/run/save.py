@@ -44,7 +44,7 @@ class Saves(Hook):
     def after_step(self, step: int) -> None:
         """Save if it is due. The last step of the run is saved in any case, and waited for."""
         trainer, interval = self._trainer, self._config.interval
-        due = trainer.results.save_requested if interval is None else trainer.is_due(interval)
+        due = trainer.results.save_requested or (interval is not None and trainer.is_due(interval))
         if due and step < trainer.config.train.steps:
             self._save(step, last=False)
         self._report(self._checkpoints.poll())

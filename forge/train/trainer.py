@@ -72,7 +72,7 @@ class Trainer:
             config, reporter.world, reporter.directory, flops, self.collector, reporter.running
         )
         self.results = StepResults(self.device, with_routers=self.metrics.wants_routers)
-        self._wants_save = False
+        self._wants_save = self._reported_save = False
         self.hooks = Hooks()
 
         self.batches: Loader
@@ -113,7 +113,8 @@ class Trainer:
         report = self.anomalies.examine(step, batch, sums, report)
         update, max_norm = self.hooks.around("optimizer", step), config.train.grad_clip_norm
         routers = apply_gradients(self.model, self.optimizer, report, lr, max_norm, update)
-        self._wants_save = False
+        # A request made since the gradients were reported goes with the next ones.
+        self._wants_save = self._wants_save and not self._reported_save
         self.progress.advance(plan)
         self.results.push(
             StepInfo(step, self.progress.tokens, lr, self.progress.next_sample), sums, report, routers
@@ -123,6 +124,7 @@ class Trainer:
         """Leave the gradient of the whole global batch in the shards; return the loss and the gradient's norm."""
         sums = compute_gradients(self.model, batch)
         stop = self.signals.reason is not None
+        self._reported_save = self._wants_save
         report = report_gradients(self.model.shards, sums.objective, stop=stop, save=self._wants_save)
         return sums, report
 
@@ -157,7 +159,7 @@ class Trainer:
         self.signals.reason = self.signals.reason or reason
 
     def request_save(self) -> None:
-        """Ask all ranks for a checkpoint. They learn of the request with the norm of this step's gradient."""
+        """Ask all ranks for a checkpoint. They learn of the request with the norm of the next gradient."""
         self._wants_save = True
 
     def renew_optimizer(self) -> None:

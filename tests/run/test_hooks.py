@@ -57,6 +57,16 @@ class Stopping(Hook):
             self._trainer.request_stop("rank 1 has seen enough")
 
 
+class Saving(Hook):
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def after_result(self, result: StepResult) -> None:
+        """Rank 1 asks when the gradients of step 4 have been reported already."""
+        if result.step == 3 and self._trainer.reporter.world.rank == 1:
+            self._trainer.request_save()
+
+
 class NoHook:
     pass
 
@@ -93,6 +103,13 @@ def test_a_hook_learns_of_a_rollback(tmp_path) -> None:
     recorded = calls(run)
     at = recorded.index("after_rollback 4")
     assert "after_result 7" in recorded[:at] and recorded[at + 1] == "before_step 5"
+
+
+@pytest.mark.parametrize("interval", ["0", "100"])
+def test_a_hook_s_request_for_a_checkpoint_on_one_rank_is_met_once(tmp_path, interval: str) -> None:
+    run = Run(tmp_path, hooks("Saving"), "--train.steps=10", f"--checkpoint.interval={interval}")
+    assert run(world=2) == 0, run.output()
+    assert run.checkpoints() == ["step-00000006", "step-00000010"]
 
 
 def test_an_empty_hook_is_never_called() -> None:

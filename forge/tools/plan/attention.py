@@ -54,12 +54,16 @@ class PlannedAttention(SdpaAttention):
 
 
 class PlannedGathered(AllGatherAttention):
+    """All-gather attention whose table is made from real positions."""
+
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
         with _disable_current_modes():  # positions are numbers, on which tables depend
             return super().prepare(mask, x)
 
 
 class PlannedRing(RingAttention):
+    """Ring attention whose table is made from real positions."""
+
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
         with _disable_current_modes():
             return super().prepare(mask, x)
@@ -73,6 +77,8 @@ def visible_scores(window: int, _documents: Any, queries: Tensor, keys: Tensor) 
 
 
 class PlannedKernel(FlexKernel):
+    """The kernel of a ring step. Its table is the number of visible scores."""
+
     make_table = staticmethod(visible_scores)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, table: Any, soft_cap: float) -> tuple[Tensor, Tensor]:
