@@ -31,20 +31,19 @@ class LocalDispatcher:
 
     def __init__(self, n_experts: int, drops: bool):
         self.n_experts, self.drops = n_experts, drops
-        self.sums = EAGER
+        self.kernels = EAGER
 
     def __call__(
         self, x: Tensor, experts: Tensor, weights: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        plan = sort_by_expert(experts, self.n_experts)
-        rows = spread(x, plan, self.sums)
+        rows, plan = spread(x, experts, self.n_experts, self.kernels)
         if not self.drops:
-            return combine(compute(rows, plan.counts), weights, plan, self.sums)
+            return combine(compute(rows, plan.counts), weights, plan, self.kernels)
         # Choices without an expert are sorted last, past the rows that are computed: the uninitialised memory there
         # must enter neither the outputs nor, by the first fill, the gradients.
         past = (torch.arange(rows.shape[0], device=x.device) >= plan.counts.sum()).unsqueeze(-1)
         rows = compute(rows.masked_fill(past, 0.0), plan.counts)
-        return combine(rows.masked_fill(past, 0.0), weights, plan, self.sums)
+        return combine(rows.masked_fill(past, 0.0), weights, plan, self.kernels)
 
 
 class Plan(NamedTuple):
@@ -62,12 +61,61 @@ class Plan(NamedTuple):
 def sort_by_expert(experts: Tensor, n_experts: int) -> Plan:
     """Return the plan for experts int64 `[tokens, top_k]`, each in 0 ... n_experts; n_experts means none."""
     by_expert, order = experts.flatten().sort(stable=True)
-    places = torch.empty_like(order)
-    places[order] = torch.arange(order.numel(), device=order.device)
     # Counts by bisection: bincount's output has no static size, which would make the host wait for CUDA.
     bounds = torch.arange(n_experts + 1, device=order.device)
     counts = torch.searchsorted(by_expert, bounds).diff()
-    return Plan(order, places.view_as(experts), counts)
+    return Plan(order, _inverse(order).view_as(experts), counts)
+
+
+def count_by_expert(experts: Tensor, n_experts: int) -> Plan:
+    """Return the same plan by counting instead of sorting: a few passes once compiled, many and large ones without.
+
+    No token chooses an expert twice, except n_experts.
+    """
+    indices = torch.arange(n_experts + 1, device=experts.device).unsqueeze(1)
+    columns = experts.unbind(1)
+    chosen = [(column == indices).int() for column in columns]  # each [n_experts + 1, tokens]
+    upto = sum(chosen[1:], chosen[0]).cumsum(1, dtype=torch.int32)
+    counts = upto[:, -1].long()
+    before = counts.cumsum(0) - counts
+    places = []
+    for j, column in enumerate(columns):
+        # A token's later choices of the same expert, which can only be n_experts.
+        later = sum(((column == other).int() for other in columns[j + 1 :]), torch.zeros_like(column))
+        rank = upto.gather(0, column.unsqueeze(0)).squeeze(0) - later - 1
+        places.append(before[column] + rank)
+    stacked = torch.stack(places, 1)
+    return Plan(_inverse(stacked.flatten()), stacked, counts[:-1])
+
+
+def spread_rows(x: Tensor, experts: Tensor, n_experts: int) -> tuple[Tensor, Plan]:
+    """x `[tokens, dim]`, experts int64 `[tokens, top_k]` -> rows `[tokens * top_k, dim]` sorted by expert, and the plan."""
+    compiling = torch.compiler.is_compiling()
+    plan = (count_by_expert if compiling else sort_by_expert)(experts, n_experts)
+    return x.index_select(0, plan.order // experts.shape[1]), plan
+
+
+def group_by_expert(arriving: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Group `total` rows, which are sorted by rank, then expert, by expert; arriving int64 `[ranks, local experts]`.
+
+    Return order and places, int64 `[total]`, and counts, int64 `[local experts]`, with the meanings that `Plan` has.
+    """
+    sizes = arriving.flatten()
+    ends = sizes.cumsum(0)
+    by_expert = arriving.t()
+    before = by_expert.flatten().cumsum(0).view_as(by_expert) - by_expert
+    index = torch.arange(total, device=arriving.device)
+    block = torch.searchsorted(ends, index, right=True)
+    places = index + (before.t().flatten() - (ends - sizes))[block]
+    return _inverse(places), places, arriving.sum(0)
+
+
+def _inverse(permutation: Tensor) -> Tensor:
+    """permutation int64 `[n]` -> the one that undoes it."""
+    index = torch.arange(permutation.numel(), device=permutation.device)
+    inverse = torch.empty_like(permutation)
+    inverse[permutation] = index
+    return inverse
 
 
 def add_choices(rows: Tensor, places: Tensor) -> Tensor:
@@ -103,53 +151,78 @@ def weigh_backward(
     return grad_rows, grad_weights
 
 
-class Sums(NamedTuple):
-    """What adds up rows by token. An extension point of dispatchers: replaced by the compiled functions."""
+class Kernels(NamedTuple):
+    """Functions that move and add rows. An extension point of dispatchers: replaced by the compiled functions."""
 
+    spread: Callable[..., tuple[Tensor, Plan]] = spread_rows
+    group: Callable[..., tuple[Tensor, Tensor, Tensor]] = group_by_expert
     add: Callable[..., Tensor] = add_choices
     weigh: Callable[..., Tensor] = weigh_choices
     weigh_backward: Callable[..., tuple[Tensor, Tensor]] = weigh_backward
 
 
-EAGER = Sums()
+EAGER = Kernels()
 
 
-def spread(x: Tensor, plan: Plan, sums: Sums = EAGER) -> Tensor:
-    """x `[tokens, dim]` -> rows `[tokens * top_k, dim]` sorted by expert; with top_k = 1 a permutation."""
-    return _Spread.apply(x, plan.order, plan.places, sums)
+def spread(x: Tensor, experts: Tensor, n_experts: int, kernels: Kernels = EAGER) -> tuple[Tensor, Plan]:
+    """x `[tokens, dim]`, experts int64 `[tokens, top_k]` -> rows `[tokens * top_k, dim]` sorted by expert, and the plan."""
+    rows, *plan = _Spread.apply(x, experts, n_experts, kernels)
+    return rows, Plan(*plan)
 
 
-def combine(rows: Tensor, weights: Tensor, plan: Plan, sums: Sums = EAGER) -> Tensor:
+def combine(rows: Tensor, weights: Tensor, plan: Plan, kernels: Kernels = EAGER) -> Tensor:
     """rows `[tokens * top_k, dim]` sorted by expert, weights `[tokens, top_k]` -> weighted sums `[tokens, dim]`.
 
     The result has rows' dtype. Sums are in promote(float32, rows), one choice at a time, so that no
     `[tokens, top_k, dim]` exists in that dtype.
     """
-    return _Combine.apply(rows, weights, plan.order, plan.places, sums)
+    return _Combine.apply(rows, weights, plan.order, plan.places, kernels)
+
+
+def permute(rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
+    """rows `[n, dim]` -> `rows[order]`; order and places int64 `[n]` undo each other."""
+    return _Permute.apply(rows, order, places)
 
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, places: Tensor, sums: Sums) -> Tensor:
-        ctx.save_for_backward(places)
-        ctx.sums = sums
-        return x.index_select(0, order // places.shape[1])
+    def forward(ctx: Any, x: Tensor, experts: Tensor, n_experts: int, kernels: Kernels) -> tuple[Tensor, ...]:
+        rows, plan = kernels.spread(x, experts, n_experts)
+        ctx.mark_non_differentiable(*plan)
+        ctx.set_materialize_grads(False)  # no zeros for the plan's tensors in backward
+        ctx.save_for_backward(plan.places)
+        ctx.kernels = kernels
+        return rows, *plan
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor | None, *_plan: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         # index_select's own backward adds atomically, and in the compute dtype.
-        return ctx.sums.add(grad, *ctx.saved_tensors), None, None, None
+        return None if grad is None else ctx.kernels.add(grad, *ctx.saved_tensors), None, None, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Tensor, places: Tensor, sums: Sums) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, weights: Tensor, order: Tensor, places: Tensor, kernels: Kernels
+    ) -> Tensor:
         ctx.save_for_backward(rows, weights, order, places)
-        ctx.sums = sums
-        return sums.weigh(rows, weights, places)
+        ctx.kernels = kernels
+        return kernels.weigh(rows, weights, places)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return *ctx.sums.weigh_backward(grad, *ctx.saved_tensors), None, None, None
+        return *ctx.kernels.weigh_backward(grad, *ctx.saved_tensors), None, None, None
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return grad.index_select(0, *ctx.saved_tensors), None, None

@@ -31,6 +31,8 @@ class Experts(nn.Module):
     ):
         super().__init__()
         self.activation = activation
+        # (projections fused `[n, inputs * hidden_dim]`) -> `[n, hidden_dim]`. An extension point: replaced by a compiled one.
+        self.activate: Callable[[Tensor], Tensor] = functools.partial(apply_activation, activation=activation)
         width = activation.inputs * hidden_dim
         self.w13 = nn.Parameter(torch.empty(n_experts, width, dim))
         self.w2 = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
@@ -56,8 +58,12 @@ class Experts(nn.Module):
         """`forward` with the weights of some of the experts, whose counts these are."""
         groups = RowGroups(counts)
         projected = grouped_linear(rows, w13, groups, w13_bias)
-        hidden = self.activation.function(*projected.chunk(self.activation.inputs, -1))
-        return grouped_linear(hidden, w2, groups, w2_bias)
+        return grouped_linear(self.activate(projected), w2, groups, w2_bias)
+
+
+def apply_activation(projected: Tensor, activation: Activation) -> Tensor:
+    """projected `[n, inputs * hidden_dim]` -> `[n, hidden_dim]`."""
+    return activation.function(*projected.chunk(activation.inputs, -1))
 
 
 class RowGroups:
@@ -68,8 +74,8 @@ class RowGroups:
 
     @functools.cached_property
     def ends(self) -> Tensor:
-        """The end of each group, int64 `[groups]`."""
-        return self.counts.cumsum(0)
+        """The end of each group, int32 `[groups]`."""
+        return self.counts.cumsum(0, dtype=torch.int32)
 
     @functools.cached_property
     def sizes(self) -> list[int]:
@@ -89,7 +95,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, groups: RowGroups, bias: Tensor
         # This rank received no token. The product with all experts is empty, and so are its gradients.
         return F.linear(rows, weight.flatten(0, 1))[:, : weight.shape[1]]
     if has_kernel(rows, weight):
-        return _grouped_mm(rows, weight.transpose(-2, -1), offs=groups.ends.to(torch.int32))
+        return _grouped_mm(rows, weight.transpose(-2, -1), offs=groups.ends)
     parts = rows.split([*groups.sizes, rows.shape[0] - sum(groups.sizes)])
     products = [F.linear(part, own) for part, own in zip(parts[:-1], weight.unbind(), strict=True)]
     return torch.cat([*products, rows.new_zeros(parts[-1].shape[0], weight.shape[1])])

@@ -16,14 +16,14 @@ _LABEL, _POSITION, _LAYER, _EXPERT = (
 )
 
 
-def token_noise(labels: Tensor, layer: int, like: Tensor) -> Tensor:
-    """Return standard normal numbers `[batch, seq, n]` in the dtype of `like` `[batch, seq, n]`, without a generator.
+def token_noise(labels: Tensor, layer: int, n: int, dtype: torch.dtype) -> Tensor:
+    """Return standard normal numbers `[batch, seq, n]`, without a generator.
 
     Keyed by (labels int64 `[batch, seq]` of the whole row, position, layer, index), so they do not depend on a sample's
     row in the batch, recomputation, microbatches or the data-parallel layout; a sequence must not be split over processes.
     """
     position = torch.arange(labels.shape[1], device=labels.device)
-    index = torch.arange(like.shape[-1], device=labels.device)
+    index = torch.arange(n, device=labels.device)
     row = mix(labels * _LABEL + position * _POSITION).sum(1, keepdim=True)
     token = mix(row + position * _POSITION + layer * _LAYER)
     keys = mix(token.unsqueeze(-1) + index * _EXPERT)
@@ -31,7 +31,7 @@ def token_noise(labels: Tensor, layer: int, like: Tensor) -> Tensor:
     first, second = (keys >> 32) & 0x7FFFFFFF, keys & 0x7FFFFFFF
     exact = torch.float64
     radius = (-2.0 * ((first + 1).to(exact) / 2**31).log()).sqrt()
-    return (radius * (tau / 2**31 * second.to(exact)).cos()).to(like.dtype)
+    return (radius * (tau / 2**31 * second.to(exact)).cos()).to(dtype)
 
 
 def mix(key: Tensor) -> Tensor:

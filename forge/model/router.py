@@ -63,25 +63,44 @@ class Router(nn.Module):
         Tokens with label IGNORE are routed, but not counted; without labels all are counted. Expert index n_experts
         means that the choice was dropped.
         """
+        noise = None
+        if self.config.router_noise and labels is not None and torch.is_grad_enabled():
+            noise = token_noise(labels, self.layer, self.config.n_experts, promoted(self.weight.dtype))
+            noise = self.config.router_noise * noise
+        experts, weights, sums = self.route(x, labels, noise)
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            # Outside of backward, which would count a recomputed forward again.
+            for name, value in sums.items():
+                getattr(self, name).add_(value)
+        return experts, weights
+
+    def route(
+        self, x: Tensor, labels: Tensor | None, noise: Tensor | None
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return experts and weights as `forward` does, and what to add to each sum. Changes no state, so it can be compiled.
+
+        noise `[batch, seq, n_experts]` is added to the logits.
+        """
         config = self.config
         logits = self.logits(x)  # [batch, seq, n_experts]
         logits = logits.to(promoted(logits.dtype))
-        if config.router_noise and labels is not None and torch.is_grad_enabled():
-            logits = logits + config.router_noise * token_noise(labels, self.layer, logits)
+        if noise is not None:
+            logits = logits + noise
         scores = logits.softmax(-1) if config.score_function == "softmax" else logits.sigmoid()
         experts = self.choose(scores.detach())
         weights = scores.gather(-1, experts)
         if config.normalize_top_k and config.top_k > 1:
             weights = weights / (weights.sum(-1, keepdim=True) + TINY)
         weights = weights * config.route_scale
-        valid = torch.ones_like(experts[..., 0], dtype=torch.bool) if labels is None else labels != IGNORE
-        if torch.is_grad_enabled():
-            weights = self._balance(weights, logits, scores, experts, valid)
         experts, weights = experts.flatten(0, 1), weights.flatten(0, 1)
+        if not torch.is_grad_enabled():
+            return experts, weights, {}
+        valid = torch.ones_like(logits[..., 0], dtype=torch.bool) if labels is None else labels != IGNORE
+        weights, sums = self._balance(weights, logits, scores, experts.view(*valid.shape, -1), valid)
         # Not in evaluation: what is dropped depends on the other rows of the microbatch, padding included.
-        if config.capacity_factor and torch.is_grad_enabled():
-            experts = self._drop(experts, weights.detach(), valid)
-        return experts, weights
+        if config.capacity_factor:
+            experts, sums["dropped"] = self._drop(experts, weights.detach(), valid)
+        return experts, weights, sums
 
     def logits(self, x: Tensor) -> Tensor:
         """x `[batch, seq, dim]` -> `[batch, seq, n_experts]` in the weight's dtype."""
@@ -106,33 +125,37 @@ class Router(nn.Module):
 
     def _balance(
         self, weights: Tensor, logits: Tensor, scores: Tensor, experts: Tensor, valid: Tensor
-    ) -> Tensor:
-        """Count choices, and return `weights` `[batch, seq, top_k]` with the balancing losses attached to their backward.
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return `weights` with the balancing losses attached to their backward, and what to add to counts and losses.
 
-        logits, scores `[batch, seq, n_experts]`, experts int64 `[batch, seq, top_k]`, valid bool `[batch, seq]`.
+        weights `[batch * seq, top_k]`, logits and scores `[batch, seq, n_experts]`, experts int64 `[batch, seq, top_k]`,
+        valid bool `[batch, seq]`.
         """
         config = self.config
-        chosen = valid.unsqueeze(-1).expand_as(experts).flatten(1).long()
-        counts = chosen.new_zeros(experts.shape[0], config.n_experts)  # [batch, n_experts]
-        counts.scatter_add_(1, experts.flatten(1), chosen)
+        # Of each row where a loss needs that. int32, because compiled kernels have no atomic additions of int64.
+        rows = experts.shape[0] if config.balance == "sequence_aux_loss" else 1
+        chosen = valid.unsqueeze(-1).expand_as(experts).reshape(rows, -1).int()
+        counts = chosen.new_zeros(rows, config.n_experts)
+        counts.scatter_add_(1, experts.reshape(rows, -1), chosen)
         aux = z_loss = logits.new_zeros(())
         if config.balance in ("aux_loss", "sequence_aux_loss"):
             shares = scores / (scores.sum(-1, keepdim=True) + TINY)
-            sums = shares.masked_fill(~valid.unsqueeze(-1), 0.0).sum(1)  # [batch, n_experts]
+            shares = shares.masked_fill(~valid.unsqueeze(-1), 0.0).sum(1)  # [batch, n_experts]
             load = self.previous_counts if config.balance == "aux_loss" else self.sum_over_sequence(counts)
-            aux = (_relative(load, sums.dtype) * sums).sum()
+            aux = (_relative(load, shares.dtype) * shares).sum()
         if config.z_loss_coef:
             z_loss = logits.logsumexp(-1).square().masked_fill(~valid, 0.0).sum()
-        if torch._C._current_graph_task_id() == -1:  # otherwise backward is recomputing this forward
-            self.counts += counts.sum(0)
-            self.losses += torch.stack([aux.detach(), z_loss.detach()])
+        sums = {
+            "counts": counts.sum(0) if rows > 1 else counts[0],
+            "losses": torch.stack([aux.detach(), z_loss.detach()]),
+        }
         loss = config.aux_loss_coef * aux + config.z_loss_coef * z_loss
-        return _Attach.apply(weights, loss, self.loss_scale) if loss.requires_grad else weights
+        return _Attach.apply(weights, loss, self.loss_scale) if loss.requires_grad else weights, sums
 
-    def _drop(self, experts: Tensor, weights: Tensor, valid: Tensor) -> Tensor:
-        """Return `experts` `[tokens, top_k]` with n_experts for each choice beyond capacity; the largest weights are kept.
+    def _drop(self, experts: Tensor, weights: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `experts` `[tokens, top_k]` with n_experts for each choice beyond capacity, and the number of these choices.
 
-        Capacity is capacity_factor times an even share of this forward's choices, rounded up.
+        The largest weights are kept. Capacity is capacity_factor times an even share of this forward's choices, rounded up.
         """
         n_experts, flat = self.config.n_experts, experts.flatten()
         capacity = -int(-self.config.capacity_factor * flat.numel() // n_experts)
@@ -143,9 +166,7 @@ class Router(nn.Module):
         over = torch.zeros_like(flat, dtype=torch.bool)
         over[by_weight[order]] = rank >= capacity
         over = over.view_as(experts)
-        if torch._C._current_graph_task_id() == -1:
-            self.dropped += (over & valid.flatten().unsqueeze(-1)).sum()
-        return experts.masked_fill(over, n_experts)
+        return experts.masked_fill(over, n_experts), (over & valid.flatten().unsqueeze(-1)).sum()
 
     def reset_state(self) -> None:
         """Reset every buffer: no bias, zero counts, a loss scale of 1."""

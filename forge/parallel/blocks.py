@@ -45,7 +45,7 @@ from torch.utils.checkpoint import (
 
 from forge.config.layout import ActivationCheckpoint, Compile
 from forge.model import MoE, Transformer
-from forge.model.dispatch import Sums
+from forge.model.dispatch import Kernels
 from forge.model.host import HostReads
 from forge.parallel.layout import Layout
 from forge.parallel.modules import has_all_names
@@ -157,9 +157,11 @@ class BlockPolicy:
             # The whole call, so that what tensor parallelism hooked onto it is inside.
             call = self._compiler(shared._call_impl)
             shared._compiled_call_impl = hiding_gradients(shared, call)
-        dispatch: Any = block.feed_forward.dispatch
-        if hasattr(dispatch, "sums"):
-            dispatch.sums = Sums(*map(self._compiler, dispatch.sums))
+        moe: Any = block.feed_forward
+        moe.router.route = hiding_gradients(moe.router, self._compiler(moe.router.route))
+        moe.experts.activate = self._compiler(moe.experts.activate)
+        if hasattr(moe.dispatch, "kernels"):
+            moe.dispatch.kernels = Kernels(*map(self._compiler, moe.dispatch.kernels))
 
 
 class Recomputed:

@@ -28,7 +28,7 @@ from torch.distributed.tensor.placement_types import Shard as Split
 from torch.nn import functional as F
 
 from forge.model import Experts, MoE, Transformer, host
-from forge.model.dispatch import EAGER, Plan, combine, sort_by_expert, spread
+from forge.model.dispatch import EAGER, combine, permute, spread
 from forge.parallel.layout import Layout
 from forge.parallel.modules import replace_module
 from forge.parallel.step.collectives import gather_for_all, own_piece, sum_over
@@ -100,27 +100,30 @@ class AllToAllDispatcher:
         self.group, self.n_experts = group, n_experts
         # An attribute, because the planner, which has no data, knows no counts.
         self.sizes = sizes_from_counts
-        self.sums = EAGER
+        self.kernels = EAGER
 
     def __call__(
         self, x: Tensor, experts: Tensor, weights: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
         """x `[tokens, dim]`, experts int64 and weights `[tokens, top_k]` -> `[tokens, dim]`."""
-        plan = sort_by_expert(experts, self.n_experts)
+        # Sorted by expert, so by rank. The device does it while the host waits for the counts.
+        rows, plan = spread(x, experts, self.n_experts, self.kernels)
         # How many rows go to each expert of each rank, and how many come from each rank for the experts here.
         leaving = plan.counts.view(self.group.size(), -1)  # [ranks, experts of each]
         arriving = functional.wait_tensor(functional.all_to_all_single(leaving, None, None, self.group))
         sends, receives = self.sizes(leaving, arriving)
 
-        # There: rows are sorted by expert, so by rank. Dropped choices come last; they stay here and count as zeros.
-        rows, sent = spread(x, plan, self.sums), sum(sends)
-        rows = compat.all_to_all(rows[:sent], self.group, receives, sends)
+        # There. Dropped choices come last; they stay here and count as zeros.
+        dropped = experts.numel() - sum(sends)
+        rows = rows[:-dropped] if dropped else rows
+        rows = compat.all_to_all(rows, self.group, receives, sends)
         # Here: rows came sorted by rank; the experts take them sorted by expert.
-        here = _by_local_expert(arriving, sum(receives))
-        rows = spread(compute(spread(rows, here), here.counts), _inverse(here))
+        order, places, counts = self.kernels.group(arriving, sum(receives))
+        rows = permute(compute(permute(rows, order, places), counts), places, order)
         # Back, to where each row came from.
         rows = compat.all_to_all(rows, self.group, sends, receives)
-        return combine(F.pad(rows, (0, 0, 0, experts.numel() - sent)), weights, plan, self.sums)
+        rows = F.pad(rows, (0, 0, 0, dropped)) if dropped else rows
+        return combine(rows, weights, plan, self.kernels)
 
 
 def sizes_from_counts(leaving: Tensor, arriving: Tensor) -> tuple[list[int], list[int]]:
@@ -128,19 +131,5 @@ def sizes_from_counts(leaving: Tensor, arriving: Tensor) -> tuple[list[int], lis
 
     Waits for the device, except in recomputation.
     """
-    sends, receives = host.read(torch.stack([leaving.sum(1), arriving.sum(1)]))
+    sends, receives = ([sum(rank) for rank in ranks] for ranks in host.read(torch.stack([leaving, arriving])))
     return sends, receives
-
-
-def _by_local_expert(arriving: Tensor, total: int) -> Plan:
-    """Return the plan for `total` rows that are sorted by rank, then expert; arriving int64 `[ranks, local experts]`."""
-    ranks, n_local = arriving.shape
-    experts = torch.arange(n_local, device=arriving.device).repeat(ranks)
-    # With the total known the host does not wait for the counts.
-    experts = experts.repeat_interleave(arriving.flatten(), output_size=total)
-    return sort_by_expert(experts.unsqueeze(1), n_local)
-
-
-def _inverse(plan: Plan) -> Plan:
-    """Return the plan that undoes a permutation."""
-    return Plan(plan.places.squeeze(1), plan.order.unsqueeze(1), plan.counts)

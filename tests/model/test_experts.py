@@ -13,7 +13,17 @@ from torch.testing import assert_close
 
 from forge.model import Experts
 from forge.model import experts as module
-from forge.model.dispatch import EAGER, LocalDispatcher, Sums, combine, sort_by_expert, spread
+from forge.model.dispatch import (
+    EAGER,
+    Kernels,
+    LocalDispatcher,
+    combine,
+    count_by_expert,
+    group_by_expert,
+    permute,
+    sort_by_expert,
+    spread,
+)
 from forge.model.host import HostReads
 
 DIM, HIDDEN, EXPERTS = 16, 8, 5
@@ -135,13 +145,34 @@ def random_choices(tokens: int, top_k: int, none: bool = False) -> tuple[Tensor,
     return experts, torch.rand(tokens, top_k, generator=generator, dtype=torch.float64)
 
 
-def test_spread_and_combine_have_the_right_gradients() -> None:
+@pytest.mark.parametrize("none", [False, True], ids=["all", "some without an expert"])
+def test_counting_gives_the_same_plan_as_sorting(none: bool) -> None:
+    experts, _ = random_choices(40, 3, none)
+    if none:
+        experts[:7, 1:] = EXPERTS  # two choices of a token without an expert
+    for counted, by_sorting in zip(
+        count_by_expert(experts, EXPERTS), sort_by_expert(experts, EXPERTS), strict=True
+    ):
+        assert torch.equal(counted, by_sorting)
+
+
+def test_rows_of_several_ranks_are_grouped_by_expert_in_the_order_of_ranks() -> None:
+    arriving = torch.tensor([[2, 0, 1], [1, 3, 0], [0, 0, 0], [2, 1, 4]])
+    experts = torch.arange(3).repeat(4).repeat_interleave(arriving.flatten())
+    expected = sort_by_expert(experts.unsqueeze(1), 3)
+    order, places, counts = group_by_expert(arriving, 14)
+    assert torch.equal(order, expected.order) and torch.equal(places, expected.places.squeeze(1))
+    assert torch.equal(counts, expected.counts)
+
+
+def test_spread_permute_and_combine_have_the_right_gradients() -> None:
     experts, weights = random_choices(6, 3)
     plan = sort_by_expert(experts, EXPERTS)
     x = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
     rows = torch.randn(18, 4, dtype=torch.float64, requires_grad=True)
-    assert torch.equal(spread(x, plan), x[plan.order // 3])
-    torch.autograd.gradcheck(lambda x: spread(x, plan), x)
+    assert torch.equal(spread(x, experts, EXPERTS)[0], x[plan.order // 3])
+    torch.autograd.gradcheck(lambda x: spread(x, experts, EXPERTS)[0], x)
+    torch.autograd.gradcheck(lambda rows: permute(rows, plan.order, plan.places.flatten()), rows)
     torch.autograd.gradcheck(lambda *a: combine(*a, plan), (rows, weights.requires_grad_()))
 
 
@@ -154,7 +185,7 @@ def test_sums_over_experts_are_in_float32() -> None:
     total = combine(rows, torch.ones(2, EXPERTS), plan)
     assert total.dtype == torch.bfloat16 and (total == torch.tensor(1 + 4 * 2.0**-8).bfloat16()).all()
     x = torch.zeros(2, 4, dtype=torch.bfloat16, requires_grad=True)
-    spread(x, plan).backward(rows)
+    spread(x, experts, EXPERTS)[0].backward(rows)
     assert torch.equal(x.grad, total)
 
 
@@ -170,23 +201,27 @@ INDUCTOR = [pytest.mark.slow, pytest.mark.processes]
         pytest.param("inductor", torch.bfloat16, marks=INDUCTOR),
     ],
 )
-def test_compiled_sums_equal_those_of_one_choice_at_a_time(backend: str, dtype: torch.dtype) -> None:
+def test_compiled_kernels_equal_eager_ones(backend: str, dtype: torch.dtype) -> None:
     torch.compiler.reset()
-    compiled = Sums(*(torch.compile(function, backend=backend, fullgraph=True) for function in EAGER))
+    compiled = Kernels(*(torch.compile(function, backend=backend, fullgraph=True) for function in EAGER))
     for tokens in (6, 9):  # the second time with a size that varies
         experts, weights = random_choices(tokens, 3)
-        plan = sort_by_expert(experts, EXPERTS)
+        arriving = (
+            torch.bincount(experts.flatten(), minlength=EXPERTS).view(EXPERTS, 1).expand(-1, 2).contiguous()
+        )
         found = []
-        for sums in (EAGER, compiled):
+        for kernels in (EAGER, compiled):
             generator = torch.Generator().manual_seed(3)
             x, rows = (
                 torch.randn(n, 8, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
                 for n in (tokens, 3 * tokens)
             )
             own = weights.clone().requires_grad_()
-            total = combine(rows * spread(x, plan, sums), own, plan, sums)
+            spread_x, plan = spread(x, experts, EXPERTS, kernels)
+            total = combine(rows * spread_x, own, plan, kernels)
             total.backward(torch.linspace(-1, 1, total.numel()).view_as(total).to(dtype))
-            found.append((total, x.grad, rows.grad, own.grad))
+            grouped = kernels.group(arriving, 6 * tokens)
+            found.append((total, x.grad, rows.grad, own.grad, *plan, *grouped))
         for eager, of_compiler in zip(*found, strict=True):
             assert_close(of_compiler, eager, rtol=0.02 if dtype == torch.bfloat16 else 1e-12, atol=1e-12)
 

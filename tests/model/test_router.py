@@ -288,15 +288,15 @@ def test_a_capacity_is_rounded_up() -> None:
 
 
 def test_noise_is_a_function_of_the_token_alone() -> None:
-    labels, like = torch.randint(1000, (6, 50)), torch.empty(6, 50, 8, dtype=torch.float64)
-    noise = token_noise(labels, 3, like)
-    assert torch.equal(noise, token_noise(labels, 3, like))
-    assert torch.equal(noise[2:4], token_noise(labels[2:4], 3, like[2:4]))
-    assert not torch.isclose(noise, token_noise(labels, 4, like)).any()
+    labels, like = torch.randint(1000, (6, 50)), (8, torch.float64)
+    noise = token_noise(labels, 3, *like)
+    assert torch.equal(noise, token_noise(labels, 3, *like))
+    assert torch.equal(noise[2:4], token_noise(labels[2:4], 3, *like))
+    assert not torch.isclose(noise, token_noise(labels, 4, *like)).any()
 
 
 def test_noise_is_standard_normal_and_independent() -> None:
-    noise = token_noise(torch.randint(1000, (40, 100)), 0, torch.empty(40, 100, 16, dtype=torch.float64))
+    noise = token_noise(torch.randint(1000, (40, 100)), 0, 16, torch.float64)
     assert noise.isfinite().all()
     assert abs(noise.mean()) < 0.02 and abs(noise.var() - 1) < 0.02
     assert abs((noise.abs() < 1).double().mean() - 0.6827) < 0.01
@@ -312,5 +312,50 @@ def test_noise_is_added_in_training_only() -> None:
     with torch.no_grad():
         assert torch.equal(one(x, labels)[1], plain(x, labels)[1])
     weights = one(x, labels)[1]
-    expected = (x + 0.5 * token_noise(labels, 0, x)).softmax(-1).sort(descending=True).values[..., :2]
+    expected = (
+        (x + 0.5 * token_noise(labels, 0, x.shape[-1], x.dtype))
+        .softmax(-1)
+        .sort(descending=True)
+        .values[..., :2]
+    )
     assert_close(weights, (expected / expected.sum(-1, keepdim=True)).flatten(0, 1))
+
+
+# --- Compiled ---
+
+COMPILED = {
+    "biases": {"score_function": "sigmoid", "route_scale": 2.5, "router_bias": True},
+    "aux_loss": {"balance": "aux_loss", "z_loss_coef": 0.1},
+    "of sequences": {"balance": "sequence_aux_loss", "n_expert_groups": 4, "n_limited_groups": 2},
+    "capacity and noise": {"balance": "none", "capacity_factor": 0.5, "router_noise": 0.3},
+}
+INDUCTOR = [pytest.mark.slow, pytest.mark.processes]
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=INDUCTOR)])
+@pytest.mark.parametrize("changes", COMPILED.values(), ids=COMPILED)
+def test_a_compiled_router_equals_an_eager_one(changes: dict[str, Any], backend: str) -> None:
+    torch.compiler.reset()
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(3, 20, 8, generator=generator, dtype=torch.float64)
+    labels = torch.randint(IGNORE, 50, (3, 20), generator=generator)
+    labels[:, 4:7] = IGNORE
+    found = []
+    for compiled in (False, True):
+        one = router(n_experts=8, **changes)
+        one.previous_counts.copy_(torch.arange(8))
+        one.bias.copy_(torch.linspace(0.0, 0.1, 8))
+        if one.logit_bias is not None:
+            one.logit_bias.data.copy_(torch.linspace(-1.0, 1.0, 8))
+        if compiled:
+            one.route = torch.compile(one.route, backend=backend, fullgraph=True)  # type: ignore[method-assign]
+        x = logits.clone().requires_grad_()
+        experts, weights = one(x, labels)
+        (weights * torch.linspace(-1, 1, weights.numel()).view_as(weights)).sum().backward()
+        found.append((experts, weights, x.grad, one.weight.grad, one.counts, one.losses, one.dropped))
+        with torch.no_grad():
+            found[-1] += one(x)
+    for eager, of_compiler in zip(*found, strict=True):
+        assert_close(of_compiler, eager, rtol=1e-12, atol=1e-12)
+    assert found[0][4].any()

@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <random>
 #include <string>
 #include <vector>
@@ -62,16 +63,18 @@ std::vector<Member> exchanged(const std::string& name, int ranks, int rank, Memb
   return all;
 }
 
-// The calls of the group that is open in this thread. NCCL launches them as one at its end, and so they are one line.
+// The calls of the group that is open in this thread. NCCL launches one kernel per communicator at its end; the log has one line.
 thread_local int open_groups = 0;
 thread_local std::string* grouped = nullptr;
+thread_local std::map<void*, std::string>* launches = nullptr;  // by communicator, named by the call or calls
 
 // argument: the operation, the root or the peer.
 int logged(const char* call, void* communicator, size_t count, int dtype, int argument, void* stream) {
-  simgpu_count_kernel(call);
   char rest[120];
   snprintf(rest, sizeof rest, " %s %zu %d %d %zx", call, count, dtype, argument, reinterpret_cast<size_t>(stream));
-  if (!grouped) grouped = new std::string;
+  if (!grouped) grouped = new std::string, launches = new std::map<void*, std::string>;
+  auto& name = (*launches)[communicator];
+  if (name.find(call) == std::string::npos) name += (name.empty() ? "" : " ") + std::string(call);
   *grouped += " " + static_cast<Communicator*>(communicator)->name + rest;
   open_groups++;
   return ncclGroupEnd();
@@ -150,7 +153,9 @@ API ncclGroupStart() { open_groups++; return 0; }
 API ncclGroupEnd() {
   if (--open_groups == 0 && grouped && !grouped->empty()) {
     simgpu_log(("call" + *grouped + "\n").c_str());
+    for (auto& launch : *launches) simgpu_count_kernel(launch.second.c_str());
     grouped->clear();
+    launches->clear();
   }
   return 0;
 }
