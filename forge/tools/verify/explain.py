@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from forge.tools.verify.borders import call_of, module_of, parent_of
 from forge.tools.verify.compare import Comparison, Difference
 
 
@@ -93,18 +94,19 @@ def _module(by_kind: dict[str, list[Difference]], order: Sequence[str]) -> Findi
     outputs = {one.name: one for one in by_kind.get("output", ())}
     inputs = {one.name: one for one in by_kind.get("input", ())}
     for name in sorted(outputs, key=lambda name: places[name]):
-        if name.partition("[")[0] not in inputs:
+        if call_of(name) not in inputs:
             return Finding(name, "its output differs while its input agrees", outputs[name])
     # The loss is a module without an output of its own.
     first = min(inputs, key=lambda name: places.get(name, len(places)))
-    while (parent := first.rpartition(".")[0]) in inputs:
+    while (parent := parent_of(first)) in inputs:
         first = parent
     return Finding(first, "its input differs, although everything computed before agrees", inputs[first])
 
 
 def _gradient(found: list[Difference], order: Sequence[str]) -> Finding:
     """Backward runs from the end: the parameter that is used last is the first whose gradient differs."""
-    places = {name: number for number, name in enumerate(order)}
+    # Of several calls of a module the last one counts.
+    places = {module_of(name): number for number, name in enumerate(order)}
 
     def place(one: Difference) -> int:
         module = one.name.rpartition(".")[0]

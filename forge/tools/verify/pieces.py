@@ -40,6 +40,14 @@ def pieces_of(kind: str, tensors: Iterable[tuple[Shard, Tensor]]) -> dict[Key, l
     return found
 
 
+def assemble(shard: Shard, values: Tensor) -> Tensor:
+    """Return a copy of the whole tensor of which this process has every element, laid out like `shard.data`."""
+    tensor = values.new_empty(shard.global_shape)
+    for box, piece in shard.pieces(values):
+        tensor[_slices(box)] = piece
+    return tensor
+
+
 def whole(values: Tensor) -> Piece:
     """Return a piece that is all of its tensor."""
     return Piece(values, tuple(slice(0, size) for size in values.shape))
