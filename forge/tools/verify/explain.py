@@ -53,6 +53,12 @@ def explain(comparison: Comparison, order: Sequence[str], other: str = "one proc
         return _several(found, "all gradients agree; the state of routers differs after the step")
     if found := by_kind.get("optimizer", []) + by_kind.get("parameter", []):
         return _several(found, "all gradients agree; the optimizer's update differs")
+    if found := by_kind.get("held-out"):
+        why = "training agrees; the loss on held-out text after the step does not"
+        return Finding("held-out loss", why, found[0])
+    if found := by_kind.get("generation"):
+        why = "training agrees; the logits from which a text is generated do not"
+        return Finding("generation", why, found[0])
     if found := by_kind.get("saved"):
         return _several(found, "the layout's checkpoint does not hold what the model had")
     if found := by_kind.get("curve"):

@@ -15,7 +15,8 @@ from forge.shard import Box, Shard
 # One per dimension of the global tensor: a contiguous part, or indices.
 Place: TypeAlias = tuple[slice | tuple[int, ...], ...]
 # What a tensor is, and its name: ("gradient", "layers.0.attention.wq.weight"). Kinds: initial, input, output, loss, norm,
-# gradient, parameter, optimizer, router; hooked, curve of hooks; saved, loaded, resumed, continued for checkpoints.
+# gradient, parameter, optimizer, router; held-out, generation; hooked, curve of hooks; saved, loaded, resumed, continued for
+# checkpoints.
 Key: TypeAlias = tuple[str, str]
 
 

@@ -26,6 +26,7 @@ from forge.parallel.parametrization import describe
 from forge.shard import Box, Shard
 from forge.tools.verify.borders import Borders
 from forge.tools.verify.checkpoints import keep_whole, save
+from forge.tools.verify.held_out import held_out_of
 from forge.tools.verify.hooks import UserHooks
 from forge.tools.verify.pieces import Key, assemble
 from forge.tools.verify.record import CPU, Settings, WholeRecord, batches, plans_of
@@ -118,6 +119,10 @@ def record_plain(text: str, settings: Settings, device: torch.device = CPU) -> W
             for slot, shard, values in optimizer.tensors()
         }
         record.steps.append(step)
+        if settings.held_out and number == 1:
+            step |= held_out_of(model, config, device)
+            if borders is not None:
+                borders.take()
         if settings.own_folder is not None and number == settings.steps - 1:
             hooks.process_last_result()
             hooks.call("before_save", number)

@@ -66,7 +66,7 @@ def outcomes(model: str, options: tuple[str, ...], *layouts: str) -> list[Outcom
     config = load_config(["--config", model, *options])
     small, notes = shrink(config)
     assert not notes
-    verifier = Verifier(small, Settings(steps=2, lr=0.01, borders=True, uneven=True))
+    verifier = Verifier(small, Settings(steps=2, lr=0.01, borders=True, uneven=True, held_out=True))
     cases = [case for layout in layouts for case in parse_layouts(layout) if not why_illegal(small, case)]
     assert cases
     try:

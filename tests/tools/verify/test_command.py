@@ -101,15 +101,27 @@ def test_equal_layouts_end_with_0_and_json_has_everything(run) -> None:
     output = run("--layouts", "dp_shard=2; tp=3", "--json")
     assert output.code == 0, output.err
     found = json.loads(output.out)
-    assert found["equal"] and [one["layout"] for one in found["layouts"]] == ["dp_shard=2"]
+    assert (
+        found["equal"]
+        and found["compared"] == 1
+        and [one["layout"] for one in found["layouts"]] == ["dp_shard=2"]
+    )
     assert found["not_allowed"][0]["layout"] == "tp=3"
     (one,) = found["layouts"]
     kinds = {
-        "initial", "input", "output", "loss", "norm", "gradient", "parameter", "optimizer", "saved", "loaded", "continued"
+        "initial", "input", "output", "loss", "norm", "gradient", "parameter", "optimizer", "held-out", "generation",
+        "saved", "loaded", "continued",
     }  # fmt: skip
     assert set(one["largest"]) == kinds and max(one["largest"].values()) < 1e-9
     assert one["not_compared"] == [] and one["loaded_from"] == "one process"
     assert one["equal"] and one["worst"] < 1e-9 and one["where"] is None
+
+
+def test_a_verification_that_compared_nothing_ends_with_2(run) -> None:
+    output = run("--layouts", "dp_shard=2", "--minutes", "0.0001", "--json")
+    assert output.code == 2 and "no layout was compared within --minutes 0.0001" in output.err
+    found = json.loads(output.out)
+    assert found["compared"] == 0 and not found["equal"]
 
 
 @pytest.mark.slow

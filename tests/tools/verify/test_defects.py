@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from forge.config import parse_toml_text
-from forge.tools.verify import run
+from forge.tools.verify import ranks
 from forge.tools.verify.layouts import parse_layouts
 from forge.tools.verify.record import Settings
 from forge.tools.verify.run import Outcome, Verifier
@@ -71,7 +71,7 @@ def test_a_hook_that_is_the_same_on_every_rank_is_no_difference(layout: str) -> 
 
 @pytest.mark.slow
 def test_a_layout_that_hangs_is_ended_and_the_next_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "LIMIT_S", 10.0)
+    monkeypatch.setattr(ranks, "LIMIT_S", 10.0)
     (case,) = parse_layouts("dp_shard=2")
     found = verifier("dense").patched(hanging).check(case)
     assert found.status == "failed" and "nothing within 20 s" in found.error
