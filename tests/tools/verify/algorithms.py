@@ -1,4 +1,4 @@
-"""An optimizer and a model of one's own that only a complete reference verifies."""
+"""Optimizers with their options, and an optimizer and a model of one's own, that only a complete reference verifies."""
 
 from __future__ import annotations
 
@@ -14,6 +14,33 @@ from forge.optim.adamw import AdamW
 from forge.optim.matrices import Batch, WholeMatrices
 from forge.optim.optimizer import gradient, write_unless
 from forge.shard import Box, Shard
+
+HERE = "tests.tools.verify.algorithms"
+MUON = ("--optimizer.name=muon",)
+NEURON = "--optimizer.muon.second_moment=neuron"
+HEADS = "--optimizer.muon.split_heads=true"
+CLIP = "--optimizer.muon.qk_clip=0.2"
+CAUTIOUS = "--optimizer.muon.cautious_decay=true"
+POLAR = "--optimizer.muon.orthogonalization=polar_express"
+EMA = "--optimizer.ema=0.9"
+MUP = ("--optimizer.parametrization=mup", "--optimizer.mup.base_dim=64")
+BF16 = "--optimizer.moment_dtype=bfloat16"
+INT8 = "--optimizer.moment_dtype=int8"
+SHAMPOO = f"--optimizer.name={HERE}:OneSidedShampoo"
+LION = "--optimizer.name=lion"
+OPTIONS = {
+    "neuron": (*MUON, NEURON),
+    "split_heads": (*MUON, HEADS),
+    "qk_clip": (*MUON, CLIP),
+    "cautious_decay": (*MUON, CAUTIOUS),
+    "polar_express": (*MUON, POLAR),
+    "muon bfloat16": (*MUON, BF16, NEURON),
+    "lion bfloat16": (LION, BF16, EMA),
+    "lion": (LION, *MUP),
+    "adamw int8": (INT8, *MUP),
+    "adamw bfloat16": (BF16, EMA),
+    "owner state": (SHAMPOO,),
+}
 
 
 class Looped(Transformer):

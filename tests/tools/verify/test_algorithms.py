@@ -11,23 +11,26 @@ from forge.tools.verify.layouts import parse_layouts, why_illegal
 from forge.tools.verify.record import Settings
 from forge.tools.verify.run import Outcome, Verifier
 from forge.tools.verify.shrink import shrink
+from tests.tools.verify.algorithms import (
+    BF16,
+    CAUTIOUS,
+    CLIP,
+    EMA,
+    HEADS,
+    HERE,
+    INT8,
+    LION,
+    MUON,
+    MUP,
+    NEURON,
+    OPTIONS,
+    POLAR,
+    SHAMPOO,
+)  # fmt: skip
 
 pytestmark = pytest.mark.processes
 
-HERE = "tests.tools.verify.algorithms"
 MODELS = ("debug", "moe_debug", "mla_debug", "hybrid_debug")
-MUON = ("--optimizer.name=muon",)
-NEURON = "--optimizer.muon.second_moment=neuron"
-HEADS = "--optimizer.muon.split_heads=true"
-CLIP = "--optimizer.muon.qk_clip=0.2"
-CAUTIOUS = "--optimizer.muon.cautious_decay=true"
-POLAR = "--optimizer.muon.orthogonalization=polar_express"
-EMA = "--optimizer.ema=0.9"
-MUP = ("--optimizer.parametrization=mup", "--optimizer.mup.base_dim=64")
-BF16 = "--optimizer.moment_dtype=bfloat16"
-INT8 = "--optimizer.moment_dtype=int8"
-SHAMPOO = f"--optimizer.name={HERE}:OneSidedShampoo"
-LION = "--optimizer.name=lion"
 LAYOUTS = (
     "dp_shard=2",
     "dp_shard=2 ep=2",
@@ -46,19 +49,6 @@ FEW = {
     "debug, dp_shard=2": (LION, BF16),
     "debug, dp_shard=2 data_parallel=zero1": (INT8, EMA),
     "moe_debug, dp_shard=2 ep=2": (SHAMPOO,),
-}
-OPTIONS = {
-    "neuron": (*MUON, NEURON),
-    "split_heads": (*MUON, HEADS),
-    "qk_clip": (*MUON, CLIP),
-    "cautious_decay": (*MUON, CAUTIOUS),
-    "polar_express": (*MUON, POLAR),
-    "muon bfloat16": (*MUON, BF16, NEURON),
-    "lion bfloat16": (LION, BF16, EMA),
-    "lion": (LION, *MUP),
-    "adamw int8": (INT8, *MUP),
-    "adamw bfloat16": (BF16, EMA),
-    "owner state": (SHAMPOO,),
 }
 
 
