@@ -171,9 +171,10 @@ def call_of(name: str) -> str:
 
 
 def parent_of(name: str) -> str:
-    """Return the name of the input that the module gets in whose same call the module of the border `name` is called."""
+    """Return the name of the input of the module around that of the border `name`, in a call of the same number; "": none."""
     module, call, number = name.partition(" (call ")
-    return module.rpartition(".")[0] + call + number
+    parent = module.rpartition(".")[0]
+    return parent + call + number if parent else ""
 
 
 def module_of(name: str) -> str:

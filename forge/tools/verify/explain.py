@@ -96,16 +96,21 @@ def _curve(found: list[Difference]) -> Finding:
 
 
 def _module(by_kind: dict[str, list[Difference]], order: Sequence[str]) -> Finding:
+    """Name the first border that differs, or the module around it whose own input agrees."""
     places = {name: number for number, name in enumerate(order)}
     outputs = {one.name: one for one in by_kind.get("output", ())}
     inputs = {one.name: one for one in by_kind.get("input", ())}
-    for name in sorted(outputs, key=lambda name: places[name]):
-        if call_of(name) not in inputs:
-            return Finding(name, "its output differs while its input agrees", outputs[name])
     # The loss is a module without an output of its own.
-    first = min(inputs, key=lambda name: places.get(name, len(places)))
-    while (parent := parent_of(first)) in inputs:
-        first = parent
+    first = min([*outputs, *inputs], key=lambda name: places.get(name, len(places)))
+    why = "its output differs while its input agrees"
+    if call_of(first) not in inputs:
+        return Finding(first, why, outputs[first])
+    around = first = call_of(first)
+    while around := parent_of(around):
+        if around in inputs:
+            first = around
+        elif around in outputs:
+            return Finding(around, why, outputs[around])
     return Finding(first, "its input differs, although everything computed before agrees", inputs[first])
 
 
