@@ -7,8 +7,10 @@ from tests.tools.verify.algorithms import HERE as ALGORITHMS
 from tests.tools.verify.defects import FULL, MOE, Defect, config
 
 MUON = 'name = "muon"'
-GROUPED = "sliding_window = 24"
-LINEAR = 'layer_pattern = ["linear", "full"]\n[model.linear_attention]\nn_key_heads = 2\nn_value_heads = 4\nkey_head_dim = 8\n'
+LINEAR = (
+    'layer_pattern = ["linear", "full"]\n[model.linear_attention]\n'
+    "n_key_heads = 2\nn_value_heads = 4\nkey_head_dim = 8\n"
+)
 MLA = (
     'attention = "mla"\n[model.mla]\nq_lora_rank = 16\nkv_lora_rank = 16\nqk_nope_head_dim = 8\nqk_rope_head_dim = 4\n'
     "v_head_dim = 8\n"
