@@ -20,6 +20,8 @@ class Finding:
     others: tuple[str, ...] = ()
 
 
+# Forwards without a gradient, after a step.
+FORWARDS = ("held-out", "generation")
 # Methods of hooks that are called before the forward of their step.
 EARLY = ("before_run", "before_step", "before_data", "after_data", "before_gradients")
 
@@ -29,9 +31,11 @@ def explain(comparison: Comparison, order: Sequence[str], other: str = "one proc
 
     order: modules in the order of the computation. other: whose checkpoint was loaded.
     """
-    first = min(one.step for one in comparison.differences)
+    # The next step names more closely what a forward without a gradient shows as well, such as weights that are not updated.
+    training = [one for one in comparison.differences if one.kind not in FORWARDS] or comparison.differences
+    first = min(one.step for one in training)
     by_kind: dict[str, list[Difference]] = {}
-    for one in comparison.differences:
+    for one in training:
         if one.step == first:
             by_kind.setdefault(one.kind, []).append(one)
     if found := by_kind.get("initial"):

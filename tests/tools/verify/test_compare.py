@@ -148,3 +148,18 @@ def test_an_input_that_differs_outside_of_the_modules_that_it_reaches_is_named()
     damage(mine, "input", "embedding (call 2)", "ahead.norm", "norm")
     finding = explain(compared(whole, mine), order)
     assert finding.culprit == "embedding (call 2)" and "its input differs" in finding.why
+
+
+def test_training_is_named_before_the_held_out_loss_that_shows_the_same() -> None:
+    whole = reference()
+    whole.steps[1]["held-out", "text"] = torch.tensor(4.0, dtype=torch.float64)
+    whole.steps.append(reference().steps[1])
+    mine = record(whole)
+    damage(mine, "held-out", "text")
+    alone = explain(compared(whole, mine), ORDER)
+    assert alone.culprit == "held-out loss"
+    for one in mine.steps[2].seen:
+        if one.name == "embedding" and one.output:
+            one.values[0] += 1e-3
+    finding = explain(compared(whole, mine), ORDER)
+    assert finding.culprit == "embedding" and finding.difference.step == 2
