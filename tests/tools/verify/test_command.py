@@ -165,7 +165,7 @@ def test_the_layout_of_a_config_on_the_processes_of_a_launcher(tmp_path: Path) -
 def test_a_checkout_verifies_itself_and_not_the_forge_that_is_installed(tmp_path: Path) -> None:
     for name in ("forge", "scripts", "configs"):
         shutil.copytree(REPOSITORY / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    file = tmp_path / "forge" / "parallel" / "gradients.py"
+    file = tmp_path / "forge" / "parallel" / "step" / "gradients.py"
     code = file.read_text()
     assert code.count("norm = entries[0].sqrt()") == 1
     file.write_text(code.replace("norm = entries[0].sqrt()", "norm = 2 * entries[0].sqrt()"))
