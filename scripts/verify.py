@@ -6,7 +6,7 @@
 Shrinks the configuration, computes a few steps in float64 in one process and on processes of this machine under every axis,
 every pair of axes and layouts at random, compares all that they compute, and names the first place that differs.
 
-Exit codes: 0 everything is equal, 1 something differs or fails, 2 bad input.
+Exit codes: 0 everything is equal, 1 something differs or fails, 2 bad input or no layout compared.
 """
 
 from __future__ import annotations
@@ -68,16 +68,24 @@ def _run(given: argparse.Namespace, overrides: list[str]) -> Report:
         report = _against(given, small, cases or [Case()], settings, progress)
     else:
         report = _layouts(given, small, rounded, cases, settings, progress)
-    if given.layouts is not None and not report.outcomes and report.refused:
-        case, reason = report.refused[0]
-        raise UserError(f"--layouts: {case.name} is not allowed: {reason}")
     if given.json:
         print(encode(as_json(given.config, small, notes, report)).decode(), end="", flush=True)
-        return report
-    if rounded is not None:
-        print(f"\n{precision_table(report, rounded)}\n")
-    print(summary(report), flush=True)
+    else:
+        if rounded is not None:
+            print(f"\n{precision_table(report, rounded)}\n")
+        print(summary(report), flush=True)
+    _require_outcomes(report, given.minutes)
     return report
+
+
+def _require_outcomes(report: Report, minutes: float) -> None:
+    """Raise UserError where no layout ran: nothing is verified then."""
+    if report.outcomes:
+        return
+    if report.not_reached:
+        raise UserError(f"no layout was compared within --minutes {minutes:g}; give more")
+    case, reason = report.refused[0]
+    raise UserError(f"no layout was compared: {case.name} is not allowed: {reason}")
 
 
 def _settings(given: argparse.Namespace, config: Config) -> Settings:
@@ -87,6 +95,7 @@ def _settings(given: argparse.Namespace, config: Config) -> Settings:
         max_norm=config.train.grad_clip_norm,
         borders=True,
         uneven=True,
+        held_out=True,
     )
 
 

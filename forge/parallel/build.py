@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from forge.parallel.float8 import apply_float8, check_patterns
 from forge.parallel.initialize import initialize
 from forge.parallel.layout import Layout, make_layout
 from forge.parallel.mesh import Meshes
-from forge.parallel.parametrization import parametrize
+from forge.parallel.parametrization import describe
 from forge.parallel.pipeline import PipelinedModel, Stage, StageModel, plan_pipeline
 from forge.parallel.precision import DTYPES, pinned_parameters
 from forge.parallel.step.model import ParallelModel, SequentialModel
@@ -80,10 +79,8 @@ def build_parallel_model(
         with memory():
             builder.begin("allocate")
             engine.allocate(device)
-            heads = builder.model.heads() if hasattr(builder.model, "heads") else {}
-            shards = [replace(shard, heads=heads.get(shard.name, 1)) for shard in engine.shards]
             builder.begin("initialise")
-            starts, engine.shards = parametrize(builder.model.initial_values(), shards, config)
+            starts, engine.shards = describe(builder.model, engine.shards, config)
             values(engine.shards, starts, config.run.seed)
             builder.model.reset_buffers(layout.compute)
         return builder.model, engine

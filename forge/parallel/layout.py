@@ -78,7 +78,7 @@ def make_layout(config: Config, meshes: Meshes) -> Layout:
         meshes=meshes,
         micro_batch_size=config.train.micro_batch_size,
         check_replicas=config.resilience.check_replicas,
-        observe_logits=config.optimizer.name == "muon" and config.optimizer.muon.qk_clip > 0,
+        observe_logits=config.optimizer.bounds_logits,
         tensor_plan=tensor_plan,
     )
 

@@ -29,6 +29,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import sqrt
+from typing import Any
 
 from torch import nn
 
@@ -49,6 +50,20 @@ PROJECTIONS = BRANCH_ENDS["pre"]
 TO_FEW = re.compile(r"layers\.\d+\.feed_forward\.(router|shared_gate)\.weight")
 QUERIES = re.compile(r"layers\.(\d+)\.attention\.(wq|wq_b|q_norm)\.")
 VECTORS = re.compile(r"bias$|\.conv\.|\.decay\.|norm\.weight$|sinks\.")
+
+
+def describe(
+    model: nn.Module, shards: Sequence[Shard], config: Config
+) -> tuple[dict[str, float | Normal | Uniform], list[Shard]]:
+    """Return the initial values of `model` by name, and its `shards` with the kind, heads and rates of their parameters.
+
+    Whatever builds shards for an optimizer calls this: optimizers treat a parameter by its kind, heads and rates.
+    """
+    known: Any = model
+    kinds, heads = parameter_kinds(model), known.heads() if hasattr(model, "heads") else {}
+    kind_of = {name: kinds.get(parameter, "dense") for name, parameter in model.named_parameters()}
+    described = [replace(s, kind=kind_of[s.name], heads=heads.get(s.name, 1)) for s in shards]
+    return parametrize(known.initial_values(), described, config)
 
 
 def parametrize(

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 import torch
 
+from forge.config import Config
 from forge.data.held_out import evaluation_batches
+from forge.data.sources import Source
 from forge.hook import Hook
+from forge.parallel.mesh import Meshes
+from forge.parallel.step.model import ParallelModel
 from forge.runtime.causes import Cause
 from forge.runtime.distributed import on_every_rank
 from forge.runtime.errors import UserError
@@ -40,16 +45,24 @@ class Evaluation(Hook):
 
 
 def evaluate(trainer: Trainer) -> dict[str, float]:
-    """Mean cross-entropy over all valid tokens of `evaluate.sequences` windows of each held-out source. Collective.
+    """Return `held_out_losses` of the model in training. Collective."""
+    return held_out_losses(
+        trainer.model, trainer.data.validation, trainer.config, trainer.meshes, trainer.device
+    )
+
+
+def held_out_losses(
+    model: ParallelModel, sources: Mapping[str, Source], config: Config, meshes: Meshes, device: torch.device
+) -> dict[str, float]:
+    """Return the mean cross-entropy over all valid tokens of `evaluate.sequences` windows of each source. Collective.
 
     Losses and tokens are summed over batches and ranks before the one division, so every token weighs the same on any
     layout. Raises UserError on every rank if any rank could not read its part.
     """
-    config, meshes = trainer.config, trainer.meshes
     losses = {}
     unreadable: list[Exception] = []
-    for name, source in trainer.data.validation.items():
-        total = torch.zeros(2, dtype=torch.float64, device=trainer.device)
+    for name, source in sources.items():
+        total = torch.zeros(2, dtype=torch.float64, device=device)
         for batch in evaluation_batches(
             source,
             seq_len=config.train.seq_len,
@@ -57,11 +70,11 @@ def evaluate(trainer: Trainer) -> dict[str, float]:
             micro_batch_size=config.train.micro_batch_size,
             rank=meshes.data_rank,
             ranks=meshes.data_ranks,
-            device=trainer.device,
+            device=device,
             document_mask=config.data.document_mask,
             unreadable=unreadable,
         ):
-            sums = trainer.model.evaluate(batch)
+            sums = model.evaluate(batch)
             total += torch.stack([sums.cross_entropy, sums.tokens])
         cross_entropy, tokens = total.tolist()
         losses[name] = cross_entropy / max(tokens, 1.0)

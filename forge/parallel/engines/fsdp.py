@@ -37,12 +37,11 @@ from forge.model import Experts, Router, Transformer
 from forge.model.linear_attention import Decay
 from forge.parallel.float8 import scale_refresher
 from forge.parallel.layout import Layout, local_box
-from forge.parallel.parametrization import parameter_kinds
 from forge.parallel.precision import Unit, plan_units
 from forge.parallel.step.gradients import sum_gradients
 from forge.runtime import compat
 from forge.runtime.errors import UserError
-from forge.shard import Kind, Shard, local
+from forge.shard import Shard, local
 
 
 class FullySharded:
@@ -92,10 +91,9 @@ class FullySharded:
         for module in self._model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))
-        kinds = parameter_kinds(self._model)
         self.copies = {}  # FSDP2 casts what it gathers
         self.shards = [
-            _shard_of(name, parameter, kinds.get(parameter, "dense"), self._layout, name in self._whole)
+            _shard_of(name, parameter, self._layout, name in self._whole)
             for name, parameter in self._model.named_parameters()
         ]
         self._replicated = [shard for shard in self.shards if shard.name in self._whole]
@@ -258,7 +256,7 @@ def _refuse_units_in_blocks(model: Transformer, groups: list[list[Unit]]) -> Non
                 )
 
 
-def _shard_of(name: str, parameter: nn.Parameter, kind: Kind, layout: Layout, whole: bool) -> Shard:
+def _shard_of(name: str, parameter: nn.Parameter, layout: Layout, whole: bool) -> Shard:
     copies: tuple[str, ...] = ("dp_replicate", "dp_shard_cp") if whole else ()
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
@@ -273,7 +271,6 @@ def _shard_of(name: str, parameter: nn.Parameter, kind: Kind, layout: Layout, wh
         boxes=(box,) if box.numel else (),
         parameter=parameter,
         replicas=layout.meshes.copies[copies] if copies else None,
-        kind=kind,
     )
 
 

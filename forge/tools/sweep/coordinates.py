@@ -21,7 +21,7 @@ from forge.model import Transformer
 from forge.optim import build_optimizer
 from forge.parallel.build import build_meta_model
 from forge.parallel.initialize import initialize
-from forge.parallel.parametrization import parametrize
+from forge.parallel.parametrization import describe
 from forge.parallel.precision import DTYPES
 from forge.runtime.errors import UserError
 from forge.shard import Shard
@@ -60,9 +60,8 @@ def changes_of_activations(config: Config, steps: int) -> dict[str, float]:
     torch.manual_seed(config.run.seed)
     model = build_meta_model(config)
     model.to_empty(device="cpu")
-    heads = model.heads()
-    wholes = [Shard.whole(name, p, heads=heads.get(name, 1)) for name, p in model.named_parameters()]
-    starts, shards = parametrize(model.initial_values(), wholes, config)
+    wholes = [Shard.whole(name, parameter) for name, parameter in model.named_parameters()]
+    starts, shards = describe(model, wholes, config)
     initialize(shards, starts, config.run.seed)
     model.reset_buffers(DTYPES[config.precision.compute])
     optimizer = build_optimizer(shards, config.optimizer)

@@ -6,8 +6,10 @@ its process with this folder in the place of its `verify`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,10 +20,11 @@ from pathlib import Path
 from forge.runtime.errors import UserError
 from forge.tools.verify.compare import Comparison, Difference, difference_of
 from forge.tools.verify.pieces import Key, Piece, whole
-from forge.tools.verify.ranks import RankFailed, run_ranks
+from forge.tools.verify.ranks import RankFailed, limit_s, run_ranks
 from forge.tools.verify.record import RankRecord, RankStep, Settings, record_on_rank
 
-LIMIT_S = 300.0
+# Beyond the limit of its ranks: for the imports of the other process, and for it to end its ranks.
+EXTRA_S = 120.0
 _CODE = "import sys; from forge.tools.verify.against import record_to; record_to(*sys.argv[1:])"
 
 
@@ -34,7 +37,7 @@ def require_checkout(checkout: Path) -> None:
 def record_elsewhere(checkout: Path, text: str, world: int, settings: Settings) -> list[RankRecord]:
     """Return what the forge of `checkout` computes with the configuration `text` on `world` ranks.
 
-    Raises UserError if it fails.
+    Raises UserError if it fails or hangs; none of its processes is left.
     """
     with tempfile.TemporaryDirectory(prefix="forge-against-") as name:
         folder = Path(name)
@@ -48,28 +51,37 @@ def record_elsewhere(checkout: Path, text: str, world: int, settings: Settings) 
                 (tools / path.name).symlink_to(path)
         (tools / "verify").symlink_to(Path(__file__).resolve().parent)
         request, answer = folder / "request", folder / "answer"
-        request.write_bytes(pickle.dumps((text, world, settings)))
+        request.write_bytes(pickle.dumps((text, world, settings, limit_s(world))))
         command = [sys.executable, "-c", _CODE, str(request), str(answer)]
         search = os.pathsep.join([str(folder), os.getcwd(), os.environ.get("PYTHONPATH", "")])
-        done = subprocess.run(
+        process = subprocess.Popen(
             command,
             cwd=folder,  # which `python -c` searches first
             env={**os.environ, "PYTHONPATH": search},
-            capture_output=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=LIMIT_S,
+            start_new_session=True,
         )
-        if done.returncode:
-            problem = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "no message"
+        try:
+            _, errors = process.communicate(timeout=limit_s(world) + EXTRA_S)
+        except subprocess.TimeoutExpired:
+            errors = f"nothing within {limit_s(world) + EXTRA_S:.0f} s"
+        finally:
+            # Its ranks and their server are of its session.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        if process.wait() or not answer.exists():
+            problem = errors.strip().splitlines()[-1] if errors.strip() else "no message"
             raise UserError(f"--against {checkout}: its forge fails on this configuration: {problem}")
         return pickle.loads(answer.read_bytes())
 
 
 def record_to(request: str, answer: str) -> None:
     """In the other checkout's process: record what `request` asks for, and write it to `answer`."""
-    text, world, settings = pickle.loads(Path(request).read_bytes())
+    text, world, settings, limit = pickle.loads(Path(request).read_bytes())
     try:
-        ranks = run_ranks(record_on_rank, world, text, settings, timeout=LIMIT_S)
+        ranks = run_ranks(record_on_rank, world, text, settings, timeout=limit)
     except RankFailed as error:
         print(error, file=sys.stderr)
         sys.exit(1)

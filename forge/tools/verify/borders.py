@@ -4,10 +4,13 @@ Hooks record the first tensor argument and the outputs of every module in the or
 their parents. So the first module in this order whose output differs, while its input does not, is where a difference
 arose. Which part of the global tensor a rank has follows from shapes: of a sequence of `seq` tokens a rank of cp has two
 chunks, of which a rank of tp may have a piece, and of features or heads a rank of tp has either all or its share.
+
+A module that is called several times per microbatch has a border for each call: `embedding`, then `embedding (call 2)`.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -70,7 +73,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Seen:
-    """A tensor at a border: `values` of the module `name`, from local row `row` on; `output` or else input."""
+    """A tensor at a border: `values` of the module `name`, from local row `row` on; `output` or else input. The name ends
+    with the number of the call if it is not the first of its microbatch."""
 
     name: str
     output: bool
@@ -83,19 +87,23 @@ class Borders:
 
     def __init__(self, parts: Iterable[nn.Module]):
         self._seen: list[Seen] = []
-        self._rows: Counter[tuple[str, bool]] = Counter()
+        self._current: list[_Microbatch] = []
         self._handles: list[Any] = []
         for part in parts:
+            current = _Microbatch(part)
+            self._current.append(current)
+            self._handles.append(part.register_forward_pre_hook(current.begin))
             for name, module in part.named_modules():
                 if name and type(module).forward is not nn.Module.forward and not _is_hidden(name):
                     # Before the forward: a module may write into its input.
-                    self._handles.append(module.register_forward_pre_hook(self._input_hook(name)))
-                    self._handles.append(module.register_forward_hook(self._output_hook(name)))
+                    self._handles.append(module.register_forward_pre_hook(self._input_hook(name, current)))
+                    self._handles.append(module.register_forward_hook(self._output_hook(name, current)))
 
     def take(self) -> list[Seen]:
         """Return the tensors since the last call, in order, and begin a new step."""
         seen, self._seen = self._seen, []
-        self._rows.clear()
+        for current in self._current:
+            current.end_step()
         return seen
 
     def remove(self) -> None:
@@ -103,14 +111,20 @@ class Borders:
         for handle in self._handles:
             handle.remove()
 
-    def _input_hook(self, name: str) -> Callable[..., None]:
+    def _input_hook(self, name: str, current: _Microbatch) -> Callable[..., None]:
         def hook(_module: nn.Module, args: tuple[Any, ...]) -> None:
-            if not _recomputing() and args and (given := _local(args[0])) is not None:
-                self._add(name, False, given)
+            if _recomputing():
+                return
+            current.calls[name] += 1
+            if args and (given := _local(args[0])) is not None:
+                if name == "head" and given.ndim == 4:
+                    # Multi-token prediction stacks the hidden states of its modules: [modules, batch, seq, dim].
+                    given = given.permute(1, 2, 0, 3)
+                self._seen.append(Seen(current.called(name), False, current.row, given))
 
         return hook
 
-    def _output_hook(self, name: str) -> Callable[..., None]:
+    def _output_hook(self, name: str, current: _Microbatch) -> Callable[..., None]:
         def hook(_module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if _recomputing():
                 return
@@ -121,14 +135,51 @@ class Borders:
                     continue
                 if rows is not None and found.shape[0] == rows[:2].numel():
                     found = found.unflatten(0, rows[:2])
-                self._add(name if number == 0 else f"{name}[{number}]", True, found)
+                self._seen.append(Seen(current.called(name, number), True, current.row, found))
 
         return hook
 
-    def _add(self, name: str, output: bool, values: Tensor) -> None:
-        row = self._rows[name, output]
-        self._rows[name, output] += len(values) if values.ndim else 1
-        self._seen.append(Seen(name, output, row, values))
+
+class _Microbatch:
+    """The microbatch that `part` computes. row: its first sequence, counted on this rank; calls: of each module so far."""
+
+    def __init__(self, part: nn.Module):
+        # The first call of the embedding is in the part that embeds tokens.
+        embeds_later = getattr(part, "embedding", None) is not None and not getattr(part, "embeds", True)
+        self._elsewhere = {"embedding": 1} if embeds_later else {}
+        self.calls: Counter[str] = Counter()
+        self.row = self._next_row = 0
+
+    def begin(self, _part: nn.Module, args: tuple[Any, ...]) -> None:
+        if _recomputing():
+            return
+        self.row, self._next_row = self._next_row, self._next_row + len(args[0])
+        self.calls = Counter(self._elsewhere)
+
+    def end_step(self) -> None:
+        self.row = self._next_row = 0
+
+    def called(self, name: str, output: int = 0) -> str:
+        """Return the name of a border of the last call of a module. output: which of its outputs."""
+        name = f"{name}[{output}]" if output else name
+        return name if self.calls[module_of(name)] == 1 else f"{name} (call {self.calls[module_of(name)]})"
+
+
+def call_of(name: str) -> str:
+    """Return the name of the input that belongs to the output `name`: all outputs of a call have one."""
+    return re.sub(r"\[\d+\]", "", name)
+
+
+def parent_of(name: str) -> str:
+    """Return the name of the input of the module around that of the border `name`, in a call of the same number; "": none."""
+    module, call, number = name.partition(" (call ")
+    parent = module.rpartition(".")[0]
+    return parent + call + number if parent else ""
+
+
+def module_of(name: str) -> str:
+    """Return the module at whose border the tensor `name` is."""
+    return name.partition(" (call ")[0].partition("[")[0]
 
 
 def _local(value: Any) -> Tensor | None:

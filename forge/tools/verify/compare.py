@@ -134,7 +134,11 @@ def merge(comparisons: Sequence[Comparison], expected: dict[tuple[int, Key], int
         if key[0] in COMPLETE and key[0] in kinds and (counted < number or other):
             worst[step, *key] = Difference(step, *key, -1, (), nan, nan, inf)
             result.largest[key[0]] = inf
-    result.differences = list(worst.values())
+    # In the order of the model, not of the ranks that hold parts of it.
+    places = {(step, *key): place for place, (step, key) in enumerate(expected)}
+    result.differences = [
+        worst[name] for name in sorted(worst, key=lambda name: places.get(name, len(places)))
+    ]
     return result
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from forge.tools.verify.borders import call_of, module_of, parent_of
 from forge.tools.verify.compare import Comparison, Difference
 
 
@@ -19,6 +20,8 @@ class Finding:
     others: tuple[str, ...] = ()
 
 
+# Forwards without a gradient, after a step.
+FORWARDS = ("held-out", "generation")
 # Methods of hooks that are called before the forward of their step.
 EARLY = ("before_run", "before_step", "before_data", "after_data", "before_gradients")
 
@@ -28,9 +31,11 @@ def explain(comparison: Comparison, order: Sequence[str], other: str = "one proc
 
     order: modules in the order of the computation. other: whose checkpoint was loaded.
     """
-    first = min(one.step for one in comparison.differences)
+    # The next step names more closely what a forward without a gradient shows as well, such as weights that are not updated.
+    training = [one for one in comparison.differences if one.kind not in FORWARDS] or comparison.differences
+    first = min(one.step for one in training)
     by_kind: dict[str, list[Difference]] = {}
-    for one in comparison.differences:
+    for one in training:
         if one.step == first:
             by_kind.setdefault(one.kind, []).append(one)
     if found := by_kind.get("initial"):
@@ -52,6 +57,12 @@ def explain(comparison: Comparison, order: Sequence[str], other: str = "one proc
         return _several(found, "all gradients agree; the state of routers differs after the step")
     if found := by_kind.get("optimizer", []) + by_kind.get("parameter", []):
         return _several(found, "all gradients agree; the optimizer's update differs")
+    if found := by_kind.get("held-out"):
+        why = "training agrees; the loss on held-out text after the step does not"
+        return Finding("held-out loss", why, found[0])
+    if found := by_kind.get("generation"):
+        why = "training agrees; the logits from which a text is generated do not"
+        return Finding("generation", why, found[0])
     if found := by_kind.get("saved"):
         return _several(found, "the layout's checkpoint does not hold what the model had")
     if found := by_kind.get("curve"):
@@ -89,22 +100,28 @@ def _curve(found: list[Difference]) -> Finding:
 
 
 def _module(by_kind: dict[str, list[Difference]], order: Sequence[str]) -> Finding:
+    """Name the first border that differs, or the module around it whose own input agrees."""
     places = {name: number for number, name in enumerate(order)}
     outputs = {one.name: one for one in by_kind.get("output", ())}
     inputs = {one.name: one for one in by_kind.get("input", ())}
-    for name in sorted(outputs, key=lambda name: places[name]):
-        if name.partition("[")[0] not in inputs:
-            return Finding(name, "its output differs while its input agrees", outputs[name])
     # The loss is a module without an output of its own.
-    first = min(inputs, key=lambda name: places.get(name, len(places)))
-    while (parent := first.rpartition(".")[0]) in inputs:
-        first = parent
+    first = min([*outputs, *inputs], key=lambda name: places.get(name, len(places)))
+    why = "its output differs while its input agrees"
+    if call_of(first) not in inputs:
+        return Finding(first, why, outputs[first])
+    around = first = call_of(first)
+    while around := parent_of(around):
+        if around in inputs:
+            first = around
+        elif around in outputs:
+            return Finding(around, why, outputs[around])
     return Finding(first, "its input differs, although everything computed before agrees", inputs[first])
 
 
 def _gradient(found: list[Difference], order: Sequence[str]) -> Finding:
     """Backward runs from the end: the parameter that is used last is the first whose gradient differs."""
-    places = {name: number for number, name in enumerate(order)}
+    # Of several calls of a module the last one counts.
+    places = {module_of(name): number for number, name in enumerate(order)}
 
     def place(one: Difference) -> int:
         module = one.name.rpartition(".")[0]

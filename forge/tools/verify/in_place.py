@@ -18,9 +18,9 @@ from forge.tools.verify.compare import TOLERANCE, compare_rank, elements, merge
 from forge.tools.verify.digests import Expected, compare_digests, held_by
 from forge.tools.verify.layouts import AXES, Case
 from forge.tools.verify.plain import record_plain
-from forge.tools.verify.ranks import run_ranks
+from forge.tools.verify.ranks import limit_s, run_ranks
 from forge.tools.verify.record import Settings, record_on_rank
-from forge.tools.verify.run import Outcome, drop_unsteady, limit_s, outcome_of
+from forge.tools.verify.run import Outcome, drop_unsteady, outcome_of
 from forge.tools.verify.shrink import for_layout, shrink
 
 # Sections of the configuration that say how a step is computed, not what.

@@ -15,7 +15,8 @@ from forge.shard import Box, Shard
 # One per dimension of the global tensor: a contiguous part, or indices.
 Place: TypeAlias = tuple[slice | tuple[int, ...], ...]
 # What a tensor is, and its name: ("gradient", "layers.0.attention.wq.weight"). Kinds: initial, input, output, loss, norm,
-# gradient, parameter, optimizer, router; hooked, curve of hooks; saved, loaded, resumed, continued for checkpoints.
+# gradient, parameter, optimizer, router; held-out, generation; hooked, curve of hooks; saved, loaded, resumed, continued for
+# checkpoints.
 Key: TypeAlias = tuple[str, str]
 
 
@@ -38,6 +39,14 @@ def pieces_of(kind: str, tensors: Iterable[tuple[Shard, Tensor]]) -> dict[Key, l
             for box, piece in shard.pieces(values)
         ]
     return found
+
+
+def assemble(shard: Shard, values: Tensor) -> Tensor:
+    """Return a copy of the whole tensor of which this process has every element, laid out like `shard.data`."""
+    tensor = values.new_empty(shard.global_shape)
+    for box, piece in shard.pieces(values):
+        tensor[_slices(box)] = piece
+    return tensor
 
 
 def whole(values: Tensor) -> Piece:

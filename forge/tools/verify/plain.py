@@ -1,27 +1,34 @@
 """The reference: a plain module in one process, without any layout.
 
-It shares no code with a layout but the model itself and the optimizer: the whole global batch in one forward, clipped by
-PyTorch, the balancing of routers written out.
+It computes the whole global batch in one forward, clips by PyTorch, and has the balancing of routers written out. With a
+layout it shares the model, the optimizer, and the description of parameters that the optimizer reads: kinds, heads, rates
+and largest logits. Without these it would run another algorithm.
 """
 
 from __future__ import annotations
+
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forge.config import Config, parse_toml_text
+from forge.config import Config, check_world, parse_toml_text
 from forge.model import Normal, Transformer, Uniform
 from forge.optim import Optimizer
 from forge.optim.optimizer import gradient
 from forge.parallel.build import build_meta_model
 from forge.parallel.initialize import fill_random
-from forge.parallel.parametrization import parametrize
+from forge.parallel.layout import make_layout
+from forge.parallel.logits import LargestLogits
+from forge.parallel.mesh import make_meshes
+from forge.parallel.parametrization import describe
 from forge.shard import Box, Shard
 from forge.tools.verify.borders import Borders
 from forge.tools.verify.checkpoints import keep_whole, save
+from forge.tools.verify.held_out import held_out_of
 from forge.tools.verify.hooks import UserHooks
-from forge.tools.verify.pieces import Key
+from forge.tools.verify.pieces import Key, assemble
 from forge.tools.verify.record import CPU, Settings, WholeRecord, batches, plans_of
 from forge.tools.verify.shrink import one_process
 from forge.train.phases import apply_plan
@@ -31,7 +38,7 @@ def plain_model(config: Config, device: torch.device = CPU) -> Transformer:
     """Return the model of `config` in one process without any layout, at its start."""
     model = build_meta_model(config)
     model.to_empty(device=device)
-    starts, _ = parametrize(model.initial_values(), whole_shards(model), config)
+    starts, _ = describe(model, whole_shards(model), config)
     for name, parameter in model.named_parameters():
         start = starts[name]
         if isinstance(start, Normal | Uniform):
@@ -57,7 +64,8 @@ def record_plain(text: str, settings: Settings, device: torch.device = CPU) -> W
     model = plain_model(config, device)
     routers = model.routers.values()
     settings.twist.begin([router.weight.data for router in routers], [router.bias for router in routers])
-    _, shards = parametrize({}, whole_shards(model), config)
+    _, shards = describe(model, whole_shards(model), config)
+    logits = _largest_logits(model, shards, config, device)
     optimizer = settings.optimizer(shards, config, dist.group.WORLD if dist.is_initialized() else None)
     initial = {("initial", shard.name): shard.data.detach().clone().cpu() for shard in shards}
     record = WholeRecord([initial], [])
@@ -87,6 +95,9 @@ def record_plain(text: str, settings: Settings, device: torch.device = CPU) -> W
             for shard in shards:
                 shard.parameter.grad = gradient(shard)
                 step["gradient", shard.name] = gradient(shard).clone()
+            if logits is not None:
+                logits.complete()
+                cast(Any, optimizer).bound_logits(logits.by_parameter)
             norm = torch.nn.utils.get_total_norm([gradient(shard) for shard in shards])
             step["norm", "gradient"] = norm.double()
             hooks.process_last_result()
@@ -94,6 +105,8 @@ def record_plain(text: str, settings: Settings, device: torch.device = CPU) -> W
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), limit, norm)
         with hooks.around("optimizer", number):
             optimizer.step(lr, torch.zeros((), device=device))
+        if logits is not None:
+            logits.reset()
         with torch.no_grad():
             moved = _move_routers(model, valid)
         sums = torch.cat([losses.detach().double(), valid.double().reshape(1)])
@@ -102,16 +115,20 @@ def record_plain(text: str, settings: Settings, device: torch.device = CPU) -> W
         step |= {("router", name): state for name, state in moved.items()}
         step |= {("parameter", name): p.detach().clone() for name, p in model.named_parameters()}
         step |= {
-            ("optimizer", f"{slot} of {shard.name}"): values.clone()
+            ("optimizer", f"{slot} of {shard.name}"): assemble(shard, values)
             for slot, shard, values in optimizer.tensors()
         }
         record.steps.append(step)
+        if settings.held_out and number == 1:
+            step |= held_out_of(model, config, device)
+            if borders is not None:
+                borders.take()
         if settings.own_folder is not None and number == settings.steps - 1:
             hooks.process_last_result()
             hooks.call("before_save", number)
             saved = _checkpoint(model, shards, optimizer)
             save(settings.own_folder, number, saved, optimizer)
-            wholes = {name: v.clone() for name, (_, v) in saved.items()}
+            wholes = {name: assemble(shard, values) for name, (shard, values) in saved.items()}
             keep_whole(settings.own_folder, wholes)
             step |= {(kind, name): v for name, v in wholes.items() for kind in ("saved", "loaded")}
         if number == settings.steps:
@@ -122,6 +139,16 @@ def record_plain(text: str, settings: Settings, device: torch.device = CPU) -> W
         for key, tensor in step.items():
             step[key] = tensor.cpu()
     return record
+
+
+def _largest_logits(
+    model: Transformer, shards: list[Shard], config: Config, device: torch.device
+) -> LargestLogits | None:
+    """Observe the largest logits as a run does that has one process; None for an optimizer that does not bound them."""
+    if not config.optimizer.bounds_logits:
+        return None
+    alone = one_process(config)
+    return LargestLogits([model], shards, make_layout(alone, make_meshes(check_world(alone, 1), device.type)))
 
 
 def _checkpoint(

@@ -40,6 +40,13 @@ context.set_forkserver_preload(
 
 # Far more than any layout of a small model needs, however busy the machine.
 TIMEOUT_S = 400.0
+# A layout of a small model takes seconds: after this, times the number of processes (at least two), it hangs.
+LIMIT_S = 45.0
+
+
+def limit_s(world: int) -> float:
+    """Return the seconds after which verify ends a layout of `world` processes."""
+    return LIMIT_S * max(2, world)
 
 
 class RankFailed(AssertionError):

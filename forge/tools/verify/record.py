@@ -32,6 +32,7 @@ from forge.parallel.step.routers import RouterReport
 from forge.shard import Shard
 from forge.tools.verify.borders import Borders, Part, Seen
 from forge.tools.verify.checkpoints import load, save_and_read
+from forge.tools.verify.held_out import held_out_on_rank
 from forge.tools.verify.hooks import UserHooks
 from forge.tools.verify.pieces import Key, Piece, pieces_of, whole
 from forge.train.phases import apply_plan
@@ -70,9 +71,10 @@ class Settings:
     """How the steps are made, on every layout and in the reference; picklable.
 
     borders: record activations. uneven: leave out the loss of some tokens, of another number in each sequence, so that no
-    two ranks have the same number of valid ones. own_folder: where the checkpoint is written (None: there is none); that of
-    another layout, which is loaded, is in other_folder. draw_on_cpu: initial values are those of a CPU on any device. patch:
-    called on each rank of a layout before anything else, but not in the reference.
+    two ranks have the same number of valid ones. held_out: evaluate and generate after the first step. own_folder: where the
+    checkpoint is written (None: there is none); that of another layout, which is loaded, is in other_folder. draw_on_cpu:
+    initial values are those of a CPU on any device. patch: called on each rank of a layout before anything else, but not in
+    the reference.
     """
 
     steps: int = 3
@@ -82,6 +84,7 @@ class Settings:
     twist: Twist = PLAIN
     borders: bool = False
     uneven: bool = False
+    held_out: bool = False
     own_folder: str | None = None
     other_folder: str | None = None
     draw_on_cpu: bool = False
@@ -138,6 +141,10 @@ def record_on_rank(
         of_step = replace(settings, lr=settings.lr * plan.lr / config.optimizer.lr)
         record.steps.append(make_step(model, optimizer, batch, number, of_step, borders, hooks))
         record.steps[-1].part = Part.of(meshes, plan.global_batch_size, plan.seq_len)
+        if settings.held_out and number == 1:
+            record.steps[-1].pieces |= held_out_on_rank(model, config, meshes, device)
+            if borders is not None:
+                borders.take()
         if settings.own_folder is not None and number == settings.steps - 1:
             hooks.process_last_result()
             hooks.call("before_save", number)

@@ -25,7 +25,12 @@ def heading(name: str, small: Config, notes: list[str]) -> str:
         f"{model.n_layers} layers of width {model.dim}, {model.n_heads} heads ({model.n_kv_heads} of keys){experts}, "
         f"{parameter_counts(build_meta_model(small)).total:,} parameters"
     )
-    return "\n".join([f"{name}, shrunk to {size}; float64", *(f"note: {note}" for note in notes)])
+    return "\n".join(
+        [
+            f"{name}, shrunk to {size}; float64, synthetic data, constant rate",
+            *(f"note: {note}" for note in notes),
+        ]
+    )
 
 
 def outcome_line(outcome: Outcome) -> str:
@@ -46,7 +51,7 @@ def summary(report: Report) -> str:
         numbers += [f"{number} {status}"] if number else []
     lines = [", ".join(numbers)]
     if report.not_reached:
-        lines.append(f"no time was left for {report.not_reached} more: give --minutes")
+        lines.append(f"no time was left for {report.not_reached} more: give more --minutes")
     lines += [f"not allowed: {case.name}: {reason}" for case, reason in report.refused]
     unplaced = sorted({_general(name) for one in report.outcomes for name in one.unplaced})
     if unplaced:
@@ -130,7 +135,8 @@ def as_json(name: str, small: Config, notes: list[str], report: Report) -> dict[
     """Return everything in the report as one JSON object."""
     return {
         "config": name,
-        "equal": not report.bad,
+        "equal": report.compared > 0 and not report.bad,
+        "compared": report.compared,
         "notes": notes,
         "shrunk": small.model.model_dump(),
         "parameters": parameter_counts(build_meta_model(small)).total,

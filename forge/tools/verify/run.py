@@ -24,11 +24,9 @@ from forge.tools.verify.compare import TOLERANCE, Comparison, compare_rank, elem
 from forge.tools.verify.explain import Finding, explain
 from forge.tools.verify.layouts import Case, at_random, systematic, why_illegal
 from forge.tools.verify.plain import record_plain
-from forge.tools.verify.ranks import RankFailed, run_ranks
+from forge.tools.verify.ranks import RankFailed, limit_s, run_ranks
 from forge.tools.verify.record import Settings, WholeRecord, record_on_rank
 
-# A layout of a small model takes seconds: after this, times the number of processes (at least two), it hangs.
-LIMIT_S = 45.0
 ALONE = Case()
 Status = Literal["equal", "different", "failed"]
 
@@ -70,6 +68,11 @@ class Report:
     def bad(self) -> list[Outcome]:
         """Layouts that differ or fail."""
         return [one for one in self.outcomes if one.status != "equal"]
+
+    @property
+    def compared(self) -> int:
+        """The number of layouts that were compared: equal or different ones."""
+        return sum(one.status != "failed" for one in self.outcomes)
 
 
 class Verifier:
@@ -165,11 +168,6 @@ class Verifier:
                     smallest, again = outcome, True
                     break
         return smallest
-
-
-def limit_s(world: int) -> float:
-    """Return the seconds after which a layout of `world` processes is ended."""
-    return LIMIT_S * max(2, world)
 
 
 def verify(

@@ -8,14 +8,14 @@ phase is one step, or two with a ramp. Data are synthetic: the proof needs token
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from math import ceil, gcd, lcm, sqrt
 from typing import Any
 
 from forge.config import Config, Degrees, Phases, check_world, to_toml
 from forge.config.explain import Values
-from forge.config.keys import read_toml
+from forge.config.keys import read_toml, to_literal
 from forge.config.load import examine
 from forge.config.model import ModelConfig, MoEConfig
 from forge.config.pipeline import ONE_PER_RANK
@@ -27,6 +27,27 @@ LAYERS, SEQ_LEN, BATCH = 4, 64, 8
 # How the names of keys end that are widths.
 WIDTHS = ("dim", "rank", "size")
 DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+
+
+# Sections and keys that are sizes, data, formats or the layout: the heading of the report tells of them.
+TOLD = ("model", "train", "data", "evaluate", "phase", *(f"parallel.{axis}" for axis in DEGREES))
+TOLD += ("parallel.bucket_size", "precision.storage", "precision.compute", "precision.reduce")
+# All other keys that are changed, and these, are reported with the reason.
+REASONS = {
+    "activation_checkpoint.mode": "memory_budget needs the compiler",
+    "compile.enabled": "nothing is compiled",
+    "compile.loss": "nothing is compiled",
+    "compile.optimizer": "nothing is compiled",
+    "model.moe.capacity_factor": "which tokens it drops depends on the layout",
+    "model.moe.router_noise": "its noise depends on the layout",
+    "parallel.async_tp": "it needs CUDA",
+    "parallel.reshard_after_forward": "small worlds do not have that many ranks",
+    "parallel.symmetric_memory": "it needs CUDA",
+    "pipeline.layers_per_stage": "the small model has other layers",
+    "pipeline.module_names": "the small model has other layers",
+    "pipeline.schedule": "the CSV file is for one number of stages",
+    "precision.float8": "8 bits round by far more than the bound",
+}
 
 
 def changed(config: Config, keys: Mapping[str, Any]) -> Config:
@@ -45,21 +66,41 @@ def changed(config: Config, keys: Mapping[str, Any]) -> Config:
 
 
 def shrink(config: Config, *, exact: bool = True) -> tuple[Config, list[str]]:
-    """Return the small configuration for one process, and a sentence for each thing that it cannot keep.
+    """Return the small configuration for one process, and a sentence for each change but those of sizes and data.
 
     `exact`: in float64. Otherwise in the formats of the configuration.
     """
-    notes: list[str] = []
-    keys = _model(config.model) | _training(config) | _layout(config, notes)
-    keys |= _left_out(config, notes) | {"phase": _phases(config, notes)}
+    keys = _model(config.model) | _training(config) | _layout(config) | _left_out(config)
+    keys["phase"] = _phases(config)
     if exact:
         keys |= {f"precision.{key}": "float64" for key in ("storage", "compute", "reduce")}
     parts = other_parts(config.model, Fraction(keys["model.dim"], config.model.dim))
     try:
-        return changed(config, parts | keys), notes
+        small = changed(config, parts | keys)
     except UserError:
         # Sizes of such a part may depend on each other: then it stays as it is.
-        return changed(config, keys), notes
+        small = changed(config, keys)
+    return small, list(_notes(config, small))
+
+
+def _notes(config: Config, small: Config) -> Iterator[str]:
+    """Yield a sentence for each key whose change is more than one of size."""
+    before, after = (dict(_leaves(one.model_dump(mode="json"))) for one in (config, small))
+    for key, value in before.items():
+        told = key not in REASONS and any(f"{key}.".startswith(f"{one}.") for one in TOLD)
+        if value != after[key] and not told:
+            reason = f": {REASONS[key]}" if key in REASONS else ""
+            yield f"{key} is {to_literal(after[key])}, not {to_literal(value)}{reason}"
+    if config.phase:
+        yield "each phase is one step, two with a ramp, and the mixture has one source"
+
+
+def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
 
 
 def steps_through(small: Config) -> int:
@@ -212,12 +253,15 @@ def _training(config: Config) -> dict[str, Any]:
         "train.loss_chunk_tokens": min(config.train.loss_chunk_tokens, 48),  # chunks that end within a row
         "train.tokens": 0,
         "data.sources": [{"path": "synthetic"}],
-        "data.validation": [],
+        # Not a multiple of a microbatch of several ranks.
+        "data.validation": [{"name": "held out", "path": "synthetic"}],
+        "evaluate.interval": 1,
+        "evaluate.sequences": 10,
         "data.tokenizer": "none",
     }
 
 
-def _phases(config: Config, notes: list[str]) -> list[dict[str, Any]]:
+def _phases(config: Config) -> list[dict[str, Any]]:
     """Phases with batches and lengths of the small configuration: of half the size, or twice as many sequences."""
     found = []
     for phase in config.phase:
@@ -232,8 +276,6 @@ def _phases(config: Config, notes: list[str]) -> list[dict[str, Any]]:
         table["micro_batch_size"] = 1 if table.get("global_batch_size") == BATCH // 2 else 2
         found.append(table)
     _let_end(found, BATCH, SEQ_LEN)
-    if found:
-        notes.append("each phase is one step, two with a ramp, and the mixture has one source")
     return found
 
 
@@ -246,41 +288,28 @@ def _let_end(phases: list[dict[str, Any]], batch: int, seq_len: int) -> None:
         phase["until_tokens"], before = tokens, rows
 
 
-def _layout(config: Config, notes: list[str]) -> dict[str, Any]:
+def _layout(config: Config) -> dict[str, Any]:
     keys: dict[str, Any] = {f"parallel.{axis}": 1 for axis in DEGREES}
     keys |= {"parallel.async_tp": False, "parallel.symmetric_memory": False}
     if config.parallel.bucket_size == "auto":
         keys["parallel.bucket_size"] = 3000  # several buckets
     if isinstance(config.parallel.reshard_after_forward, int):
         keys["parallel.reshard_after_forward"] = "always"
-        notes.append('parallel.reshard_after_forward is "always", not a number of ranks')
     chosen = config.pipeline
     if chosen.layers_per_stage or chosen.schedule.endswith(".csv"):
         keys |= {"pipeline.module_names": [], "pipeline.layers_per_stage": 0}
-        notes.append("stages of a pipeline are split automatically")
     if chosen.schedule.endswith(".csv"):
         keys["pipeline.schedule"] = "1F1B"
-        notes.append("pipeline.schedule is 1F1B, not the CSV file")
     return keys
 
 
-def _left_out(config: Config, notes: list[str]) -> dict[str, Any]:
+def _left_out(config: Config) -> dict[str, Any]:
     """Keys that make results depend on more than the mathematics."""
-    keys: dict[str, Any] = {"precision.float8": "none", "optimizer.moment_dtype": "float32"}
-    if config.precision.float8 != "none":
-        notes.append("precision.float8 is off")
-    keys |= {"compile.enabled": False, "compile.loss": False}
-    if config.compile.enabled or config.compile.loss:
-        notes.append("nothing is compiled")
+    keys: dict[str, Any] = {"precision.float8": "none"}
+    keys |= {"compile.enabled": False, "compile.loss": False, "compile.optimizer": False}
     if config.activation_checkpoint.mode == "memory_budget":
         keys["activation_checkpoint.mode"] = "full"
-        notes.append("activation_checkpoint.mode is full, because memory_budget needs the compiler")
-    moe = config.model.moe
-    if moe is not None and moe.capacity_factor:
-        notes.append("model.moe.capacity_factor is 0: what it drops depends on the layout")
-    if moe is not None and moe.router_noise:
-        notes.append("model.moe.router_noise is 0: with it results depend on the layout")
-    keys |= {"evaluate.interval": 0, "evaluate.sample_interval": 0}
+    keys["evaluate.sample_interval"] = 0
     return keys
 
 

@@ -67,13 +67,15 @@ CONFIGS = {
 @dataclass(frozen=True)
 class Defect:
     """`what` plants it on the ranks of a layout, or is a class that `config` names. `culprit`: a regular expression for the
-    module or parameter that has to be named; `kind`: of the tensor; `origin`: the layout whose checkpoint is loaded."""
+    module or parameter that has to be named; `kind`: of the tensor; `features`: the two that meet; `origin`: the layout whose
+    checkpoint is loaded."""
 
     what: Callable[..., object]
     config: str
     layout: str
     kind: str
     culprit: str
+    features: str = ""
     fast: bool = False
     origin: str = ""
 

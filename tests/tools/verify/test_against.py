@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from forge.runtime.errors import UserError
+from forge.tools.verify import ranks
 from forge.tools.verify.against import require_checkout
 from scripts.verify import main
 from tests.support.pages import REPOSITORY
@@ -39,6 +40,26 @@ def test_a_change_of_one_module_is_named_and_none_is_no_difference(
     file.write_text(code.replace("self.weight, self.eps)", "self.weight, self.epsilon)"))
     assert main(options) == 2
     assert "its forge fails on this configuration: " in capfd.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_ranks_of_the_other_checkout_that_hang_are_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    shutil.copytree(REPOSITORY / "forge", tmp_path / "forge", ignore=shutil.ignore_patterns("__pycache__"))
+    file, pids = tmp_path / "forge" / "model" / "norm.py", tmp_path / "pids"
+    code = file.read_text()
+    line = "        return self.normalize(x, "
+    assert code.count(line) == 1
+    hang = f"        __import__('os').system('echo $PPID >> {pids}'); __import__('time').sleep(600)\n"
+    file.write_text(code.replace(line, hang + line))
+    monkeypatch.setattr(ranks, "LIMIT_S", 10.0)
+    options = ["--config", "debug", "--model.n_layers=2", "--steps", "1", "--layouts", "dp_shard=2"]
+    assert main([*options, "--against", str(tmp_path)]) == 2
+    assert "its forge fails on this configuration: rank 1: nothing within 20 s" in capfd.readouterr().err
+    ended = [Path(f"/proc/{pid}") for pid in pids.read_text().split()]
+    assert len(ended) == 2 and not any(path.exists() for path in ended)
 
 
 def test_a_folder_without_forge_is_refused(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 from scripts.verify import main
 from tests.support.launchers import TORCHRUN, start
 from tests.support.pages import REPOSITORY
+from tests.tools.verify.combinations import COMBINATIONS
 from tests.tools.verify.defects import DEFECTS
 
 OWN = '''
@@ -101,15 +102,27 @@ def test_equal_layouts_end_with_0_and_json_has_everything(run) -> None:
     output = run("--layouts", "dp_shard=2; tp=3", "--json")
     assert output.code == 0, output.err
     found = json.loads(output.out)
-    assert found["equal"] and [one["layout"] for one in found["layouts"]] == ["dp_shard=2"]
+    assert (
+        found["equal"]
+        and found["compared"] == 1
+        and [one["layout"] for one in found["layouts"]] == ["dp_shard=2"]
+    )
     assert found["not_allowed"][0]["layout"] == "tp=3"
     (one,) = found["layouts"]
     kinds = {
-        "initial", "input", "output", "loss", "norm", "gradient", "parameter", "optimizer", "saved", "loaded", "continued"
+        "initial", "input", "output", "loss", "norm", "gradient", "parameter", "optimizer", "held-out", "generation",
+        "saved", "loaded", "continued",
     }  # fmt: skip
     assert set(one["largest"]) == kinds and max(one["largest"].values()) < 1e-9
     assert one["not_compared"] == [] and one["loaded_from"] == "one process"
     assert one["equal"] and one["worst"] < 1e-9 and one["where"] is None
+
+
+def test_a_verification_that_compared_nothing_ends_with_2(run) -> None:
+    output = run("--layouts", "dp_shard=2", "--minutes", "0.0001", "--json")
+    assert output.code == 2 and "no layout was compared within --minutes 0.0001" in output.err
+    found = json.loads(output.out)
+    assert found["compared"] == 0 and not found["equal"]
 
 
 @pytest.mark.slow
@@ -152,7 +165,7 @@ def test_the_layout_of_a_config_on_the_processes_of_a_launcher(tmp_path: Path) -
 def test_a_checkout_verifies_itself_and_not_the_forge_that_is_installed(tmp_path: Path) -> None:
     for name in ("forge", "scripts", "configs"):
         shutil.copytree(REPOSITORY / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    file = tmp_path / "forge" / "parallel" / "gradients.py"
+    file = tmp_path / "forge" / "parallel" / "step" / "gradients.py"
     code = file.read_text()
     assert code.count("norm = entries[0].sqrt()") == 1
     file.write_text(code.replace("norm = entries[0].sqrt()", "norm = 2 * entries[0].sqrt()"))
@@ -205,5 +218,5 @@ def test_bad_input_ends_with_2(run) -> None:
 
 def test_the_page_has_every_defect_that_the_tests_plant() -> None:
     page = (REPOSITORY / "docs" / "verify.md").read_text("utf-8")
-    missing = [defect.text for defect in DEFECTS if f"| {defect.text} |" not in page]
+    missing = [defect.text for defect in DEFECTS + COMBINATIONS if f"| {defect.text} |" not in page]
     assert not missing

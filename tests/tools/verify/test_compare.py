@@ -133,3 +133,33 @@ def test_a_rank_of_each_axis_knows_its_place() -> None:
     assert part.place(0, torch.Size((1, 4, 3)), whole) == (slice(4, 5), (0, 1, 6, 7), slice(3, 6))
     assert part.place(0, torch.Size((1, 3, 6)), whole) is None
     assert part.place(0, torch.Size((1, 4, 5)), whole) is None
+
+
+def test_an_input_that_differs_outside_of_the_modules_that_it_reaches_is_named() -> None:
+    """The embedding's second call gets other tokens; a block gets them as its second input, which is no border."""
+    order = [*ORDER[:-1], "embedding (call 2)", "ahead.norm", "ahead", "norm"]
+    whole = reference()
+    whole.order[:] = order
+    for name in order:
+        for kind in ("input", "output"):
+            whole.steps[1].setdefault((kind, name), torch.randn(4, 8, 6))
+    mine = record(whole)
+    damage(mine, "output", "embedding (call 2)", "ahead.norm", "ahead", "norm")
+    damage(mine, "input", "embedding (call 2)", "ahead.norm", "norm")
+    finding = explain(compared(whole, mine), order)
+    assert finding.culprit == "embedding (call 2)" and "its input differs" in finding.why
+
+
+def test_training_is_named_before_the_held_out_loss_that_shows_the_same() -> None:
+    whole = reference()
+    whole.steps[1]["held-out", "text"] = torch.tensor(4.0, dtype=torch.float64)
+    whole.steps.append(reference().steps[1])
+    mine = record(whole)
+    damage(mine, "held-out", "text")
+    alone = explain(compared(whole, mine), ORDER)
+    assert alone.culprit == "held-out loss"
+    for one in mine.steps[2].seen:
+        if one.name == "embedding" and one.output:
+            one.values[0] += 1e-3
+    finding = explain(compared(whole, mine), ORDER)
+    assert finding.culprit == "embedding" and finding.difference.step == 2

@@ -77,9 +77,39 @@ def test_what_cannot_be_kept_is_reported() -> None:
     moe = "[model.moe]\nn_experts = 8\ncapacity_factor = 1.25\nrouter_noise = 0.1\n"
     text = TINY + moe + "[compile]\nenabled = true\n[precision]\nfloat8 = 'rowwise'\n"
     _, notes = shrink(parse_toml_text(text))
-    for key in ("capacity_factor", "router_noise", "float8", "compiled"):
-        assert any(key in note for note in notes), key
+    assert sorted(note.split(",")[0] for note in notes) == [
+        "compile.enabled is false",
+        "model.moe.capacity_factor is 0.0",
+        "model.moe.router_noise is 0.0",
+        'precision.float8 is "none"',
+    ]
     assert shrink(tiny())[1] == []
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_each_key_that_shrinking_changes_is_a_size_or_a_note(name: str) -> None:
+    config = load_config(["--config", name])
+    small, notes = shrink(config)
+    for section in (
+        "optimizer",
+        "schedule",
+        "pipeline",
+        "activation_checkpoint",
+        "compile",
+        "resilience",
+        "metrics",
+    ):
+        before, after = (getattr(one, section).model_dump() for one in (config, small))
+        for key, value in before.items():
+            noted = any(note.startswith(f"{section}.{key} ") for note in notes)
+            assert (value != after[key]) == noted, f"{section}.{key}"
+
+
+@pytest.mark.parametrize("moments", ["int8", "bfloat16"])
+def test_moments_keep_their_storage(moments: str) -> None:
+    config = changed(tiny(), {"optimizer.moment_dtype": moments})
+    small, notes = shrink(config)
+    assert small.optimizer.moment_dtype == moments and not notes
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from forge.parallel.engines.buffered.plan import BufferPlan
 from forge.parallel.layout import local_box
 from forge.parallel.mesh import Meshes
 from forge.runtime import compat
-from forge.shard import Kind, Shard
+from forge.shard import Shard
 
 
 class PlacedParameter:
@@ -144,7 +144,7 @@ class Buffer:
         parameter.grad_dtype = None  # any: autograd adds bfloat16 to float32 in one pass
         return parameter, slot, _like(original, self.gradients[slot.start :][: prod(shape)].view(shape))
 
-    def shards(self, kinds: dict[str, Kind], meshes: Meshes) -> list[Shard]:
+    def shards(self, meshes: Meshes) -> list[Shard]:
         """Return this rank's part of each parameter: flat slices of masters, whose gradients are views of the buffer."""
         for memory in self.buckets:
             gradients = own_part(memory.gradient, self.plan.groups.shard[len(memory.microbatch_groups) :])
@@ -164,7 +164,6 @@ class Buffer:
                         boxes=flat_boxes(local_box(placed.parameter), start, stop),
                         parameter=leaf,
                         replicas=self._replicas(placed.parameter, meshes),
-                        kind=kinds[placed.name],
                     )
                 )
         return [shard for memory in self.buckets for shard in memory.shards]

@@ -27,7 +27,6 @@ from forge.parallel.engines.buffered.gathering import Fingerprints, Gathering
 from forge.parallel.engines.buffered.plan import plan_buffers
 from forge.parallel.engines.buffered.reduction import GradientCheck, Reduction
 from forge.parallel.layout import Layout
-from forge.parallel.parametrization import parameter_kinds
 from forge.runtime import compat
 from forge.runtime.errors import UserError
 from forge.shard import Shard
@@ -52,7 +51,6 @@ class Buffered:
 
         # Parameters that are views of buffers take the place of those on the meta device.
         originals = dict(model.named_parameters())
-        kinds = {name: parameter_kinds(model).get(p, "dense") for name, p in originals.items()}
         # zero2 sums each microbatch over the ranks of one copy. Parameters that no other rank shares, all of them or the
         # experts, have no such group; their gradients stay whole, as in zero1, and are not copied for nothing.
         first = 1 if parallel.data_parallel == "zero2" else 0
@@ -73,7 +71,7 @@ class Buffered:
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, torch.empty_like(buffer, device=device))
         _forbid_moving(model)
-        shards = {s.name: s for buffer in self.buffers for s in buffer.shards(kinds, self._layout.meshes)}
+        shards = {s.name: s for buffer in self.buffers for s in buffer.shards(self._layout.meshes)}
         self.shards = [shards[name] for name in originals]
         self.copies = {p: copy for buffer in self.buffers for p, copy in buffer.copies.items()}
 

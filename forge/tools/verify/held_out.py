@@ -1,0 +1,62 @@
+"""Forwards without a gradient: the loss on held-out text, and the scores from which a text is generated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forge.config import Config
+from forge.data.build import build_validation
+from forge.data.held_out import evaluation_batches
+from forge.parallel.mesh import Meshes
+from forge.parallel.step.model import ParallelModel
+from forge.tools.verify.pieces import Key, Piece, whole
+from forge.train.evaluate import held_out_losses
+
+# Texts, tokens in each, and tokens that are generated: odd numbers, which no layout divides.
+TEXTS, PROMPT, NEW = 3, 13, 2
+
+
+def held_out_on_rank(
+    model: ParallelModel, config: Config, meshes: Meshes, device: torch.device
+) -> dict[Key, list[Piece]]:
+    """Evaluate and generate as a run does. Collective."""
+    sources = build_validation(config)
+    losses = held_out_losses(model, sources, config, meshes, device)
+    found = {("held-out", name): torch.tensor(loss, dtype=torch.float64) for name, loss in losses.items()}
+    found["generation", "logits"] = _generate(model.logits, config, device)
+    return {key: [whole(values.cpu())] for key, values in found.items()}
+
+
+@torch.no_grad()
+def held_out_of(model: Any, config: Config, device: torch.device) -> dict[Key, Tensor]:
+    """Return the same of a plain model, which computes all sequences of a source at once."""
+    found = {}
+    for name, source in build_validation(config).items():
+        sequences = config.evaluate.sequences
+        (batch,) = evaluation_batches(
+            source,
+            seq_len=config.train.seq_len,
+            sequences=sequences,
+            micro_batch_size=sequences,
+            rank=0,
+            ranks=1,
+            device=device,
+            document_mask=config.data.document_mask,
+        )
+        losses = model(batch.tokens, batch.labels, batch.positions, batch.documents)
+        found["held-out", name] = losses[1].double() / (batch.labels >= 0).sum()
+    found["generation", "logits"] = _generate(model, config, device)
+    return found
+
+
+@torch.no_grad()
+def _generate(logits: Any, config: Config, device: torch.device) -> Tensor:
+    """Continue texts by their likeliest tokens; return the logits of all tokens `[texts, seq, vocab]`."""
+    count = torch.arange(TEXTS * PROMPT, device=device)
+    tokens = (count * 7919 % config.model.vocab_size).view(TEXTS, PROMPT)
+    for _ in range(NEW):
+        tokens = torch.cat([tokens, logits(tokens)[:, -1:].argmax(-1)], dim=1)
+    return logits(tokens)
