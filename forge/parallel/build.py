@@ -24,7 +24,7 @@ import torch
 from forge.config import Config
 from forge.model import FusedLoss, Transformer, build_model
 from forge.parallel.blocks import apply_blocks, check_modules
-from forge.parallel.context import apply_context, replace_attention
+from forge.parallel.context import apply_context, check_attention, replace_attention
 from forge.parallel.engines.engine import DataParallel, apply_data_parallel
 from forge.parallel.expert import apply_expert
 from forge.parallel.float8 import apply_float8, check_patterns
@@ -135,6 +135,8 @@ def check_names(config: Config, layout: Layout) -> None:
     check_modules(model, config.activation_checkpoint)
     if config.precision.float8 != "none":
         check_patterns(model, config.precision.float8_exclude)
+    if config.parallel.cp > 1:
+        check_attention(model)
     if config.parallel.tp > 1:
         plan_for(model, layout)
 
