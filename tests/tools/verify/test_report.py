@@ -6,7 +6,7 @@ from forge.tools.verify.compare import Difference, difference_of
 from forge.tools.verify.explain import Finding
 from forge.tools.verify.layouts import Case
 from forge.tools.verify.pieces import Piece
-from forge.tools.verify.report import outcome_json, last_line, summary
+from forge.tools.verify.report import last_line, outcome_json, summary
 from forge.tools.verify.run import Outcome, Report
 
 RAISED = "Traceback (most recent call last):\n  File x\nValueError: no such head"
