@@ -31,12 +31,16 @@ def no_graphs_of_other_tests() -> None:
 GO, SKIP = torch.tensor(0.0), torch.tensor(1.0)
 
 
+def config_of(moments: str) -> OptimizerConfig:
+    groups = 'groups = [{names = ["*.wq.weight"], lr_scale = 0.5, weight_decay = 2.0}]'
+    keys = f'[optimizer]\nweight_decay = 0.5\nmoment_dtype = "{moments}"\n{groups}\n'
+    return parse_toml_text(tiny_config() + keys).optimizer
+
+
 def make(
     dtype: torch.dtype, moments: str, backend: str = "", narrow: bool = False
 ) -> tuple[list[Shard], AdamW]:
-    groups = 'groups = [{names = ["*.wq.weight"], lr_scale = 0.5, weight_decay = 2.0}]'
-    keys = f'[optimizer]\nweight_decay = 0.5\nmoment_dtype = "{moments}"\n{groups}\n'
-    config = parse_toml_text(tiny_config() + keys).optimizer
+    config = config_of(moments)
     generator = torch.Generator().manual_seed(0)
     shards = []
     for name, shape in SHAPES.items():
@@ -169,9 +173,7 @@ def test_a_part_is_updated_as_in_the_whole() -> None:
     boxes = (Box((3, 10), (1, 6)), Box((4, 0), (9, 16)), Box((13, 0), (1, 5)))
     inside = slice(3 * 16 + 10, 13 * 16 + 5)
     part = Shard(name, torch.Size(shape), boxes, torch.nn.Parameter(whole.data.flatten()[inside].clone()))
-    config = parse_toml_text(
-        tiny_config() + '[optimizer]\nweight_decay = 0.5\nmoment_dtype = "bfloat16"\n'
-    ).optimizer
+    config = config_of("bfloat16")
     other = compiled([part], config, "plain")
     for step in range(3):
         give(shards, step)
