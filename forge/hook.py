@@ -23,12 +23,19 @@ It should not wait for the device in a step (`tensor.item()`, `print(tensor)`): 
 
 from __future__ import annotations
 
+import json
+import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from forge.runtime.causes import Cause
 from forge.runtime.errors import RollbackRequired, UserError
+
+log = logging.getLogger(__name__)
+NOTE = Cause.NOTE.mark
 
 
 @dataclass(frozen=True)
@@ -116,6 +123,17 @@ class Hook:
     def after_save(self, step: int) -> None:
         """The checkpoint of `step` is complete and on disk. Later steps may have run since."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what checkpoints hold of this hook, as JSON, equal on all ranks; the first rank's is saved.
+
+        Called on all ranks after `before_save`. Of hooks from the config only.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned. Called on all ranks before `before_run` of a run that resumes, on any layout,
+        and before `after_rollback`; not if the checkpoint has no state of this hook."""
+
 
 EVENTS = tuple(name for name in vars(Hook) if name.startswith(("before_", "after_")))
 
@@ -135,6 +153,41 @@ class Hooks:
         for hook in self._overriding[event]:
             _call(hook, event, *arguments)
 
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of the hooks that have a state, by name. RuntimeError for what is not JSON."""
+        found = {}
+        for name, hook in self._with_state():
+            found[name] = _call(hook, "state_dict")
+            try:
+                json.dumps(found[name], allow_nan=False)
+            except (TypeError, ValueError) as error:
+                raise RuntimeError(
+                    f"hook {hook.name}: state_dict returned what is not JSON: {error}"
+                ) from None
+        return found
+
+    def load_state(self, saved: Mapping[str, Any]) -> None:
+        """Give each hook what `state` returned for it. Logs which hooks start afresh, and whose state is left out."""
+        names = dict(self._with_state())
+        for name, hook in names.items():
+            if name in saved:
+                _call(hook, "load_state_dict", saved[name])
+            else:
+                log.warning("the checkpoint has no state of hook %s, which starts afresh", name, extra=NOTE)
+        for name in sorted(saved.keys() - names.keys()):
+            log.warning(
+                "the checkpoint's state of hook %s is left out: train.hooks has none", name, extra=NOTE
+            )
+
+    def _with_state(self) -> Iterator[tuple[str, Hook]]:
+        """Yield each hook of the config that has a state, under its path; a second one of the same path is `PATH (2)`."""
+        seen: Counter[str] = Counter()
+        for hook in self._hooks:
+            if hook.name and type(hook).state_dict is not Hook.state_dict:
+                seen[hook.name] += 1
+                number = seen[hook.name]
+                yield (hook.name if number == 1 else f"{hook.name} ({number})"), hook
+
     @contextmanager
     def around(self, phase: str, step: int) -> Iterator[None]:
         """Call `before_PHASE` before the body and `after_PHASE` after it."""
@@ -152,9 +205,9 @@ class Hooks:
             yield
 
 
-def _call(hook: Hook, event: str, *arguments: Any) -> None:
+def _call(hook: Hook, event: str, *arguments: Any) -> Any:
     try:
-        getattr(hook, event)(*arguments)
+        return getattr(hook, event)(*arguments)
     except RollbackRequired:
         raise
     except Exception as error:

@@ -34,12 +34,14 @@ class Box:
 
 @dataclass(frozen=True)
 class Rates:
-    """Factors for one parameter, by forge/parallel/parametrization.py. lr, orthogonal: of the learning rate, for updates by
-    size or sign and for orthogonalised ones; weight decay is divided by it. eps: of what is added to the root."""
+    """Factors for one parameter. By forge/parallel/parametrization.py: lr, orthogonal: of the learning rate, for updates by
+    size or sign and for orthogonalised ones; weight decay is divided by it; eps: of what is added to the root. By
+    optimizer.groups: scale: of the learning rate, for update and weight decay."""
 
     lr: float = 1.0
     orthogonal: float = 1.0
     eps: float = 1.0
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)

@@ -86,11 +86,13 @@ def _run(given: argparse.Namespace) -> None:
     model = opened.model
     tokenizer = load_tokenizer(given.tokenizer) if given.tokenizer else opened.tokenizer
     writings = [_begin(prompt, tokenizer, opened) for prompt in given.prompts]
-    scores: NextScores = CachedScores(model)
-    if given.draft:
-        scores = _drafted(opened, len(writings))
+    scores: NextScores
     if given.no_cache:
         scores = recomputed(lambda tokens: model(tokens.to(opened.device)), model.seq_len)
+    elif given.draft:
+        scores = _drafted(opened, len(writings))
+    else:
+        scores = CachedScores(model)
     sampling = Sampling(given.temperature, given.top_k, given.top_p, given.seed)
     end = None if given.ignore_end or tokenizer is None else tokenizer.eos_id
 

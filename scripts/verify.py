@@ -2,9 +2,11 @@
 
     python scripts/verify.py --config debug
     python scripts/verify.py --config debug --model.kind=mine:Model --layouts "tp=2; tp=2 cp=2; dp_shard=2 pp=2"
+    python scripts/verify.py --module mine:make_model --parallelize mine:parallelize --world-sizes 4
 
 Shrinks the configuration, computes a few steps in float64 in one process and on processes of this machine under every axis,
 every pair of axes and layouts at random, compares all that they compute, and names the first place that differs.
+With --module it verifies another library's parallelism of a plain PyTorch module (docs/verify-libraries.md).
 
 Exit codes: 0 everything is equal, 1 something differs or fails, 2 bad input or no layout compared.
 """
@@ -30,6 +32,7 @@ from forge.runtime.world import read_world
 from forge.tools.verify.compare import TOLERANCE
 from forge.tools.verify.in_place import verify_in_place, write_digests
 from forge.tools.verify.layouts import Case, parse_layouts, require_any
+from forge.tools.verify.library import Request, library_json, notes_on, verify_library
 from forge.tools.verify.ranks import RankFailed
 from forge.tools.verify.record import Settings
 from forge.tools.verify.report import as_json, heading, last_line, outcome_line, precision_table, summary
@@ -42,7 +45,17 @@ minutes = number(float, lambda value: value > 0, "more than 0")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    given, overrides = _parser().parse_known_args(arguments)
+    parser = _parser()
+    given, overrides = parser.parse_known_args(arguments)
+    if given.module is not None or given.parallelize is not None:
+        if overrides:
+            parser.error(f"unrecognized arguments: {overrides[0]}")
+        outcomes: list[Outcome] = []
+        code = exit_code_of(lambda: outcomes.extend(_library(given)), "interrupted")
+        bad = any(one.status != "equal" for one in outcomes)
+        return FAILED if code == FINISHED and bad else code
+    if given.config is None:
+        parser.error("the following arguments are required: --config, or --module and --parallelize")
     if given.in_place:
         return _in_place(given, overrides)
     if given.digests is not None:
@@ -50,6 +63,31 @@ def main(arguments: list[str] | None = None) -> int:
     reports: list[Report] = []
     code = exit_code_of(lambda: reports.append(_run(given, overrides)), "interrupted")
     return FAILED if code == FINISHED and reports[0].bad else code
+
+
+def _library(given: argparse.Namespace) -> list[Outcome]:
+    """Compare another library's parallelism of a plain module with one process."""
+    others = ("config", "layouts", "against", "in_place", "digests", "precision", "random")
+    if mixed := [f"--{name.replace('_', '-')}" for name in others if getattr(given, name)]:
+        raise UserError(f"--module cannot be combined with {', '.join(mixed)}")
+    if given.module is None or given.parallelize is None:
+        raise UserError("--module and --parallelize belong together: give both, as package.module:function")
+    if given.steps is not None and given.steps < 2:
+        raise UserError(
+            f"--steps {given.steps}: --module needs 2 or more, one before and one after the checkpoint"
+        )
+    request = Request(given.module, given.parallelize, given.make_optimizer or "", given.steps or 3)
+    progress = Progress(quiet=given.json)
+    if not given.json:
+        print(f"{given.module}, parallelised by {given.parallelize}; float64", flush=True)
+    outcomes = verify_library(request, given.world_sizes or [2], progress.end)
+    worst = max((one for one in outcomes if one.status != "equal"), key=lambda one: one.size, default=None)
+    if given.json:
+        print(encode(library_json(request, outcomes)).decode(), end="", flush=True)
+    else:
+        notes = [f"note: {note}" for note in notes_on(outcomes)]
+        print("\n".join([*notes, summary(Report(outcomes, worst=worst, smallest=worst))]), flush=True)
+    return outcomes
 
 
 def _run(given: argparse.Namespace, overrides: list[str]) -> Report:
@@ -226,9 +264,17 @@ def _worlds(text: str) -> list[int]:
 
 def _parser() -> Options:
     parser = Options(description=__doc__)
-    parser.usage = "%(prog)s --config FILE [--section.key=VALUE ...] [options]"
+    parser.usage = (
+        "%(prog)s --config FILE [--section.key=VALUE ...] [options]\n"
+        "       %(prog)s --module PATH --parallelize PATH [options]"
+    )
     add = parser.add_argument
-    add("--config", required=True, metavar="FILE", help="a TOML file, or a name in configs/")
+    add("--config", metavar="FILE", help="a TOML file, or a name in configs/")
+    add(
+        "--module", metavar="PATH", help="function that makes a plain PyTorch module: package.module:function"
+    )
+    add("--parallelize", metavar="PATH", help="--module: function that applies a library's parallelism to it")
+    add("--make-optimizer", metavar="PATH", help="--module: function of parameters (torch.optim.AdamW)")
     add("--layouts", metavar="TEXT", help='these layouts only, such as "tp=2 cp=2; ep=4 pp=2 context=ring"')
     add("--world-sizes", type=_worlds, metavar="2,4", help="numbers of processes (2,4)")
     add(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Le, Lt
+from annotated_types import Ge, Le, Lt, MinLen
 from pydantic import Field
 
-from forge.config.section import Count, NonNegativeNumber, Section, unused_if, used_if
+from forge.config.section import Count, ListOf, NonNegativeNumber, Section, Text, unused_if, used_if
 
 
 class MuonConfig(Section):
@@ -37,6 +37,20 @@ class MuonConfig(Section):
     qk_clip: NonNegativeNumber = 0.0
     """Limit of attention logits: where the largest one of a head in a step is above it, the head's projections are scaled
     after the update, so that it would have been this (MuonClip, which takes 100). 0: off."""
+
+
+class GroupConfig(Section):
+    """[[optimizer.groups]]: parameters with a learning rate or a weight decay of their own."""
+
+    names: Annotated[ListOf[Text], MinLen(1)]
+    """Glob patterns of parameter names, each of which matches at least one. A parameter that several groups match has the
+    values that the last one of them gives."""
+    lr_scale: NonNegativeNumber | None = None
+    """Factor of the learning rate, with the same schedule. 0: these parameters keep their values. Absent: that of an earlier
+    group, or 1."""
+    weight_decay: NonNegativeNumber | None = None
+    """Instead of optimizer.weight_decay, also where a pattern of optimizer.no_decay matches. Absent: that of an earlier
+    group, or as these two say."""
 
 
 class MupConfig(Section):

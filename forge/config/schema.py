@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, Strict, StringConstraints
 from forge.config.data import Data
 from forge.config.layout import ActivationCheckpoint, Compile, Parallel, Pipeline, Precision
 from forge.config.model import ModelConfig
-from forge.config.optimizer import MuonConfig, MupConfig
+from forge.config.optimizer import GroupConfig, MuonConfig, MupConfig
 from forge.config.phase import Beta, Epsilon, Phase
 from forge.config.section import (
     NO_EXPERTS,
@@ -93,6 +93,9 @@ class OptimizerConfig(Section):
         "*.sinks.weight",
     )
     """Glob patterns of parameter names without weight decay."""
+    groups: ListOf[GroupConfig] = ()
+    """Parameters with a learning rate or weight decay of their own, by glob patterns of their names: a list of tables with
+    the keys names, lr_scale and weight_decay. See docs/optimizers.md."""
     moment_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     """Format of both moments. With float32, precision.storage if that is wider. bfloat16 and int8 are rounded stochastically,
     by noise that is the same on any layout. int8, for adamw, has a scale for every 64 elements."""

@@ -1,6 +1,6 @@
 """The mathematics, on tensors, with the loss: knows no rank, mesh, file or config path."""
 
-from forge.model.attention import Attention, AttentionFunction, GroupedAttention, Sinks
+from forge.model.attention import Attention, AttentionFunction, GroupedAttention, HeadIndices, Sinks
 from forge.model.embedding import Embedding, Head
 from forge.model.experts import Experts
 from forge.model.feed_forward import FeedForward
@@ -28,6 +28,7 @@ __all__ = [
     "FusedLoss",
     "GroupedAttention",
     "Head",
+    "HeadIndices",
     "LatentAttention",
     "LinearAttention",
     "MoE",

@@ -134,6 +134,21 @@ class GroupedAttention(Attention):
         return matrix_flops(self, seq_len) + 12 * self.q_dim * mean_keys(seq_len, self.window)
 
 
+class HeadIndices(nn.Module):
+    """The heads that this process computes, by their numbers in the whole layer; for constants of each head, e.g. slopes.
+
+    Tensor parallelism divides `heads` where the module's name is in the plan as colwise.
+    """
+
+    def __init__(self, heads: int):
+        super().__init__()
+        self.heads = range(heads)
+
+    def forward(self, device: torch.device) -> Tensor:
+        """Return the indices int64 `[heads]`, or `[heads / tp]` on a rank of tensor parallelism."""
+        return torch.arange(self.heads.start, self.heads.stop, device=device)
+
+
 class Sinks(nn.Module):
     """One logit per head, as in gpt-oss; after Xiao et al. 2023, "Efficient Streaming Language Models with ... Sinks"."""
 

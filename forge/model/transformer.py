@@ -292,7 +292,7 @@ MODELS: dict[str, Callable[..., Any]] = {"transformer": Transformer}
 def build_model(config: ModelConfig, seq_len: int, **parts: Any) -> Any:
     """Build the model that `config.kind` names, registered or as `package.module:Class`; `parts` as for Transformer.
 
-    Raises UserError if there is no such model.
+    Raises UserError if there is no such model, or if [model.mtp] is set and the model has no such modules.
     """
     kind = config.kind
     if kind in MODELS:
@@ -308,4 +308,10 @@ def build_model(config: ModelConfig, seq_len: int, **parts: Any) -> Any:
         raise UserError(f'model.kind = "{kind}": {error}') from error
     if not issubclass(builder, nn.Module):
         raise UserError(f'model.kind = "{kind}" is not a module class; name a subclass of torch.nn.Module')
-    return builder(config, seq_len, **parts)
+    model = builder(config, seq_len, **parts)
+    if config.mtp is not None and not hasattr(model, "ahead"):
+        raise UserError(
+            f'[model.mtp] adds modules behind the last block, and model.kind = "{kind}" has no place for them (no attribute '
+            "`ahead`, as forge.model.Transformer has); leave the table out"
+        )
+    return model

@@ -14,7 +14,7 @@ from forge.config.layout import Compile
 from forge.config.schema import OptimizerConfig
 from forge.optim.compiled import CompiledAdamW
 from forge.optim.ema import WithAverage
-from forge.optim.optimizer import Optimizer, optimizer_class
+from forge.optim.optimizer import Optimizer, optimizer_class, with_scales
 from forge.optim.schedule import decay_start, learning_rate, planned_rate
 from forge.shard import Shard
 
@@ -34,6 +34,7 @@ def build_optimizer(
     process. Optimizers that need whole matrices exchange them over it. compiled: how to compile the update, which AdamW can;
     copies: narrower copies of parameters, which it then writes as well.
     """
+    shards = with_scales(shards, config)
     if compiled is None:
         optimizer = optimizer_class(config.name)(shards, config, group)
     else:

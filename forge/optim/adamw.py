@@ -69,7 +69,7 @@ class AdamW:
             amsgrad=False,
             beta1=self._config.betas[0],
             beta2=self._config.betas[1],
-            lr=lr * rates.lr,
+            lr=lr * rates.scale * rates.lr,
             weight_decay=weight_decay(shards[0].name, self._config) / rates.lr,
             eps=self._config.eps * rates.eps,
             maximize=False,

@@ -82,7 +82,7 @@ class CompiledAdamW(AdamW):
         """Return what `update_elements` computes with besides tensors, float64 `[9]`, without waiting for the device."""
         count = self._steps.max().double() + 1
         (beta1, beta2), rates = self._config.betas, shard.rates
-        rate, decay = lr * rates.lr, weight_decay(shard.name, self._config) / rates.lr
+        rate, decay = lr * rates.scale * rates.lr, weight_decay(shard.name, self._config) / rates.lr
         fixed = (1 - rate * decay, 1 - beta1, beta2, 1 - beta2, self._config.eps * rates.eps)
         of_count = (rate / (1 - beta1**count), (1 - beta2**count).sqrt())
         factor = torch.ones_like(count) if self._factor is None else self._factor.to(count)

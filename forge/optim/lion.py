@@ -43,7 +43,8 @@ class Lion:
             new = torch.where(skip > 0, mean, gradient(shard).to(wide))
             direction = mean.lerp(new, 1 - beta1).div_(self._config.eps * shard.rates.eps).clamp_(-1, 1)
             decay = weight_decay(shard.name, self._config) / shard.rates.lr
-            write_unless(skip, shard.data, weight - lr * shard.rates.lr * (direction + decay * weight))
+            rate = lr * shard.rates.scale * shard.rates.lr
+            write_unless(skip, shard.data, weight - rate * (direction + decay * weight))
             mean.lerp_(new, 1 - beta2)
             self._moments.write(shard, "momentum", mean)
         self._moments.finish()

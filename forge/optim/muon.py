@@ -71,13 +71,14 @@ class Muon:
         self._matrices.replace(updates, partial(self._orthogonal, skip=skip))
         for shard, update, factor in zip(self._shards, updates, self._factors, strict=True):
             weight = shard.data.to(wide_dtype(shard))
-            decay: float | Tensor = lr * weight_decay(shard.name, self._config)
+            rate = lr * shard.rates.scale
+            decay: float | Tensor = rate * weight_decay(shard.name, self._config)
             if self._keys.cautious_decay:
                 decay = (update * weight.sign() > _least_update(shard, weight.dtype)).to(weight.dtype) * decay
             write_unless(
                 skip,
                 shard.data,
-                (weight * (1 - decay)).sub_(update, alpha=lr * shard.rates.orthogonal * factor),
+                (weight * (1 - decay)).sub_(update, alpha=rate * shard.rates.orthogonal * factor),
             )
         write_unless(skip, self._updates, self._updates + 1)
         if self._keys.qk_clip:

@@ -6,6 +6,7 @@ docs/extending/optimizer.md is the recipe for one of your own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -76,8 +77,34 @@ def gradient(shard: Shard) -> Tensor:
 
 
 def weight_decay(name: str, config: OptimizerConfig) -> float:
-    """Return the decoupled weight decay of the parameter `name`: 0 if a glob of `optimizer.no_decay` matches it."""
-    return 0.0 if any(fnmatchcase(name, glob) for glob in config.no_decay) else config.weight_decay
+    """Return the decoupled weight decay of the parameter `name`, by `optimizer.groups` and `optimizer.no_decay`."""
+    own = own_decay(name, config)
+    return config.weight_decay if own is None else own
+
+
+def own_decay(name: str, config: OptimizerConfig) -> float | None:
+    """Return the weight decay of the parameter `name` if it does not follow `optimizer.weight_decay`, else None."""
+    given = _of_groups(name, config, "weight_decay")
+    exempt = any(fnmatchcase(name, glob) for glob in config.no_decay)
+    return 0.0 if given is None and exempt else given
+
+
+def with_scales(shards: Sequence[Shard], config: OptimizerConfig) -> list[Shard]:
+    """Return `shards` with the factors of the learning rate that `optimizer.groups` gives."""
+    scales = [_of_groups(shard.name, config, "lr_scale") for shard in shards]
+    return [
+        shard if scale is None else replace(shard, rates=replace(shard.rates, scale=scale))
+        for shard, scale in zip(shards, scales, strict=True)
+    ]
+
+
+def _of_groups(name: str, config: OptimizerConfig, key: str) -> float | None:
+    """Return what the last group that matches `name` and has `key` gives; None if there is none."""
+    for group in reversed(config.groups):
+        value: float | None = getattr(group, key)
+        if value is not None and any(fnmatchcase(name, glob) for glob in group.names):
+            return value
+    return None
 
 
 def wide_dtype(shard: Shard) -> torch.dtype:
@@ -98,14 +125,15 @@ def update_groups(shards: Sequence[Shard], config: OptimizerConfig, max_numel: i
     kinds: dict[Any, list[list[Shard]]] = {}
     filled: dict[Any, int] = {}  # elements of the last group
     for shard in (shard for shard in shards if shard.boxes):
-        kind = any(fnmatchcase(shard.name, glob) for glob in config.no_decay), shard.rates
+        kind = own_decay(shard.name, config), shard.rates
         groups = kinds.setdefault(kind, [[]])
         if filled.get(kind, 0) >= max_numel:
             groups.append([])
             filled[kind] = 0
         groups[-1].append(shard)
         filled[kind] = filled.get(kind, 0) + sum(box.numel for box in shard.boxes)
-    return [group for _, groups in sorted(kinds.items(), key=lambda kind: kind[0][0]) for group in groups]
+    decayed_first = sorted(kinds.items(), key=lambda item: item[0][0] is not None)
+    return [group for _, groups in decayed_first for group in groups]
 
 
 def gather_shard_boxes(

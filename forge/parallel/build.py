@@ -14,8 +14,10 @@ initialise   fills it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -23,19 +25,21 @@ import torch
 from forge.config import Config
 from forge.model import FusedLoss, Transformer, build_model
 from forge.parallel.blocks import apply_blocks, check_modules
-from forge.parallel.context import apply_context, replace_attention
+from forge.parallel.context import apply_context, check_attention, replace_attention
 from forge.parallel.engines.engine import DataParallel, apply_data_parallel
 from forge.parallel.expert import apply_expert
 from forge.parallel.float8 import apply_float8, check_patterns
 from forge.parallel.initialize import initialize
 from forge.parallel.layout import Layout, make_layout
 from forge.parallel.mesh import Meshes
+from forge.parallel.modules import for_all_layers
 from forge.parallel.parametrization import describe
 from forge.parallel.pipeline import PipelinedModel, Stage, StageModel, plan_pipeline
 from forge.parallel.precision import DTYPES, pinned_parameters
 from forge.parallel.step.model import ParallelModel, SequentialModel
 from forge.parallel.tensor.apply import apply_tensor
 from forge.parallel.tensor.plan import plan_for
+from forge.runtime.errors import UserError
 
 APPLY: dict[str, Callable[[Transformer, Layout], Any]] = {
     "context": apply_context,
@@ -73,6 +77,8 @@ def build_parallel_model(
 
     def build(stage: Stage | None) -> tuple[Transformer, DataParallel]:
         builder = Builder(build_meta_model(config, stage), layout)
+        if stage is None:
+            check_groups(builder.model, config)
         engine = builder.apply_all()
         if attention is not None:
             replace_attention(builder.model, attention)
@@ -128,12 +134,38 @@ def check_names(config: Config, layout: Layout) -> None:
     Each step checks the names that it is given, but a stage of a pipeline has only some of the modules.
     """
     model = build_meta_model(config)
+    check_groups(model, config)
     pinned_parameters(model, config.precision.fp32_modules)
     check_modules(model, config.activation_checkpoint)
     if config.precision.float8 != "none":
         check_patterns(model, config.precision.float8_exclude)
+    if config.parallel.cp > 1:
+        check_attention(model)
     if config.parallel.tp > 1:
         plan_for(model, layout)
+
+
+def check_groups(model: Transformer, config: Config) -> None:
+    """Raise UserError for a pattern of optimizer.groups that matches no parameter of the whole `model`."""
+    names = [name for name, _ in model.named_parameters()]
+    for number, group in enumerate(config.optimizer.groups):
+        for glob in group.names:
+            if not any(fnmatchcase(name, glob) for name in names):
+                close = ", ".join(difflib.get_close_matches(glob, _patterns(names), n=3, cutoff=0.0))
+                raise UserError(
+                    f'optimizer.groups[{number}].names: "{glob}" matches no parameter; the nearest names are {close}'
+                )
+
+
+def _patterns(names: Iterable[str]) -> list[str]:
+    """Return `names` with `*` for numbers, and the end of each after `*.`, which patterns usually are."""
+    general = sorted(for_all_layers(names))
+    ends = {
+        f"*.{'.'.join(parts[at:])}"
+        for parts in (n.split(".") for n in general)
+        for at in range(1, len(parts))
+    }
+    return [*general, *sorted(ends)]
 
 
 def build_meta_model(config: Config, stage: Stage | None = None) -> Transformer:

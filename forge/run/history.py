@@ -53,6 +53,7 @@ class History:
         trainer.results.clear()
         trainer.batches.close()
         self._restart(Start(point, kept=point.step), [rollback])
+        trainer.hooks.load_state(point.state.get("hooks", {}))
         trainer.hooks.call("after_rollback", point.step)
 
     def _restart(self, start: Start, rollbacks: Sequence[Rollback] = ()) -> None:

@@ -22,7 +22,7 @@ from forge.config import (
     to_toml,
 )
 from forge.data.build import open_data
-from forge.hook import Hook
+from forge.hook import Hook, Hooks
 from forge.observe.hardware import process_age_s
 from forge.observe.log import setup_logging
 from forge.observe.report import Reporter
@@ -212,6 +212,8 @@ def _train(
         log.info("resumed from %s at step %d", point.path, point.step)
     reporter.begun(point.step if point else 0, point.path if point else None, new=start.origin is not None)
     all_hooks = make_hooks(trainer, checkpoints, hooks, tiers.local)
+    if point is not None:
+        Hooks(all_hooks).load_state(point.state.get("hooks", {}))
     signals.defer()
     stopped = trainer.train(all_hooks, history.roll_back)
     reporter.step = trainer.progress.step

@@ -93,6 +93,7 @@ class Saves(Hook):
             "optimizer": trainer.optimizer.state(),
             "optimizer_name": trainer.config.optimizer.name,
             "inputs": trainer.data.fingerprints,
+            "hooks": trainer.hooks.state(),
         }
         tensors, layout = all_tensors(trainer.model, trainer.optimizer), vars(trainer.meshes.degrees)
         return tensors, state, self._files, layout

@@ -26,7 +26,7 @@ from tests.support.scripts import run_script
 
 NAMES = [str(page.relative_to(REPOSITORY)) for page in PAGES]
 # Keys that the recipes of docs/extending add.
-EXAMPLES = ("optimizer.sgd", "model.embedding_multiplier")
+EXAMPLES = ("optimizer.sgd", "optimizer.soap", "model.embedding_multiplier")
 FILE_ENDINGS = ("py", "toml", "jsonl", "json", "md", "log", "sbatch", "txt", "sh")
 # Folders of the repository; what lies elsewhere is made by commands.
 OURS = tuple(

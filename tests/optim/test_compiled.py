@@ -10,6 +10,7 @@ from forge.config.layout import Compile
 from forge.config.schema import OptimizerConfig
 from forge.optim.adamw import AdamW
 from forge.optim.compiled import CompiledAdamW, update_elements
+from forge.optim.optimizer import with_scales
 from forge.runtime.errors import UserError
 from forge.shard import Box, Shard
 from tests.support.equivalence import tiny_config
@@ -30,17 +31,24 @@ def no_graphs_of_other_tests() -> None:
 GO, SKIP = torch.tensor(0.0), torch.tensor(1.0)
 
 
+def config_of(moments: str) -> OptimizerConfig:
+    groups = 'groups = [{names = ["*.wq.weight"], lr_scale = 0.5, weight_decay = 2.0}]'
+    keys = f'[optimizer]\nweight_decay = 0.5\nmoment_dtype = "{moments}"\n{groups}\n'
+    return parse_toml_text(tiny_config() + keys).optimizer
+
+
 def make(
     dtype: torch.dtype, moments: str, backend: str = "", narrow: bool = False
 ) -> tuple[list[Shard], AdamW]:
-    keys = f'[optimizer]\nweight_decay = 0.5\nmoment_dtype = "{moments}"\n'
-    config = parse_toml_text(tiny_config() + keys).optimizer
+    config = config_of(moments)
     generator = torch.Generator().manual_seed(0)
     shards = []
     for name, shape in SHAPES.items():
         parameter = torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
         shards.append(Shard.whole(name, parameter))
-    return shards, compiled(shards, config, backend, narrow) if backend else AdamW(shards, config)
+    if backend:
+        return shards, compiled(shards, config, backend, narrow)
+    return shards, AdamW(with_scales(shards, config), config)
 
 
 def compiled(
@@ -49,7 +57,7 @@ def compiled(
     """backend: "plain" is without the compiler, which takes seconds. narrow: with copies in bfloat16."""
     chosen = Compile(optimizer=True, backend="eager" if backend == "plain" else backend)
     copies = {s.parameter: torch.zeros_like(s.data, dtype=torch.bfloat16) for s in shards} if narrow else {}
-    optimizer = CompiledAdamW(shards, config, None, chosen, copies)
+    optimizer = CompiledAdamW(with_scales(shards, config), config, None, chosen, copies)
     if backend == "plain":
         optimizer._kernel = update_elements
     return optimizer
@@ -165,9 +173,7 @@ def test_a_part_is_updated_as_in_the_whole() -> None:
     boxes = (Box((3, 10), (1, 6)), Box((4, 0), (9, 16)), Box((13, 0), (1, 5)))
     inside = slice(3 * 16 + 10, 13 * 16 + 5)
     part = Shard(name, torch.Size(shape), boxes, torch.nn.Parameter(whole.data.flatten()[inside].clone()))
-    config = parse_toml_text(
-        tiny_config() + '[optimizer]\nweight_decay = 0.5\nmoment_dtype = "bfloat16"\n'
-    ).optimizer
+    config = config_of("bfloat16")
     other = compiled([part], config, "plain")
     for step in range(3):
         give(shards, step)

@@ -1,16 +1,19 @@
 """Hooks that a user registers: when they are called, what they may do, and what happens when they are wrong."""
 
+import json
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
+from forge.checkpoint import read_state
 from forge.hook import EVENTS, Hook, Hooks, StepResult
 from forge.train.trainer import Trainer
 from tests.support.pages import REPOSITORY, blocks
-from tests.support.runs import Run
+from tests.support.runs import FLOAT64, Run
 
 PAGE = REPOSITORY / "docs" / "extending" / "hook.md"
 HERE = "tests.run.test_hooks"
@@ -67,6 +70,40 @@ class Saving(Hook):
             self._trainer.request_save()
 
 
+class Remembering(Hook):
+    """Keeps losses and a count of its own, and writes both when the run ends."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, self.losses, self.began = trainer, [], []
+
+    def before_run(self, step: int) -> None:
+        self.began.append([step, len(self.losses)])
+
+    def after_rollback(self, step: int) -> None:
+        self.began.append([step, len(self.losses)])
+
+    def after_result(self, result: StepResult) -> None:
+        self.losses.append(result.loss)
+
+    def after_run(self) -> None:
+        if self.trainer.reporter.world.rank == 0:
+            state = {"losses": self.losses, "began": self.began}
+            (self.trainer.reporter.directory.root / "remembered.json").write_text(json.dumps(state))
+
+    def state_dict(self) -> dict:
+        return {"losses": list(self.losses), "began": list(self.began)}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.losses, self.began = state["losses"], state["began"]
+
+
+class NotJson(Hook):
+    def __init__(self, trainer: Trainer) -> None: ...
+
+    def state_dict(self) -> dict:
+        return {"set": {1, 2}}
+
+
 class NoHook:
     pass
 
@@ -103,6 +140,45 @@ def test_a_hook_learns_of_a_rollback(tmp_path) -> None:
     recorded = calls(run)
     at = recorded.index("after_rollback 4")
     assert "after_result 7" in recorded[:at] and recorded[at + 1] == "before_step 5"
+
+
+def test_the_state_of_a_hook_is_saved_and_restored_after_a_kill_and_under_other_layouts(tmp_path) -> None:
+    names = hooks("Remembering", "Remembering")
+    run = Run(tmp_path / "killed", names, *FLOAT64)
+    assert set(run.start(world=2, fault="step:6:*:kill").join()) == {-signal.SIGKILL}
+    assert run("--parallel.tp=2", world=2, fault="step:7:*:signal") == 75, run.output()
+    assert run() == 0, run.output()
+    found = json.loads((run.path / "remembered.json").read_text())
+    assert found["losses"] == pytest.approx(run.losses(), rel=0, abs=0) and len(found["losses"]) == 10
+    # Each start found the state of its checkpoint: as many losses as steps.
+    starts = [step for step, _ in found["began"]]
+    assert [count for _, count in found["began"]] == starts and 0 == starts[0] < starts[1] < starts[2]
+    saved = read_state(run.path / "checkpoints" / "step-00000010")["hooks"]
+    assert list(saved) == [f"{HERE}:Remembering", f"{HERE}:Remembering (2)"]
+    assert saved[f"{HERE}:Remembering"]["losses"] == found["losses"]
+
+
+def test_the_state_of_a_hook_goes_back_with_a_rollback(tmp_path) -> None:
+    run = Run(tmp_path, hooks("Remembering"), "--resilience.max_skipped_steps=3")
+    assert run.start(world=2, patch="tests.support.spoil:samples_32_to_55").join() == [0, 0]
+    found = json.loads((run.path / "remembered.json").read_text())
+    assert found["began"] == [[0, 0], [4, 4]] and len(found["losses"]) == 10
+
+
+def test_a_hook_without_a_saved_state_starts_afresh_and_one_that_is_gone_is_named(tmp_path) -> None:
+    run = Run(tmp_path)
+    assert run("--train.steps=4") == 0
+    assert run(hooks("Remembering"), "--train.steps=6") == 0
+    assert f"no state of hook {HERE}:Remembering, which starts afresh" in run.output()
+    assert json.loads((run.path / "remembered.json").read_text())["began"] == [[4, 0]]
+    assert run("--train.hooks=[]", "--train.steps=8") == 0
+    assert f"state of hook {HERE}:Remembering is left out" in run.output()
+
+
+def test_a_state_that_is_not_json_ends_the_run_with_the_name_of_the_hook(tmp_path) -> None:
+    run = Run(tmp_path, hooks("NotJson"))
+    assert run() == 1
+    assert f"hook {HERE}:NotJson: state_dict returned what is not JSON" in run.status()["reason"]
 
 
 @pytest.mark.parametrize("interval", ["0", "100"])

@@ -31,8 +31,9 @@ FUNCTIONS: dict[str, Callable[[SequenceSplit], AttentionFunction]] = {
 def apply_context(model: Transformer, layout: Layout) -> None:
     """Replace the attention function of `model` by one that reaches the whole sequence over the cp ranks.
 
-    Raises UserError for the ring in compiled blocks on CUDA.
+    Raises UserError for the ring in compiled blocks on CUDA, and for an attention without `attend`.
     """
+    check_attention(model)
     split = SequenceSplit(layout.meshes.cp)
     if (
         layout.parallel.context == "ring"
@@ -47,6 +48,17 @@ def apply_context(model: Transformer, layout: Layout) -> None:
     for block in model.layers.values():
         attention: Any = block.attention
         attention.attend = states if isinstance(attention, LinearAttention) else attend
+
+
+def check_attention(model: Transformer) -> None:
+    """Raise UserError for a layer whose attention has no `attend`: it would see only this rank's part of the sequence."""
+    for layer, block in model.layers.items():
+        attention = getattr(block, "attention", None)
+        if not hasattr(attention, "attend"):
+            raise UserError(
+                f"parallel.cp splits sequences, but layers.{layer}.attention ({type(attention).__name__}) has no `attend` "
+                "that reaches the other parts; call self.attend (docs/extending/own-model.md), or set parallel.cp = 1"
+            )
 
 
 def replace_attention(model: Transformer, function: Callable[[Any], Any]) -> None:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, dis
 from torch.distributed.tensor.placement_types import Shard as Split
 from torch.nn import functional as F
 
-from forge.model import Decay, Embedding, RMSNorm, Router, SharedGate, ShortConvolution, Sinks
+from forge.model import Decay, Embedding, HeadIndices, RMSNorm, Router, SharedGate, ShortConvolution, Sinks
 from forge.model.mla import Latents
 from forge.model.mtp import Join
 from forge.model.norm import ProjectionNorm, promoted
@@ -253,6 +253,13 @@ class LocalSinks(Sinks):
     def forward(self) -> Tensor:
         """Return the logits `[heads / tp]`, or of all heads where they are not split."""
         return local_tensor(self.weight)
+
+
+def split_indices(indices: HeadIndices, place: Place) -> HeadIndices:
+    """Leave `indices` this rank's heads, in place."""
+    share = len(indices.heads) // place.mesh.size()
+    indices.heads = indices.heads[share * place.mesh.get_local_rank() :][:share]
+    return indices
 
 
 def distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> nn.Module:

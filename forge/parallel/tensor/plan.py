@@ -46,6 +46,7 @@ from forge.model import (
     FeedForward,
     GroupedAttention,
     Head,
+    HeadIndices,
     LatentAttention,
     LinearAttention,
     RMSNorm,
@@ -75,6 +76,7 @@ from forge.parallel.tensor.local import (
     SharedLatents,
     distribute,
     local_projection_norm,
+    split_indices,
 )
 from forge.runtime.errors import UserError, did_you_mean
 
@@ -89,6 +91,7 @@ OWN: Mapping[str, str] = {
     "layers.*.attention.wq_b": "colwise",
     "layers.*.attention.wkv_b": "colwise",
     "layers.*.attention.sinks": "colwise",
+    "layers.*.attention.head_indices": "colwise",
     "layers.*.attention.wo": "rowwise",
     "layers.*.attention.wg": "colwise",
     "layers.*.attention.wa": "colwise",
@@ -131,12 +134,22 @@ def plan_for(model: nn.Module, layout: Layout) -> Plan:
     for name, module in modules.items():
         _check_part(name, module, plan, layout.parallel.tp)
         inside = modules.get(name.rpartition(".")[0])
-        if type(module) is nn.Linear and not isinstance(inside, tuple(PARTS)) and name not in plan:
+        unknown = type(module) is nn.Linear and not isinstance(inside, tuple(PARTS))
+        if name not in plan and (unknown or _is_foreign(name, module, plan)):
             raise UserError(
                 f"tensor parallelism does not know what {name} computes on; name it in a plan "
                 f"(parallel.tp_plan = package.module:function) with a ParallelStyle of PyTorch"
             )
     return plan
+
+
+def _is_foreign(name: str, module: nn.Module, plan: Plan) -> bool:
+    """Return whether `module` has parameters of its own and is of no kind in STYLES, and no ParallelStyle holds for it."""
+    path = name.split(".")
+    around = (plan.get(".".join(path[:end])) for end in range(1, len(path)))
+    own = next(module.parameters(recurse=False), None) is not None
+    styled = any(isinstance(style, ParallelStyle) for style in around)
+    return own and not styles_of(module) and "experts" not in path and not styled
 
 
 def _patterns(model: nn.Module, layout: Layout) -> tuple[str | None, Mapping[str, Any]]:
@@ -174,6 +187,8 @@ def _check_style(key: str | None, name: str, module: nn.Module, style: Any, layo
         size = module.out_features if style.startswith("colwise") else module.in_features
         if size % tp:
             raise UserError(f"{where} splits {size} features, which parallel.tp = {tp} does not divide")
+    if isinstance(module, HeadIndices) and len(module.heads) % tp:
+        raise UserError(f"{where} splits {len(module.heads)} heads, which parallel.tp = {tp} does not divide")
 
 
 def _check_part(name: str, part: nn.Module, plan: Plan, tp: int) -> None:
@@ -250,6 +265,7 @@ STYLES: dict[type[nn.Module], dict[str | None, Apply]] = {
     },
     Narrow: {None: LocalNarrow},
     Latents: {None: SharedLatents},
+    HeadIndices: {"colwise": split_indices},
     Sinks: {"colwise": partial(LocalSinks, split=True), None: partial(LocalSinks, split=False)},
     nn.Linear: {
         "colwise": partial(_split_linear, style=lambda at: ColwiseParallel(input_layouts=at.input)),

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from forge.model import AttentionFunction, AttentionMask, LatentAttention, LinearAttention
 from forge.model.loss import head_logits
 from forge.model.mask import visible
+from forge.runtime.errors import UserError
 from forge.tools.inference.sampling import padded
 from forge.tools.inference.scoring import replaced
 from forge.tools.inference.states import Places, StateCache
@@ -35,11 +36,17 @@ class CachedScores:
 
     Memory: 2 * kv_heads * head_dim numbers per text, token and layer; kv_lora_rank + qk_rope_head_dim of latent attention;
     in a linear layer a state per text and head.
+    Raises UserError for a model whose attention has no `attend`.
     """
 
     def __init__(self, model: Any):
         self._model = model
         attentions: list[Any] = [block.attention for block in model.layers.values()]
+        if without := [type(one).__name__ for one in attentions if not hasattr(one, "attend")]:
+            raise UserError(
+                f"{without[0]} has no `attend`, so its keys and values cannot be cached; generate with --no-cache, or call "
+                "self.attend as docs/extending/own-model.md shows"
+            )
         self._layers: list[Any] = [
             StateCache(one.attend) if isinstance(one, LinearAttention) else _LayerCache(one.attend)
             for one in attentions
@@ -51,7 +58,7 @@ class CachedScores:
         """Return logits `[texts, vocab]` of the next token of each text, in promote(float32, compute)."""
         seen = [list(text[-self._model.seq_len :]) for text in texts]
         before, self._texts = self._texts, []  # the cache is invalid if this call fails
-        device = self._model.rope_cos.device
+        device = next(self._model.parameters()).device
         last = torch.tensor([len(text) - 1 for text in seen], device=device)
         # Whether every text equals its last one, or is one token longer.
         continues = len(before) == len(seen) and all(

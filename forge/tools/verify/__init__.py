@@ -6,6 +6,7 @@
     borders   the activations at the borders of modules, each with its place in the global batch
     record    the steps of one layout, and of a plain module in one process, with everything that they compute
     compare   two such records, number by number
+    library   another library's parallelism of a plain module, by the same comparison
     explain   the first place that differs, and the smallest layout that still shows it
     run       all of it within a time budget; a layout that fails or hangs ends no other
 

@@ -65,6 +65,7 @@ class UserHooks:
         self._shards: list[Shard] = []
         self._trainer: Any = None
         self._folder = ""
+        self._saved: dict[str, Any] = {}  # what a checkpoint holds of the hooks
 
     @classmethod
     def of(
@@ -102,7 +103,7 @@ class UserHooks:
         return hooks
 
     def begin(self, step: int) -> None:
-        """Construct the hooks, as a run does that begins after `step` steps. Collective."""
+        """Construct the hooks, as a run does that begins after `step` steps, or resumes there. Collective."""
         if not self._kinds:
             return
         self._each = []
@@ -115,6 +116,8 @@ class UserHooks:
             hook: Hook = constructor(self._trainer)
             hook.name = path
             self._each.append((hook, Hooks([hook])))
+        if step:
+            Hooks([hook for hook, _ in self._each]).load_state(self._saved)
         self.call("before_run", step)
 
     def call(self, event: str, *arguments: Any) -> None:
@@ -126,6 +129,9 @@ class UserHooks:
                 self._seen |= self._state("before", event)
                 alone.call(event, *arguments)
                 self._seen |= self._state("after", event)
+        if event == "before_save" and self._each:
+            state = Hooks([hook for hook, _ in self._each]).state()
+            self._saved = on_first_rank("taking the hooks' state", lambda: state)
 
     @contextmanager
     def around(self, phase: str, step: int) -> Iterator[None]:

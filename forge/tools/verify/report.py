@@ -140,15 +140,16 @@ def as_json(name: str, small: Config, notes: list[str], report: Report) -> dict[
         "notes": notes,
         "shrunk": small.model.model_dump(),
         "parameters": parameter_counts(build_meta_model(small)).total,
-        "layouts": [_outcome(one) for one in report.outcomes],
+        "layouts": [outcome_json(one) for one in report.outcomes],
         "not_allowed": [{"layout": case.name, "reason": reason} for case, reason in report.refused],
         "not_reached": report.not_reached,
-        "worst": None if report.worst is None else _outcome(report.worst),
-        "smallest": None if report.smallest is None else _outcome(report.smallest),
+        "worst": None if report.worst is None else outcome_json(report.worst),
+        "smallest": None if report.smallest is None else outcome_json(report.smallest),
     }
 
 
-def _outcome(one: Outcome) -> dict[str, Any]:
+def outcome_json(one: Outcome) -> dict[str, Any]:
+    """Return the result of one layout."""
     return {
         "layout": one.case.name,
         "processes": one.case.world,

@@ -6,7 +6,7 @@ from forge.tools.verify.compare import Difference, difference_of
 from forge.tools.verify.explain import Finding
 from forge.tools.verify.layouts import Case
 from forge.tools.verify.pieces import Piece
-from forge.tools.verify.report import _outcome, last_line, summary
+from forge.tools.verify.report import last_line, outcome_json, summary
 from forge.tools.verify.run import Outcome, Report
 
 RAISED = "Traceback (most recent call last):\n  File x\nValueError: no such head"
@@ -38,4 +38,4 @@ def test_a_difference_is_shown_with_the_part_of_the_rank_and_with_enough_digits(
         "step 1, rank 1, output norm[3, 7] (the rank has [2:4, 0:2 and 6:8]): "
         "1.0000000000000009 instead of 1 (relative difference 8.9e-16)"
     )
-    assert _outcome(outcome)["finding"]["part"] == [[(2, 4)], [(0, 2), (6, 8)]]
+    assert outcome_json(outcome)["finding"]["part"] == [[(2, 4)], [(0, 2), (6, 8)]]

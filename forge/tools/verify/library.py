@@ -1,0 +1,395 @@
+"""A plain PyTorch module under another library's parallelism, compared with the same module in one process.
+
+`make_model()` returns the module and `parallelize(module)` applies the parallelism; docs/verify-libraries.md states what both
+must do. Both sides make the same steps on the same tokens in float64, with gloo on this machine. Parameters, gradients and
+checkpoints are compared as whole tensors, on every rank; activations as the part that the rank has.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from forge.runtime.errors import UserError
+from forge.runtime.imports import load_function
+from forge.shard import local
+from forge.tools.verify.borders import Borders, Part, Seen
+from forge.tools.verify.compare import Comparison, compare_rank, elements, merge
+from forge.tools.verify.layouts import Case
+from forge.tools.verify.pieces import Key, Piece
+from forge.tools.verify.pieces import whole as whole_piece
+from forge.tools.verify.ranks import RankFailed, run_ranks
+from forge.tools.verify.record import RankRecord, RankStep, WholeRecord
+from forge.tools.verify.report import last_line, outcome_json
+from forge.tools.verify.run import Outcome, limit_s, outcome_of
+
+BATCH, SEQ, SEED = 8, 32, 0
+# Components that wrappers of PyTorch add to names of parameters and modules.
+WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+Optimizers: TypeAlias = list[torch.optim.Optimizer]
+
+
+@dataclass
+class Parallelized:
+    """What this rank has of a module after `parallelize`.
+
+    model: the module, or the stages of a pipeline on this rank, whose modules keep the names of the whole model.
+    data_rank, data_ranks: which part of the batch's sequences this rank computes.
+    positions, tp_rank, tp_ranks: its tokens of each sequence (None: all), and its part of features or of the sequence; they
+        only say where activations belong.
+    forward_backward: called with tokens and labels `[sequences of this data rank, seq]`; leaves complete gradients in
+        `.grad` and returns this rank's mean loss, None on a rank that has no loss. None: cross-entropy of `model(tokens)`.
+    optimizer: one for each module of `model`; None: `make_optimizer` of its parameters.
+    clip: called with the limit; clips the gradients and returns their global norm. None: torch.nn.utils.clip_grad_norm_.
+    whole: called with a parameter's name and a tensor laid out like it; returns the whole tensor. Collective. None:
+        `full_tensor()` of a DTensor; any other tensor is whole.
+    checkpoint: whether torch.distributed.checkpoint saves and loads it.
+    """
+
+    model: nn.Module | Sequence[nn.Module]
+    data_rank: int = 0
+    data_ranks: int = 1
+    positions: Sequence[int] | None = None
+    tp_rank: int = 0
+    tp_ranks: int = 1
+    forward_backward: Callable[[Tensor, Tensor], Tensor | None] | None = None
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None
+    clip: Callable[[float], Tensor] | None = None
+    whole: Callable[[str, Tensor], Tensor] | None = None
+    checkpoint: bool = True
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        """The modules on this rank."""
+        return [self.model] if isinstance(self.model, nn.Module) else list(self.model)
+
+
+@dataclass(frozen=True)
+class Request:
+    """Import paths of the three functions, and the number of steps. make_optimizer: "" for AdamW."""
+
+    make_model: str
+    parallelize: str
+    make_optimizer: str = ""
+    steps: int = 3
+
+
+def verify_library(request: Request, worlds: Sequence[int], end: Callable[[Outcome], None]) -> list[Outcome]:
+    """Compare the parallelised module on each number of processes in `worlds` with one process.
+
+    Raises UserError for a path that cannot be imported, and for a module that fails in one process or has nothing to compare.
+    """
+    for option, path in (
+        ("--module", request.make_model),
+        ("--parallelize", request.parallelize),
+        ("--make-optimizer", request.make_optimizer),
+    ):
+        if path:
+            _load(option, path)
+    with tempfile.TemporaryDirectory(prefix="forge-verify-") as home:
+        reference = Path(home) / "reference"
+        try:
+            ((order, expected),) = run_ranks(_alone, 1, request, reference, timeout=limit_s(1))
+        except RankFailed as error:
+            raise UserError(
+                f"{request.make_model}: one process alone fails: {last_line(str(error))}"
+            ) from None
+        outcomes = []
+        for world in worlds:
+            began, case = time.monotonic(), Case((("processes", world),))
+            folder = str(Path(home) / f"layout-{world}")
+            try:
+                found = run_ranks(_together, world, request, reference, folder, timeout=limit_s(world))
+                outcome = outcome_of(case, merge(found, expected), order, time.monotonic() - began)
+            except RankFailed as error:
+                outcome = Outcome(case, "failed", time.monotonic() - began, error=str(error))
+            outcomes.append(outcome)
+            end(outcome)
+        return outcomes
+
+
+def notes_on(outcomes: Sequence[Outcome]) -> list[str]:
+    """Return a line for each thing that was not compared."""
+    without = [one.case.name for one in outcomes if one.status != "failed" and "saved" not in one.largest]
+    return [f"{name}: no checkpoint was compared (Parallelized.checkpoint is False)" for name in without]
+
+
+def library_json(request: Request, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Return the results as one JSON object."""
+    return {
+        "module": request.make_model,
+        "parallelize": request.parallelize,
+        "equal": all(one.status == "equal" for one in outcomes),
+        "compared": sum(one.status != "failed" for one in outcomes),
+        "notes": notes_on(outcomes),
+        "layouts": [outcome_json(one) for one in outcomes],
+    }
+
+
+def _load(option: str, path: str) -> Callable[..., Any]:
+    try:
+        return load_function(path)
+    except ValueError as error:
+        raise UserError(f"{option} {path}: {error}") from None
+
+
+def _make(request: Request) -> tuple[nn.Module, Callable[[Any], torch.optim.Optimizer]]:
+    """Return the module with the same initial values on every rank, in float64, and what makes its optimizer."""
+    logging.disable(logging.WARNING)
+    warnings.filterwarnings("ignore", module=r"torch\.")
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(SEED)
+    model = load_function(request.make_model)().double()
+    if not isinstance(getattr(model, "vocab_size", None), int):
+        raise ValueError(
+            f"{type(model).__name__} has no attribute vocab_size, the number of tokens that it knows"
+        )
+    make = load_function(request.make_optimizer) if request.make_optimizer else _adamw
+    return model, make
+
+
+def _adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def _batches(model: Any, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield tokens and labels int64 `[BATCH, seq]` of each step."""
+    generator = torch.Generator().manual_seed(SEED)
+    seq = getattr(model, "seq_len", SEQ)
+    for _ in range(steps):
+        tokens = torch.randint(model.vocab_size, (BATCH, seq + 1), generator=generator)
+        yield tokens[:, :-1], tokens[:, 1:]
+
+
+def _alone(_rank: int, _world: int, request: Request, file: Path) -> tuple[list[str], dict]:
+    """Write the reference to `file`; return the order of its modules and the sizes of its tensors."""
+    model, make = _make(request)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(f"{type(model).__name__} has no parameters to train")
+    run = _Run(Parallelized(model), make, dict(model.named_parameters()), limit=None)
+    ranks = run.record(list(_batches(model, request.steps)), str(file) + "-checkpoint", None)
+    steps = [{key: pieces[0].values for key, pieces in step.pieces.items()} for step in ranks.steps]
+    for whole, step in zip(steps, ranks.steps, strict=True):
+        whole |= {("output" if one.output else "input", one.name): one.values for one in step.seen}
+    for key in list(steps[-1]):
+        if key[0] in ("resumed", "continued"):
+            del steps[-1][key]
+    steps[-2] |= {("loaded", name): value for (kind, name), value in steps[-2].items() if kind == "parameter"}
+    order = [one.name for one in ranks.steps[1].seen if one.output]
+    record = WholeRecord(steps, order)
+    torch.save((record, run.limit), file)
+    return order, elements(record)
+
+
+def _together(rank: int, _world: int, request: Request, file: Path, folder: str) -> Comparison:
+    """Compare this rank of the parallelised module with the reference in `file`."""
+    model, make = _make(request)
+    shapes = dict(model.named_parameters())
+    batches = list(_batches(model, request.steps))
+    result = load_function(request.parallelize)(model)
+    done = Parallelized(result) if isinstance(result, nn.Module) else result
+    if not isinstance(done, Parallelized):
+        kind = type(done).__name__
+        raise TypeError(
+            f"{request.parallelize} returned a {kind}; needed: a module, or forge.tools.verify.Parallelized"
+        )
+    reference, limit = torch.load(file, weights_only=False)
+    run = _Run(done, make, shapes, limit)
+    own = folder if done.checkpoint else None
+    record = run.record(batches, own, str(file) + "-checkpoint" if done.checkpoint else None)
+    return compare_rank(reference, rank, record)
+
+
+class _Run:
+    """The steps of one module on this rank. shapes: the whole parameters by name; limit: of the gradient norm, None: half of
+    that of the first step."""
+
+    def __init__(self, done: Parallelized, make: Any, shapes: dict[str, nn.Parameter], limit: float | None):
+        self.done, self.limit = done, limit
+        self._shapes = {_plain(name): tuple(parameter.shape) for name, parameter in shapes.items()}
+        given = done.optimizer
+        if given is None:
+            self.optimizers: Optimizers = [make(part.parameters()) for part in done.parts]
+        else:
+            self.optimizers = [given] if isinstance(given, torch.optim.Optimizer) else list(given)
+        self._borders: Borders | None = Borders(done.parts)
+
+    def record(
+        self, batches: Sequence[tuple[Tensor, Tensor]], own: str | None, other: str | None
+    ) -> RankRecord:
+        """Make all steps; return what this rank computed. Collective.
+
+        own: where the checkpoint before the last step is written, None: there is none; other: the one to load as well.
+        """
+        record = RankRecord([RankStep(self._pieces("initial", self._parameters()))])
+        for number, batch in enumerate(batches, start=1):
+            record.steps.append(self._step(*batch))
+            if own is not None and number == len(batches) - 1:
+                dcp.save(self._state(), checkpoint_id=own)
+                if dist.get_rank() == 0:
+                    record.steps[-1].pieces |= _read_whole(own)
+        if self._borders is not None:
+            self._borders.remove()
+            self._borders = None
+        for kind, folder in (("resumed", own), ("continued", other)):
+            if folder is not None:
+                self._load(folder)
+                if kind == "continued":
+                    record.steps[-2].pieces |= self._pieces("loaded", self._parameters())
+                again = self._step(*batches[-1]).pieces
+                record.steps[-1].pieces |= {(kind, f"{of} {name}"): p for (of, name), p in again.items()}
+        return record
+
+    def _step(self, tokens: Tensor, labels: Tensor) -> RankStep:
+        done, step = self.done, RankStep()
+        rows = len(tokens) // done.data_ranks
+        first = rows * done.data_rank
+        of_rank = slice(first, first + rows)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        loss = (done.forward_backward or self._forward_backward)(tokens[of_rank], labels[of_rank])
+        if self._borders is not None:
+            step.seen = _of_batch(self._borders.take(), rows)
+            positions = tuple(range(tokens.shape[1]) if done.positions is None else done.positions)
+            step.part = Part(first, positions, done.tp_ranks, done.tp_rank)
+        step.pieces["loss", "cross-entropy"] = [_scalar(_mean_over_ranks(loss))]
+        grads = ((n, p, torch.zeros_like(p) if p.grad is None else p.grad) for n, p, _ in self._parameters())
+        step.pieces |= self._pieces("gradient", grads)
+        if self.limit is None:
+            self.limit = 0.5 * float(self._clip(float("inf")))
+        step.pieces["norm", "gradient"] = [_scalar(self._clip(self.limit))]
+        for optimizer in self.optimizers:
+            optimizer.step()
+        step.pieces |= self._pieces("parameter", self._parameters())
+        return step
+
+    def _forward_backward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        (model,) = self.done.parts
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+        loss.backward()
+        return loss.detach()
+
+    def _clip(self, limit: float) -> Tensor:
+        if self.done.clip is not None:
+            return self.done.clip(limit)
+        parameters = [parameter for part in self.done.parts for parameter in part.parameters()]
+        return torch.nn.utils.clip_grad_norm_(parameters, limit)
+
+    def _parameters(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+        """Yield name, parameter, and its values."""
+        for part in self.done.parts:
+            for name, parameter in part.named_parameters():
+                if parameter.requires_grad:
+                    yield _plain(name), parameter, parameter
+
+    def _pieces(self, kind: str, tensors: Any) -> dict[Key, list[Piece]]:
+        """Return the whole tensors of (name, parameter, tensor laid out like it). Collective."""
+        found = {}
+        for name, _, tensor in tensors:
+            tensor = tensor.detach()
+            if self.done.whole is not None and not isinstance(tensor, DTensor):
+                tensor = self.done.whole(name, tensor)
+            values = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+            if name not in self._shapes:
+                raise ValueError(f"{name} is no parameter of the module before it was parallelised")
+            if tuple(values.shape) != self._shapes[name]:
+                shapes = f"{tuple(values.shape)} on a rank and {self._shapes[name]} in one process"
+                raise ValueError(
+                    f"{kind} {name} has shape {shapes}; return Parallelized(whole=...) that puts it together"
+                )
+            found[kind, name] = [whole_piece(values)]
+        return found
+
+    def _state(self) -> dict[str, Any]:
+        """Return the state of model and optimizer under global names."""
+        state: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
+        for part, optimizer in zip(self.done.parts, self.optimizers, strict=True):
+            state["model"] |= get_model_state_dict(part)
+            state["optimizer"] |= get_optimizer_state_dict(part, optimizer, options=OPTIONS)
+        return state
+
+    def _load(self, folder: str) -> None:
+        """Load the checkpoint in `folder`. What it leaves out is NaN."""
+        state = self._state()
+        for of in state.values():
+            for value in of.values():
+                if isinstance(value, Tensor) and value.is_floating_point():
+                    local(value.detach()).fill_(torch.nan)
+        dcp.load(state, checkpoint_id=folder)
+        for part, optimizer in zip(self.done.parts, self.optimizers, strict=True):
+            set_model_state_dict(part, state["model"], options=StateDictOptions(strict=False))
+            set_optimizer_state_dict(part, optimizer, state["optimizer"], options=OPTIONS)
+
+
+def _of_batch(seen: Sequence[Seen], rows: int) -> list[Seen]:
+    """Return what modules got and returned for the `rows` sequences of this rank, under plain names, numbered in their order.
+
+    A pipeline calls its modules once more before its first step, with zeros, for the shapes that they return.
+    """
+    found: list[Seen] = []
+    extra = Counter({key: -rows for key in ((one.name, one.output) for one in seen)})
+    for one in seen:
+        extra[one.name, one.output] += len(one.values)
+    row: Counter[tuple[str, bool]] = Counter()
+    for one in seen:
+        key = one.name, one.output
+        if extra[key] > 0:
+            extra[key] -= len(one.values)
+            continue
+        found.append(replace(one, name=_plain(one.name), row=row[key]))
+        row[key] += len(one.values)
+    return found
+
+
+def _read_whole(folder: str) -> dict[Key, list[Piece]]:
+    """Return all tensors of a checkpoint as whole ones, read by this process alone."""
+    metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    wholes: dict[str, Any] = {
+        name: torch.full(entry.size, torch.nan, dtype=entry.properties.dtype)
+        for name, entry in metadata.items()
+        if isinstance(entry, TensorStorageMetadata) and entry.properties.dtype.is_floating_point
+    }
+    dcp.load(wholes, checkpoint_id=folder, no_dist=True)
+    return {("saved", name): [whole_piece(values)] for name, values in wholes.items()}
+
+
+def _mean_over_ranks(loss: Tensor | None) -> Tensor:
+    """Return the mean over the ranks that have a loss. Collective."""
+    own = torch.zeros(2, dtype=torch.float64)
+    if loss is not None:
+        own[0], own[1] = loss.detach(), 1.0
+    dist.all_reduce(own)
+    return own[0] / own[1]
+
+
+def _scalar(value: Tensor) -> Piece:
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    return Piece(torch.as_tensor(whole).detach().clone().double(), ())
+
+
+def _plain(name: str) -> str:
+    """Return `name` without what wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
