@@ -10,10 +10,10 @@ the cores that move the bytes are those that compute.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
-from forge.tools.plan.collectives import Collective
 from forge.tools.plan.hardware import Hardware, rate_at
+from forge.tools.plan.links import cost_of
 from forge.tools.plan.trace import Trace
 from forge.tools.plan.work import Work
 
@@ -22,20 +22,21 @@ ATTENTION_SHARE = 0.75
 
 @dataclass
 class Spent:
-    """Seconds of computation, of collectives that it waits for, and of those beside it."""
+    """Seconds of computation, of collectives that it waits for, and of those beside it; and how long the bytes of both kinds
+    occupy the rank's NVLink and its NIC, which they have in common."""
 
     compute: float = 0.0
     waiting: float = 0.0
     background: float = 0.0
+    node: float = 0.0
+    network: float = 0.0
 
     @property
     def total(self) -> float:
-        return max(self.compute + self.waiting, self.background)
+        return max(self.compute + self.waiting, self.background, self.node, self.network)
 
     def __add__(self, other: Spent) -> Spent:
-        return Spent(
-            self.compute + other.compute, self.waiting + other.waiting, self.background + other.background
-        )
+        return Spent(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,14 @@ def time_of(trace: Trace, hardware: Hardware, ranks_of: dict[str, list[int]]) ->
     for moment, call in trace.calls:
         if call.kind in ("send", "recv"):
             continue  # the pipeline's timeline has them
-        seconds = call_seconds(call, ranks_of.get(call.group, []), hardware)
+        cost = cost_of(call, ranks_of.get(call.group, []), hardware)
         place = spent[_place(moment.phase, moment.microbatch)]
+        place.node += cost.node
+        place.network += cost.network
         if hardware.card and call.background and moment.phase in ("forward", "backward"):
-            place.background += seconds
+            place.background += cost.seconds
         else:
-            place.waiting += seconds
+            place.waiting += cost.seconds
     return StepTime(
         {number: found for (phase, number), found in spent.items() if phase == "forward"},
         {number: found for (phase, number), found in spent.items() if phase == "backward"},
@@ -90,26 +93,3 @@ def seconds_of(work: Work, hardware: Hardware) -> float:
             peak * hardware.efficiency * (ATTENTION_SHARE if work.kind == "attention" else 1)
         )
     return hardware.operator_us * 1e-6 + max(moved, computed)
-
-
-def call_seconds(call: Collective, ranks: list[int], hardware: Hardware) -> float:
-    """Return the time of a collective, by the bytes that a ring over its ranks moves."""
-    number = len(ranks)
-    if number <= 1:
-        return 0.0
-    nodes = {rank // hardware.cards_per_node for rank in ranks}
-    if len(nodes) == 1:
-        bandwidth, latency = hardware.node.gb_per_s, hardware.node.latency_us
-    else:
-        # Each card of a node that takes part brings its own link to the others.
-        bandwidth = min(hardware.node.gb_per_s, hardware.cluster.gb_per_s * number / len(nodes))
-        latency = hardware.cluster.latency_us
-    # Gloo's reduce-scatter is an all-reduce of which each rank keeps its part (pytorch/pytorch#118911).
-    times = 2.0 if call.kind == "all_reduce" or (call.kind == "reduce_scatter" and not hardware.card) else 1.0
-    return latency * 1e-6 + times * call.size * (number - 1) / number / (bandwidth * 1e9)
-
-
-def message_seconds(size: int, apart: int, hardware: Hardware) -> float:
-    """Return the time of a message of `size` bytes to a rank whose number differs by `apart`."""
-    link = hardware.node if apart < hardware.cards_per_node else hardware.cluster
-    return link.latency_us * 1e-6 + size / (link.gb_per_s * 1e9)

@@ -27,9 +27,11 @@ class Link(Section):
     """How cards are connected."""
 
     gb_per_s: PositiveNumber
-    """Bandwidth of one card in one direction, in 10^9 bytes per second."""
+    """Bandwidth in one direction, in 10^9 bytes per second: inside of a node of one card, between nodes of one NIC."""
     latency_us: NonNegativeNumber
-    """Time of a collective of no bytes, in microseconds."""
+    """Time of a collective without bytes and hops, in microseconds."""
+    hop_us: NonNegativeNumber = 0.0
+    """Time of each hop of a ring: from rank to rank inside of a node, or from node to node."""
 
 
 class Hardware(Section):
@@ -44,9 +46,13 @@ class Hardware(Section):
     memory_gb_per_s: PositiveNumber
     """Memory bandwidth, in 10^9 bytes per second."""
     cards_per_node: Positive
-    """Cards that are connected by `node`; ranks beyond are connected by `cluster`."""
+    """Cards that are connected by `node`; to ranks beyond each sends through its NIC, a link of `cluster`."""
+    cards_per_nic: Positive = 1
+    """Cards that have one NIC in common."""
     node: Link
     cluster: Link
+    link_efficiency: PositiveNumber = 1.0
+    """Share of the links' bandwidth that collectives reach."""
     peak_tflops: dict[str, float] = Field(default_factory=dict)
     """Peak by dtype, for what forge/observe/hardware.py does not know."""
     efficiency: Annotated[PositiveNumber, Ge(0.01)] = 0.7

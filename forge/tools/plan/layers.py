@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any, TypeVar
 
 from torch import nn
@@ -285,8 +285,7 @@ def _combine(small: StepTime, large: StepTime | None, steps: float) -> StepTime:
     assert large is not None
 
     def whole(a: Spent, b: Spent) -> Spent:
-        names = ("compute", "waiting", "background")
-        both = ((getattr(a, name), getattr(b, name)) for name in names)
+        both = zip(astuple(a), astuple(b), strict=True)
         return Spent(*(max(0.0, after + steps * (after - before)) for before, after in both))
 
     def all_of(a: dict[int, Spent], b: dict[int, Spent]) -> dict[int, Spent]:

@@ -111,6 +111,7 @@ def _collectives(stage: StagePlan) -> list[dict[str, Any]]:
             "calls": number,
             "bytes": sizes[axis, kind, hidden],
             "can_be_hidden": hidden,
+            "over": str(stage.spans.get(axis, "")),
         }
         for (axis, kind, hidden), number in sorted(calls.items(), key=lambda item: -sizes[item[0]])
     ]
@@ -162,6 +163,7 @@ def _table_of_collectives(stage: StagePlan) -> list[str]:
         [
             *(row["axis"], row["kind"], str(row["calls"]), f"{row['bytes'] / GIB:.3f}"),
             "yes" if row["can_be_hidden"] else "no",
+            row["over"],
         ]
         for row in _collectives(stage)
     ]
@@ -169,8 +171,17 @@ def _table_of_collectives(stage: StagePlan) -> list[str]:
         return ["no collectives"]
     return [
         f"collectives of rank {stage.rank} in one step:",
-        *_table(["axis", "kind", "calls", "GiB", "can be hidden"], rows),
+        *_table(["axis", "kind", "calls", "GiB", "can be hidden", "over"], rows),
+        *_shared_nic(stage),
     ]
+
+
+def _shared_nic(stage: StagePlan) -> list[str]:
+    """Return a line if several axes send through the same NIC, so that their times add up."""
+    axes = sorted(
+        {axis for axis, *_ in stage.collectives if axis in stage.spans and stage.spans[axis].nodes > 1}
+    )
+    return [f"{' and '.join(axes)} share each rank's NIC"] if len(axes) > 1 else []
 
 
 def _lines_of_work(plan: Plan) -> list[str]:

@@ -11,8 +11,9 @@ from forge.parallel.pipeline import plan_pipeline
 from forge.parallel.pipeline.plan import layer_costs
 from forge.parallel.pipeline.schedule import Action, TimedAction, idle_share
 from forge.parallel.precision import DTYPES
-from forge.tools.plan.estimate import Spent, StepTime, message_seconds
+from forge.tools.plan.estimate import Spent, StepTime
 from forge.tools.plan.hardware import Hardware
+from forge.tools.plan.links import message_seconds
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import gc
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 import torch.distributed as dist
@@ -18,12 +18,15 @@ from forge.tools.plan.collectives import Collective, axes_of
 from forge.tools.plan.estimate import StepTime, time_of
 from forge.tools.plan.fake import FakeRank, fake_ranks
 from forge.tools.plan.hardware import Hardware
+from forge.tools.plan.links import Span
 from forge.tools.plan.trace import Moment, Peak, Trace
 
 # A step's first, second and last microbatch differ: the first gathers, the last reduces. All others are like the second.
 TRACED = 3
 # Every forward comes before the first backward, so what lives grows with each microbatch.
 FORWARDS_FIRST = ("GPipe", "LoopedBFS")
+# Axes whose groups have ranks of several stages, of which fewer are traced.
+OVER_STAGES = ("all", "pp", "pp x data")
 STATE = ("parameters", "masters", "gradients", "optimizer", "buckets")
 
 
@@ -39,7 +42,8 @@ class StagePlan:
     bytes of activations that one microbatch leaves to its backward in the first stage. collectives: calls of one optimizer
     step by (axis, kind, bytes of one call, whether computation can hide it). flops: of one microbatch and of the update, by
     phase and part. time: None without hardware. host: bytes of host memory that an asynchronous save takes. checkpoint:
-    bytes of a checkpoint that these layers are, of all ranks together. buckets: as `FakeRank.buckets`.
+    bytes of a checkpoint that these layers are, of all ranks together. buckets: as `FakeRank.buckets`. spans: where the
+    ranks of each axis are, but for groups over several stages.
     """
 
     pp_rank: int
@@ -55,6 +59,7 @@ class StagePlan:
     host: int = 0
     checkpoint: int = 0
     buckets: int = 0
+    spans: dict[str, Span] = field(default_factory=dict)
 
     @property
     def peak(self) -> Peak:
@@ -110,10 +115,11 @@ def plan_stage(
             (axes.get(call.group, "?"), call.kind, call.size, hideable(moment, call))
             for moment, call in all_calls(fake.trace.calls, fake.model, traced, degrees)
         )
-        time = None
+        time, spans = None, {}
         if hardware is not None:
             groups = {name: dist.get_process_group_ranks(_group(name)) for name in axes}
             time = time_of(fake.trace, hardware, groups)
+            spans = {axes[name]: Span.of(ranks, hardware) for name, ranks in groups.items()}
         waiting = fake.batch_bytes(degrees.accumulation - traced.accumulation)
         peaks = {
             place: peak.with_more("activations", waiting)
@@ -129,6 +135,7 @@ def plan_stage(
     return StagePlan(
         *(pp_rank, rank, layers, state, peaks, kept, _flops(fake.trace), time, calls, reserved),
         *(*fake.saved_bytes(), fake.buckets()),
+        {axis: span for axis, span in spans.items() if axis not in OVER_STAGES},
     )
 
 

@@ -6,8 +6,7 @@ from forge.config import check_world, parse_toml_text
 from forge.model import flops_per_token
 from forge.model.flops import mean_keys
 from forge.parallel.build import build_meta_model
-from forge.tools.plan.collectives import Collective
-from forge.tools.plan.estimate import Spent, StepTime, call_seconds, message_seconds, seconds_of
+from forge.tools.plan.estimate import Spent, StepTime, seconds_of
 from forge.tools.plan.fake import FakeRank, fake_ranks
 from forge.tools.plan.hardware import Hardware, Link, find_hardware, rate_at
 from forge.tools.plan.plan import make_plan
@@ -104,28 +103,6 @@ def test_an_operator_takes_what_was_measured() -> None:
     )
     assert seconds_of(Work("product", "torch.float32", 1e7, 8), measured) == pytest.approx(1e-6 + 1e7 / 2e12)
     assert seconds_of(Work("memory", "", 0.0, 10**6), measured) == pytest.approx(1e-6 + 1e6 / 2e9)
-
-
-def test_a_collective_takes_what_a_ring_moves_over_the_slowest_link() -> None:
-    def seconds(kind: str, ranks: list[int]) -> float:
-        return call_seconds(Collective(kind, 10**9), ranks, CARD)
-
-    assert seconds("all_gather", [3]) == 0
-    assert seconds("all_gather", [0, 1]) == pytest.approx(1e-6 + 0.5 / 100)
-    assert seconds("all_reduce", [0, 1, 2, 3]) == pytest.approx(1e-6 + 2 * 0.75 / 100)
-    assert seconds("all_gather", [0, 4]) == pytest.approx(1e-5 + 0.5 / 10)
-    # Two cards of each node bring a link each.
-    assert seconds("all_gather", [0, 1, 4, 5]) == pytest.approx(1e-5 + 0.75 / 20)
-    assert message_seconds(10**9, 1, CARD) == pytest.approx(1e-6 + 0.01)
-    assert message_seconds(10**9, 4, CARD) == pytest.approx(1e-5 + 0.1)
-
-
-def test_a_reduce_scatter_on_a_cpu_is_an_all_reduce() -> None:
-    def seconds(kind: str, card: str) -> float:
-        return call_seconds(Collective(kind, 10**9), [0, 1], CARD.model_copy(update={"card": card}))
-
-    assert seconds("reduce_scatter", "") == seconds("all_reduce", "")
-    assert seconds("reduce_scatter", "NVIDIA H100") == seconds("all_gather", "NVIDIA H100")
 
 
 def test_a_pipeline_takes_its_fill_and_its_drain() -> None:
