@@ -27,6 +27,10 @@ class Cost:
     node: float = 0.0
     network: float = 0.0
 
+    def times(self, factor: float) -> Cost:
+        """Return the cost of links that are so many times as slow."""
+        return Cost(factor * self.seconds, factor * self.node, factor * self.network)
+
 
 @dataclass(frozen=True)
 class Span:
@@ -70,8 +74,11 @@ def cost_of(call: Collective, ranks: list[int], hardware: Hardware) -> Cost:
 
 def bandwidth(hardware: Hardware) -> tuple[float, float]:
     """Return the bytes per second of one rank inside of its node and to others, as far as collectives reach them."""
-    reached = 1e9 * hardware.link_efficiency
-    return hardware.node.gb_per_s * reached, hardware.cluster.gb_per_s / hardware.cards_per_nic * reached
+    node, cluster = hardware.node, hardware.cluster
+    return (
+        1e9 * node.gb_per_s * node.efficiency,
+        1e9 * cluster.gb_per_s * cluster.efficiency / hardware.cards_per_nic,
+    )
 
 
 def _latency(call: Collective, span: Span, hardware: Hardware) -> float:

@@ -249,11 +249,12 @@ def _shares(speed: Speed) -> dict[str, float]:
 
 
 def _estimate(plan: Plan, speed: Speed) -> str:
-    """Two lines on time; what is guessed stands in forge/tools/plan/estimate.py."""
+    """Two lines on time. docs/planning.md says how far it was off for published runs."""
     mfu = "" if speed.mfu is None else f", MFU {speed.mfu:.0%}"
     steps = plan.config.train.steps
     return (
-        f"estimate: {speed.step_s:.3g} s per step, {speed.tokens_per_second:,.0f} tokens/s{mfu}; {steps} steps take "
+        f"estimate: {speed.step_s:.3g} s per step ({speed.step_s_low:.3g} to {speed.step_s_high:.3g}), "
+        f"{speed.tokens_per_second:,.0f} tokens/s{mfu}; {steps} steps take "
         f"{speed.days:.2g} days\n  of a step: computation {speed.compute_s:.3g} s, communication that nothing hides "
         f"{speed.communication_s:.3g} s, idle in the pipeline {speed.idle_s:.3g} s ({speed.bubble:.0%})"
     )

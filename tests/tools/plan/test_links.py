@@ -67,7 +67,12 @@ def test_every_rank_of_a_ring_adds_a_hop() -> None:
 
 
 def test_links_are_as_fast_as_collectives_reach() -> None:
-    slower = GPU.model_copy(update={"link_efficiency": 0.5})
+    slower = GPU.model_copy(
+        update={
+            "node": Link(gb_per_s=100.0, latency_us=1.0, efficiency=0.5),
+            "cluster": Link(gb_per_s=10.0, latency_us=10.0, efficiency=0.5),
+        }
+    )
     assert seconds("all_gather", [0, 1], slower) == pytest.approx(1e-6 + 0.5 / 50)
     assert message_seconds(10**9, 4, slower) == pytest.approx(1e-5 + 0.2)
 

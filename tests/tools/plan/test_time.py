@@ -24,6 +24,7 @@ CARD = Hardware(
     cluster=Link(gb_per_s=10.0, latency_us=10.0),
     peak_tflops={"float32": 10.0},
     efficiency=0.5,
+    memory_efficiency=0.8,
 )
 EXPERTS = "n_kv_heads = 4\n[model.moe]\nn_experts = 4\ntop_k = 2\nexpert_dim = 24\n"
 
@@ -110,7 +111,7 @@ def test_a_pipeline_takes_its_fill_and_its_drain() -> None:
     config = parse_toml_text(text + '[pipeline]\nschedule = "1F1B"\n')
     time = StepTime({0: Spent(compute=1.0)}, {0: Spent(compute=2.0)}, Spent(compute=0.5))
     fast = CARD.model_copy(update={"node": Link(gb_per_s=1e12, latency_us=0.0)})
-    speed = speed_of(config, check_world(config, 2), [time, time], fast)
+    speed = speed_of(config, check_world(config, 2), [[time] * 3] * 2, fast)
     assert speed.step_s == pytest.approx((6 + 1) * 3 + 0.5)
     assert speed.bubble == pytest.approx(1 / 7)
     assert speed.compute_s == pytest.approx(6 * 3 + 0.5)
@@ -119,7 +120,7 @@ def test_a_pipeline_takes_its_fill_and_its_drain() -> None:
 def test_what_computation_does_not_hide_is_counted() -> None:
     config = parse_toml_text(plan_text())
     time = StepTime({0: Spent(1.0, 0.5, 0.0)}, {0: Spent(2.0, 0.0, 9.0)}, Spent(0.25, 0.25, 0.0))
-    speed = speed_of(config, check_world(config, 1), [time], CARD)
+    speed = speed_of(config, check_world(config, 1), [[time] * 3], CARD)
     assert speed.step_s == pytest.approx(8 * 9 + 0.5)
     assert speed.compute_s == pytest.approx(8 * 3 + 0.25)
     assert speed.tokens_per_second == pytest.approx(8 * 80 / speed.step_s)

@@ -92,6 +92,7 @@ def test_the_text_says_law_budget_and_how_far_it_extrapolates(planted, capsys) -
     assert re.search(r"^N = 2e\+05, D = 1e\+06: loss .+, within the runs$", printed, re.M)
 
 
+@pytest.mark.long
 def test_n_counts_embeddings_unless_it_is_told_not_to(planted, capsys) -> None:
     """debug's embedding and head are one matrix each; without them N is what the layers and the last norm have."""
     folder, sizes = planted
