@@ -54,6 +54,12 @@ def main(arguments: list[str] | None = None) -> int:
         metavar=("N", "D"),
         help="parameters and tokens of a run that was not made",
     )
+    add(
+        "--without-embeddings",
+        action="store_true",
+        help="N does not count the embedding and the output head (Kaplan et al., 2020); default: all that a token uses "
+        "(Hoffmann et al., 2022)",
+    )
     add("--resamples", type=count, default=100, help="for the intervals (%(default)s)")
     add("--output", type=Path, help="page to write")
     add_trust_option(add)
@@ -63,7 +69,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(given: argparse.Namespace) -> None:
-    runs = [measure(path, given.metric, given.trust) for path in find_runs(given.runs)]
+    runs = [
+        measure(path, given.metric, given.trust, embeddings=not given.without_embeddings)
+        for path in find_runs(given.runs)
+    ]
     best = best_of_each(runs)
     fit = fit_law(
         *([getattr(run, key) for run in best] for key in ("parameters", "tokens", "loss")),
@@ -71,6 +80,7 @@ def _run(given: argparse.Namespace) -> None:
     )
     found: dict[str, Any] = {
         "runs": len(runs),
+        "embeddings": not given.without_embeddings,
         "points": len(best),
         "law": vars(fit.law),
         "intervals": {name: fit.interval(attrgetter(name)) for name in vars(fit.law)},
@@ -146,7 +156,8 @@ def _text(found: dict[str, Any]) -> str:
     law = found["law"]
     lines = [
         f"{found['points']} points of {found['runs']} runs; the law is off by {found['worst_error']:.2%} at most",
-        f"loss = {law['E']:.4g} + {law['A']:.4g} / N^{law['a']:.3f} + {law['B']:.4g} / D^{law['b']:.3f}",
+        f"loss = {law['E']:.4g} + {law['A']:.4g} / N^{law['a']:.3f} + {law['B']:.4g} / D^{law['b']:.3f}, N "
+        f"{'with' if found['embeddings'] else 'without'} embeddings",
         "90 % of resampled fits: "
         + ", ".join(f"{name} {low:.3g} to {high:.3g}" for name, (low, high) in found["intervals"].items()),
     ]

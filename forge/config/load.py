@@ -146,6 +146,7 @@ def load_command(command: CommandLine) -> Config:
     path = _find_config(command, problems)
     values = Values({}) if path is None else _read_file(path)
     problems += [wrong for key, text in command.raw if (wrong := _override(values, key, text))]
+    _let_length_replace(values)
     run = values.tree.setdefault("run", {})
     if path is not None and isinstance(run, dict):
         run.setdefault("name", path.stem)
@@ -259,6 +260,15 @@ def _read_text(text: str, source: str) -> Values:
         match = re.search(r"at line (\d+)", str(error))
         line = lines[min(int(match[1]), len(lines) - 1) if match else -1].strip()
         raise UserError(f"{source}: not valid TOML: {error}{f': {line}' if line else ''}") from error
+
+
+def _let_length_replace(values: Values) -> None:
+    """Drop the length of the run that the file has, in steps or tokens, where an override gives it in the other."""
+    train = values.tree.get("train")
+    for given, other in (("tokens", "steps"), ("steps", "tokens")):
+        replaces = ("train", given) in values.overridden and ("train", other) not in values.overridden
+        if isinstance(train, dict) and replaces and train.get(given):
+            train.pop(other, None)
 
 
 def _override(values: Values, key: str, text: str) -> Problem | None:

@@ -153,7 +153,8 @@ class Train(Section):
     micro_batch_size: Positive = 1
     """Sequences per rank and forward pass."""
     tokens: Annotated[int, Ge(0), Le(10**16)] = 0
-    """Total number of tokens, in place of `steps`, which follow from it and from the phases. 0: as `steps` says."""
+    """Total number of tokens, in place of `steps`, which follow from it and from the phases. 0: as `steps` says. On the
+    command line either replaces the other of the file."""
     grad_clip_norm: NonNegativeNumber = 1.0
     """Maximum global gradient norm: larger gradients are scaled down to it. 0: off."""
     z_loss_coef: NonNegativeNumber = 0.0

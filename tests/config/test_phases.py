@@ -80,6 +80,27 @@ def test_tokens_take_the_place_of_steps() -> None:
         parse_toml_text(tokens.replace("tokens = 20000", "tokens = 20000\nsteps = 3"))
 
 
+def test_on_the_command_line_tokens_replace_the_steps_of_the_file_and_steps_its_tokens(tmp_path) -> None:
+    debug = load_config(["--config=debug"]).train
+    per_step = debug.global_batch_size * debug.seq_len
+    assert load_config(["--config=debug", f"--train.tokens={7 * per_step}"]).train.steps == 7 != debug.steps
+    by_tokens = tmp_path / "by_tokens.toml"
+    text = to_toml(load_config(["--config=debug"]))
+    by_tokens.write_text(
+        text.replace(f"\nsteps = {debug.steps}\n", "\n").replace(
+            "\ntokens = 0\n", f"\ntokens = {9 * per_step}\n"
+        )
+    )
+    train = load_config(["--config", str(by_tokens)]).train
+    assert (train.steps, train.tokens) == (9, 9 * per_step)
+    replaced = load_config(["--config", str(by_tokens), "--train.steps=5"]).train
+    assert (replaced.steps, replaced.tokens) == (5, 0)
+    # 0 tokens say nothing, and both at once must agree.
+    assert load_config(["--config=debug", "--train.tokens=0"]).train.steps == debug.steps
+    with pytest.raises(UserError, match=r"train\.tokens = .* makes 7"):
+        load_config(["--config=debug", "--train.steps=5", f"--train.tokens={7 * per_step}"])
+
+
 @pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("sqrt", 0.5), ("linear", 0.25)])
 def test_the_learning_rate_follows_the_batch_by_rule(rule: str, factor: float) -> None:
     phases = Phases(config_of(RAMPED, "--train.steps=20", f"--schedule.lr_rule={rule}"))

@@ -25,7 +25,7 @@ from forge.parallel.initialize import initialize
 from forge.parallel.mesh import make_meshes
 from forge.tools.plan import fake
 from forge.tools.plan.hardware import Hardware, Link
-from forge.tools.plan.plan import plannable
+from forge.tools.plan.plannable import plannable
 from forge.tools.plan.stage import StagePlan, plan_stage
 from forge.train.step import optimizer_step
 from tests.support.equivalence import config_batches, tiny_config

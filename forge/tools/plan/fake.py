@@ -10,7 +10,7 @@ import functools
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +39,7 @@ from forge.runtime import compat
 from forge.runtime.errors import UserError
 from forge.shard import local
 from forge.tools.plan.attention import on_card
+from forge.tools.plan.norm import fused_norms
 from forge.tools.plan.places import known_everywhere
 from forge.tools.plan.trace import Moment, Trace
 from forge.train.state import all_tensors
@@ -69,15 +70,16 @@ class FakeRank:
     """Model and optimizer of this rank. Needs `fake_ranks`.
 
     load: of tokens that reach this rank's experts, times their share if all experts had equal loads. card: with attention
-    as it runs on a card.
+    and norms as they run on a card.
     """
 
     def __init__(self, config: Config, degrees: Degrees, load: float = 1.0, card: bool = False):
         self.config, self.degrees = config, degrees
+        self._norms: Any = fused_norms if card else nullcontext
         self.trace = Trace()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.meshes = make_meshes(degrees, CPU.type)
-        with _explained():
+        with _explained(), self._norms():
             # Real meta tensors first: parallelism is applied to these, and only what is allocated is fake.
             attention = on_card if card else None
             self.model = build_parallel_model(
@@ -162,7 +164,7 @@ class FakeRank:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        with self._fake, self.trace:
+        with self._fake, self.trace, self._norms():
             yield
 
     def _rows(self) -> int:

@@ -27,9 +27,13 @@ class Link(Section):
     """How cards are connected."""
 
     gb_per_s: PositiveNumber
-    """Bandwidth of one card in one direction, in 10^9 bytes per second."""
+    """Bandwidth in one direction, in 10^9 bytes per second: inside of a node of one card, between nodes of one NIC."""
     latency_us: NonNegativeNumber
-    """Time of a collective of no bytes, in microseconds."""
+    """Time of a collective without bytes and hops, in microseconds."""
+    hop_us: NonNegativeNumber = 0.0
+    """Time of each hop of a ring: from rank to rank inside of a node, or from node to node."""
+    efficiency: PositiveNumber = 1.0
+    """Share of the bandwidth that collectives reach."""
 
 
 class Hardware(Section):
@@ -44,15 +48,23 @@ class Hardware(Section):
     memory_gb_per_s: PositiveNumber
     """Memory bandwidth, in 10^9 bytes per second."""
     cards_per_node: Positive
-    """Cards that are connected by `node`; ranks beyond are connected by `cluster`."""
+    """Cards that are connected by `node`; to ranks beyond each sends through its NIC, a link of `cluster`."""
+    cards_per_nic: Positive = 1
+    """Cards that have one NIC in common."""
     node: Link
     cluster: Link
     peak_tflops: dict[str, float] = Field(default_factory=dict)
     """Peak by dtype, for what forge/observe/hardware.py does not know."""
-    efficiency: Annotated[PositiveNumber, Ge(0.01)] = 0.7
-    """Share of the peak that large matrix products reach. 0.7 is a guess for cards."""
-    memory_efficiency: PositiveNumber = 0.8
-    """Share of the memory's bandwidth that operators reach. 0.8 is a guess for cards."""
+    efficiency: Annotated[PositiveNumber, Ge(0.01)] = 0.69
+    """Share of the peak that large matrix products reach. This and the next four were fitted: see docs/planning.md."""
+    attention_efficiency: Annotated[PositiveNumber, Ge(0.01)] = 0.44
+    """The same of attention."""
+    float8_efficiency: Annotated[PositiveNumber, Ge(0.01)] = 0.53
+    """The same of matrix products in float8, of their own peak."""
+    memory_efficiency: PositiveNumber = 0.81
+    """Share of the memory's bandwidth that operators reach."""
+    overlap_cost: NonNegativeNumber = 0.5
+    """Share of hidden communication's time by which it slows computation down: both need SMs, memory and power."""
     operator_us: NonNegativeNumber = 0.0
     """Time that each operator takes beside its work, in microseconds. 0: launches are hidden, as on a card that has enough
     to do."""
@@ -70,6 +82,12 @@ class Hardware(Section):
     @property
     def reserved_bytes(self) -> int:
         return round(self.reserved_gib * GIB)
+
+    def reached(self, kind: str, dtype: str) -> float:
+        """Return the share of the peak that operators of a kind of `Work` reach."""
+        if kind == "attention":
+            return self.attention_efficiency
+        return self.float8_efficiency if dtype == "float8" else self.efficiency
 
     def peak_flops(self, dtype: str) -> float | None:
         """Return the peak for matrix products in `dtype`, in FLOP/s, if it is known."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, dataclass, replace
+from typing import Any, TypeAlias, TypeVar
 
 from torch import nn
 
@@ -25,6 +25,7 @@ from forge.tools.plan.stage import StagePlan, plan_stage
 from forge.tools.plan.trace import Moment, Peak
 
 Key = TypeVar("Key")
+Times: TypeAlias = tuple[StepTime, ...] | None
 # Schedules of which a few ranks with a few microbatches show what many do.
 SHORTENED = ("1F1B", "Interleaved1F1B")
 
@@ -32,7 +33,7 @@ SHORTENED = ("1F1B", "Interleaved1F1B")
 def plan_stages(
     config: Config, degrees: Degrees, hardware: Hardware | None, *, load: float = 1.0
 ) -> list[StagePlan]:
-    """Return the plan of one rank of each rank of the pp axis; `config` from `plannable`, `load` as in `FakeRank`."""
+    """Return the plan of one rank of each rank of the pp axis; `load` as in `FakeRank`."""
     few = few_layers(config, degrees)
     if few is None:
         return [plan_stage(config, degrees, rank, hardware, load=load) for rank in range(degrees.pp)]
@@ -268,7 +269,7 @@ def _whole(
         peaks=peaks,
         kept=number(small.kept, large.kept),
         flops={place: float(value) for place, value in along(small.flops, large.flops).items()},
-        time=None if small.time is None else _combine(small.time, large.time, steps),
+        times=_each(small.times, large.times, lambda a, b: _combine(a, b, steps)),
         collectives=calls,
         host=number(small.host, large.host),
         checkpoint=number(small.checkpoint, large.checkpoint),
@@ -281,12 +282,18 @@ def _named(place: tuple[str, str], moment: Moment, names: list[str]) -> Moment:
     return replace(moment, part=names[int(match[1])]) if match else moment
 
 
-def _combine(small: StepTime, large: StepTime | None, steps: float) -> StepTime:
-    assert large is not None
+def _each(
+    first: Times, second: Times, combine: Callable[[StepTime, StepTime], StepTime]
+) -> tuple[StepTime, ...] | None:
+    """Combine the times of each pace; None if neither plan has any."""
+    if first is None or second is None:
+        return None
+    return tuple(combine(a, b) for a, b in zip(first, second, strict=True))
 
+
+def _combine(small: StepTime, large: StepTime, steps: float) -> StepTime:
     def whole(a: Spent, b: Spent) -> Spent:
-        names = ("compute", "waiting", "background")
-        both = ((getattr(a, name), getattr(b, name)) for name in names)
+        both = zip(astuple(a), astuple(b), strict=True)
         return Spent(*(max(0.0, after + steps * (after - before)) for before, after in both))
 
     def all_of(a: dict[int, Spent], b: dict[int, Spent]) -> dict[int, Spent]:
@@ -319,14 +326,13 @@ def _with_state(one: StagePlan, whole: StagePlan) -> StagePlan:
 def _with_update(one: StagePlan, update: StagePlan) -> StagePlan:
     """`one`, traced without the optimizer's part of a step, with this part, traced alone."""
     one = _with_more(one, 1, update.kept)
-    peaks, flops, time = dict(one.peaks), Counter(one.flops), one.time
+    peaks, flops = dict(one.peaks), Counter(one.flops)
     for place, peak in update.peaks.items():
         peaks[place] = max(peak, one.peaks.get(place, peak), key=lambda peak: peak.size)
     flops.update(update.flops)
-    if time is not None and update.time is not None:
-        time = replace(time, update=time.update + update.time.update)
+    times = _each(one.times, update.times, lambda a, b: replace(a, update=a.update + b.update))
     return replace(
-        one, peaks=peaks, flops=dict(flops), time=time, collectives=one.collectives + update.collectives
+        one, peaks=peaks, flops=dict(flops), times=times, collectives=one.collectives + update.collectives
     )
 
 

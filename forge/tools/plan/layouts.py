@@ -18,9 +18,9 @@ from forge.parallel.build import build_meta_model
 from forge.parallel.precision import DTYPES
 from forge.runtime.errors import UserError
 from forge.tools.plan.collectives import Collective
-from forge.tools.plan.estimate import call_seconds
 from forge.tools.plan.hardware import Hardware
 from forge.tools.plan.layers import few_layers
+from forge.tools.plan.links import cost_of
 
 Changes: TypeAlias = dict[str, Any]
 """Values by key. Keys that do not differ from the config's are left out."""
@@ -186,7 +186,8 @@ def rough_seconds(config: Config, degrees: Degrees, hardware: Hardware, model: M
     layers = config.model.n_layers / d.pp * d.accumulation
 
     def seconds(kind: str, size: float, first: int, number: int) -> float:
-        return call_seconds(Collective(kind, int(size)), [first * rank for rank in range(number)], hardware)
+        ranks = [first * rank for rank in range(number)]
+        return cost_of(Collective(kind, int(size)), ranks, hardware).seconds
 
     tensor = layers * TENSOR_CALLS.get(mode, 10) * seconds("all_gather", microbatch, 1, d.tp)
     keys = 2 * config.model.n_kv_heads / config.model.n_heads

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from forge.config import Config, Degrees, check_world
 from forge.parallel.pipeline import plan_pipeline
 from forge.parallel.pipeline.schedule import TimedAction, idle_share
 from forge.runtime.errors import UserError
-from forge.tools.plan.estimate import StepTime
+from forge.tools.plan.estimate import PACES, StepTime
 from forge.tools.plan.hardware import Hardware
 from forge.tools.plan.layers import plan_stages
+from forge.tools.plan.plannable import plannable
 from forge.tools.plan.speed import Speed, speed_of
 from forge.tools.plan.stage import StagePlan
 
@@ -71,11 +71,13 @@ def smallest_world(config: Config) -> Degrees:
 
 def make_plan(config: Config, degrees: Degrees, hardware: Hardware | None = None) -> Plan:
     """Trace one rank of each rank of the pp axis. Raises UserError for what cannot be planned."""
-    traced, warnings = plannable(config)
-    stages = plan_stages(traced, degrees, hardware)
+    _, warnings = plannable(config)
+    stages = plan_stages(config, degrees, hardware)
     speed = None
     if hardware is not None:
-        speed = speed_of(traced, degrees, [stage.time or StepTime() for stage in stages], hardware)
+        speed = speed_of(
+            config, degrees, [stage.times or (StepTime(),) * len(PACES) for stage in stages], hardware
+        )
     return Plan(config, degrees, stages, hardware, warnings, speed)
 
 
@@ -83,28 +85,5 @@ def crowded_bytes(config: Config, degrees: Degrees, hardware: Hardware | None = 
     """Return what the worst rank needs if its experts get CROWDED times their share of tokens; None: no rank has more."""
     if degrees.ep == 1:
         return None
-    stages = plan_stages(plannable(config)[0], degrees, hardware, load=CROWDED)
+    stages = plan_stages(config, degrees, hardware, load=CROWDED)
     return max(stage.needed for stage in stages)
-
-
-def plannable(config: Config) -> tuple[Config, list[str]]:
-    """Return the configuration that is traced, without what fake tensors cannot do, and a line for each difference."""
-    changes: dict[str, Any] = {}
-    warnings = []
-    compiled = [f"compile.{key}" for key in ("enabled", "loss") if getattr(config.compile, key)]
-    if compiled:
-        changes["compile"] = config.compile.model_copy(update={"enabled": False, "loss": False})
-        warnings.append(
-            f"{' and '.join(compiled)}: planned without; a compiler that fuses operators keeps fewer activations"
-        )
-    if config.activation_checkpoint.mode == "memory_budget":
-        changes["activation_checkpoint"] = config.activation_checkpoint.model_copy(update={"mode": "none"})
-        warnings.append(
-            "activation_checkpoint.mode = memory_budget: the compiler chooses what it keeps; planned as if it kept all"
-        )
-    if config.precision.float8 != "none":
-        changes["precision"] = config.precision.model_copy(update={"float8": "none"})
-        warnings.append("precision.float8: memory and collectives are planned without it")
-    if config.model.moe is not None:
-        warnings.append("mixture of experts: planned with an equal load for all experts")
-    return config.model_copy(update=changes), warnings

@@ -111,6 +111,7 @@ def _collectives(stage: StagePlan) -> list[dict[str, Any]]:
             "calls": number,
             "bytes": sizes[axis, kind, hidden],
             "can_be_hidden": hidden,
+            "over": str(stage.spans.get(axis, "")),
         }
         for (axis, kind, hidden), number in sorted(calls.items(), key=lambda item: -sizes[item[0]])
     ]
@@ -162,6 +163,7 @@ def _table_of_collectives(stage: StagePlan) -> list[str]:
         [
             *(row["axis"], row["kind"], str(row["calls"]), f"{row['bytes'] / GIB:.3f}"),
             "yes" if row["can_be_hidden"] else "no",
+            row["over"],
         ]
         for row in _collectives(stage)
     ]
@@ -169,8 +171,17 @@ def _table_of_collectives(stage: StagePlan) -> list[str]:
         return ["no collectives"]
     return [
         f"collectives of rank {stage.rank} in one step:",
-        *_table(["axis", "kind", "calls", "GiB", "can be hidden"], rows),
+        *_table(["axis", "kind", "calls", "GiB", "can be hidden", "over"], rows),
+        *_shared_nic(stage),
     ]
+
+
+def _shared_nic(stage: StagePlan) -> list[str]:
+    """Return a line if several axes send through the same NIC, so that their times add up."""
+    axes = sorted(
+        {axis for axis, *_ in stage.collectives if axis in stage.spans and stage.spans[axis].nodes > 1}
+    )
+    return [f"{' and '.join(axes)} share each rank's NIC"] if len(axes) > 1 else []
 
 
 def _lines_of_work(plan: Plan) -> list[str]:
@@ -238,11 +249,12 @@ def _shares(speed: Speed) -> dict[str, float]:
 
 
 def _estimate(plan: Plan, speed: Speed) -> str:
-    """Two lines on time; what is guessed stands in forge/tools/plan/estimate.py."""
+    """Two lines on time. docs/planning.md says how far it was off for published runs."""
     mfu = "" if speed.mfu is None else f", MFU {speed.mfu:.0%}"
     steps = plan.config.train.steps
     return (
-        f"estimate: {speed.step_s:.3g} s per step, {speed.tokens_per_second:,.0f} tokens/s{mfu}; {steps} steps take "
+        f"estimate: {speed.step_s:.3g} s per step ({speed.step_s_low:.3g} to {speed.step_s_high:.3g}), "
+        f"{speed.tokens_per_second:,.0f} tokens/s{mfu}; {steps} steps take "
         f"{speed.days:.2g} days\n  of a step: computation {speed.compute_s:.3g} s, communication that nothing hides "
         f"{speed.communication_s:.3g} s, idle in the pipeline {speed.idle_s:.3g} s ({speed.bubble:.0%})"
     )

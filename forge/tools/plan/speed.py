@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from forge.config import Config, Degrees
@@ -11,17 +12,20 @@ from forge.parallel.pipeline import plan_pipeline
 from forge.parallel.pipeline.plan import layer_costs
 from forge.parallel.pipeline.schedule import Action, TimedAction, idle_share
 from forge.parallel.precision import DTYPES
-from forge.tools.plan.estimate import Spent, StepTime, message_seconds
+from forge.tools.plan.estimate import PACES, Pace, Spent, StepTime
 from forge.tools.plan.hardware import Hardware
+from forge.tools.plan.links import message_seconds
 
 
 @dataclass(frozen=True)
 class Speed:
-    """An estimate. Seconds of one step, and of the slowest rank its computation, the collectives that it waits for or that
-    nothing hides, and the time that it is idle in a pipeline. mfu: None if the peak is not known. timeline: of a pipeline,
-    for each rank, in seconds."""
+    """An estimate. Seconds of one step, at least and at most, and of the slowest rank its computation, the collectives that
+    it waits for or that nothing hides, and the time that it is idle in a pipeline. mfu: None if the peak is not known.
+    timeline: of a pipeline, for each rank, in seconds."""
 
     step_s: float
+    step_s_low: float
+    step_s_high: float
     compute_s: float
     communication_s: float
     idle_s: float
@@ -32,23 +36,25 @@ class Speed:
     timeline: list[list[TimedAction]] | None = None
 
 
-def speed_of(config: Config, degrees: Degrees, times: list[StepTime], hardware: Hardware) -> Speed:
-    """Return the speed of a run whose ranks of the pp axis take `times`."""
-    if degrees.pp == 1:
-        (time,) = times
-        seconds, compute = _sequential(time, degrees.accumulation)
-        bubble = idle = 0.0
-        timeline = None
-    else:
-        seconds, compute, timeline = _pipelined(config, degrees, times, hardware)
-        bubble = idle_share(timeline)
-        idle = bubble * seconds
+def speed_of(
+    config: Config, degrees: Degrees, times: Sequence[Sequence[StepTime]], hardware: Hardware
+) -> Speed:
+    """Return the speed of a run whose ranks of the pp axis take `times`, each for every one of PACES."""
+    steps = [
+        _step(config, degrees, [of_rank[number] for of_rank in times], hardware, pace)
+        for number, pace in enumerate(PACES)
+    ]
+    seconds, compute, timeline = steps[1]
+    bubble = 0.0 if timeline is None else idle_share(timeline)
+    idle = bubble * seconds
     train = config.train
     tokens = train.global_batch_size * train.seq_len / seconds
     peak = hardware.peak_flops(config.precision.compute)
     flops = flops_per_token(build_meta_model(config), train.seq_len)
     return Speed(
         step_s=seconds,
+        step_s_low=steps[0][0],
+        step_s_high=steps[2][0],
         compute_s=compute,
         communication_s=max(0.0, seconds - compute - idle),
         idle_s=idle,
@@ -60,6 +66,16 @@ def speed_of(config: Config, degrees: Degrees, times: list[StepTime], hardware: 
     )
 
 
+def _step(
+    config: Config, degrees: Degrees, times: list[StepTime], hardware: Hardware, pace: Pace
+) -> tuple[float, float, list[list[TimedAction]] | None]:
+    """Return seconds of a step, of computation on the busiest rank, and of a pipeline what each rank does when."""
+    if degrees.pp > 1:
+        return _pipelined(config, degrees, times, hardware, pace)
+    (time,) = times
+    return *_sequential(time, degrees.accumulation), None
+
+
 def _sequential(time: StepTime, microbatches: int) -> tuple[float, float]:
     """Return seconds of a step and those of computation; microbatches that were not traced are like one from the middle."""
     spent = [time.forward[number] + time.backward.get(number, Spent()) for number in sorted(time.forward)]
@@ -68,7 +84,7 @@ def _sequential(time: StepTime, microbatches: int) -> tuple[float, float]:
 
 
 def _pipelined(
-    config: Config, degrees: Degrees, times: list[StepTime], hardware: Hardware
+    config: Config, degrees: Degrees, times: list[StepTime], hardware: Hardware, pace: Pace
 ) -> tuple[float, float, list[list[TimedAction]]]:
     """Return seconds of a step, of computation on the busiest rank, and what each rank does when."""
     plan, costs = plan_pipeline(config, degrees), layer_costs(config)
@@ -95,7 +111,8 @@ def _pipelined(
         * config.model.dim
         * DTYPES[config.precision.compute].itemsize
     )
-    timeline = plan.schedule.timed(duration, message_seconds(size, degrees.world // degrees.pp, hardware))
+    message = pace.links * message_seconds(size, degrees.world // degrees.pp, hardware)
+    timeline = plan.schedule.timed(duration, message)
     seconds = max(timed.stop for of_rank in timeline for timed in of_rank)
     compute = [
         degrees.accumulation * (forward[rank].compute + backward[rank].compute) + times[rank].update.compute

@@ -6,7 +6,7 @@ import gc
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 import torch.distributed as dist
@@ -15,15 +15,19 @@ from forge.config import Config, Degrees
 from forge.parallel.pipeline import PipelinedModel
 from forge.parallel.step.model import ParallelModel
 from forge.tools.plan.collectives import Collective, axes_of
-from forge.tools.plan.estimate import StepTime, time_of
+from forge.tools.plan.estimate import PACES, StepTime, time_of
 from forge.tools.plan.fake import FakeRank, fake_ranks
 from forge.tools.plan.hardware import Hardware
+from forge.tools.plan.links import Span
+from forge.tools.plan.plannable import plannable
 from forge.tools.plan.trace import Moment, Peak, Trace
 
 # A step's first, second and last microbatch differ: the first gathers, the last reduces. All others are like the second.
 TRACED = 3
 # Every forward comes before the first backward, so what lives grows with each microbatch.
 FORWARDS_FIRST = ("GPipe", "LoopedBFS")
+# Axes whose groups have ranks of several stages, of which fewer are traced.
+OVER_STAGES = ("all", "pp", "pp x data")
 STATE = ("parameters", "masters", "gradients", "optimizer", "buckets")
 
 
@@ -38,8 +42,9 @@ class StagePlan:
     state: bytes by kind, as the run's memory report counts them. peaks: the most that lived at each place of a step. kept:
     bytes of activations that one microbatch leaves to its backward in the first stage. collectives: calls of one optimizer
     step by (axis, kind, bytes of one call, whether computation can hide it). flops: of one microbatch and of the update, by
-    phase and part. time: None without hardware. host: bytes of host memory that an asynchronous save takes. checkpoint:
-    bytes of a checkpoint that these layers are, of all ranks together. buckets: as `FakeRank.buckets`.
+    phase and part. times: for each of PACES; None without hardware. host: bytes of host memory that an asynchronous save
+    takes. checkpoint: bytes of a checkpoint that these layers are, of all ranks together. buckets: as `FakeRank.buckets`.
+    spans: where the ranks of each axis are, but for groups over several stages.
     """
 
     pp_rank: int
@@ -49,12 +54,13 @@ class StagePlan:
     peaks: dict[Place, Peak]
     kept: int
     flops: dict[Place, float]
-    time: StepTime | None
+    times: tuple[StepTime, ...] | None
     collectives: Counter[tuple[str, str, int, bool]]
     reserved: int = 0
     host: int = 0
     checkpoint: int = 0
     buckets: int = 0
+    spans: dict[str, Span] = field(default_factory=dict)
 
     @property
     def peak(self) -> Peak:
@@ -82,7 +88,7 @@ def plan_stage(
     load: float = 1.0,
     optimizer: Literal["with", "without", "alone"] = "with",
 ) -> StagePlan:
-    """Trace one step of the first rank with this rank of the pp axis; `config` from `plannable`.
+    """Trace one step of the first rank with this rank of the pp axis.
 
     microbatches: how many are traced; None: as many as show what a step does. load: as in `FakeRank`. optimizer: whether its
     part of the step is traced; alone: nothing else, and `kept` is what it leaves to the next step, such as numbers drawn.
@@ -92,7 +98,7 @@ def plan_stage(
         traced = replace(degrees, accumulation=microbatches)
     with ExitStack() as stack:
         stack.enter_context(fake_ranks(rank, degrees.world))
-        fake = FakeRank(config, traced, load, card=hardware is None or bool(hardware.card))
+        fake = FakeRank(plannable(config)[0], traced, load, card=hardware is None or bool(hardware.card))
         # As in a run, memory is freed where the last reference goes, not at some later collection.
         gc.disable()
         stack.callback(gc.enable)
@@ -110,10 +116,11 @@ def plan_stage(
             (axes.get(call.group, "?"), call.kind, call.size, hideable(moment, call))
             for moment, call in all_calls(fake.trace.calls, fake.model, traced, degrees)
         )
-        time = None
+        times, spans = None, {}
         if hardware is not None:
             groups = {name: dist.get_process_group_ranks(_group(name)) for name in axes}
-            time = time_of(fake.trace, hardware, groups)
+            times = tuple(time_of(fake.trace, config, hardware, groups, pace) for pace in PACES)
+            spans = {axes[name]: Span.of(ranks, hardware) for name, ranks in groups.items()}
         waiting = fake.batch_bytes(degrees.accumulation - traced.accumulation)
         peaks = {
             place: peak.with_more("activations", waiting)
@@ -127,8 +134,9 @@ def plan_stage(
         kept = left[1] - left[0] if optimizer == "alone" else fake.trace.kept
     reserved = 0 if hardware is None else hardware.reserved_bytes
     return StagePlan(
-        *(pp_rank, rank, layers, state, peaks, kept, _flops(fake.trace), time, calls, reserved),
+        *(pp_rank, rank, layers, state, peaks, kept, _flops(fake.trace), times, calls, reserved),
         *(*fake.saved_bytes(), fake.buckets()),
+        {axis: span for axis, span in spans.items() if axis not in OVER_STAGES},
     )
 
 

@@ -20,23 +20,40 @@ FACTORS = {
     "linalg_solve_triangular": (0, 1),
     "affine_scan": (0, 1),
 }
+LINEAR = ("mm", "addmm", "addmm_")
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 # Attention on a card: forge/tools/plan/attention.py.
 PLANNED = "planned_attention"
 # These move nothing.
 FREE = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_unsafe_view")
+# These a compiler does not fuse with others: what engines pack and unpack, lookups, sorting, sums into a gradient.
+UNFUSED = (
+    *("split_with_sizes_copy", "_foreach_copy_", "all_gather_copy_in", "chunk_cat", "add_", "zeros_like"),
+    *(
+        "embedding",
+        "embedding_dense_backward",
+        "index",
+        "index_put_",
+        "index_put",
+        "index_select",
+        "index_add",
+    ),
+    *("gather", "scatter", "scatter_", "scatter_add", "sort", "topk", "cumsum", "bincount", "histc"),
+)
 # These touch as much of the whole as their smallest tensor has.
 SPARSE = ("gather", "scatter_", "all_gather_copy_in")
 
 
 @dataclass(frozen=True)
 class Work:
-    """One operator. `size`: bytes that it reads and writes."""
+    """One operator. `size`: bytes that it reads and writes. memory: one that a compiler fuses with its neighbours; copy: one
+    that it does not. linear: whether a product is of a linear layer, which float8 may take."""
 
-    kind: Literal["product", "attention", "memory"]
+    kind: Literal["product", "attention", "memory", "copy"]
     dtype: str
     flops: float
-    size: int
+    size: float
+    linear: bool = False
 
 
 def work_of(func: Any, args: Any, output: Any) -> Work | None:
@@ -50,7 +67,7 @@ def work_of(func: Any, args: Any, output: Any) -> Work | None:
         size = len(tensors) * min(tensor.nbytes for tensor in tensors)
     if name in FACTORS:
         left, right = (args[place] for place in FACTORS[name])
-        return Work("product", str(left.dtype), 2.0 * left.numel() * right.shape[-1], size)
+        return Work("product", str(left.dtype), 2.0 * left.numel() * right.shape[-1], size, name in LINEAR)
     if name in (ATTENTION, PLANNED):
         q, k, v = args[:3]
         scores = args[3] if name == PLANNED else _scores(q, k, causal=len(args) > 4 and args[4])
@@ -60,7 +77,7 @@ def work_of(func: Any, args: Any, output: Any) -> Work | None:
         scores = args[4] if name.startswith(PLANNED) else _scores(q, k, causal=args[7])
         # Five products instead of two: flash attention computes the scores again.
         return Work("attention", str(q.dtype), _attention(q, scores, 3 * q.shape[-1] + 2 * v.shape[-1]), size)
-    return Work("memory", "", 0.0, size) if tensors else None
+    return Work("copy" if name in UNFUSED else "memory", "", 0.0, size) if tensors else None
 
 
 def _attention(q: Tensor, scores: float, width: int) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from forge.config import parse_toml_text
+from forge.config import Config, parse_toml_text
 from forge.config.extensions import require_trust
 from forge.model import parameter_counts
 from forge.observe.json_lines import read_lines, read_object
@@ -17,7 +17,8 @@ from forge.tools.sweep.results import metric_of
 
 @dataclass(frozen=True)
 class Measured:
-    """parameters: those that a token uses. tokens: trained on. batch: tokens per step. loss: at the end."""
+    """parameters: those that a token uses, with or without embeddings. tokens: trained on. batch: tokens per step. loss: at
+    the end."""
 
     path: Path
     parameters: float
@@ -27,8 +28,9 @@ class Measured:
     loss: float
 
 
-def measure(path: Path, metric: str, trust: bool = False) -> Measured:
-    """Read a finished run. trust: import the class that its model.kind may name.
+def measure(path: Path, metric: str, trust: bool = False, embeddings: bool = True) -> Measured:
+    """Read a finished run. trust: import the class that its model.kind may name. embeddings: whether the parameters of the
+    embedding and of the output head count.
 
     Raises UserError if the run is not finished, has no such metric or needs trust.
     """
@@ -46,12 +48,18 @@ def measure(path: Path, metric: str, trust: bool = False) -> Measured:
     tokens = max(line.get("tokens", 0) for line in lines)
     return Measured(
         path,
-        float(parameter_counts(build_meta_model(config)).active),
+        _parameters(config, embeddings),
         float(tokens),
         float(config.train.global_batch_size * config.train.seq_len),
         config.optimizer.lr,
         loss,
     )
+
+
+def _parameters(config: Config, embeddings: bool) -> float:
+    model = build_meta_model(config)
+    ends = {id(p): p.numel() for part in (model.embedding, model.head) if part for p in part.parameters()}
+    return float(parameter_counts(model).active - (0 if embeddings else sum(ends.values())))
 
 
 def find_runs(paths: Iterable[Path]) -> list[Path]:

@@ -95,7 +95,7 @@ def test_a_few_layers_show_what_all_need(text: str, world: int) -> None:
         assert one.kept == pytest.approx(other.kept, rel=0.01)
     degrees = check_world(config, world)
     seconds = [
-        speed_of(config, degrees, [stage.time for stage in stages if stage.time], BARE).step_s
+        speed_of(config, degrees, [stage.times for stage in stages if stage.times], BARE).step_s
         for stages in (few, whole)
     ]
     assert seconds[0] == pytest.approx(seconds[1], rel=0.01)

@@ -24,7 +24,7 @@ from forge.config import check_world, parse_toml_text
 from forge.model import Router
 from forge.parallel.initialize import initialize
 from forge.tools.plan import fake
-from forge.tools.plan.plan import plannable
+from forge.tools.plan.plannable import plannable
 from tests.support.planning import (
     FULL,
     INT8,

@@ -92,6 +92,24 @@ def test_the_text_says_law_budget_and_how_far_it_extrapolates(planted, capsys) -
     assert re.search(r"^N = 2e\+05, D = 1e\+06: loss .+, within the runs$", printed, re.M)
 
 
+@pytest.mark.long
+def test_n_counts_embeddings_unless_it_is_told_not_to(planted, capsys) -> None:
+    """debug's embedding and head are one matrix each; without them N is what the layers and the last norm have."""
+    folder, sizes = planted
+    asked = [str(folder), "--metric=eval.python", "--resamples=2", "--json"]
+    found = {}
+    for option in ([], ["--without-embeddings"]):
+        assert main([*asked, *option]) == 0
+        found[bool(option)] = json.loads(capsys.readouterr().out)["learning_rate"]["optima"]
+    model = load_config(["--config=debug"]).model
+    ends = {width: width * model.vocab_size * (1 if model.tie_embeddings else 2) for width in WIDTHS}
+    left = {size - ends[width] for size, width in zip(sizes, WIDTHS, strict=True)}
+    assert {row["parameters"] for row in found[False]} == set(sizes)
+    assert {row["parameters"] for row in found[True]} == left
+    assert main([*asked[:3], "--without-embeddings"]) == 0
+    assert ", N without embeddings" in capsys.readouterr().out
+
+
 def test_a_folder_whose_runs_are_not_finished_is_one_sentence(tmp_path, capsys) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "status.json").write_text('{"state": "running"}')

@@ -1,0 +1,99 @@
+"""What a collective costs: the bytes that each rank sends, over the link that it sends them through.
+
+Ranks of one node send over NVLink (`Hardware.node`). Bytes to other nodes pass the NIC of the rank that sends them
+(`Hardware.cluster`). In a ring all bytes pass every node, spread over the NICs of the group's ranks there. In an all-to-all
+each rank's own bytes pass its own NIC. Groups of the same axis run at the same time, so ranks that have a NIC in common
+each get their part of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from forge.tools.plan.collectives import Collective
+from forge.tools.plan.hardware import Hardware
+
+# All ranks wait for these. They move what a ring does, twice.
+TWICE = ("all_reduce",)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of a collective; of them, seconds that its bytes occupy a rank's NVLink and its NIC."""
+
+    seconds: float = 0.0
+    node: float = 0.0
+    network: float = 0.0
+
+    def times(self, factor: float) -> Cost:
+        """Return the cost of links that are so many times as slow."""
+        return Cost(factor * self.seconds, factor * self.node, factor * self.network)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where the ranks of a group are. most, least: ranks of the node that has most of them, and of the one with fewest."""
+
+    ranks: int
+    nodes: int
+    most: int
+    least: int
+
+    @classmethod
+    def of(cls, ranks: list[int], hardware: Hardware) -> Span:
+        """Return the span of `ranks`; node n has the ranks from n times `cards_per_node`."""
+        per_node = Counter(rank // hardware.cards_per_node for rank in ranks).values()
+        return cls(len(ranks), len(per_node), max(per_node, default=0), min(per_node, default=0))
+
+    def __str__(self) -> str:
+        if self.nodes <= 1:
+            return "node"
+        return f"{self.nodes} nodes, {self.least} NIC{'s' if self.least > 1 else ''} each"
+
+
+def cost_of(call: Collective, ranks: list[int], hardware: Hardware) -> Cost:
+    """Return the cost of `call` among `ranks`, for the rank that needs most time."""
+    span = Span.of(ranks, hardware)
+    if span.ranks <= 1:
+        return Cost()
+    node, nic = bandwidth(hardware)
+    if call.kind == "all_to_all":
+        inside = call.size * (span.most - 1) / span.ranks
+        outside = call.size * (span.ranks - span.least) / span.ranks if span.nodes > 1 else 0.0
+        inside, outside = inside / node, outside / nic
+    else:
+        # Gloo's reduce-scatter is an all-reduce of which each rank keeps its part (pytorch/pytorch#118911).
+        twice = call.kind in TWICE or (call.kind == "reduce_scatter" and not hardware.card)
+        moved = (2.0 if twice else 1.0) * call.size * (span.ranks - 1) / span.ranks
+        inside = moved / node if span.most > 1 else 0.0
+        outside = moved / (span.least * nic) if span.nodes > 1 else 0.0
+    return Cost(_latency(call, span, hardware) + max(inside, outside), inside, outside)
+
+
+def bandwidth(hardware: Hardware) -> tuple[float, float]:
+    """Return the bytes per second of one rank inside of its node and to others, as far as collectives reach them."""
+    node, cluster = hardware.node, hardware.cluster
+    return (
+        1e9 * node.gb_per_s * node.efficiency,
+        1e9 * cluster.gb_per_s * cluster.efficiency / hardware.cards_per_nic,
+    )
+
+
+def _latency(call: Collective, span: Span, hardware: Hardware) -> float:
+    """Return the seconds of a collective of no bytes: a ring passes every rank, an all-reduce over nodes climbs a tree."""
+    link = hardware.node if span.nodes == 1 else hardware.cluster
+    inside, outside = span.ranks - span.nodes, span.nodes - 1
+    if call.kind == "all_to_all":
+        inside = outside = 0
+    elif call.kind in TWICE and span.nodes > 1:
+        inside, outside = 2 * (span.most - 1), 2 * math.ceil(math.log2(span.nodes))
+    return 1e-6 * (link.latency_us + inside * hardware.node.hop_us + outside * hardware.cluster.hop_us)
+
+
+def message_seconds(size: int, apart: int, hardware: Hardware) -> float:
+    """Return the time of a message of `size` bytes to a rank whose number differs by `apart`."""
+    inside = apart < hardware.cards_per_node
+    link = hardware.node if inside else hardware.cluster
+    return link.latency_us * 1e-6 + size / bandwidth(hardware)[0 if inside else 1]

@@ -1,0 +1,72 @@
+"""RMS norm as it runs on a GPU, for plans that are made on a CPU.
+
+On CUDA `F.rms_norm` is one kernel, which keeps its input, its weight and a number for each row. On a CPU it is a row of
+operators, which also keep what they compute in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+PLAIN = F.rms_norm
+
+
+@contextmanager
+def fused_norms() -> Iterator[None]:
+    """In the body `F.rms_norm` is one operator where CUDA has a kernel: with a weight of the input's dtype.
+
+    Modules that keep the function have to be built in the body, too.
+    """
+    before = F.rms_norm
+    F.rms_norm = _norm  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        F.rms_norm = before
+
+
+def _norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    if weight is None or weight.dtype != x.dtype:
+        return PLAIN(x, list(shape), weight, eps)
+    return fused_norm(x, weight)[0]
+
+
+@torch.library.custom_op("forge::fused_norm", mutates_args=())
+def fused_norm(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """RMS norm over the last dim, and the reciprocal root mean square of each row; of fake tensors."""
+    raise NotImplementedError("a plan has no values")
+
+
+@torch.library.custom_op("forge::fused_norm_backward", mutates_args=())
+def fused_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Its gradients of x and weight."""
+    raise NotImplementedError("a plan has no values")
+
+
+@fused_norm.register_fake
+def _(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+
+
+@fused_norm_backward.register_fake
+def _(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _keep(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs, output[1])
+
+
+def _backward(ctx: Any, grad: Tensor, _of_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    x, weight, scale = ctx.saved_tensors
+    return fused_norm_backward(grad, x, weight, scale)
+
+
+fused_norm.register_autograd(_backward, setup_context=_keep)

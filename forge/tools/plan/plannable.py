@@ -1,0 +1,30 @@
+"""`plannable`: a configuration without the parts that fake tensors cannot run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from forge.config import Config
+
+
+def plannable(config: Config) -> tuple[Config, list[str]]:
+    """Return the configuration that is traced, without what fake tensors cannot do, and a line for each difference."""
+    changes: dict[str, Any] = {}
+    warnings = []
+    compiled = [f"compile.{key}" for key in ("enabled", "loss") if getattr(config.compile, key)]
+    if compiled:
+        changes["compile"] = config.compile.model_copy(update={"enabled": False, "loss": False})
+        warnings.append(
+            f"{' and '.join(compiled)}: planned without; a compiler that fuses operators keeps fewer activations"
+        )
+    if config.activation_checkpoint.mode == "memory_budget":
+        changes["activation_checkpoint"] = config.activation_checkpoint.model_copy(update={"mode": "none"})
+        warnings.append(
+            "activation_checkpoint.mode = memory_budget: the compiler chooses what it keeps; planned as if it kept all"
+        )
+    if config.precision.float8 != "none":
+        changes["precision"] = config.precision.model_copy(update={"float8": "none"})
+        warnings.append("precision.float8: memory and collectives are planned without it")
+    if config.model.moe is not None:
+        warnings.append("mixture of experts: planned with an equal load for all experts")
+    return config.model_copy(update=changes), warnings
