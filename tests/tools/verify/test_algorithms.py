@@ -48,7 +48,7 @@ FEW = {
     "hybrid_debug, dp_shard=2 data_parallel=zero1": (*MUON, HEADS, NEURON),
     "debug, dp_shard=2": (LION, BF16),
     "debug, dp_shard=2 data_parallel=zero1": (INT8, EMA),
-    "moe_debug, dp_shard=2 ep=2": (SHAMPOO,),
+    "debug, dp_shard=2 data_parallel=zero2": (SHAMPOO,),
 }
 
 
