@@ -34,7 +34,7 @@ def plan_stages(
     config: Config, degrees: Degrees, hardware: Hardware | None, *, load: float = 1.0
 ) -> list[StagePlan]:
     """Return the plan of one rank of each rank of the pp axis; `load` as in `FakeRank`."""
-    config = alike(config, degrees)
+    config = with_experts_first(config, degrees)
     few = few_layers(config, degrees)
     if few is None:
         return [plan_stage(config, degrees, rank, hardware, load=load) for rank in range(degrees.pp)]
@@ -47,7 +47,7 @@ def plan_stages(
     return _all_ranks(config, degrees, few, small, large, hardware)
 
 
-def alike(config: Config, degrees: Degrees) -> Config:
+def with_experts_first(config: Config, degrees: Degrees) -> Config:
     """Return `config`, of a deep pipeline whose first layers alone are dense with experts in these, too, as in the others.
 
     So that few layers show what many need. DeepSeek's dense layers compute as much as those with experts.

@@ -21,7 +21,7 @@ from forge.runtime.errors import UserError
 from forge.tools.plan.collectives import Collective
 from forge.tools.plan.estimate import FUSED
 from forge.tools.plan.hardware import Hardware
-from forge.tools.plan.layers import alike, few_layers
+from forge.tools.plan.layers import few_layers, with_experts_first
 from forge.tools.plan.links import cost_of
 
 Changes: TypeAlias = dict[str, Any]
@@ -208,7 +208,7 @@ def _even(config: Config, degrees: Degrees) -> bool:
 def traceable(layout: Layout) -> bool:
     """Whether a plan need not trace all layers of a deep model."""
     config, degrees = layout.config, layout.degrees
-    return config.model.n_layers <= 8 or few_layers(alike(config, degrees), degrees) is not None
+    return config.model.n_layers <= 8 or few_layers(with_experts_first(config, degrees), degrees) is not None
 
 
 def least_state(config: Config, degrees: Degrees, model: Model) -> float:

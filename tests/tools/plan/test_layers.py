@@ -8,7 +8,7 @@ import pytest
 from forge.config import check_world, parse_toml_text
 from forge.tools.plan import layers
 from forge.tools.plan.hardware import Hardware
-from forge.tools.plan.layers import alike, few_layers, kinds_of_layers, plan_stages
+from forge.tools.plan.layers import few_layers, kinds_of_layers, plan_stages, with_experts_first
 from forge.tools.plan.speed import speed_of
 from forge.tools.plan.stage import StagePlan
 from tests.support.planning import CPU, plan_text
@@ -132,7 +132,7 @@ def test_dense_first_layers_of_a_deep_pipeline_are_planned_like_the_others() -> 
 
     def planned(parallel: str, layers: int, world: int) -> list[int]:
         config = parse_toml_text(deep(parallel, "[pipeline]\nschedule = '1F1B'\n", layers, EXPERTS))
-        return kinds_of_layers(alike(config, check_world(config, world)))
+        return kinds_of_layers(with_experts_first(config, check_world(config, world)))
 
     assert planned("pp = 2", 8, 2) == [0] * 8
     # One process traces the dense layer, and few layers are all traced.
