@@ -34,6 +34,7 @@ def plan_stages(
     config: Config, degrees: Degrees, hardware: Hardware | None, *, load: float = 1.0
 ) -> list[StagePlan]:
     """Return the plan of one rank of each rank of the pp axis; `load` as in `FakeRank`."""
+    config = with_experts_first(config, degrees)
     few = few_layers(config, degrees)
     if few is None:
         return [plan_stage(config, degrees, rank, hardware, load=load) for rank in range(degrees.pp)]
@@ -44,6 +45,19 @@ def plan_stages(
         one = _extrapolate(small[0], large[0], steps, _names(config), config, degrees, hardware)
         return [replace(one, layers=f"all {n_layers} layers")]
     return _all_ranks(config, degrees, few, small, large, hardware)
+
+
+def with_experts_first(config: Config, degrees: Degrees) -> Config:
+    """Return `config`, of a deep pipeline whose first layers alone are dense with experts in these, too, as in the others.
+
+    So that few layers show what many need. DeepSeek's dense layers compute as much as those with experts.
+    """
+    moe = config.model.moe
+    if degrees.pp == 1 or moe is None or not moe.n_dense_layers or few_layers(config, degrees) is not None:
+        return config
+    experts = config.model.model_copy(update={"moe": moe.model_copy(update={"n_dense_layers": 0})})
+    changed = config.model_copy(update={"model": experts})
+    return config if few_layers(changed, degrees) is None else changed
 
 
 def _names(config: Config) -> list[str]:
@@ -83,7 +97,7 @@ def few_layers(config: Config, degrees: Degrees) -> tuple[Few, Few] | None:
         return found if same else None
     plan = plan_pipeline(config, degrees)
     counts, stages = [len(stage.layers) for stage in plan.stages], len(plan.stages)
-    if config.pipeline.schedule not in SHORTENED or len(set(kinds)) > 1 or min(counts) <= 3:
+    if config.pipeline.schedule not in SHORTENED or len(set(kinds)) > 1 or min(counts) < 3:
         return None
     ranks, per_rank = min(3, degrees.pp), stages // degrees.pp
     # Stages that take turns on a rank have all that can be in flight only behind a round of all ranks.

@@ -7,8 +7,9 @@ What a search prints comes from plans; the estimate decides which layouts are pl
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from forge.config import Config, Degrees, check_world
@@ -18,21 +19,32 @@ from forge.parallel.build import build_meta_model
 from forge.parallel.precision import DTYPES
 from forge.runtime.errors import UserError
 from forge.tools.plan.collectives import Collective
+from forge.tools.plan.estimate import FUSED
 from forge.tools.plan.hardware import Hardware
-from forge.tools.plan.layers import few_layers
+from forge.tools.plan.layers import few_layers, with_experts_first
 from forge.tools.plan.links import cost_of
 
 Changes: TypeAlias = dict[str, Any]
 """Values by key. Keys that do not differ from the config's are left out."""
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 MODES = ("none", "selective", "full")
+# Layouts that a search keeps, and plain ones of each mode among them.
+MOST, PLAIN = 400, 3
+# Activations are estimated up to so many times too large.
+DOUBT = 2.0
+# Tokens of a sequence that a rank of context parallelism has at least, where data parallelism can use the ranks.
+SHORTEST = 8192
+# Stages of at least so many layers may differ by one.
+UNEVEN = 3
 # For each token and number of the residual stream: bytes that a layer keeps for backward, and bytes that its operators
 # read and write in a step, as traced from Llama's shapes; operations of a step by those without recomputation.
-KEPT = {"none": 77.0, "selective": 40.0, "full": 2.0}
-TOUCHED = 500.0
+KEPT = {"none": 41.0, "selective": 25.0, "full": 2.0}
+TOUCHED = 280.0
 COMPUTED = {"none": 1.0, "selective": 1.05, "full": 4 / 3}
 # Collectives of a layer's two halves in forward, in backward, and again where forward is recomputed.
 TENSOR_CALLS = {"none": 10, "selective": 12, "full": 14}
+# All-to-alls of a layer's experts; selective recomputation keeps what they brought.
+EXPERT_CALLS = {"none": 4, "selective": 4, "full": 6}
 
 
 @dataclass(frozen=True)
@@ -61,6 +73,12 @@ class Layout:
     def engine(self) -> str:
         return self.config.parallel.data_parallel
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is FSDP and nothing else, but for experts: the layout to try first."""
+        d = self.degrees
+        return self.engine == "fsdp2" and d.pp == d.cp == d.tp == d.dp_replicate == 1
+
 
 @dataclass(frozen=True)
 class Model:
@@ -78,43 +96,92 @@ class Model:
 
 
 def layouts(config: Config, world: int, hardware: Hardware, *, any_memory: bool = False) -> list[Layout]:
-    """Return all legal layouts on `world` ranks whose state alone fits the hardware, the fastest by estimate first.
+    """Return the legal layouts on `world` ranks that may fit the hardware, the fastest first by estimate, MOST at most.
 
-    The config's own layout is among them if it is legal. any_memory: also those whose state does not fit.
+    The config's own layout is among them if it is legal, and the fastest plain ones of each mode of recomputation.
+    any_memory: also those whose state does not fit.
     """
-    model, found = Model.of(config), {}
+    model = Model.of(config)
+    rough: list[Layout] = []
     for changes in _all_changes(config, world, hardware):
-        changes = {key: value for key, value in changes.items() if value != value_of(config, key)}
         changed = with_changes(config, changes)
-        try:
-            degrees = check_world(changed, world)
-        except UserError:
+        degrees = _degrees(changed, world)
+        if degrees is None:
             continue
-        state = least_state(changed, degrees, model)
-        if (state > hardware.memory_bytes and not any_memory) or check(changed):
-            continue
-        if degrees.pp > 1 and not _even(changed, degrees):
-            continue
-        seconds = rough_seconds(changed, degrees, hardware, model)
-        activations = rough_activations(changed, degrees)
-        found[str(sorted(changes.items()))] = Layout(changes, changed, degrees, seconds, state, activations)
-    return sorted(found.values(), key=lambda layout: layout.seconds)
+        state, activations = least_state(changed, degrees, model), rough_activations(changed, degrees, model)
+        if any_memory or state + activations / DOUBT <= hardware.memory_bytes:
+            seconds = rough_seconds(changed, degrees, hardware, model)
+            rough.append(Layout(changes, changed, degrees, seconds, state, activations))
+    rough.sort(key=lambda layout: layout.seconds)
+    found: dict[str, Layout] = {}
+    plain: Counter[str] = Counter()
+    for layout in rough:
+        is_own = all(value == value_of(config, key) for key, value in layout.changes.items())
+        wanted = is_own or len(found) < MOST or (layout.is_plain and plain[layout.mode] < PLAIN)
+        if wanted and (legal := _legal(layout, config, world)) is not None:
+            found.setdefault(str(sorted(legal.changes.items())), legal)
+            plain[legal.mode] += legal.is_plain
+    return list(found.values())
+
+
+def _degrees(config: Config, world: int) -> Degrees | None:
+    """The degrees of a layout by division, without the checks of `check_world`; None if something does not divide."""
+    parallel, train = config.parallel, config.train
+    shard, left = divmod(world, parallel.pp * parallel.dp_replicate * parallel.cp * parallel.tp)
+    if left or not shard or (parallel.dp_shard not in (-1, shard)):
+        return None
+    accumulation, left = divmod(
+        train.global_batch_size, train.micro_batch_size * parallel.dp_replicate * shard
+    )
+    if left or not accumulation or shard * parallel.cp * parallel.tp % parallel.ep:
+        return None
+    return Degrees(
+        world=world,
+        pp=parallel.pp,
+        dp_replicate=parallel.dp_replicate,
+        dp_shard=shard,
+        cp=parallel.cp,
+        tp=parallel.tp,
+        ep=parallel.ep,
+        accumulation=accumulation,
+    )
+
+
+def _legal(layout: Layout, config: Config, world: int) -> Layout | None:
+    """The layout with the keys alone that differ from `config`; None if a run would refuse it."""
+    changes = {key: value for key, value in layout.changes.items() if value != value_of(config, key)}
+    changed = with_changes(config, changes)
+    try:
+        degrees = check_world(changed, world)
+    except UserError:
+        return None
+    if check(changed) or (degrees.pp > 1 and not _even(changed, degrees)):
+        return None
+    return replace(layout, changes=changes, config=changed, degrees=degrees)
 
 
 def _all_changes(config: Config, world: int, hardware: Hardware) -> Iterator[Changes]:
+    train = config.train
     yield {}
     tp = [size for size in SIZES if size <= hardware.cards_per_node]
     ep = SIZES if config.model.moe is not None else (1,)
-    micro = [size for size in SIZES[:4] if config.train.global_batch_size % size == 0]
+    # Sequences shorter than that are not worth splitting, but where there are too few of them for the ranks.
+    cp = [size for size in SIZES[:3] if size == 1 or train.seq_len // size >= SHORTEST]
+    micro = [size for size in SIZES[:4] if train.global_batch_size % size == 0]
     engines = dict.fromkeys((config.parallel.data_parallel, "fsdp2", "zero1", "zero2"))
-    for pp, cp, t, e, replicate in itertools.product(SIZES[:5], SIZES[:3], tp, ep, SIZES):
-        if world % (pp * cp * t * replicate) or config.train.global_batch_size % (world // (pp * cp * t)):
+    if not any(train.global_batch_size >= world // (pp * t) for pp, t in itertools.product(SIZES[:5], tp)):
+        cp = list(SIZES)
+    for pp, c, t, e, replicate in itertools.product(SIZES[:5], cp, tp, ep, SIZES):
+        rest, left = divmod(world, pp * c * t)
+        # Copies smaller than a node would hold more and send no less over the network.
+        small = replicate > 1 and world // (pp * replicate) < hardware.cards_per_node
+        if left or rest % replicate or train.global_batch_size % rest or rest * c * t % e or small:
             continue
         for engine, mode, size in itertools.product(engines, MODES, micro):
             changes = {
                 "parallel.dp_shard": -1,
                 "parallel.pp": pp,
-                "parallel.cp": cp,
+                "parallel.cp": c,
                 "parallel.tp": t,
                 "parallel.ep": e,
                 "parallel.dp_replicate": replicate,
@@ -132,20 +199,21 @@ def _all_changes(config: Config, world: int, hardware: Hardware) -> Iterator[Cha
 
 
 def _even(config: Config, degrees: Degrees) -> bool:
+    """Whether stages have equally many layers, or as near to that as the layers allow, as plans of few layers need."""
     stages = degrees.pp * (1 if config.pipeline.schedule == "1F1B" else 2)
-    return not config.model.n_layers % stages and isinstance(config.pipeline.layers_per_stage, int)
+    layers, sizes = config.model.n_layers, config.pipeline.layers_per_stage
+    return isinstance(sizes, int) and (not layers % stages or layers // stages >= UNEVEN)
 
 
 def traceable(layout: Layout) -> bool:
     """Whether a plan need not trace all layers of a deep model."""
-    return layout.config.model.n_layers <= 8 or few_layers(layout.config, layout.degrees) is not None
+    config, degrees = layout.config, layout.degrees
+    return config.model.n_layers <= 8 or few_layers(with_experts_first(config, degrees), degrees) is not None
 
 
 def least_state(config: Config, degrees: Degrees, model: Model) -> float:
     """Return bytes that parameters, gradients and optimizer state take at least on a rank."""
-    split, parallel = degrees.tp * degrees.pp, config.parallel
-    # Experts are divided among ep ranks, of which tp ranks are some.
-    held = (model.parameters - model.experts) / split + model.experts / (degrees.pp * max(degrees.ep, 1))
+    parallel, held = config.parallel, held_parameters(degrees, model)
     storage, compute = DTYPES[config.precision.storage].itemsize, DTYPES[config.precision.compute].itemsize
     shards = degrees.dp_shard * degrees.cp
     state = {"adamw": 2, "lion": 1, "muon": 1}.get(config.optimizer.name, 0)
@@ -160,15 +228,29 @@ def least_state(config: Config, degrees: Degrees, model: Model) -> float:
     return held * whole + spread * state
 
 
-def rough_activations(config: Config, degrees: Degrees) -> float:
-    """Return about how many bytes a rank keeps for backward."""
-    train, model, mode = config.train, config.model, config.activation_checkpoint.mode
-    numbers = train.micro_batch_size * train.seq_len / (degrees.cp * degrees.tp) * model.dim
+def rough_activations(config: Config, degrees: Degrees, model: Model) -> float:
+    """Return about how many bytes a rank keeps for backward, with the parameters that it gathers."""
+    train, mode = config.train, config.activation_checkpoint.mode
+    n_layers = config.model.n_layers
+    numbers = train.micro_batch_size * train.seq_len / (degrees.cp * degrees.tp) * config.model.dim
     in_flight = min(degrees.pp, degrees.accumulation) / degrees.pp
     if degrees.pp > 1 and config.pipeline.schedule != "1F1B":
         in_flight *= 1.5
     layer = numbers * KEPT["none"] * (degrees.tp if mode == "full" else 1)  # one that is recomputed
-    return KEPT.get(mode, 77.0) * numbers * model.n_layers * in_flight + layer
+    gathered = 0.0
+    if config.parallel.data_parallel == "fsdp2":
+        # Two layers, or in a pipeline all of a stage.
+        share = 1.0 if degrees.pp > 1 else min(2.0, n_layers) / n_layers
+        gathered = share * held_parameters(degrees, model) * DTYPES[config.precision.compute].itemsize
+    return KEPT.get(mode, KEPT["none"]) * numbers * n_layers * in_flight + layer + gathered
+
+
+def held_parameters(degrees: Degrees, model: Model) -> float:
+    """Return how many parameters a rank computes with, gathered."""
+    # Experts are divided among ep ranks, of which tp ranks are some.
+    return (model.parameters - model.experts) / (degrees.tp * degrees.pp) + model.experts / (
+        degrees.pp * max(degrees.ep, 1)
+    )
 
 
 def rough_seconds(config: Config, degrees: Degrees, hardware: Hardware, model: Model) -> float:
@@ -176,10 +258,10 @@ def rough_seconds(config: Config, degrees: Degrees, hardware: Hardware, model: M
     d, train, dim, mode = degrees, config.train, config.model.dim, config.activation_checkpoint.mode
     peak = hardware.peak_flops(config.precision.compute) or hardware.peak_flops("bfloat16") or 1e12
     tokens = train.global_batch_size * train.seq_len / d.world
-    numbers = tokens * dim * config.model.n_layers
+    touched = TOUCHED * tokens * dim * config.model.n_layers * (FUSED if config.compile.enabled else 1)
     compute = COMPUTED.get(mode, 1.0) * (
         model.flops * tokens / (peak * hardware.efficiency)
-        + TOUCHED * numbers / (hardware.memory_gb_per_s * 1e9 * hardware.memory_efficiency)
+        + touched / (hardware.memory_gb_per_s * 1e9 * hardware.memory_efficiency)
     )
     width, reduce = DTYPES[config.precision.compute].itemsize, DTYPES[config.precision.reduce].itemsize
     microbatch = train.micro_batch_size * train.seq_len // d.cp * dim * width
@@ -195,9 +277,8 @@ def rough_seconds(config: Config, degrees: Degrees, hardware: Hardware, model: M
     experts = 0.0
     if config.model.moe is not None:
         sent = microbatch * config.model.moe.top_k / d.tp
-        experts = layers * 4 * seconds("all_to_all", sent, 1, d.ep)
-    held = (model.parameters - model.experts) / (d.tp * d.pp) + model.experts / (d.pp * d.ep)
-    shards = d.dp_shard * d.cp
+        experts = layers * EXPERT_CALLS.get(mode, 4) * seconds("all_to_all", sent, 1, d.ep)
+    held, shards = held_parameters(d, model), d.dp_shard * d.cp
     gather = seconds("all_gather", held * width, d.tp, shards)
     scatter = seconds("reduce_scatter", held * reduce, d.tp, shards)
     copies = seconds("all_reduce", held / shards * reduce, d.tp * shards, d.dp_replicate)
@@ -208,16 +289,20 @@ def rough_seconds(config: Config, degrees: Degrees, hardware: Hardware, model: M
         data = gather + copies + scatter * (times if config.parallel.data_parallel == "zero2" else 1)
     stages = 1 if config.pipeline.schedule == "1F1B" else 2
     bubble = (d.pp - 1) / (d.accumulation * stages)
-    return max(compute + tensor + context + experts, data) * (1 + bubble)
+    waits = compute + tensor + context + experts + hardware.overlap_cost * min(data, compute)
+    # Experts over nodes send through the NIC that data parallelism sends through, too.
+    network = data + (experts if d.ep > hardware.cards_per_node else 0.0)
+    return max(waits, network) * (1 + bubble)
 
 
 def with_changes(config: Config, changes: Changes) -> Config:
     """Return `config` with other values for these keys, `section.key`."""
+    updates: dict[str, Changes] = {}
     for key, value in changes.items():
         section, _, name = key.partition(".")
-        part = getattr(config, section).model_copy(update={name: value})
-        config = config.model_copy(update={section: part})
-    return config
+        updates.setdefault(section, {})[name] = value
+    sections = {name: getattr(config, name).model_copy(update=update) for name, update in updates.items()}
+    return config.model_copy(update=sections)
 
 
 def value_of(config: Config, key: str) -> Any:

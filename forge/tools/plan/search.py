@@ -19,10 +19,11 @@ import torch
 
 from forge.config import Config
 from forge.config.keys import to_literal
+from forge.observe.hardware import GIB
 from forge.runtime.compat import cores
 from forge.runtime.errors import UserError
 from forge.tools.plan.hardware import Hardware
-from forge.tools.plan.layouts import Changes, Layout, layouts, traceable
+from forge.tools.plan.layouts import MODES, Changes, Layout, layouts, traceable
 from forge.tools.plan.plan import Plan, make_plan
 from forge.tools.plan.speed import Speed
 
@@ -30,6 +31,8 @@ BEST = 10
 TRIES = 24
 # Layouts that are planned before the next ones are chosen; a constant, so that more processes find the same.
 ROUND = 8
+# Memory that a layout leaves free: three GiB, of a small GPU a twentieth.
+SPARE, SMALL_SPARE = 3 * GIB, 0.05
 
 
 @dataclass(frozen=True)
@@ -60,9 +63,10 @@ class Found:
 def search(
     config: Config, world: int, hardware: Hardware, *, tries: int = TRIES, processes: int | None = None
 ) -> list[Found]:
-    """Plan up to `tries` layouts on `world` ranks; return those that fit, the fastest first.
+    """Plan up to `tries` layouts on `world` ranks; return those that fit with room to spare, the fastest first.
 
-    If none fits, return the one that needs least. processes: default, as many as there are cores, eight at most.
+    If there are none, those that fit; if none fits, the one that needs least. processes: default, as many as there are
+    cores, eight at most.
     """
     left = layouts(config, world, hardware)
     if not left:
@@ -77,26 +81,50 @@ def search(
     with _pool(processes) as pool:
         while left and asked < tries:
             corrected = Corrections(tried)
-            if not any(found.fits for _, found in tried) and asked >= tries // 2:
+            if not any(has_room(found, hardware) for _, found in tried) and asked >= tries // 2:
                 left.sort(key=corrected.bytes)  # nothing fits so far: look for what needs least
             else:
                 left = _promising(left, corrected, hardware) or sorted(left, key=corrected.bytes)
-            fitting = sorted((found.speed.step_s for _, found in tried if found.fits))
+            fitting = sorted(found.speed.step_s for _, found in tried if has_room(found, hardware))
             if len(fitting) >= BEST and corrected.seconds(left[0]) > fitting[BEST - 1]:
                 break
-            chosen = _choose(left, min(ROUND, tries - asked), own=not tried)
+            chosen = _choose(left, min(ROUND, tries - asked), corrected, first=not asked)
             left = [layout for layout in left if layout not in chosen]
             asked += len(chosen)
             answers = pool(chosen, hardware)
             pairs = zip(chosen, answers, strict=True)
             tried += [(layout, found) for layout, found in pairs if found is not None]
-            if sys.stderr.isatty():
-                print(f"\r{asked} layouts ", end="", file=sys.stderr, flush=True)
+            print(
+                _progress(asked, tries, [found for _, found in tried if found.fits]),
+                file=sys.stderr,
+                flush=True,
+            )
     if not tried:
         raise UserError("--search: no layout of this config can be planned; see what --plan alone says")
     found = [one for _, one in tried]
     fitting_ones = sorted((one for one in found if one.fits), key=lambda one: one.speed.step_s)
-    return fitting_ones or [min(found, key=lambda one: one.needed)]
+    with_room = [one for one in fitting_ones if has_room(one, hardware)]
+    return with_room or fitting_ones or [min(found, key=lambda one: one.needed)]
+
+
+def has_room(found: Found, hardware: Hardware) -> bool:
+    """Return whether the layout leaves as much memory free as an expert would: SPARE, of a small one a part."""
+    return found.needed <= usable_bytes(hardware)
+
+
+def usable_bytes(hardware: Hardware) -> float:
+    """Return the memory without what stays free."""
+    return hardware.memory_bytes - min(SPARE, SMALL_SPARE * hardware.memory_bytes)
+
+
+def _progress(asked: int, tries: int, fitting: list[Found]) -> str:
+    best = min(fitting, key=lambda one: one.speed.step_s, default=None)
+    so_far = "none fits so far"
+    if best is not None:
+        so_far = (
+            f"fastest so far {best.speed.step_s:.3g} s per step: {' '.join(best.overrides) or 'as it is'}"
+        )
+    return f"planned {asked} of at most {tries} layouts; {so_far}"
 
 
 class Corrections:
@@ -133,17 +161,24 @@ def _promising(left: list[Layout], corrected: Corrections, hardware: Hardware) -
 
     def may_fit(layout: Layout) -> bool:
         doubt = 1.02 if corrected.is_known(layout) else 1.5
-        return corrected.bytes(layout) <= doubt * hardware.memory_bytes
+        return corrected.bytes(layout) <= doubt * usable_bytes(hardware)
 
     return sorted(filter(may_fit, left), key=corrected.seconds)
 
 
-def _choose(left: list[Layout], number: int, *, own: bool) -> list[Layout]:
-    """The first that are of different shapes, and at first the config's own layout."""
-    chosen: list[Layout] = [layout for layout in left if own and not layout.changes]
-    seen: set[Any] = set()
+def _choose(left: list[Layout], number: int, corrected: Corrections, *, first: bool) -> list[Layout]:
+    """The first that are of different shapes; at first the config's own layout, and FSDP with each mode of recomputation."""
+    chosen: list[Layout] = []
+    if first:
+        chosen += [layout for layout in left if not layout.changes]
+        for mode in MODES:
+            plain = [
+                layout for layout in left if layout.is_plain and layout.mode == mode and layout not in chosen
+            ]
+            chosen += [min(plain, key=corrected.bytes)] if plain else []
+    seen: set[Any] = {layout.signature for layout in chosen}
     for layout in left:
-        if len(chosen) < number and layout.signature not in seen and layout not in chosen:
+        if len(chosen) < number and layout.signature not in seen:
             seen.add(layout.signature)
             chosen.append(layout)
     return chosen

@@ -8,7 +8,7 @@ import pytest
 from forge.config import check_world, parse_toml_text
 from forge.tools.plan import layers
 from forge.tools.plan.hardware import Hardware
-from forge.tools.plan.layers import few_layers, kinds_of_layers, plan_stages
+from forge.tools.plan.layers import few_layers, kinds_of_layers, plan_stages, with_experts_first
 from forge.tools.plan.speed import speed_of
 from forge.tools.plan.stage import StagePlan
 from tests.support.planning import CPU, plan_text
@@ -69,6 +69,7 @@ def totals(stage: StagePlan, *, sizes: bool = True) -> dict[tuple[str, str], int
         pytest.param(deep(model=AHEAD), 2, marks=SLOW),
         pytest.param(staged("1F1B", "pp = 2", 2, MUON), 4, marks=SLOW),
         pytest.param(staged("1F1B", "pp = 2", 2), 4, marks=SLOW),
+        pytest.param(deep("pp = 2", "[pipeline]\nschedule = '1F1B'\n", layers=7), 4, marks=SLOW),
         pytest.param(staged("1F1B", "pp = 4", 4, FULL), 4, marks=SLOW),
         pytest.param(staged("1F1B", "pp = 4\ntp = 2", 4), 8, marks=SLOW),
         pytest.param(staged("Interleaved1F1B", "pp = 2", 4), 4, marks=SLOW),
@@ -124,3 +125,16 @@ def test_as_few_layers_as_show_all_kinds(text: str, world: int, sizes: tuple[int
     config = parse_toml_text(text)
     found = few_layers(config, check_world(config, world))
     assert (found and tuple(one.layers for one in found)) == sizes
+
+
+def test_dense_first_layers_of_a_deep_pipeline_are_planned_like_the_others() -> None:
+    """All layers would have to be traced: few_layers needs those of a pipeline to be of one kind."""
+
+    def planned(parallel: str, layers: int, world: int) -> list[int]:
+        config = parse_toml_text(deep(parallel, "[pipeline]\nschedule = '1F1B'\n", layers, EXPERTS))
+        return kinds_of_layers(with_experts_first(config, check_world(config, world)))
+
+    assert planned("pp = 2", 8, 2) == [0] * 8
+    # One process traces the dense layer, and few layers are all traced.
+    assert planned("pp = 1", 8, 1) == [0] + [1] * 7
+    assert planned("pp = 2", 4, 2) == [0] + [1] * 3

@@ -9,10 +9,10 @@ import pytest
 from forge.config import check_world, parse_toml_text
 from forge.run.launch import main
 from forge.tools.plan import command
-from forge.tools.plan.hardware import Hardware
+from forge.tools.plan.hardware import Hardware, find_hardware
 from forge.tools.plan.layers import kinds_of_layers
-from forge.tools.plan.layouts import Model, layouts, least_state
-from forge.tools.plan.search import Corrections, search
+from forge.tools.plan.layouts import MODES, Model, layouts, least_state
+from forge.tools.plan.search import Corrections, _choose, search, usable_bytes
 from forge.tools.plan.stage import STATE, plan_stage
 from tests.support.planning import CPU, plan_text
 
@@ -26,10 +26,11 @@ def with_memory(gib: float) -> Hardware:
 
 
 @SLOW
-def test_layouts_that_fit_come_first_and_the_fastest_before_others() -> None:
+def test_layouts_that_fit_come_first_and_the_fastest_before_others(capsys) -> None:
     config = parse_toml_text(plan_text())
     found = search(config, 1, BARE, tries=3, processes=1)
     assert len(found) == 3
+    assert "planned 3 of at most 3 layouts; fastest so far" in capsys.readouterr().err
     assert [one.speed.step_s for one in found] == sorted(one.speed.step_s for one in found)
     least, *_ = sorted(one.needed for one in found)
     fewer = search(config, 1, with_memory((least + 1) / 2**30), tries=3, processes=1)
@@ -37,6 +38,23 @@ def test_layouts_that_fit_come_first_and_the_fastest_before_others() -> None:
     # With too little memory the nearest is returned.
     nearest = search(config, 1, with_memory(1 / 1024), tries=3, processes=1)
     assert [one.needed > 2**20 for one in nearest] == [True]
+
+
+def test_some_memory_stays_free() -> None:
+    h100 = find_hardware("h100")
+    assert usable_bytes(h100) == h100.memory_bytes - 3 * 2**30
+    assert usable_bytes(BARE) == pytest.approx(0.95 * BARE.memory_bytes)
+
+
+@pytest.mark.long
+def test_fsdp_with_each_mode_of_recomputation_is_planned_first() -> None:
+    left = layouts(parse_toml_text(plan_text("tp = 2")), 4, BARE)
+    none = Corrections([])
+    chosen = _choose(left, 8, none, first=True)
+    assert chosen[0].changes == {} and len(chosen) == len({layout.signature for layout in chosen}) == 8
+    assert {layout.mode for layout in chosen if layout.is_plain} == set(MODES)
+    later = _choose(left, 4, none, first=False)
+    assert later[0] == left[0] and len(later) == 4
 
 
 @pytest.mark.long

@@ -1,16 +1,19 @@
 """The estimate of time: operations as the model counts them, and rooflines, links and timelines by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from forge.config import check_world, parse_toml_text
 from forge.model import flops_per_token
 from forge.model.flops import mean_keys
 from forge.parallel.build import build_meta_model
-from forge.tools.plan.estimate import Spent, StepTime, seconds_of
+from forge.tools.plan.estimate import Spent, StepTime, _as_run, seconds_of
 from forge.tools.plan.fake import FakeRank, fake_ranks
 from forge.tools.plan.hardware import Hardware, Link, find_hardware, rate_at
 from forge.tools.plan.plan import make_plan
 from forge.tools.plan.speed import speed_of
+from forge.tools.plan.trace import Moment
 from forge.tools.plan.work import Work
 from tests.support.layouts import slow_unless
 from tests.support.planning import plan_text
@@ -96,6 +99,24 @@ def test_an_operator_takes_what_limits_it() -> None:
     assert seconds_of(Work("product", "torch.float32", 1.0, 10**12), CARD) == pytest.approx(1 / 0.8)
 
 
+def test_a_compiler_fuses_and_float8_takes_linear_layers_of_blocks_only() -> None:
+    compiled = parse_toml_text(plan_text() + "[compile]\nenabled = true\n")
+    copy, memory = Work("copy", "", 0.0, 100), Work("memory", "", 0.0, 100)
+    block, head = Moment("forward", "layers.0"), Moment("forward", "head")
+    assert _as_run(memory, block, compiled).size == pytest.approx(44)
+    assert _as_run(memory, head, compiled) == memory and _as_run(copy, block, compiled) == copy
+    plain = parse_toml_text(plan_text())
+    assert _as_run(memory, block, plain) == memory
+    in_float8 = plain.model_copy(
+        update={"precision": plain.precision.model_copy(update={"float8": "tensorwise"})}
+    )
+    product = Work("product", "torch.bfloat16", 1.0, 100, linear=True)
+    assert _as_run(product, block, in_float8) == Work("product", "float8", 1.0, 200, linear=True)
+    for left in (replace(product, linear=False), replace(product, dtype="torch.float32")):
+        assert _as_run(left, block, in_float8) == left
+    assert _as_run(product, head, in_float8) == product == _as_run(product, block, plain)
+
+
 def test_an_operator_takes_what_was_measured() -> None:
     curve = [(1e6, 1.0), (1e8, 3.0)]
     assert [rate_at(curve, size) for size in (1, 1e6, 1e7, 1e8, 1e9)] == pytest.approx([1, 1, 2, 3, 3])
@@ -115,6 +136,13 @@ def test_a_pipeline_takes_its_fill_and_its_drain() -> None:
     assert speed.step_s == pytest.approx((6 + 1) * 3 + 0.5)
     assert speed.bubble == pytest.approx(1 / 7)
     assert speed.compute_s == pytest.approx(6 * 3 + 0.5)
+
+
+def test_a_range_is_from_the_fastest_to_the_slowest_pace() -> None:
+    config = parse_toml_text(plan_text())
+    low, middle, high = (StepTime({0: Spent(compute=seconds)}) for seconds in (1.0, 2.0, 4.0))
+    speed = speed_of(config, check_world(config, 1), [[low, middle, high]], CARD)
+    assert (speed.step_s_low, speed.step_s, speed.step_s_high) == pytest.approx((8.0, 16.0, 32.0))
 
 
 def test_what_computation_does_not_hide_is_counted() -> None:
@@ -137,4 +165,5 @@ def test_a_plan_for_a_faster_card_is_faster() -> None:
     config = parse_toml_text(plan_text())
     a100, h100 = (make_plan(config, check_world(config, 2), find_hardware(name)) for name in ("a100", "h100"))
     assert a100.speed and h100.speed and h100.speed.step_s < a100.speed.step_s
+    assert h100.speed.step_s_low < h100.speed.step_s < h100.speed.step_s_high
     assert h100.worst.memory == a100.worst.memory
