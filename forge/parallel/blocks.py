@@ -19,7 +19,8 @@ not compiled, but for the sums over a token's experts, each of which becomes one
 Activation checkpointing frees activations after forward and computes them again in backward:
 
     full           everything inside a block but its input; a third more computation
-    selective      only what is cheap to compute again; what the operators in KEPT return is kept
+    selective      only what is cheap to compute again; what the operators in KEPT return is kept, but in compiled parts
+                   of a mixture of experts
     memory_budget  the compiler chooses, block by block, under a budget for what is kept
     (no key)       `every` = n: in every n-th block only; `modules`: only these children of a block
 """
@@ -35,6 +36,7 @@ import torch
 import torch._functorch.config
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import (
     SAC_IGNORED_OPS,
@@ -152,16 +154,34 @@ class BlockPolicy:
             block.forward = hiding_gradients(block, self._compiler(block.forward))
             return
         block.attend = hiding_gradients(block, self._compiler(block.attend))
+        compiler = self._compiler_within_a_checkpoint
         shared: Any = block.feed_forward.shared
         if shared is not None:
             # The whole call, so that what tensor parallelism hooked onto it is inside.
-            call = self._compiler(shared._call_impl)
+            call = compiler(shared._call_impl)
             shared._compiled_call_impl = hiding_gradients(shared, call)
         moe: Any = block.feed_forward
-        moe.router.route = hiding_gradients(moe.router, self._compiler(moe.router.route))
-        moe.experts.activate = self._compiler(moe.experts.activate)
+        moe.router.route = hiding_gradients(moe.router, compiler(moe.router.route))
+        moe.experts.activate = compiler(moe.experts.activate)
         if hasattr(moe.dispatch, "kernels"):
-            moe.dispatch.kernels = Kernels(*map(self._compiler, moe.dispatch.kernels))
+            moe.dispatch.kernels = Kernels(*map(compiler, moe.dispatch.kernels))
+
+    def _compiler_within_a_checkpoint(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Compile `function`, which selective recomputation runs as a whole again.
+
+        The checkpoint must not see operators of compiled code, which writes to the results of its matrix products.
+        """
+        assert self._compiler is not None
+        compiled = self._compiler(function)
+        if not self._selective:
+            return compiled
+
+        @functools.wraps(function)
+        def opaque(*args: Any) -> Any:
+            with _disable_current_modes():
+                return compiled(*args)
+
+        return opaque
 
 
 class Recomputed:

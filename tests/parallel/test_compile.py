@@ -19,6 +19,7 @@ from tests.support.harness import run_ranks
 
 pytestmark = pytest.mark.compiles
 
+MIXTURE = "[model.moe]\nn_experts = 4\nn_shared_experts = 1\nexpert_dim = 32\nbalance = 'aux_loss'\n"
 SECTION = '[compile]\nenabled = true\nloss = true\nbackend = "{backend}"\n'
 
 
@@ -108,11 +109,12 @@ def test_names_stay() -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes  # a C++ compiler
-@pytest.mark.parametrize("mode", ["none", "selective"])
-def test_inductor_computes_the_same(mode: str) -> None:
-    recompute = f'[activation_checkpoint]\nmode = "{mode}"'
-    expected = step(build(""), 0)
-    actual = step(build(SECTION.format(backend="inductor") + recompute), 0)
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+@pytest.mark.parametrize("mixture", ["", MIXTURE], ids=["dense", "experts"])
+def test_inductor_computes_the_same(mode: str, mixture: str) -> None:
+    recompute = f'[activation_checkpoint]\nmode = "{mode}"\n'
+    expected = step(build(mixture), 0)
+    actual = step(build(SECTION.format(backend="inductor") + recompute + mixture), 0)
     assert (actual - expected).abs().max() < 1e-9
 
 

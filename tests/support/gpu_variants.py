@@ -114,6 +114,13 @@ FOUR: dict[str, list[str]] = {
     "ep": [*MOE, "--parallel.ep=4"],
     "ep over tp": [*MOE, "--parallel.ep=2", "--parallel.tp=2"],
     "ep, recomputed": [*MOE, "--parallel.ep=4", "--activation_checkpoint.mode=full"],
+    "ep, compiled and recomputed": [
+        *MOE,
+        "--parallel.ep=4",
+        "--model.moe.balance=aux_loss",
+        "--compile.enabled=true",
+        "--activation_checkpoint.mode=selective",
+    ],
     "pp 1F1B": ["--parallel.pp=2", "--pipeline.schedule=1F1B"],
     "pp interleaved": ["--parallel.pp=2", "--pipeline.schedule=Interleaved1F1B", "--model.n_layers=4"],
     "pp zero bubble": ["--parallel.pp=2", "--pipeline.schedule=ZBVZeroBubble", "--model.n_layers=4"],
