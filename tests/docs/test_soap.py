@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 from forge.config import parse_toml_text
 from forge.shard import Shard
 from forge.tools.verify.plain import record_plain
-from forge.tools.verify.record import WholeRecord, own_optimizer, record_on_rank
+from forge.tools.verify.record import WholeRecord, record_on_rank
 from tests.support.equivalence import PLAIN, assert_equal, settings, tiny_config
 from tests.support.extension import apply_page
 from tests.support.harness import run_ranks
@@ -30,24 +29,6 @@ OPTIONS = [
 ]
 
 
-class Stateless:
-    """The optimizer of the configuration, whose state is not recorded: other tests load it."""
-
-    def __init__(self, shards, config, group):
-        self._inner = own_optimizer(shards, config, group)
-
-    def step(self, lr: float, skip: torch.Tensor) -> None:
-        self._inner.step(lr, skip)
-
-    def tensors(self) -> Iterator[tuple[str, Shard, torch.Tensor]]:
-        return iter(())
-
-    def state(self):
-        return {}
-
-    def load_state(self, state) -> None: ...
-
-
 @pytest.fixture(scope="module", autouse=True)
 def page(tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
@@ -59,7 +40,7 @@ def page(tmp_path_factory):
 
 
 def how(text: str):
-    return replace(settings(parse_toml_text(text), PLAIN), optimizer=Stateless, lr=0.01)
+    return replace(settings(parse_toml_text(text), PLAIN), lr=0.01)
 
 
 def compared(text: str, plain: str, ranks: int) -> None:
