@@ -80,7 +80,8 @@ class Parallel(Section):
     tp_plan_styles: Annotated[dict[Text, TensorStyle], WITH_TP, unused("replaced by parallel.tp_plan")] = {}
     """Former key of a table for tp_plan, which takes it from here if it is auto."""
     async_tp: Annotated[bool, WITH_TP] = False
-    """With tp: overlap matrix products with their collectives in compiled blocks. Needs CUDA and compile.enabled."""
+    """With tp: overlap matrix products with their collectives in compiled blocks. Needs CUDA and compile.enabled.
+    Experimental: not yet run on a GPU."""
     context: Annotated[Literal["allgather", "ulysses", "ring"], unused_if("parallel.cp", 1)] = "allgather"
     """With cp: how attention reads the keys and values of other ranks."""
     reshard_after_forward: Annotated[
@@ -106,7 +107,7 @@ class Parallel(Section):
     """Not fsdp2: stop and name the parameter if a rank's gradient is not finite (finite), or also if it is a thousand times
     larger than before (plausible). Waits for the device at every bucket."""
     symmetric_memory: bool = False
-    """Not fsdp2: allocate the buffers in NCCL's symmetric memory. Needs CUDA."""
+    """Not fsdp2: allocate the buffers in NCCL's symmetric memory. Needs CUDA. Experimental: not yet run on a GPU."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory."""
 
