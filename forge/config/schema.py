@@ -108,11 +108,6 @@ class OptimizerConfig(Section):
     muon: MuonConfig = MuonConfig()
     mup: MupConfig = MupConfig()
 
-    @property
-    def bounds_logits(self) -> bool:
-        """Whether the update needs the largest attention logits of the step."""
-        return self.name == "muon" and self.muon.qk_clip > 0
-
     def table(self, keys: type[S]) -> S:
         """Return the table within [optimizer] whose class is `keys`."""
         return next(value for _, value in self if isinstance(value, keys))

@@ -58,6 +58,11 @@ class Layout:
         return self.parallel.tp if divided else 1
 
 
+def bounds_logits(config: Config) -> bool:
+    """Whether the update needs the largest attention logits of the step."""
+    return config.optimizer.name == "muon" and config.optimizer.muon.qk_clip > 0
+
+
 def make_layout(config: Config, meshes: Meshes) -> Layout:
     """Return the Layout of `config` on `meshes`."""
 
@@ -78,7 +83,7 @@ def make_layout(config: Config, meshes: Meshes) -> Layout:
         meshes=meshes,
         micro_batch_size=config.train.micro_batch_size,
         check_replicas=config.resilience.check_replicas,
-        observe_logits=config.optimizer.bounds_logits,
+        observe_logits=bounds_logits(config),
         tensor_plan=tensor_plan,
     )
 

@@ -19,7 +19,7 @@ from forge.optim import Optimizer
 from forge.optim.optimizer import gradient
 from forge.parallel.build import build_meta_model
 from forge.parallel.initialize import fill_random
-from forge.parallel.layout import make_layout
+from forge.parallel.layout import bounds_logits, make_layout
 from forge.parallel.logits import LargestLogits
 from forge.parallel.mesh import make_meshes
 from forge.parallel.parametrization import describe
@@ -145,7 +145,7 @@ def _largest_logits(
     model: Transformer, shards: list[Shard], config: Config, device: torch.device
 ) -> LargestLogits | None:
     """Observe the largest logits as a run does that has one process; None for an optimizer that does not bound them."""
-    if not config.optimizer.bounds_logits:
+    if not bounds_logits(config):
         return None
     alone = one_process(config)
     return LargestLogits([model], shards, make_layout(alone, make_meshes(check_world(alone, 1), device.type)))
