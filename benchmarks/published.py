@@ -1,6 +1,6 @@
 """Plans of runs whose throughput others published, beside their figures.
 
-    python benchmarks/published.py                  # all rows of benchmarks/published.toml; some minutes
+    python benchmarks/published.py                  # all rows of benchmarks/published.toml; an hour or more
     python benchmarks/published.py --only "MPT"     # rows whose name contains this
 
 Prints a table in Markdown. Every other row, in the order of tokens per second, was fitted; the others were held out.

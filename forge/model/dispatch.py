@@ -68,7 +68,7 @@ def sort_by_expert(experts: Tensor, n_experts: int) -> Plan:
 
 
 def count_by_expert(experts: Tensor, n_experts: int) -> Plan:
-    """Return the same plan by counting instead of sorting: a few passes once compiled, many and large ones without.
+    """Return the plan of `sort_by_expert` by counting: a few passes if compiled, slow if not.
 
     No token chooses an expert twice, except n_experts.
     """
@@ -111,7 +111,7 @@ def group_by_expert(arriving: Tensor, total: int) -> tuple[Tensor, Tensor, Tenso
 
 
 def _inverse(permutation: Tensor) -> Tensor:
-    """permutation int64 `[n]` -> the one that undoes it."""
+    """Return the inverse of `permutation` int64 `[n]`."""
     index = torch.arange(permutation.numel(), device=permutation.device)
     inverse = torch.empty_like(permutation)
     inverse[permutation] = index

@@ -37,10 +37,12 @@ class ProjectionNorm(RMSNorm):
         return super().forward(x.flatten(-2)).view_as(x)
 
 
-def zero_centered_norm(x: Tensor, shape: torch.Size, weight: Tensor, eps: float) -> Tensor:
-    """F.rms_norm with 1 + weight, which is not rounded to the dtype of x: near 1 bfloat16 has steps of 1/128."""
+def zero_centered_norm(
+    x: Tensor, shape: torch.Size, weight: Tensor, eps: float, norm: Callable[..., Tensor] = F.rms_norm
+) -> Tensor:
+    """`norm` with 1 + weight, which is not rounded to the dtype of x: near 1 bfloat16 has steps of 1/128."""
     exact = promoted(x.dtype)
-    return F.rms_norm(x.to(exact), shape, 1.0 + weight.to(exact), eps).to(x.dtype)
+    return norm(x.to(exact), shape, 1.0 + weight.to(exact), eps).to(x.dtype)
 
 
 def norm_of(config: ModelConfig, dim: int) -> RMSNorm:

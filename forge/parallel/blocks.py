@@ -12,15 +12,15 @@ is in no graph. From the inside out:
     cast                     last, so that graph and recomputation see the dtype that the module computes in
 
 Compilation is block by block: one graph that all blocks of a kind share, so depth costs no compile time. A graph that
-would break is an error, never a silent loss of speed. Of a block with a mixture of experts the attention half is one graph
-and the shared experts are another: how many rows go to an expert is known only at run time, so routing and dispatch are
-not compiled, but for the sums over a token's experts, each of which becomes one pass over the rows, or two in backward.
+would break is an error, never a silent loss of speed. A block with a mixture of experts is several graphs: the attention
+half, the shared experts, the router, the experts' activation, and each movement of rows. Between the graphs the host reads
+the number of rows that each rank gets.
 
 Activation checkpointing frees activations after forward and computes them again in backward:
 
     full           everything inside a block but its input; a third more computation
-    selective      only what is cheap to compute again; what the operators in KEPT return is kept, but in compiled parts
-                   of a mixture of experts
+    selective      only what is cheap to compute again; what the operators in KEPT return is kept. Compiled parts of a mixture
+                   of experts are computed again as a whole
     memory_budget  the compiler chooses, block by block, under a budget for what is kept
     (no key)       `every` = n: in every n-th block only; `modules`: only these children of a block
 """

@@ -22,7 +22,7 @@ from tests.support.building import layout_without_ranks
 from tests.support.equivalence import assert_equal, layout, reference, tiny_config
 from tests.support.extension import apply_page
 from tests.support.harness import RankFailed
-from tests.support.layouts import slow_unless
+from tests.support.layouts import slow_or_fast
 from tests.support.pages import REPOSITORY
 from tests.support.runs import BASE, FLOAT64
 from tests.support.trained import call, objects, prepared, refusal, trained
@@ -89,9 +89,8 @@ def expected():
 
 @pytest.mark.parametrize(
     ("parallel", "ranks"),
-    [
-        pytest.param(parallel, ranks, marks=slow_unless(quick))
-        for parallel, ranks, quick in [
+    slow_or_fast(
+        [
             ("", 2, False),
             ("data_parallel = 'zero1'", 2, True),
             ("dp_replicate = 2\ndp_shard = 2", 4, False),
@@ -102,7 +101,7 @@ def expected():
             ("cp = 2\ncontext = 'ring'\ntp = 2", 4, True),
             ("pp = 2\ntp = 2", 4, True),
         ]
-    ],
+    ),
 )
 def test_the_model_equals_one_process(expected, parallel: str, ranks: int) -> None:
     assert_equal(layout(tiny_config(model=KIND, parallel=parallel), ranks), expected)

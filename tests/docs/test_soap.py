@@ -16,7 +16,7 @@ from forge.tools.verify.record import WholeRecord, record_on_rank
 from tests.support.equivalence import PLAIN, assert_equal, settings, tiny_config
 from tests.support.extension import apply_page
 from tests.support.harness import run_ranks
-from tests.support.layouts import experts_text, slow_unless
+from tests.support.layouts import experts_text, slow_or_fast
 from tests.support.pages import REPOSITORY
 from tests.support.runs import FLOAT64, Run
 
@@ -50,16 +50,15 @@ def compared(text: str, plain: str, ranks: int) -> None:
 
 @pytest.mark.parametrize(
     ("parallel", "ranks"),
-    [
-        pytest.param(parallel, ranks, marks=slow_unless(quick))
-        for parallel, ranks, quick in [
+    slow_or_fast(
+        [
             ("", 2, False),
             ("data_parallel = 'zero1'", 2, True),
             ("tp = 2", 2, False),
             ("cp = 2", 2, False),
             ("pp = 2\ntp = 2", 4, True),
         ]
-    ],
+    ),
 )
 def test_the_update_equals_that_of_one_process(parallel: str, ranks: int) -> None:
     compared(tiny_config(parallel=parallel) + OPTIMIZER, tiny_config() + OPTIMIZER, ranks)

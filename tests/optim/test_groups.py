@@ -17,7 +17,7 @@ from forge.tools.verify.plain import record_plain
 from forge.tools.verify.record import own_optimizer, record_on_rank
 from tests.support.equivalence import PLAIN, assert_equal, settings, tiny_config
 from tests.support.harness import run_ranks
-from tests.support.layouts import slow_unless
+from tests.support.layouts import slow_or_fast
 from tests.support.runs import FLOAT64, Run, assert_same_history, refused
 
 GROUPS = """
@@ -118,9 +118,8 @@ def test_a_run_and_each_stage_of_a_pipeline_refuse_it(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "parallel", "ranks"),
-    [
-        pytest.param(name, parallel, ranks, marks=slow_unless(quick))
-        for name, parallel, ranks, quick in [
+    slow_or_fast(
+        [
             ("adamw", "", 2, False),
             ("adamw", "data_parallel = 'zero1'", 2, True),
             ("adamw", "cp = 2", 2, False),
@@ -128,7 +127,7 @@ def test_a_run_and_each_stage_of_a_pipeline_refuse_it(tmp_path) -> None:
             ("muon", "pp = 2\ntp = 2", 4, True),
             ("muon", "dp_replicate = 2\ndp_shard = 2\ndata_parallel = 'zero2'", 4, False),
         ]
-    ],
+    ),
 )
 def test_groups_are_the_same_on_every_layout(name: str, parallel: str, ranks: int) -> None:
     optimizer = f'\n[optimizer]\nname = "{name}"\n{GROUPS.format(scale=2.0)}'

@@ -79,3 +79,8 @@ def pipeline_expected(model: str, layers: int = 8, twist: Twist = PLAIN) -> Whol
 
 def slow_unless(fast: bool):
     return () if fast else (pytest.mark.slow,)
+
+
+def slow_or_fast(rows: list[tuple]) -> list:
+    """Parameters of a test from rows that end with whether they are fast; the others are slow tests."""
+    return [pytest.param(*row, marks=slow_unless(fast)) for *row, fast in rows]

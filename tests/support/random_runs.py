@@ -93,6 +93,11 @@ def draw_keys(generator: random.Random, folder: Path) -> tuple[dict[str, Any], d
             "evaluate.interval": choose([1, 2]),
             "evaluate.sequences": choose([3, 5, 8]),
         }
+    if some(0.3):
+        keys["optimizer.groups"] = [
+            {"names": ["*.wo.weight", "*.w2*"], "lr_scale": choose([0.0, 0.5])},
+            {"names": ["*norm.weight", "*.w2*"], "weight_decay": 0.2},
+        ]
     phase: dict[str, Any] = {}
     if some(0.4):
         possible = {

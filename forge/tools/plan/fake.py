@@ -10,7 +10,7 @@ import functools
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +39,7 @@ from forge.runtime import compat
 from forge.runtime.errors import UserError
 from forge.shard import local
 from forge.tools.plan.attention import on_card
-from forge.tools.plan.norm import fused_norms
+from forge.tools.plan.norm import use_fused_norms
 from forge.tools.plan.places import known_everywhere
 from forge.tools.plan.trace import Moment, Trace
 from forge.train.state import all_tensors
@@ -75,11 +75,10 @@ class FakeRank:
 
     def __init__(self, config: Config, degrees: Degrees, load: float = 1.0, card: bool = False):
         self.config, self.degrees = config, degrees
-        self._norms: Any = fused_norms if card else nullcontext
         self.trace = Trace()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.meshes = make_meshes(degrees, CPU.type)
-        with _explained(), self._norms():
+        with _explained():
             # Real meta tensors first: parallelism is applied to these, and only what is allocated is fake.
             attention = on_card if card else None
             self.model = build_parallel_model(
@@ -92,6 +91,8 @@ class FakeRank:
             self.model.isend = _send
         self.trace.watch(self.model.parts)
         for part in self.model.parts:
+            if card:
+                use_fused_norms(part)
             for module in part.modules():
                 dispatch = getattr(module, "dispatch", None)
                 if isinstance(dispatch, AllToAllDispatcher):
@@ -164,7 +165,7 @@ class FakeRank:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        with self._fake, self.trace, self._norms():
+        with self._fake, self.trace:
             yield
 
     def _rows(self) -> int:

@@ -6,34 +6,29 @@ operators, which also keep what they compute in float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-PLAIN = F.rms_norm
+from forge.model.norm import RMSNorm, zero_centered_norm
 
 
-@contextmanager
-def fused_norms() -> Iterator[None]:
-    """In the body `F.rms_norm` is one operator where CUDA has a kernel: with a weight of the input's dtype.
-
-    Modules that keep the function have to be built in the body, too.
-    """
-    before = F.rms_norm
-    F.rms_norm = _norm  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        F.rms_norm = before
+def use_fused_norms(model: nn.Module) -> None:
+    """Let the norms of `model` be one operator where CUDA has a kernel: with a weight of the input's dtype. In place."""
+    for module in model.modules():
+        if isinstance(module, RMSNorm):
+            zero_centered = module.normalize is zero_centered_norm
+            module.normalize = partial(zero_centered_norm, norm=norm_on_gpu) if zero_centered else norm_on_gpu
 
 
-def _norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    if weight is None or weight.dtype != x.dtype:
-        return PLAIN(x, list(shape), weight, eps)
+def norm_on_gpu(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
+    """F.rms_norm as CUDA has it, of fake tensors."""
+    if weight.dtype != x.dtype:
+        return F.rms_norm(x, list(shape), weight, eps)
     return fused_norm(x, weight)[0]
 
 

@@ -108,7 +108,7 @@ def search(
 
 
 def has_room(found: Found, hardware: Hardware) -> bool:
-    """Return whether the layout leaves as much memory free as an expert would: SPARE, of a small one a part."""
+    """Return whether the layout leaves SPARE bytes free, or SMALL_SPARE of a small GPU's memory."""
     return found.needed <= usable_bytes(hardware)
 
 

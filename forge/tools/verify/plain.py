@@ -126,10 +126,7 @@ def record_plain(text: str, settings: Settings, device: torch.device = CPU) -> W
         if settings.own_folder is not None and number == settings.steps - 1:
             hooks.process_last_result()
             hooks.call("before_save", number)
-            saved = _checkpoint(model, shards, optimizer)
-            save(settings.own_folder, number, saved, optimizer)
-            wholes = {name: assemble(shard, values) for name, (shard, values) in saved.items()}
-            keep_whole(settings.own_folder, wholes)
+            wholes = _save(settings.own_folder, number, model, shards, optimizer)
             step |= {(kind, name): v for name, v in wholes.items() for kind in ("saved", "loaded")}
         if number == settings.steps:
             hooks.end()
@@ -162,6 +159,17 @@ def _checkpoint(
             tensors[f"model.{shard.name}"] = shard, shard.data
     slots = optimizer.tensors()
     return tensors | {f"optimizer.{shard.name}.{slot}": (shard, values) for slot, shard, values in slots}
+
+
+def _save(
+    folder: str, step: int, model: Transformer, shards: list[Shard], optimizer: Optimizer
+) -> dict[str, Tensor]:
+    """Write the checkpoint of `step` into `folder`; return its whole tensors by name."""
+    saved = _checkpoint(model, shards, optimizer)
+    save(folder, step, saved, optimizer)
+    wholes = {name: assemble(shard, values) for name, (shard, values) in saved.items()}
+    keep_whole(folder, wholes)
+    return wholes
 
 
 def _move_routers(model: Transformer, valid: Tensor) -> dict[str, Tensor]:
