@@ -87,8 +87,8 @@ class Parallel(Section):
     reshard_after_forward: Annotated[
         Literal["auto", "always", "never"] | Positive, used_if("parallel.data_parallel", "fsdp2")
     ] = "auto"
-    """Free gathered parameters after forward. auto: yes, except in a pipeline. A number: keep them sharded over that many
-    ranks; experts are freed."""
+    """Free gathered parameters after forward. auto: yes, except in a pipeline. never: keep them until the step ends. A number:
+    keep them sharded over that many ranks; experts are freed."""
     shard_optimizer_over: Literal["dp_shard", "dp"] = "dp_shard"
     """zero1, zero2: shard the optimizer state over the ranks of one copy (dp_shard) or of all copies (dp)."""
     prefetch: Count = 1

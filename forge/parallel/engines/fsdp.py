@@ -9,6 +9,7 @@ ranks is the gradient (torch.distributed.fsdp.fully_shard: gradient divide facto
 Accumulation: each microbatch's gradient is reduce-scattered at once and held sharded in the storage dtype, so nothing
 of the model's full size waits for the last microbatch; with replicas the all-reduce over them happens only there.
 `parallel.defer_gradient_reduction` does the opposite: one reduction per step, and full-size gradients until then.
+`parallel.reshard_after_forward = "never"` gathers parameters once per step.
 A rank that shares its copy of the model with no other holds everything in full size anyway, so there gradients are
 added up as backward makes them, and parameters are cast once per step instead of once per microbatch.
 """
@@ -100,15 +101,16 @@ class FullySharded:
 
     def begin_microbatch(self, *, last: bool) -> None:
         parallel = self._layout.parallel
-        # What forward does not free may stay until the last microbatch is done: in a pipeline others are under way when one
-        # ends. What it frees must not: recomputation, which gathers it, would issue operations that forward did not.
-        keeps = parallel.reshard_after_forward in ("auto", "never")
+        # `never` keeps gathered parameters until the last microbatch is done, and so does `auto` where forward frees nothing:
+        # in a pipeline, where other microbatches are under way, and in units that no other rank shares. What forward frees
+        # must not stay: recomputation, which gathers it, would issue operations that forward did not.
+        choice = parallel.reshard_after_forward
         self._root.set_is_last_backward(last)
         for unit, alone in self._units:
             # In this order: set_requires_gradient_sync switches the all-reduce as well.
             unit.set_requires_gradient_sync(last or not (alone or _defers(self._layout)), recurse=False)
             unit.set_requires_all_reduce(last, recurse=False)
-            stays = keeps and (alone or parallel.pp > 1)
+            stays = choice == "never" or (choice == "auto" and (alone or parallel.pp > 1))
             unit.set_reshard_after_backward(last or not stays, recurse=False)
 
     def take_weight_gradients(self, *, last: bool) -> None:

@@ -26,6 +26,7 @@ from forge.tools.plan.links import cost_of
 
 Changes: TypeAlias = dict[str, Any]
 """Values by key. Keys that do not differ from the config's are left out."""
+RESHARD, DEFER = "parallel.reshard_after_forward", "parallel.defer_gradient_reduction"
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 MODES = ("none", "selective", "full")
 # Layouts that a search keeps, and plain ones of each mode among them.
@@ -63,7 +64,8 @@ class Layout:
     def signature(self) -> tuple[Any, ...]:
         d, config = self.degrees, self.config
         pipeline = config.pipeline.schedule if d.pp > 1 else ""
-        return (d.tp, d.cp, d.ep, d.pp, config.train.micro_batch_size, self.mode, pipeline, self.engine)
+        engine = (self.engine, config.parallel.reshard_after_forward, config.parallel.defer_gradient_reduction)
+        return (d.tp, d.cp, d.ep, d.pp, config.train.micro_batch_size, self.mode, pipeline, *engine)
 
     @property
     def mode(self) -> str:
@@ -76,8 +78,9 @@ class Layout:
     @property
     def is_plain(self) -> bool:
         """Whether it is FSDP and nothing else, but for experts: the layout to try first."""
-        d = self.degrees
-        return self.engine == "fsdp2" and d.pp == d.cp == d.tp == d.dp_replicate == 1
+        d, parallel = self.degrees, self.config.parallel
+        frees = parallel.reshard_after_forward != "never" and not parallel.defer_gradient_reduction
+        return self.engine == "fsdp2" and frees and d.pp == d.cp == d.tp == d.dp_replicate == 1
 
 
 @dataclass(frozen=True)
@@ -108,10 +111,11 @@ def layouts(config: Config, world: int, hardware: Hardware, *, any_memory: bool 
         degrees = _degrees(changed, world)
         if degrees is None:
             continue
-        state, activations = least_state(changed, degrees, model), rough_activations(changed, degrees, model)
-        if any_memory or state + activations / DOUBT <= hardware.memory_bytes:
+        state, gathered = least_state(changed, degrees, model), gathered_bytes(changed, degrees, model)
+        kept = rough_activations(changed, degrees, model)
+        if any_memory or state + gathered + kept / DOUBT <= hardware.memory_bytes:
             seconds = rough_seconds(changed, degrees, hardware, model)
-            rough.append(Layout(changes, changed, degrees, seconds, state, activations))
+            rough.append(Layout(changes, changed, degrees, seconds, state, gathered + kept))
     rough.sort(key=lambda layout: layout.seconds)
     found: dict[str, Layout] = {}
     plain: Counter[str] = Counter()
@@ -192,10 +196,20 @@ def _all_changes(config: Config, world: int, hardware: Hardware) -> Iterator[Cha
             if config.model.moe is None:
                 del changes["parallel.ep"]
             if pp == 1:
-                yield changes
+                several = train.global_batch_size > size * rest
+                yield from (changes | kept for kept in _accumulations(config, engine, several=several))
                 continue
             for schedule in ("1F1B", "Interleaved1F1B"):
                 yield changes | {"pipeline.schedule": schedule}
+
+
+def _accumulations(config: Config, engine: str, *, several: bool) -> Iterator[Changes]:
+    """Ways in which FSDP2 sends less and holds more where a step has several microbatches; the config's own way first."""
+    own = {key: value_of(config, key) for key in (RESHARD, DEFER)}
+    yield own
+    if engine == "fsdp2" and several:
+        ways = [(reshard, defer) for defer in (False, True) for reshard in (own[RESHARD], "never")]
+        yield from ({RESHARD: r, DEFER: d} for r, d in ways if (r, d) != (own[RESHARD], own[DEFER]))
 
 
 def _even(config: Config, degrees: Degrees) -> bool:
@@ -221,15 +235,21 @@ def least_state(config: Config, degrees: Degrees, model: Model) -> float:
     # Of experts the ranks that share one are at least the others divided by ep.
     spread = model.parameters / (degrees.world / degrees.dp_replicate)
     if parallel.data_parallel == "fsdp2":
-        return spread * (2 * storage + state)
+        gathered = held * DTYPES[config.precision.reduce].itemsize if _holds_gradients(config, degrees) else 0
+        return spread * (2 * storage + state) + gathered
     if parallel.data_parallel == "ddp":
         return held * (compute + 4 + state)
     whole = compute + (4 if parallel.data_parallel == "zero1" else 4 / shards)
     return held * whole + spread * state
 
 
+def _holds_gradients(config: Config, degrees: Degrees) -> bool:
+    """Whether FSDP2 holds gradients of the model's full size between microbatches."""
+    return config.parallel.defer_gradient_reduction and degrees.pp == 1 and degrees.accumulation > 1
+
+
 def rough_activations(config: Config, degrees: Degrees, model: Model) -> float:
-    """Return about how many bytes a rank keeps for backward, with the parameters that it gathers."""
+    """Return about how many bytes a rank keeps for backward, without gathered parameters."""
     train, mode = config.train, config.activation_checkpoint.mode
     n_layers = config.model.n_layers
     numbers = train.micro_batch_size * train.seq_len / (degrees.cp * degrees.tp) * config.model.dim
@@ -237,12 +257,17 @@ def rough_activations(config: Config, degrees: Degrees, model: Model) -> float:
     if degrees.pp > 1 and config.pipeline.schedule != "1F1B":
         in_flight *= 1.5
     layer = numbers * KEPT["none"] * (degrees.tp if mode == "full" else 1)  # one that is recomputed
-    gathered = 0.0
-    if config.parallel.data_parallel == "fsdp2":
-        # Two layers, or in a pipeline all of a stage.
-        share = 1.0 if degrees.pp > 1 else min(2.0, n_layers) / n_layers
-        gathered = share * held_parameters(degrees, model) * DTYPES[config.precision.compute].itemsize
-    return KEPT.get(mode, KEPT["none"]) * numbers * n_layers * in_flight + layer + gathered
+    return KEPT.get(mode, KEPT["none"]) * numbers * n_layers * in_flight + layer
+
+
+def gathered_bytes(config: Config, degrees: Degrees, model: Model) -> float:
+    """Return how many bytes of gathered parameters FSDP2 holds at once: two layers, or all that it does not free."""
+    parallel = config.parallel
+    if parallel.data_parallel != "fsdp2":
+        return 0.0
+    keeps = degrees.pp > 1 or parallel.reshard_after_forward == "never"
+    share = 1.0 if keeps else min(2.0, config.model.n_layers) / config.model.n_layers
+    return share * held_parameters(degrees, model) * DTYPES[config.precision.compute].itemsize
 
 
 def held_parameters(degrees: Degrees, model: Model) -> float:
@@ -284,7 +309,9 @@ def rough_seconds(config: Config, degrees: Degrees, hardware: Hardware, model: M
     copies = seconds("all_reduce", held / shards * reduce, d.tp * shards, d.dp_replicate)
     times = d.accumulation if d.pp == 1 else 1
     if config.parallel.data_parallel == "fsdp2":
-        data = times * (gather * (2 if d.pp == 1 else 1) + scatter) + copies
+        kept = d.pp > 1 or config.parallel.reshard_after_forward == "never"
+        reductions = 1 if config.parallel.defer_gradient_reduction else times
+        data = gather * (1 if kept else 2 * times) + scatter * reductions + copies
     else:
         data = gather + copies + scatter * (times if config.parallel.data_parallel == "zero2" else 1)
     stages = 1 if config.pipeline.schedule == "1F1B" else 2

@@ -114,6 +114,13 @@ def test_deferred_reduction_reduces_once_per_step() -> None:
     }
 
 
+@pytest.mark.parametrize("deferred", [False, True])
+def test_parameters_that_are_never_freed_are_gathered_once_per_step(deferred: bool) -> None:
+    parallel = f'reshard_after_forward = "never"\ndefer_gradient_reduction = {str(deferred).lower()}'
+    reductions = UNITS if deferred else 4 * UNITS
+    assert collectives(2, parallel, micro=1) == {"all_gather": UNITS, "reduce_scatter": reductions}
+
+
 HSDP = "dp_replicate = 2\ndp_shard = 2"
 
 
