@@ -70,6 +70,9 @@ class Parallel(Section):
     """Pipeline parallelism: ranks that the layers are split over."""
     ep: Annotated[Positive, NO_EXPERTS] = 1
     """Expert parallelism: ranks that the experts of a layer are split over. Must divide dp_shard * cp * tp."""
+    ep_node_size: Annotated[Literal["auto"] | Positive, unused_if("parallel.ep", 1)] = "auto"
+    """With ep: ranks of the ep axis on one node, a divisor of ep. If ep is larger, a token is sent to each node once, however
+    many of its experts are there. auto: the processes that the launcher starts per node, if they divide ep."""
     sequence_parallel: Annotated[bool, WITH_TP] = True
     """With tp: shard norms and residual stream along the sequence."""
     loss_parallel: Annotated[bool, WITH_TP] = True
@@ -87,8 +90,8 @@ class Parallel(Section):
     reshard_after_forward: Annotated[
         Literal["auto", "always", "never"] | Positive, used_if("parallel.data_parallel", "fsdp2")
     ] = "auto"
-    """Free gathered parameters after forward. auto: yes, except in a pipeline. never: keep them until the step ends. A number:
-    keep them sharded over that many ranks; experts are freed."""
+    """Free gathered parameters after forward. auto: yes, except in a pipeline. never: keep them until the step ends. A
+    number: keep them sharded over that many ranks; experts are freed."""
     shard_optimizer_over: Literal["dp_shard", "dp"] = "dp_shard"
     """zero1, zero2: shard the optimizer state over the ranks of one copy (dp_shard) or of all copies (dp)."""
     prefetch: Count = 1

@@ -20,7 +20,8 @@ class Degrees:
     """The layout of a run: world = pp * dp_replicate * dp_shard * cp * tp, all resolved.
 
     `accumulation` is the number of microbatches per data-parallel rank and optimizer step:
-    global_batch_size = accumulation * micro_batch_size * dp.
+    global_batch_size = accumulation * micro_batch_size * dp. `ep_nodes` is the number of nodes of an ep group; 1 where
+    dispatch takes no notice of nodes.
     """
 
     world: int
@@ -31,6 +32,7 @@ class Degrees:
     tp: int
     ep: int
     accumulation: int
+    ep_nodes: int = 1
 
     @property
     def dp(self) -> int:
@@ -41,6 +43,12 @@ class Degrees:
     def ep_shard(self) -> int:
         """Ranks that share one expert's parameters: ep_shard * ep = dp_shard * cp * tp."""
         return self.dp_shard * self.cp * self.tp // self.ep
+
+    def on_nodes(self, config: Config, size: int) -> Degrees:
+        """Resolve `parallel.ep_node_size` = auto for nodes with `size` ranks each; 0: unknown, or of different sizes."""
+        if config.parallel.ep_node_size != "auto" or size < 1 or self.ep % size or self.world % size:
+            return self
+        return replace(self, ep_nodes=self.ep // size)
 
 
 def check_world(config: Config, world_size: int) -> Degrees:
@@ -59,7 +67,11 @@ def check_world(config: Config, world_size: int) -> Degrees:
         problems = [*_check_degrees(variant, dp_shard), *_check_batch(variant, dp)]
         raise_all(with_values(problems, variant, number))
     accumulation = train.global_batch_size // (train.micro_batch_size * dp)
-    return Degrees(world_size, dp_shard=dp_shard, ep=parallel.ep, accumulation=accumulation, **others)
+    size = parallel.ep_node_size
+    ep_nodes = 1 if size == "auto" else parallel.ep // size
+    return Degrees(
+        world_size, dp_shard=dp_shard, ep=parallel.ep, accumulation=accumulation, ep_nodes=ep_nodes, **others
+    )
 
 
 def _check_dp_shard(config: Config, world: int, others: dict[str, int]) -> Iterator[Problem]:
@@ -87,6 +99,9 @@ def _check_degrees(config: Config, dp_shard: int) -> Iterator[Problem]:
     if model.moe is not None and model.moe.n_experts % ep:
         remedy = f"use one of {divisors(model.moe.n_experts)}"
         yield problem("parallel.ep", f"must divide {model.moe.n_experts = }", remedy)
+    if parallel.ep_node_size != "auto" and ep % parallel.ep_node_size:
+        remedy = f"use one of {divisors(ep)}, or auto"
+        yield problem("parallel.ep_node_size", f"must divide parallel.ep = {ep}", remedy)
     ways = parallel.reshard_after_forward if parallel.data_parallel == "fsdp2" else "auto"
     if isinstance(ways, int) and dp_shard * cp % ways:
         remedy = f"use one of {divisors(dp_shard * cp)}, or auto, always, never"

@@ -88,10 +88,14 @@ def count_by_expert(experts: Tensor, n_experts: int) -> Plan:
     return Plan(_inverse(stacked.flatten()), stacked, counts[:-1])
 
 
+def plan_rows(experts: Tensor, n_experts: int) -> Plan:
+    """Return the plan for experts int64 `[tokens, top_k]`, in the way that is faster: by counting if compiled."""
+    return (count_by_expert if torch.compiler.is_compiling() else sort_by_expert)(experts, n_experts)
+
+
 def spread_rows(x: Tensor, experts: Tensor, n_experts: int) -> tuple[Tensor, Plan]:
     """x `[tokens, dim]`, experts int64 `[tokens, top_k]` -> rows `[tokens * top_k, dim]` sorted by expert, and the plan."""
-    compiling = torch.compiler.is_compiling()
-    plan = (count_by_expert if compiling else sort_by_expert)(experts, n_experts)
+    plan = plan_rows(experts, n_experts)
     return x.index_select(0, plan.order // experts.shape[1]), plan
 
 
@@ -118,19 +122,34 @@ def _inverse(permutation: Tensor) -> Tensor:
     return inverse
 
 
+def _at(rows: Tensor, column: Tensor, missing: bool) -> Tensor:
+    """Return `rows[column]`. missing: some places are past the last row; there it is 0."""
+    if not missing:
+        return rows.index_select(0, column)
+    if rows.shape[0] == 0:
+        return rows.new_zeros(column.shape[0], rows.shape[1])
+    found = rows.index_select(0, column.clamp(max=rows.shape[0] - 1))
+    return found.masked_fill((column >= rows.shape[0]).unsqueeze(-1), 0.0)
+
+
 def add_choices(rows: Tensor, places: Tensor) -> Tensor:
-    """rows `[tokens * top_k, dim]` -> the sum of each token's, `[tokens, dim]`; summed in promote(float32, rows)."""
-    total = rows.index_select(0, places[:, 0]).to(promoted(rows.dtype))
+    """rows `[n, dim]` -> the sum of each token's, `[tokens, dim]`; summed in promote(float32, rows).
+
+    places int64 `[tokens, top_k]`; those from n on have no row and add nothing.
+    """
+    missing = rows.shape[0] < places.numel()
+    total = _at(rows, places[:, 0], missing).to(promoted(rows.dtype))
     for column in places.unbind(1)[1:]:
-        total += rows.index_select(0, column)
+        total += _at(rows, column, missing)
     return total.to(rows.dtype)
 
 
 def weigh_choices(rows: Tensor, weights: Tensor, places: Tensor) -> Tensor:
     """The same with weights `[tokens, top_k]`."""
+    missing = rows.shape[0] < places.numel()
     total = torch.zeros(places.shape[0], rows.shape[1], dtype=promoted(rows.dtype), device=rows.device)
     for column, weight in zip(places.unbind(1), weights.unbind(1), strict=True):
-        total.addcmul_(rows.index_select(0, column), weight.unsqueeze(-1).to(total.dtype))
+        total.addcmul_(_at(rows, column, missing), weight.unsqueeze(-1).to(total.dtype))
     return total.to(rows.dtype)
 
 
@@ -139,11 +158,14 @@ def weigh_backward(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of `weigh_choices` with respect to rows and weights, for that of its result, `[tokens, dim]`."""
     grad = grad.to(promoted(rows.dtype))
-    if torch.compiler.is_compiling():
-        # Row by row, in one pass over the rows; without a compiler that would make `[tokens * top_k, dim]` in this dtype.
+    missing = rows.shape[0] < places.numel()
+    if missing or torch.compiler.is_compiling():
+        # Row by row, in one pass over the rows; without a compiler that makes `[n, dim]` in this dtype.
+        order = order[: rows.shape[0]]
         of_rows = grad.index_select(0, order // places.shape[1])
         own = weights.flatten().index_select(0, order).unsqueeze(-1)
-        return (of_rows * own).to(rows.dtype), (of_rows * rows).sum(-1)[places].to(weights.dtype)
+        of_choices = _at((of_rows * rows).sum(-1, keepdim=True), places.flatten(), missing)
+        return (of_rows * own).to(rows.dtype), of_choices.view_as(places).to(weights.dtype)
     grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
     for j, (column, weight) in enumerate(zip(places.unbind(1), weights.unbind(1), strict=True)):
         grad_rows.index_copy_(0, column, (grad * weight.unsqueeze(-1)).to(rows.dtype))
@@ -154,6 +176,7 @@ def weigh_backward(
 class Kernels(NamedTuple):
     """Functions that move and add rows. An extension point of dispatchers: replaced by the compiled functions."""
 
+    plan: Callable[..., Plan] = plan_rows
     spread: Callable[..., tuple[Tensor, Plan]] = spread_rows
     group: Callable[..., tuple[Tensor, Tensor, Tensor]] = group_by_expert
     add: Callable[..., Tensor] = add_choices
@@ -170,9 +193,20 @@ def spread(x: Tensor, experts: Tensor, n_experts: int, kernels: Kernels = EAGER)
     return rows, Plan(*plan)
 
 
-def combine(rows: Tensor, weights: Tensor, plan: Plan, kernels: Kernels = EAGER) -> Tensor:
-    """rows `[tokens * top_k, dim]` sorted by expert, weights `[tokens, top_k]` -> weighted sums `[tokens, dim]`.
+def take(x: Tensor, plan: Plan, n: int, kernels: Kernels = EAGER) -> Tensor:
+    """x `[tokens, dim]` -> the first `n` rows of the plan, `[n, dim]`, each a copy of its token."""
+    return _Take.apply(x, plan.order, plan.places, n, kernels)
 
+
+def add_up(rows: Tensor, plan: Plan, kernels: Kernels = EAGER) -> Tensor:
+    """rows `[n, dim]`, the first of the plan -> the sum of each token's, `[tokens, dim]`."""
+    return _AddUp.apply(rows, plan.order, plan.places, kernels)
+
+
+def combine(rows: Tensor, weights: Tensor, plan: Plan, kernels: Kernels = EAGER) -> Tensor:
+    """rows `[n, dim]` sorted by expert, weights `[tokens, top_k]` -> weighted sums `[tokens, dim]`.
+
+    n is tokens * top_k, or less: choices whose rows come later in the plan add nothing.
     The result has rows' dtype. Sums are in promote(float32, rows), one choice at a time, so that no
     `[tokens, top_k, dim]` exists in that dtype.
     """
@@ -199,6 +233,31 @@ class _Spread(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, *_plan: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         # index_select's own backward adds atomically, and in the compute dtype.
         return None if grad is None else ctx.kernels.add(grad, *ctx.saved_tensors), None, None, None
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, places: Tensor, n: int, kernels: Kernels) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.kernels = kernels
+        return x.index_select(0, order[:n] // places.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return ctx.kernels.add(grad, *ctx.saved_tensors), None, None, None, None
+
+
+class _AddUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, places: Tensor, kernels: Kernels) -> Tensor:
+        ctx.save_for_backward(order[: rows.shape[0]] // places.shape[1])
+        return kernels.add(rows, places)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return grad.index_select(0, *ctx.saved_tensors), None, None, None
 
 
 class _Combine(torch.autograd.Function):

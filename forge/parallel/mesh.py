@@ -1,7 +1,7 @@
 """The one owner of meshes: which ranks share parameters, a sequence, a matrix product, the loss.
 
     parameters   (pp, dp_replicate, dp_shard x cp, tp)      what dense DTensors live on
-    experts      (pp, dp_replicate, ep_shard, ep)           what DTensors of experts live on
+    experts      (pp, dp_replicate, ep_shard, ep)           what DTensors of experts live on; ep = ep_node x ep_local
     data         (pp, dp_replicate, dp_shard, cp, tp)       who reads which samples and which part of them
 
 All are views of the same ranks in the same order; tp is the fastest axis, so that its ranks are neighbours on one node,
@@ -23,7 +23,7 @@ from forge.config import Degrees
 from forge.runtime import compat
 
 # Along these axes a layer's computation waits for other ranks.
-_IN_LAYERS = frozenset(("tp", "ep", "cp"))
+_IN_LAYERS = frozenset(("tp", "ep", "ep_node", "ep_local", "cp"))
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,12 @@ class Meshes:
 
     fsdp: the mesh that fully_shard takes, (dp_shard x cp), with dp_replicate in front of it where there are replicas.
     fsdp_experts: the same for experts, (ep_shard) or (dp_replicate, ep_shard). tp, ep: the 1-D meshes of tensor and
-    expert parallelism. cp: the ranks that share a sequence; sequence: those and the ranks that tensor parallelism adds
-    (cp x tp). loss: the ranks whose losses and token counts add up to those of the global batch (dp x cp). stage: all
-    ranks that hold parts of the same layers (dp x cp x tp). pp: the ranks of one pipeline, which a microbatch passes.
-    pipeline: those and the ranks whose losses add up (pp x dp x cp). copies: for the mesh axes over which a parameter is
-    replicated, the ranks that hold the same elements.
+    expert parallelism. ep_local: the ranks of ep in this rank's node; ep_node: those with its place in each node. cp: the
+    ranks that share a sequence; sequence: those and the ranks that tensor parallelism adds (cp x tp). loss: the ranks whose
+    losses and token counts add up to those of the global batch (dp x cp). stage: all ranks that hold parts of the same
+    layers (dp x cp x tp). pp: the ranks of one pipeline, which a microbatch passes. pipeline: those and the ranks whose
+    losses add up (pp x dp x cp). copies: for the mesh axes over which a parameter is replicated, the ranks that hold the
+    same elements.
     """
 
     degrees: Degrees
@@ -44,6 +45,8 @@ class Meshes:
     fsdp_experts: DeviceMesh
     tp: DeviceMesh
     ep: DeviceMesh
+    ep_node: dist.ProcessGroup
+    ep_local: dist.ProcessGroup
     cp: dist.ProcessGroup
     sequence: dist.ProcessGroup
     loss: dist.ProcessGroup
@@ -68,6 +71,14 @@ def make_meshes(degrees: Degrees, device_type: str, *, offloaded: bool = False) 
     # Optimizers exchange objects over it. First, because other names may get the same group later.
     stage = parameters.group("dp_replicate", "dp_shard_cp", "tp", on_cpu=True)
     experts = _View(groups, pp=d.pp, dp_replicate=d.dp_replicate, ep_shard=d.ep_shard, ep=d.ep)
+    within = _View(
+        groups,
+        pp=d.pp,
+        dp_replicate=d.dp_replicate,
+        ep_shard=d.ep_shard,
+        ep_node=d.ep_nodes,
+        ep_local=d.ep // d.ep_nodes,
+    )
     data = _View(groups, pp=d.pp, dp_replicate=d.dp_replicate, dp_shard=d.dp_shard, cp=d.cp, tp=d.tp)
     dense_mesh, expert_mesh = parameters.mesh(device_type), experts.mesh(device_type)
     replicated = d.dp_replicate > 1
@@ -78,6 +89,8 @@ def make_meshes(degrees: Degrees, device_type: str, *, offloaded: bool = False) 
         fsdp_experts=expert_mesh["dp_replicate", "ep_shard"] if replicated else expert_mesh["ep_shard"],
         tp=dense_mesh["tp"],
         ep=expert_mesh["ep"],
+        ep_node=within.group("ep_node"),
+        ep_local=within.group("ep_local"),
         cp=data.group("cp"),
         sequence=data.group("cp", "tp"),
         loss=loss,

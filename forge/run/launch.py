@@ -34,7 +34,7 @@ from forge.run.changes import check_data
 from forge.run.crash import CrashReporter
 from forge.run.history import History
 from forge.run.hooks import load_hooks, make_hooks
-from forge.run.nodes import report_nodes
+from forge.run.nodes import ranks_per_node, report_nodes
 from forge.run.origin import Earlier, read_earlier, refuse_moved_run
 from forge.run.out_of_memory import explaining_exhaustion
 from forge.run.tiers import Tiers, restore_lost
@@ -79,6 +79,7 @@ def _main(argv: list[str], signals: StopSignals) -> int:
         refuse_moved_run(command, config)
         config, degrees, fallback = choose_layout(command, config, world.size)
         join(world)
+        degrees = degrees.on_nodes(config, ranks_per_node(world) if degrees.ep > 1 else 0)
         code = run(config, degrees, world, signals, fallback)
         dist.destroy_process_group()
         return code

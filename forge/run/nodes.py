@@ -1,4 +1,4 @@
-"""What an elastic run reports of its nodes: which it has lost and gained since the start before, and what that cost."""
+"""The nodes of a run: how many ranks each has, which an elastic run has lost and gained, and what that cost."""
 
 from __future__ import annotations
 
@@ -13,6 +13,13 @@ from forge.observe.report import Reporter
 from forge.resilience.elastic import is_elastic
 from forge.runtime.causes import Cause
 from forge.runtime.distributed import gather_from_ranks
+from forge.runtime.world import World
+
+
+def ranks_per_node(world: World) -> int:
+    """Return the number of ranks on each node; 0 if nodes differ or it is unknown. Collective."""
+    sizes = set(gather_from_ranks("counting the ranks of each node", lambda: world.local_size))
+    return sizes.pop() if len(sizes) == 1 else 0
 
 
 def report_nodes(reporter: Reporter) -> None:

@@ -65,6 +65,20 @@ def test_resharding_must_divide_the_sharding_degree() -> None:
     assert "must divide dp_shard * cp = 8 * 1 = 8" in refusal(8, parallel={"reshard_after_forward": 3})
 
 
+def test_nodes_of_an_expert_group_are_given_or_come_from_the_launcher() -> None:
+    moe = {"n_experts": 8, "top_k": 2, "expert_dim": 32}
+    given = with_keys(parallel={"ep": 8, "ep_node_size": 2}, model={"moe": moe})
+    degrees = check_world(given, 8)
+    assert degrees.ep_nodes == degrees.on_nodes(given, 8).ep_nodes == 4
+    auto = with_keys(parallel={"ep": 8, "tp": 2}, model={"moe": moe})
+    degrees = check_world(auto, 16)
+    # 0: unknown. A node with more ranks than a group, or a group that ends inside of a node, is one node.
+    nodes = {size: degrees.on_nodes(auto, size).ep_nodes for size in (0, 1, 2, 3, 4, 8, 16)}
+    assert nodes == {0: 1, 1: 8, 2: 4, 3: 1, 4: 2, 8: 1, 16: 1}
+    text = refusal(8, parallel={"ep": 8, "ep_node_size": 3}, model={"moe": moe})
+    assert "parallel.ep_node_size = 3" in text and "must divide parallel.ep = 8" in text
+
+
 @pytest.mark.parametrize("engine", ["zero1", "zero2", "ddp"])
 def test_engines_that_gather_nothing_in_forward_ignore_resharding(engine: str) -> None:
     for rest in ({}, {"tp": 2}, {"pp": 2}):

@@ -78,6 +78,9 @@ LAYOUTS = {
     "cp 2, ep 4": (4, 'cp = 2\nep = 4\ncontext = "ring"', ""),
     "cp 2, tp 2, ep 2": (4, "cp = 2\ntp = 2\nep = 2", ""),
     "cp 2, tp 2, ep 4, whole stream": (4, "cp = 2\ntp = 2\nep = 4\nsequence_parallel = false", ""),
+    "ep 4, nodes of 2": (4, "ep = 4\nep_node_size = 2", "groups"),
+    "tp 2, ep 4, nodes of 1": (4, "tp = 2\nep = 4\nep_node_size = 1", "bias"),
+    "cp 2, tp 2, ep 8, nodes of 4": (8, "cp = 2\ntp = 2\nep = 8\nep_node_size = 4", ""),
     "ep 8": (8, "ep = 8", ""),
     "ep 2, fsdp 4": (8, "ep = 2", ""),
     "ep 4, tp 2, hsdp": (8, "ep = 4\ntp = 2\ndp_replicate = 2\ndp_shard = 2", ""),
@@ -92,7 +95,7 @@ def _layouts() -> list:
         name, variant = case
         world, parallel, _ = LAYOUTS[name]
         keys = dict(line.split(" = ") for line in parallel.split("\n") if line)
-        axes = ("ep", "tp", "cp", "dp_replicate", "sequence_parallel")
+        axes = ("ep", "ep_node_size", "tp", "cp", "dp_replicate", "sequence_parallel")
         return {name, (variant, world)} | {(variant, axis, keys.get(axis)) for axis in axes}
 
     grid = list(itertools.product(LAYOUTS, BALANCE))

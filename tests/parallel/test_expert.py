@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from benchmarks.collectives import collectives_of
 from forge.model import Router
 from forge.model.dispatch import LocalDispatcher
-from forge.parallel.expert import AllToAllDispatcher
+from forge.parallel.dispatch import AllToAllDispatcher, NodeDispatcher
 from forge.parallel.step.model import SequentialModel
 from tests.support.building import built
 from tests.support.equivalence import tiny_config
@@ -44,11 +44,21 @@ def build(text: str, world: int) -> tuple[Any, Any]:
 # The dispatcher alone.
 
 
-def _dispatch(rank: int, world: int, chosen: str, drop: bool) -> None:
+def _dispatcher(world: int, nodes: int) -> AllToAllDispatcher | NodeDispatcher:
+    """Of experts over all ranks, which lie on so many nodes."""
+    if nodes == 1:
+        return AllToAllDispatcher(dist.group.WORLD, N_EXPERTS)
+    ranks = torch.arange(world).view(nodes, -1)
+    across, within = (dist.new_subgroups_by_enumeration(sets.tolist())[0] for sets in (ranks.T, ranks))
+    return NodeDispatcher(across, within, N_EXPERTS)
+
+
+def _dispatch(rank: int, world: int, chosen: str, drop: bool, nodes: int) -> None:
     generator = torch.Generator().manual_seed(rank)
     tokens = 5 + 3 * rank
     experts = {
         "any": torch.rand(tokens, N_EXPERTS, generator=generator).argsort(-1)[:, :TOP_K],
+        "none": torch.full((tokens, TOP_K), N_EXPERTS),
         "one": torch.full((tokens, TOP_K), 2),
         "last rank": torch.full((tokens, TOP_K), N_EXPERTS - 1),
     }[chosen]
@@ -65,9 +75,9 @@ def _dispatch(rank: int, world: int, chosen: str, drop: bool) -> None:
         return (padded.unsqueeze(-1) * rows) ** 2
 
     share = N_EXPERTS // world
-    remote = AllToAllDispatcher(dist.group.WORLD, N_EXPERTS), functools.partial(compute, begin=rank * share)
+    remote = _dispatcher(world, nodes), functools.partial(compute, begin=rank * share)
     results = []
-    for dispatch, work in ((LocalDispatcher(N_EXPERTS, drops=drop), compute), remote):
+    for dispatch, work in ((LocalDispatcher(N_EXPERTS, drops=drop or chosen == "none"), compute), remote):
         inputs = x.clone().requires_grad_(), weights.clone().requires_grad_()
         out = dispatch(inputs[0], experts, inputs[1], work)
         out.square().sum().backward()
@@ -77,10 +87,10 @@ def _dispatch(rank: int, world: int, chosen: str, drop: bool) -> None:
 
 
 @pytest.mark.parametrize("drop", [False, True])
-@pytest.mark.parametrize("chosen", ["any", "one", "last rank"])
-@pytest.mark.parametrize("world", [2, 4])
-def test_rows_go_to_their_experts_and_back(world: int, chosen: str, drop: bool) -> None:
-    run_ranks(_dispatch, world, chosen, drop)
+@pytest.mark.parametrize("chosen", ["any", "one", "last rank", "none"])
+@pytest.mark.parametrize(("world", "nodes"), [(2, 1), (4, 1), (4, 2), (4, 4)])
+def test_rows_go_to_their_experts_and_back(world: int, nodes: int, chosen: str, drop: bool) -> None:
+    run_ranks(_dispatch, world, chosen, drop, nodes)
 
 
 # What each rank holds.

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from forge.config import check_world, load_config, parse_toml_text, to_toml
 from forge.optim import build_optimizer
 from forge.parallel.build import build_parallel_model
-from forge.parallel.expert import AllToAllDispatcher
+from forge.parallel.dispatch import AllToAllDispatcher, NodeDispatcher
 from forge.parallel.mesh import make_meshes
 from forge.tools.verify.shrink import changed, for_layout, shrink
 from forge.train.step import optimizer_step
@@ -43,7 +43,13 @@ CASES = {
         {"optimizer.name": "muon", "optimizer.muon.qk_clip": 1.0},
         {"activation_checkpoint.mode": "full"},
     ],
-    "moe_debug": [*ENGINES, *AXES, {"parallel.ep": 2}, {"parallel.ep": 2, "parallel.data_parallel": "zero2"}],
+    "moe_debug": [
+        *ENGINES,
+        *AXES,
+        {"parallel.ep": 2},
+        {"parallel.ep": 2, "parallel.data_parallel": "zero2"},
+        {"parallel.ep": 2, "parallel.ep_node_size": 1},
+    ],
     "mla_debug": [*ENGINES[:2], *AXES],
     "hybrid_debug": [*ENGINES[:2], *AXES],
 }
@@ -94,7 +100,7 @@ def _make_steps(rank: int, world: int, texts: list[str]) -> None:
         optimizer = build_optimizer(model.shards, config.optimizer, meshes.stage)
         for module in (module for part in model.parts for module in part.modules()):
             dispatch = getattr(module, "dispatch", None)
-            if isinstance(dispatch, AllToAllDispatcher):
+            if isinstance(dispatch, AllToAllDispatcher | NodeDispatcher):
                 # How many rows go to which rank depends on the tokens, and the host must know it.
                 dispatch.sizes = _may_read(dispatch.sizes, methods)
         batch = next(config_batches(config, meshes.data_rank, meshes.data_ranks))

@@ -69,6 +69,8 @@ def axes_of(meshes: Meshes) -> dict[str, str]:
     named: list[tuple[str, Any]] = [
         ("tp", meshes.tp.get_group()),
         ("ep", meshes.ep.get_group()),
+        ("ep over nodes", meshes.ep_node),
+        ("ep in a node", meshes.ep_local),
         ("cp", meshes.cp),
         ("pp", meshes.pp),
         (fsdp, meshes.fsdp.get_group(meshes.fsdp.ndim - 1)),

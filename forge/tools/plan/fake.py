@@ -11,6 +11,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import comb
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,10 +29,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from forge.batch import Batch
 from forge.checkpoint.tensors import writes
 from forge.config import Config, Degrees
+from forge.config.model import MoEConfig
 from forge.observe.memory_report import MemoryReport
 from forge.optim import build_optimizer
 from forge.parallel.build import build_parallel_model
-from forge.parallel.expert import AllToAllDispatcher
+from forge.parallel.dispatch import AllToAllDispatcher, NodeDispatcher
 from forge.parallel.mesh import make_meshes
 from forge.parallel.pipeline import PipelinedModel
 from forge.parallel.step.gradients import report_gradients
@@ -97,6 +99,10 @@ class FakeRank:
                 dispatch = getattr(module, "dispatch", None)
                 if isinstance(dispatch, AllToAllDispatcher):
                     dispatch.sizes = functools.partial(_loads, self._rows(), load)
+                elif isinstance(dispatch, NodeDispatcher):
+                    dispatch.sizes = functools.partial(
+                        _node_loads, self._rows(), self._share_of_nodes(), load
+                    )
 
     def state_bytes(self) -> dict[str, int]:
         """Return what a run's memory report says of this rank, without activations."""
@@ -176,6 +182,11 @@ class FakeRank:
         tokens = train.micro_batch_size * train.seq_len // (self.degrees.cp * self.degrees.tp)
         return tokens * moe.top_k
 
+    def _share_of_nodes(self) -> float:
+        """Rows that go to nodes, for each row of an expert: see `visited_nodes`."""
+        moe = self.config.model.moe
+        return 1.0 if moe is None else visited_nodes(moe, self.degrees.ep_nodes) / moe.top_k
+
 
 def _leave(*_: Any) -> None:
     """Fake parameters have no values."""
@@ -184,8 +195,34 @@ def _leave(*_: Any) -> None:
 def _loads(rows: int, load: float, leaving: Tensor, _arriving: Tensor) -> tuple[list[int], list[int]]:
     """Return how many rows go to each rank, equally, and how many come from it."""
     ranks = leaving.shape[0]
-    sends = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
+    sends = _divided(rows, ranks)
     return sends, [round(load * sends[0])] * ranks
+
+
+def _node_loads(
+    rows: int, share: float, load: float, to_nodes: Tensor, _from: Tensor, leaving: Tensor, _arriving: Tensor
+) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Return how many rows go to each node and come from it, then to and from each rank of a node."""
+    nodes, ranks = to_nodes.shape[0], leaving.shape[0]
+    sends, here = _divided(round(share * rows), nodes), _divided(rows, ranks)
+    return sends, [sends[0]] * nodes, here, [round(load * here[0])] * ranks
+
+
+def _divided(rows: int, ranks: int) -> list[int]:
+    return [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
+
+
+def visited_nodes(moe: MoEConfig, nodes: int) -> float:
+    """Return how many of `nodes` have experts of one token, in the mean over all choices.
+
+    A token that chooses groups of experts first chooses experts of each: groups are chosen for their best experts.
+    """
+    groups, limited = moe.n_expert_groups, moe.n_limited_groups or moe.n_expert_groups
+    of_node = groups // nodes  # groups on a node
+    if limited < groups and of_node:
+        return nodes * (1 - comb(groups - of_node, limited) / comb(groups, limited))
+    experts, nodes = moe.n_experts * limited // groups, nodes * limited // groups
+    return nodes * (1 - comb(experts - experts // nodes, moe.top_k) / comb(experts, moe.top_k))
 
 
 @contextmanager

@@ -64,7 +64,11 @@ class Layout:
     def signature(self) -> tuple[Any, ...]:
         d, config = self.degrees, self.config
         pipeline = config.pipeline.schedule if d.pp > 1 else ""
-        engine = (self.engine, config.parallel.reshard_after_forward, config.parallel.defer_gradient_reduction)
+        engine = (
+            self.engine,
+            config.parallel.reshard_after_forward,
+            config.parallel.defer_gradient_reduction,
+        )
         return (d.tp, d.cp, d.ep, d.pp, config.train.micro_batch_size, self.mode, pipeline, *engine)
 
     @property
@@ -235,17 +239,11 @@ def least_state(config: Config, degrees: Degrees, model: Model) -> float:
     # Of experts the ranks that share one are at least the others divided by ep.
     spread = model.parameters / (degrees.world / degrees.dp_replicate)
     if parallel.data_parallel == "fsdp2":
-        gathered = held * DTYPES[config.precision.reduce].itemsize if _holds_gradients(config, degrees) else 0
-        return spread * (2 * storage + state) + gathered
+        return spread * (2 * storage + state)
     if parallel.data_parallel == "ddp":
         return held * (compute + 4 + state)
     whole = compute + (4 if parallel.data_parallel == "zero1" else 4 / shards)
     return held * whole + spread * state
-
-
-def _holds_gradients(config: Config, degrees: Degrees) -> bool:
-    """Whether FSDP2 holds gradients of the model's full size between microbatches."""
-    return config.parallel.defer_gradient_reduction and degrees.pp == 1 and degrees.accumulation > 1
 
 
 def rough_activations(config: Config, degrees: Degrees, model: Model) -> float:
@@ -261,13 +259,19 @@ def rough_activations(config: Config, degrees: Degrees, model: Model) -> float:
 
 
 def gathered_bytes(config: Config, degrees: Degrees, model: Model) -> float:
-    """Return how many bytes of gathered parameters FSDP2 holds at once: two layers, or all that it does not free."""
-    parallel = config.parallel
+    """Return how many bytes FSDP2 holds at once of gathered parameters, and of gradients that are not yet reduced.
+
+    Of two layers, or of all that it does not free.
+    """
+    parallel, pipelined = config.parallel, degrees.pp > 1
     if parallel.data_parallel != "fsdp2":
         return 0.0
-    keeps = degrees.pp > 1 or parallel.reshard_after_forward == "never"
-    share = 1.0 if keeps else min(2.0, config.model.n_layers) / config.model.n_layers
-    return share * held_parameters(degrees, model) * DTYPES[config.precision.compute].itemsize
+    two = min(2.0, config.model.n_layers) / config.model.n_layers
+    keeps = pipelined or parallel.reshard_after_forward == "never"
+    waits = degrees.accumulation > 1 and (pipelined or parallel.defer_gradient_reduction)
+    width = (1.0 if keeps else two) * DTYPES[config.precision.compute].itemsize
+    width += (1.0 if waits else two) * DTYPES[config.precision.reduce].itemsize
+    return width * held_parameters(degrees, model)
 
 
 def held_parameters(degrees: Degrees, model: Model) -> float:

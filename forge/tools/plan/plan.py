@@ -72,6 +72,8 @@ def smallest_world(config: Config) -> Degrees:
 def make_plan(config: Config, degrees: Degrees, hardware: Hardware | None = None) -> Plan:
     """Trace one rank of each rank of the pp axis. Raises UserError for what cannot be planned."""
     _, warnings = plannable(config)
+    if hardware is not None:
+        degrees = degrees.on_nodes(config, hardware.cards_per_node)
     stages = plan_stages(config, degrees, hardware)
     speed = None
     if hardware is not None:
@@ -85,5 +87,7 @@ def crowded_bytes(config: Config, degrees: Degrees, hardware: Hardware | None = 
     """Return what the worst rank needs if its experts get CROWDED times their share of tokens; None: no rank has more."""
     if degrees.ep == 1:
         return None
+    if hardware is not None:
+        degrees = degrees.on_nodes(config, hardware.cards_per_node)
     stages = plan_stages(config, degrees, hardware, load=CROWDED)
     return max(stage.needed for stage in stages)

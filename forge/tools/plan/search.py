@@ -29,7 +29,8 @@ from forge.tools.plan.speed import Speed
 
 BEST = 10
 TRIES = 24
-# Layouts that are planned before the next ones are chosen; a constant, so that more processes find the same.
+# Layouts that are planned before the next ones are chosen; a constant, so that more processes find the same. Before the first
+# ROUND come cheap plans, whose corrections keep layouts out that cannot fit.
 ROUND = 8
 # Memory that a layout leaves free: three GiB, of a small GPU a twentieth.
 SPARE, SMALL_SPARE = 3 * GIB, 0.05
@@ -88,7 +89,7 @@ def search(
             fitting = sorted(found.speed.step_s for _, found in tried if has_room(found, hardware))
             if len(fitting) >= BEST and corrected.seconds(left[0]) > fitting[BEST - 1]:
                 break
-            chosen = _choose(left, min(ROUND, tries - asked), corrected, first=not asked)
+            chosen = _next(left, min(ROUND, tries - asked)) if asked else _first(left)[:tries]
             left = [layout for layout in left if layout not in chosen]
             asked += len(chosen)
             answers = pool(chosen, hardware)
@@ -166,22 +167,24 @@ def _promising(left: list[Layout], corrected: Corrections, hardware: Hardware) -
     return sorted(filter(may_fit, left), key=corrected.seconds)
 
 
-def _choose(left: list[Layout], number: int, corrected: Corrections, *, first: bool) -> list[Layout]:
-    """The first that are of different shapes; at first the config's own layout, and FSDP with each mode of recomputation."""
-    chosen: list[Layout] = []
-    if first:
-        chosen += [layout for layout in left if not layout.changes]
-        for mode in MODES:
-            plain = [
-                layout for layout in left if layout.is_plain and layout.mode == mode and layout not in chosen
-            ]
-            chosen += [min(plain, key=corrected.bytes)] if plain else []
-    seen: set[Any] = {layout.signature for layout in chosen}
+def _first(left: list[Layout]) -> list[Layout]:
+    """Return the config's own layout, and FSDP with each mode of recomputation; if none is legal, the first ROUND."""
+    chosen = [layout for layout in left if not layout.changes]
+    for mode in MODES:
+        plain = [
+            layout for layout in left if layout.is_plain and layout.mode == mode and layout not in chosen
+        ]
+        chosen += [min(plain, key=Corrections([]).bytes)] if plain else []
+    return chosen or _next(left, ROUND)
+
+
+def _next(left: list[Layout], number: int) -> list[Layout]:
+    """Return the first layouts that are of different shapes."""
+    chosen: dict[Any, Layout] = {}
     for layout in left:
-        if len(chosen) < number and layout.signature not in seen:
-            seen.add(layout.signature)
-            chosen.append(layout)
-    return chosen
+        if len(chosen) < number:
+            chosen.setdefault(layout.signature, layout)
+    return list(chosen.values())
 
 
 @contextmanager

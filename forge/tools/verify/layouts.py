@@ -28,6 +28,7 @@ OPTIONS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("activation_checkpoint.mode", "dp_shard", ("full", "selective", "none")),
     ("parallel.defer_gradient_reduction", "dp_shard", (True, False)),
     ("parallel.reshard_after_forward", "dp_shard", ("always", "never", "auto")),
+    ("parallel.ep_node_size", "ep", (1, 2)),
     (
         "pipeline.schedule",
         "pp",

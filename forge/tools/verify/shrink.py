@@ -41,6 +41,7 @@ REASONS = {
     "model.moe.capacity_factor": "which tokens it drops depends on the layout",
     "model.moe.router_noise": "its noise depends on the layout",
     "parallel.async_tp": "it needs CUDA",
+    "parallel.ep_node_size": "small worlds have no nodes; layouts set it",
     "parallel.reshard_after_forward": "small worlds do not have that many ranks",
     "parallel.symmetric_memory": "it needs CUDA",
     "pipeline.layers_per_stage": "the small model has other layers",
@@ -290,7 +291,7 @@ def _let_end(phases: list[dict[str, Any]], batch: int, seq_len: int) -> None:
 
 def _layout(config: Config) -> dict[str, Any]:
     keys: dict[str, Any] = {f"parallel.{axis}": 1 for axis in DEGREES}
-    keys |= {"parallel.async_tp": False, "parallel.symmetric_memory": False}
+    keys |= {"parallel.async_tp": False, "parallel.symmetric_memory": False, "parallel.ep_node_size": "auto"}
     if config.parallel.bucket_size == "auto":
         keys["parallel.bucket_size"] = 3000  # several buckets
     if isinstance(config.parallel.reshard_after_forward, int):

@@ -3,9 +3,15 @@
 from random import Random
 
 import pytest
+import torch
 
 from forge.config import check_world, parse_toml_text
+from forge.config.model import MoEConfig
+from forge.model.router import Router
+from forge.parallel.dispatch import first_visits
 from forge.runtime.errors import UserError
+from forge.tools.plan import fake
+from forge.tools.plan.fake import visited_nodes
 from tests.support.layouts import SCHEDULES
 from tests.support.planning import (
     FULL,
@@ -62,6 +68,31 @@ FAST = ("muon",)
 )
 def test_state_and_collectives_are_those_of_a_run(name: str) -> None:
     check(*CASES[name])
+
+
+@SLOW
+def test_rows_that_go_to_nodes_are_those_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Choices in turn, 0 and 1, then 2 and 3: a token's two experts are on one of the two nodes.
+    monkeypatch.setattr(fake, "visited_nodes", lambda moe, nodes: 1.0)
+    check(experts("ep = 4\nep_node_size = 2"), 4)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "groups", "limited"), [(2, 1, 1), (8, 1, 1), (8, 8, 4), (4, 8, 4), (16, 8, 4)]
+)
+def test_the_number_of_nodes_that_a_token_visits_is_that_of_random_choices(
+    nodes: int, groups: int, limited: int
+) -> None:
+    moe = MoEConfig(
+        n_experts=64, top_k=8, expert_dim=8, n_expert_groups=groups, n_limited_groups=limited, balance="bias"
+    )
+    router = Router(16, moe, 0)
+    router.bias.zero_()
+    chosen = router.choose(torch.rand(1, 4096, 64, generator=torch.Generator().manual_seed(0)))
+    visits = first_visits(chosen.flatten(0, 1) // (64 // nodes), nodes) < nodes
+    # Where a group lies on several nodes, the formula takes a group's choices for independent of how groups are chosen.
+    rel = 0.06 if nodes > groups > 1 else 0.01
+    assert visited_nodes(moe, nodes) == pytest.approx(visits.sum(1).float().mean().item(), rel=rel)
 
 
 ACTIVATIONS = {

@@ -12,7 +12,7 @@ from forge.tools.plan import command
 from forge.tools.plan.hardware import Hardware, find_hardware
 from forge.tools.plan.layers import kinds_of_layers
 from forge.tools.plan.layouts import MODES, Model, layouts, least_state
-from forge.tools.plan.search import Corrections, _choose, search, usable_bytes
+from forge.tools.plan.search import Corrections, _first, _next, search, usable_bytes
 from forge.tools.plan.stage import STATE, plan_stage
 from tests.support.planning import CPU, plan_text
 
@@ -49,12 +49,27 @@ def test_some_memory_stays_free() -> None:
 @pytest.mark.long
 def test_fsdp_with_each_mode_of_recomputation_is_planned_first() -> None:
     left = layouts(parse_toml_text(plan_text("tp = 2")), 4, BARE)
-    none = Corrections([])
-    chosen = _choose(left, 8, none, first=True)
-    assert chosen[0].changes == {} and len(chosen) == len({layout.signature for layout in chosen}) == 8
-    assert {layout.mode for layout in chosen if layout.is_plain} == set(MODES)
-    later = _choose(left, 4, none, first=False)
-    assert later[0] == left[0] and len(later) == 4
+    own, *plain = _first(left)
+    assert own.changes == {} and [layout.mode for layout in plain] == list(MODES)
+    assert all(layout.is_plain for layout in plain)
+    later = _next(left, 4)
+    assert later[0] == left[0] and len({layout.signature for layout in later}) == 4
+
+
+@pytest.mark.long
+def test_layouts_that_gather_once_per_step_are_tried_where_a_step_has_several_microbatches() -> None:
+    config = parse_toml_text(plan_text())
+    ways = {
+        (layout.config.parallel.reshard_after_forward, layout.config.parallel.defer_gradient_reduction)
+        for layout in layouts(config, 2, BARE)
+        if layout.engine == "fsdp2" and layout.degrees.pp == 1 and layout.degrees.accumulation > 1
+    }
+    assert ways == {("auto", False), ("auto", True), ("never", False), ("never", True)}
+    assert all(
+        not layout.config.parallel.defer_gradient_reduction
+        for layout in layouts(config, 2, BARE)
+        if layout.degrees.accumulation == 1
+    )
 
 
 @pytest.mark.long

@@ -1,0 +1,161 @@
+"""Dispatchers for experts that are spread over ranks (`Dispatcher` in forge/model/dispatch.py).
+
+`AllToAllDispatcher` sends one row for each expert that each token chose, without padding (Lepikhin et al. 2020, "GShard";
+dropless as in Gale et al. 2022, "MegaBlocks"):
+
+    sort by expert | counts to their ranks | rows to their experts | compute | rows back | weigh and add up
+
+`NodeDispatcher` sends a token once to each node that has experts for it, because the network between nodes is slower than
+inside a node (DeepSeek-AI 2024, "DeepSeek-V3", section 3.2.2). The rank there with the sender's place in its node sends
+rows on to their experts, weighs what comes back, and returns one row per token. Sums over a node are rounded to the dtype
+of rows.
+
+In both the host waits for the device once per layer and microbatch, for the numbers of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+
+from forge.model import host
+from forge.model.dispatch import EAGER, Kernels, add_up, combine, permute, spread, take
+from forge.runtime import compat
+
+
+class AllToAllDispatcher:
+    """A Dispatcher (forge/model/dispatch.py) for experts spread over `group`: equally many on each rank, in order."""
+
+    def __init__(self, group: dist.ProcessGroup, n_experts: int):
+        self.group, self.n_experts = group, n_experts
+        # An attribute, because the planner, which has no data, knows no counts.
+        self.sizes = sizes_from_counts
+        self.kernels = EAGER
+
+    def __call__(
+        self, x: Tensor, experts: Tensor, weights: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """x `[tokens, dim]`, experts int64 and weights `[tokens, top_k]` -> `[tokens, dim]`."""
+        # Sorted by expert, so by rank. The device does it while the host waits for the counts.
+        rows, plan = spread(x, experts, self.n_experts, self.kernels)
+        # How many rows go to each expert of each rank, and how many come from each rank for the experts here.
+        leaving = plan.counts.view(self.group.size(), -1)  # [ranks, experts of each]
+        arriving = exchange(leaving, self.group)
+        sends, receives = self.sizes(leaving, arriving)
+        # Dropped choices come last; they stay here and add nothing.
+        rows = rows[: sum(sends)] if sum(sends) < rows.shape[0] else rows
+        rows = through_experts(rows, arriving, sends, receives, self.group, compute, self.kernels)
+        return combine(rows, weights, plan, self.kernels)
+
+
+def through_experts(
+    rows: Tensor,
+    arriving: Tensor,
+    sends: list[int],
+    receives: list[int],
+    group: dist.ProcessGroup,
+    compute: Callable[[Tensor, Tensor], Tensor],
+    kernels: Kernels,
+) -> Tensor:
+    """Send rows `[n, dim]`, sorted by expert, to the ranks of `group`, compute there, and bring `[n, dim]` back.
+
+    sends: rows for each rank. receives: rows from each; by expert they are `arriving`, int64 `[ranks, local experts]`.
+    """
+    rows = compat.all_to_all(rows, group, receives, sends)
+    # Rows came sorted by rank; the experts take them sorted by expert.
+    order, places, counts = kernels.group(arriving, sum(receives))
+    rows = permute(compute(permute(rows, order, places), counts), places, order)
+    return compat.all_to_all(rows, group, sends, receives)
+
+
+def exchange(numbers: Tensor, group: dist.ProcessGroup, *sizes: list[int]) -> Tensor:
+    """Send `numbers`, which have no gradient, as `compat.all_to_all` does; sizes: receives and sends, or none."""
+    receives, sends = sizes or (None, None)
+    return functional.wait_tensor(functional.all_to_all_single(numbers.contiguous(), receives, sends, group))
+
+
+def sizes_from_counts(leaving: Tensor, arriving: Tensor) -> tuple[list[int], list[int]]:
+    """Return how many rows go to each rank and come from it; both int64 `[ranks, local experts]`.
+
+    Waits for the device, except in recomputation.
+    """
+    sends, receives = ([sum(rank) for rank in ranks] for ranks in host.read(torch.stack([leaving, arriving])))
+    return sends, receives
+
+
+class NodeDispatcher:
+    """A Dispatcher for experts spread over nodes. across: the ranks with this rank's place in each node; within: this node's.
+
+    Experts are in the order of nodes, then of ranks: equally many on each.
+    """
+
+    def __init__(self, across: dist.ProcessGroup, within: dist.ProcessGroup, n_experts: int):
+        self.across, self.within = across, within
+        self.experts_of_node = n_experts // across.size()
+        self.sizes = node_sizes_from_counts
+        self.kernels = EAGER
+
+    def __call__(
+        self, x: Tensor, experts: Tensor, weights: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """x `[tokens, dim]`, experts int64 and weights `[tokens, top_k]` -> `[tokens, dim]`."""
+        nodes, kernels = self.across.size(), self.kernels
+        visits = kernels.plan(first_visits(experts // self.experts_of_node, nodes), nodes)
+        # To each node: how many rows it gets from here, and how many of their choices each of its experts gets.
+        wanted = _counts(experts, nodes * self.experts_of_node).view(nodes, -1)
+        leaving = torch.cat([visits.counts.unsqueeze(1), wanted], 1)  # [nodes, 1 + experts of a node]
+        arriving = exchange(leaving, self.across)
+        # From here to the ranks of this node, and from them.
+        leaving_here = arriving[:, 1:].sum(0).view(self.within.size(), -1)  # [ranks, experts of each]
+        arriving_here = exchange(leaving_here, self.within)
+        to_nodes, from_nodes, to_ranks, from_ranks = self.sizes(
+            leaving[:, 0], arriving[:, 0], leaving_here, arriving_here
+        )
+        across = self.across, from_nodes, to_nodes
+
+        def sent(values: Tensor) -> Tensor:
+            return compat.all_to_all(take(values, visits, sum(to_nodes), kernels), *across)
+
+        rows, row_weights = sent(x), sent(weights)
+        chosen = exchange(experts[visits.order[: sum(to_nodes)] // experts.shape[1]], *across)
+        # On the way: choices of this node's experts; the others, which come last, are for other nodes.
+        chosen = chosen - self.across.rank() * self.experts_of_node
+        elsewhere = (chosen < 0) | (chosen >= self.experts_of_node)
+        plan = kernels.plan(chosen.masked_fill(elsewhere, self.experts_of_node), self.experts_of_node)
+        rows = take(rows, plan, sum(to_ranks), kernels)
+        rows = through_experts(rows, arriving_here, to_ranks, from_ranks, self.within, compute, kernels)
+        rows = combine(rows, row_weights, plan, kernels)
+        return add_up(compat.all_to_all(rows, self.across, to_nodes, from_nodes), visits, kernels)
+
+
+def _counts(experts: Tensor, n_experts: int) -> Tensor:
+    """Return how many of experts int64 are 0, 1, ... n_experts - 1. Unlike bincount it does not wait for the device."""
+    flat = experts.flatten()
+    return flat.new_zeros(n_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))[:-1]
+
+
+def first_visits(nodes: Tensor, n_nodes: int) -> Tensor:
+    """nodes int64 `[tokens, top_k]` of each choice -> the same; n_nodes where an earlier choice has the same node."""
+    columns = nodes.unbind(1)
+    kept = [columns[0]]
+    for j, column in enumerate(columns[1:], start=1):
+        again = torch.stack([column == earlier for earlier in columns[:j]]).any(0)
+        kept.append(column.masked_fill(again, n_nodes))
+    return torch.stack(kept, 1)
+
+
+def node_sizes_from_counts(
+    to_nodes: Tensor, from_nodes: Tensor, leaving: Tensor, arriving: Tensor
+) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Return the rows to and from each node, int64 `[nodes]`, then each rank of this node; `[ranks, local experts]`.
+
+    Waits for the device, except in recomputation.
+    """
+    numbers = [to_nodes, from_nodes, leaving.sum(1), arriving.sum(1)]
+    read = iter(host.read(torch.cat(numbers)))
+    first, second, third, fourth = ([next(read) for _ in range(len(one))] for one in numbers)
+    return first, second, third, fourth
