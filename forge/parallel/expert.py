@@ -46,7 +46,9 @@ def apply_expert(model: Transformer, layout: Layout) -> None:
             replace_module(model, name, PieceRoutedMoE(layer, layout))
     if meshes.ep_node.size() > 1:
         nodes, ranks = meshes.ep_node.size(), meshes.ep_local.size()
-        log.info("experts are on %d nodes with %d ranks each: a token is sent to each node once", nodes, ranks)
+        log.info(
+            "experts are on %d nodes with %d ranks each: a token is sent to each node once", nodes, ranks
+        )
     outside = [key for key in ("capacity_factor", "router_noise") if getattr(moe, key)]
     if outside and dist.get_world_size() > 1:
         keys = " and ".join(f"model.moe.{key}" for key in outside)

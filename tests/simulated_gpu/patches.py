@@ -6,8 +6,9 @@ import ctypes
 import functools
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from forge.hook import Hook
-from forge.parallel import expert
+from forge.parallel.dispatch import AllToAllDispatcher, NodeDispatcher
 from forge.train.trainer import Trainer
 
 # Methods of a process group that wait for its other ranks.
@@ -48,24 +49,60 @@ def _logged(name: str, method: Any, device: ctypes.CDLL) -> Any:
     return call
 
 
-def log_order_of_uneven_experts() -> None:
-    """The same, and let the ranks send each other rows, which they would not: the counts that the device gives are zeros."""
+def log_order_of_even_experts() -> None:
+    """The same, and let each rank of an expert group send the others equally many rows.
+
+    By themselves they would send none: the counts that the device gives are zeros.
+    """
     log_order()
-    sizes_from_counts = expert.sizes_from_counts
-
-    def uneven(leaving: Tensor, arriving: Tensor) -> tuple[list[int], list[int]]:
-        sizes_from_counts(leaving, arriving)
-        rank, ranks = dist.get_rank(), leaving.shape[0]
-        first = rank // ranks * ranks  # ep is the fastest axis
-        sends = [rows(rank, first + other) for other in range(ranks)]
-        return sends, [rows(first + other, rank) for other in range(ranks)]
-
-    expert.sizes_from_counts = uneven
+    even: Rows = lambda choices, _source, _target, ranks: choices // ranks  # noqa: E731
+    _send(even, even)
 
 
-def rows(source: int, target: int) -> int:
-    """Return how many rows one rank sends to another. Rank 1 sends none and rank 3 gets none."""
-    return 0 if source == 1 or target == 3 else 9 * (1 + (source + target) % 3)
+def log_order_of_uneven_experts() -> None:
+    """The same, but they send different numbers of rows. Rank 1 sends none and rank 3 gets none."""
+    log_order()
+
+    def uneven(_choices: int, source: int, target: int, _ranks: int) -> int:
+        return 0 if source == 1 or target == 3 else 9 * (1 + (source + target) % 3)
+
+    def within(choices: int, source: int, target: int, ranks: int) -> int:
+        # Rank 3 got no rows from nodes, so it has none to send on.
+        return 0 if source == 3 else uneven(choices, source, target, ranks)
+
+    _send(uneven, within)
+
+
+Rows: TypeAlias = Callable[[int, int, int, int], int]
+"""(choices of a rank's tokens, source, target, ranks of the group) -> rows that go from source to target."""
+
+
+def _send(rows: Rows, within: Rows) -> None:
+    """Let dispatchers send so many `rows` from one rank to another; `within`: inside of a node, after those over nodes."""
+
+    def sizes(rows: Rows, group: dist.ProcessGroup, choices: int) -> tuple[list[int], list[int]]:
+        rank, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
+        sends = [rows(choices, rank, other, len(ranks)) for other in ranks]
+        return sends, [rows(choices, other, rank, len(ranks)) for other in ranks]
+
+    def known(dispatcher: type, sizes_of: Callable[..., tuple[list[int], ...]]) -> None:
+        call: Any = dispatcher.__call__
+
+        def patched(self: Any, x: Tensor, experts: Tensor, *rest: Any) -> Tensor:
+            read = self.sizes
+            self.sizes = lambda *counts: (read(*counts), sizes_of(self, experts.numel()))[1]
+            try:
+                return call(self, x, experts, *rest)
+            finally:
+                self.sizes = read
+
+        dispatcher.__call__ = patched
+
+    def over_nodes(self: NodeDispatcher, choices: int) -> tuple[list[int], ...]:
+        return *sizes(rows, self.across, choices), *sizes(within, self.within, choices)
+
+    known(AllToAllDispatcher, lambda self, choices: sizes(rows, self.group, choices))
+    known(NodeDispatcher, over_nodes)
 
 
 class Crossing(Hook):

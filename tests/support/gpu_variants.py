@@ -121,6 +121,18 @@ FOUR: dict[str, list[str]] = {
         "--compile.enabled=true",
         "--activation_checkpoint.mode=selective",
     ],
+    "ep over nodes": [*MOE, "--parallel.ep=4", "--parallel.ep_node_size=2"],
+    "ep over nodes, compiled and recomputed": [
+        *MOE,
+        "--parallel.ep=4",
+        "--parallel.ep_node_size=2",
+        "--compile.enabled=true",
+        "--activation_checkpoint.mode=selective",
+    ],
+    "never freed, reduced once": [
+        "--parallel.reshard_after_forward=never",
+        "--parallel.defer_gradient_reduction=true",
+    ],
     "pp 1F1B": ["--parallel.pp=2", "--pipeline.schedule=1F1B"],
     "pp interleaved": ["--parallel.pp=2", "--pipeline.schedule=Interleaved1F1B", "--model.n_layers=4"],
     "pp zero bubble": ["--parallel.pp=2", "--pipeline.schedule=ZBVZeroBubble", "--model.n_layers=4"],
