@@ -11,7 +11,6 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from math import comb
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +28,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from forge.batch import Batch
 from forge.checkpoint.tensors import writes
 from forge.config import Config, Degrees
-from forge.config.model import MoEConfig
 from forge.observe.memory_report import MemoryReport
 from forge.optim import build_optimizer
 from forge.parallel.build import build_parallel_model
@@ -41,6 +39,7 @@ from forge.runtime import compat
 from forge.runtime.errors import UserError
 from forge.shard import local
 from forge.tools.plan.attention import on_card
+from forge.tools.plan.links import visited_nodes
 from forge.tools.plan.norm import use_fused_norms
 from forge.tools.plan.places import known_everywhere
 from forge.tools.plan.trace import Moment, Trace
@@ -210,19 +209,6 @@ def _node_loads(
 
 def _divided(rows: int, ranks: int) -> list[int]:
     return [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
-
-
-def visited_nodes(moe: MoEConfig, nodes: int) -> float:
-    """Return how many of `nodes` have experts of one token, in the mean over all choices.
-
-    A token that chooses groups of experts first chooses experts of each: groups are chosen for their best experts.
-    """
-    groups, limited = moe.n_expert_groups, moe.n_limited_groups or moe.n_expert_groups
-    of_node = groups // nodes  # groups on a node
-    if limited < groups and of_node:
-        return nodes * (1 - comb(groups - of_node, limited) / comb(groups, limited))
-    experts, nodes = moe.n_experts * limited // groups, nodes * limited // groups
-    return nodes * (1 - comb(experts - experts // nodes, moe.top_k) / comb(experts, moe.top_k))
 
 
 @contextmanager

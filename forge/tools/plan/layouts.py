@@ -22,7 +22,7 @@ from forge.tools.plan.collectives import Collective
 from forge.tools.plan.estimate import FUSED
 from forge.tools.plan.hardware import Hardware
 from forge.tools.plan.layers import few_layers, with_experts_first
-from forge.tools.plan.links import cost_of
+from forge.tools.plan.links import cost_of, visited_nodes
 
 Changes: TypeAlias = dict[str, Any]
 """Values by key. Keys that do not differ from the config's are left out."""
@@ -306,7 +306,13 @@ def rough_seconds(config: Config, degrees: Degrees, hardware: Hardware, model: M
     experts = 0.0
     if config.model.moe is not None:
         sent = microbatch * config.model.moe.top_k / d.tp
-        experts = layers * EXPERT_CALLS.get(mode, 4) * seconds("all_to_all", sent, 1, d.ep)
+        near, nodes = d.ep, d.on_nodes(config, hardware.cards_per_node).ep_nodes
+        calls = layers * EXPERT_CALLS.get(mode, 4)
+        if nodes > 1:
+            near = d.ep // nodes
+            to_nodes = microbatch * visited_nodes(config.model.moe, nodes) / d.tp
+            experts += calls * seconds("all_to_all", to_nodes, near, nodes)
+        experts += calls * seconds("all_to_all", sent, 1, near)
     held, shards = held_parameters(d, model), d.dp_shard * d.cp
     gather = seconds("all_gather", held * width, d.tp, shards)
     scatter = seconds("reduce_scatter", held * reduce, d.tp, shards)

@@ -11,7 +11,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
+from math import comb
 
+from forge.config.model import MoEConfig
 from forge.tools.plan.collectives import Collective
 from forge.tools.plan.hardware import Hardware
 
@@ -97,3 +99,16 @@ def message_seconds(size: int, apart: int, hardware: Hardware) -> float:
     inside = apart < hardware.cards_per_node
     link = hardware.node if inside else hardware.cluster
     return link.latency_us * 1e-6 + size / bandwidth(hardware)[0 if inside else 1]
+
+
+def visited_nodes(moe: MoEConfig, nodes: int) -> float:
+    """Return how many of `nodes` have experts of one token, in the mean over all choices.
+
+    A token that chooses groups of experts first chooses experts of each: groups are chosen for their best experts.
+    """
+    groups, limited = moe.n_expert_groups, moe.n_limited_groups or moe.n_expert_groups
+    of_node = groups // nodes  # groups on a node
+    if limited < groups and of_node:
+        return nodes * (1 - comb(groups - of_node, limited) / comb(groups, limited))
+    experts, nodes = moe.n_experts * limited // groups, nodes * limited // groups
+    return nodes * (1 - comb(experts - experts // nodes, moe.top_k) / comb(experts, moe.top_k))

@@ -11,7 +11,7 @@ from forge.model.router import Router
 from forge.parallel.dispatch import first_visits
 from forge.runtime.errors import UserError
 from forge.tools.plan import fake
-from forge.tools.plan.fake import visited_nodes
+from forge.tools.plan.links import visited_nodes
 from tests.support.layouts import SCHEDULES
 from tests.support.planning import (
     FULL,
