@@ -95,6 +95,9 @@ class MoEConfig(Section):
     """Multiply the output of the shared experts by the sigmoid of a projection of their input to one number (Qwen)."""
     expert_dim: Count = 0
     """Hidden size of an expert. 0: model.ffn_dim."""
+    latent_dim: Count = 0
+    """Width that routed experts read and write, and that dispatch moves: a projection and a norm are on each token's way to
+    and from it. 0: model.dim, without projections."""
     score_function: Literal["softmax", "sigmoid"] = "softmax"
     """Function that turns router logits into scores."""
     normalize_top_k: bool = True

@@ -42,7 +42,9 @@ from forge.shard import Kind, Rates, Shard
 
 # What a branch multiplies with last before it is added to the stream, by model.norm_position.
 BRANCH_ENDS = {
-    "pre": re.compile(r"layers\.\d+\.(attention\.wo|feed_forward\.(shared\.|experts\.)?w2)(\.|_|$)"),
+    "pre": re.compile(
+        r"layers\.\d+\.(attention\.wo|feed_forward\.((shared\.|experts\.)?w2|from_latent))(\.|_|$)"
+    ),
     "post": re.compile(r"layers\.\d+\.(attention|ffn)_norm\."),
     "sandwich": re.compile(r"layers\.\d+\.(attention|ffn)_post_norm\."),
 }

@@ -90,6 +90,8 @@ def test_loss_and_every_gradient_equal_the_plain_form(
         {"expert_dim": 7},
         {"n_dense_layers": 0, "every": 2},
         {"expert_bias": True, "router_bias": True},
+        {"latent_dim": 5, "n_shared_experts": 1},
+        {"latent_dim": 5, "expert_bias": True, "every": 2, "n_dense_layers": 0},
     ],
     ids=str,
 )

@@ -21,6 +21,7 @@ PARTS: dict[str, tuple[str, str]] = {
     "ahead": ("mtp = { depth = 2, loss_coef = 0.5 }", ""),
     "expert biases": ("", "expert_bias = true\nrouter_bias = true\nn_shared_experts = 1"),
     "gated shared expert": ("", "n_shared_experts = 2\nshared_expert_gate = true"),
+    "latent experts": ("", "latent_dim = 20\nn_shared_experts = 2"),
     "some layers": ("", "every = 2\nbalance = 'aux_loss'\naux_loss_coef = 0.3"),
 }
 MIXTURE = "[model.moe]\nn_experts = 8\ntop_k = 2\nexpert_dim = 24\nbias_update_rate = 0.05\n"

@@ -74,6 +74,7 @@ def draw_model(generator: random.Random) -> dict[str, Any]:
             "n_experts": 8,
             "top_k": choose([1, 2, 3]),
             "expert_dim": 24,
+            "latent_dim": choose([0, 0, 20]),
             "n_shared_experts": choose([0, 1, 2]),
             "shared_expert_gate": some(),
             "n_expert_groups": groups,

@@ -42,10 +42,17 @@ class Mixture:
                 scores = 1 / (1 + (-logits).exp())
             chosen = choose(config, scores.tolist(), self.bias[layer])
             total = sum(scores[e] for e in chosen) if config.normalize_top_k and config.top_k > 1 else 1.0
-            row = torch.zeros_like(token)
+            given = token
+            if config.latent_dim:
+                given = own["feed_forward.to_latent.weight"] @ token
+            row = torch.zeros_like(given)
             for e in chosen:
-                output = _expert(own, e, token, model)
+                output = _expert(own, e, given, model)
                 row = row + config.route_scale * scores[e] / total * output
+            if config.latent_dim:
+                factor = own["feed_forward.latent_norm.weight"] + (1 if model.zero_centered_norms else 0)
+                length = torch.sqrt(sum(number**2 for number in row) / len(row) + model.norm_eps)
+                row = own["feed_forward.from_latent.weight"] @ (row / length * factor)
             if config.n_shared_experts:
                 row = row + feed_forward(own, "feed_forward.shared", token, model)
             rows.append(row)

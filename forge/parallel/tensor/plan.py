@@ -57,6 +57,7 @@ from forge.model import (
 )
 from forge.model.linear_attention import Narrow
 from forge.model.mla import Down, Latents, Up
+from forge.model.moe import Piecewise
 from forge.model.mtp import Join
 from forge.model.norm import ProjectionNorm
 from forge.parallel.layout import Layout
@@ -264,6 +265,8 @@ STYLES: dict[type[nn.Module], dict[str | None, Apply]] = {
         None: partial(LocalLinear, split=False, partial=False),
     },
     Narrow: {None: LocalNarrow},
+    # Every rank routes its own piece of the sequence, also where the stream is whole on every rank.
+    Piecewise: {None: partial(LocalLinear, split=False, partial=True)},
     Latents: {None: SharedLatents},
     HeadIndices: {"colwise": split_indices},
     Sinks: {"colwise": partial(LocalSinks, split=True), None: partial(LocalSinks, split=False)},

@@ -276,7 +276,8 @@ def rough_seconds(config: Config, degrees: Degrees, hardware: Hardware, model: M
     context = layers * 3 * seconds("all_gather", microbatch * d.cp * keys / d.tp, d.tp, d.cp)
     experts = 0.0
     if config.model.moe is not None:
-        sent = microbatch * config.model.moe.top_k / d.tp
+        moe = config.model.moe
+        sent = microbatch * moe.top_k / d.tp * (moe.latent_dim or dim) / dim
         experts = layers * EXPERT_CALLS.get(mode, 4) * seconds("all_to_all", sent, 1, d.ep)
     held, shards = held_parameters(d, model), d.dp_shard * d.cp
     gather = seconds("all_gather", held * width, d.tp, shards)
