@@ -179,6 +179,11 @@ class ModelConfig(Section):
     norm_position: Literal["pre", "post", "sandwich"] = "pre"
     """RMSNorm on the input of attention and feed-forward (pre), on their output before it is added to the stream (post, as
     OLMo 2), or on both (sandwich, as Gemma 2)."""
+    residual: Literal["add", "attention"] = "add"
+    """add: each half of a block adds to the stream and reads it. attention: it reads a mix over depth, by softmax, of the
+    stream and its values at the beginnings of residual blocks, with a learned query (attention residuals, Kimi K3)."""
+    residual_block_size: Annotated[Positive, used_if("model.residual", "attention")] = 12
+    """attention residuals: layers in a block, within which they add to the stream."""
     norm_eps: PositiveNumber = 1e-5
     """Added to the mean square in RMSNorm."""
     zero_centered_norms: bool = False
@@ -269,6 +274,11 @@ class ModelConfig(Section):
     def mtp_depth(self) -> int:
         """Return the number of multi-token prediction modules."""
         return 0 if self.mtp is None else self.mtp.depth
+
+    def streams_into(self, layer: int) -> int:
+        """Return how many tensors enter the layer with this global index: the stream, and those saved before it."""
+        saved = -(-layer // self.residual_block_size) if self.residual == "attention" else 0
+        return 1 + saved
 
     def has_experts(self, layer: int) -> bool:
         """Return whether the layer with this global index has a mixture of experts."""

@@ -48,6 +48,8 @@ MODELS = {
     "experts": EXPERTS
     + "n_shared_experts = 1\nbalance = 'sequence_aux_loss'\naux_loss_coef = 0.1\nz_loss_coef = 0.01\n",
     "tied experts": "tie_embeddings = true\n" + EXPERTS + "balance = 'aux_loss'\naux_loss_coef = 0.1\n",
+    "residuals": "residual = 'attention'\nresidual_block_size = 2\n",
+    "residuals, experts": "residual = 'attention'\nresidual_block_size = 3\n" + EXPERTS + "latent_dim = 20\n",
     "biased experts": EXPERTS + "balance = 'bias'\nscore_function = 'sigmoid'\n",
 }
 

@@ -8,6 +8,7 @@ from tests.support.equivalence import tiny_config
 
 # name -> (keys of [model], keys of [model.moe]; a part with the latter makes the model a mixture).
 PARTS: dict[str, tuple[str, str]] = {
+    "residuals": ('residual = "attention"\nresidual_block_size = 2', ""),
     "post": ('norm_position = "post"', ""),
     "sandwich": ('norm_position = "sandwich"', ""),
     "zero-centered": ("zero_centered_norms = true", ""),

@@ -38,6 +38,8 @@ def draw_model(generator: random.Random) -> dict[str, Any]:
     kinds = ["full", "sliding", "nope", "linear"]
     model: dict[str, Any] = {
         "norm_position": choose(["pre", "pre", "post", "sandwich"]),
+        "residual": choose(["add", "add", "attention"]),
+        "residual_block_size": choose([1, 2, 3]),
         "zero_centered_norms": some(0.3),
         "activation": choose(["silu", "silu", "gelu_tanh", "relu2", "clamped_swiglu"]),
         "activation_limit": 0.5,

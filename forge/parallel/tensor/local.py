@@ -15,6 +15,7 @@ from forge.model import Decay, Embedding, HeadIndices, RMSNorm, Router, SharedGa
 from forge.model.mla import Latents
 from forge.model.mtp import Join
 from forge.model.norm import ProjectionNorm, promoted
+from forge.model.residual import DepthMix
 from forge.parallel.step.collectives import (
     gather_for_all,
     gather_for_parts,
@@ -105,6 +106,19 @@ class LocalRouter(Router):
         """x `[batch, seq / tp, dim]` -> `[batch, seq / tp, n_experts]` in the weight's dtype."""
         bias = None if self.logit_bias is None else local_tensor(self.logit_bias)
         return F.linear(x.to(self.weight.dtype), local_tensor(self.weight), bias)
+
+
+class LocalMix(DepthMix):
+    """A mix over depth of this rank's part of the tokens; its query is whole on every rank."""
+
+    def __init__(self, plain: DepthMix, place: Place):
+        with torch.device("meta"):
+            super().__init__(plain.query.numel(), plain.eps)
+        self.query = distributed(plain.query, place.mesh, Replicate())
+        self.partial_gradients = place.partial
+
+    def weight(self) -> Tensor:
+        return local_tensor(self.query)
 
 
 class LocalJoin(Join):
