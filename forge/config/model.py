@@ -32,7 +32,9 @@ HEAD_DIM = Unused(
 NO_PATTERN = Unused("model.layer_pattern is set", lambda c: bool(c.model.layer_pattern))
 WITH_WINDOW = unused_if("model.sliding_window", 0)
 SLIDING = Unused("model.layer_pattern has no sliding layer", lambda c: "sliding" not in c.model.pattern)
-BALANCING_LOSS = Unused("model.moe.balance adds no loss", lambda c: c.model.moe.balance in ("bias", "none"))
+BALANCING_LOSS = Unused(
+    "model.moe.balance adds no loss", lambda c: c.model.moe.balance in ("bias", "quantile", "none")
+)
 
 
 class RopeScalingConfig(Section):
@@ -110,8 +112,9 @@ class MoEConfig(Section):
     """Limit on the tokens per expert in training, as a multiple of an equal share of a process's microbatch. Tokens with the
     smallest weights are dropped, so training depends on the microbatch and on how tp and cp divide it. Evaluation drops
     nothing. 0: no limit."""
-    balance: Literal["bias", "aux_loss", "sequence_aux_loss", "none"] = "bias"
-    """How load is balanced: by a bias on expert selection, by a loss over the global batch or over each sequence, or not."""
+    balance: Literal["bias", "quantile", "aux_loss", "sequence_aux_loss", "none"] = "bias"
+    """How load is balanced: by a bias on expert selection, which moves by a fixed step (bias) or is solved in each step for an
+    even load of its tokens (quantile, Kimi K3), by a loss over the global batch or over each sequence, or not."""
     aux_loss_coef: Annotated[NonNegativeNumber, BALANCING_LOSS] = 0.01
     """aux_loss, sequence_aux_loss: weight of the balancing loss."""
     z_loss_coef: NonNegativeNumber = 0.0
@@ -126,6 +129,11 @@ class MoEConfig(Section):
     """Add biases to both projections of routed experts."""
     router_bias: bool = False
     """Add a learned bias to the router's logits."""
+
+    @property
+    def biased(self) -> bool:
+        """Whether the choice of experts has a bias that balances it."""
+        return self.balance in ("bias", "quantile")
 
 
 class MTPConfig(Section):

@@ -26,7 +26,7 @@ class Shared:
     cos, sin: `[tables, seq, 1, head_dim / 2]` or `[tables, batch, seq, 1, head_dim / 2]`, promote(float32, compute).
     masks: window (0: none) -> AttentionMask.
     labels: int64 `[batch, seq]`; tokens labelled IGNORE do not count in load balancing; None: all count.
-    saved: the streams at the beginning of each residual block so far, each shaped like the block's input; attention residuals.
+    saved: with attention residuals the streams that entered residual blocks so far, each shaped like a block's input.
     Not a dataclass, so that FSDP does not cast the tables (see AttentionMask).
     """
 

@@ -16,6 +16,7 @@ BALANCE = {
     "groups": 'balance = "bias"\nscore_function = "sigmoid"\nz_loss_coef = 0.1\nn_expert_groups = 4\nn_limited_groups = 2\n'
     "bias_update_rate = 0.05\nroute_scale = 1.5",
     "none": 'balance = "none"\nnormalize_top_k = false',
+    "quantile": 'balance = "quantile"\nscore_function = "sigmoid"\ntop_k = 3\nlatent_dim = 20',
     "one each": "top_k = 1\nbias_update_rate = 0.05",
 }
 

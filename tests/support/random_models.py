@@ -84,7 +84,7 @@ def draw_model(generator: random.Random) -> dict[str, Any]:
             "score_function": choose(["softmax", "sigmoid"]),
             "normalize_top_k": some(),
             "route_scale": choose([1.0, 1.5]),
-            "balance": choose(["bias", "aux_loss", "sequence_aux_loss", "none"]),
+            "balance": choose(["bias", "quantile", "aux_loss", "sequence_aux_loss", "none"]),
             "aux_loss_coef": 0.3,
             "z_loss_coef": choose([0.0, 0.1]),
             "bias_update_rate": 0.05,

@@ -15,6 +15,7 @@ class Mixture:
 
     def __init__(self, config: MoEConfig, bias: dict[int, list[float]], previous: dict[int, list[int]]):
         self.config, self.bias, self.previous = config, bias, previous
+        self.required: dict[int, list[list[float]]] = {layer: [] for layer in bias}
         self.counts = {layer: [0] * config.n_experts for layer in bias}
         self.aux = {layer: torch.zeros((), dtype=torch.float64) for layer in bias}
         self.z_loss = {layer: torch.zeros((), dtype=torch.float64) for layer in bias}
@@ -57,6 +58,10 @@ class Mixture:
                 row = row + feed_forward(own, "feed_forward.shared", token, model)
             rows.append(row)
             if valid:
+                left = [e for e in range(config.n_experts) if e not in chosen]
+                if left:
+                    cutoff = max(scores[e].item() + self.bias[layer][e] for e in left)
+                    self.required[layer].append([cutoff - score.item() for score in scores])
                 for e in chosen:
                     here[e] += 1
                 shares = shares + scores / scores.sum()
@@ -73,7 +78,7 @@ class Mixture:
 
 def choose(config: MoEConfig, scores: list[float], bias: list[float]) -> list[int]:
     """The experts of one token, best first; of equal ones the lower index."""
-    biased = config.balance == "bias"
+    biased = config.balance in ("bias", "quantile")
     if biased:
         scores = [score + b for score, b in zip(scores, bias, strict=True)]
     size = config.n_experts // config.n_expert_groups
@@ -85,6 +90,22 @@ def choose(config: MoEConfig, scores: list[float], bias: list[float]) -> list[in
 
     groups = sorted(groups, key=lambda group: -worth(group))[: config.n_limited_groups]
     return sorted((e for group in groups for e in group), key=lambda e: (-scores[e], e))[: config.top_k]
+
+
+def solved(required: list[list[float]], bias: list[float], top_k: int, bins: int = 1000) -> list[float]:
+    """The biases that quantile balancing solves from each token's required ones: a histogram, read expert by expert."""
+    low, high = min(bias) - 1, max(bias) + 1
+    width, found = (high - low) / bins, []
+    for e in range(len(bias)):
+        counts = [0] * bins
+        for token in required:
+            counts[min(bins - 1, max(0, int((token[e] - low) // width)))] += 1
+        wanted, below, index = len(required) * top_k / len(bias), 0, 0
+        while below + counts[index] < wanted:
+            below += counts[index]
+            index += 1
+        found.append(low + width * (index + (wanted - below) / counts[index]))
+    return [value - sum(found) / len(found) for value in found]
 
 
 def _expert(own: Parameters, number: int, x: Tensor, config: ModelConfig) -> Tensor:

@@ -1,4 +1,4 @@
-"""Attention residuals a second time, token by token, from arXiv:2603.15031 (equations 8 to 10, block form). No code of forge."""
+"""Attention residuals a second time, token by token, from arXiv:2603.15031, in blocks. Shares no code with forge."""
 
 from __future__ import annotations
 
