@@ -30,6 +30,7 @@ HEAD_DIM = Unused(
     NOT_WITH_MLA.reason, lambda c: c.model.latent and c.model.head_dim * c.model.n_heads != c.model.dim
 )
 NO_PATTERN = Unused("model.layer_pattern is set", lambda c: bool(c.model.layer_pattern))
+KIMI_DELTA = used_if("model.linear_attention.kind", "kimi_delta")
 WITH_WINDOW = unused_if("model.sliding_window", 0)
 SLIDING = Unused("model.layer_pattern has no sliding layer", lambda c: "sliding" not in c.model.pattern)
 BALANCING_LOSS = Unused(
@@ -113,8 +114,8 @@ class MoEConfig(Section):
     smallest weights are dropped, so training depends on the microbatch and on how tp and cp divide it. Evaluation drops
     nothing. 0: no limit."""
     balance: Literal["bias", "quantile", "aux_loss", "sequence_aux_loss", "none"] = "bias"
-    """How load is balanced: by a bias on expert selection, which moves by a fixed step (bias) or is solved in each step for an
-    even load of its tokens (quantile, Kimi K3), by a loss over the global batch or over each sequence, or not."""
+    """How load is balanced: by a bias on expert selection, which moves by a fixed step (bias) or is solved once per step for
+    an even load of its tokens (quantile, Kimi K3), by a loss over the global batch or over each sequence, or not."""
     aux_loss_coef: Annotated[NonNegativeNumber, BALANCING_LOSS] = 0.01
     """aux_loss, sequence_aux_loss: weight of the balancing loss."""
     z_loss_coef: NonNegativeNumber = 0.0
@@ -159,6 +160,11 @@ class LinearAttentionConfig(Section):
     """Size of a query or key head."""
     value_head_dim: Count = 0
     """Size of a value head. 0: key_head_dim."""
+    full_rank_gate: Annotated[bool, KIMI_DELTA] = False
+    """kimi_delta: output gates from one projection (Kimi K3) instead of two through value_head_dim features."""
+    decay_bound: Annotated[NonNegativeNumber, KIMI_DELTA] = 0.0
+    """kimi_delta: each token decays a state by a factor of at least exp(-decay_bound), through a sigmoid; Kimi K3 has 5. 0: no
+    bound, through a softplus."""
     conv_size: Positive = 4
     """Tokens that the convolution of queries, keys and values spans, including the token itself."""
     chunk_size: Positive = 64
@@ -196,12 +202,14 @@ class ModelConfig(Section):
     """Added to the mean square in RMSNorm."""
     zero_centered_norms: bool = False
     """Norms multiply by 1 + weight, and their weights begin at 0 (Gemma)."""
-    activation: Literal["silu", "gelu_tanh", "relu2", "clamped_swiglu"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "relu2", "clamped_swiglu", "situ"] = "silu"
     """The feed-forward, dense and of experts. silu, gelu_tanh (GELU by its tanh formula): w2(f(w1 x) * w3 x); clamped_swiglu
-    (gpt-oss): the same with gate and up clamped, f(g) = g sigmoid(1.702 g), and 1 added to up; relu2: w2(relu(w1 x)^2),
-    without w3."""
-    activation_limit: Annotated[PositiveNumber, used_if("model.activation", "clamped_swiglu")] = 7.0
-    """clamped_swiglu: gate is at most this, and up within plus and minus this."""
+    (gpt-oss): the same with gate and up clamped, f(g) = g sigmoid(1.702 g), and 1 added to up; situ (Kimi K3): bounded
+    smoothly, f(g) = sigmoid(g) limit tanh(g / limit), and up_limit tanh(up / up_limit); relu2: w2(relu(w1 x)^2), without w3."""
+    activation_limit: Annotated[PositiveNumber, used_if("model.activation", "clamped_swiglu", "situ")] = 7.0
+    """clamped_swiglu: gate is at most this, and up within plus and minus this. situ: the bound of the gate; Kimi K3 has 4."""
+    activation_up_limit: Annotated[PositiveNumber, used_if("model.activation", "situ")] = 25.0
+    """situ: the bound of up."""
     ffn_bias: bool = False
     """Add biases to the projections of the dense feed-forward and of shared experts."""
     rope_theta: PositiveNumber = 500000.0

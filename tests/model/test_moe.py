@@ -99,7 +99,7 @@ def test_other_shapes_equal_the_plain_form(changes: dict[str, Any]) -> None:
     assert_equals_plain_form(moe_model(moe_config(balance="sequence_aux_loss", **changes)), *batch(seq=8))
 
 
-@pytest.mark.parametrize("activation", ["gelu_tanh", "relu2", "clamped_swiglu"])
+@pytest.mark.parametrize("activation", ["gelu_tanh", "relu2", "clamped_swiglu", "situ"])
 def test_other_activations_with_biases_equal_the_plain_form(activation: str) -> None:
     moe = moe_config(n_shared_experts=1, expert_bias=True).moe
     config = small_config(

@@ -14,6 +14,7 @@ PARTS: dict[str, tuple[str, str]] = {
     "zero-centered": ("zero_centered_norms = true", ""),
     "gelu": ('activation = "gelu_tanh"', ""),
     "relu2": ('activation = "relu2"', ""),
+    "situ": ('activation = "situ"\nactivation_limit = 0.5\nactivation_up_limit = 2.0', ""),
     "clamped": ('activation = "clamped_swiglu"\nactivation_limit = 0.5', ""),
     "biases": ("ffn_bias = true\nattention_bias = true\nattention_output_bias = true", ""),
     "scaled": ("scale_embeddings = true\ntie_embeddings = true", ""),

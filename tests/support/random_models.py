@@ -41,7 +41,7 @@ def draw_model(generator: random.Random) -> dict[str, Any]:
         "residual": choose(["add", "add", "attention"]),
         "residual_block_size": choose([1, 2, 3]),
         "zero_centered_norms": some(0.3),
-        "activation": choose(["silu", "silu", "gelu_tanh", "relu2", "clamped_swiglu"]),
+        "activation": choose(["silu", "silu", "gelu_tanh", "relu2", "clamped_swiglu", "situ"]),
         "activation_limit": 0.5,
         "ffn_bias": some(0.3),
         "attention_bias": some(0.3),
@@ -67,7 +67,11 @@ def draw_model(generator: random.Random) -> dict[str, Any]:
     if "sliding" in model["layer_pattern"]:
         model |= {"sliding_window": 24, "sliding_rope_theta": choose([0.0, 50.0])}
     if "linear" in model["layer_pattern"]:
-        model["linear_attention"] = LINEAR | {"kind": choose(["gated_delta", "kimi_delta"])}
+        model["linear_attention"] = LINEAR | {
+            "kind": choose(["gated_delta", "kimi_delta"]),
+            "full_rank_gate": some(),
+            "decay_bound": choose([0.0, 5.0]),
+        }
     if some(0.4):
         model["mtp"] = {"depth": choose([1, 2]), "loss_coef": 0.5}
     if some(0.6):

@@ -136,6 +136,10 @@ def activated(gate: Tensor, up: Tensor | None, config: ModelConfig) -> Tensor:
         return torch.where(gate > 0, gate * gate, 0.0)
     if config.activation == "gelu_tanh":
         return gate / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
+    if config.activation == "situ":
+        gate_limit, up_limit = config.activation_limit, config.activation_up_limit
+        bounded = gate_limit * torch.tanh(gate / gate_limit) / (1 + torch.exp(-gate))
+        return bounded * up_limit * torch.tanh(up / up_limit)
     if config.activation == "clamped_swiglu":
         limit = config.activation_limit
         gate = torch.where(gate > limit, limit, gate)

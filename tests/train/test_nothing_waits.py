@@ -46,6 +46,7 @@ CASES = {
     "moe_debug": [*ENGINES, *AXES, {"parallel.ep": 2}, {"parallel.ep": 2, "parallel.data_parallel": "zero2"}],
     "mla_debug": [*ENGINES[:2], *AXES],
     "hybrid_debug": [*ENGINES[:2], *AXES],
+    "k3_debug": [*ENGINES[:2], *AXES, {"parallel.ep": 2}],
 }
 
 
@@ -114,7 +115,7 @@ def _text(name: str, keys: dict[str, Any]) -> str:
     return to_toml(for_layout(config, replace(degrees, accumulation=1)))
 
 
-SLOW = ("debug", "mla_debug", "hybrid_debug")
+SLOW = ("debug", "mla_debug", "hybrid_debug", "k3_debug")
 
 
 @pytest.mark.parametrize(

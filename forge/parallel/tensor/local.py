@@ -167,7 +167,7 @@ class LocalDecay(Decay):
 
     def __init__(self, plain: Decay, place: Place, *, split: bool):
         with torch.device("meta"):
-            super().__init__(plain.a_log.numel(), plain.channels)
+            super().__init__(plain.a_log.numel(), plain.channels, plain.bound)
         _take_parameters(self, plain, place.mesh, Split(0) if split else Replicate())
 
     def weights(self) -> list[Tensor]:

@@ -186,8 +186,10 @@ def _effective(model: ModelConfig) -> dict[str, Any]:
         flat |= {"sliding_window": 0, "sliding_rope_theta": 0.0}
     if scaling is None and model.sliding_rope_theta == model.rope_theta:
         flat["sliding_rope_theta"] = 0.0
-    if model.activation != "clamped_swiglu":
+    if model.activation not in ("clamped_swiglu", "situ"):
         del flat["activation_limit"]
+    if model.activation != "situ":
+        del flat["activation_up_limit"]
     if model.attention_scale_dim == model.head_dim and model.latent is None:
         flat["attention_scale_dim"] = 0.0
     if not model.qk_norm:
