@@ -163,7 +163,7 @@ class LinearAttentionConfig(Section):
     full_rank_gate: Annotated[bool, KIMI_DELTA] = False
     """kimi_delta: output gates from one projection (Kimi K3) instead of two through value_head_dim features."""
     decay_bound: Annotated[NonNegativeNumber, KIMI_DELTA] = 0.0
-    """kimi_delta: each token decays a state by a factor of at least exp(-decay_bound), through a sigmoid; Kimi K3 has 5. 0: no
+    """kimi_delta: a token decays a state by a factor of at least exp(-decay_bound), through a sigmoid; Kimi K3 has 5. 0: no
     bound, through a softplus."""
     conv_size: Positive = 4
     """Tokens that the convolution of queries, keys and values spans, including the token itself."""
@@ -205,7 +205,8 @@ class ModelConfig(Section):
     activation: Literal["silu", "gelu_tanh", "relu2", "clamped_swiglu", "situ"] = "silu"
     """The feed-forward, dense and of experts. silu, gelu_tanh (GELU by its tanh formula): w2(f(w1 x) * w3 x); clamped_swiglu
     (gpt-oss): the same with gate and up clamped, f(g) = g sigmoid(1.702 g), and 1 added to up; situ (Kimi K3): bounded
-    smoothly, f(g) = sigmoid(g) limit tanh(g / limit), and up_limit tanh(up / up_limit); relu2: w2(relu(w1 x)^2), without w3."""
+    smoothly, f(g) = sigmoid(g) limit tanh(g / limit), with up_limit tanh(up / up_limit); relu2: w2(relu(w1 x)^2), without
+    w3."""
     activation_limit: Annotated[PositiveNumber, used_if("model.activation", "clamped_swiglu", "situ")] = 7.0
     """clamped_swiglu: gate is at most this, and up within plus and minus this. situ: the bound of the gate; Kimi K3 has 4."""
     activation_up_limit: Annotated[PositiveNumber, used_if("model.activation", "situ")] = 25.0

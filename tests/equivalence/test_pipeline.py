@@ -159,9 +159,10 @@ def test_a_pipeline_with_every_other_axis(axis: str, schedule: str, model: str) 
     assert_equal(layout(text, 4), expected(model))
 
 
-def test_a_split_by_hand_with_a_stage_that_only_embeds() -> None:
-    text = pipeline_text(2, "ZBVZeroBubble", layers=5, pipeline="layers_per_stage = [0, 3, 1, 1]")
-    assert_equal(layout(text, 2), expected("plain", 5))
+@pytest.mark.parametrize("model", ["plain", "residuals"])
+def test_a_split_by_hand_with_a_stage_that_only_embeds(model: str) -> None:
+    text = pipeline_text(2, "ZBVZeroBubble", model, layers=5, pipeline="layers_per_stage = [0, 3, 1, 1]")
+    assert_equal(layout(text, 2), expected(model, 5))
 
 
 def test_three_stages_per_rank_by_their_size() -> None:
