@@ -68,12 +68,11 @@ class MoE(nn.Module):
     def routed(self, x: Tensor, labels: Tensor | None) -> Tensor:
         """Return the output of the chosen experts; shapes as in `forward`."""
         experts, weights = self.router(x, labels)
-        rows = x.flatten(0, 1)
-        if self.to_latent is None:
-            return self.dispatch(rows, experts, weights, self.experts).view_as(x)
-        assert self.latent_norm is not None and self.from_latent is not None
-        latent = self.dispatch(self.to_latent(rows), experts, weights, self.experts)
-        return self.from_latent(self.latent_norm(latent)).view_as(x)
+        rows = x if self.to_latent is None else self.to_latent(x)
+        out = self.dispatch(rows.flatten(0, 1), experts, weights, self.experts).view_as(rows)
+        if self.latent_norm is None or self.from_latent is None:
+            return out
+        return self.from_latent(self.latent_norm(out))
 
     def flops_per_token(self, seq_len: int) -> float:
         """Return the operations of the router, the shared experts and the matrices of `top_k` experts."""

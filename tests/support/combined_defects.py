@@ -410,21 +410,6 @@ def latents_of_experts_left_apart() -> None:
     _left_apart(["to_latent", "from_latent", "latent_norm"])
 
 
-def latent_norm_before_the_sum() -> None:
-    """A norm of latent experts over the features that a tp rank would have of a wider layer."""
-    from forge.parallel.tensor.local import LocalNorm
-
-    forward = LocalNorm.forward
-
-    def narrow(self: Any, x: Tensor) -> Tensor:
-        if x.ndim != 2:
-            return forward(self, x)
-        half = x[:, : x.shape[1] // 2].square().mean(-1, keepdim=True)
-        return x * torch.rsqrt(half + self.eps) * self.weight.to_local()
-
-    LocalNorm.forward = narrow  # type: ignore[method-assign]
-
-
 def quantiles_of_own_tokens() -> None:
     """Biases solved from the histograms of one rank."""
     from forge.parallel.step import routers

@@ -145,10 +145,6 @@ COMBINATIONS = [
         combined.latents_of_experts_left_apart, "k3", "tp=2", "gradient",
         r"layers\.3\.feed_forward\.(from_latent|latent_norm|to_latent)\.weight", "latent experts, tp",
     ),
-    Defect(
-        combined.latent_norm_before_the_sum, "k3", "tp=2", "output", r"layers\.0\.feed_forward\.latent_norm",
-        "latent norm, tp",
-    ),
     Defect(combined.quantiles_of_own_tokens, "k3", "dp_shard=2", "router", r"layers\.0", "quantile balancing, fsdp2"),
     Defect(
         combined.quantiles_of_the_last_microbatch, "k3", "pp=2", "router", r"layers\.0",
