@@ -192,6 +192,15 @@ def _moe(config: Config) -> Iterator[Problem]:
         yield problem(
             key, few, remedy, *(f"model.moe.{name}" for name in ("n_expert_groups", "n_experts", "top_k"))
         )
+    if moe.balance == "quantile":
+        solves = "solves for the bias of an expert among all"
+        others = "model.moe.n_limited_groups", "model.moe.n_experts"
+        if moe.n_limited_groups < moe.n_expert_groups:
+            closed = f"{solves}, but a token that has closed an expert's group has no bias at which it would choose it"
+            yield problem("model.moe.balance", closed, "use bias, or n_limited_groups = 0", others[0])
+        elif moe.top_k >= moe.n_experts:
+            none = f"{solves}, but with {model.moe.top_k = } every token chooses every expert"
+            yield problem("model.moe.balance", none, "use none, or a smaller top_k", others[1])
     if moe.n_dense_layers > model.n_layers:
         most = f"must be at most {model.n_layers = }"
         yield problem("model.moe.n_dense_layers", most, "", "model.n_layers")

@@ -30,9 +30,12 @@ HEAD_DIM = Unused(
     NOT_WITH_MLA.reason, lambda c: c.model.latent and c.model.head_dim * c.model.n_heads != c.model.dim
 )
 NO_PATTERN = Unused("model.layer_pattern is set", lambda c: bool(c.model.layer_pattern))
+KIMI_DELTA = used_if("model.linear_attention.kind", "kimi_delta")
 WITH_WINDOW = unused_if("model.sliding_window", 0)
 SLIDING = Unused("model.layer_pattern has no sliding layer", lambda c: "sliding" not in c.model.pattern)
-BALANCING_LOSS = Unused("model.moe.balance adds no loss", lambda c: c.model.moe.balance in ("bias", "none"))
+BALANCING_LOSS = Unused(
+    "model.moe.balance adds no loss", lambda c: c.model.moe.balance in ("bias", "quantile", "none")
+)
 
 
 class RopeScalingConfig(Section):
@@ -95,6 +98,9 @@ class MoEConfig(Section):
     """Multiply the output of the shared experts by the sigmoid of a projection of their input to one number (Qwen)."""
     expert_dim: Count = 0
     """Hidden size of an expert. 0: model.ffn_dim."""
+    latent_dim: Count = 0
+    """Width that routed experts read and write, and that dispatch moves: a projection and a norm are on each token's way to
+    and from it. 0: model.dim, without projections."""
     score_function: Literal["softmax", "sigmoid"] = "softmax"
     """Function that turns router logits into scores."""
     normalize_top_k: bool = True
@@ -107,8 +113,9 @@ class MoEConfig(Section):
     """Limit on the tokens per expert in training, as a multiple of an equal share of a process's microbatch. Tokens with the
     smallest weights are dropped, so training depends on the microbatch and on how tp and cp divide it. Evaluation drops
     nothing. 0: no limit."""
-    balance: Literal["bias", "aux_loss", "sequence_aux_loss", "none"] = "bias"
-    """How load is balanced: by a bias on expert selection, by a loss over the global batch or over each sequence, or not."""
+    balance: Literal["bias", "quantile", "aux_loss", "sequence_aux_loss", "none"] = "bias"
+    """How load is balanced: by a bias on expert selection, which moves by a fixed step (bias) or is solved once per step for
+    an even load of its tokens (quantile, Kimi K3), by a loss over the global batch or over each sequence, or not."""
     aux_loss_coef: Annotated[NonNegativeNumber, BALANCING_LOSS] = 0.01
     """aux_loss, sequence_aux_loss: weight of the balancing loss."""
     z_loss_coef: NonNegativeNumber = 0.0
@@ -123,6 +130,11 @@ class MoEConfig(Section):
     """Add biases to both projections of routed experts."""
     router_bias: bool = False
     """Add a learned bias to the router's logits."""
+
+    @property
+    def biased(self) -> bool:
+        """Whether the choice of experts has a bias that balances it."""
+        return self.balance in ("bias", "quantile")
 
 
 class MTPConfig(Section):
@@ -148,6 +160,11 @@ class LinearAttentionConfig(Section):
     """Size of a query or key head."""
     value_head_dim: Count = 0
     """Size of a value head. 0: key_head_dim."""
+    full_rank_gate: Annotated[bool, KIMI_DELTA] = False
+    """kimi_delta: output gates from one projection (Kimi K3) instead of two through value_head_dim features."""
+    decay_bound: Annotated[NonNegativeNumber, KIMI_DELTA] = 0.0
+    """kimi_delta: a token decays a state by a factor of at least exp(-decay_bound), through a sigmoid; Kimi K3 has 5. 0: no
+    bound, through a softplus."""
     conv_size: Positive = 4
     """Tokens that the convolution of queries, keys and values spans, including the token itself."""
     chunk_size: Positive = 64
@@ -176,16 +193,24 @@ class ModelConfig(Section):
     norm_position: Literal["pre", "post", "sandwich"] = "pre"
     """RMSNorm on the input of attention and feed-forward (pre), on their output before it is added to the stream (post, as
     OLMo 2), or on both (sandwich, as Gemma 2)."""
+    residual: Literal["add", "attention"] = "add"
+    """add: each half of a block adds to the stream and reads it. attention: it reads a mix over depth, by softmax, of the
+    stream and its values at the beginnings of residual blocks, with a learned query (attention residuals, Kimi K3)."""
+    residual_block_size: Annotated[Positive, used_if("model.residual", "attention")] = 12
+    """attention residuals: layers in a block, within which they add to the stream."""
     norm_eps: PositiveNumber = 1e-5
     """Added to the mean square in RMSNorm."""
     zero_centered_norms: bool = False
     """Norms multiply by 1 + weight, and their weights begin at 0 (Gemma)."""
-    activation: Literal["silu", "gelu_tanh", "relu2", "clamped_swiglu"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "relu2", "clamped_swiglu", "situ"] = "silu"
     """The feed-forward, dense and of experts. silu, gelu_tanh (GELU by its tanh formula): w2(f(w1 x) * w3 x); clamped_swiglu
-    (gpt-oss): the same with gate and up clamped, f(g) = g sigmoid(1.702 g), and 1 added to up; relu2: w2(relu(w1 x)^2),
-    without w3."""
-    activation_limit: Annotated[PositiveNumber, used_if("model.activation", "clamped_swiglu")] = 7.0
-    """clamped_swiglu: gate is at most this, and up within plus and minus this."""
+    (gpt-oss): the same with gate and up clamped, f(g) = g sigmoid(1.702 g), and 1 added to up; situ (Kimi K3): bounded
+    smoothly, f(g) = sigmoid(g) limit tanh(g / limit), with up_limit tanh(up / up_limit); relu2: w2(relu(w1 x)^2), without
+    w3."""
+    activation_limit: Annotated[PositiveNumber, used_if("model.activation", "clamped_swiglu", "situ")] = 7.0
+    """clamped_swiglu: gate is at most this, and up within plus and minus this. situ: the bound of the gate; Kimi K3 has 4."""
+    activation_up_limit: Annotated[PositiveNumber, used_if("model.activation", "situ")] = 25.0
+    """situ: the bound of up."""
     ffn_bias: bool = False
     """Add biases to the projections of the dense feed-forward and of shared experts."""
     rope_theta: PositiveNumber = 500000.0
@@ -266,6 +291,11 @@ class ModelConfig(Section):
     def mtp_depth(self) -> int:
         """Return the number of multi-token prediction modules."""
         return 0 if self.mtp is None else self.mtp.depth
+
+    def streams_into(self, layer: int) -> int:
+        """Return how many tensors enter the layer with this global index: the stream, and those saved before it."""
+        saved = -(-layer // self.residual_block_size) if self.residual == "attention" else 0
+        return 1 + saved
 
     def has_experts(self, layer: int) -> bool:
         """Return whether the layer with this global index has a mixture of experts."""

@@ -23,11 +23,13 @@ class Activation(NamedTuple):
 def activation_of(config: ModelConfig) -> Activation:
     """Return the activation that `config` names."""
     clamped = partial(clamped_swiglu, limit=config.activation_limit)
+    bounded = partial(situ, limit=config.activation_limit, up_limit=config.activation_up_limit)
     return {
         "silu": SWIGLU,
         "gelu_tanh": Activation(geglu),
         "relu2": Activation(relu2, inputs=1),
         "clamped_swiglu": Activation(clamped),
+        "situ": Activation(bounded),
     }[config.activation]
 
 
@@ -48,6 +50,11 @@ def clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     """g sigmoid(1.702 g) * (u + 1), with g = gate up to `limit` and u = up from -limit to limit (gpt-oss's experts)."""
     gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
     return gate * torch.sigmoid(1.702 * gate) * (up + 1.0)
+
+
+def situ(gate: Tensor, up: Tensor, limit: float, up_limit: float) -> Tensor:
+    """sigmoid(g) limit tanh(g / limit) * up_limit tanh(u / up_limit), with g = gate and u = up (Kimi K3, 2607.24653)."""
+    return torch.sigmoid(gate) * limit * torch.tanh(gate / limit) * up_limit * torch.tanh(up / up_limit)
 
 
 def relu2(x: Tensor) -> Tensor:

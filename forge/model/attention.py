@@ -26,6 +26,7 @@ class Shared:
     cos, sin: `[tables, seq, 1, head_dim / 2]` or `[tables, batch, seq, 1, head_dim / 2]`, promote(float32, compute).
     masks: window (0: none) -> AttentionMask.
     labels: int64 `[batch, seq]`; tokens labelled IGNORE do not count in load balancing; None: all count.
+    saved: with attention residuals the streams that entered residual blocks so far, each shaped like a block's input.
     Not a dataclass, so that FSDP does not cast the tables (see AttentionMask).
     """
 
@@ -36,6 +37,13 @@ class Shared:
         self.sin = sin
         self.masks = masks
         self.labels = labels
+        self.saved: tuple[Tensor, ...] = ()
+
+    def with_saved(self, *streams: Tensor) -> Shared:
+        """Return the same inputs with more saved streams."""
+        other = copy.copy(self)
+        other.saved = (*self.saved, *streams)
+        return other
 
     def with_labels(self, labels: Tensor) -> Shared:
         """Return the same inputs with other labels."""

@@ -19,7 +19,7 @@ from forge.model.norm import RMSNorm
 from forge.model.router import Router
 
 # Projections into the residual stream, which sums 2 * n_layers of them (GPT-2, Radford et al. 2019, 2.3).
-INTO_STREAM = ("wo", "w2")
+INTO_STREAM = ("wo", "w2", "from_latent")
 
 
 @dataclass(frozen=True)

@@ -83,11 +83,12 @@ class LinearAttention(nn.Module):
         self.wv = nn.Linear(config.dim, values, bias=False)
         finer = chosen.kind == "kimi_delta"
         channels, self.gate = self.key_dim if finer else 1, torch.sigmoid if finer else F.silu
-        self.wg_down, self.wg = _projection(config.dim, values, self.value_dim if finer else 0)
+        narrow_gate = finer and not chosen.full_rank_gate
+        self.wg_down, self.wg = _projection(config.dim, values, self.value_dim if narrow_gate else 0)
         self.wa_down, self.wa = _projection(config.dim, n_values * channels, self.key_dim if finer else 0)
         self.wb = nn.Linear(config.dim, n_values, bias=False)
         self.conv = ShortConvolution(keys, values, chosen.conv_size)
-        self.decay = Decay(n_values, channels)
+        self.decay = Decay(n_values, channels, chosen.decay_bound if finer else 0.0)
         self.out_norm = RMSNorm(self.value_dim, config.norm_eps)
         self.wo = nn.Linear(values, config.dim, bias=False)
         self.attend: Recurrence = local_recurrence
@@ -152,14 +153,15 @@ class Decay(nn.Module):
     """The logarithms of a head's decays: -exp(a_log) softplus(a + dt_bias), in promote(float32, compute).
 
     As in Mamba 2 (Dao and Gu 2024, "Transformers are SSMs"): exp(a_log) is the rate, of which a head has one, and the
-    softplus a length of time, of which it has `channels`.
+    softplus a length of time, of which it has `channels`. With a bound, as in Kimi K3 (2607.24653), they are
+    -bound sigmoid(exp(a_log) (a + dt_bias)).
     """
 
     exact_output = True
 
-    def __init__(self, heads: int, channels: int):
+    def __init__(self, heads: int, channels: int, bound: float = 0.0):
         super().__init__()
-        self.channels = channels
+        self.channels, self.bound = channels, bound
         self.a_log = nn.Parameter(torch.empty(heads))
         self.dt_bias = nn.Parameter(torch.empty(heads * channels))
 
@@ -167,8 +169,8 @@ class Decay(nn.Module):
         """a `[batch, seq, heads * channels]` -> `[batch, seq, heads, channels]`, at most 0."""
         exact = promoted(a.dtype)
         a_log, dt_bias = (weight.to(exact) for weight in self.weights())
-        times = F.softplus(a.to(exact) + dt_bias).unflatten(-1, (-1, self.channels))
-        return -a_log.exp().unsqueeze(-1) * times
+        sums, rates = (a.to(exact) + dt_bias).unflatten(-1, (-1, self.channels)), a_log.exp().unsqueeze(-1)
+        return -self.bound * torch.sigmoid(rates * sums) if self.bound else -rates * F.softplus(sums)
 
     def weights(self) -> list[Tensor]:
         """Return a_log and dt_bias; tensor parallelism overrides this."""
@@ -177,12 +179,15 @@ class Decay(nn.Module):
     def initial_value(self, name: str) -> float | Uniform:
         """Return the values of Qwen3-Next: rates from 0.01 to 16, times around softplus(1).
 
-        For times by channel those of Mamba 2, which Kimi Linear has: rates from 1 to 16, times from 0.001 to 0.1.
+        For times by channel those of Mamba 2, which Kimi Linear has: rates from 1 to 16, times from 0.001 to 0.1. With a
+        bound the middle of the sigmoid.
         """
         if self.channels == 1:
             return Uniform(0.01, 16.0, torch.log) if name == "a_log" else 1.0
         if name == "a_log":
             return Uniform(1.0, 16.0, torch.log)
+        if self.bound:
+            return 0.0
         return Uniform(log(0.001), log(0.1), lambda logs: logs.exp().expm1().log())  # which softplus inverts
 
 

@@ -12,13 +12,23 @@ from forge.model.dispatch import Dispatcher, LocalDispatcher
 from forge.model.experts import Experts
 from forge.model.feed_forward import make_feed_forward
 from forge.model.flops import flops_per_token
+from forge.model.norm import norm_of
 from forge.model.router import Router
+
+
+class Piecewise(nn.Linear):
+    """A projection of the tokens that this process routes."""
 
 
 class MoE(nn.Module):
     """Each token goes through the experts that the router chooses for it, and through the shared experts, if any.
 
     Shared experts are one feed-forward as wide as all of them: the same function, in larger products.
+
+    With `latent_dim` routed experts read and write a narrower latent, so dispatch moves rows of that width (LatentMoE, Elango
+    et al. 2026, "Revisiting Efficiency-Accuracy Scaling in Mixture-of-Experts Architectures"). One projection leads into the
+    latent before dispatch. A norm, as in Kimi K3, and the projection back follow the weighted sum. Router and shared experts
+    read the stream.
     `dispatch` is an extension point: expert parallelism replaces it and leaves the rest.
     """
 
@@ -28,7 +38,13 @@ class MoE(nn.Module):
         assert moe is not None
         self.router = Router(config.dim, moe, layer)
         activation = activation_of(config)
-        self.experts = Experts(moe.n_experts, config.dim, moe.expert_dim, activation, moe.expert_bias)
+        width = moe.latent_dim or config.dim
+        self.experts = Experts(moe.n_experts, width, moe.expert_dim, activation, moe.expert_bias)
+        self.to_latent = self.latent_norm = self.from_latent = None
+        if moe.latent_dim:
+            self.to_latent = Piecewise(config.dim, width, bias=False)
+            self.latent_norm = norm_of(config, width)
+            self.from_latent = Piecewise(width, config.dim, bias=False)
         weights = sum(weight.numel() for weight in self.experts.parameters())
         # Of the experts that a token is not routed to.
         self.idle_parameters = weights // moe.n_experts * (moe.n_experts - moe.top_k)
@@ -52,14 +68,19 @@ class MoE(nn.Module):
     def routed(self, x: Tensor, labels: Tensor | None) -> Tensor:
         """Return the output of the chosen experts; shapes as in `forward`."""
         experts, weights = self.router(x, labels)
-        return self.dispatch(x.flatten(0, 1), experts, weights, self.experts).view_as(x)
+        rows = x if self.to_latent is None else self.to_latent(x)
+        out = self.dispatch(rows.flatten(0, 1), experts, weights, self.experts).view_as(rows)
+        if self.latent_norm is None or self.from_latent is None:
+            return out
+        return self.from_latent(self.latent_norm(out))
 
     def flops_per_token(self, seq_len: int) -> float:
         """Return the operations of the router, the shared experts and the matrices of `top_k` experts."""
         config = self.router.config
         of_one = (self.experts.w13.numel() + self.experts.w2.numel()) // config.n_experts
-        rest = (module for module in (self.router, self.shared, self.shared_gate) if module is not None)
-        return 6 * of_one * config.top_k + sum(flops_per_token(module, seq_len) for module in rest)
+        rest = (self.router, self.shared, self.shared_gate, self.to_latent, self.from_latent)
+        others = (flops_per_token(module, seq_len) for module in rest if module is not None)
+        return 6 * of_one * config.top_k + sum(others)
 
 
 class SharedGate(nn.Module):

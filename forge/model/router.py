@@ -17,6 +17,7 @@ from forge.config.model import MoEConfig
 from forge.model.loss import IGNORE
 from forge.model.noise import token_noise
 from forge.model.norm import promoted
+from forge.model.quantile import BINS, count_required, solve
 
 # As in DeepSeek-V3's code: sigmoid scores may all be 0, and then the weights are 0.
 TINY = 1e-20
@@ -27,12 +28,13 @@ class Router(nn.Module):
 
     With `router_bias` the logits have a learned bias, the parameter logit_bias `[n_experts]`.
     State that changes once per optimizer step and is saved in checkpoints:
-        bias             float32 `[n_experts]`: added to the scores for the choice only (balance = bias)
+        bias             float32 `[n_experts]`: added to the scores for the choice only (balance = bias or quantile)
         previous_counts  int64 `[n_experts]`: tokens per expert in the last step, over all ranks (balance = aux_loss)
     Sums over this process's valid tokens since the last step; forwards without a gradient and recomputation add nothing:
         counts   int64 `[n_experts]`: choices of each expert
         losses   float64 `[2]`: balancing loss (1 per token if the load is even) and z-loss, without coefficients
         dropped  int64 `[]`: choices beyond an expert's capacity
+        required int32 `[n_experts, BINS]`: histogram of required biases (balance = quantile)
     `loss_scale`, float64 `[]`, multiplies the gradient of the balancing losses: 1 / (valid tokens of the global batch).
     """
 
@@ -42,6 +44,7 @@ class Router(nn.Module):
     bias: Tensor
     previous_counts: Tensor
     counts: Tensor
+    required: Tensor
     losses: Tensor
     dropped: Tensor
     loss_scale: Tensor
@@ -96,7 +99,10 @@ class Router(nn.Module):
         if not torch.is_grad_enabled():
             return experts, weights, {}
         valid = torch.ones_like(logits[..., 0], dtype=torch.bool) if labels is None else labels != IGNORE
-        weights, sums = self._balance(weights, logits, scores, experts.view(*valid.shape, -1), valid)
+        chosen = experts.view(*valid.shape, -1)
+        weights, sums = self._balance(weights, logits, scores, chosen, valid)
+        if config.balance == "quantile":
+            sums["required"] = count_required(scores.detach(), chosen, self.bias, valid)
         # Not in evaluation: what is dropped depends on the other rows of the microbatch, padding included.
         if config.capacity_factor:
             experts, sums["dropped"] = self._drop(experts, weights.detach(), valid)
@@ -109,13 +115,13 @@ class Router(nn.Module):
     def choose(self, scores: Tensor) -> Tensor:
         """scores `[batch, seq, n_experts]` -> experts int64 `[batch, seq, top_k]`, best first."""
         config = self.config
-        if config.balance == "bias":
+        if config.biased:
             scores = scores + self.bias
         if config.n_limited_groups < config.n_expert_groups:
             groups = scores.unflatten(-1, (config.n_expert_groups, -1))
             # Group-limited choice. DeepSeek-V3 (2412.19437, 2.1.2) adds up a group's two best scores; DeepSeek-V2
             # (2405.04434, 2.2.2), with softmax and no bias, takes the best one.
-            n_best = 2 if config.score_function == "sigmoid" or config.balance == "bias" else 1
+            n_best = 2 if config.score_function == "sigmoid" or config.biased else 1
             best = _first_indices(groups, min(n_best, groups.shape[-1]))
             chosen = _first_indices(groups.gather(-1, best).sum(-1), config.n_limited_groups)
             open_groups = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter_(-1, chosen, True)
@@ -175,8 +181,9 @@ class Router(nn.Module):
             setattr(self, name, value.to(getattr(self, name).device))
 
     def _fresh_state(self) -> dict[str, Tensor]:
-        n_experts = self.config.n_experts
-        return {
+        n_experts, quantile = self.config.n_experts, self.config.balance == "quantile"
+        required = {"required": torch.zeros(n_experts, BINS, dtype=torch.int32)} if quantile else {}
+        return required | {
             "bias": torch.zeros(n_experts, dtype=torch.float32),
             "previous_counts": torch.zeros(n_experts, dtype=torch.int64),
             "counts": torch.zeros(n_experts, dtype=torch.int64),
@@ -187,10 +194,13 @@ class Router(nn.Module):
 
 
 @torch.no_grad()
-def update_routers(routers: Sequence[Router], counts: Tensor, skip: Tensor) -> None:
+def update_routers(
+    routers: Sequence[Router], counts: Tensor, skip: Tensor, required: Tensor | None = None
+) -> None:
     """Update the state of all routers by one optimizer step, and reset the counts.
 
-    counts: int64 `[routers, n_experts]`, this step's over all ranks. skip: scalar, 1 where the step is skipped.
+    counts: int64 `[routers, n_experts]`, this step's over all ranks. skip: scalar, 1 where the step is skipped. required:
+    int32 `[routers, n_experts, BINS]`, this step's over all ranks, for quantile balancing.
     The bias of an expert increases by bias_update_rate if it got less than an even share, and decreases if more (Wang et
     al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy for MoE"). Integer arithmetic gives the same sign on all ranks.
     """
@@ -201,6 +211,12 @@ def update_routers(routers: Sequence[Router], counts: Tensor, skip: Tensor) -> N
         direction = (counts.sum(-1, keepdim=True) - config.n_experts * counts).sign()
         moves = config.bias_update_rate * direction.masked_fill(skipped, 0).float()
         torch._foreach_add_([router.bias for router in routers], list(moves.unbind()))
+    if required is not None:
+        own = [router.bias for router in routers]
+        biases = torch.stack(own)
+        solved = torch.where(skipped, biases, solve(required, biases, config.top_k))
+        torch._foreach_copy_(own, list(solved.unbind()))
+        torch._foreach_zero_([router.required for router in routers])
     before = [router.previous_counts for router in routers]
     torch._foreach_copy_(before, list(torch.where(skipped, torch.stack(before), counts).unbind()))
     for name in ("counts", "losses", "dropped"):

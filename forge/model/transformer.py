@@ -26,6 +26,7 @@ from forge.model.mla import LatentAttention
 from forge.model.moe import MoE
 from forge.model.mtp import ahead_of, look_ahead, sums_with_ahead
 from forge.model.norm import norm_of, promoted
+from forge.model.residual import DepthMix, mixed_of
 from forge.model.rope import rope_tables
 from forge.model.router import Router
 from forge.runtime.errors import UserError, did_you_mean
@@ -48,11 +49,19 @@ class Block(nn.Module):
 
     def attend(self, x: Tensor, shared: Shared) -> Tensor:
         """Apply the attention half: x `[batch, seq, dim]` -> `[batch, seq, dim]`."""
-        return x + self.attention(self.attention_norm(x), shared)
+        return x + self.attention_branch(x, shared)
 
     def feed(self, x: Tensor, shared: Shared) -> Tensor:
         """Apply the feed-forward half: x `[batch, seq, dim]` -> `[batch, seq, dim]`."""
-        return x + self.fed(self.ffn_norm(x), shared)
+        return x + self.ffn_branch(x, shared)
+
+    def attention_branch(self, x: Tensor, shared: Shared) -> Tensor:
+        """Return the attention half's addend to the stream, for input x `[batch, seq, dim]`."""
+        return self.attention(self.attention_norm(x), shared)
+
+    def ffn_branch(self, x: Tensor, shared: Shared) -> Tensor:
+        """Return the feed-forward half's addend to the stream, for input x `[batch, seq, dim]`."""
+        return self.fed(self.ffn_norm(x), shared)
 
     def fed(self, x: Tensor, shared: Shared) -> Tensor:
         """Return what the feed-forward makes of x `[batch, seq, dim]`."""
@@ -64,13 +73,13 @@ class Block(nn.Module):
 class PostNormBlock(Block):
     """x + norm(attention(x)), then x + norm(feed_forward(x)), as in OLMo 2 (2501.00656, 3.2)."""
 
-    def attend(self, x: Tensor, shared: Shared) -> Tensor:
+    def attention_branch(self, x: Tensor, shared: Shared) -> Tensor:
         """As in `Block`."""
-        return x + self.attention_norm(self.attention(x, shared))
+        return self.attention_norm(self.attention(x, shared))
 
-    def feed(self, x: Tensor, shared: Shared) -> Tensor:
+    def ffn_branch(self, x: Tensor, shared: Shared) -> Tensor:
         """As in `Block`."""
-        return x + self.ffn_norm(self.fed(x, shared))
+        return self.ffn_norm(self.fed(x, shared))
 
 
 class SandwichBlock(Block):
@@ -81,17 +90,21 @@ class SandwichBlock(Block):
         self.attention_post_norm = norm_of(config, config.dim)
         self.ffn_post_norm = norm_of(config, config.dim)
 
-    def attend(self, x: Tensor, shared: Shared) -> Tensor:
+    def attention_branch(self, x: Tensor, shared: Shared) -> Tensor:
         """As in `Block`."""
-        return x + self.attention_post_norm(self.attention(self.attention_norm(x), shared))
+        return self.attention_post_norm(self.attention(self.attention_norm(x), shared))
 
-    def feed(self, x: Tensor, shared: Shared) -> Tensor:
+    def ffn_branch(self, x: Tensor, shared: Shared) -> Tensor:
         """As in `Block`."""
-        return x + self.ffn_post_norm(self.fed(self.ffn_norm(x), shared))
+        return self.ffn_post_norm(self.fed(self.ffn_norm(x), shared))
 
 
-BLOCKS: dict[str, type[Block]] = {"pre": Block, "post": PostNormBlock, "sandwich": SandwichBlock}
-AHEAD_BLOCKS = {position: ahead_of(block) for position, block in BLOCKS.items()}
+POSITIONS: dict[str, type[nn.Module]] = {"pre": Block, "post": PostNormBlock, "sandwich": SandwichBlock}
+# By model.residual and model.norm_position.
+BLOCKS = {("add", position): block for position, block in POSITIONS.items()} | {
+    ("attention", position): mixed_of(block) for position, block in POSITIONS.items()
+}
+AHEAD_BLOCKS = {kind: ahead_of(block) for kind, block in BLOCKS.items()}
 
 
 class Transformer(nn.Module):
@@ -127,11 +140,14 @@ class Transformer(nn.Module):
         scale = sqrt(config.dim) if config.scale_embeddings else 1.0
         both_ends = head and config.embedding_at_both_ends
         self.embedding = Embedding(*ends, scale) if embed or both_ends else None
-        block, ahead_block = BLOCKS[config.norm_position], AHEAD_BLOCKS[config.norm_position]
+        kind = config.residual, config.norm_position
+        block, ahead_block = BLOCKS[kind], AHEAD_BLOCKS[kind]
         self.layers = nn.ModuleDict({str(layer): block(config, layer) for layer in indices})
         self.trunk = list(self.layers)
         self.ahead = [str(config.n_layers + module) for module in range(config.mtp_depth if head else 0)]
         self.layers.update({layer: ahead_block(config, int(layer)) for layer in self.ahead})
+        self.mixes = config.residual == "attention"
+        self.mix = DepthMix(config.dim, config.norm_eps) if head and self.mixes else None
         self.norm = norm_of(config, config.dim) if head else None
         self.head = Head(*ends) if head and not config.tie_embeddings else None
         self.loss: nn.Module = FusedLoss(soft_cap=config.logit_soft_cap)
@@ -149,7 +165,8 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """One pass over `[batch, seq]`; every tensor argument has the batch first.
 
-        x: tokens int64 `[batch, seq]`, or hidden states `[batch, seq, dim]` if another part embeds.
+        x: tokens int64 `[batch, seq]`, or hidden states `[batch, seq, dim]` if another part embeds. With attention residuals
+            these are `[1 + saved, batch, seq, dim]`: the stream, then the saved ones.
         labels: int64 `[batch, seq]`, IGNORE for positions without a target. In a mixture of experts, parts without
             a head need them too: ignored tokens do not count in load balancing.
         positions: int64 `[batch, seq]`, below `seq_len`, used by RoPE only; None: 0, 1, ...
@@ -157,10 +174,13 @@ class Transformer(nn.Module):
         ahead: int64 `[batch, seq, depth, 2]`, from `forge.model.mtp.look_ahead`; multi-token prediction needs it where x has
             no tokens, or not of the whole sequence.
 
-        Returns hidden states `[batch, seq, dim]` if another part has the head; else with labels the three
+        Returns hidden states, shaped like those of the input, if another part has the head; else with labels the three
         sums of `FusedLoss`, without labels logits `[batch, seq, vocab]` in promote(float32, compute).
         Raises ValueError if the sequence is longer than the model was built for.
         """
+        saved: list[Tensor] = []
+        if self.mixes and not self.embeds:
+            x, *saved = x.unbind()
         # The blocks' input may be only this process's part of the sequence (sequence parallelism).
         seq = x.shape[1] if positions is None else positions.shape[1]
         tokens = x
@@ -168,11 +188,15 @@ class Transformer(nn.Module):
             assert self.embedding is not None
             x = self.embedding(x)
         shared = self.shared_inputs(x, seq, labels, positions, documents)
+        here = shared.with_saved(*saved) if saved else shared
         for layer in self.trunk:
-            x = self.layers[layer](x, shared)
+            block, before = self.layers[layer], x
+            x = block(x, here)
+            if self.mixes and block.begins_block:
+                here = here.with_saved(before)
         if self.norm is None:
-            return x
-        x = self.norm(x)
+            return torch.stack([x, *here.saved]) if self.mixes else x
+        x = self.norm(x if self.mix is None else self.mix(x, here.saved))
         if self.ahead and labels is not None and torch.is_grad_enabled():
             if ahead is None:
                 ahead = look_ahead(tokens, labels, documents, len(self.ahead))

@@ -103,7 +103,9 @@ def apply_blocks(model: Transformer, layout: Layout) -> None:
     if has_all_names(model):
         check_modules(model, layout.activation_checkpoint)
     if layout.compile.enabled or layout.compile.loss or torch.cuda.is_available():
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
+        # Attention residuals: one graph for each number of saved streams.
+        limit = GRAPHS * layout.model.streams_into(layout.model.n_layers)
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
     policy = BlockPolicy(layout)
     for layer, block in model.layers.items():
         policy.wrap(block, int(layer))

@@ -84,6 +84,11 @@ class PieceRoutedMoE(MoE):
         nn.Module.__init__(self)
         self.router, self.experts = plain.router, plain.experts
         self.shared, self.shared_gate = plain.shared, plain.shared_gate
+        self.to_latent, self.latent_norm, self.from_latent = (
+            plain.to_latent,
+            plain.latent_norm,
+            plain.from_latent,
+        )
         self.dispatch = plain.dispatch
         self.mesh, self.whole_stream = layout.meshes.tp, not layout.parallel.sequence_parallel
 

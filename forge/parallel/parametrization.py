@@ -9,6 +9,7 @@ d = n_layers / base_depth:
     matrices inside blocks            1            m^-1/2        1 / m           1 / (m d)
     of them the last of each branch   1 / d        m^-1/2        1 / m           1 / (m d)
     router, gate of shared experts    1 / m        1             1               1 / (m d)
+    queries of attention residuals    1 / m        0             1               1 / (m d)
     vectors inside blocks             1            1             1               1 / (m d)
 
 and queries have the multiplier sqrt(base_head_dim / head_dim), for scores that are divided by head_dim.
@@ -42,12 +43,16 @@ from forge.shard import Kind, Rates, Shard
 
 # What a branch multiplies with last before it is added to the stream, by model.norm_position.
 BRANCH_ENDS = {
-    "pre": re.compile(r"layers\.\d+\.(attention\.wo|feed_forward\.(shared\.|experts\.)?w2)(\.|_|$)"),
+    "pre": re.compile(
+        r"layers\.\d+\.(attention\.wo|feed_forward\.((shared\.|experts\.)?w2|from_latent))(\.|_|$)"
+    ),
     "post": re.compile(r"layers\.\d+\.(attention|ffn)_norm\."),
     "sandwich": re.compile(r"layers\.\d+\.(attention|ffn)_post_norm\."),
 }
 PROJECTIONS = BRANCH_ENDS["pre"]
-TO_FEW = re.compile(r"layers\.\d+\.feed_forward\.(router|shared_gate)\.weight")
+TO_FEW = re.compile(
+    r"layers\.\d+\.feed_forward\.(router|shared_gate)\.weight|(layers\.\d+\.(attention_|ffn_))?mix\.query"
+)
 QUERIES = re.compile(r"layers\.(\d+)\.attention\.(wq|wq_b|q_norm)\.")
 VECTORS = re.compile(r"bias$|\.conv\.|\.decay\.|norm\.weight$|sinks\.")
 

@@ -153,6 +153,12 @@ def test_a_run_may_end_within_its_warm_up(tmp_path) -> None:
             "at least 3",
         ),
         ("n_experts = 8, n_dense_layers = 99", "n_dense_layers", "must be at most model.n_layers"),
+        (
+            "n_experts = 8, balance = 'quantile', n_expert_groups = 4, n_limited_groups = 2",
+            "balance",
+            "use bias, or n_limited_groups = 0",
+        ),
+        ("n_experts = 2, top_k = 2, balance = 'quantile'", "balance", "use none, or a smaller top_k"),
     ],
 )
 def test_invalid_groups_of_experts_are_refused(tmp_path, moe: str, key: str, says: str) -> None:

@@ -66,6 +66,22 @@ def test_every_schedule_over_four_ranks(schedule: str, model: str) -> None:
     assert_equal(layout(pipeline_text(4, schedule, model), 4), expected(model))
 
 
+# Saved streams travel with the stream: stages that end within a residual block, at its end, and on the same rank.
+RESIDUALS = [
+    pytest.param(
+        schedule, model, ranks, marks=slow_unless(schedule in ("1F1B", "ZBVZeroBubble") and ranks == 2)
+    )
+    for schedule in SCHEDULES
+    for model in ("residuals", "residuals, experts")
+    for ranks in (2, 4)
+]
+
+
+@pytest.mark.parametrize(("schedule", "model", "ranks"), RESIDUALS)
+def test_attention_residuals_in_every_schedule(schedule: str, model: str, ranks: int) -> None:
+    assert_equal(layout(pipeline_text(ranks, schedule, model), ranks), expected(model))
+
+
 # Schedules that split the backward, engines that shard optimizer state, and the embedding's second copy on the last stage.
 AHEAD = [
     (2, "1F1B", "zero2", 1, False),
@@ -143,9 +159,10 @@ def test_a_pipeline_with_every_other_axis(axis: str, schedule: str, model: str) 
     assert_equal(layout(text, 4), expected(model))
 
 
-def test_a_split_by_hand_with_a_stage_that_only_embeds() -> None:
-    text = pipeline_text(2, "ZBVZeroBubble", layers=5, pipeline="layers_per_stage = [0, 3, 1, 1]")
-    assert_equal(layout(text, 2), expected("plain", 5))
+@pytest.mark.parametrize("model", ["plain", "residuals"])
+def test_a_split_by_hand_with_a_stage_that_only_embeds(model: str) -> None:
+    text = pipeline_text(2, "ZBVZeroBubble", model, layers=5, pipeline="layers_per_stage = [0, 3, 1, 1]")
+    assert_equal(layout(text, 2), expected(model, 5))
 
 
 def test_three_stages_per_rank_by_their_size() -> None:

@@ -15,11 +15,11 @@ from forge.config.model import ModelConfig
 from forge.model import IGNORE, Router, Transformer, update_routers
 from forge.parallel.blocks import Recomputed
 from tests.support.reference_model import reference_loss
-from tests.support.reference_moe import Mixture
+from tests.support.reference_moe import Mixture, solved
 from tests.support.small_models import batch, fill, gradients, small_config
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-11}
-BALANCES = ("bias", "aux_loss", "sequence_aux_loss", "none")
+BALANCES = ("bias", "quantile", "aux_loss", "sequence_aux_loss", "none")
 GROUPS = {"n_expert_groups": 4, "n_limited_groups": 2}
 # Coefficients large enough that a wrong gradient shows.
 COEFS = {"aux_loss_coef": 0.3, "z_loss_coef": 0.05, "bias_update_rate": 0.03}
@@ -90,6 +90,8 @@ def test_loss_and_every_gradient_equal_the_plain_form(
         {"expert_dim": 7},
         {"n_dense_layers": 0, "every": 2},
         {"expert_bias": True, "router_bias": True},
+        {"latent_dim": 5, "n_shared_experts": 1},
+        {"latent_dim": 5, "expert_bias": True, "every": 2, "n_dense_layers": 0},
     ],
     ids=str,
 )
@@ -97,7 +99,7 @@ def test_other_shapes_equal_the_plain_form(changes: dict[str, Any]) -> None:
     assert_equals_plain_form(moe_model(moe_config(balance="sequence_aux_loss", **changes)), *batch(seq=8))
 
 
-@pytest.mark.parametrize("activation", ["gelu_tanh", "relu2", "clamped_swiglu"])
+@pytest.mark.parametrize("activation", ["gelu_tanh", "relu2", "clamped_swiglu", "situ"])
 def test_other_activations_with_biases_equal_the_plain_form(activation: str) -> None:
     moe = moe_config(n_shared_experts=1, expert_bias=True).moe
     config = small_config(
@@ -127,7 +129,7 @@ def test_all_tokens_on_one_expert_equal_the_plain_form(balance: str) -> None:
         router.bias.copy_(torch.eye(8)[5])
     tokens, labels = batch(seq=8)
     assert_equals_plain_form(model, tokens, labels)
-    chosen, valid = 5 if balance == "bias" else 0, (labels != IGNORE).sum()
+    chosen, valid = 5 if balance in ("bias", "quantile") else 0, (labels != IGNORE).sum()
     assert all(router.counts[chosen] == router.counts.sum() == valid for router in model.routers.values())
 
 
@@ -201,7 +203,9 @@ def train(
             for parameter in model.parameters():
                 parameter -= 0.1 * parameter.grad
         counts = torch.stack([router.counts for router in routers])
-        update_routers(routers, counts, torch.tensor(float(step in skipped)))
+        quantile = routers[0].config.balance == "quantile"
+        required = torch.stack([router.required for router in routers]) if quantile else None
+        update_routers(routers, counts, torch.tensor(float(step in skipped)), required)
         trace.biases.append(torch.stack([router.bias.clone() for router in routers]))
         trace.counts.append(torch.stack([router.previous_counts.clone() for router in routers]))
     return trace
@@ -248,6 +252,54 @@ def assert_bias_moves_by_the_sign(config: ModelConfig) -> None:
                 step = torch.tensor(0.03 * (count < share) - 0.03 * (count > share), dtype=torch.float32)
                 bias[layer, expert] += step
         assert torch.equal(after, bias)
+
+
+def assert_quantiles_are_solved(config: ModelConfig) -> None:
+    """From the required biases of the valid tokens of a step, token by token; nothing is left for the next step."""
+    model, (tokens, labels) = moe_model(config), batch(sequences=4)
+    mixture, parameters = mixture_of(model), {name: p.detach() for name, p in model.named_parameters()}
+    reference_loss(parameters, config, tokens, labels, mixture=mixture)
+    for part in torch.arange(4).chunk(2):
+        model(tokens[part], labels[part])[0].backward()
+    routers = list(model.routers.values())
+    counts = torch.stack([router.counts for router in routers])
+    update_routers(routers, counts, torch.tensor(0.0), torch.stack([router.required for router in routers]))
+    assert config.moe is not None
+    for layer, router in model.routers.items():
+        expected = solved(mixture.required[layer], mixture.bias[layer], config.moe.top_k)
+        assert_close(router.bias.double(), torch.tensor(expected, dtype=torch.float64), rtol=0.0, atol=1e-7)
+        assert not router.required.any()
+
+
+@pytest.mark.parametrize("changes", [{}, {"score_function": "sigmoid", "top_k": 3}, {"top_k": 7}], ids=str)
+def test_quantile_balancing_solves_the_biases_of_the_plain_form(changes: dict[str, Any]) -> None:
+    assert_quantiles_are_solved(moe_config(balance="quantile", **changes))
+
+
+def test_quantile_balancing_evens_the_load_of_the_same_tokens() -> None:
+    """Exactly even but for what a bin does not resolve and for tokens whose cutoff moved with the biases."""
+    config = moe_config(balance="quantile", score_function="sigmoid")
+    model, (tokens, labels) = moe_model(config), batch(sequences=32)
+    routers, spread = list(model.routers.values()), []
+    for _ in range(6):
+        model(tokens, labels)[0].backward()
+        counts = torch.stack([router.counts for router in routers])
+        spread.append((counts.max() / counts.double().mean()).item())
+        required = torch.stack([router.required for router in routers])
+        update_routers(routers, counts, torch.tensor(0.0), required)
+    assert spread[0] > 1.5
+    assert spread[-1] < 1.15
+
+
+def test_a_step_without_a_valid_token_keeps_the_biases() -> None:
+    model = moe_model(moe_config(balance="quantile"))
+    tokens, labels = batch()
+    before = [router.bias.clone() for router in model.routers.values()]
+    model(tokens, torch.full_like(labels, IGNORE))[0].backward()
+    routers = list(model.routers.values())
+    counts = torch.stack([router.counts for router in routers])
+    update_routers(routers, counts, torch.tensor(0.0), torch.stack([r.required for r in routers]))
+    assert all(torch.equal(router.bias, bias) for router, bias in zip(routers, before, strict=True))
 
 
 @pytest.mark.long

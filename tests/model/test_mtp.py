@@ -20,6 +20,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "three": {"mtp": {"depth": 3, "loss_coef": 0.7}},
     "tied": {"mtp": {"depth": 2}, "tie_embeddings": True, "scale_embeddings": True},
     "sandwich": {"mtp": {"depth": 2}, "norm_position": "sandwich", "zero_centered_norms": True},
+    "attention residuals": {
+        "mtp": {"depth": 2},
+        "n_layers": 3,
+        "residual": "attention",
+        "residual_block_size": 2,
+    },
     "kinds of layers": {
         "mtp": {"depth": 2},
         "layer_pattern": ["sliding", "full", "nope"],

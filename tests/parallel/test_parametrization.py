@@ -61,7 +61,7 @@ def test_factors_are_those_of_the_table(name: str, table: dict[str, tuple[float,
 
 
 @pytest.mark.parametrize("rule", ["mup", "completep"])
-@pytest.mark.parametrize("name", ["debug", "moe_debug", "mla_debug", "hybrid_debug"])
+@pytest.mark.parametrize("name", ["debug", "moe_debug", "mla_debug", "hybrid_debug", "k3_debug"])
 @pytest.mark.parametrize("options", [[], ["--model.tie_embeddings=true", "--model.zero_centered_norms=true"]])
 def test_with_the_sizes_of_the_base_nothing_changes(name: str, rule: str, options: list[str]) -> None:
     plain = load_config(["--config", name, *options])

@@ -371,3 +371,97 @@ def rates_left_behind() -> None:
         return starts, [replace(shard, rates=Rates()) for shard in shards]
 
     build.describe = plain
+
+
+def mix_queries_left_apart() -> None:
+    """Queries of attention residuals without the gradient of other tp ranks' tokens."""
+    _left_apart(["mix.query"])
+
+
+def saved_streams_detached() -> None:
+    """Saved streams that enter a pipeline stage without a way back for their gradients."""
+    from forge.model import Transformer
+
+    forward = Transformer.forward
+
+    def detached(self: Any, x: Tensor, *args: Any) -> Tensor:
+        return forward(self, x if self.embeds else torch.cat([x[:1], x[1:].detach()]), *args)
+
+    Transformer.forward = detached  # type: ignore[method-assign]
+
+
+def residual_blocks_of_the_stage() -> None:
+    """Residual blocks counted from the first layer of a pipeline stage."""
+    from forge.model import Transformer
+
+    init = Transformer.__init__
+
+    def local(self: Any, config: Any, seq_len: int, layers: Any = None, *args: Any, **named: Any) -> None:
+        init(self, config, seq_len, layers, *args, **named)
+        for number, layer in enumerate(self.trunk):
+            if layers is not None and layers.start:
+                self.layers[layer].begins_block = number % config.residual_block_size == 1
+
+    Transformer.__init__ = local  # type: ignore[method-assign]
+
+
+def latents_of_experts_left_apart() -> None:
+    """Projections to the latents of experts without the gradient of other tp ranks' tokens."""
+    _left_apart(["to_latent", "from_latent", "latent_norm"])
+
+
+def quantiles_of_own_tokens() -> None:
+    """Biases solved from the histograms of one rank."""
+    from forge.parallel.step import routers
+
+    reduce = routers.dist.all_reduce
+
+    def own(values: Tensor, *args: Any, **named: Any) -> Any:
+        return None if values.dtype == torch.int32 else reduce(values, *args, **named)
+
+    routers.dist.all_reduce = own
+
+
+def quantiles_of_the_last_microbatch() -> None:
+    """Histograms that each microbatch begins again."""
+    from forge.model.router import Router
+
+    forward = Router.forward
+
+    def again(self: Any, x: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if labels is not None and torch.is_grad_enabled() and labels.shape[0] < 8:
+            self.required.zero_()
+        return forward(self, x, labels)
+
+    Router.forward = again  # type: ignore[method-assign]
+
+
+def decays_without_bound() -> None:
+    """Decays of Kimi Delta Attention whose bound is lost where heads are split."""
+    from forge.model import Decay
+    from forge.parallel.tensor.local import LocalDecay
+
+    def unbound(self: Any, a: Tensor) -> Tensor:
+        bound, self.bound = self.bound, 0.0
+        try:
+            return Decay.forward(self, a)
+        finally:
+            self.bound = bound
+
+    LocalDecay.forward = unbound  # type: ignore[method-assign]
+
+
+def positions_in_position_free_latents() -> None:
+    """Latent attention that rotates keys of position-free layers where the sequence is split."""
+    from forge.model import LatentAttention
+
+    forward = LatentAttention.forward
+
+    def rotating(self: Any, x: Tensor, shared: Any) -> Tensor:
+        free, self.rotation = self.rotation, 0
+        try:
+            return forward(self, x, shared)
+        finally:
+            self.rotation = free
+
+    LatentAttention.forward = rotating  # type: ignore[method-assign]

@@ -32,6 +32,23 @@ LINEAR = [
     "--model.linear_attention.key_head_dim=16",
     "--model.linear_attention.value_head_dim=16",
 ]
+RESIDUALS = ["--model.residual=attention", "--model.residual_block_size=1"]
+LATENT_EXPERTS = [*MOE, "--model.moe.latent_dim=32", "--model.moe.n_shared_experts=1"]
+K3 = [
+    *MLA,
+    '--model.layer_pattern=["linear","nope"]',
+    "--model.attention_gate=element",
+    "--model.linear_attention.kind=kimi_delta",
+    "--model.linear_attention.n_key_heads=4",
+    "--model.linear_attention.key_head_dim=16",
+    "--model.linear_attention.full_rank_gate=true",
+    "--model.linear_attention.decay_bound=5.0",
+    *RESIDUALS,
+    *LATENT_EXPERTS,
+    "--model.moe.balance=quantile",
+    "--model.moe.score_function=sigmoid",
+    "--model.activation=situ",
+]
 DOCUMENTS = ["--data.document_mask=true"]
 WINDOW = ['--model.layer_pattern=["sliding","full"]', "--model.sliding_window=32"]
 
@@ -69,6 +86,11 @@ ONE: dict[str, list[str]] = {
     "experts with capacity": [*MOE, "--model.moe.capacity_factor=1.5"],
     "experts with biases": [*MOE, "--model.moe.expert_bias=true", "--model.moe.router_bias=true"],
     "experts in float32": [*MOE, "--precision.compute=float32"],
+    "attention residuals": RESIDUALS,
+    "attention residuals, recomputed": [*RESIDUALS, "--activation_checkpoint.mode=full"],
+    "latent experts": LATENT_EXPERTS,
+    "quantile balancing": [*MOE, "--model.moe.balance=quantile"],
+    "the parts of kimi k3": K3,
     "z-loss": ["--train.z_loss_coef=0.001"],
     "recompute": ["--activation_checkpoint.mode=full"],
     "recompute selectively": ["--activation_checkpoint.mode=selective"],
@@ -144,6 +166,8 @@ FOUR: dict[str, list[str]] = {
         *MOE,
     ],
     "pp with mtp and zero1": ["--parallel.pp=2", "--model.mtp.depth=1", "--parallel.data_parallel=zero1"],
+    "pp with attention residuals": [*RESIDUALS, "--parallel.pp=2", "--pipeline.schedule=1F1B"],
+    "kimi k3 over tp and ep": [*K3, "--parallel.tp=2", "--parallel.ep=2"],
     "tp and cp": ["--parallel.tp=2", "--parallel.cp=2"],
     "tp and pp": ["--parallel.tp=2", "--parallel.pp=2"],
     "muon over fsdp2": ["--optimizer.name=muon"],

@@ -16,6 +16,7 @@ BALANCE = {
     "groups": 'balance = "bias"\nscore_function = "sigmoid"\nz_loss_coef = 0.1\nn_expert_groups = 4\nn_limited_groups = 2\n'
     "bias_update_rate = 0.05\nroute_scale = 1.5",
     "none": 'balance = "none"\nnormalize_top_k = false',
+    "quantile": 'balance = "quantile"\nscore_function = "sigmoid"\ntop_k = 3\nlatent_dim = 20',
     "one each": "top_k = 1\nbias_update_rate = 0.05",
 }
 
@@ -48,6 +49,8 @@ MODELS = {
     "experts": EXPERTS
     + "n_shared_experts = 1\nbalance = 'sequence_aux_loss'\naux_loss_coef = 0.1\nz_loss_coef = 0.01\n",
     "tied experts": "tie_embeddings = true\n" + EXPERTS + "balance = 'aux_loss'\naux_loss_coef = 0.1\n",
+    "residuals": "residual = 'attention'\nresidual_block_size = 2\n",
+    "residuals, experts": "residual = 'attention'\nresidual_block_size = 3\n" + EXPERTS + "latent_dim = 20\n",
     "biased experts": EXPERTS + "balance = 'bias'\nscore_function = 'sigmoid'\n",
 }
 

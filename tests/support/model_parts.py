@@ -8,11 +8,13 @@ from tests.support.equivalence import tiny_config
 
 # name -> (keys of [model], keys of [model.moe]; a part with the latter makes the model a mixture).
 PARTS: dict[str, tuple[str, str]] = {
+    "residuals": ('residual = "attention"\nresidual_block_size = 2', ""),
     "post": ('norm_position = "post"', ""),
     "sandwich": ('norm_position = "sandwich"', ""),
     "zero-centered": ("zero_centered_norms = true", ""),
     "gelu": ('activation = "gelu_tanh"', ""),
     "relu2": ('activation = "relu2"', ""),
+    "situ": ('activation = "situ"\nactivation_limit = 0.5\nactivation_up_limit = 2.0', ""),
     "clamped": ('activation = "clamped_swiglu"\nactivation_limit = 0.5', ""),
     "biases": ("ffn_bias = true\nattention_bias = true\nattention_output_bias = true", ""),
     "scaled": ("scale_embeddings = true\ntie_embeddings = true", ""),
@@ -21,6 +23,7 @@ PARTS: dict[str, tuple[str, str]] = {
     "ahead": ("mtp = { depth = 2, loss_coef = 0.5 }", ""),
     "expert biases": ("", "expert_bias = true\nrouter_bias = true\nn_shared_experts = 1"),
     "gated shared expert": ("", "n_shared_experts = 2\nshared_expert_gate = true"),
+    "latent experts": ("", "latent_dim = 20\nn_shared_experts = 2"),
     "some layers": ("", "every = 2\nbalance = 'aux_loss'\naux_loss_coef = 0.3"),
 }
 MIXTURE = "[model.moe]\nn_experts = 8\ntop_k = 2\nexpert_dim = 24\nbias_update_rate = 0.05\n"

@@ -67,8 +67,8 @@ def experts(parallel: str) -> str:
     return plan_text(parallel, model=EXPERTS).replace("n_kv_heads = 2\n", "")
 
 
-def pipeline(schedule: str, parallel: str = "") -> str:
-    text = float32(pipeline_text(2, schedule, parallel=parallel, micro=1))
+def pipeline(schedule: str, parallel: str = "", model: str = "plain") -> str:
+    text = float32(pipeline_text(2, schedule, model, parallel=parallel, micro=1))
     return text.replace("document_mask = true", "document_mask = false").replace(
         "global_batch_size = 8", "global_batch_size = 16"
     )

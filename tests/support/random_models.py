@@ -38,8 +38,10 @@ def draw_model(generator: random.Random) -> dict[str, Any]:
     kinds = ["full", "sliding", "nope", "linear"]
     model: dict[str, Any] = {
         "norm_position": choose(["pre", "pre", "post", "sandwich"]),
+        "residual": choose(["add", "add", "attention"]),
+        "residual_block_size": choose([1, 2, 3]),
         "zero_centered_norms": some(0.3),
-        "activation": choose(["silu", "silu", "gelu_tanh", "relu2", "clamped_swiglu"]),
+        "activation": choose(["silu", "silu", "gelu_tanh", "relu2", "clamped_swiglu", "situ"]),
         "activation_limit": 0.5,
         "ffn_bias": some(0.3),
         "attention_bias": some(0.3),
@@ -65,7 +67,11 @@ def draw_model(generator: random.Random) -> dict[str, Any]:
     if "sliding" in model["layer_pattern"]:
         model |= {"sliding_window": 24, "sliding_rope_theta": choose([0.0, 50.0])}
     if "linear" in model["layer_pattern"]:
-        model["linear_attention"] = LINEAR | {"kind": choose(["gated_delta", "kimi_delta"])}
+        model["linear_attention"] = LINEAR | {
+            "kind": choose(["gated_delta", "kimi_delta"]),
+            "full_rank_gate": some(),
+            "decay_bound": choose([0.0, 5.0]),
+        }
     if some(0.4):
         model["mtp"] = {"depth": choose([1, 2]), "loss_coef": 0.5}
     if some(0.6):
@@ -74,6 +80,7 @@ def draw_model(generator: random.Random) -> dict[str, Any]:
             "n_experts": 8,
             "top_k": choose([1, 2, 3]),
             "expert_dim": 24,
+            "latent_dim": choose([0, 0, 20]),
             "n_shared_experts": choose([0, 1, 2]),
             "shared_expert_gate": some(),
             "n_expert_groups": groups,
@@ -81,7 +88,7 @@ def draw_model(generator: random.Random) -> dict[str, Any]:
             "score_function": choose(["softmax", "sigmoid"]),
             "normalize_top_k": some(),
             "route_scale": choose([1.0, 1.5]),
-            "balance": choose(["bias", "aux_loss", "sequence_aux_loss", "none"]),
+            "balance": choose(["bias", "quantile", "aux_loss", "sequence_aux_loss", "none"]),
             "aux_loss_coef": 0.3,
             "z_loss_coef": choose([0.0, 0.1]),
             "bias_update_rate": 0.05,

@@ -29,8 +29,13 @@ def linear_attention(own: Parameters, config: ModelConfig, x: Tensor, documents:
             key = k[t, keys] / (k[t, keys].square().sum() + 1e-6).sqrt()
             query = q[t, keys] / (q[t, keys].square().sum() + 1e-6).sqrt() / size**0.5
             own_lengths = slice(head * channels, (head + 1) * channels)
-            step = (1 + (lengths[t, own_lengths] + bias[own_lengths]).exp()).log()
-            alpha = (-own["attention.decay.a_log"][head].exp() * step).exp()
+            length, rate = (
+                lengths[t, own_lengths] + bias[own_lengths],
+                own["attention.decay.a_log"][head].exp(),
+            )
+            alpha = (-rate * (1 + length.exp()).log()).exp()
+            if linear.kind == "kimi_delta" and linear.decay_bound:
+                alpha = (-linear.decay_bound * _sigmoid(rate * length)).exp()
             beta = _sigmoid(x[t] @ own["attention.wb.weight"][head])
             # As the papers write it: S = S Diag(alpha) (I - beta k k^T) + beta v k^T.
             erased = torch.eye(size, dtype=x.dtype) - beta * torch.outer(key, key)

@@ -11,6 +11,7 @@ from torch import Tensor
 from forge.config.model import ModelConfig, RopeScalingConfig
 from tests.support.reference_linear import linear_attention
 from tests.support.reference_moe import Mixture, Parameters, feed_forward
+from tests.support.reference_residual import DepthStream, through_layers
 
 
 def reference_loss(
@@ -66,9 +67,47 @@ def _one_sequence(
     mixture: Mixture | None,
 ):
     x = _embedded(parameters, config, tokens)
-    for layer in range(config.n_layers):
-        x = _block(parameters, config, layer, x, positions, documents, counts, mixture)
+    x = _trunk(parameters, config, x, positions, documents, counts, mixture)
     return _read(parameters, config, _norm(x, parameters["norm.weight"], config))
+
+
+def _trunk(
+    parameters: Parameters,
+    config: ModelConfig,
+    x: Tensor,
+    positions: Tensor,
+    documents: Tensor,
+    counts: list[bool],
+    mixture: Mixture | None,
+):
+    """All layers, up to the final norm."""
+    layers = range(config.n_layers)
+    if config.residual == "attention":
+        stream = _mixed(parameters, config, layers, x, positions, documents, counts, mixture)
+        return stream.read(parameters["mix.query"])
+    for layer in layers:
+        x = _block(parameters, config, layer, x, positions, documents, counts, mixture)
+    return x
+
+
+def _mixed(
+    parameters: Parameters,
+    config: ModelConfig,
+    layers: range,
+    x: Tensor,
+    positions: Tensor,
+    documents: Tensor,
+    counts: list[bool],
+    mixture: Mixture | None,
+) -> DepthStream:
+    def attention(layer: int, x: Tensor) -> Tensor:
+        return _attention_half(_own(parameters, layer), config, layer, x, positions, documents)
+
+    def ffn(layer: int, x: Tensor) -> Tensor:
+        return _ffn_half(_own(parameters, layer), config, layer, x, counts, mixture)
+
+    size, eps = config.residual_block_size, config.norm_eps
+    return through_layers(parameters, x, layers, size, eps, attention, ffn)
 
 
 def _embedded(parameters: Parameters, config: ModelConfig, tokens: Tensor) -> Tensor:
@@ -90,20 +129,36 @@ def _block(
     counts: list[bool],
     mixture: Mixture | None,
 ) -> Tensor:
-    own = {name: parameters[f"layers.{layer}.{name}"] for name in _names(parameters, layer)}
+    own = _own(parameters, layer)
+    x = x + _attention_half(own, config, layer, x, positions, documents)
+    return x + _ffn_half(own, config, layer, x, counts, mixture)
+
+
+def _own(parameters: Parameters, layer: int) -> Parameters:
+    return {name: parameters[f"layers.{layer}.{name}"] for name in _names(parameters, layer)}
+
+
+def _attention_half(
+    own: Parameters, config: ModelConfig, layer: int, x: Tensor, positions: Tensor, documents: Tensor
+) -> Tensor:
     h = _before(own, "attention", x, config)
     if config.kind_of(layer) == "linear":
         h = linear_attention(own, config, h, documents)
     else:
         h = _attention(own, config, layer, h, positions, documents)
-    x = x + _after(own, "attention", h, config)
+    return _after(own, "attention", h, config)
+
+
+def _ffn_half(
+    own: Parameters, config: ModelConfig, layer: int, x: Tensor, counts: list[bool], mixture: Mixture | None
+) -> Tensor:
     h = _before(own, "ffn", x, config)
     if "feed_forward.router.weight" in own:
         assert mixture is not None
         h = mixture.feed_forward(own, layer, h, counts, config)
     else:
         h = feed_forward(own, "feed_forward", h, config)
-    return x + _after(own, "ffn", h, config)
+    return _after(own, "ffn", h, config)
 
 
 def reference_loss_ahead(
@@ -115,8 +170,7 @@ def reference_loss_ahead(
     for row, label, document in zip(tokens, labels.tolist(), documents, strict=True):
         length, where = len(row), torch.arange(len(row))
         x = _embedded(parameters, config, row)
-        for layer in range(config.n_layers):
-            x = _block(parameters, config, layer, x, where, document, [], None)
+        x = _trunk(parameters, config, x, where, document, [], None)
         x = _norm(x, parameters["norm.weight"], config)
         for ahead in range(1, config.mtp.depth + 1):
             layer = config.n_layers + ahead - 1
@@ -126,9 +180,11 @@ def reference_loss_ahead(
                 _embedded(parameters, config, torch.tensor(later)), own["embedding_norm.weight"], config
             )
             both = torch.cat([embedded, _norm(x, own["hidden_norm.weight"], config)], dim=-1)
-            x = _block(
-                parameters, config, layer, both @ own["projection.weight"].T, where, document, [], None
-            )
+            joined, more = both @ own["projection.weight"].T, (where, document, [], None)
+            if config.residual == "attention":
+                x = _mixed(parameters, config, range(layer, layer + 1), joined, *more).partial
+            else:
+                x = _block(parameters, config, layer, joined, *more)
             x = _norm(x, own["output_norm.weight"], config)
             for i, logits in enumerate(_read(parameters, config, x)):
                 there = i + ahead < length and document[i + ahead] == document[i]

@@ -15,6 +15,7 @@ class Mixture:
 
     def __init__(self, config: MoEConfig, bias: dict[int, list[float]], previous: dict[int, list[int]]):
         self.config, self.bias, self.previous = config, bias, previous
+        self.required: dict[int, list[list[float]]] = {layer: [] for layer in bias}
         self.counts = {layer: [0] * config.n_experts for layer in bias}
         self.aux = {layer: torch.zeros((), dtype=torch.float64) for layer in bias}
         self.z_loss = {layer: torch.zeros((), dtype=torch.float64) for layer in bias}
@@ -42,14 +43,25 @@ class Mixture:
                 scores = 1 / (1 + (-logits).exp())
             chosen = choose(config, scores.tolist(), self.bias[layer])
             total = sum(scores[e] for e in chosen) if config.normalize_top_k and config.top_k > 1 else 1.0
-            row = torch.zeros_like(token)
+            given = token
+            if config.latent_dim:
+                given = own["feed_forward.to_latent.weight"] @ token
+            row = torch.zeros_like(given)
             for e in chosen:
-                output = _expert(own, e, token, model)
+                output = _expert(own, e, given, model)
                 row = row + config.route_scale * scores[e] / total * output
+            if config.latent_dim:
+                factor = own["feed_forward.latent_norm.weight"] + (1 if model.zero_centered_norms else 0)
+                length = torch.sqrt(sum(number**2 for number in row) / len(row) + model.norm_eps)
+                row = own["feed_forward.from_latent.weight"] @ (row / length * factor)
             if config.n_shared_experts:
                 row = row + feed_forward(own, "feed_forward.shared", token, model)
             rows.append(row)
             if valid:
+                left = [e for e in range(config.n_experts) if e not in chosen]
+                if left:
+                    cutoff = max(scores[e].item() + self.bias[layer][e] for e in left)
+                    self.required[layer].append([cutoff - score.item() for score in scores])
                 for e in chosen:
                     here[e] += 1
                 shares = shares + scores / scores.sum()
@@ -66,7 +78,7 @@ class Mixture:
 
 def choose(config: MoEConfig, scores: list[float], bias: list[float]) -> list[int]:
     """The experts of one token, best first; of equal ones the lower index."""
-    biased = config.balance == "bias"
+    biased = config.balance in ("bias", "quantile")
     if biased:
         scores = [score + b for score, b in zip(scores, bias, strict=True)]
     size = config.n_experts // config.n_expert_groups
@@ -78,6 +90,22 @@ def choose(config: MoEConfig, scores: list[float], bias: list[float]) -> list[in
 
     groups = sorted(groups, key=lambda group: -worth(group))[: config.n_limited_groups]
     return sorted((e for group in groups for e in group), key=lambda e: (-scores[e], e))[: config.top_k]
+
+
+def solved(required: list[list[float]], bias: list[float], top_k: int, bins: int = 1000) -> list[float]:
+    """The biases that quantile balancing solves from each token's required ones: a histogram, read expert by expert."""
+    low, high = min(bias) - 1, max(bias) + 1
+    width, found = (high - low) / bins, []
+    for e in range(len(bias)):
+        counts = [0] * bins
+        for token in required:
+            counts[min(bins - 1, max(0, int((token[e] - low) // width)))] += 1
+        wanted, below, index = len(required) * top_k / len(bias), 0, 0
+        while below + counts[index] < wanted:
+            below += counts[index]
+            index += 1
+        found.append(low + width * (index + (wanted - below) / counts[index]))
+    return [value - sum(found) / len(found) for value in found]
 
 
 def _expert(own: Parameters, number: int, x: Tensor, config: ModelConfig) -> Tensor:
@@ -108,6 +136,10 @@ def activated(gate: Tensor, up: Tensor | None, config: ModelConfig) -> Tensor:
         return torch.where(gate > 0, gate * gate, 0.0)
     if config.activation == "gelu_tanh":
         return gate / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
+    if config.activation == "situ":
+        gate_limit, up_limit = config.activation_limit, config.activation_up_limit
+        bounded = gate_limit * torch.tanh(gate / gate_limit) / (1 + torch.exp(-gate))
+        return bounded * up_limit * torch.tanh(up / up_limit)
     if config.activation == "clamped_swiglu":
         limit = config.activation_limit
         gate = torch.where(gate > limit, limit, gate)

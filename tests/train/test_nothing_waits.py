@@ -52,6 +52,7 @@ CASES = {
     ],
     "mla_debug": [*ENGINES[:2], *AXES],
     "hybrid_debug": [*ENGINES[:2], *AXES],
+    "k3_debug": [*ENGINES[:2], *AXES, {"parallel.ep": 2}],
 }
 
 
@@ -120,7 +121,7 @@ def _text(name: str, keys: dict[str, Any]) -> str:
     return to_toml(for_layout(config, replace(degrees, accumulation=1)))
 
 
-SLOW = ("debug", "mla_debug", "hybrid_debug")
+SLOW = ("debug", "mla_debug", "hybrid_debug", "k3_debug")
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ class PipelinedModel(ParallelModel):
         self.compute = layout.compute
         # An extension point, for ranks without peers.
         self.isend: Callable[..., dist.Work | None] = dist.isend
-        self._dim, self._vocab = layout.model.dim, layout.model.vocab_size
+        self._config = layout.model
         self._pieces = layout.parallel.tp if layout.parallel.sequence_parallel else 1
         self._tied = None
         if layout.model.embedding_at_both_ends:
@@ -110,7 +110,7 @@ class PipelinedModel(ParallelModel):
         """Return scores `[batch, seq, vocab]` on all ranks: the rank of the last stage broadcasts them."""
         scores = self._forward(inputs)
         if scores is None:
-            shape = (*inputs.tokens.shape, self._vocab)
+            shape = (*inputs.tokens.shape, self._config.vocab_size)
             scores = torch.empty(shape, dtype=promoted(self.compute), device=inputs.tokens.device)
         scores = scores.contiguous()
         dist.broadcast(scores, group=self.pp, group_src=self.plan.ends[1])
@@ -123,15 +123,21 @@ class PipelinedModel(ParallelModel):
         run.messages.close()
         return run
 
-    def activation_shape(self, inputs: Batch) -> tuple[int, int, int]:
-        """Return the shape that stages send for `inputs`: `[batch, this rank's piece of the sequence, dim]`."""
+    def activation_shape(self, inputs: Batch, layer: int) -> tuple[int, ...]:
+        """Return the shape that a stage which begins at `layer` receives for `inputs`.
+
+        `[batch, this rank's piece of the sequence, dim]`; with attention residuals `[streams, batch, ...]`.
+        """
         rows, seq = inputs.tokens.shape
-        return rows, seq // self._pieces, self._dim
+        shape = rows, seq // self._pieces, self._config.dim
+        mixes = self._config.residual == "attention"
+        return (self._config.streams_into(layer), *shape) if mixes else shape
 
     def run_forward(self, part: StageModel, x: Tensor, inputs: Batch) -> Tensor:
         """Return what the stage computes from `x`: tokens `[batch, seq]`, or the activation of the stage before."""
         positions = inputs.positions
-        if positions is None and x.shape[1] != inputs.tokens.shape[1]:
+        piece = x.shape[1] if part.stage.embed else x.shape[-2]
+        if positions is None and piece != inputs.tokens.shape[1]:
             # A stage that gets a piece of the sequence cannot see how long the whole is.
             rows, seq = inputs.tokens.shape
             positions = torch.arange(seq, device=x.device).expand(rows, seq)
@@ -161,7 +167,10 @@ class _Run:
         elif kind == "SEND_B":
             self.messages.send(Action(stage - 1, "B", microbatch))
         elif kind in ("RECV_F", "RECV_B"):
-            shape = self._model.activation_shape(self._microbatches[microbatch])
+            # The gradient of a stage's output is shaped like the input of the next stage.
+            layers = self._model.stages[stage].stage.layers
+            layer = layers.start if kind == "RECV_F" else layers.stop
+            shape = self._model.activation_shape(self._microbatches[microbatch], layer)
             self.messages.receive(Action(stage, kind[-1], microbatch), shape, self._model.compute)
         elif kind == "F":
             self._forward(stage, microbatch)

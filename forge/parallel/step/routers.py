@@ -44,7 +44,8 @@ class Routers:
     def update(self, skip: Tensor) -> RouterReport | None:
         """Update the balancing state by one step, unless `skip` (device scalar) is 1, and restart counting.
 
-        Collective: one all-reduce over all ranks that carry tokens, for all layers together; one more between stages.
+        Collective: one all-reduce over all ranks that carry tokens, for all layers together; one more for the histograms of
+        quantile balancing, and one between stages.
         """
         if not self._layers:
             return None
@@ -68,7 +69,12 @@ class Routers:
         if self._stage.size() > 1:
             dist.all_reduce(sums, group=self._stage)
         counts, losses, dropped = sums.split([counted.shape[1], 2, 1], dim=1)
-        update_routers(routers, counts.to(torch.int64), skip)
+        required = None
+        if routers[0].config.balance == "quantile":
+            required = torch.stack([router.required for router in routers])
+            if self._stage.size() > 1:
+                dist.all_reduce(required, group=self._stage)
+        update_routers(routers, counts.to(torch.int64), skip, required)
         tokens = (counts.sum(1, keepdim=True) / routers[0].config.top_k).clamp(min=1)
         bias = torch.stack([router.bias for router in routers]).double()
         ends = bias.amin(1, keepdim=True), bias.amax(1, keepdim=True)

@@ -83,6 +83,8 @@ def partial_shards(model: nn.Module, shards: Sequence[Shard]) -> list[Shard]:
 def _sees_a_part(model: nn.Module, name: str, plan: Plan, pieces: bool) -> bool:
     """Whether the module `name` works on, or for, only some of the tokens or heads."""
     parent, _, leaf = name.rpartition(".")
+    if leaf == "latent_norm":
+        return True
     if leaf in ("wa_down", "wg_down"):
         return plan.get(f"{parent}.{leaf.removesuffix('_down')}") == "colwise"
     if leaf == "latents":

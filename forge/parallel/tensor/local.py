@@ -15,6 +15,7 @@ from forge.model import Decay, Embedding, HeadIndices, RMSNorm, Router, SharedGa
 from forge.model.mla import Latents
 from forge.model.mtp import Join
 from forge.model.norm import ProjectionNorm, promoted
+from forge.model.residual import DepthMix
 from forge.parallel.step.collectives import (
     gather_for_all,
     gather_for_parts,
@@ -107,6 +108,19 @@ class LocalRouter(Router):
         return F.linear(x.to(self.weight.dtype), local_tensor(self.weight), bias)
 
 
+class LocalMix(DepthMix):
+    """A mix over depth of this rank's part of the tokens; its query is whole on every rank."""
+
+    def __init__(self, plain: DepthMix, place: Place):
+        with torch.device("meta"):
+            super().__init__(plain.query.numel(), plain.eps)
+        self.query = distributed(plain.query, place.mesh, Replicate())
+        self.partial_gradients = place.partial
+
+    def weight(self) -> Tensor:
+        return local_tensor(self.query)
+
+
 class LocalJoin(Join):
     """A projection of this rank's part of the tokens; its weight is whole on every rank."""
 
@@ -153,7 +167,7 @@ class LocalDecay(Decay):
 
     def __init__(self, plain: Decay, place: Place, *, split: bool):
         with torch.device("meta"):
-            super().__init__(plain.a_log.numel(), plain.channels)
+            super().__init__(plain.a_log.numel(), plain.channels, plain.bound)
         _take_parameters(self, plain, place.mesh, Split(0) if split else Replicate())
 
     def weights(self) -> list[Tensor]:

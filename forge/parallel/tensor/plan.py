@@ -57,8 +57,10 @@ from forge.model import (
 )
 from forge.model.linear_attention import Narrow
 from forge.model.mla import Down, Latents, Up
+from forge.model.moe import Piecewise
 from forge.model.mtp import Join
 from forge.model.norm import ProjectionNorm
+from forge.model.residual import DepthMix
 from forge.parallel.layout import Layout
 from forge.parallel.modules import for_all_layers, has_all_names, matches_exact_depth
 from forge.parallel.tensor.local import (
@@ -67,6 +69,7 @@ from forge.parallel.tensor.local import (
     LocalEmbedding,
     LocalJoin,
     LocalLinear,
+    LocalMix,
     LocalNarrow,
     LocalNorm,
     LocalRouter,
@@ -264,6 +267,8 @@ STYLES: dict[type[nn.Module], dict[str | None, Apply]] = {
         None: partial(LocalLinear, split=False, partial=False),
     },
     Narrow: {None: LocalNarrow},
+    # Every rank routes its own piece of the sequence, also where the stream is whole on every rank.
+    Piecewise: {None: partial(LocalLinear, split=False, partial=True)},
     Latents: {None: SharedLatents},
     HeadIndices: {"colwise": split_indices},
     Sinks: {"colwise": partial(LocalSinks, split=True), None: partial(LocalSinks, split=False)},
@@ -293,6 +298,7 @@ STYLES: dict[type[nn.Module], dict[str | None, Apply]] = {
     ProjectionNorm: {None: local_projection_norm},
     RMSNorm: {"sequence_parallel": LocalNorm, None: LocalNorm},
     Router: {None: LocalRouter},
+    DepthMix: {None: LocalMix},
     Join: {None: LocalJoin},
     SharedGate: {None: LocalSharedGate},
     ShortConvolution: {

@@ -186,14 +186,18 @@ def _effective(model: ModelConfig) -> dict[str, Any]:
         flat |= {"sliding_window": 0, "sliding_rope_theta": 0.0}
     if scaling is None and model.sliding_rope_theta == model.rope_theta:
         flat["sliding_rope_theta"] = 0.0
-    if model.activation != "clamped_swiglu":
+    if model.activation not in ("clamped_swiglu", "situ"):
         del flat["activation_limit"]
+    if model.activation != "situ":
+        del flat["activation_up_limit"]
     if model.attention_scale_dim == model.head_dim and model.latent is None:
         flat["attention_scale_dim"] = 0.0
     if not model.qk_norm:
         del flat["qk_norm_over"]
+    if model.residual == "add":
+        del flat["residual_block_size"]
     if model.moe is not None:
-        flat["moe.balance"] = "bias" if model.moe.balance == "bias" else "not bias"
+        flat["moe.balance"] = "bias" if model.moe.biased else "not bias"
         if model.moe.n_limited_groups == model.moe.n_expert_groups:
             flat["moe.n_expert_groups"] = flat["moe.n_limited_groups"] = 1
         if model.moe.n_dense_layers == 0 and model.moe.every == 1:

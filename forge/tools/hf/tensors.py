@@ -187,7 +187,7 @@ def _router_state(
         return Weight(name, shape, (), shape, is_state=True, dtype=tensor.dtype)
     assert model.moe is not None
     # Forge's bias is used only where it balances the load.
-    ours = name if model.moe.balance == "bias" else None
+    ours = name if model.moe.biased else None
     their_shape = (1, *shape) if architecture.router_bias_is_2d else shape
     theirs = f"{prefix}.{architecture.router_bias}"
     return Weight(ours, shape, (theirs,), their_shape, is_state=True, dtype=tensor.dtype)

@@ -305,14 +305,13 @@ def rough_seconds(config: Config, degrees: Degrees, hardware: Hardware, model: M
     context = layers * 3 * seconds("all_gather", microbatch * d.cp * keys / d.tp, d.tp, d.cp)
     experts = 0.0
     if config.model.moe is not None:
-        sent = microbatch * config.model.moe.top_k / d.tp
+        moe, calls = config.model.moe, layers * EXPERT_CALLS.get(mode, 4)
+        row = microbatch / d.tp * (moe.latent_dim or dim) / dim
         near, nodes = d.ep, d.on_nodes(config, hardware.cards_per_node).ep_nodes
-        calls = layers * EXPERT_CALLS.get(mode, 4)
         if nodes > 1:
             near = d.ep // nodes
-            to_nodes = microbatch * visited_nodes(config.model.moe, nodes) / d.tp
-            experts += calls * seconds("all_to_all", to_nodes, near, nodes)
-        experts += calls * seconds("all_to_all", sent, 1, near)
+            experts += calls * seconds("all_to_all", row * visited_nodes(moe, nodes), near, nodes)
+        experts += calls * seconds("all_to_all", row * moe.top_k, 1, near)
     held, shards = held_parameters(d, model), d.dp_shard * d.cp
     gather = seconds("all_gather", held * width, d.tp, shards)
     scatter = seconds("reduce_scatter", held * reduce, d.tp, shards)

@@ -153,7 +153,9 @@ class _Microbatch:
     def begin(self, _part: nn.Module, args: tuple[Any, ...]) -> None:
         if _recomputing():
             return
-        self.row, self._next_row = self._next_row, self._next_row + len(args[0])
+        # A stage's input with attention residuals is [streams, batch, seq, dim].
+        rows = args[0].shape[1 if args[0].ndim == 4 else 0]
+        self.row, self._next_row = self._next_row, self._next_row + rows
         self.calls = Counter(self._elsewhere)
 
     def end_step(self) -> None:

@@ -172,6 +172,16 @@ def _save(
     return wholes
 
 
+def _quantile(bins: list[int], share: float) -> float:
+    """Return the place, in bins, below which this share of the counts lies."""
+    below = 0
+    for index, count in enumerate(bins):
+        if count and below + count >= share * sum(bins):
+            return index + (share * sum(bins) - below) / count
+        below += count
+    return 0.0
+
+
 def _move_routers(model: Transformer, valid: Tensor) -> dict[str, Tensor]:
     """One step of every router's state, written out expert by expert; keyed as in `record_on_rank`."""
     moved = {}
@@ -181,6 +191,14 @@ def _move_routers(model: Transformer, valid: Tensor) -> dict[str, Tensor]:
             for expert, count in enumerate(counts):
                 even = sum(counts) / moe.n_experts
                 router.bias[expert] += moe.bias_update_rate * ((count < even) - (count > even))
+        if moe.balance == "quantile":
+            low, high = router.bias.min().item() - 1, router.bias.max().item() + 1
+            solved = [_quantile(row, moe.top_k / moe.n_experts) for row in router.required.tolist()]
+            if sum(counts):
+                middle = sum(solved) / len(solved)
+                width = (high - low) / router.required.shape[1]
+                router.bias.copy_(torch.tensor([width * (place - middle) for place in solved]))
+            router.required.zero_()
         router.previous_counts = router.counts.clone()
         losses = (router.losses / max(1, sum(counts) / moe.top_k)).tolist()
         ends = router.bias.min().item(), router.bias.max().item()

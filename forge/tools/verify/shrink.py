@@ -179,6 +179,7 @@ def _model(model: ModelConfig) -> dict[str, Any]:
         "n_layers": min(model.n_layers, LAYERS),
         "sliding_window_pattern": min(model.sliding_window_pattern, LAYERS),
         "layer_pattern": _kinds(model, LAYERS),
+        "residual_block_size": min(model.residual_block_size, LAYERS // 2),
         # So that a product keeps the size of its sums: with the weights of a wide model attention would be even.
         "init_std": min(0.5, model.init_std * max(1.0, sqrt(model.dim / dim))),
     }
@@ -225,7 +226,7 @@ def other_parts(model: ModelConfig, factor: Fraction) -> dict[str, Any]:
 
 
 def _experts(model: ModelConfig, moe: MoEConfig, dim: int) -> dict[str, Any]:
-    groups = _few(moe.n_expert_groups)
+    groups, factor = _few(moe.n_expert_groups), Fraction(min(dim, 32), model.dim)
     n_experts = moe.n_experts if moe.n_experts <= 8 else groups * _few(moe.n_experts // groups)
     while n_experts < 8 and moe.n_experts % (2 * n_experts) == 0:
         n_experts *= 2
@@ -238,7 +239,8 @@ def _experts(model: ModelConfig, moe: MoEConfig, dim: int) -> dict[str, Any]:
         "n_limited_groups": limited,
         "top_k": min(moe.top_k, max(1, n_experts // 2), limited * n_experts // groups),
         "n_shared_experts": min(moe.n_shared_experts, 2),
-        "expert_dim": _scaled(moe.expert_dim, Fraction(min(dim, 32), model.dim)),
+        "expert_dim": _scaled(moe.expert_dim, factor),
+        "latent_dim": _scaled(moe.latent_dim, factor) if moe.latent_dim else 0,
         "every": min(moe.every, 2),
         "n_dense_layers": min(moe.n_dense_layers, 1 if moe.n_dense_layers < model.n_layers else LAYERS),
         "capacity_factor": 0.0,

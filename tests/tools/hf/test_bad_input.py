@@ -282,6 +282,11 @@ NOT_IN_TRANSFORMERS: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["Qwen3MoeForCausalLM", "model.moe.balance = 'bias'"],
     ),
     "one_choice_of_softmax": ({"moe": MOE | {"top_k": 1, "balance": "none"}}, ["model.moe.top_k = 1"]),
+    "attention_residuals": ({"residual": "attention"}, ["model.residual = 'attention' (it would be 'add')"]),
+    "latent_experts": (
+        {"moe": MOE | {"latent_dim": 8, "balance": "none"}},
+        ["model.moe.latent_dim = 8 (it would be 0)"],
+    ),
     "scaled_softmax": (
         {"moe": MOE | {"balance": "none", "route_scale": 2.0}},
         ["MixtralForCausalLM", "model.moe.route_scale = 2.0"],

@@ -285,3 +285,17 @@ def test_a_preset_is_the_published_model(name: str) -> None:
     plain = {f"{n}.weight" for n, m in theirs.named_modules() if isinstance(m, torch.nn.Linear)}
     plain -= {"lm_head.weight"} if model.tie_embeddings else set()
     assert plain <= {their_name for weight in weights for their_name in weight.theirs}
+
+
+def test_kimi_k3_has_the_published_shape_and_number_of_parameters() -> None:
+    """config.json of moonshotai/Kimi-K3 at f831ab66; published: 2.8 trillion parameters, 104 billion active."""
+    model = load_config(["--config", "kimi-k3"]).model
+    linear = [layer + 1 for layer in range(model.n_layers) if model.kind_of(layer) == "linear"]
+    assert len(linear) == 69 and {93, *range(4, 93, 4)}.isdisjoint(linear)
+    built = on_meta(model)
+    counts = parameter_counts(built)
+    routed = sum(p.numel() for name, p in built.named_parameters() if ".experts." in name)
+    assert routed == 92 * 896 * 33_030_144
+    assert round(counts.total / 1e12, 1) == 2.8
+    embedding = model.vocab_size * model.dim
+    assert round((counts.active - embedding) / 1e9) == 104

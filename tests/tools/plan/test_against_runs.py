@@ -29,6 +29,7 @@ from tests.support.planning import (
     traced,
 )
 
+RESIDUALS = "residual = 'attention'\nresidual_block_size = 2\n"
 CASES = {
     "fsdp2": (plan_text().replace("global_batch_size = 8", "global_batch_size = 20"), 4),
     "hybrid": (plan_text("dp_replicate = 2"), 4),
@@ -36,6 +37,11 @@ CASES = {
     "zero1 and ring": (plan_text('cp = 2\ncontext = "ring"\ndata_parallel = "zero1"'), 4),
     "experts": (experts("ep = 2\ntp = 2"), 4),
     "pipeline": (pipeline("1F1B"), 4),
+    "attention residuals in a pipeline": (pipeline("1F1B", model="residuals"), 4),
+    "attention residuals and latent experts": (
+        pipeline("Interleaved1F1B", "tp = 2", "residuals, experts"),
+        4,
+    ),
     "muon": (plan_text() + MUON, 4),
     "muon, tensor and zero2": (plan_text('tp = 2\ndata_parallel = "zero2"\ndp_replicate = 2') + MUON, 4),
     "muon and experts": (experts("ep = 2\ntp = 2") + MUON + "split_heads = true\n", 4),
@@ -99,6 +105,8 @@ ACTIVATIONS = {
     "plain": (larger(plan_text()), 1),
     "full": (larger(plan_text(), FULL), 1),
     "selective": (larger(plan_text(), SELECTIVE), 1),
+    "attention residuals": (larger(plan_text(model=RESIDUALS)), 1),
+    "attention residuals, full": (larger(plan_text(model=RESIDUALS), FULL), 1),
     "window": (larger(plan_text(model="sliding_window = 128\n")), 1),
     "experts": (larger(experts("")), 1),
     "tensor": (larger(plan_text("tp = 2")), 2),
@@ -124,6 +132,7 @@ def test_activations_and_the_peak_are_what_the_allocator_gives(name: str) -> Non
         (larger(plan_text()), 2),
         (larger(plan_text("reshard_after_forward = 'always'"), FULL), 4),
         (larger(pipeline("1F1B")), 2),
+        (larger(pipeline("1F1B", model="residuals")), 2),
         (larger(pipeline("ZBVZeroBubble")), 4),
     ],
 )

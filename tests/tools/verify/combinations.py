@@ -16,7 +16,15 @@ MLA = (
     "v_head_dim = 8\n"
 )
 
+# `config` writes keys of [model] first, then tables.
+K3 = (
+    'residual = "attention"\nresidual_block_size = 2\nlayer_pattern = ["linear", "linear", "linear", "nope"]\n'
+    f"{MLA}[model.linear_attention]\nkind = 'kimi_delta'\nn_key_heads = 4\nkey_head_dim = 8\nfull_rank_gate = true\n"
+    f"decay_bound = 5.0\n{MOE}latent_dim = 16\nbalance = 'quantile'\nscore_function = 'sigmoid'\n"
+)
+
 CONFIGS = {
+    "k3": config(K3).replace("n_layers = 2", "n_layers = 4"),
     "ahead": config("[model.mtp]\ndepth = 1\n"),
     "shared": config(f"{MOE}n_shared_experts = 1\n"),
     "latent": config(MLA),
@@ -124,6 +132,31 @@ COMBINATIONS = [
         combined.held_out_tokens_of_own_part, "dense", "cp=2", "held-out", "held-out loss", "held-out loss, cp"
     ),
     Defect(combined.generated_from_0, "dense", "cp=2", "generation", "generation", "generation, cp"),
+    Defect(
+        combined.mix_queries_left_apart, "k3", "tp=2", "gradient", r"mix\.query", "attention residuals, tp"
+    ),
+    Defect(
+        combined.saved_streams_detached, "k3", "pp=2", "gradient", r"embedding\.weight", "attention residuals, pp"
+    ),
+    Defect(
+        combined.residual_blocks_of_the_stage, "k3", "pp=2", "output", r"layers\.2", "residual blocks, pp"
+    ),
+    Defect(
+        combined.latents_of_experts_left_apart, "k3", "tp=2", "gradient",
+        r"layers\.3\.feed_forward\.(from_latent|latent_norm|to_latent)\.weight", "latent experts, tp",
+    ),
+    Defect(combined.quantiles_of_own_tokens, "k3", "dp_shard=2", "router", r"layers\.0", "quantile balancing, fsdp2"),
+    Defect(
+        combined.quantiles_of_the_last_microbatch, "k3", "pp=2", "router", r"layers\.0",
+        "quantile balancing, microbatches",
+    ),
+    Defect(
+        combined.decays_without_bound, "k3", "tp=2", "output", r"layers\.0\.attention\.decay", "bounded decays, tp"
+    ),
+    Defect(
+        combined.positions_in_position_free_latents, "k3", "cp=2", "output", r"layers\.3\.attention",
+        "NoPE latent attention, cp",
+    ),
     Defect(
         combined.rates_left_behind, "mup", ZERO1, "parameter", r".*", "mup, zero1"
     ),

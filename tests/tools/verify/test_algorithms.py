@@ -30,7 +30,7 @@ from tests.tools.verify.algorithms import (
 
 pytestmark = pytest.mark.processes
 
-MODELS = ("debug", "moe_debug", "mla_debug", "hybrid_debug")
+MODELS = ("debug", "moe_debug", "mla_debug", "hybrid_debug", "k3_debug")
 LAYOUTS = (
     "dp_shard=2",
     "dp_shard=2 ep=2",
@@ -83,7 +83,9 @@ def test_every_algorithm_is_equal_on_some_layout(case: str) -> None:
 @pytest.mark.parametrize("option", OPTIONS)
 def test_each_option_is_equal_on_drawn_layouts_of_each_model(model: str, option: str) -> None:
     drawn = random.Random(f"{model} {option}").sample(LAYOUTS, len(LAYOUTS))
-    axes = [layout for layout in drawn if "ep" not in layout or model in ("moe_debug", "mla_debug")]
+    axes = [
+        layout for layout in drawn if "ep" not in layout or model in ("moe_debug", "mla_debug", "k3_debug")
+    ]
     assert_equal(outcomes(model, OPTIONS[option], *axes[:2]))
 
 

@@ -24,6 +24,7 @@ DEBUG = {
     "moe_debug": Case.of({"dp_shard": 2, "ep": 2}),
     "mla_debug": Case.of({"pp": 2}),
     "hybrid_debug": Case.of({"cp": 2}),
+    "k3_debug": Case.of({"pp": 2}),
 }
 DRAWN = 4
 

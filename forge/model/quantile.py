@@ -1,0 +1,54 @@
+"""Quantile balancing (Kimi Team 2026, arXiv:2607.24653, 2.3.3 and appendix D): solve the biases of experts once per step.
+
+A token's cutoff is the best biased score that it does not choose, the (k+1)-th. With the bias cutoff - score an expert would
+be at the cutoff of this token, so with the k / n quantile of these over the tokens of a step it gets k / n of them: an even
+share. The quantile is read from a histogram of BINS equal bins over [lowest bias - 1, highest bias + 1], where all of them
+lie, because scores are from 0 to 1. Counts are integers, so they add up in any order, and every rank solves the same.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BINS = 1000
+
+
+def count_required(scores: Tensor, experts: Tensor, bias: Tensor, valid: Tensor) -> Tensor:
+    """Count the required biases of one forward: int32 `[n_experts, BINS]`.
+
+    scores `[batch, seq, n_experts]`, experts int64 `[batch, seq, top_k]` chosen by scores + bias, bias `[n_experts]`, valid
+    bool `[batch, seq]`: the tokens that count.
+    """
+    cutoff = (scores + bias).scatter(-1, experts, -torch.inf).amax(-1, keepdim=True)
+    low, width = _bins(bias.to(scores.dtype))
+    bins = ((cutoff - scores - low) / width).floor().clamp(0, BINS - 1).long()
+    bins = bins + BINS * torch.arange(bias.numel(), device=bias.device)
+    counted = valid.unsqueeze(-1).expand_as(bins).int()
+    counts = counted.new_zeros(bias.numel() * BINS)
+    return counts.scatter_add(0, bins.flatten(), counted.flatten()).view(-1, BINS)
+
+
+def solve(counts: Tensor, biases: Tensor, top_k: int) -> Tensor:
+    """Return the next biases float32 `[routers, n_experts]`, whose mean is 0 in each router.
+
+    counts: integers `[routers, n_experts, BINS]`, over all ranks. Within its bin a quantile is interpolated. A router that
+    counted no token keeps its biases `[routers, n_experts]`.
+    """
+    low, width = _bins(biases.double())
+    upto = counts.cumsum(-1, dtype=torch.int64)
+    tokens = upto[..., -1:]
+    target = tokens.double() * top_k / biases.shape[-1]
+    index = (upto < target).sum(-1, keepdim=True).clamp(max=BINS - 1)
+    inside = counts.gather(-1, index).double()
+    before = upto.gather(-1, index).double() - inside
+    place = (index + (target - before) / inside.clamp(min=1)).squeeze(-1)
+    found = low + place * width
+    found = found - found.mean(-1, keepdim=True)
+    return torch.where(tokens.squeeze(-1) > 0, found, biases.double()).float()
+
+
+def _bins(bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where the bins of biases `[..., n_experts]` begin, and their width, both `[..., 1]`."""
+    low, high = bias.amin(-1, keepdim=True) - 1, bias.amax(-1, keepdim=True) + 1
+    return low, (high - low) / BINS

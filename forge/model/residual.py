@@ -1,0 +1,121 @@
+"""Attention residuals (Kimi Team 2026, "Attention Residuals", arXiv:2603.15031), by blocks of layers, as Kimi K3 has them.
+
+In place of the residual stream, attention, feed-forward and the head read a mix over depth. Layers l with l % block_size = 0
+begin a block: the stream x is saved, and starts again with the layer's attention. With the saved streams v_1 ... v_n and
+v_(n+1) = x, and a query q that each place of the model learns:
+
+    score_i = q . v_i / sqrt(mean(v_i^2) + eps)        mix = sum over i of softmax(score)_i v_i
+
+A gain of the norm on keys would be one factor with the query, so there is none. Queries begin at 0: a plain mean.
+Layer 0 has nothing to mix before its attention. A module of multi-token prediction is a block by itself, and begins with no
+saved streams. Every later layer reads all saved streams, so a stage of a pipeline passes all of them on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from forge.config.model import ModelConfig
+from forge.model.attention import Shared
+from forge.model.norm import promoted
+
+
+class DepthMix(nn.Module):
+    """The mix over depth at one place of the model, with its query `[dim]`."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.query = nn.Parameter(torch.empty(dim))
+
+    def forward(self, x: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
+        """x, the stream, and the saved streams, all `[batch, seq, dim]` -> `[batch, seq, dim]`."""
+        return _Mix.apply(self.weight(), self.eps, *saved, x)
+
+    def weight(self) -> Tensor:
+        """Return the query; tensor parallelism overrides this."""
+        return self.query
+
+    def initial_value(self, name: str) -> float:
+        """Return 0, for equal weights at first (2603.15031, 4)."""
+        return 0.0
+
+
+class Mixed(nn.Module):
+    """Overrides how a block reads and writes the stream; the block's class comes next in the order of bases."""
+
+    attention_branch: Any
+    ffn_branch: Any
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__(config, layer)
+        ahead = layer >= config.n_layers
+        self.begins_block = ahead or layer % config.residual_block_size == 0
+        size = config.dim, config.norm_eps
+        self.attention_mix = None if ahead or layer == 0 else DepthMix(*size)
+        self.ffn_mix = DepthMix(*size)
+
+    def forward(self, x: Tensor, shared: Shared) -> Tensor:
+        """x `[batch, seq, dim]` -> `[batch, seq, dim]`; the caller saves x where the layer begins a block."""
+        return self.feed(self.attend(x, shared), shared, x if self.begins_block else None)
+
+    def attend(self, x: Tensor, shared: Shared) -> Tensor:
+        """Apply the attention half: x `[batch, seq, dim]` -> the stream after it, `[batch, seq, dim]`."""
+        mix = x if self.attention_mix is None else self.attention_mix(x, shared.saved)
+        out = self.attention_branch(mix, shared)
+        return out if self.begins_block else x + out
+
+    def feed(self, x: Tensor, shared: Shared, begun: Tensor | None = None) -> Tensor:
+        """Apply the feed-forward half. begun: the stream that the layer has just saved, shaped like x."""
+        saved = shared.saved if begun is None else (*shared.saved, begun)
+        return x + self.ffn_branch(self.ffn_mix(x, saved), shared)
+
+
+def mixed_of(block: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of blocks like `block` with attention residuals."""
+    return type(f"Mixed{block.__name__}", (Mixed, block), {})
+
+
+class _Mix(torch.autograd.Function):
+    """Keeps references to the streams and two numbers per token and stream: autograd would keep copies in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, eps: float, *streams: Tensor) -> Tensor:
+        exact = promoted(streams[-1].dtype)
+        q = query.to(exact)
+        scales, scores = [], []
+        for stream in streams:
+            values = stream.to(exact)
+            scale = torch.rsqrt(values.square().mean(-1) + eps)
+            scales.append(scale)
+            scores.append(values @ q * scale)
+        stacked = torch.stack(scores)
+        weights = stacked.softmax(0)
+        mix = torch.zeros_like(streams[-1], dtype=exact)
+        for stream, weight in zip(streams, weights.unbind(), strict=True):
+            mix = mix + weight.unsqueeze(-1) * stream.to(exact)
+        ctx.save_for_backward(query, torch.stack(scales), stacked, *streams)
+        return mix.to(streams[-1].dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        query, scales, scores, *streams = ctx.saved_tensors
+        exact = scores.dtype
+        q, grad = query.to(exact), grad.to(exact)
+        weights = scores.softmax(0)
+        slopes = torch.stack([(grad * stream.to(exact)).sum(-1) for stream in streams])
+        of_scores = weights * (slopes - (weights * slopes).sum(0))
+        of_query, of_streams = torch.zeros_like(q), []
+        for index, stream in enumerate(streams):
+            values, inner = stream.to(exact), of_scores[index] * scales[index]
+            of_query = of_query + (inner.unsqueeze(-1) * values).flatten(0, -2).sum(0)
+            # A score falls as its stream grows: the gradient of the scale.
+            along = inner * scores[index] * scales[index] / q.numel()
+            of_stream = weights[index].unsqueeze(-1) * grad + inner.unsqueeze(-1) * q
+            of_streams.append((of_stream - along.unsqueeze(-1) * values).to(stream.dtype))
+        return of_query.to(query.dtype), None, *of_streams
