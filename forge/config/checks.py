@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from math import lcm
 
 from forge.config.keys import keys
 from forge.config.optimizer import MuonConfig
@@ -17,6 +18,8 @@ from forge.config.problem import Problem, problem, with_values
 from forge.config.schema import Config
 from forge.runtime.errors import nearest
 
+# Elements of a block of the formats in blocks (forge/parallel/float8/formats.py).
+BLOCKS = {"blockwise": 128, "mxfp8": 32}
 EVEN = "must be even, because RoPE rotates pairs"
 
 
@@ -209,9 +212,9 @@ def _engine(config: Config) -> Iterator[Problem]:
     if parallel.shard_optimizer_over == "dp" and engine not in ("zero1", "zero2"):
         zero = f"needs {key} = zero1 or zero2, but it is {engine}"
         yield problem("parallel.shard_optimizer_over", zero, "use dp_shard, or zero1 or zero2", key)
-    if engine != "fsdp2" and config.precision.float8 != "none":
-        held = f"{fsdp2}, whose buffers cannot hold float8"
-        yield problem("precision.float8", held, "use none, or fsdp2", key)
+    if engine != "fsdp2" and config.precision.float8 in ("tensorwise", "rowwise"):
+        held = f"{fsdp2}, whose buffers cannot hold torchao's float8"
+        yield problem("precision.float8", held, "use blockwise, mxfp8 or none, or fsdp2", key)
     if engine != "fsdp2" and parallel.cpu_offload:
         yield problem("parallel.cpu_offload", fsdp2, "use false, or fsdp2", key)
     frees = engine == "fsdp2" and parallel.reshard_after_forward not in ("auto", "never")
@@ -238,11 +241,31 @@ def _float8(config: Config) -> Iterator[Problem]:
     if precision.float8_all_gather is True and precision.float8 == "rowwise":
         rows = "cannot be true with precision.float8 = rowwise, which needs whole rows to scale"
         yield problem(key, rows, "use auto or false", "precision.float8")
+    if precision.float8 in BLOCKS:
+        yield from _blocks_of_tokens(config, BLOCKS[precision.float8])
+        return
+    if precision.float8_experts is True:
+        needed = f"needs precision.float8 = blockwise or mxfp8, but it is {precision.float8}"
+        yield problem("precision.float8_experts", needed, "use auto or false", "precision.float8")
     if train.micro_batch_size * train.seq_len % (16 * parallel.cp):
         others = "train.micro_batch_size", "train.seq_len", "parallel.cp"
         numbers = f"{train.micro_batch_size} * {train.seq_len} / {parallel.cp}"
         tokens = f"needs 16 to divide the tokens of a microbatch, {' * '.join(others[:2])} / {others[2]} = {numbers}"
         yield problem("precision.float8", tokens, "use another train.seq_len", *others)
+
+
+def _blocks_of_tokens(config: Config, block: int) -> Iterator[Problem]:
+    """Each rank needs whole blocks of tokens: a block that two ranks share would have two scales."""
+    parallel, seq_len = config.parallel, config.train.seq_len
+    # Context parallelism deals out 2 * cp chunks. Latent attention multiplies pieces of the sequence.
+    chunks = 2 * parallel.cp if parallel.cp > 1 else 1
+    pieces = parallel.tp if config.model.latent is not None and parallel.sequence_parallel else 1
+    parts = lcm(chunks, parallel.cp * pieces)
+    if parts > 1 and seq_len % (block * parts):
+        near = multiples(seq_len, block * parts)
+        others = ("precision.float8", "parallel.cp", *(("parallel.tp",) if pieces > 1 else ()))
+        whole = f"must be a multiple of {block * parts}: {parts} parts of a sequence in whole blocks of {block} tokens"
+        yield problem("train.seq_len", whole, f"use {near}", *others)
 
 
 def _optimizer(config: Config) -> Iterator[Problem]:
