@@ -23,9 +23,8 @@ from torch.distributed.tensor import DTensor
 from forge.config.layout import Precision
 from forge.model import Experts
 from forge.parallel.float8.formats import FORMATS, Format
-from forge.parallel.float8.hardware import missing_kernels
+from forge.parallel.float8.hardware import missing_kernels, products_for
 from forge.parallel.float8.layers import convert_experts, convert_linear
-from forge.parallel.float8.products import Emulated
 from forge.parallel.float8.torchao import convert_with_torchao, gathers_in_float8
 from forge.parallel.layout import Layout
 from forge.parallel.modules import count_hooks, has_all_names
@@ -74,8 +73,7 @@ def convert(
     model: nn.Module, layers: Iterable[str], experts: dict[str, Experts], form: Format, *, emulate: bool
 ) -> None:
     """Let the layers with these names, and `experts`, compute in `form`, in place."""
-    assert emulate
-    products = Emulated(form)
+    products = products_for(form, emulate=emulate)
     hooks = count_hooks(model)
     for name in layers:
         convert_linear(model, name, products)

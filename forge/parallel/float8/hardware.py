@@ -1,10 +1,12 @@
-"""Which GPU has kernels for which recipe."""
+"""Which GPU has kernels for which recipe, and what computes a block format's products."""
 
 from __future__ import annotations
 
 import torch
 
 from forge.config.layout import Precision
+from forge.parallel.float8.formats import Format
+from forge.parallel.float8.products import Emulated, Products
 
 # The first compute capability with kernels, or the only major one, and the names of such GPUs.
 _FIRST = {
@@ -33,3 +35,15 @@ def missing_kernels(precision: Precision, device_type: str) -> str:
     if precision.compute == "float64":
         return f"the kernels of {recipe} return bfloat16 or float32, and precision.compute = float64"
     return ""
+
+
+def products_for(form: Format, *, emulate: bool) -> Products:
+    """Return the products of `form`: emulated, or those of this machine's GPU."""
+    if emulate:
+        return Emulated(form)
+    # Imported here, because they import torchao.
+    from forge.parallel.float8.kernels import BlockwiseKernels, MXKernels
+
+    if form.powers:
+        return MXKernels(form)
+    return BlockwiseKernels(form, native=torch.cuda.get_device_capability()[0] == 9)
