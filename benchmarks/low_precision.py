@@ -1,20 +1,23 @@
 """How much each float8 recipe changes training, emulated: final loss, gradients by layer, and a planted outlier channel.
 
     python benchmarks/low_precision.py                                     after `make data`; days on two CPU cores
-    python benchmarks/low_precision.py --small --steps 100                 smaller models: an hour on two CPU cores
+    python benchmarks/low_precision.py --small --steps 100 --compute float32     smaller models, an hour or more
     python benchmarks/low_precision.py --only mxfp8 --models dense         a part
 
 Whole runs of train.py, one after another, seed by seed. Each finished run is a line of OUTPUT/low_precision-runs.jsonl and is
-not repeated. Recipes of one seed share initial weights and batches, so differences of losses are paired: mean over seeds, and
-the half-width of a 95 % interval by Student's t. Gradients: of one batch at the initial weights, in bfloat16 with each recipe,
-against float32. The emulation says nothing about speed.
+not repeated. Recipes of one seed share initial weights and batches, so differences of losses are paired: mean over seeds,
+and the half-width of a 95 % interval by Student's t. Gradients: of one batch at the initial weights, each recipe against the
+same model without it. --compute: the format around the float8 products; bfloat16, as on a GPU, is slow on most CPUs. The
+emulation says nothing about speed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
+import re
 import statistics
 import sys
 from pathlib import Path
@@ -27,10 +30,12 @@ from torch import Tensor, nn
 
 from benchmarks.measure import environment, markdown, parser, publish
 from benchmarks.recipes import train
-from forge.config.layout import Precision
-from forge.parallel.float8.apply import convert, emulates
+from forge.config import load_config
+from forge.parallel.float8.apply import choose_layers, convert
 from forge.parallel.float8.formats import FORMATS
 from forge.parallel.float8.torchao import convert_with_torchao
+from forge.tools.verify.plain import plain_model
+from forge.tools.verify.record import every_batch
 from scripts.options import exit_code_of, positive
 
 MODELS = {"dense": "debug.toml", "moe": "moe_debug.toml", "mla": "mla_debug.toml"}
@@ -49,12 +54,7 @@ SMALL_OF = {
     "moe": ("--model.n_kv_heads=4", "--model.moe.expert_dim=128"),
     "mla": ("--model.moe.expert_dim=128",),
 }
-NARROW = "--precision.compute=bfloat16"
-RECIPES: dict[str, tuple[str, ...]] = {
-    "float32": ("--precision.compute=float32",),
-    "bfloat16": (NARROW,),
-    **{name: (NARROW, f"--precision.float8={name}") for name in ("tensorwise", "rowwise", "blockwise", "mxfp8")},
-}
+RECIPES = ("float32", "tensorwise", "rowwise", "blockwise", "mxfp8", "bfloat16")
 # Quantiles of Student's t for a two-sided 95 % interval, by degrees of freedom.
 STUDENT = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
 Run = dict[str, Any]
@@ -68,13 +68,19 @@ def main(arguments: list[str] | None = None) -> int:
 def measure(given: argparse.Namespace, overrides: list[str]) -> None:
     """Train what is missing, measure gradients, print and write the tables."""
     about = environment(torch.device("cpu"))
-    shared = {"steps": given.steps, "seeds": given.seeds, "small": given.small, "overrides": overrides}
-    about["settings"] = {"device": "cpu"} | shared
+    shared = {"steps": given.steps, "seeds": given.seeds, "small": given.small, "compute": given.compute}
+    about["settings"] = {"device": "cpu", "overrides": overrides} | shared
     given.output.mkdir(parents=True, exist_ok=True)
     runs = _trained(given, overrides)
     noise = outliers(given.dim, given.tokens)
     results = {"runs": runs, "outlier": noise}
-    publish("low_precision", given.output, about, results, f"{_table(runs)}\n\n{_outlier_table(noise)}")
+    publish(
+        "low_precision",
+        given.output,
+        about,
+        results,
+        f"{_table(runs, given.compute)}\n\n{_outlier_table(noise)}",
+    )
 
 
 def _trained(given: argparse.Namespace, overrides: list[str]) -> list[Run]:
@@ -85,9 +91,19 @@ def _trained(given: argparse.Namespace, overrides: list[str]) -> list[Run]:
     for seed in range(given.seeds):
         for model in given.models:
             for recipe in given.only:
-                options = [*(SMALL if given.small else ()), *(SMALL_OF[model] if given.small else ()), *overrides]
-                options += [f"--run.seed={seed}", *RECIPES[recipe]]
-                identity = {"model": model, "recipe": recipe, "seed": seed, "steps": given.steps, "options": options}
+                options = [
+                    *(SMALL if given.small else ()),
+                    *(SMALL_OF[model] if given.small else ()),
+                    *overrides,
+                ]
+                options += [f"--run.seed={seed}", *_options(recipe, given.compute)]
+                identity = {
+                    "model": model,
+                    "recipe": recipe,
+                    "seed": seed,
+                    "steps": given.steps,
+                    "options": options,
+                }
                 old = next((run for run in done if run.items() >= identity.items()), None)
                 if old is None:
                     trained = train(f"{model}, {recipe}, seed {seed}", MODELS[model], given.steps, options)
@@ -97,6 +113,60 @@ def _trained(given: argparse.Namespace, overrides: list[str]) -> list[Run]:
                         stream.write(json.dumps(old) + "\n")
                 found.append(old)
     return found
+
+
+def _options(recipe: str, compute: str) -> list[str]:
+    if recipe in ("float32", "bfloat16"):
+        return [f"--precision.compute={recipe}"]
+    return [f"--precision.compute={compute}", f"--precision.float8={recipe}"]
+
+
+def gradient_noise(
+    model: str, given: argparse.Namespace, overrides: list[str]
+) -> dict[str, dict[str, float]]:
+    """Return the signal-to-noise ratio of each parameter's gradient, dB, by recipe and name.
+
+    Of the first batch at the initial weights, in float32, against the gradients without float8.
+    """
+    shared = [*(SMALL + SMALL_OF[model] if given.small else ()), *overrides, "--precision.compute=float32"]
+    gradients: dict[str, dict[str, Tensor]] = {}
+    for recipe in given.only:
+        if recipe == "bfloat16":
+            continue
+        blocks = [f"--precision.float8={recipe}"] if recipe in FORMATS else []
+        config = load_config(["--config", MODELS[model], *shared, *blocks])
+        net: Any = plain_model(config)
+        net.reset_buffers(torch.float32)
+        if recipe in ("tensorwise", "rowwise"):
+            precision = config.precision.model_copy(update={"float8": recipe})
+            chosen = choose_layers(net, precision)[0]
+            convert_with_torchao(net, chosen, recipe, emulate=True, gather=False)
+        with contextlib.closing(every_batch(config)) as every:
+            batch = next(every)
+        net.set_loss_scale(1 / (batch.labels >= 0).sum().clamp(min=1).double())
+        net(batch.tokens, batch.labels, batch.positions, batch.documents)[0].backward()
+        gradients[recipe] = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+    exact = gradients.pop("float32")
+    return {
+        recipe: {name: _decibel(exact[name].double(), grad) for name, grad in found.items()}
+        for recipe, found in gradients.items()
+    }
+
+
+def _noise_table(found: dict[str, dict[str, dict[str, float]]]) -> str:
+    """Return the ratios by kind of parameter: the range over the layers."""
+    rows = []
+    for model, of in found.items():
+        kinds = dict.fromkeys(re.sub(r"layers\.\d+\.", "", name) for one in of.values() for name in one)
+        for kind in kinds:
+            row = [model, kind]
+            for one in of.values():
+                own = [value for name, value in one.items() if re.sub(r"layers\.\d+\.", "", name) == kind]
+                low, high = f"{min(own):.1f}", f"{max(own):.1f}"
+                row.append(low if low == high else f"{low} to {high}")
+            rows.append(row)
+    recipes = list(next(iter(found.values())))
+    return markdown(["model", "gradient, dB", *recipes], rows)
 
 
 def outliers(dim: int, tokens: int) -> dict[str, dict[str, dict[str, float]]]:
@@ -119,7 +189,9 @@ def outliers(dim: int, tokens: int) -> dict[str, dict[str, dict[str, float]]]:
             if recipe == "float32":
                 continue
             mine = _products(recipe, planted.bfloat16(), weight.bfloat16(), grad.bfloat16())
-            mine["weight gradient"][:, 5] = exact["weight gradient"][:, 5].to(mine["weight gradient"].dtype)
+            for one in (mine, exact):
+                # Its own gradient is large, and would hide the others' error.
+                one["weight gradient"][:, 5] = 0.0
             ratios = {kind: _decibel(exact[kind], value) for kind, value in mine.items()}
             found.setdefault(recipe, {})[str(size)] = ratios
     return found
@@ -134,7 +206,6 @@ def _products(recipe: str | None, x: Tensor, weight: Tensor, grad: Tensor) -> di
     if recipe in FORMATS:
         convert(model, ["0"], {}, FORMATS[recipe], emulate=True)
     elif recipe in ("tensorwise", "rowwise"):
-        assert emulates(Precision(float8=recipe), "cpu")
         convert_with_torchao(model, {"0": model[0]}, recipe, emulate=True, gather=False)
     x = x.detach().requires_grad_()
     y = model(x)
@@ -152,7 +223,7 @@ def _decibel(exact: Tensor, mine: Tensor) -> float:
     return 10 * math.log10(signal / error) if error else math.inf
 
 
-def _table(runs: list[Run]) -> str:
+def _table(runs: list[Run], base: str) -> str:
     models = list(dict.fromkeys(run["model"] for run in runs))
     recipes = list(dict.fromkeys(run["recipe"] for run in runs))
     of = {(run["model"], run["recipe"], run["seed"]): run for run in runs}
@@ -160,15 +231,15 @@ def _table(runs: list[Run]) -> str:
     for recipe in recipes:
         row = [recipe]
         for model in models:
-            seeds = [seed for m, r, seed in of if (m, r) == (model, recipe) and (model, "bfloat16", seed) in of]
-            pairs = [of[model, recipe, s]["held_out"] - of[model, "bfloat16", s]["held_out"] for s in seeds]
+            seeds = [seed for m, r, seed in of if (m, r) == (model, recipe) and (model, base, seed) in of]
+            pairs = [of[model, recipe, s]["held_out"] - of[model, base, s]["held_out"] for s in seeds]
             losses = [of[key]["held_out"] for key in of if key[:2] == (model, recipe)]
             row.append(f"{statistics.mean(losses):.4f}")
             row.append(_interval(pairs))
         rows.append(row)
     head = ["recipe"]
     for model in models:
-        head += [f"{model}: held-out loss", "minus bfloat16"]
+        head += [f"{model}: held-out loss", f"minus {base}"]
     return markdown(head, rows)
 
 
@@ -186,7 +257,9 @@ def _outlier_table(found: dict[str, dict[str, dict[str, float]]]) -> str:
         for recipe, of in found.items()
         for kind in ("output", "input gradient", "weight gradient")
     ]
-    return markdown(["recipe", "signal to noise, dB, outlier of", *(f"{int(size):,}" for size in sizes)], rows)
+    return markdown(
+        ["recipe", "signal to noise, dB, outlier of", *(f"{int(size):,}" for size in sizes)], rows
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -196,6 +269,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seeds", type=positive, default=3, metavar="N", help="seeds (%(default)s)")
     add("--models", nargs="+", default=list(MODELS), choices=MODELS, metavar="NAME", help="models (all)")
     add("--only", nargs="+", default=list(RECIPES), choices=RECIPES, metavar="NAME", help="recipes (all)")
+    add("--compute", default="bfloat16", choices=("bfloat16", "float32"), help="around float8 (%(default)s)")
     add("--small", action="store_true", help="two layers of width 128 on sequences of 128 tokens")
     add("--dim", type=positive, default=512, help="features of the layer with the outlier (%(default)s)")
     add("--tokens", type=positive, default=512, help="its tokens (%(default)s)")

@@ -69,6 +69,14 @@ def apply_float8(model: nn.Module, layout: Layout) -> None:
         convert(model, chosen, experts, form, emulate=emulate)
 
 
+def compute_in_blocks(model: nn.Module, precision: Precision, device_type: str) -> None:
+    """Let `model`, whole in this process, compute in the block format of `precision`, in place; no other recipe is applied."""
+    if precision.float8 in FORMATS:
+        chosen, experts = choose_layers(model, precision)[0], choose_experts(model, precision)
+        emulate = emulates(precision, device_type)
+        convert(model, chosen, experts, FORMATS[precision.float8], emulate=emulate)
+
+
 def convert(
     model: nn.Module, layers: Iterable[str], experts: dict[str, Experts], form: Format, *, emulate: bool
 ) -> None:

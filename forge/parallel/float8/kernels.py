@@ -1,4 +1,4 @@
-"""The GPU's kernels for the products of the block formats. Untested on a GPU: run on the simulated one, which checks arguments.
+"""The GPU's kernels for the products of the block formats. Not yet run on a GPU: the simulated one checks their arguments.
 
 Every product becomes a b^T of two matrices quantised along their rows, both padded with zeros to whole blocks:
 
@@ -8,8 +8,8 @@ Every product becomes a b^T of two matrices quantised along their rows, both pad
 
 The codes and scales are those of `Format.quantise`, as in emulation, so a GPU changes only the order of float32 sums.
 
-    blockwise  Hopper: cuBLASLt (torch.nn.functional.scaled_mm); Blackwell, which has no such kernel: torchao's Triton kernels.
-               Experts: PyTorch and torchao have no grouped kernel (torchao's needs DeepGEMM); they are emulated
+    blockwise  Hopper: cuBLASLt (torch.nn.functional.scaled_mm). Blackwell, which has no such kernel: torchao's Triton
+               kernels. Experts are emulated: PyTorch has no grouped kernel, and torchao's needs DeepGEMM
     mxfp8      Blackwell: torch._scaled_mm, and torch._scaled_grouped_mm for experts, with torchao's Triton kernels for the
                order of scales that the tensor cores read
 """

@@ -1,4 +1,4 @@
-"""What the GPU's kernels are given: with stand-ins that read operands and scales as the kernels do, products equal the emulated.
+"""Operands of the GPU's kernels: with stand-ins that read operands as the kernels do, products equal the emulated ones.
 
 The real kernels are launched on the simulated GPU (tests/simulated_gpu/test_float8.py), which checks arguments and computes
 nothing.
@@ -37,10 +37,14 @@ def assert_same(kernels: Any, emulated: Emulated, sizes: tuple[int, ...]) -> Non
         "grad_weight": (grad, x),
     }.items():
         found, expected = getattr(kernels, name)(left, right), getattr(emulated, name)(left, right)
-        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            found, expected, rtol=1e-2, atol=1e-2, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
-def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_recipe_a: Any, scale_b: Tensor, scale_recipe_b: Any, **_: Any):
+def scaled_mm(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_recipe_a: Any, scale_b: Tensor, scale_recipe_b: Any, **_: Any
+):
     """cuBLASLt's rules for block scales: sides, strides and the padding of scales."""
     assert scale_recipe_a == F.ScalingType.BlockWise1x128
     assert a.stride(1) == 1 and b.stride(0) == 1 and not a.shape[1] % 128 and not b.shape[1] % 16
@@ -70,7 +74,9 @@ def test_blockwise_products_of_blackwell(sizes: tuple[int, ...]) -> None:
 
     def with_rows(a: Tensor, b: Tensor, a_s: Tensor, b_s: Tensor, out_dtype: torch.dtype) -> Tensor:
         assert a.stride(1) == b.stride(0) == a_s.stride(0) == b_s.stride(1) == 1
-        return (a.float() * a_s.repeat_interleave(128, 1) @ (b.float() * b_s.repeat_interleave(128, 0))).to(out_dtype)
+        return (a.float() * a_s.repeat_interleave(128, 1) @ (b.float() * b_s.repeat_interleave(128, 0))).to(
+            out_dtype
+        )
 
     kernels = BlockwiseKernels(BLOCKWISE, native=True)
     kernels.native, kernels._with_square, kernels._with_rows = False, with_square, with_rows
@@ -89,7 +95,9 @@ def mx_kernels(monkeypatch) -> MXKernels:
         assert a.stride(1) == b.stride(0) == 1 and not a.shape[1] % 32 and not b.shape[1] % 16
         return (values(a, scale_a) @ values(b.mT, scale_b).mT).to(out_dtype)
 
-    def grouped(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
+    def grouped(
+        a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, out_dtype: torch.dtype
+    ) -> Tensor:
         assert a.stride(1) == b.stride(1) == 1 and offs.dtype == torch.int32
         starts = [0, *offs.tolist()[:-1]]
         parts = [
@@ -119,6 +127,9 @@ def test_grouped_mx_products_of_blackwell(monkeypatch, sizes: tuple[int, ...]) -
     rows, weight, grad = operands((1, 200, *sizes[2:]))
     weights = torch.stack([weight * scale for scale in (1, 2, 0.5, 4)])
     for name, left in {"grouped_output": rows[0], "grouped_grad_input": grad[0]}.items():
-        found, expected = getattr(kernels, name)(left, weights, groups), getattr(emulated, name)(left, weights, groups)
+        found, expected = (
+            getattr(kernels, name)(left, weights, groups),
+            getattr(emulated, name)(left, weights, groups),
+        )
         torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
         assert getattr(kernels, name)(left[:0], weights, groups).shape == (0, expected.shape[1])
