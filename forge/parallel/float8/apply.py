@@ -69,12 +69,16 @@ def apply_float8(model: nn.Module, layout: Layout) -> None:
         convert(model, chosen, experts, form, emulate=emulate)
 
 
-def compute_in_blocks(model: nn.Module, precision: Precision, device_type: str) -> None:
-    """Let `model`, whole in this process, compute in the block format of `precision`, in place; no other recipe is applied."""
-    if precision.float8 in FORMATS:
-        chosen, experts = choose_layers(model, precision)[0], choose_experts(model, precision)
-        emulate = emulates(precision, device_type)
-        convert(model, chosen, experts, FORMATS[precision.float8], emulate=emulate)
+def compute_in_float8(model: nn.Module, precision: Precision, device_type: str) -> None:
+    """Let `model`, whole in this process, compute with `precision.float8`, in place. Raises UserError as `apply_float8`."""
+    if precision.float8 == "none":
+        return
+    emulate = emulates(precision, device_type)
+    chosen, experts = choose_layers(model, precision)[0], choose_experts(model, precision)
+    if form := FORMATS.get(precision.float8):
+        convert(model, chosen, experts, form, emulate=emulate)
+    else:
+        convert_with_torchao(model, chosen, precision.float8, emulate=emulate, gather=False)
 
 
 def convert(

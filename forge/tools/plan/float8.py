@@ -54,7 +54,7 @@ def float8_notes(config: Config, hardware: Hardware | None) -> Iterator[str]:
             and config.model.moe is not None
             and config.precision.float8_experts is not False
         ):
-            yield f"precision.float8 = blockwise: routed experts are emulated on {card}, slower than this plan; false is faster"
+            yield f"precision.float8 = blockwise: routed experts are emulated on {card}, slower than this plan"
     model = build_meta_model(config)
     left_out = choose_layers(model, config.precision)[1]
     reasons = Counter(re.sub(r"is \d+ x \d+ on each rank", "is", why) for why in left_out.values())
