@@ -182,7 +182,8 @@ class Precision(Section):
     float8_emulate: Annotated[Literal["auto"] | bool, WITH_FLOAT8] = "auto"
     """Round operands to float8 and multiply them in a wider format. auto: where the hardware has no kernel, such as a CPU."""
     float8_all_gather: Annotated[Literal["auto"] | bool, WITH_FLOAT8] = "auto"
-    """Gather parameters in float8. auto: only with fsdp2, tensorwise and tp = 1."""
+    """Gather parameters in float8. auto: only with fsdp2, tp = 1, and not rowwise; with blockwise and mxfp8 also only with
+    ep = 1, without compilation, and where each rank has whole blocks."""
     float8_exclude: Annotated[ListOf[Text], WITH_FLOAT8] = ("head", "*.router", "*.wa", "*.wa_down", "*.wb")
     """Glob patterns of linear layers and routed experts that do not use float8. With tensorwise and rowwise, layers with a
     size that 16 does not divide never do."""

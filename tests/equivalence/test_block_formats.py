@@ -100,6 +100,25 @@ def test_dense_model(kind: str, name: str) -> None:
     check(kind, world, parallel=parallel)
 
 
+GATHERED = "\nfloat8_all_gather = true"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("parallel", ["", pytest.param("dp_replicate = 2\ndp_shard = 2", marks=SLOW)])
+def test_weights_gathered_in_codes(kind: str, parallel: str) -> None:
+    whole = text(kind, parallel=parallel, micro=1).replace(
+        f'float8 = "{kind}"', f'float8 = "{kind}"{GATHERED}'
+    )
+    assert_equal(layout(whole, 4 if parallel else 2), expected(kind))
+
+
+@pytest.mark.parametrize("kind", ["mxfp8", pytest.param("blockwise", marks=SLOW)])
+def test_experts_gathered_in_codes(kind: str) -> None:
+    model = SHARED if kind == "mxfp8" else SHARED.replace("= 64", "= 256")
+    whole = text(kind, model).replace(f'float8 = "{kind}"', f'float8 = "{kind}"{GATHERED}')
+    assert_equal(layout(whole, 2), expected(kind, model))
+
+
 @pytest.mark.parametrize("kind", ["mxfp8", pytest.param("blockwise", marks=SLOW)])
 def test_accumulation_and_recomputation(kind: str) -> None:
     check(kind, 1, micro=2, extra=RECOMPUTE)

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from forge.config.layout import Precision
 from forge.model import Experts
 from forge.parallel.float8.formats import FORMATS, Format
+from forge.parallel.float8.gathering import gather_in_blocks
 from forge.parallel.float8.hardware import missing_kernels, products_for
 from forge.parallel.float8.layers import convert_experts, convert_linear
 from forge.parallel.float8.torchao import convert_with_torchao, gathers_in_float8
@@ -67,6 +68,30 @@ def apply_float8(model: nn.Module, layout: Layout) -> None:
     else:
         _refuse_cut_blocks(chosen, form, layout.parallel.tp)
         convert(model, chosen, experts, form, emulate=emulate)
+        _gather(model, chosen, experts, form, layout)
+
+
+def _gather(
+    model: nn.Module, layers: Iterable[str], experts: Iterable[str], form: Format, layout: Layout
+) -> None:
+    """Let FSDP2 gather weights in `form` where that is possible; log how many."""
+    weights = {f"{name}.weight": (model.get_submodule(name), "weight") for name in layers}
+    weights |= {
+        f"{name}.{leaf}": (model.get_submodule(name), leaf) for name in experts for leaf in ("w13", "w2")
+    }
+    taken = gather_in_blocks(weights, form, layout)
+    if not taken and layout.precision.float8_all_gather is True and has_all_names(model):
+        raise UserError(
+            "precision.float8_all_gather = true needs fsdp2 over several ranks, tp = ep = 1, no compilation (with mxfp8 no "
+            f"recomputation), and a weight of which each rank has whole blocks of {form.block}; use auto or false"
+        )
+    if layout.parallel.data_parallel == "fsdp2":
+        log.info(
+            "float8 %s: FSDP2 may gather %d of %d weights as codes and scales",
+            form.name,
+            len(taken),
+            len(weights),
+        )
 
 
 def compute_in_float8(model: nn.Module, precision: Precision, device_type: str) -> None:

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from forge.model.experts import RowGroups
 from forge.parallel.float8.formats import Format, Quantised
+from forge.parallel.float8.gathering import GatheredWeight
 from forge.parallel.float8.products import Emulated
 from forge.parallel.float8.torchao import quiet
 
@@ -42,28 +43,27 @@ class BlockwiseKernels(Emulated):
             self._with_rows = kernels.triton_fp8_gemm_1x128_128x1
 
     def output(self, x: Tensor, weight: Tensor) -> Tensor:
-        y = self._multiply(_rows(x), weight, square=True)
-        return y.unflatten(0, x.shape[:-1])
+        y = self._multiply(_rows(x), _weight(weight, self.form, -1), square=True)
+        return y[:, : weight.shape[0]].unflatten(0, x.shape[:-1])
 
     def grad_input(self, grad: Tensor, weight: Tensor) -> Tensor:
-        y = self._multiply(_rows(grad), weight.mT, square=True)
-        return y.unflatten(0, grad.shape[:-1])
+        y = self._multiply(_rows(grad), _weight(weight, self.form, -2), square=True)
+        return y[:, : weight.shape[1]].unflatten(0, grad.shape[:-1])
 
     def grad_weight(self, grad: Tensor, x: Tensor) -> Tensor:
-        return self._multiply(_tokens(grad, self.form), _tokens(x, self.form), square=False)
+        of_x = _quantised(_tokens(x, self.form), self.form)
+        return self._multiply(_tokens(grad, self.form), of_x, square=False)[:, : x.shape[-1]]
 
-    def _multiply(self, a: Tensor, b: Tensor, *, square: bool) -> Tensor:
-        """a `[m, k]`, b `[n, k]` -> `[m, n]`. square: b is a weight with 128 x 128 blocks."""
-        form, (rows, columns) = self.form, (a.shape[0], b.shape[0])
-        a, b = _whole_blocks(a, form), _whole_blocks(b, form)
-        codes, scales = form.quantise(a, form.along(-1))
-        of_b = form.quantise(b, form.of_weight(-1) if square else form.along(-1))
+    def _multiply(self, a: Tensor, of_b: Quantised, *, square: bool) -> Tensor:
+        """a `[m, k]`, b `[n, k]` in whole blocks -> `[m, n]`. square: b is a weight with 128 x 128 blocks."""
+        rows = a.shape[0]
+        codes, scales = _quantised(a, self.form)
         if not self.native:
             kernel = self._with_square if square else self._with_rows
             # Scales of square blocks `[k / 128, n / 128]` by columns; of rows `[k / 128, n]` by rows.
             theirs = of_b.scales.contiguous().mT if square else of_b.scales.mT.contiguous()
             y = kernel(codes, of_b.codes.mT, _by_columns(scales), theirs, out_dtype=torch.bfloat16)
-            return y[:rows, :columns]
+            return y[:rows]
         of_rows, of_squares = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
         y = F.scaled_mm(
             codes,
@@ -75,7 +75,7 @@ class BlockwiseKernels(Emulated):
             scale_recipe_b=of_squares if square else of_rows,
             output_dtype=torch.bfloat16,
         )
-        return y[:rows, :columns]
+        return y[:rows]
 
 
 class MXKernels:
@@ -92,23 +92,28 @@ class MXKernels:
         self._experts_to_blocked: Any = quant.triton_mx_block_rearrange_per_group_3d
 
     def output(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self._multiply(_rows(x), weight).unflatten(0, x.shape[:-1])
+        y = self._multiply(_rows(x), _weight(weight, self.form, -1))
+        return y[:, : weight.shape[0]].unflatten(0, x.shape[:-1])
 
     def grad_input(self, grad: Tensor, weight: Tensor) -> Tensor:
-        return self._multiply(_rows(grad), weight.mT).unflatten(0, grad.shape[:-1])
+        y = self._multiply(_rows(grad), _weight(weight, self.form, -2))
+        return y[:, : weight.shape[1]].unflatten(0, grad.shape[:-1])
 
     def grad_weight(self, grad: Tensor, x: Tensor) -> Tensor:
-        return self._multiply(_tokens(grad, self.form), _tokens(x, self.form))
+        of_x = _quantised(_tokens(x, self.form), self.form)
+        return self._multiply(_tokens(grad, self.form), of_x)[:, : x.shape[-1]]
 
     def grouped_output(self, rows: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
-        return self._multiply_groups(rows, weight, groups)
+        y = self._multiply_groups(rows, _weight(weight, self.form, -1), groups)
+        return y[:, : weight.shape[-2]]
 
     def grouped_grad_input(self, grad: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
-        return self._multiply_groups(grad, weight.mT, groups)
+        y = self._multiply_groups(grad, _weight(weight, self.form, -2), groups)
+        return y[:, : weight.shape[-1]]
 
-    def _multiply(self, a: Tensor, b: Tensor) -> Tensor:
-        """a `[m, k]`, b `[n, k]` -> `[m, n]`."""
-        of_a, of_b = self._quantised(a), self._quantised(b)
+    def _multiply(self, a: Tensor, of_b: Quantised) -> Tensor:
+        """a `[m, k]`, b `[n, k]` in whole blocks -> `[m, n]`."""
+        of_a = _quantised(a, self.form)
         y = torch._scaled_mm(
             of_a.codes,
             of_b.codes.mT,
@@ -116,15 +121,14 @@ class MXKernels:
             self._to_blocked(of_b.scales),
             out_dtype=torch.bfloat16,
         )
-        return y[: a.shape[0], : b.shape[0]]
+        return y[: a.shape[0]]
 
-    def _multiply_groups(self, rows: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
-        """rows `[n, k]` in `groups`, weight `[groups, out, k]` -> `[n, out]`."""
+    def _multiply_groups(self, rows: Tensor, of_weight: Quantised, groups: RowGroups) -> Tensor:
+        """rows `[n, k]` in `groups`, weight `[groups, out, k]` in whole blocks -> `[n, out]`."""
         if rows.shape[0] == 0:
-            return rows.new_zeros(0, weight.shape[1])
+            return rows.new_zeros(0, of_weight.codes.shape[1])
         of_rows = self.form.quantise(_padded(rows, self.form.block, 1), self.form.along(-1))
-        of_weight = self._quantised(weight)
-        y = torch._scaled_grouped_mm(
+        return torch._scaled_grouped_mm(
             of_rows.codes,
             of_weight.codes.mT,
             self._groups_to_blocked(of_rows.scales, groups.ends),
@@ -132,11 +136,20 @@ class MXKernels:
             offs=groups.ends,
             out_dtype=torch.bfloat16,
         )
-        return y[:, : weight.shape[1]]
 
-    def _quantised(self, x: Tensor) -> Quantised:
-        """Return x `[..., m, k]` in whole blocks, quantised along k."""
-        return self.form.quantise(_whole_blocks(x, self.form), self.form.along(-1))
+
+def _weight(weight: Tensor, form: Format, dim: int) -> Quantised:
+    """Return weight `[..., out, in]` in whole blocks, `dim` last: -1 as it is, -2 transposed. Gathered codes as they are."""
+    if not isinstance(weight, GatheredWeight):
+        turned = _whole_blocks(weight if dim == -1 else weight.mT, form)
+        return form.quantise(turned, form.of_weight(-1))
+    codes, scales = weight.quantised(dim)
+    return Quantised(codes, scales) if dim == -1 else Quantised(codes.mT.contiguous(), scales.mT.contiguous())
+
+
+def _quantised(x: Tensor, form: Format) -> Quantised:
+    """Return x `[m, k]` in whole blocks, quantised along k."""
+    return form.quantise(_whole_blocks(x, form), form.along(-1))
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -26,7 +26,8 @@ from torch.autograd.function import once_differentiable
 
 from forge.model.experts import RowGroups, grouped_linear, grouped_outer
 from forge.model.norm import promoted
-from forge.parallel.float8.formats import Format
+from forge.parallel.float8.formats import Format, Quantised
+from forge.parallel.float8.gathering import GatheredWeight
 
 
 class Products(Protocol):
@@ -77,7 +78,15 @@ class Emulated:
         return self.form.rounded(x, self.form.along(dim), promoted(x.dtype))
 
     def _weight(self, weight: Tensor, dim: int) -> Tensor:
-        return self.form.rounded(weight, self.form.of_weight(dim), promoted(weight.dtype))
+        quantised = quantised_weight(weight, self.form, dim)
+        return self.form.dequantise(quantised, self.form.of_weight(dim), promoted(weight.dtype))
+
+
+def quantised_weight(weight: Tensor, form: Format, dim: int) -> Quantised:
+    """Return the codes and scales of weight `[..., out, in]` for a product that sums over `dim`; gathered ones are kept."""
+    if isinstance(weight, GatheredWeight):
+        return weight.quantised(dim)
+    return form.quantise(weight, form.of_weight(dim))
 
 
 class BlockLinear(torch.autograd.Function):

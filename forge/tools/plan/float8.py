@@ -39,7 +39,7 @@ def float8_notes(config: Config, hardware: Hardware | None) -> Iterator[str]:
     if recipe in FORMATS:
         yield (
             f"precision.float8 = {recipe}: memory is planned without it: it keeps the same activations, and codes and "
-            "scales of one layer at a time"
+            "scales of one layer at a time; gathers are counted in precision.compute, also those of float8_all_gather"
         )
     else:
         yield "precision.float8: memory and collectives are planned without it"
