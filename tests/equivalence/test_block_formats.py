@@ -8,7 +8,17 @@ import functools
 
 import pytest
 
-from tests.support.equivalence import WholeRecord, alone, assert_equal, layout, reference, tiny_config
+from forge.tools.verify.ranks import run_ranks
+from forge.tools.verify.record import RankRecord, Settings, record_on_rank
+from tests.support.equivalence import (
+    WholeRecord,
+    alone,
+    assert_equal,
+    layout,
+    reference,
+    tiny_config,
+    whole_of,
+)
 
 SLOW = pytest.mark.slow
 KINDS = ["mxfp8", "blockwise"]
@@ -149,6 +159,20 @@ def test_latent_attention(kind: str, parallel: str) -> None:
         else latent.replace("v_head_dim = 16", "v_head_dim = 64").replace("48", "64")
     )
     check(kind, 2, latent, parallel=parallel)
+
+
+MUON = "\n[optimizer]\nname = 'muon'\n"
+
+
+def with_muon(rank: int, world: int, keys: str) -> RankRecord:
+    return record_on_rank(rank, world, keys, Settings(steps=2))
+
+
+@pytest.mark.parametrize("parallel", ["dp_shard = 2", pytest.param("tp = 2", marks=SLOW)])
+def test_muon(parallel: str) -> None:
+    (alone_,) = run_ranks(with_muon, 1, text("mxfp8", extra=MUON))
+    ranks = run_ranks(with_muon, 2, text("mxfp8", parallel=parallel, extra=MUON))
+    assert_equal(ranks, whole_of(alone_))
 
 
 EXPERT_LAYOUTS = {

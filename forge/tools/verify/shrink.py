@@ -180,11 +180,8 @@ def _whole_blocks(model: ModelConfig, keys: Mapping[str, Any], unit: int) -> dic
     else:
         of_head = unit // gcd(unit, keys["model.n_heads"])
         sizes = dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), of_head)
-        whole = keys.get("model.mla") or {}
-        sizes |= {
-            key: whole.get(key, keys.get(f"model.mla.{key}", 0)) for key in ("q_lora_rank", "kv_lora_rank")
-        }
-        found |= {f"model.mla.{key}": size for key, size in sizes.items()}
+        # A whole table: shrinking sets one.
+        found["model.mla"] = keys.get("model.mla", model.latent.model_dump(mode="json")) | sizes
     if model.moe is not None and model.moe.n_shared_experts:
         found["model.moe.expert_dim"] = _multiple(keys["model.moe.expert_dim"], unit)
     if model.linear_attention is not None:
