@@ -246,6 +246,7 @@ def _float8(config: Config) -> Iterator[Problem]:
     if precision.float8 in BLOCKS:
         yield from _blocks_of_tokens(config, BLOCKS[precision.float8])
         yield from _blocks_of_features(config, BLOCKS[precision.float8])
+        yield from _partial_gradients(config)
         return
     if precision.float8_experts is True:
         needed = f"needs precision.float8 = blockwise or mxfp8, but it is {precision.float8}"
@@ -269,6 +270,15 @@ def _blocks_of_tokens(config: Config, block: int) -> Iterator[Problem]:
         others = ("precision.float8", "parallel.cp", *(("parallel.tp",) if pieces > 1 else ()))
         whole = f"must be a multiple of {block * parts}: {parts} parts of a sequence in whole blocks of {block} tokens"
         yield problem("train.seq_len", whole, f"use {near}", *others)
+
+
+def _partial_gradients(config: Config) -> Iterator[Problem]:
+    """Context parallelism gathers latents and expands all of them on every rank: the gradients there are parts of a sum."""
+    excluded = any(fnmatchcase("layers.0.attention.wkv_b", p) for p in config.precision.float8_exclude)
+    if config.parallel.cp > 1 and config.model.latent is not None and not excluded:
+        parts = "leaves each rank a part of the gradients of attention.wkv_b, and codes of the parts are not those of the sum"
+        remedy = 'add "*.wkv_b" to precision.float8_exclude, or use 1'
+        yield problem("parallel.cp", parts, remedy, "precision.float8", "model.attention")
 
 
 def _blocks_of_features(config: Config, block: int) -> Iterator[Problem]:

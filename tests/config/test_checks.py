@@ -98,6 +98,10 @@ ROPE = "\n[model.rope_scaling]\nfactor = 8\noriginal_max_position = 16\n"
             "leaves 32 features of attention.wq on each rank, not whole blocks of 128; use 1, precision.float8 = mxfp8",
         ),
         (
+            ["--precision.float8=mxfp8", "--train.seq_len=128", "--parallel.cp=2", "--model.attention=mla"],
+            'codes of the parts are not those of the sum; add "*.wkv_b" to precision.float8_exclude, or use 1',
+        ),
+        (
             ["--parallel.cpu_offload=true", "--parallel.data_parallel=ddp"],
             "needs parallel.data_parallel = fsdp2, but it is ddp",
         ),

@@ -152,13 +152,39 @@ def test_biases_under_tensor_parallelism(parallel: str) -> None:
 @pytest.mark.parametrize("kind", ["mxfp8", pytest.param("blockwise", marks=SLOW)])
 @pytest.mark.parametrize("parallel", ["tp = 2", pytest.param("dp_shard = 2", marks=SLOW)])
 def test_latent_attention(kind: str, parallel: str) -> None:
-    latent = LATENT if kind == "mxfp8" else LATENT.replace("nope_head_dim = 16", "nope_head_dim = 48")
-    latent = (
-        latent
-        if kind == "mxfp8"
-        else latent.replace("v_head_dim = 16", "v_head_dim = 64").replace("48", "64")
-    )
+    # Four heads; for blockwise of 64 elements, so that two ranks have whole blocks.
+    latent = LATENT if kind == "mxfp8" else LATENT.replace("head_dim = 16", "head_dim = 64")
     check(kind, 2, latent, parallel=parallel)
+
+
+LATENT_LAYOUTS = ["cp = 2", 'cp = 2\ncontext = "ring"', "tp = 2\nsequence_parallel = false", "tp = 2\ncp = 2"]
+
+
+@SLOW
+@pytest.mark.parametrize("parallel", LATENT_LAYOUTS)
+def test_latent_attention_without_the_expansion_of_latents(parallel: str) -> None:
+    """Context parallelism expands gathered latents on every rank; wkv_b stays in precision.compute, which checks ask for."""
+    keys = [text("mxfp8", LATENT, parallel=one) for one in ("", parallel)]
+    excluded = 'float8 = "mxfp8"\nfloat8_exclude = ["*.wkv_b"]'
+    one, ranks = (whole.replace('float8 = "mxfp8"', excluded) for whole in keys)
+    assert_equal(layout(ranks, 2 * ("tp" in parallel) + 2 * ("cp" in parallel)), alone(one))
+
+
+LINEAR = """layer_pattern = ["linear", "full"]
+[model.linear_attention]
+kind = "KIND"
+n_key_heads = 4
+n_value_heads = 4
+key_head_dim = 16
+value_head_dim = 16
+"""
+
+
+@SLOW
+@pytest.mark.parametrize("kind", ["gated_delta", "kimi_delta"])
+@pytest.mark.parametrize("parallel", ["tp = 2", "cp = 2", "pp = 2"])
+def test_linear_attention(kind: str, parallel: str) -> None:
+    check("mxfp8", 2, LINEAR.replace("KIND", kind), parallel=parallel)
 
 
 MUON = "\n[optimizer]\nname = 'muon'\n"

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from forge.config.layout import Precision
 from forge.model import Experts
+from forge.model.linear_attention import Narrow
 from forge.parallel.float8.formats import FORMATS, Format
 from forge.parallel.float8.gathering import gather_in_blocks
 from forge.parallel.float8.hardware import missing_kernels, products_for
@@ -29,7 +30,7 @@ from forge.parallel.float8.layers import convert_experts, convert_linear
 from forge.parallel.float8.torchao import convert_with_torchao, gathers_in_float8
 from forge.parallel.layout import Layout
 from forge.parallel.modules import count_hooks, has_all_names
-from forge.parallel.tensor.local import LocalLinear
+from forge.parallel.tensor.local import LocalLinear, LocalNarrow
 from forge.runtime.errors import UserError, did_you_mean
 from forge.shard import local
 
@@ -149,6 +150,8 @@ def choose_layers(model: nn.Module, precision: Precision) -> tuple[dict[str, nn.
         pattern = next((pattern for pattern in precision.float8_exclude if fnmatchcase(name, pattern)), None)
         if pattern is not None:
             left_out[name] = f'is in precision.float8_exclude ("{pattern}")'
+        elif padded and isinstance(module, Narrow | LocalNarrow):
+            left_out[name] = "has gradients that are sums over ranks under tensor parallelism"
         elif padded:
             chosen[name] = module
         elif isinstance(module, LocalLinear):
