@@ -159,7 +159,7 @@ def _shard_unit(unit: Unit, layout: Layout, whole: set[nn.Parameter], *, last: b
     if unit.compute != layout.compute:
         reduce = torch.promote_types(reduce, unit.compute)
     reshard = _reshard_after_forward(layout, _degree(mesh), experts=unit.experts, last=last)
-    if not reshard:
+    if layout.precision.float8 == "mxfp8" and not reshard:
         gather_plain(unit.modules)
     offload = OffloadPolicy()
     if layout.parallel.cpu_offload:

@@ -35,6 +35,8 @@ class FakeMeshes:
         def size(axis: int = 0) -> int:
             return 1
 
+    fsdp_experts = fsdp
+
 
 def text(section: str, model: str = "") -> str:
     return tiny_config(model=model).replace("[precision]", f"[precision]\n{section}")
@@ -254,6 +256,11 @@ def test_tensor_parallelism_that_cuts_a_block_is_refused_with_the_nearest_degree
 
 
 def _built_with_tp(rank: int, world: int, section: str) -> None:
+    # A plan of the user's: the checks of the configuration know only the model's own.
+    names = {"wq": "colwise", "wk": "colwise", "wv": "colwise", "wo": "rowwise"}
+    plan = ", ".join(f'"layers.*.attention.{leaf}" = "{style}"' for leaf, style in names.items())
     keys = text(section).replace("dim = 32", "dim = 128").replace("ffn_dim = 48", "ffn_dim = 96")
-    keys = keys.replace("n_heads = 4", "n_heads = 8").replace("[parallel]", "[parallel]\ntp = 2")
+    keys = keys.replace("n_heads = 4", "n_heads = 8").replace(
+        "[parallel]", f"[parallel]\ntp = 2\ntp_plan = {{{plan}}}"
+    )
     built(keys, world)
