@@ -36,6 +36,7 @@ def add_model_options(add: Callable[..., object]) -> None:
         metavar="N",
         help="maximum context in tokens (the run's train.seq_len)",
     )
+    add("--float8", action="store_true", help="compute as the run trained, with its precision.float8")
     add_trust_option(add)
     add("--no-verify", action="store_true", help="compare only the sizes of files, not their checksums")
 
@@ -49,6 +50,7 @@ def open_model(given: argparse.Namespace) -> TrainedModel:
         context=given.context,
         verify=not given.no_verify,
         trust=given.trust,
+        float8=given.float8,
     )
 
 

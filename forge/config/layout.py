@@ -178,12 +178,18 @@ class Precision(Section):
         Literal["uniform_storage", "per_parameter"], unused("all parameters have one storage format")
     ] = "uniform_storage"
     """No effect: all parameters are stored in precision.storage."""
-    float8: Literal["none", "tensorwise", "rowwise"] = "none"
-    """Float8 matrix products, with one scale per tensor or per row."""
+    float8: Literal["none", "tensorwise", "rowwise", "blockwise", "mxfp8"] = "none"
+    """Float8 matrix products, with one scale per tensor, per row, per 128 values (128 x 128 weights), or per 32 values."""
+    float8_experts: Annotated[Literal["auto"] | bool, WITH_FLOAT8] = "auto"
+    """Routed experts, too. auto: with blockwise and mxfp8. Their weight gradients stay in precision.compute."""
+    float8_emulate: Annotated[Literal["auto"] | bool, WITH_FLOAT8] = "auto"
+    """Round operands to float8 and multiply them in a wider format. auto: where the hardware has no kernel, such as a CPU."""
     float8_all_gather: Annotated[Literal["auto"] | bool, WITH_FLOAT8] = "auto"
-    """Gather parameters in float8. auto: only with fsdp2, tensorwise and tp = 1."""
+    """Gather parameters in float8. auto: only with fsdp2, tp = 1, and not rowwise; with blockwise and mxfp8 also only with
+    ep = 1, without compilation, and where each rank has whole blocks."""
     float8_exclude: Annotated[ListOf[Text], WITH_FLOAT8] = ("head", "*.router", "*.wa", "*.wa_down", "*.wb")
-    """Glob patterns of linear layers that do not use float8. Layers with a size that 16 does not divide never do."""
+    """Glob patterns of linear layers and routed experts that do not use float8. With tensorwise and rowwise, layers with a
+    size that 16 does not divide never do."""
 
 
 class ActivationCheckpoint(Section):

@@ -33,6 +33,8 @@ class Experts(nn.Module):
         self.activation = activation
         # (projections fused `[n, inputs * hidden_dim]`) -> `[n, hidden_dim]`. An extension point: replaced by a compiled one.
         self.activate: Callable[[Tensor], Tensor] = functools.partial(apply_activation, activation=activation)
+        # The grouped product, with the signature of `grouped_linear`. An extension point: float8 replaces it.
+        self.multiply: Callable[..., Tensor] = grouped_linear
         width = activation.inputs * hidden_dim
         self.w13 = nn.Parameter(torch.empty(n_experts, width, dim))
         self.w2 = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
@@ -57,8 +59,8 @@ class Experts(nn.Module):
     ) -> Tensor:
         """`forward` with the weights of some of the experts, whose counts these are."""
         groups = RowGroups(counts)
-        projected = grouped_linear(rows, w13, groups, w13_bias)
-        return grouped_linear(self.activate(projected), w2, groups, w2_bias)
+        projected = self.multiply(rows, w13, groups, w13_bias)
+        return self.multiply(self.activate(projected), w2, groups, w2_bias)
 
 
 def apply_activation(projected: Tensor, activation: Activation) -> Tensor:
@@ -90,7 +92,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, groups: RowGroups, bias: Tensor
     `has_kernel`), a loop over the groups, whose sizes the host reads.
     """
     if bias is not None:
-        return grouped_linear(rows, weight, groups) + _bias_of_rows(rows, bias, groups)
+        return grouped_linear(rows, weight, groups) + bias_of_rows(rows, bias, groups)
     if rows.shape[0] == 0:
         # This rank received no token. The product with all experts is empty, and so are its gradients.
         return F.linear(rows, weight.flatten(0, 1))[:, : weight.shape[1]]
@@ -99,6 +101,18 @@ def grouped_linear(rows: Tensor, weight: Tensor, groups: RowGroups, bias: Tensor
     parts = rows.split([*groups.sizes, rows.shape[0] - sum(groups.sizes)])
     products = [F.linear(part, own) for part, own in zip(parts[:-1], weight.unbind(), strict=True)]
     return torch.cat([*products, rows.new_zeros(parts[-1].shape[0], weight.shape[1])])
+
+
+def grouped_outer(left: Tensor, right: Tensor, groups: RowGroups) -> Tensor:
+    """left `[n, out]`, right `[n, in]`, both in `groups` -> the product left^T right of each group, `[groups, out, in]`."""
+    n_groups = groups.counts.numel()
+    if left.shape[0] == 0:
+        return left.new_zeros(n_groups, left.shape[1], right.shape[1])
+    if has_kernel(left, left) and has_kernel(right, right):
+        return _grouped_mm(left.mT, right, offs=groups.ends)
+    rest = left.shape[0] - sum(groups.sizes)
+    parts = (rows.split([*groups.sizes, rest])[:-1] for rows in (left, right))
+    return torch.stack([own.mT @ other for own, other in zip(*parts, strict=True)])
 
 
 def has_kernel(rows: Tensor, weight: Tensor) -> bool:
@@ -116,7 +130,7 @@ def has_kernel(rows: Tensor, weight: Tensor) -> bool:
 _capability = functools.cache(torch.cuda.get_device_capability)
 
 
-def _bias_of_rows(rows: Tensor, bias: Tensor, groups: RowGroups) -> Tensor:
+def bias_of_rows(rows: Tensor, bias: Tensor, groups: RowGroups) -> Tensor:
     """bias `[groups, out]` -> each row's group's, `[n, out]`; zeros past the last group, where gradients mean nothing.
 
     In promote(float32, bias) until the end, because the gradient of a group's bias is a sum over its rows.

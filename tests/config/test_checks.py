@@ -76,6 +76,32 @@ ROPE = "\n[model.rope_scaling]\nfactor = 8\noriginal_max_position = 16\n"
             "needs parallel.data_parallel = fsdp2, but it is zero1",
         ),
         (
+            ["--precision.float8=tensorwise", "--precision.float8_experts=true"],
+            "needs precision.float8 = blockwise or mxfp8, but it is tensorwise; use auto or false",
+        ),
+        (
+            ["--precision.float8=mxfp8", "--train.seq_len=160", "--parallel.cp=2"],
+            "must be a multiple of 128: 4 parts of a sequence in whole blocks of 32 tokens; use 128 or 256",
+        ),
+        (
+            [
+                "--precision.float8=blockwise",
+                "--train.seq_len=320",
+                "--parallel.tp=2",
+                "--model.attention=mla",
+                '--precision.float8_exclude=["*.w*"]',
+            ],
+            "must be a multiple of 256: 2 parts of a sequence in whole blocks of 128 tokens; use 256 or 512",
+        ),
+        (
+            ["--precision.float8=blockwise", "--model.ffn_dim=256", "--parallel.tp=2", "--model.dim=64"],
+            "leaves 32 features of attention.wq on each rank, not whole blocks of 128; use 1, precision.float8 = mxfp8",
+        ),
+        (
+            ["--precision.float8=mxfp8", "--train.seq_len=128", "--parallel.cp=2", "--model.attention=mla"],
+            'codes of the parts are not those of the sum; add "*.wkv_b" to precision.float8_exclude, or use 1',
+        ),
+        (
             ["--parallel.cpu_offload=true", "--parallel.data_parallel=ddp"],
             "needs parallel.data_parallel = fsdp2, but it is ddp",
         ),
@@ -96,6 +122,11 @@ ROPE = "\n[model.rope_scaling]\nfactor = 8\noriginal_max_position = 16\n"
 )
 def test_impossible_combinations_are_refused_with_a_remedy(tmp_path, overrides, part) -> None:
     assert part in complaint(tmp_path, *overrides)
+
+
+def test_block_formats_pad_sequences_that_no_layout_divides(tmp_path) -> None:
+    options = ["--precision.float8=blockwise", "--train.seq_len=30", "--parallel.data_parallel=zero1"]
+    assert load(tmp_path, *options).precision.float8_experts == "auto"
 
 
 def test_keys_of_grouped_attention_mean_nothing_to_latent_attention(tmp_path) -> None:

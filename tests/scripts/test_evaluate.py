@@ -74,6 +74,23 @@ def test_the_loss_is_the_trainers(folder, tmp_path, name) -> None:
     assert found["sequences"] == 5 and found["step"] == 6
 
 
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8", "tensorwise"])
+def test_a_model_trained_in_float8_is_measured_in_float8_on_request(folder, tmp_path, recipe: str) -> None:
+    (tmp_path / "data").symlink_to(folder / "data")
+    run = trained(tmp_path, f"--precision.float8={recipe}", *MOE)
+    (expected,) = [line["eval"]["held"] for line in run.metrics() if "eval" in line]
+    options = ("--data", "data/validation", "--sequences", 5, "--batch-size", 2, "--json")
+    same, plain = one_object(evaluate(run, *options, "--float8")), one_object(evaluate(run, *options))
+    # A scale per tensor depends on the batch.
+    assert same["loss"] == pytest.approx(expected, abs=1e-3 if recipe == "tensorwise" else 1e-5)
+    assert abs(plain["loss"] - expected) > 1e-5
+
+
+def test_float8_of_a_run_without_it_is_refused(run) -> None:
+    result = evaluate(run, "--data", "data/validation", "--float8")
+    assert result.code == BAD_CONFIG and "was trained with precision.float8 = none" in refusal(result)
+
+
 def test_a_whole_dataset_with_the_bytes_of_its_text(run, folder) -> None:
     data = TokenDataset(folder / "data" / "validation")
     found = one_object(evaluate(run, "--data", "data/validation", "--json"))

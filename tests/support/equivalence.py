@@ -102,6 +102,11 @@ def layout_on_rank(rank: int, world: int, text: str, twist: Twist = PLAIN) -> Ra
 def alone(text: str) -> WholeRecord:
     """`layout` in one process, as the reference of what a plain module does not compute, such as float8."""
     (record,) = layout(text, 1)
+    return whole_of(record)
+
+
+def whole_of(record: RankRecord) -> WholeRecord:
+    """The record of one process, which holds whole tensors, as a reference."""
     return WholeRecord(
         [{key: _put_together(pieces) for key, pieces in step.pieces.items()} for step in record.steps], []
     )

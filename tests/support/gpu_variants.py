@@ -111,6 +111,8 @@ ONE: dict[str, list[str]] = {
     "mean of weights": ["--optimizer.ema=0.99"],
     "float8 tensorwise": ["--precision.float8=tensorwise"],
     "float8 rowwise": ["--precision.float8=rowwise"],
+    "float8 blockwise": ["--precision.float8=blockwise"],
+    "float8 mxfp8, emulated": ["--precision.float8=mxfp8"],
     "deterministic": ["--run.deterministic=true"],
     "monitors": ["--metrics.monitor_interval=3"],
     "losses by source": ["--metrics.sources=true"],
@@ -173,6 +175,14 @@ FOUR: dict[str, list[str]] = {
     "muon over fsdp2": ["--optimizer.name=muon"],
     "muon over zero1 and tp": ["--optimizer.name=muon", "--parallel.data_parallel=zero1", "--parallel.tp=2"],
     "int8 moments, deterministic": ["--optimizer.moment_dtype=int8", "--run.deterministic=true"],
+    "float8 blockwise": ["--precision.float8=blockwise"],
+    "float8 mxfp8 with ep over tp, emulated": [
+        *MOE,
+        "--precision.float8=mxfp8",
+        "--parallel.ep=2",
+        "--parallel.tp=2",
+        "--model.n_kv_heads=4",
+    ],
     "offload": ["--parallel.cpu_offload=true"],
 }
 

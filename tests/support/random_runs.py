@@ -110,6 +110,9 @@ def draw_keys(generator: random.Random, folder: Path) -> tuple[dict[str, Any], d
         phase = {key: value for key, value in possible.items() if some()} | {
             "until_tokens": choose([640, 1280])
         }
+    if some(0.25):
+        # Layouts that cut a block are refused: these sizes leave data, expert and pipeline parallelism.
+        keys["precision.float8"] = choose(["blockwise", "mxfp8"])
     return keys, phase
 
 

@@ -36,7 +36,7 @@ from torch.distributed.tensor.placement_types import Shard as Split
 
 from forge.model import Experts, Router, Transformer
 from forge.model.linear_attention import Decay
-from forge.parallel.float8 import scale_refresher
+from forge.parallel.float8 import gather_plain, scale_refresher
 from forge.parallel.layout import Layout, local_box
 from forge.parallel.precision import Unit, plan_units
 from forge.parallel.step.gradients import sum_gradients
@@ -160,6 +160,9 @@ def _shard_unit(unit: Unit, layout: Layout, whole: set[nn.Parameter], *, last: b
     mesh, reduce = _mesh(unit, layout), layout.reduce
     if unit.compute != layout.compute:
         reduce = torch.promote_types(reduce, unit.compute)
+    reshard = _reshard_after_forward(layout, _degree(mesh), experts=unit.experts, last=last)
+    if layout.precision.float8 == "mxfp8" and not reshard:
+        gather_plain(unit.modules)
     offload = OffloadPolicy()
     if layout.parallel.cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
@@ -167,7 +170,7 @@ def _shard_unit(unit: Unit, layout: Layout, whole: set[nn.Parameter], *, last: b
         list(unit.modules) if len(unit.modules) > 1 else unit.modules[0],  # type: ignore[arg-type]
         mesh=mesh,
         mp_policy=MixedPrecisionPolicy(unit.compute, reduce, cast_forward_inputs=False),
-        reshard_after_forward=_reshard_after_forward(layout, _degree(mesh), experts=unit.experts, last=last),
+        reshard_after_forward=reshard,
         offload_policy=offload,
         ignored_params=whole,
         shard_placement_fn=functools.partial(_expert_placement, ranks=_degree(mesh))

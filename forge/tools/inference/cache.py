@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from forge.model import AttentionFunction, AttentionMask, LatentAttention, LinearAttention
 from forge.model.loss import head_logits
 from forge.model.mask import visible
+from forge.parallel.float8.layers import BlockFormatLinear
 from forge.runtime.errors import UserError
 from forge.tools.inference.sampling import padded
 from forge.tools.inference.scoring import replaced
@@ -112,9 +113,14 @@ class _LayerCache:
     def attend_latent(
         self, layer: LatentAttention, q: Tensor, latent: Tensor, key: Tensor, mask: AttentionMask
     ) -> Tensor:
-        """See `LatentAttention`: the latents are kept, and one token of each text is compared with them as they are."""
+        """See `LatentAttention`: the latents are kept, and one token of each text is compared with them as they are.
+
+        In a block format they are expanded into keys and values instead.
+        """
         latent, key = (kept.squeeze(1) for kept in self._kept(latent.unsqueeze(1), key.unsqueeze(1)))
-        if self.places is None:
+        # In float8 the up-projection quantises latents and weights, as in training: it is not absorbed.
+        in_float8 = isinstance(layer.wkv_b, BlockFormatLinear)
+        if self.places is None or in_float8:
             return self._inner(q, *layer.expand(latent, key), mask, layer.sink_logits())
         return layer.absorbed(self._inner, q, latent, key, mask)
 

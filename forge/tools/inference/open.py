@@ -18,6 +18,7 @@ from forge.config.extensions import require_trust
 from forge.data.tokenizer import Tokenizer, load_tokenizer
 from forge.parallel.blocks import cast_at_borders
 from forge.parallel.build import build_meta_model
+from forge.parallel.float8 import compute_in_float8
 from forge.parallel.precision import DTYPES, plan_units
 from forge.runtime.causes import Cause
 from forge.runtime.distributed import RanksFailed, single_process_group
@@ -47,15 +48,18 @@ def open_checkpoint(
     context: int | None = None,
     verify: bool = True,
     trust: bool = False,
+    float8: bool = False,
 ) -> TrainedModel:
     """Open the model at `path`: a run's folder, its checkpoints folder, one checkpoint, or an imported folder.
 
     Of several checkpoints the newest intact one is opened; a damaged one is skipped with a warning and left unchanged.
     Without `verify` the files with tensors are compared by name and size only. `compute` (float32, ...) and `context`
     (tokens) override precision.compute and train.seq_len. Routing has no noise and no capacity limit. trust: import the class
-    that its model.kind may name.
+    that its model.kind may name. float8: compute with the run's precision.float8, emulated where the hardware lacks it;
+    otherwise in `compute`.
 
-    Raises UserError: exit 2 if there is no checkpoint, its config is invalid or needs trust; 77 if none is intact.
+    Raises UserError: exit 2 if there is no checkpoint, its config is invalid or needs trust, or float8 is asked for and the
+    run has none; 77 if none is intact.
     """
     found = _find_undamaged(Path(path), verify)
     try:
@@ -66,7 +70,9 @@ def open_checkpoint(
     if not trust:
         require_trust(config, str(found / "config.toml"), ["model.kind"])
     config = _for_inference(config, compute, context)
-    model = _build(config, device, found)
+    if float8 and config.precision.float8 == "none":
+        raise UserError(f"--float8: {found} was trained with precision.float8 = none; leave the option out")
+    model = _build(config, device, found, float8=float8)
     with single_process_group():
         state = model.state_dict()
         load(found, {f"model.{name}": (Shard.whole(name, values), values) for name, values in state.items()})
@@ -113,8 +119,10 @@ def _for_inference(config: Config, compute: str | None, context: int | None) -> 
     return config.model_copy(update={"model": model, "precision": precision, "train": train})
 
 
-def _build(config: Config, device: torch.device, found: Path) -> Any:
+def _build(config: Config, device: torch.device, found: Path, *, float8: bool) -> Any:
     """Return the model with uninitialised weights, each in the dtype in which training computes with it.
+
+    float8: with the products of precision.float8.
 
     Raises UserError before it allocates anything if the checkpoint `found` has other tensors than its config.
     """
@@ -129,6 +137,8 @@ def _build(config: Config, device: torch.device, found: Path) -> Any:
         f"model.{name}": (Shard.whole(name, values), values) for name, values in model.state_dict().items()
     }
     refuse_misfits(found, index, [compare(index, state)], ())
+    if float8:
+        compute_in_float8(model, config.precision, device.type)
     compute = DTYPES[config.precision.compute]
     _, dtypes = plan_units(model, config.precision)
     cast_at_borders(model, dtypes, compute)

@@ -9,9 +9,11 @@ not: the cores that move the bytes are those that compute.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import astuple, dataclass, field, replace
 
 from forge.config import Config
+from forge.tools.plan.float8 import products_in_float8
 from forge.tools.plan.hardware import Hardware, rate_at
 from forge.tools.plan.links import cost_of
 from forge.tools.plan.trace import Moment, Trace
@@ -68,8 +70,9 @@ def time_of(
     """Return the time of the traced step. config: compilation and float8, which are not traced. ranks_of: the ranks of each
     process group, by its name."""
     spent: dict[tuple[str, int], Spent] = defaultdict(Spent)
+    float8 = products_in_float8(config, hardware)
     for (moment, work), number in trace.work.items():
-        seconds = seconds_of(_as_run(work, moment, config), hardware)
+        seconds = seconds_of(_as_run(work, moment, config, float8), hardware)
         spent[_place(moment.phase, moment.microbatch)].compute += number * pace.compute * seconds
     for moment, call in trace.calls:
         if call.kind in ("send", "recv"):
@@ -95,13 +98,15 @@ def _place(phase: str, microbatch: int) -> tuple[str, int]:
     return (phase, microbatch) if phase in ("forward", "backward") else ("update", 0)
 
 
-def _as_run(work: Work, moment: Moment, config: Config) -> Work:
-    """Return `work`, which was traced without compiler and float8, as a run with them does it."""
+def _as_run(work: Work, moment: Moment, config: Config, float8: Collection[str]) -> Work:
+    """Return `work`, which was traced without compiler and float8, as a run with them does it. float8: see
+    `products_in_float8`."""
     in_block = moment.part.startswith("layers.")
     in_loss = moment.part == "head"
     if work.kind == "memory" and ((in_block and config.compile.enabled) or (in_loss and config.compile.loss)):
         return replace(work, size=FUSED * work.size)
-    if in_block and work.linear and config.precision.float8 != "none" and "float32" not in work.dtype:
+    taken = (work.linear and "linear" in float8) or (work.experts and "experts" in float8)
+    if in_block and taken and "float32" not in work.dtype:
         # As many bytes more are read and written where operands are scaled and rounded.
         return replace(work, dtype="float8", size=2 * work.size)
     return work

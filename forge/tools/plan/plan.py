@@ -9,6 +9,7 @@ from forge.parallel.pipeline import plan_pipeline
 from forge.parallel.pipeline.schedule import TimedAction, idle_share
 from forge.runtime.errors import UserError
 from forge.tools.plan.estimate import PACES, StepTime
+from forge.tools.plan.float8 import float8_notes
 from forge.tools.plan.hardware import Hardware
 from forge.tools.plan.layers import plan_stages
 from forge.tools.plan.plannable import plannable
@@ -80,7 +81,7 @@ def make_plan(config: Config, degrees: Degrees, hardware: Hardware | None = None
         speed = speed_of(
             config, degrees, [stage.times or (StepTime(),) * len(PACES) for stage in stages], hardware
         )
-    return Plan(config, degrees, stages, hardware, warnings, speed)
+    return Plan(config, degrees, stages, hardware, [*warnings, *float8_notes(config, hardware)], speed)
 
 
 def crowded_bytes(config: Config, degrees: Degrees, hardware: Hardware | None = None) -> int | None:

@@ -24,7 +24,6 @@ def plannable(config: Config) -> tuple[Config, list[str]]:
         )
     if config.precision.float8 != "none":
         changes["precision"] = config.precision.model_copy(update={"float8": "none"})
-        warnings.append("precision.float8: memory and collectives are planned without it")
     if config.model.moe is not None:
         warnings.append("mixture of experts: planned with an equal load for all experts")
     return config.model_copy(update=changes), warnings

@@ -47,13 +47,15 @@ SPARSE = ("gather", "scatter_", "all_gather_copy_in")
 @dataclass(frozen=True)
 class Work:
     """One operator. `size`: bytes that it reads and writes. memory: one that a compiler fuses with its neighbours; copy: one
-    that it does not. linear: whether a product is of a linear layer, which float8 may take."""
+    that it does not. linear: whether a product is of a linear layer, which float8 may take; experts: whether it is an output
+    or an input gradient of routed experts, which the block formats may take."""
 
     kind: Literal["product", "attention", "memory", "copy"]
     dtype: str
     flops: float
     size: float
     linear: bool = False
+    experts: bool = False
 
 
 def work_of(func: Any, args: Any, output: Any) -> Work | None:
@@ -67,7 +69,9 @@ def work_of(func: Any, args: Any, output: Any) -> Work | None:
         size = len(tensors) * min(tensor.nbytes for tensor in tensors)
     if name in FACTORS:
         left, right = (args[place] for place in FACTORS[name])
-        return Work("product", str(left.dtype), 2.0 * left.numel() * right.shape[-1], size, name in LINEAR)
+        experts = name == "_grouped_mm" and right.ndim == 3
+        flops = 2.0 * left.numel() * right.shape[-1]
+        return Work("product", str(left.dtype), flops, size, name in LINEAR, experts)
     if name in (ATTENTION, PLANNED):
         q, k, v = args[:3]
         scores = args[3] if name == PLANNED else _scores(q, k, causal=len(args) > 4 and args[4])

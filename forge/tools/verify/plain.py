@@ -18,6 +18,7 @@ from forge.model import Normal, Transformer, Uniform
 from forge.optim import Optimizer
 from forge.optim.optimizer import gradient
 from forge.parallel.build import build_meta_model
+from forge.parallel.float8 import compute_in_float8
 from forge.parallel.initialize import fill_random
 from forge.parallel.layout import bounds_logits, make_layout
 from forge.parallel.logits import LargestLogits
@@ -47,6 +48,7 @@ def plain_model(config: Config, device: torch.device = CPU) -> Transformer:
         else:
             torch.nn.init.constant_(parameter, start)
     model.reset_buffers(torch.float64)
+    compute_in_float8(model, config.precision, device.type)
     return model
 
 

@@ -14,6 +14,7 @@ from math import ceil, gcd, lcm, sqrt
 from typing import Any
 
 from forge.config import Config, Degrees, Phases, check_world, to_toml
+from forge.config.checks import BLOCKS
 from forge.config.explain import Values
 from forge.config.keys import read_toml, to_literal
 from forge.config.load import examine
@@ -47,7 +48,7 @@ REASONS = {
     "pipeline.layers_per_stage": "the small model has other layers",
     "pipeline.module_names": "the small model has other layers",
     "pipeline.schedule": "the CSV file is for one number of stages",
-    "precision.float8": "8 bits round by far more than the bound",
+    "precision.float8": "its scales depend on the layout",
 }
 
 
@@ -72,7 +73,11 @@ def shrink(config: Config, *, exact: bool = True) -> tuple[Config, list[str]]:
     `exact`: in float64. Otherwise in the formats of the configuration.
     """
     keys = _model(config.model) | _training(config) | _layout(config) | _left_out(config)
-    keys["phase"] = _phases(config)
+    if exact and (block := BLOCKS.get(config.precision.float8)):
+        # In float64 sums do not change codes. Sides and sequences of which two ranks have whole blocks.
+        keys |= {"precision.float8": config.precision.float8, "train.seq_len": 4 * block}
+        keys |= _whole_blocks(config.model, keys, 2 * block)
+    keys["phase"] = _phases(config, keys["train.seq_len"])
     if exact:
         keys |= {f"precision.{key}": "float64" for key in ("storage", "compute", "reduce")}
     parts = other_parts(config.model, Fraction(keys["model.dim"], config.model.dim))
@@ -132,7 +137,9 @@ def for_layout(small: Config, degrees: Degrees) -> Config:
         "model.ffn_dim": lcm(model.ffn_dim, d.tp),
         "model.vocab_size": max(model.vocab_size, d.tp * d.tp + 1),  # so that each rank has a row
         "model.n_layers": max(model.n_layers, d.pp * (1 if one_per_rank else 2)),
-        "train.seq_len": _multiple(SEQ_LEN, halves * lcm(2 * d.cp, d.cp * d.tp)),
+        "train.seq_len": _multiple(
+            small.train.seq_len, halves * lcm(2 * d.cp, d.cp * d.tp) * BLOCKS.get(small.precision.float8, 1)
+        ),
         "train.global_batch_size": _multiple(BATCH, small.train.micro_batch_size * d.dp * microbatches),
     }
     keys["phase"] = [
@@ -157,9 +164,31 @@ def for_layout(small: Config, degrees: Degrees) -> Config:
             "model.linear_attention.n_key_heads": key_heads,
             "model.linear_attention.n_value_heads": key_heads * (linear.n_value_heads // linear.n_key_heads),
         }
+    if block := BLOCKS.get(small.precision.float8):
+        current = {f"model.{key}": value for key, value in _leaves(model.model_dump(mode="json"))}
+        keys |= _whole_blocks(model, current | keys, block * d.tp)
     result = changed(small, keys)
     check_world(result, d.world)
     return result
+
+
+def _whole_blocks(model: ModelConfig, keys: Mapping[str, Any], unit: int) -> dict[str, Any]:
+    """Return sizes near those in `keys` that make `unit` divide every side that tensor parallelism splits."""
+    of_head = unit // gcd(unit, keys["model.n_kv_heads"])
+    found = {"model.ffn_dim": _multiple(keys["model.ffn_dim"], unit)}
+    if model.latent is None:
+        found["model.head_dim"] = _multiple(keys.get("model.head_dim", 0) or of_head, of_head)
+    else:
+        of_head = unit // gcd(unit, keys["model.n_heads"])
+        sizes = dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), of_head)
+        # A whole table: shrinking sets one.
+        found["model.mla"] = keys.get("model.mla", model.latent.model_dump(mode="json")) | sizes
+    if model.moe is not None and model.moe.n_shared_experts:
+        found["model.moe.expert_dim"] = _multiple(keys["model.moe.expert_dim"], unit)
+    if model.linear_attention is not None:
+        of_head = unit // gcd(unit, keys["model.linear_attention.n_key_heads"])
+        found |= {f"model.linear_attention.{key}": of_head for key in ("key_head_dim", "value_head_dim")}
+    return found
 
 
 def _model(model: ModelConfig) -> dict[str, Any]:
@@ -264,21 +293,21 @@ def _training(config: Config) -> dict[str, Any]:
     }
 
 
-def _phases(config: Config) -> list[dict[str, Any]]:
+def _phases(config: Config, seq_len: int) -> list[dict[str, Any]]:
     """Phases with batches and lengths of the small configuration: of half the size, or twice as many sequences."""
     found = []
     for phase in config.phase:
         table = phase.model_dump(mode="json", exclude_none=True, exclude={"weights"})
         for key, there, small in (
             ("global_batch_size", config.train.global_batch_size, (BATCH // 2, BATCH, 2 * BATCH)),
-            ("seq_len", config.train.seq_len, (SEQ_LEN // 2, SEQ_LEN, SEQ_LEN)),
-            ("sliding_window", config.model.sliding_window, (SEQ_LEN // 8, SEQ_LEN // 4, SEQ_LEN // 2)),
+            ("seq_len", config.train.seq_len, (seq_len // 2, seq_len, seq_len)),
+            ("sliding_window", config.model.sliding_window, (seq_len // 8, seq_len // 4, seq_len // 2)),
         ):
             if key in table:
                 table[key] = small[(table[key] >= there) + (table[key] > there)]
         table["micro_batch_size"] = 1 if table.get("global_batch_size") == BATCH // 2 else 2
         found.append(table)
-    _let_end(found, BATCH, SEQ_LEN)
+    _let_end(found, BATCH, seq_len)
     return found
 
 

@@ -22,7 +22,7 @@ LIBRARIES = re.compile(r"(cublas|cusolver|cusparse|cufft|nccl|cudnnBackend|cudnn
 COMPUTES = re.compile(
     r"cublas\w*(gemm|Gemm|trsm|Matmul|geqrf)\w*|cusolver\w*(potrf|geqrf)\w*|cusparse(Lt)?\w*Sp?[MC]M\w*"
 )
-WRITTEN = re.compile(r"^(?:API|SIMGPU_EXPORT [\w ]+\*?) ?(\w+)\(", re.MULTILINE)
+WRITTEN = re.compile(r"^(?:API |SIMGPU_EXPORT [\w ]+?[ *]+)(\w+)\(", re.MULTILINE)
 # Calls of the driver that libraries look up, and whose success is all that matters here.
 DRIVER = [
     "cuCtxSetCurrent",

@@ -89,6 +89,8 @@ API cusparseCreate(void** handle) { return hand_out(handle); }
 API cublasGetMathMode(void*, int* mode) { *mode = 0; return 0; }
 API cublasGetPointerMode_v2(void*, int* mode) { *mode = 0; return 0; }
 API cublasGetVersion_v2(void*, int* version) { *version = 130100; return 0; }
+// That of the installed library: PyTorch asks it whether block scales are supported.
+SIMGPU_EXPORT unsigned long cublasLtGetVersion() { return 130100; }
 API cublasLtMatmulDescCreate(void** description, int, int) { return hand_out(description); }
 API cublasLtMatrixLayoutCreate(void** layout, int, unsigned long long, unsigned long long, long long) { return hand_out(layout); }
 API cublasLtMatmulPreferenceCreate(void** preference) { return hand_out(preference); }

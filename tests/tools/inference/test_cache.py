@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from forge.config.layout import Precision
 from forge.model import Transformer
+from forge.parallel.float8 import compute_in_float8
 from forge.tools.inference import CachedScores, Sampling, generate, recomputed
 from tests.support.small_models import VOCAB, small_config, small_model
 
@@ -87,6 +89,21 @@ def model_of(name: str) -> Transformer:
 
 def whole(model: Transformer) -> Any:
     return recomputed(lambda tokens: model(tokens), model.seq_len)
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+@pytest.mark.parametrize("name", ["dense", "latent attention", "mixture of experts"])
+@torch.no_grad()
+def test_scores_in_float8_are_those_without_a_cache(name: str, recipe: str) -> None:
+    model = model_of(name)
+    exact = whole(model)(PROMPTS)
+    compute_in_float8(model, Precision(float8=recipe), "cpu")
+    cached, texts = CachedScores(model), [list(prompt) for prompt in PROMPTS]
+    assert not torch.allclose(cached(texts), exact, rtol=0, atol=1e-5)
+    for step in range(4):
+        torch.testing.assert_close(cached(texts), whole(model)(texts), rtol=0, atol=1e-9)
+        for text in texts:
+            text.append((7 * len(text) + step) % VOCAB)
 
 
 @pytest.mark.long

@@ -17,7 +17,7 @@ from forge.config.layout import Precision
 from forge.config.model import ModelConfig
 from forge.model import Normal, flops_per_token, parameter_counts
 from forge.model.initial import Uniform
-from forge.parallel.float8 import check_patterns, choose_layers
+from forge.parallel.float8.apply import check_patterns, choose_layers
 from tests.support.planning import facts_of, float32, measured, planned
 from tests.support.random_models import draw_config
 from tests.support.small_models import on_meta
@@ -98,9 +98,9 @@ def test_parameters_start_as_their_kind_does(seed: int) -> None:
 def test_float8_takes_the_projections_of_blocks_and_no_small_ones(seed: int) -> None:
     model = drawn(seed).model
     wide = model.model_copy(update={"dim": 64, "ffn_dim": 96})
-    built, exclude = on_meta(wide, SEQ), Precision().float8_exclude
-    check_patterns(built, exclude)
-    chosen, left_out = choose_layers(built, exclude)
+    built, precision = on_meta(wide, SEQ), Precision()
+    check_patterns(built, precision.float8_exclude)
+    chosen, left_out = choose_layers(built, precision)
     linear = {name for name, module in built.named_modules() if isinstance(module, nn.Linear)}
     assert chosen.keys() | left_out.keys() == linear
     for name, module in chosen.items():

@@ -103,18 +103,19 @@ def test_a_compiler_fuses_and_float8_takes_linear_layers_of_blocks_only() -> Non
     compiled = parse_toml_text(plan_text() + "[compile]\nenabled = true\n")
     copy, memory = Work("copy", "", 0.0, 100), Work("memory", "", 0.0, 100)
     block, head = Moment("forward", "layers.0"), Moment("forward", "head")
-    assert _as_run(memory, block, compiled).size == pytest.approx(44)
-    assert _as_run(memory, head, compiled) == memory and _as_run(copy, block, compiled) == copy
+    assert _as_run(memory, block, compiled, ()).size == pytest.approx(44)
+    assert _as_run(memory, head, compiled, ()) == memory and _as_run(copy, block, compiled, ()) == copy
     plain = parse_toml_text(plan_text())
-    assert _as_run(memory, block, plain) == memory
-    in_float8 = plain.model_copy(
-        update={"precision": plain.precision.model_copy(update={"float8": "tensorwise"})}
-    )
+    assert _as_run(memory, block, plain, ()) == memory
     product = Work("product", "torch.bfloat16", 1.0, 100, linear=True)
-    assert _as_run(product, block, in_float8) == Work("product", "float8", 1.0, 200, linear=True)
+    linear = ("linear",)
+    assert _as_run(product, block, plain, linear) == Work("product", "float8", 1.0, 200, linear=True)
     for left in (replace(product, linear=False), replace(product, dtype="torch.float32")):
-        assert _as_run(left, block, in_float8) == left
-    assert _as_run(product, head, in_float8) == product == _as_run(product, block, plain)
+        assert _as_run(left, block, plain, linear) == left
+    assert _as_run(product, head, plain, linear) == product == _as_run(product, block, plain, ())
+    experts = Work("product", "torch.bfloat16", 1.0, 100, experts=True)
+    assert _as_run(experts, block, plain, linear) == experts
+    assert _as_run(experts, block, plain, ("linear", "experts")).dtype == "float8"
 
 
 def test_an_operator_takes_what_was_measured() -> None:

@@ -6,10 +6,11 @@ from math import prod
 import pytest
 
 from forge.config import Config, Degrees, check_world, load_config, parse_toml_text
+from forge.config.checks import BLOCKS
 from forge.config.load import CONFIGS
 from forge.config.model import ModelConfig
 from forge.config.section import Positive, Section
-from forge.tools.verify.layouts import AXES
+from forge.tools.verify.layouts import AXES, Case, why_illegal
 from forge.tools.verify.shrink import changed, for_layout, other_parts, shrink
 from tests.support.configs import TINY, tiny
 
@@ -84,6 +85,24 @@ def test_what_cannot_be_kept_is_reported() -> None:
         'precision.float8 is "none"',
     ]
     assert shrink(tiny())[1] == []
+
+
+@pytest.mark.parametrize("recipe", BLOCKS)
+@pytest.mark.parametrize("name", ["debug", "moe_debug", "mla_debug", "hybrid_debug"])
+def test_block_formats_stay_and_two_ranks_have_whole_blocks(name: str, recipe: str) -> None:
+    config = load_config(["--config", name, f"--precision.float8={recipe}"])
+    small, notes = shrink(config)
+    assert small.precision.float8 == recipe and not any("float8" in note for note in notes)
+    # Latent attention: every cp rank expands all latents, which checks refuse.
+    cp = 1 if small.model.latent else 2
+    for degrees in ({"tp": 2}, {"cp": cp}, {"tp": 2, "cp": cp}, {"tp": 2, "pp": 2}):
+        Case.of(degrees).config(small)
+    assert cp == 2 or "wkv_b" in (why_illegal(small, Case.of({"cp": 2})) or "")
+    assert "parallel.tp" in (why_illegal(small, Case.of({"tp": 4})) or "parallel.tp")
+    for_layout(
+        small, Degrees(world=4 * cp, pp=1, dp_replicate=1, dp_shard=1, cp=cp, tp=4, ep=1, accumulation=1)
+    )
+    assert shrink(config, exact=False)[0].precision.float8 == "none"
 
 
 @pytest.mark.parametrize("name", SHIPPED)

@@ -9,12 +9,16 @@ import torch
 from torch import nn
 
 from forge.config import parse_toml_text
-from forge.parallel import float8, modules
+from forge.config.layout import Precision
+from forge.parallel import modules
 from forge.parallel.build import build_meta_model
-from forge.parallel.float8 import apply_float8, choose_layers
+from forge.parallel.float8 import apply_float8, torchao
+from forge.parallel.float8.apply import choose_experts, choose_layers, emulates
+from forge.parallel.float8.layers import BlockFormatLinear
 from forge.parallel.layout import make_layout
 from forge.parallel.modules import count_hooks
 from forge.runtime.errors import UserError
+from forge.tools.verify.ranks import RankFailed
 from tests.support.building import built
 from tests.support.equivalence import tiny_config
 from tests.support.harness import run_ranks
@@ -30,6 +34,8 @@ class FakeMeshes:
         @staticmethod
         def size(axis: int = 0) -> int:
             return 1
+
+    fsdp_experts = fsdp
 
 
 def text(section: str, model: str = "") -> str:
@@ -85,7 +91,7 @@ def test_a_pattern_that_fits_nothing_is_refused_with_the_nearest() -> None:
 
 def test_routers_and_the_head_are_left_out_by_default() -> None:
     model = nn.ModuleDict({"head": nn.Linear(16, 16), "a": nn.ModuleDict({"router": nn.Linear(16, 16)})})
-    chosen, left_out = choose_layers(model, config('float8 = "none"').precision.float8_exclude)
+    chosen, left_out = choose_layers(model, config('float8 = "none"').precision)
     assert not chosen and set(left_out) == {"head", "a.router"}
 
 
@@ -113,7 +119,7 @@ def test_hooks_are_carried_over_and_run() -> None:
 
 
 def test_hooks_that_are_dropped_are_noticed(monkeypatch) -> None:
-    monkeypatch.setattr(float8, "carry_hooks", lambda old, new: None)
+    monkeypatch.setattr(torchao, "carry_hooks", lambda old, new: None)
     with pytest.raises(AssertionError, match="hooks were lost"):
         apply_float8(hooked()[0], make_layout(config('float8 = "tensorwise"'), FakeMeshes))  # type: ignore[arg-type]
 
@@ -154,10 +160,107 @@ def scales_on_rank(rank: int, world: int) -> tuple[object, float, float]:
 
 
 def test_fewer_rows_than_ranks_are_not_gathered_in_float8() -> None:
-    assert float8._holders(48, 32) == 24 and float8._holders(64, 32) == 32 and float8._holders(33, 8) == 7
+    assert torchao._holders(48, 32) == 24 and torchao._holders(64, 32) == 32 and torchao._holders(33, 8) == 7
 
 
 def test_torchao_is_imported_without_a_word() -> None:
-    code = "from tests.parallel.test_float8 import build; build('float8 = \"tensorwise\"')"
+    code = "from tests.parallel.float8.test_apply import build; build('float8 = \"tensorwise\"')"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout + done.stderr == ""
+
+
+MOE = "[model.moe]\nn_experts = 4\ntop_k = 2\nexpert_dim = 24\nn_shared_experts = 1\n"
+
+
+def products_of(model: nn.Module) -> set[str]:
+    """Names of the layers, and of the experts, with the products of a block format."""
+    layers = {name for name, module in model.named_modules() if isinstance(module, BlockFormatLinear)}
+    experts = {n for n, m in model.named_modules() if getattr(getattr(m, "multiply", None), "keywords", None)}
+    return layers | experts
+
+
+@pytest.mark.parametrize("kind", ["blockwise", "mxfp8"])
+def test_a_block_format_takes_all_linear_layers_and_routed_experts_of_any_size(kind: str, caplog) -> None:
+    with caplog.at_level(logging.INFO, logger="forge"):
+        model = build(f'float8 = "{kind}"', MOE)
+    assert {
+        name.removeprefix("layers.1.") for name in products_of(model) if name.startswith("layers.1.")
+    } == {
+        *(f"attention.{leaf}" for leaf in ("wq", "wk", "wv", "wo")),
+        *(f"feed_forward.shared.{leaf}" for leaf in ("w1", "w2", "w3")),
+        "feed_forward.experts",
+    }
+    assert f"float8 {kind}: 21 of 21 linear layers" in caplog.text
+    assert "routed experts of 3 of 3 layers; their weight gradients in precision.compute" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        'float8 = "mxfp8"\nfloat8_experts = false',
+        'float8 = "mxfp8"\nfloat8_exclude = ["*.experts", "*.wq"]',
+        'float8 = "tensorwise"',
+    ],
+)
+def test_experts_that_are_left_out_are_named(section: str, caplog) -> None:
+    chosen = parse_toml_text(text(section, MOE.replace("24", "32")))
+    with caplog.at_level(logging.INFO, logger="forge"):
+        model = build_meta_model(chosen)
+        assert not choose_experts(model, chosen.precision)
+        apply_float8(model, make_layout(chosen, FakeMeshes))  # type: ignore[arg-type]
+    assert "not in float8: routed experts" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
+def test_a_cpu_without_emulation_is_refused(kind: str) -> None:
+    with pytest.raises(
+        UserError, match=rf"float8_emulate = false: a CPU has no kernels for .* = {kind}; use auto"
+    ):
+        build(f'float8 = "{kind}"\nfloat8_emulate = false')
+
+
+@pytest.mark.parametrize(
+    ("capability", "kind", "compute", "reason"),
+    [
+        ((8, 0), "tensorwise", "bfloat16", "capability 8.9 (Ada, Hopper or later), this one has 8.0"),
+        ((8, 9), "rowwise", "float32", ""),
+        ((8, 9), "blockwise", "bfloat16", "capability 9.0 (Hopper or later), this one has 8.9"),
+        ((9, 0), "blockwise", "bfloat16", ""),
+        ((9, 0), "blockwise", "float32", "return bfloat16, and precision.compute = float32"),
+        ((9, 0), "mxfp8", "bfloat16", "capability 10.0 (Blackwell), this one has 9.0"),
+        ((10, 0), "mxfp8", "bfloat16", ""),
+        ((12, 0), "mxfp8", "bfloat16", "this one has 12.0"),
+        ((9, 0), "rowwise", "float64", "precision.compute = float64"),
+    ],
+)
+def test_a_gpu_without_kernels_emulates_and_says_so(
+    monkeypatch, caplog, capability: tuple[int, int], kind: str, compute: str, reason: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    precision = Precision(float8=kind, compute=compute)
+    assert emulates(precision, "cuda") == bool(reason)
+    assert reason in caplog.text
+    if reason:
+        with pytest.raises(UserError, match="float8_emulate = false"):
+            emulates(precision.model_copy(update={"float8_emulate": False}), "cuda")
+    assert emulates(precision.model_copy(update={"float8_emulate": True}), "cuda")
+
+
+def test_tensor_parallelism_that_cuts_a_block_is_refused_with_the_nearest_degree() -> None:
+    expected = (
+        r"layers\.0\.attention\.wk on each rank, not a multiple of its blocks of 32; use parallel\.tp = 1, "
+        r'or add "\*\.wk"'
+    )
+    with pytest.raises(RankFailed, match=expected):
+        run_ranks(_built_with_tp, 2, 'float8 = "mxfp8"')
+
+
+def _built_with_tp(rank: int, world: int, section: str) -> None:
+    # A plan of the user's: the checks of the configuration know only the model's own.
+    names = {"wq": "colwise", "wk": "colwise", "wv": "colwise", "wo": "rowwise"}
+    plan = ", ".join(f'"layers.*.attention.{leaf}" = "{style}"' for leaf, style in names.items())
+    keys = text(section).replace("dim = 32", "dim = 128").replace("ffn_dim = 48", "ffn_dim = 96")
+    keys = keys.replace("n_heads = 4", "n_heads = 8").replace(
+        "[parallel]", f"[parallel]\ntp = 2\ntp_plan = {{{plan}}}"
+    )
+    built(keys, world)

@@ -1,0 +1,7 @@
+"""Matrix products in float8: the choice of layers (apply), torchao's two recipes (torchao), two block formats (formats)."""
+
+from forge.parallel.float8.apply import apply_float8, check_patterns, compute_in_float8
+from forge.parallel.float8.gathering import gather_plain
+from forge.parallel.float8.torchao import scale_refresher
+
+__all__ = ["apply_float8", "check_patterns", "compute_in_float8", "gather_plain", "scale_refresher"]

@@ -1,0 +1,238 @@
+"""Matrix products in float8: which linear layers and experts compute in it, and whether a GPU's kernels do it.
+
+    tensorwise  one scale per operand; with FSDP the weights can be gathered in float8, half the bytes of bfloat16
+    rowwise     one scale per row, a power of two: closer to the exact product, somewhat slower
+    blockwise   one scale per 128 values, per 128 x 128 weights (formats.py)
+    mxfp8       one scale per 32 values, a power of two (formats.py)
+
+torchao computes the first two (torchao.py). The other two also take routed experts. Parameters stay in `precision.storage`
+and keep their names, so checkpoints do not depend on the recipe. Where the hardware has no kernel, the products are emulated:
+operands are rounded to float8 and multiplied in a wider format.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from forge.config.layout import Precision
+from forge.model import Experts
+from forge.model.linear_attention import Narrow
+from forge.parallel.float8.formats import FORMATS, Format
+from forge.parallel.float8.gathering import gather_in_blocks
+from forge.parallel.float8.hardware import missing_kernels, products_for
+from forge.parallel.float8.layers import convert_experts, convert_linear
+from forge.parallel.float8.torchao import convert_with_torchao, gathers_in_float8
+from forge.parallel.layout import Layout
+from forge.parallel.modules import count_hooks, has_all_names
+from forge.parallel.tensor.local import LocalLinear, LocalNarrow
+from forge.runtime.errors import UserError, did_you_mean
+from forge.shard import local
+
+log = logging.getLogger(__name__)
+
+# torchao's products take matrices whose sides this number divides.
+MULTIPLE = 16
+
+
+def apply_float8(model: nn.Module, layout: Layout) -> None:
+    """Let the linear layers of `model`, and with a block format its routed experts, compute in float8, in place.
+
+    Layers in `float8_exclude`, or of a size that does not fit, stay in precision.compute; the log names them.
+
+    Raises UserError if the hardware has no kernel and float8_emulate is false, if tensor parallelism cuts a block, if no
+    layer is left to convert, or if a pattern in `float8_exclude` matches no module.
+    """
+    precision = layout.precision
+    emulate = emulates(precision, layout.meshes.fsdp.device_type)
+    check_patterns(model, precision.float8_exclude)
+    chosen, left_out = choose_layers(model, precision)
+    experts = choose_experts(model, precision)
+    form = FORMATS.get(precision.float8)
+    gather = form is None and gathers_in_float8(chosen, layout)
+    _log_choice(precision.float8, gather, chosen, left_out)
+    _log_experts(model, experts, precision)
+    if not chosen and not experts and not has_all_names(model):
+        return
+    if not chosen and not experts:
+        raise UserError(
+            f"precision.float8 = {precision.float8}: no linear layer is left to convert; "
+            + ("; ".join(f"{name} {why}" for name, why in left_out.items()) or "the model has none")
+        )
+    if form is None:
+        convert_with_torchao(model, chosen, precision.float8, emulate=emulate, gather=gather)
+    else:
+        _refuse_cut_blocks(chosen, form, layout.parallel.tp)
+        convert(model, chosen, experts, form, emulate=emulate)
+        _gather(model, chosen, experts, form, layout)
+
+
+def _gather(
+    model: nn.Module, layers: Iterable[str], experts: Iterable[str], form: Format, layout: Layout
+) -> None:
+    """Let FSDP2 gather weights in `form` where that is possible; log how many."""
+    weights = {f"{name}.weight": (model.get_submodule(name), "weight") for name in layers}
+    weights |= {
+        f"{name}.{leaf}": (model.get_submodule(name), leaf) for name in experts for leaf in ("w13", "w2")
+    }
+    taken = gather_in_blocks(weights, form, layout)
+    if not taken and layout.precision.float8_all_gather is True and has_all_names(model):
+        raise UserError(
+            "precision.float8_all_gather = true needs fsdp2 over several ranks, tp = ep = 1, no compilation (with mxfp8 no "
+            f"recomputation), and a weight of which each rank has whole blocks of {form.block}; use auto or false"
+        )
+    if layout.parallel.data_parallel == "fsdp2":
+        log.info(
+            "float8 %s: FSDP2 may gather %d of %d weights as codes and scales",
+            form.name,
+            len(taken),
+            len(weights),
+        )
+
+
+def compute_in_float8(model: nn.Module, precision: Precision, device_type: str) -> None:
+    """Let `model`, whole in this process, compute with `precision.float8`, in place. Raises UserError as `apply_float8`."""
+    if precision.float8 == "none":
+        return
+    emulate = emulates(precision, device_type)
+    chosen, experts = choose_layers(model, precision)[0], choose_experts(model, precision)
+    if form := FORMATS.get(precision.float8):
+        convert(model, chosen, experts, form, emulate=emulate)
+    else:
+        convert_with_torchao(model, chosen, precision.float8, emulate=emulate, gather=False)
+
+
+def convert(
+    model: nn.Module, layers: Iterable[str], experts: dict[str, Experts], form: Format, *, emulate: bool
+) -> None:
+    """Let the layers with these names, and `experts`, compute in `form`, in place."""
+    products = products_for(form, emulate=emulate)
+    hooks = count_hooks(model)
+    for name in layers:
+        convert_linear(model, name, products)
+    for module in experts.values():
+        convert_experts(module, products)
+    # Tensor parallelism lives in these hooks: without them every rank would silently compute a part for the whole.
+    assert count_hooks(model) == hooks, "hooks were lost when linear layers were swapped"
+
+
+def emulates(precision: Precision, device_type: str) -> bool:
+    """Return whether products are emulated. Raises UserError if they would have to be, and float8_emulate is false."""
+    if precision.float8_emulate is True:
+        return True
+    missing = missing_kernels(precision, device_type)
+    if not missing:
+        return False
+    if precision.float8_emulate is False:
+        raise UserError(
+            f"precision.float8_emulate = false: {missing}; use auto, which emulates the products, or precision.float8 = none"
+        )
+    if device_type != "cpu":
+        log.warning("precision.float8 is emulated, slower than precision.float8 = none: %s", missing)
+    return True
+
+
+def choose_layers(model: nn.Module, precision: Precision) -> tuple[dict[str, nn.Linear], dict[str, str]]:
+    """Return the linear layers of `model` to convert, by name, and for all others the reason why not."""
+    chosen: dict[str, nn.Linear] = {}
+    left_out: dict[str, str] = {}
+    padded = precision.float8 in FORMATS
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        # The matrix of this rank: under tensor parallelism a part of the weight.
+        sides = tuple(local(module.weight).shape)
+        pattern = next((pattern for pattern in precision.float8_exclude if fnmatchcase(name, pattern)), None)
+        if pattern is not None:
+            left_out[name] = f'is in precision.float8_exclude ("{pattern}")'
+        elif padded and isinstance(module, Narrow | LocalNarrow):
+            left_out[name] = "has gradients that are sums over ranks under tensor parallelism"
+        elif padded:
+            chosen[name] = module
+        elif isinstance(module, LocalLinear):
+            left_out[name] = "computes on local tensors under tensor parallelism"
+        elif any(side % MULTIPLE for side in sides):
+            left_out[name] = f"is {sides[0]} x {sides[1]} on each rank, not multiples of {MULTIPLE}"
+        else:
+            chosen[name] = module
+    return chosen, left_out
+
+
+def choose_experts(model: nn.Module, precision: Precision) -> dict[str, Experts]:
+    """Return the routed experts of `model` to convert, by name."""
+    if precision.float8 not in FORMATS or precision.float8_experts is False:
+        return {}
+    found = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
+    return {
+        name: module
+        for name, module in found.items()
+        if not any(fnmatchcase(name, pattern) for pattern in precision.float8_exclude)
+    }
+
+
+def check_patterns(model: nn.Module, patterns: tuple[str, ...]) -> None:
+    """Raise UserError for a pattern that matches no module; the key's defaults may match none."""
+    if not has_all_names(model):
+        return
+    names = [name for name, _ in model.named_modules() if name]
+    for pattern in patterns:
+        if pattern not in Precision().float8_exclude and not any(
+            fnmatchcase(name, pattern) for name in names
+        ):
+            raise UserError(
+                f'precision.float8_exclude: "{pattern}" fits no module of this model{did_you_mean(pattern, names)}'
+            )
+
+
+def _refuse_cut_blocks(layers: dict[str, nn.Linear], form: Format, tp: int) -> None:
+    """Raise UserError if tensor parallelism cuts a block: its scale would differ from that of one process."""
+    split = {}
+    for name, layer in layers.items():
+        weight = layer.weight
+        if isinstance(weight, DTensor) and not weight.placements[0].is_replicate():
+            split[name] = weight.shape[weight.placements[0].dim]  # type: ignore[attr-defined]
+    cut = [name for name, side in split.items() if side % (form.block * tp)]
+    if not cut:
+        return
+    fitting = max(
+        n for n in range(1, tp) if all(side % (form.block * n) == 0 or n == 1 for side in split.values())
+    )
+    kind = cut[0].rpartition(".")[2]
+    smaller = "precision.float8 = mxfp8 (blocks of 32), " if form.block > FORMATS["mxfp8"].block else ""
+    raise UserError(
+        f"precision.float8 = {form.name}: parallel.tp = {tp} leaves {split[cut[0]] / tp:g} features of {cut[0]} on each "
+        f"rank, not a multiple of its blocks of {form.block}; use parallel.tp = {fitting}, {smaller}"
+        f'or add "*.{kind}" to precision.float8_exclude'
+    )
+
+
+def _log_choice(kind: str, gather: bool, chosen: dict[str, nn.Linear], left_out: dict[str, str]) -> None:
+    kinds = Counter(name.rpartition(".")[2] for name in chosen)
+    log.info(
+        "float8 %s: %d of %d linear layers (%s), gathered in %s",
+        kind,
+        len(chosen),
+        len(chosen) + len(left_out),
+        ", ".join(f"{number} {name}" for name, number in kinds.items()) or "none",
+        "float8" if gather else "precision.compute",
+    )
+    for name, why in left_out.items():
+        log.info("not in float8: %s %s", name, why)
+
+
+def _log_experts(model: nn.Module, chosen: dict[str, Experts], precision: Precision) -> None:
+    names = [name for name, module in model.named_modules() if isinstance(module, Experts)]
+    if chosen:
+        log.info(
+            "float8 %s: routed experts of %d of %d layers; their weight gradients in precision.compute",
+            precision.float8,
+            len(chosen),
+            len(names),
+        )
+    if len(chosen) < len(names):
+        log.info("not in float8: routed experts, which multiply groups of rows in precision.compute")

@@ -1,0 +1,159 @@
+"""FSDP2 gathers weights of the block formats as codes and scales, a byte per weight instead of two.
+
+A shard holds whole blocks, so its codes are those of the whole weight. FSDP2 finds the two hooks of
+`ShardedWeight` (its tensor subclass extension): one quantises the shard, the other makes the gathered weight.
+
+    blockwise  square blocks serve the products of forward and backward
+    mxfp8      forward sums over columns, backward over rows, with codes of their own: each gathers its own. So a weight that
+               stays gathered until backward, or whose forward runs again in backward, is gathered in precision.compute
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from forge.model import Experts
+from forge.parallel.float8.formats import Format, Quantised
+from forge.parallel.layout import Layout
+
+aten: Any = torch.ops.aten
+# Operators of FSDP2 and of allocation, whose results are shards again.
+_KEPT = (
+    *(aten.detach, aten.empty_like, aten.new_zeros, aten.new_empty, aten.zeros_like, aten.slice, aten.copy_),
+    *(aten.view, aten.as_strided, aten._to_copy, aten._pin_memory, aten.split, aten.clone, aten.narrow),
+)
+
+
+class ShardedWeight(torch.Tensor):
+    """A weight, or a shard of one, that is gathered in `form`; `_tensor` has the values."""
+
+    @staticmethod
+    def __new__(cls, tensor: Tensor, form: Format) -> ShardedWeight:
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            tensor.size(),
+            strides=tensor.stride(),
+            storage_offset=tensor.storage_offset(),
+            dtype=tensor.dtype,
+            layout=tensor.layout,
+            device=tensor.device,
+            pin_memory=tensor.is_pinned() if tensor.device.type == "cpu" else False,
+            requires_grad=tensor.requires_grad,
+        )
+
+    def __init__(self, tensor: Tensor, form: Format):
+        self._tensor, self.form = tensor, form
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        form = next(arg for arg in args if isinstance(arg, ShardedWeight)).form
+        plain_args, plain_kwargs = tree_map_only(ShardedWeight, lambda one: one._tensor, (args, kwargs or {}))
+        result = func(*plain_args, **plain_kwargs)
+        if func.overloadpacket is aten.copy_:
+            return args[0]
+        return (
+            tree_map_only(Tensor, lambda one: cls(one, form), result)
+            if func.overloadpacket in _KEPT
+            else result
+        )
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"ShardedWeight({self._tensor!r}, {self.form.name})"
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: Any,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: Any,
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        """Return codes and scales of this shard, as bytes and numbers, and the dimension that their product sums over."""
+        # In backward a graph task runs.
+        dim = -1 if self.form.square or torch._C._current_graph_task_id() == -1 else -2
+        values = self._tensor.to(mp_policy.param_dtype or self._tensor.dtype)
+        codes, scales = self.form.quantise(values, self.form.of_weight(dim))
+        return (_bytes(codes), _bytes(scales) if self.form.powers else scales.contiguous()), (dim,)
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], metadata: tuple[int, ...], dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        """Return the gathered weight and what FSDP2 frees; with `out`, a gathered weight, update that."""
+        codes, scales = outputs
+        if out is not None:
+            out.codes, out.scales, out.summed = codes, scales, metadata[0]
+            return None
+        return GatheredWeight(codes, scales, self.form, metadata[0], dtype), (codes, scales)
+
+
+class GatheredWeight(torch.Tensor):
+    """A whole weight in codes and scales, for products that sum over `summed`. Shape and dtype are those of its values."""
+
+    @staticmethod
+    def __new__(
+        cls, codes: Tensor, scales: Tensor, form: Format, dim: int, dtype: torch.dtype
+    ) -> GatheredWeight:
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, codes.size(), strides=codes.stride(), dtype=dtype, device=codes.device
+        )
+
+    def __init__(self, codes: Tensor, scales: Tensor, form: Format, summed: int, dtype: torch.dtype):
+        self.codes, self.scales, self.form, self.summed = codes, scales, form, summed
+
+    def quantised(self, dim: int) -> Quantised:
+        """Return codes and scales for a product that sums over `dim`, -1 or -2."""
+        assert dim == self.summed or self.form.square, "gathered for the products of the other direction"
+        scales = self.scales.view(torch.float8_e8m0fnu) if self.form.powers else self.scales
+        return Quantised(self.codes.view(torch.float8_e4m3fn), scales)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        one = args[0]
+        # FSDP2 makes a view of the same shape.
+        same = func.overloadpacket is aten.as_strided and tuple(args[1]) == tuple(one.shape)
+        if same or func.overloadpacket in (aten.detach, aten.alias):
+            return cls(one.codes, one.scales, one.form, one.summed, one.dtype)
+        raise NotImplementedError(f"{func} on a weight that was gathered in float8")
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"GatheredWeight({list(self.shape)}, {self.form.name})"
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def gather_in_blocks(weights: dict[str, tuple[nn.Module, str]], form: Format, layout: Layout) -> list[str]:
+    """Let FSDP2 gather these parameters, each an attribute of a module, as codes and scales; return the names of those."""
+    if layout.precision.float8_all_gather is False or layout.parallel.data_parallel != "fsdp2":
+        return []
+    if not form.square and layout.activation_checkpoint.mode != "none":
+        return []
+    if layout.parallel.tp > 1 or layout.parallel.ep > 1 or layout.compile.enabled:
+        return []
+    taken = []
+    for name, (module, leaf) in weights.items():
+        weight = getattr(module, leaf)
+        mesh = layout.meshes.fsdp_experts if isinstance(module, Experts) else layout.meshes.fsdp
+        ranks = mesh.size(mesh.ndim - 1)
+        rows = 1 if isinstance(module, Experts) else form.block
+        whole = (
+            not any(side % form.block for side in weight.shape[-2:]) and weight.shape[0] % (rows * ranks) == 0
+        )
+        if ranks > 1 and whole:
+            setattr(module, leaf, nn.Parameter(ShardedWeight(weight.detach(), form), weight.requires_grad))
+            taken.append(name)
+    return taken
+
+
+def gather_plain(modules: tuple[nn.Module, ...]) -> None:
+    """Give `modules` plain weights in place of those whose codes would serve only forward or only backward."""
+    for module in modules:
+        for inner in module.modules():
+            for name, weight in list(inner.named_parameters(recurse=False)):
+                if isinstance(weight, ShardedWeight) and not weight.form.square:
+                    inner.register_parameter(name, nn.Parameter(weight._tensor, weight.requires_grad))

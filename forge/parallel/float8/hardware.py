@@ -1,0 +1,49 @@
+"""Which GPU has kernels for which recipe, and what computes a block format's products."""
+
+from __future__ import annotations
+
+import torch
+
+from forge.config.layout import Precision
+from forge.parallel.float8.formats import Format
+from forge.parallel.float8.products import Emulated, Products
+
+# The first compute capability with kernels, or the only major one, and the names of such GPUs.
+_FIRST = {
+    "tensorwise": ((8, 9), "Ada, Hopper or later"),
+    "rowwise": ((8, 9), "Ada, Hopper or later"),
+    "blockwise": ((9, 0), "Hopper or later"),
+    "mxfp8": ((10, 0), "Blackwell"),
+}
+
+
+def missing_kernels(precision: Precision, device_type: str) -> str:
+    """Return why `device_type` cannot compute `precision.float8` without emulation; empty if it can."""
+    recipe = precision.float8
+    if device_type == "cpu":
+        return f"a CPU has no kernels for precision.float8 = {recipe}"
+    first, names = _FIRST[recipe]
+    capability = torch.cuda.get_device_capability()
+    # MX products of consumer Blackwell, 12.x, have other kernels.
+    if capability < first or (recipe == "mxfp8" and capability[0] != first[0]):
+        return (
+            f"precision.float8 = {recipe} needs a GPU of compute capability {first[0]}.{first[1]} ({names}), "
+            f"this one has {capability[0]}.{capability[1]}"
+        )
+    if recipe in ("blockwise", "mxfp8") and precision.compute != "bfloat16":
+        return f"the kernels of {recipe} return bfloat16, and precision.compute = {precision.compute}"
+    if precision.compute == "float64":
+        return f"the kernels of {recipe} return bfloat16 or float32, and precision.compute = float64"
+    return ""
+
+
+def products_for(form: Format, *, emulate: bool) -> Products:
+    """Return the products of `form`: emulated, or those of this machine's GPU."""
+    if emulate:
+        return Emulated(form)
+    # Imported here, because they import torchao.
+    from forge.parallel.float8.kernels import BlockwiseKernels, MXKernels
+
+    if form.powers:
+        return MXKernels(form)
+    return BlockwiseKernels(form, native=torch.cuda.get_device_capability()[0] == 9)

@@ -1,0 +1,89 @@
+"""torchao's two float8 recipes, tensorwise and rowwise: linear layers are swapped for ones that scale and round operands.
+
+torchao is imported only where one of them is on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import ceil
+
+from torch import nn
+
+from forge.parallel.layout import Layout
+from forge.parallel.modules import carry_hooks, count_hooks
+from forge.runtime.errors import UserError
+
+
+def convert_with_torchao(
+    model: nn.Module, chosen: dict[str, nn.Linear], recipe: str, *, emulate: bool, gather: bool
+) -> None:
+    """Swap the layers `chosen` of `model` in place. gather: FSDP gathers their weights in float8."""
+    with quiet():
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    config = dataclasses.replace(
+        Float8LinearConfig.from_recipe_name(recipe), emulate=emulate, enable_fsdp_float8_all_gather=gather
+    )
+    hooks = count_hooks(model)
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in chosen)
+    for name, layer in chosen.items():
+        carry_hooks(layer, model.get_submodule(name))
+    # Tensor parallelism lives in these hooks: without them every rank would silently compute a part for the whole.
+    assert count_hooks(model) == hooks, "hooks were lost when linear layers were swapped"
+
+
+def scale_refresher(model: nn.Module) -> Callable[[], None]:
+    """Return a function to call after each change of the parameters of a sharded `model`. Collective when called.
+
+    Where FSDP gathers weights in float8 it computes their scales, in one all-reduce for all of them; before the first
+    call FSDP computes one per weight and forward, with the same result. Elsewhere it does nothing.
+    """
+    gathers = "enable_fsdp_float8_all_gather"
+    if not any(getattr(getattr(module, "config", None), gathers, False) for module in model.modules()):
+        return lambda: None
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    return functools.partial(precompute_float8_dynamic_scale_for_fsdp, model)
+
+
+def gathers_in_float8(chosen: dict[str, nn.Linear], layout: Layout) -> bool:
+    """Whether FSDP gathers the chosen weights in float8."""
+    wanted, parallel, mesh = layout.precision.float8_all_gather, layout.parallel, layout.meshes.fsdp
+    if layout.precision.float8 != "tensorwise" or wanted is False:
+        return False
+    if wanted == "auto" and (parallel.data_parallel != "fsdp2" or parallel.tp > 1):
+        return False
+    # torchao takes the largest element of what each rank holds, and fails where a rank holds nothing.
+    ranks = mesh.size(mesh.ndim - 1)
+    empty = [name for name, layer in chosen.items() if _holders(layer.weight.shape[0], ranks) < ranks]
+    if empty and wanted is True:
+        raise UserError(
+            f"precision.float8_all_gather = true needs rows of every matrix on all {ranks} ranks, and "
+            f"{empty[0]} has too few; use auto or false"
+        )
+    return not empty
+
+
+def _holders(rows: int, ranks: int) -> int:
+    """How many of `ranks` hold rows when they are dealt out in equal chunks, the last ones shorter or empty."""
+    return ceil(rows / ceil(rows / ranks))
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence torchao while it is imported: it warns of missing extensions that forge does not use."""
+    os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,73 @@
+"""Which products of a run the hardware computes in float8, and which layers stay in precision.compute."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+from forge.config import Config
+from forge.parallel.build import build_meta_model
+from forge.parallel.float8.apply import choose_experts, choose_layers
+from forge.parallel.float8.formats import FORMATS
+from forge.parallel.modules import for_all_layers
+from forge.tools.plan.hardware import Hardware
+
+# Names of GPUs that lack kernels of a recipe, and of experts in it (forge/parallel/float8/hardware.py, kernels.py).
+_WITHOUT = {
+    "tensorwise": "A100",
+    "rowwise": "A100",
+    "blockwise": "A100|L40S",
+    "mxfp8": "A100|L40S|H100|H200",
+}
+
+
+def products_in_float8(config: Config, hardware: Hardware) -> set[str]:
+    """Return which of "linear" and "experts" the hardware multiplies in float8; emulated ones it does not."""
+    recipe, chosen = config.precision.float8, config.precision
+    if recipe == "none" or chosen.float8_emulate is True or not _has_kernels(recipe, hardware):
+        return set()
+    grouped = recipe == "mxfp8" and config.model.moe is not None and chosen.float8_experts is not False
+    return {"linear", "experts"} if grouped else {"linear"}
+
+
+def float8_notes(config: Config, hardware: Hardware | None) -> Iterator[str]:
+    """Yield lines about float8 for the report: what is emulated, what is not converted, what the memory leaves out."""
+    recipe = config.precision.float8
+    if recipe == "none":
+        return
+    if recipe in FORMATS:
+        yield (
+            f"precision.float8 = {recipe}: memory is planned without it: it keeps the same activations, and codes and "
+            "scales of one layer at a time; gathers are counted in precision.compute, also those of float8_all_gather"
+        )
+    else:
+        yield "precision.float8: memory and collectives are planned without it"
+    if hardware is not None:
+        fast = products_in_float8(config, hardware)
+        card = hardware.card or "a CPU"
+        if not fast:
+            compute = "slower than this plan, whose products are in precision.compute"
+            yield f"precision.float8 = {recipe} is emulated on {card}: {compute}"
+        elif (
+            recipe == "blockwise"
+            and config.model.moe is not None
+            and config.precision.float8_experts is not False
+        ):
+            yield f"precision.float8 = blockwise: routed experts are emulated on {card}, slower than this plan"
+    model = build_meta_model(config)
+    left_out = choose_layers(model, config.precision)[1]
+    reasons = Counter(re.sub(r"is \d+ x \d+ on each rank", "is", why) for why in left_out.values())
+    for reason in reasons:
+        names = for_all_layers(
+            name
+            for name, why in left_out.items()
+            if re.sub(r"is \d+ x \d+ on each rank", "is", why) == reason
+        )
+        yield f"not in float8: {', '.join(sorted(names))} {reason}"
+    if config.model.moe is not None and not choose_experts(model, config.precision):
+        yield "not in float8: routed experts"
+
+
+def _has_kernels(recipe: str, hardware: Hardware) -> bool:
+    return bool(hardware.card) and not re.search(_WITHOUT[recipe], hardware.card)

@@ -1,0 +1,56 @@
+"""A plan says which products are in float8 on the hardware, and lists every layer that is not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from forge.config import Config, parse_toml_text
+from forge.tools.plan.float8 import float8_notes, products_in_float8
+from forge.tools.plan.hardware import find_hardware
+from forge.tools.plan.work import work_of
+from tests.support.equivalence import tiny_config
+
+MOE = "[model.moe]\nn_experts = 4\ntop_k = 2\nexpert_dim = 24\n"
+
+
+def config(section: str, model: str = "") -> Config:
+    return parse_toml_text(tiny_config(model=model).replace("[precision]", f"[precision]\n{section}"))
+
+
+@pytest.mark.parametrize(
+    ("section", "card", "expected"),
+    [
+        ('float8 = "none"', "h100", set()),
+        ('float8 = "rowwise"', "h100", {"linear"}),
+        ('float8 = "rowwise"', "a100", set()),
+        ('float8 = "blockwise"', "h200", {"linear"}),
+        ('float8 = "blockwise"', "l40s", set()),
+        ('float8 = "mxfp8"', "h100", set()),
+        ('float8 = "mxfp8"', "b200", {"linear", "experts"}),
+        ('float8 = "mxfp8"\nfloat8_experts = false', "b200", {"linear"}),
+        ('float8 = "mxfp8"\nfloat8_emulate = true', "b200", set()),
+    ],
+)
+def test_products_in_float8(section: str, card: str, expected: set[str]) -> None:
+    assert products_in_float8(config(section, MOE), find_hardware(card)) == expected
+
+
+def test_what_is_emulated_or_left_out_is_listed() -> None:
+    chosen = config('float8 = "mxfp8"\nfloat8_exclude = ["head", "*.wq"]\nfloat8_experts = false', MOE)
+    notes = list(float8_notes(chosen, find_hardware("h100")))
+    assert any("is emulated on" in note for note in notes)
+    assert 'not in float8: layers.*.attention.wq is in precision.float8_exclude ("*.wq")' in notes
+    assert "not in float8: routed experts" in notes
+    tensorwise = list(float8_notes(config('float8 = "tensorwise"', "head_dim = 6"), None))
+    assert any(note.endswith("attention.wv is, not multiples of 16") for note in tensorwise)
+
+
+def test_only_outputs_and_input_gradients_of_experts_may_be_in_float8() -> None:
+    rows, weight = torch.randn(8, 16), torch.randn(2, 16, 32)
+    ends = torch.tensor([4, 8], dtype=torch.int32)
+    grouped = torch.ops.aten._grouped_mm.default
+    output = torch._grouped_mm(rows, weight, offs=ends)
+    assert work_of(grouped, (rows, weight, ends), output).experts
+    outer = torch._grouped_mm(rows.mT, output, offs=ends)
+    assert not work_of(grouped, (rows.mT, output, ends), outer).experts
