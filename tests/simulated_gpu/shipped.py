@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[2] / "configs"
 CONFIGS = sorted(path.stem for path in FOLDER.glob("*.toml") if "debug" not in path.stem)
 MOST_EXPERTS = 32
+# Patterns of more layers name every layer of the model.
+LONGEST = 8
 
 
 def shrunk(name: str) -> list[str]:
@@ -15,9 +18,13 @@ def shrunk(name: str) -> list[str]:
     config = tomllib.loads((FOLDER / f"{name}.toml").read_text())
     model, moe = config["model"], config["model"].get("moe", {})
     dense = min(1, moe.get("n_dense_layers", 0))
+    pattern = model.get("layer_pattern", [])
+    if len(pattern) > LONGEST:
+        pattern = list(dict.fromkeys(pattern))
     options = [
         f"--config={name}.toml",
-        f"--model.n_layers={max(len(model.get('layer_pattern', [])), dense + 1)}",
+        f"--model.n_layers={max(len(pattern), dense + 1)}",
+        f"--model.layer_pattern={json.dumps(pattern)}",
     ]
     if moe:
         options += [f"--model.moe.n_dense_layers={dense}"]
