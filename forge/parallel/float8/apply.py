@@ -31,6 +31,7 @@ from forge.parallel.float8.torchao import convert_with_torchao, gathers_in_float
 from forge.parallel.layout import Layout
 from forge.parallel.modules import count_hooks, has_all_names
 from forge.parallel.tensor.local import LocalLinear, LocalNarrow
+from forge.runtime.causes import Cause
 from forge.runtime.errors import UserError, did_you_mean
 from forge.shard import local
 
@@ -138,7 +139,8 @@ def emulates(precision: Precision, device_type: str) -> bool:
             f"precision.float8_emulate = false: {missing}; use auto, which emulates the products, or precision.float8 = none"
         )
     if device_type != "cpu":
-        log.warning("precision.float8 is emulated, slower than precision.float8 = none: %s", missing)
+        message = "precision.float8 is emulated, slower than precision.float8 = none: %s"
+        log.warning(message, missing, extra=Cause.NOTE.mark)
     return True
 
 
