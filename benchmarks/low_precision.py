@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from benchmarks.measure import environment, markdown, parser, publish
 from benchmarks.recipes import train
 from forge.config import load_config
+from forge.data.build import build_dataset, input_fingerprints
 from forge.parallel.float8.apply import choose_layers, convert
 from forge.parallel.float8.formats import FORMATS
 from forge.parallel.float8.torchao import convert_with_torchao
@@ -98,6 +99,7 @@ def _trained(given: argparse.Namespace, overrides: list[str]) -> list[Run]:
                 ]
                 options += [f"--run.seed={seed}", *_options(recipe, given.compute)]
                 identity = {
+                    "data": _fingerprints(MODELS[model], options),
                     "model": model,
                     "recipe": recipe,
                     "seed": seed,
@@ -113,6 +115,12 @@ def _trained(given: argparse.Namespace, overrides: list[str]) -> list[Run]:
                         stream.write(json.dumps(old) + "\n")
                 found.append(old)
     return found
+
+
+def _fingerprints(config: str, options: list[str]) -> Any:
+    """Return what tells the samples of such a run from those of another dataset, as read from JSON."""
+    dataset = build_dataset(load_config(["--config", config, *options]))
+    return json.loads(json.dumps(input_fingerprints(dataset, None)))
 
 
 def _options(recipe: str, compute: str) -> list[str]:

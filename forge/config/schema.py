@@ -91,6 +91,7 @@ class OptimizerConfig(Section):
         "*.conv.*",
         "*.decay.*",
         "*.sinks.weight",
+        "*mix.query",
     )
     """Glob patterns of parameter names without weight decay."""
     groups: ListOf[GroupConfig] = ()

@@ -48,6 +48,7 @@ def draw(generator: random.Random, models: list[str]) -> tuple[int, str, str]:
     if model in MIXTURES:
         options |= {
             "ep": choose([1, 2, 4, 8]),
+            "ep_node_size": choose(['"auto"', '"auto"', 1, 2]),
             "data_parallel": choose(['"fsdp2"', '"fsdp2"', '"fsdp2"', '"zero2"', '"zero1"', '"ddp"']),
             "prefetch": choose([0, 1, 1, 2]),
             "defer_gradient_reduction": choose(["false", "false", "true"]),

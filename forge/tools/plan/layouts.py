@@ -212,8 +212,9 @@ def _accumulations(config: Config, engine: str, *, several: bool) -> Iterator[Ch
     own = {key: value_of(config, key) for key in (RESHARD, DEFER)}
     yield own
     if engine == "fsdp2" and several:
-        ways = [(reshard, defer) for defer in (False, True) for reshard in (own[RESHARD], "never")]
-        yield from ({RESHARD: r, DEFER: d} for r, d in ways if (r, d) != (own[RESHARD], own[DEFER]))
+        kept = dict.fromkeys((own[RESHARD], "auto", "never"))
+        ways = ({RESHARD: reshard, DEFER: defer} for defer in (False, True) for reshard in kept)
+        yield from (way for way in ways if way != own)
 
 
 def _even(config: Config, degrees: Degrees) -> bool:

@@ -73,8 +73,7 @@ def test_vectors_are_left_out_of_weight_decay_and_matrices_are_not(seed: int) ->
     for name, parameter in on_meta(config.model, SEQ).named_parameters():
         excluded = any(fnmatchcase(name, pattern) for pattern in config.optimizer.no_decay)
         vector = parameter.ndim < 2 or name.endswith("bias") or ".conv." in name or name == "embedding.weight"
-        # Queries of attention residuals are scores of the stream: they decay as matrices do.
-        assert excluded == (vector and not name.endswith("mix.query")), name
+        assert excluded == vector, name
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -83,8 +82,10 @@ def test_parameters_start_as_their_kind_does(seed: int) -> None:
     stream = Normal(model.init_std / sqrt(2 * model.n_layers))
     for name, start in on_meta(model, SEQ).initial_values().items():
         leaf = name.removesuffix(".weight").rpartition(".")[2]
-        if ".conv." in name or ".decay." in name:
-            assert isinstance(start, Uniform) or start in (0.0, 1.0), name
+        if ".decay.dt_bias" in name and model.linear_attention.decay_bound:
+            assert start == 0.0, name
+        elif ".conv." in name or ".decay." in name:
+            assert isinstance(start, Uniform) or start == 1.0, name
         elif name.endswith(("bias", "mix.query")):
             assert start == 0.0, name
         elif leaf.endswith("norm"):

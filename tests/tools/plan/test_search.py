@@ -58,18 +58,23 @@ def test_fsdp_with_each_mode_of_recomputation_is_planned_first() -> None:
 
 @pytest.mark.long
 def test_layouts_that_gather_once_per_step_are_tried_where_a_step_has_several_microbatches() -> None:
-    config = parse_toml_text(plan_text())
-    ways = {
-        (layout.config.parallel.reshard_after_forward, layout.config.parallel.defer_gradient_reduction)
-        for layout in layouts(config, 2, BARE)
-        if layout.engine == "fsdp2" and layout.degrees.pp == 1 and layout.degrees.accumulation > 1
-    }
+    ways = _ways(plan_text())
     assert ways == {("auto", False), ("auto", True), ("never", False), ("never", True)}
+    assert _ways(plan_text("reshard_after_forward = 'never'\ndefer_gradient_reduction = true")) == ways
     assert all(
         not layout.config.parallel.defer_gradient_reduction
-        for layout in layouts(config, 2, BARE)
+        for layout in layouts(parse_toml_text(plan_text()), 2, BARE)
         if layout.degrees.accumulation == 1
     )
+
+
+def _ways(text: str) -> set[tuple[str, bool]]:
+    """How layouts with fsdp2 and several microbatches gather and reduce."""
+    return {
+        (layout.config.parallel.reshard_after_forward, layout.config.parallel.defer_gradient_reduction)
+        for layout in layouts(parse_toml_text(text), 2, BARE)
+        if layout.engine == "fsdp2" and layout.degrees.pp == 1 and layout.degrees.accumulation > 1
+    }
 
 
 @pytest.mark.long
