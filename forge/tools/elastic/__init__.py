@@ -1,1 +1,1 @@
-"""Nodes that come and go: what runs beside a training run and starts its ranks."""
+"""Elastic runs: agents and the rendezvous, which start the ranks of a training run and replace lost nodes."""

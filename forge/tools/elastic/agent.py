@@ -1,4 +1,4 @@
-"""One node of an elastic run: PyTorch's agent, with the settings without which a lost node would not be survived.
+"""One node of an elastic run: PyTorch's agent, with the settings needed to survive a lost node.
 
     meeting (any machine that stays)  <-  agents, one per node  ->  ranks (train.py)
 
@@ -47,7 +47,7 @@ SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 @dataclass(frozen=True)
 class Node:
-    """What an agent is started with.
+    """Settings of an agent.
 
     least, most: nodes of the run. processes: ranks on this node. meeting: "HOST:PORT". lost_after_s: how long a node may be
     silent before it is taken for lost. gather_s: how long a group that is large enough waits for more nodes.
@@ -65,7 +65,7 @@ class Node:
 
 
 def layouts(argv: Sequence[str], node: Node) -> dict[int, str]:
-    """Return nodes -> the layout that the run takes on so many. Raises UserError where there is none, or for the config."""
+    """Return number of nodes -> layout of the run. Raises UserError if a number has no layout, or for the config."""
     command = parse_command_line(list(argv))
     config, found = load_command(command), {}
     for nodes in range(node.least, node.most + 1):
@@ -135,7 +135,7 @@ def run_agent(node: Node, argv: Sequence[str]) -> int:
 
 
 class _Agent(LocalElasticAgent):
-    """PyTorch's agent, which kills the ranks of a round that has lost a member: they wait for it, so they cannot save."""
+    """PyTorch's agent. It kills the ranks of a round with a lost member: they wait for it, so they cannot save."""
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         rendezvous: Any = self._rdzv_handler
@@ -144,7 +144,7 @@ class _Agent(LocalElasticAgent):
 
 
 def exit_code_at_end(argv: Sequence[str]) -> int:
-    """Return the exit code of a run that has ended well: 75 if it was stopped, as by `resilience.time_limit_s`, else 0.
+    """Return the exit code of a successful run: 75 if it was stopped, e.g. by `resilience.time_limit_s`, else 0.
 
     Its ranks ended with 0 in both cases, or PyTorch's agent would have started them again.
     """
@@ -171,7 +171,7 @@ def _meet(address: str, timeout: timedelta = timedelta(minutes=5)) -> SignedStor
 
 
 def _is_over(store: dist.Store) -> bool:
-    """Whether an agent reports within a while that the run is finished."""
+    """Wait a while for an agent to report the end of the run; return whether one did."""
     try:
         store.set_timeout(timedelta(seconds=10))
         store.get(OVER)

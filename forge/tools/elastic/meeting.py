@@ -1,4 +1,4 @@
-"""The place where agents meet: a small process that outlives every node of a run, and the clock that all nodes share.
+"""The agents' rendezvous server: a small process that outlives every node of a run, and the clock of all nodes.
 
 PyTorch's rendezvous keeps its state in one store, which by default lives in the agent of the first node and is lost with
 it. `Meeting` holds that store in a process of its own. It also publishes its time there: agents take each other for dead by
@@ -20,7 +20,7 @@ from forge.tools.elastic.secret import VARIABLE, SignedStore, is_loopback, make_
 
 CLOCK, OVER = "forge/clock", "forge/over"
 TICK_S = 0.5
-# After the run is over, agents of spare nodes still have to read that the rendezvous is closed.
+# After the run has ended, agents of spare nodes still read the closed rendezvous.
 LINGER_S = 15.0
 
 
@@ -53,7 +53,7 @@ class Meeting:
         self._store = SignedStore(server, secret)
 
     def read(self, key: str) -> bytes:
-        """Return what agents have written under `key`."""
+        """Return the agents' value of `key`."""
         return self._store.get(key)
 
     def serve(self, closed: threading.Event, linger_s: float = LINGER_S) -> None:

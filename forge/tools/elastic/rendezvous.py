@@ -1,4 +1,4 @@
-"""PyTorch's rendezvous, which also notices lost members and waits for the lock that one of them may still hold."""
+"""PyTorch's rendezvous, extended: it notices lost members, and waits for a lock that a lost member may hold."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Rendezvous(DynamicRendezvousHandler):
                 return info
 
     def num_nodes_waiting(self) -> int:
-        """Return how many nodes make this round end: those that want to join, and 1 for lost members."""
+        """Return the number of nodes that end this round: nodes waiting to join, and 1 for lost members."""
         return super().num_nodes_waiting() + self.has_lost_member()
 
     def has_lost_member(self) -> bool:

@@ -68,7 +68,7 @@ def _local_file(port: int) -> Path:
 
 
 def _read_private(path: Path) -> bytes:
-    """Return the content of a file that only this user can have written. Raises OSError."""
+    """Return the content of a file that only this user can write. Raises OSError for other files."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)

@@ -21,13 +21,15 @@ from forge.parallel.pipeline import plan_pipeline
 from forge.parallel.pipeline.schedule import Action, Schedule
 from forge.tools.plan.estimate import Spent, StepTime
 from forge.tools.plan.hardware import Hardware
-from forge.tools.plan.stage import StagePlan, plan_stage
+from forge.tools.plan.stage import TRACED, StagePlan, fewer_microbatches, plan_stage
 from forge.tools.plan.trace import Moment, Peak
 
 Key = TypeVar("Key")
 Times: TypeAlias = tuple[StepTime, ...] | None
 # Schedules of which a few ranks with a few microbatches show what many do.
 SHORTENED = ("1F1B", "Interleaved1F1B")
+# Results of `kinds_of_layers` by model and sequence length.
+_KINDS: dict[str, list[Any]] = {}
 
 
 def plan_stages(
@@ -110,11 +112,28 @@ def few_layers(config: Config, degrees: Degrees) -> tuple[Few, Few] | None:
     )
 
 
+def traced_layers(config: Config, degrees: Degrees) -> int:
+    """Return the number of layers that a plan runs forward and backward: its cost, in another unit than time."""
+    config = with_experts_first(config, degrees)
+    few, steps = few_layers(config, degrees), 2
+    if degrees.pp == 1:
+        layers = config.model.n_layers if few is None else sum(one.layers for one in few)
+        return layers * (1 + min(TRACED, degrees.accumulation))  # the first step has one microbatch
+    if few is None:
+        return steps * config.model.n_layers * fewer_microbatches(config, degrees).accumulation
+    return steps * sum(one.layers * (one.microbatches or 1) for one in few)
+
+
 def kinds_of_layers(config: Config) -> list[Any]:
     """Return a value for each layer, and for those that predict further ahead: equal if modules, shapes and settings are."""
-    kinds: dict[str, int] = {}
-    layers = build_meta_model(config).layers.values()
-    return [kinds.setdefault(_describe(layer, index), len(kinds)) for index, layer in enumerate(layers)]
+    key = f"{config.model.model_dump_json()} {config.train.seq_len}"
+    if key not in _KINDS:  # a search asks for hundreds of layouts of the same model
+        kinds: dict[str, int] = {}
+        layers = build_meta_model(config).layers.values()
+        _KINDS[key] = [
+            kinds.setdefault(_describe(layer, index), len(kinds)) for index, layer in enumerate(layers)
+        ]
+    return _KINDS[key]
 
 
 def _describe(layer: nn.Module, index: int) -> str:

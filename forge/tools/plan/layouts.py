@@ -51,7 +51,7 @@ EXPERT_CALLS = {"none": 4, "selective": 4, "full": 6}
 @dataclass(frozen=True)
 class Layout:
     """A legal layout. seconds: a rough estimate of a step. state: bytes that a rank holds at least; activations: roughly.
-    signature: what decides the shapes of a microbatch."""
+    sizes: degrees and micro batch. shapes: sizes, recomputation and engine. signature: shapes and the pipeline's schedule."""
 
     changes: Changes
     config: Config
@@ -61,15 +61,24 @@ class Layout:
     activations: float
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        d = self.degrees
+        return d.tp, d.cp, d.ep, d.pp, self.config.train.micro_batch_size
+
+    @property
+    def shapes(self) -> tuple[Any, ...]:
+        parallel = self.config.parallel
+        engine = self.engine, parallel.reshard_after_forward, parallel.defer_gradient_reduction
+        return (*self.sizes, self.mode, *engine)
+
+    @property
+    def schedule(self) -> str:
+        """The pipeline's schedule; without a pipeline ""."""
+        return self.config.pipeline.schedule if self.degrees.pp > 1 else ""
+
+    @property
     def signature(self) -> tuple[Any, ...]:
-        d, config = self.degrees, self.config
-        pipeline = config.pipeline.schedule if d.pp > 1 else ""
-        engine = (
-            self.engine,
-            config.parallel.reshard_after_forward,
-            config.parallel.defer_gradient_reduction,
-        )
-        return (d.tp, d.cp, d.ep, d.pp, config.train.micro_batch_size, self.mode, pipeline, *engine)
+        return self.shapes, self.schedule
 
     @property
     def mode(self) -> str:

@@ -23,14 +23,19 @@ from forge.observe.hardware import GIB
 from forge.runtime.compat import cores
 from forge.runtime.errors import UserError
 from forge.tools.plan.hardware import Hardware
+from forge.tools.plan.layers import traced_layers
 from forge.tools.plan.layouts import MODES, Changes, Layout, layouts, traceable
 from forge.tools.plan.plan import Plan, make_plan
 from forge.tools.plan.speed import Speed
 
 BEST = 10
 TRIES = 24
-# Layouts that are planned before the next ones are chosen; a constant, so that more processes find the same. Before the first
-# ROUND come cheap plans, whose corrections keep layouts out that cannot fit.
+# A search also ends after this many traced layers (`traced_layers`): one without a pipeline takes 20, an interleaved one 360.
+LAYERS = 1600
+# A search ends when no other layout is estimated within this factor of the fastest.
+MARGIN = 1.2
+# Layouts per round: the next round is chosen with the corrections of the last. Constant, so that the number of processes
+# does not change the result. The first round has cheap plans only.
 ROUND = 8
 # Memory that a layout leaves free: three GiB, of a small GPU a twentieth.
 SPARE, SMALL_SPARE = 3 * GIB, 0.05
@@ -78,20 +83,26 @@ def search(
             f"--search: no layout of this config is valid on {world} processes; see what --plan alone says"
         )
     tried: list[tuple[Layout, Found]] = []
-    asked = 0
+    asked, layers = 0, LAYERS
     with _pool(processes) as pool:
         while left and asked < tries:
             corrected = Corrections(tried)
-            if not any(has_room(found, hardware) for _, found in tried) and asked >= tries // 2:
-                left.sort(key=corrected.bytes)  # nothing fits so far: look for what needs least
+            fastest = min((one.speed.step_s for _, one in tried if has_room(one, hardware)), default=None)
+            if fastest is None and asked >= tries // 2:
+                ordered = sorted(left, key=corrected.bytes)  # nothing fits so far: look for the least memory
             else:
-                left = _promising(left, corrected, hardware) or sorted(left, key=corrected.bytes)
-            fitting = sorted(found.speed.step_s for _, found in tried if has_room(found, hardware))
-            if len(fitting) >= BEST and corrected.seconds(left[0]) > fitting[BEST - 1]:
+                ordered = _promising(left, corrected, hardware)
+                if fastest is None:
+                    ordered = ordered or sorted(left, key=corrected.bytes)
+                elif not ordered or corrected.seconds(ordered[0]) > MARGIN * fastest:
+                    break
+            limit = min(ROUND, tries - asked)
+            chosen = _next(ordered, limit, layers) if asked else _first(ordered)[:tries]
+            if not chosen:
                 break
-            chosen = _next(left, min(ROUND, tries - asked)) if asked else _first(left)[:tries]
             left = [layout for layout in left if layout not in chosen]
             asked += len(chosen)
+            layers -= sum(traced_layers(layout.config, layout.degrees) for layout in chosen)
             answers = pool(chosen, hardware)
             pairs = zip(chosen, answers, strict=True)
             tried += [(layout, found) for layout, found in pairs if found is not None]
@@ -129,14 +140,14 @@ def _progress(asked: int, tries: int, fitting: list[Found]) -> str:
 
 
 class Corrections:
-    """What plans so far say of layouts that are not yet planned: of the same shapes, else of the same recomputation."""
+    """Estimates corrected by earlier plans: of the same signature, else shapes, else sizes, else recomputation."""
 
     def __init__(self, tried: list[tuple[Layout, Found]]):
         self._seconds: dict[Any, list[float]] = {}
         self._bytes: dict[Any, list[float]] = {}
         for layout, found in tried:
             activations = found.needed - sum(found.plan.worst.state.values())
-            for key in (layout.signature, layout.mode, None):
+            for key in _keys(layout):
                 self._seconds.setdefault(key, []).append(found.speed.step_s / layout.seconds)
                 self._bytes.setdefault(key, []).append(activations / layout.activations)
 
@@ -147,24 +158,35 @@ class Corrections:
         return layout.state + layout.activations * self._factor(self._bytes, layout)
 
     def is_known(self, layout: Layout) -> bool:
-        return layout.signature in self._seconds
+        return layout.signature in self._seconds or layout.shapes in self._seconds
 
     @staticmethod
     def _factor(factors: dict[Any, list[float]], layout: Layout) -> float:
-        for key in (layout.signature, layout.mode, None):
+        for key in _keys(layout):
             if key in factors:
                 return median(factors[key])
         return 1.0
 
 
+def _keys(layout: Layout) -> tuple[Any, ...]:
+    return layout.signature, layout.shapes, layout.sizes, layout.mode, None
+
+
 def _promising(left: list[Layout], corrected: Corrections, hardware: Hardware) -> list[Layout]:
-    """Those that may fit, the fastest first. What is known of other shapes only is doubted."""
+    """Return the layouts that may fit, the fastest first. Estimates from other shapes get more room.
+
+    An interleaved pipeline waits for the 1F1B pipeline of the same shapes: that plan costs a quarter and corrects both.
+    """
+    waits = {layout.shapes for layout in left if layout.schedule == "1F1B"}
 
     def may_fit(layout: Layout) -> bool:
         doubt = 1.02 if corrected.is_known(layout) else 1.5
         return corrected.bytes(layout) <= doubt * usable_bytes(hardware)
 
-    return sorted(filter(may_fit, left), key=corrected.seconds)
+    def is_ready(layout: Layout) -> bool:
+        return not layout.changes or layout.schedule != "Interleaved1F1B" or layout.shapes not in waits
+
+    return sorted((one for one in left if is_ready(one) and may_fit(one)), key=corrected.seconds)
 
 
 def _first(left: list[Layout]) -> list[Layout]:
@@ -178,12 +200,18 @@ def _first(left: list[Layout]) -> list[Layout]:
     return chosen or _next(left, ROUND)
 
 
-def _next(left: list[Layout], number: int) -> list[Layout]:
-    """Return the first layouts that are of different shapes."""
+def _next(left: list[Layout], number: int, layers: int = LAYERS) -> list[Layout]:
+    """Return the first layout of each size, at most `number`, with at most `layers` traced layers in all.
+
+    Only one per size: its plan corrects the estimates of the others before the next round.
+    """
     chosen: dict[Any, Layout] = {}
     for layout in left:
-        if len(chosen) < number:
-            chosen.setdefault(layout.signature, layout)
+        if len(chosen) == number:
+            break
+        if layout.sizes not in chosen and (cost := traced_layers(layout.config, layout.degrees)) <= layers:
+            chosen[layout.sizes] = layout
+            layers -= cost
     return list(chosen.values())
 
 

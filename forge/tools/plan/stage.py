@@ -93,7 +93,7 @@ def plan_stage(
     microbatches: how many are traced; None: as many as show what a step does. load: as in `FakeRank`. optimizer: whether its
     part of the step is traced; alone: nothing else, and `kept` is what it leaves to the next step, such as numbers drawn.
     """
-    rank, traced = pp_rank * degrees.world // degrees.pp, _fewer_microbatches(config, degrees)
+    rank, traced = pp_rank * degrees.world // degrees.pp, fewer_microbatches(config, degrees)
     if microbatches is not None:
         traced = replace(degrees, accumulation=microbatches)
     with ExitStack() as stack:
@@ -163,7 +163,7 @@ def _on_device(peak: Peak, buckets: int) -> Peak:
     return Peak(peak.size - away, peak.moment, kinds)
 
 
-def _fewer_microbatches(config: Config, degrees: Degrees) -> Degrees:
+def fewer_microbatches(config: Config, degrees: Degrees) -> Degrees:
     """Return `degrees` with as many microbatches as show what a step does."""
     if degrees.pp == 1:
         return replace(degrees, accumulation=min(TRACED, degrees.accumulation))

@@ -1,1 +1,1 @@
-"""What a run's directory says: one page about one run or several, and what went wrong in a run that failed."""
+"""Reports from run directories: one page about one or several runs, and the diagnosis of a failed run."""

@@ -1,4 +1,4 @@
-"""Sections about the course of runs: curves over steps, events, and where the time went."""
+"""Sections about the course of runs: curves over steps, events, and goodput."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from forge.tools.report.draw import WIDE, Curve, Lane, Mark, curves, lanes, shar
 from forge.tools.report.parts import Picture, Section, Table, sampled
 from forge.tools.report.read import Points, RunRecord
 
-# Which line an event draws into the curves, and what it is called there.
+# Event -> style and label of its mark in the curves.
 MARKED = {
     "resumed": "restart",
     "skipped": "skipped",
@@ -84,7 +84,7 @@ def _pictures(*made: Picture | None) -> list[Any]:
 
 
 def marks_of(run: RunRecord) -> list[Mark]:
-    """Return the events of a run that are drawn into its curves."""
+    """Return the events of a run to mark in its curves."""
     return [
         Mark(float(event["step"]), MARKED[event["event"]])
         for event in run.events_of(*MARKED)
@@ -205,7 +205,7 @@ def _short(value: Any) -> str:
 
 
 def _time(runs: Sequence[RunRecord]) -> Section:
-    """Goodput: where the wall time went."""
+    """Goodput: the parts of the wall time."""
     spent = {run.name: run.events_of("goodput")[-1]["seconds"] for run in runs if run.events_of("goodput")}
     section = Section("Where the time went")
     if spent:

@@ -1,4 +1,4 @@
-"""What went wrong in a run, from the files it left: what happened first, on which rank, and what to try."""
+"""Diagnosis of a run from its files: the first fault, its rank, and the remedy."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WIDTH, SHOWN = 110, 12
 
 @dataclass(frozen=True)
 class Incident:
-    """An event or log record with a cause. ranks: the ones at fault, else the one that wrote it. ends: the run, by this."""
+    """An event or log record with a cause. ranks: at fault, else the writer. ends: whether it ended the run."""
 
     when: datetime
     cause: Cause
@@ -43,7 +43,7 @@ class Incident:
 
 
 def diagnose(path: Path) -> str:
-    """Return a page of text about the run in the directory `path`. Raises UserError if it is no run's."""
+    """Return a page of text about the run in `path`. Raises UserError unless `path` is a run directory."""
     run = read_run(path)
     incidents = read_incidents(run)
     parts = [
@@ -68,13 +68,13 @@ def read_incidents(run: RunRecord) -> list[Incident]:
 
 
 def named_first(run: RunRecord) -> Cause | None:
-    """Return the cause that a diagnosis of `run` names first; None if nothing happened to it."""
+    """Return the first cause of a diagnosis of `run`; None without a fault."""
     found = [end] if (end := _end(run)) else read_incidents(run)
     return found[0].cause if found else None
 
 
 def _end(run: RunRecord) -> Incident | None:
-    """Return what ended the latest start, unless it has finished or still runs."""
+    """Return the record that ended the latest start, unless the run has finished or still runs."""
     events = (_starts_of(run) or [[]])[-1]
     return next((one for one in _of_start(events, _was_killed(run, events)) if one.ends), None)
 
@@ -137,7 +137,7 @@ def _head(run: RunRecord) -> str:
 
 
 def silent_end(run: RunRecord) -> str:
-    """How the latest start ended, where it could not report that itself: killed, or still running; else empty."""
+    """Say that the latest start was killed or still runs, if it could not report its end; else ""."""
     if run.status.get("state") != "running":
         return ""
     holder = read_object(run.path / ".lock")
@@ -159,7 +159,7 @@ def _lives(pid: int) -> bool:
 
 
 def _first(run: RunRecord, incidents: list[Incident]) -> str:
-    """What ended the latest start, if it did not end well."""
+    """Describe the failure that ended the latest start, if any."""
     silent = silent_end(run)
     holder = read_object(run.path / ".lock")
     if silent == "running":
@@ -201,7 +201,7 @@ def _starts_of(run: RunRecord) -> list[list[dict[str, Any]]]:
 
 
 def _others(incidents: list[Incident]) -> str:
-    """Every cause that was met, over all starts: how often, when first, on which ranks, and what to try."""
+    """List every cause over all starts: count, first time, ranks and remedy."""
     lines = []
     for cause in dict.fromkeys(one.cause for one in incidents):
         own = [one for one in incidents if one.cause is cause]
@@ -215,7 +215,7 @@ def _others(incidents: list[Incident]) -> str:
 
 
 def _starts(run: RunRecord) -> str:
-    """One line for each start: where it began and how it ended."""
+    """Return one line per start: its first step and its end."""
     lines = []
     for number, events in enumerate(_starts_of(run), 1):
         begun = next((event for event in events if event["event"] in ("fresh", "resumed")), None)
@@ -231,7 +231,7 @@ def _starts(run: RunRecord) -> str:
 
 
 def _standings(path: Path) -> str:
-    """Where the ranks stood when they were ended."""
+    """Show each rank's stack position when it was ended."""
     standings, collectives = read_stacks(path / "logs"), read_collectives(path / "logs")
     odd = odd_ranks(standings)
     lines = []
@@ -246,7 +246,7 @@ def _standings(path: Path) -> str:
 
 
 def _traces(path: Path) -> str:
-    """What took the most time in the traces, if there are any."""
+    """List the slowest operations of the traces, if any."""
     lines = []
     for trace in sorted((path / "profile").glob("rank-*.json.gz")):
         with suppress(OSError, ValueError, EOFError):

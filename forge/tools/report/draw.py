@@ -1,4 +1,4 @@
-"""Figures as SVG, drawn by matplotlib: those of the page, and those that scripts write as images of their own.
+"""Figures as SVG, drawn by matplotlib, for the page and for image files of scripts.
 
 Importing this raises MissingExtra where matplotlib is missing.
 """
@@ -26,9 +26,9 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-# Parts of a whole that are no part of it, such as time in which a run was down.
+# Bars beside the whole, e.g. downtime.
 ABSENT = "#999999"
-# Okabe and Ito's colours, which readers with any colour vision can distinguish; and dashes, for paper.
+# Okabe and Ito's colours are distinct for all kinds of colour vision; dashes are for print.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES = ("-", "--", ":", "-.")
 STYLE: dict[Any, Any] = {
@@ -99,7 +99,7 @@ def curves(
     levels: Sequence[tuple[str, float]] = (),
     log_x: bool = False,
 ) -> str:
-    """Draw curves over steps, or what `x` names. log, log_x: that axis is logarithmic; share: from 0 up, in per cent.
+    """Draw curves over steps, or over `x`. log, log_x: logarithmic axes; share: from 0 up, in per cent.
 
     levels: names and values of dashed horizontal lines.
     """
@@ -144,7 +144,7 @@ def _mark(axes: Axes, marks: Sequence[Mark]) -> None:
 
 @dataclass(frozen=True)
 class Heat:
-    """values `[rows, steps]`, NaN where there is none."""
+    """values `[rows, steps]`, NaN for missing ones."""
 
     title: str
     rows: Sequence[str]
@@ -220,7 +220,7 @@ def _edges(steps: Sequence[int]) -> np.ndarray:
 
 
 def shares(key: str, bars: Mapping[str, Mapping[str, float]], unit: str, absent: str) -> str:
-    """Draw one horizontal bar for each run, of at most seven parts that follow each other, and a grey one, `absent`."""
+    """Draw one horizontal bar per run: at most seven consecutive parts, and `absent` in grey."""
     names = list(dict.fromkeys(part for parts in bars.values() for part in parts))
     with matplotlib.rc_context(STYLE):
         figure = new_figure(10.4, 1.0 + 0.45 * len(bars), left=1.1, top=0.4)
@@ -285,7 +285,7 @@ def new_figure(
 
 
 def as_svg(figure: Figure, key: str) -> str:
-    """Return the figure as an SVG element for a page. All ids begin with `key`. Ids that a figure sets begin with "bar-"."""
+    """Return the figure as an SVG element. All ids begin with `key`; ids set by a figure begin with "bar-"."""
     written = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": key}):
         figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})

@@ -1,4 +1,4 @@
-"""What stands out in the files of a run: simple comparisons of layers, sources and ranks with their like."""
+"""Anomalies in the files of a run: simple comparisons among layers, sources and ranks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from forge.tools.report.read import RunRecord
 
 # A layer stands out if it is this many times the median layer, in the same matrix.
 OUTLIER = 8.0
-# Attention logits of this size make a softmax that sees one key only.
+# Attention logits of this size let a softmax see one key only.
 LARGE_LOGIT = 100.0
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 
 def findings(runs: Sequence[RunRecord]) -> list[str]:
-    """Return a sentence for each thing that stands out, the gravest first; with the run's name if there are several."""
+    """Return one sentence per anomaly, the most severe first; with the run's name if there are several runs."""
     found = []
     for run in runs:
         of = f"{run.name}: " if len(runs) > 1 else ""
@@ -87,7 +87,7 @@ def _layers(run: RunRecord) -> list[str]:
 
 
 def _sources(run: RunRecord) -> list[str]:
-    """Sources whose loss does not fall while that of others does."""
+    """Find sources with a flat loss beside falling ones."""
     fallen: dict[str, tuple[float, float]] = {}
     for name in run.names("sources"):
         losses = run.series("sources", name)[1]

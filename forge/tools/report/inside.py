@@ -1,4 +1,4 @@
-"""Sections about the inside of a model: its monitors as heat maps, the load of its experts, what it wrote."""
+"""Sections about the inside of a model: monitors as heat maps, loads of experts, text samples."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 
 def inside_sections(runs: Sequence[RunRecord]) -> list[Section]:
-    """Return the sections on what the model of each run did inside."""
+    """Return the sections about the inside of each run's model."""
     sections = []
     for number, run in enumerate(runs):
         of = f" ({run.name})" if len(runs) > 1 else ""

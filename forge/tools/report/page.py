@@ -1,4 +1,4 @@
-"""The page about one run or several: a single HTML file that needs no network and no script."""
+"""The page about one or several runs: a single HTML file without network access or scripts."""
 
 from __future__ import annotations
 

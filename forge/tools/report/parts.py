@@ -1,4 +1,4 @@
-"""What a page is made of: sections of figures and tables, and how they are written as HTML."""
+"""Parts of a page, sections of figures and tables, and their HTML."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROWS = 12
 
 
 class Part(Protocol):
-    """What a section of the page consists of: a table, a figure, a list of findings."""
+    """A part of a section: a table, a figure, a list of findings."""
 
     def html(self) -> str:
         """Return the part as HTML."""
@@ -47,7 +47,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """A drawing with its caption, and the numbers behind it as a table."""
+    """A drawing with its caption, and its numbers as a table."""
 
     caption: str
     svg: str
@@ -65,7 +65,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Text:
-    """Preformatted text, such as what a model wrote."""
+    """Preformatted text, e.g. a model's sample."""
 
     caption: str
     text: str

@@ -1,4 +1,4 @@
-"""`RunRecord`: what the directory of a run holds, read as far as it can be read, whatever state the run was left in."""
+"""`RunRecord`: the readable content of a run directory, in any state."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RunRecord:
         return steps, values
 
     def names(self, *keys: str) -> list[str]:
-        """Return the names that the object at this path of the metrics has on any line, in the order of their coming."""
+        """Return the keys of the metrics' object at this path, over all lines, in order of appearance."""
         found: dict[str, None] = {}
         for line in self.lines:
             value: Any = line
@@ -54,7 +54,7 @@ class RunRecord:
         return list(found)
 
     def having(self, key: str) -> Iterator[tuple[int, Any]]:
-        """Yield step and value of every line of the metrics that has `key`."""
+        """Yield step and value of every metrics line with `key`."""
         return ((int(line["step"]), line[key]) for line in self.lines if key in line)
 
     def events_of(self, *kinds: str) -> list[dict[str, Any]]:
@@ -63,7 +63,7 @@ class RunRecord:
 
 
 def read_run(path: Path) -> RunRecord:
-    """Read the directory of a run. Raises UserError if it is none; what is torn or missing inside is left out."""
+    """Read a run directory. Raises UserError for any other directory; torn or missing files are left out."""
     if not (path / "events.jsonl").exists() and not (path / "metrics.jsonl").exists():
         raise UserError(
             f"{path} is not the directory of a run: it has neither metrics.jsonl nor events.jsonl"

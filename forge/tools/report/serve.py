@@ -1,4 +1,4 @@
-"""Serve the page of runs that are still going, to browsers of this user on this machine."""
+"""Serve the page of unfinished runs to this user's browsers on this machine."""
 
 from __future__ import annotations
 

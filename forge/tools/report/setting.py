@@ -1,4 +1,4 @@
-"""Sections about what a run was: layout, configuration, plan against measurement, environment."""
+"""Sections about a run's setting: layout, configuration, plan against measurement, environment."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def setting_sections(runs: Sequence[RunRecord]) -> list[Section]:
 
 
 def _columns(caption: str, of_runs: dict[str, dict[str, Any]]) -> list[Part]:
-    """Return a table with a column for each run, without rows that no run has."""
+    """Return a table with one column per run, without empty rows."""
     keys = list(dict.fromkeys(key for values in of_runs.values() for key in values))
     rows = [[key, *(values.get(key) for values in of_runs.values())] for key in keys]
     return [Table(caption, ["", *of_runs], rows)] if rows else []

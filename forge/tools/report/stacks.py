@@ -1,4 +1,4 @@
-"""Where ranks stood when the watchdog ended them: Python stacks, and PyTorch's record of the latest collectives."""
+"""The ranks' positions when the watchdog ended them: Python stacks, and PyTorch's record of the latest collectives."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Standing:
 
 
 def read_stacks(logs: Path) -> dict[int, Standing]:
-    """Return where each rank that left a stack stood, in the order of ranks."""
+    """Return the position of each rank with a stack, in rank order."""
     found = {}
     for path in logs.glob("stacks-rank-*.txt"):
         with suppress(OSError):
@@ -36,7 +36,7 @@ def read_stacks(logs: Path) -> dict[int, Standing]:
 
 
 def standing(text: str) -> Standing:
-    """Read what the watchdog has written of one rank. Threads follow each other, the main thread last."""
+    """Parse the watchdog's dump of one rank: one stack per thread, the main thread last."""
     head, *threads = re.split(r"^(?:Current thread|Thread) .*\n", text, flags=re.M)
     frames = _FRAME.findall(threads[-1]) if threads else []
     collective = next((name for file, _, name in frames if file.endswith("distributed_c10d.py")), "")
@@ -49,7 +49,7 @@ def standing(text: str) -> Standing:
 
 
 def odd_ranks(standings: Mapping[int, Standing]) -> list[int]:
-    """Return the ranks that stand elsewhere than most, outside any collective; those the others wait for."""
+    """Return the stragglers: ranks outside any collective, at another position than most."""
     if len(standings) < 2:
         return []
     outside = [rank for rank, one in standings.items() if not one.collective]

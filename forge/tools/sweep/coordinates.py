@@ -36,7 +36,7 @@ OF_TABLES = {
 
 
 def of_width(config: Config, dim: int) -> Config:
-    """Return `config` with `model.dim = dim` and sizes inside blocks in proportion. UserError where they are not whole."""
+    """Return `config` with `model.dim = dim` and proportional sizes inside blocks. Raises UserError for fractions."""
     tree = config.model_dump(mode="json", exclude_none=True)
     model, ratio = tree["model"], dim / config.model.dim
     places = [(model, key) for key in ("dim", *SIZES)]
@@ -78,7 +78,7 @@ def changes_of_activations(config: Config, steps: int) -> dict[str, float]:
 
 
 def growth(sizes: dict[int, float]) -> float:
-    """Return the power of the width by which sizes (by width) grow: the slope of a line through their logarithms."""
+    """Return the exponent of growth with width: the slope of a line through the logarithms of sizes (by width)."""
     xs, ys = zip(*((math.log(width), math.log(size)) for width, size in sizes.items()), strict=True)
     mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
     covariance = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))

@@ -39,7 +39,7 @@ class Law:
         return self.E + self.A / parameters**self.a + self.B / tokens**self.b
 
     def optimum(self, operations: float) -> tuple[float, float]:
-        """Return the N and D with 6 N D = `operations` that have the least loss (equation 4 of the paper)."""
+        """Return the N and D with 6 N D = `operations` and the least loss (equation 4 of the paper)."""
         ratio = (self.a * self.A / (self.b * self.B)) ** (1 / (self.a + self.b))
         parameters = ratio * (operations / OPERATIONS) ** (self.b / (self.a + self.b))
         return parameters, operations / OPERATIONS / parameters
@@ -54,14 +54,14 @@ class Fit:
     errors: list[float]
 
     def interval(self, of: Callable[[Law], float], share: float = 0.9) -> tuple[float, float]:
-        """Return between which values `share` of the resampled laws lie."""
+        """Return the interval with `share` of the resampled laws."""
         values = [of(law) for law in self.resampled]
         low, high = np.quantile(values, [(1 - share) / 2, (1 + share) / 2])
         return float(low), float(high)
 
     def without_effect(self, parameters: Sequence[float], tokens: Sequence[float]) -> list[str]:
         """Return which of N and D change the law over the runs by less than it is off: then no optimum follows from it."""
-        # Without the runs that went wrong.
+        # Without failed runs.
         least = max(float(np.quantile(np.abs(self.errors), 0.9)), 1e-4)
         small, large = min(parameters), max(parameters)
         few, many = min(tokens), max(tokens)
@@ -114,7 +114,7 @@ def _starts(x: np.ndarray, loss: np.ndarray) -> list[list[float]]:
 def _minimise(
     points: np.ndarray, x: np.ndarray, y: np.ndarray, weights: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return where damped Gauss-Newton steps lead from `points` `[n, 5]`, and the values there `[n]`."""
+    """Run damped Gauss-Newton steps from `points` `[n, 5]`; return the end points and the values there `[n]`."""
     points, damping = points.copy(), np.full(len(points), 1e-3)
     values = _value(points, x, y, weights)
     for _ in range(ITERATIONS):

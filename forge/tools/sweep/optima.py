@@ -1,4 +1,4 @@
-"""Where the loss is least over learning rates or batches, and how that moves with size: power laws."""
+"""The best learning rates and batch sizes, and power laws of their change with model size."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PowerLaw:
 def least_at(values: Sequence[float], losses: Sequence[float]) -> float | None:
     """Return the value with the least loss: the vertex of the parabola through the best and its neighbours, by logarithms.
 
-    None where the best is the first or the last value, because then the least loss lies outside of what was tried.
+    None if the best is the first or the last value: the minimum then lies outside the tried values.
     """
     best: dict[float, float] = {}
     for value, loss in zip(values, losses, strict=True):
@@ -39,7 +39,7 @@ def least_at(values: Sequence[float], losses: Sequence[float]) -> float | None:
 
 
 def fit_power_law(rows: Sequence[Mapping[str, float]], value: str, sizes: Sequence[str]) -> PowerLaw | None:
-    """Fit `value` of the rows as a power law of those `sizes` that differ between them; None with too few rows."""
+    """Fit `value` of the rows as a power law of those `sizes` that vary; None with too few rows."""
     used = [name for name in sizes if len({row[name] for row in rows}) > 1]
     if len(rows) < len(used) + 1 or not used:
         return None

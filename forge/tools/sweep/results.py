@@ -19,7 +19,7 @@ from forge.tools.sweep.spec import Sweep, Trial, config_of
 
 @dataclass(frozen=True)
 class Result:
-    """A trial and the results of its runs: the metric of each seed that is done, and the states of all runs."""
+    """A trial and the results of its runs: the metric of each finished seed, and the states of all runs."""
 
     trial: Trial
     values: list[float]
@@ -89,7 +89,7 @@ def metric_of(lines: Sequence[dict[str, Any]], metric: str) -> float | None:
 
 
 def rows(results: Iterable[Result], keys: Sequence[str]) -> list[dict[str, Any]]:
-    """Return a row for each trial, the best first, then those that are not done, in their order."""
+    """Return one row per trial: finished trials, the best first, then the others in their order."""
     ranked = sorted(
         results, key=lambda r: (-r.trial.rung, not r.done, r.mean if r.done else 0.0, r.trial.number)
     )

@@ -14,7 +14,7 @@ from forge.tools.sweep.spec import Sweep, Trial, first_trials, next_trials
 
 
 def pending(sweep: Sweep) -> list[tuple[Trial, int]]:
-    """Return trial and seed of each run of the present rung that is not finished; empty when all rungs are done."""
+    """Return trial and seed of each unfinished run of the present rung; empty after the last rung."""
     trials = first_trials(sweep)
     while trials:
         check_runs(sweep, trials)
@@ -32,7 +32,7 @@ def pending(sweep: Sweep) -> list[tuple[Trial, int]]:
 
 
 def job_array(sweep: Sweep) -> str:
-    """Return a script for sbatch that makes all pending runs, `workers` at a time. Raises UserError if none is pending.
+    """Return an sbatch script for all pending runs, `workers` at a time. Raises UserError if none is pending.
 
     `scripts/slurm/array_task.py` runs a task, requeues it after a stop, and ends with the exit code of its run.
     """

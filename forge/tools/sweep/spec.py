@@ -1,4 +1,4 @@
-"""`Sweep`: what a file of a sweep says, and the trials that follow from it."""
+"""`Sweep`: the content of a sweep file, and its trials."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Between(Section):
 
 
 class Sweep(Section):
-    """A sweep: one recipe, the keys that differ, and which of their values are tried."""
+    """A sweep: one recipe, the keys to vary, and their values."""
 
     config: Text
     """The recipe: a path or a name in configs/."""
     name: Line = "sweep"
-    """Folder of the sweep, which holds a run directory for each trial and seed, within output_dir."""
+    """Folder of the sweep within output_dir, with one run directory per trial and seed."""
     output_dir: Line = "runs"
     """Folder of the sweep's folder."""
     method: Literal["grid", "random", "halving"] = "grid"
@@ -48,13 +48,13 @@ class Sweep(Section):
     eta: Positive = 3
     """halving: keep the best 1/eta of the trials, and train them eta times longer."""
     rungs: Positive = 2
-    """halving: how many lengths there are. The last is that of the recipe."""
+    """halving: number of lengths. The last is the recipe's."""
     seeds: ListOf[Count] = (0,)
     """Values of run.seed: each trial is made with all of them, and ranked by the mean."""
     metric: Text = "loss"
-    """What is least for the best: loss (training, mean of the last tenth of the lines), or eval.NAME (held out, the last)."""
+    """Metric to minimise: loss (training, mean of the last tenth of the lines), or eval.NAME (held out, the last)."""
     overrides: dict[str, Any] = Field(default_factory=dict)
-    """Keys of the recipe that are others in all trials."""
+    """Overrides of the recipe for all trials."""
     keys: dict[str, list[Any] | Between]
     """Keys of the recipe and their values: a list, or a table with low, high and log. `config` is a key, too."""
     workers: Positive = 1

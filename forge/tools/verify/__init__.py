@@ -4,11 +4,11 @@
     layouts   every axis, every pair of axes, then layouts at random, as far as the configuration's own checks admit them
     ranks     functions on real ranks, forked from one warmed process
     borders   the activations at the borders of modules, each with its place in the global batch
-    record    the steps of one layout, and of a plain module in one process, with everything that they compute
+    record    the steps of one layout, and of a plain module in one process, with every tensor they compute
     compare   two such records, number by number
     library   another library's parallelism of a plain module, by the same comparison
-    explain   the first place that differs, and the smallest layout that still shows it
-    run       all of it within a time budget; a layout that fails or hangs ends no other
+    explain   the first difference in computation order, and the smallest layout that still shows it
+    run       all layouts within a time budget; a failed or hanging layout does not stop the others
 
 The equivalence tests of forge use the same functions.
 """

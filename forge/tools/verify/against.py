@@ -1,4 +1,4 @@
-"""One layout computed by this checkout of forge and by another one: what a change of the code changed.
+"""One layout computed by this checkout of forge and by another one, to show the effect of a code change.
 
 The other checkout records with the functions of this room, on its own model, layouts and optimizers: its `forge` is shown to
 its process with this folder in the place of its `verify`.
@@ -29,13 +29,13 @@ _CODE = "import sys; from forge.tools.verify.against import record_to; record_to
 
 
 def require_checkout(checkout: Path) -> None:
-    """Raise UserError if there is no forge in the folder `checkout`."""
+    """Raise UserError unless the folder `checkout` contains forge."""
     if not (checkout / "forge" / "tools" / "verify").is_dir():
         raise UserError(f"--against {checkout}: is not a checkout of forge with a folder forge/tools/verify")
 
 
 def record_elsewhere(checkout: Path, text: str, world: int, settings: Settings) -> list[RankRecord]:
-    """Return what the forge of `checkout` computes with the configuration `text` on `world` ranks.
+    """Run the configuration `text` on `world` ranks with the forge of `checkout`; return the recorded tensors.
 
     Raises UserError if it fails or hangs; none of its processes is left.
     """
@@ -56,7 +56,7 @@ def record_elsewhere(checkout: Path, text: str, world: int, settings: Settings) 
         search = os.pathsep.join([str(folder), os.getcwd(), os.environ.get("PYTHONPATH", "")])
         process = subprocess.Popen(
             command,
-            cwd=folder,  # which `python -c` searches first
+            cwd=folder,  # `python -c` imports from here first
             env={**os.environ, "PYTHONPATH": search},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -78,7 +78,7 @@ def record_elsewhere(checkout: Path, text: str, world: int, settings: Settings) 
 
 
 def record_to(request: str, answer: str) -> None:
-    """In the other checkout's process: record what `request` asks for, and write it to `answer`."""
+    """In the other checkout's process: run `request` and write the recording to `answer`."""
     text, world, settings, limit = pickle.loads(Path(request).read_bytes())
     try:
         ranks = run_ranks(record_on_rank, world, text, settings, timeout=limit)
@@ -128,7 +128,7 @@ def _tensors(step: RankStep) -> Iterator[tuple[tuple[Key, int], Piece]]:
 def _paired(
     now: dict[tuple[Key, int], Piece], then: dict[tuple[Key, int], Piece]
 ) -> Iterator[tuple[tuple[Key, int], Piece, Piece]]:
-    """Pairs of the same tensor. Raises UserError if one side has a parameter or a shape that the other has not."""
+    """Return pairs of the same tensor. Raises UserError if parameters or shapes of the two sides differ."""
     for place in {**then, **now}:
         (kind, name), _ = place
         mine, theirs = now.get(place), then.get(place)

@@ -1,11 +1,11 @@
-"""What goes into modules and comes out of them, on one rank, and where in the global batch it belongs.
+"""Inputs and outputs of modules on one rank, with their place in the global batch.
 
 Hooks record the first tensor argument and the outputs of every module in the order in which forwards end: children before
 their parents. So the first module in this order whose output differs, while its input does not, is where a difference
 arose. Which part of the global tensor a rank has follows from shapes: of a sequence of `seq` tokens a rank of cp has two
 chunks, of which a rank of tp may have a piece, and of features or heads a rank of tp has either all or its share.
 
-A module that is called several times per microbatch has a border for each call: `embedding`, then `embedding (call 2)`.
+A module called several times per microbatch has one border per call: `embedding`, then `embedding (call 2)`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from forge.parallel.context import SequenceSplit
 from forge.parallel.mesh import Meshes
 from forge.tools.verify.pieces import Place
 
-# Modules whose tensors are sorted by expert, so that their order depends on the layout, or which only hold others.
+# Modules with tensors sorted by expert (the order depends on the layout), and containers.
 HIDDEN = (".experts",)
 
 
 @dataclass(frozen=True)
 class Part:
-    """The part of the global batch that a rank computes with.
+    """A rank's part of the global batch.
 
     first_row: the first global sample of this rank; positions: its tokens of each sequence; tp, tp_rank: into how many
     pieces tensor parallelism divides sequences or features, and which of them is this rank's.
@@ -50,7 +50,7 @@ class Part:
         return cls(first, tuple(positions), meshes.tp.size(), meshes.tp.get_local_rank())
 
     def place(self, row: int, local: torch.Size, whole: torch.Size) -> Place | None:
-        """Return where a local tensor `[batch, seq, ...]` lies in the global one; None if the shapes do not say.
+        """Return the place of a local tensor `[batch, seq, ...]` in the global one; None if shapes do not determine it.
 
         row: the first of its sequences, counted on this rank.
         """
@@ -83,7 +83,7 @@ class Seen:
 
 
 class Borders:
-    """Records the borders of all modules of `parts` from now on; `take` returns what has been recorded since."""
+    """Record the borders of all modules of `parts`. `take` returns the borders recorded since its last call."""
 
     def __init__(self, parts: Iterable[nn.Module]):
         self._seen: list[Seen] = []
@@ -141,10 +141,10 @@ class Borders:
 
 
 class _Microbatch:
-    """The microbatch that `part` computes. row: its first sequence, counted on this rank; calls: of each module so far."""
+    """The microbatch that `part` computes. row: its first sequence on this rank; calls: number of calls by module."""
 
     def __init__(self, part: nn.Module):
-        # The first call of the embedding is in the part that embeds tokens.
+        # The part with the embedding calls it first.
         embeds_later = getattr(part, "embedding", None) is not None and not getattr(part, "embeds", True)
         self._elsewhere = {"embedding": 1} if embeds_later else {}
         self.calls: Counter[str] = Counter()
@@ -162,18 +162,18 @@ class _Microbatch:
         self.row = self._next_row = 0
 
     def called(self, name: str, output: int = 0) -> str:
-        """Return the name of a border of the last call of a module. output: which of its outputs."""
+        """Return the name of a border of a module's last call. output: index of the output."""
         name = f"{name}[{output}]" if output else name
         return name if self.calls[module_of(name)] == 1 else f"{name} (call {self.calls[module_of(name)]})"
 
 
 def call_of(name: str) -> str:
-    """Return the name of the input that belongs to the output `name`: all outputs of a call have one."""
+    """Return the name of the input for the output `name`; all outputs of a call share one input."""
     return re.sub(r"\[\d+\]", "", name)
 
 
 def parent_of(name: str) -> str:
-    """Return the name of the input of the module around that of the border `name`, in a call of the same number; "": none."""
+    """Return the name of the enclosing module's input, in the call with the same number as border `name`; "" if none."""
     module, call, number = name.partition(" (call ")
     parent = module.rpartition(".")[0]
     return parent + call + number if parent else ""
@@ -185,7 +185,7 @@ def module_of(name: str) -> str:
 
 
 def _local(value: Any) -> Tensor | None:
-    """Return a copy of this rank's part of `value`; None for what is no activation."""
+    """Return a copy of this rank's part of `value`; None unless it is an activation."""
     if isinstance(value, DTensor):
         if any(placement.is_partial() for placement in value.placements):
             return None

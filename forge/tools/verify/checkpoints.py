@@ -1,4 +1,4 @@
-"""Checkpoints of a layout: what it saved, what it loads of another layout's, and what it goes on from.
+"""Checkpoints of a layout: save, load another layout's checkpoint, and resume.
 
 A folder has the checkpoint of one layout, and its tensors once more as whole ones, read by one rank: what any other layout
 that loads the checkpoint must have, bit for bit.
@@ -62,15 +62,15 @@ def keep_whole(folder: str, wholes: dict[str, Tensor]) -> None:
 
 
 def read_whole(folder: str) -> dict[Key, Tensor]:
-    """Return what a layout must have (kind `loaded`) that has loaded the checkpoint in `folder`."""
+    """Return the tensors (kind `loaded`) expected after a layout loads the checkpoint in `folder`."""
     wholes: dict[str, Tensor] = torch.load(Path(folder) / WHOLE)
     return {("loaded", name): values for name, values in wholes.items()}
 
 
 def load(model: ParallelModel, optimizer: Optimizer, folder: str, step: int) -> dict[Key, list[Piece]]:
-    """Load the checkpoint in `folder`; return what this rank then has of its tensors (kind `loaded`). Collective."""
+    """Load the checkpoint in `folder`; return this rank's pieces of its tensors (kind `loaded`). Collective."""
     for _, values in all_tensors(model, optimizer).values():
-        # What a checkpoint leaves out must not look right.
+        # NaN: a tensor missing from the checkpoint must not look right.
         values.fill_(torch.nan if values.is_floating_point() else -1)
     path = Checkpoints(Path(folder), mode="sync").path(step)
     load_training_state(ResumePoint(path, read_state(path)), model, optimizer)

@@ -1,4 +1,4 @@
-"""Compare what ranks computed with the reference, number by number.
+"""Compare the tensors of all ranks with the reference, number by number.
 
 A tensor's difference is the largest of its elements', relative to the tensor's largest element, or to a thousandth of the
 largest one of all tensors of its kind in the step if that is more: a gradient that is 0 but for rounding has no size of its
@@ -76,7 +76,7 @@ def compare_rank(
     *,
     absolute: bool = False,
 ) -> Comparison:
-    """Compare what one rank recorded with the reference. `absolute`: differences are not relative to anything."""
+    """Compare one rank's recording with the reference. `absolute`: do not divide differences by a size."""
     result = Comparison()
     for number, (whole, step) in enumerate(zip(reference.steps, record.steps, strict=True)):
         sizes = {key: _largest(tensor) for key, tensor in whole.items()}
@@ -134,7 +134,7 @@ def merge(comparisons: Sequence[Comparison], expected: dict[tuple[int, Key], int
         if key[0] in COMPLETE and key[0] in kinds and (counted < number or other):
             worst[step, *key] = Difference(step, *key, -1, (), nan, nan, inf)
             result.largest[key[0]] = inf
-    # In the order of the model, not of the ranks that hold parts of it.
+    # In the order of the model, not of the ranks.
     places = {(step, *key): place for place, (step, key) in enumerate(expected)}
     result.differences = [
         worst[name] for name in sorted(worst, key=lambda name: places.get(name, len(places)))
@@ -191,7 +191,7 @@ def difference_of(equal: Difference, expected: Tensor, pieces: Sequence[Piece], 
 
 
 def _resumed(rank: int, record: RankRecord) -> Iterator[Difference]:
-    """What this rank computed from its own checkpoint otherwise than without a stop."""
+    """Differences between resuming from this layout's own checkpoint and continuing without a stop."""
     last = record.steps[-1].pieces
     for (kind, name), pieces in last.items():
         if kind != "resumed":
@@ -205,7 +205,7 @@ def _resumed(rank: int, record: RankRecord) -> Iterator[Difference]:
 
 
 def _first_time(key: Key) -> Key:
-    """The tensor of the last step that one of a step made again from a checkpoint repeats; any other is itself."""
+    """Return the key of the last step's tensor for a tensor of the repeated step; other keys unchanged."""
     kind, _, name = key[1].partition(" ")
     return (kind, name) if key[0] in AGAIN else key
 

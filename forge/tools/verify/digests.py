@@ -1,6 +1,6 @@
-"""Digests: a few numbers for each tensor that a run computes, from which one file of a small run can check a large one.
+"""Digests: a few numbers per tensor, so that one file of a small run can check a large run.
 
-A digest is linear: the tensor's products with two random tensors, which are functions of the global index alone. So ranks
+A digest is linear: the tensor's products with two random tensors, functions of the global index alone. So ranks
 digest what they hold, the sums over ranks do not depend on the layout, and the relative difference of two digests is about
 the relative difference of the tensors. The third number is the sum of squares, the tensor's own size.
 """
@@ -26,7 +26,7 @@ NUMBERS = 2
 _BITS = 0xFFFFFFFF
 
 Digest: TypeAlias = list[float]
-# What a rank has of one step: for each tensor its pieces, each with its number of elements, under a text for its place.
+# A rank's digests of one step: for each tensor its pieces by place (as text), each with its number of elements.
 Held: TypeAlias = dict[Key, dict[str, tuple[int, Digest]]]
 
 
@@ -43,7 +43,7 @@ class Expected:
 
     @classmethod
     def of(cls, text: str, record: WholeRecord) -> Expected:
-        """Digest what one process computed with the configuration `text`."""
+        """Digest the recording of one process with the configuration `text`."""
         steps = [
             {
                 key: (tuple(tensor.shape), digest(tensor, _all_of(tensor.shape)))
@@ -54,7 +54,7 @@ class Expected:
         return cls(text, record.order, steps)
 
     def write(self, file: Path) -> None:
-        """Write to `file`. Raises UserError if that is not possible."""
+        """Write to `file`. Raises UserError if `file` is not writable."""
         try:
             torch.save(vars(self), file)
         except (OSError, RuntimeError) as error:
@@ -62,7 +62,7 @@ class Expected:
 
     @classmethod
     def read(cls, file: Path) -> Expected:
-        """Read what `write` wrote. Raises UserError if it is not that."""
+        """Read a file of `write`. Raises UserError for any other file."""
         try:
             found: Any = torch.load(file, weights_only=True)
             return cls(found["text"], found["order"], found["steps"])
@@ -72,7 +72,7 @@ class Expected:
 
 
 def digest(values: Tensor, place: Place) -> Digest:
-    """Return the digest of `values`, which lie at `place` of a global tensor."""
+    """Return the digest of `values` at `place` of a global tensor."""
     values = values.double()
     found = []
     for number in range(NUMBERS):
@@ -84,7 +84,7 @@ def digest(values: Tensor, place: Place) -> Digest:
 
 
 def held_by(record: RankRecord, expected: Expected) -> list[Held]:
-    """Digest what a rank recorded. Borders whose shapes do not say where they lie are left out."""
+    """Digest a rank's recording. Leave out borders whose shapes do not determine a place."""
     steps: list[Held] = []
     for step, wholes in zip(record.steps, expected.steps, strict=True):
         pieces: dict[Key, list[Piece]] = defaultdict(list, step.pieces)
@@ -126,7 +126,7 @@ def compare_digests(expected: Expected, ranks: Sequence[list[Held]], tolerance: 
             apart = [
                 abs(mine - theirs) / scale for mine, theirs in zip(found, wanted[:NUMBERS], strict=False)
             ]
-            # NaN is no number that is small.
+            # NaN compares as not small.
             worst = max(
                 range(NUMBERS), key=lambda place: inf if apart[place] != apart[place] else apart[place]
             )

@@ -1,4 +1,4 @@
-"""The first place that differs, in the order of the computation."""
+"""The first difference, in the order of the computation."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class Finding:
 
 # Forwards without a gradient, after a step.
 FORWARDS = ("held-out", "generation")
-# Methods of hooks that are called before the forward of their step.
+# Hook methods called before the forward of their step.
 EARLY = ("before_run", "before_step", "before_data", "after_data", "before_gradients")
 
 
 def explain(comparison: Comparison, order: Sequence[str], other: str = "one process") -> Finding:
-    """Return the first place that differs; there must be a difference.
+    """Return the first place with a difference; requires at least one difference.
 
     order: modules in the order of the computation. other: whose checkpoint was loaded.
     """
-    # The next step names more closely what a forward without a gradient shows as well, such as weights that are not updated.
+    # A forward without gradients also shows e.g. weights that were not updated; the next step names them more precisely.
     training = [one for one in comparison.differences if one.kind not in FORWARDS] or comparison.differences
     first = min(one.step for one in training)
     by_kind: dict[str, list[Difference]] = {}
@@ -79,7 +79,7 @@ def explain(comparison: Comparison, order: Sequence[str], other: str = "one proc
 
 
 def _hooks(found: list[Difference]) -> Finding | None:
-    """The first call of a hook that leaves a difference and was given none; names are `CALL before|after KIND PARAMETER`."""
+    """Name the first hook call with equal inputs and different results; names are `CALL before|after KIND PARAMETER`."""
     calls: dict[str, dict[str, list[Difference]]] = {}
     for one in found:
         call, when, _ = one.name.split(" ", 2)
@@ -100,7 +100,7 @@ def _curve(found: list[Difference]) -> Finding:
 
 
 def _module(by_kind: dict[str, list[Difference]], order: Sequence[str]) -> Finding:
-    """Name the first border that differs, or the module around it whose own input agrees."""
+    """Name the first different border, or the enclosing module if its input agrees."""
     places = {name: number for number, name in enumerate(order)}
     outputs = {one.name: one for one in by_kind.get("output", ())}
     inputs = {one.name: one for one in by_kind.get("input", ())}
@@ -119,7 +119,7 @@ def _module(by_kind: dict[str, list[Difference]], order: Sequence[str]) -> Findi
 
 
 def _gradient(found: list[Difference], order: Sequence[str]) -> Finding:
-    """Backward runs from the end: the parameter that is used last is the first whose gradient differs."""
+    """Name the parameter used last: backward runs from the end, so its gradient differs first."""
     # Of several calls of a module the last one counts.
     places = {module_of(name): number for number, name in enumerate(order)}
 

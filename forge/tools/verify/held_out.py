@@ -1,4 +1,4 @@
-"""Forwards without a gradient: the loss on held-out text, and the scores from which a text is generated."""
+"""Forwards without gradients: the loss on held-out text, and the logits for generation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from forge.parallel.step.model import ParallelModel
 from forge.tools.verify.pieces import Key, Piece, whole
 from forge.train.evaluate import held_out_losses
 
-# Texts, tokens in each, and tokens that are generated: odd numbers, which no layout divides.
+# Texts, tokens per text, and generated tokens: odd numbers, so that no layout divides them.
 TEXTS, PROMPT, NEW = 3, 13, 2
 
 
@@ -32,7 +32,7 @@ def held_out_on_rank(
 
 @torch.no_grad()
 def held_out_of(model: Any, config: Config, device: torch.device) -> dict[Key, Tensor]:
-    """Return the same of a plain model, which computes all sequences of a source at once."""
+    """Return the same numbers for a plain model. It computes all sequences of a source at once."""
     found = {}
     for name, source in build_validation(config).items():
         sequences = config.evaluate.sequences

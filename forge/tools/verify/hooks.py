@@ -1,4 +1,4 @@
-"""The hooks of `train.hooks` in the steps that are verified, and what each of them leaves behind.
+"""The hooks of `train.hooks` in verified steps, and their effects.
 
 A hook gets a Trainer as in a run, in a folder that is removed, whose model and optimizer are those that are verified. It is
 called at the places at which a run calls it. Parameters and gradients before and after each call, and the numbers that it
@@ -38,13 +38,13 @@ from forge.tools.verify.pieces import Key, Piece, pieces_of, whole
 from forge.train.trainer import Trainer
 
 CPU = torch.device("cpu")
-# Events in which gradients are complete.
+# Events with complete gradients.
 WITH_GRADIENTS = ("after_gradients", "before_optimizer", "after_optimizer")
 
 
 @dataclass(frozen=True)
 class _Place(World):
-    """A process on `own_device`, which need not be the one that the launcher gives it."""
+    """A process on `own_device`, not necessarily the launcher's choice."""
 
     own_device: torch.device = CPU
 
@@ -61,11 +61,11 @@ class UserHooks:
         self._each: list[tuple[Hook, Hooks]] = []
         self._seen: dict[Key, list[Piece]] = {}
         self._result: StepResult | None = None
-        self._now = ""  # the hook and its method that run
+        self._now = ""  # the running hook and its method
         self._shards: list[Shard] = []
         self._trainer: Any = None
         self._folder = ""
-        self._saved: dict[str, Any] = {}  # what a checkpoint holds of the hooks
+        self._saved: dict[str, Any] = {}  # the hooks' state in a checkpoint
 
     @classmethod
     def of(
@@ -77,9 +77,9 @@ class UserHooks:
         shards: list[Shard],
         folder: str | None,
     ) -> UserHooks:
-        """Return the hooks of `config`, for a model, which may be a plain module, and its shards. Collective.
+        """Return the hooks of `config`, for a parallel or plain model and its shards. Collective.
 
-        folder: where the folder of their run is made; None: where temporary files are.
+        folder: parent of their run directory; None: the folder for temporary files.
         """
         hooks = cls()
         if not config.train.hooks:
@@ -103,7 +103,7 @@ class UserHooks:
         return hooks
 
     def begin(self, step: int) -> None:
-        """Construct the hooks, as a run does that begins after `step` steps, or resumes there. Collective."""
+        """Construct the hooks as for a run that starts or resumes after `step` steps. Collective."""
         if not self._kinds:
             return
         self._each = []
@@ -121,7 +121,7 @@ class UserHooks:
         self.call("before_run", step)
 
     def call(self, event: str, *arguments: Any) -> None:
-        """Call the method `event` of every hook that has one of its own. Collective where the hook is."""
+        """Call the method `event` of every hook that overrides it. Collective if the hook's method is."""
         assert event in EVENTS
         for hook, alone in self._each:
             if getattr(type(hook), event) is not getattr(Hook, event):
@@ -167,7 +167,7 @@ class UserHooks:
         )
 
     def process_last_result(self) -> None:
-        """Report the last step that was made, once."""
+        """Report the last step, once."""
         result, self._result = self._result, None
         if result is not None:
             self.call("after_result", result)
@@ -178,7 +178,7 @@ class UserHooks:
         self.call("after_run")
 
     def take(self) -> dict[Key, list[Piece]]:
-        """Return what has been recorded since the last call: kinds `hooked` and `curve`."""
+        """Return the recording since the last call: kinds `hooked` and `curve`."""
         seen, self._seen = self._seen, {}
         return seen
 
@@ -200,14 +200,14 @@ class UserHooks:
         }
 
     def _scalars(self, _step: int, values: Mapping[str, float]) -> None:
-        if dist.get_rank() == 0:  # the only one that writes
+        if dist.get_rank() == 0:  # only rank 0 writes
             for name, value in values.items():
                 number = torch.tensor(float(value), dtype=torch.float64)
                 self._seen["curve", f"{self._now} {name}"] = [whole(number)]
 
 
 def _of_module(one_process: Any, model: nn.Module, shards: list[Shard]) -> ParallelModel:
-    """A ParallelModel of one process that is the plain module `model`; it can be read and evaluated, but not trained."""
+    """A ParallelModel of one process around the plain module `model`, for reading and evaluation only."""
     found: Any = copy.copy(one_process)
     found.parts, found.shards, found._engines = [model], shards, ()
     buffers = dict(model.named_buffers())

@@ -23,7 +23,7 @@ from forge.tools.verify.record import Settings, record_on_rank
 from forge.tools.verify.run import Outcome, drop_unsteady, outcome_of
 from forge.tools.verify.shrink import for_layout, shrink
 
-# Sections of the configuration that say how a step is computed, not what.
+# Sections of the configuration that decide how a step runs, but not its result.
 _HOW = ("parallel", "pipeline", "activation_checkpoint")
 
 

@@ -1,6 +1,6 @@
 """Layouts to compare: every axis alone, every pair of axes, every engine, then layouts at random.
 
-What the configuration's own checks refuse is left out: nothing here knows which degrees go together.
+The configuration's own checks refuse illegal layouts: this file has no rules about degrees.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from forge.runtime.errors import UserError
 from forge.tools.verify.shrink import changed
 
 AXES = ("dp_shard", "dp_replicate", "cp", "tp", "ep", "pp")
-# Options that change how a layout computes: alone with the axis that they need, then at random.
+# Options that change how a layout computes: first alone with their axis, then at random.
 OPTIONS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("parallel.data_parallel", "dp_shard", ("ddp", "zero1", "zero2", "fsdp2")),
     ("parallel.context", "cp", ("allgather", "ulysses", "ring")),
@@ -42,7 +42,7 @@ ALONE = 6
 
 @dataclass(frozen=True)
 class Case:
-    """One layout: degrees above 1, and other keys that differ from the configuration's."""
+    """One layout: degrees above 1, and other keys with values different from the configuration's."""
 
     degrees: tuple[tuple[str, int], ...] = ()
     options: tuple[tuple[str, Any], ...] = ()
@@ -64,7 +64,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Such as `tp=2 cp=2 context=ring`, which `--layouts` takes."""
+        """The layout in the syntax of `--layouts`, e.g. `tp=2 cp=2 context=ring`."""
         options = [(key.removeprefix("parallel."), value) for key, value in self.options]
         shown = [
             f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in options
@@ -96,7 +96,7 @@ class Case:
 
 
 def why_illegal(config: Config, case: Case) -> str | None:
-    """Return what the configuration's checks say against `case`; None if it is legal."""
+    """Return the configuration's objection to `case`; None if `case` is legal."""
     try:
         case.config(config)
     except UserError as error:
@@ -154,7 +154,7 @@ def _value(config: Config, key: str) -> Any:
 
 
 def parse_layouts(text: str) -> list[Case]:
-    """Read `tp=2 cp=2; ep=4 pp=2 context=ring`. Raises UserError for a key or value that cannot be meant."""
+    """Read e.g. `tp=2 cp=2; ep=4 pp=2 context=ring`. Raises UserError for an unknown key or value."""
     cases = [_parse(part) for part in text.split(";") if part.strip()]
     if not cases:
         raise UserError('--layouts: names no layout; give some such as "tp=2; dp_shard=2 pp=2"')

@@ -46,7 +46,7 @@ from forge.tools.verify.report import last_line, outcome_json
 from forge.tools.verify.run import Outcome, limit_s, outcome_of
 
 BATCH, SEQ, SEED = 8, 32, 0
-# Components that wrappers of PyTorch add to names of parameters and modules.
+# Name components added by PyTorch's wrappers.
 WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 Optimizers: TypeAlias = list[torch.optim.Optimizer]
@@ -54,10 +54,10 @@ Optimizers: TypeAlias = list[torch.optim.Optimizer]
 
 @dataclass
 class Parallelized:
-    """What this rank has of a module after `parallelize`.
+    """This rank's part of a module after `parallelize`.
 
     model: the module, or the stages of a pipeline on this rank, whose modules keep the names of the whole model.
-    data_rank, data_ranks: which part of the batch's sequences this rank computes.
+    data_rank, data_ranks: this rank's part of the batch's sequences.
     positions, tp_rank, tp_ranks: its tokens of each sequence (None: all), and its part of features or of the sequence; they
         only say where activations belong.
     forward_backward: called with tokens and labels `[sequences of this data rank, seq]`; leaves complete gradients in
@@ -132,7 +132,7 @@ def verify_library(request: Request, worlds: Sequence[int], end: Callable[[Outco
 
 
 def notes_on(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return a line for each thing that was not compared."""
+    """Return one line for each kind of tensor that was not compared."""
     without = [one.case.name for one in outcomes if one.status != "failed" and "saved" not in one.largest]
     return [f"{name}: no checkpoint was compared (Parallelized.checkpoint is False)" for name in without]
 
@@ -157,7 +157,7 @@ def _load(option: str, path: str) -> Callable[..., Any]:
 
 
 def _make(request: Request) -> tuple[nn.Module, Callable[[Any], torch.optim.Optimizer]]:
-    """Return the module with the same initial values on every rank, in float64, and what makes its optimizer."""
+    """Return the module with equal initial values on every rank, in float64, and its optimizer's factory."""
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore", module=r"torch\.")
     torch.set_default_dtype(torch.float64)
@@ -240,7 +240,7 @@ class _Run:
     def record(
         self, batches: Sequence[tuple[Tensor, Tensor]], own: str | None, other: str | None
     ) -> RankRecord:
-        """Make all steps; return what this rank computed. Collective.
+        """Run all steps; return this rank's recording. Collective.
 
         own: where the checkpoint before the last step is written, None: there is none; other: the one to load as well.
         """
@@ -332,7 +332,7 @@ class _Run:
         return state
 
     def _load(self, folder: str) -> None:
-        """Load the checkpoint in `folder`. What it leaves out is NaN."""
+        """Load the checkpoint in `folder`. Tensors missing from it become NaN."""
         state = self._state()
         for of in state.values():
             for value in of.values():
@@ -345,9 +345,9 @@ class _Run:
 
 
 def _of_batch(seen: Sequence[Seen], rows: int) -> list[Seen]:
-    """Return what modules got and returned for the `rows` sequences of this rank, under plain names, numbered in their order.
+    """Return inputs and outputs of modules for the `rows` sequences of this rank, under plain names, numbered in order.
 
-    A pipeline calls its modules once more before its first step, with zeros, for the shapes that they return.
+    Before its first step, a pipeline calls its modules once with zeros to learn their output shapes.
     """
     found: list[Seen] = []
     extra = Counter({key: -rows for key in ((one.name, one.output) for one in seen)})
@@ -377,7 +377,7 @@ def _read_whole(folder: str) -> dict[Key, list[Piece]]:
 
 
 def _mean_over_ranks(loss: Tensor | None) -> Tensor:
-    """Return the mean over the ranks that have a loss. Collective."""
+    """Return the mean loss over the ranks with a loss. Collective."""
     own = torch.zeros(2, dtype=torch.float64)
     if loss is not None:
         own[0], own[1] = loss.detach(), 1.0
@@ -391,5 +391,5 @@ def _scalar(value: Tensor) -> Piece:
 
 
 def _plain(name: str) -> str:
-    """Return `name` without what wrappers add."""
+    """Return `name` without the components of wrappers."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)

@@ -1,4 +1,4 @@
-"""Parts of global tensors as ranks hold them: values, and where they belong."""
+"""Pieces of global tensors on ranks: values and their place."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Key: TypeAlias = tuple[str, str]
 
 @dataclass(frozen=True)
 class Piece:
-    """This rank's `values` at `place` of a global tensor. counted: true on one of the ranks that hold the same."""
+    """This rank's `values` at `place` of a global tensor. counted: true on one rank among replicas."""
 
     values: Tensor
     place: Place
@@ -42,7 +42,7 @@ def pieces_of(kind: str, tensors: Iterable[tuple[Shard, Tensor]]) -> dict[Key, l
 
 
 def assemble(shard: Shard, values: Tensor) -> Tensor:
-    """Return a copy of the whole tensor of which this process has every element, laid out like `shard.data`."""
+    """Return a copy of the whole tensor, laid out like `shard.data`. This process must hold every element."""
     tensor = values.new_empty(shard.global_shape)
     for box, piece in shard.pieces(values):
         tensor[_slices(box)] = piece
@@ -50,7 +50,7 @@ def assemble(shard: Shard, values: Tensor) -> Tensor:
 
 
 def whole(values: Tensor) -> Piece:
-    """Return a piece that is all of its tensor."""
+    """Return a piece that covers its whole tensor."""
     return Piece(values, tuple(slice(0, size) for size in values.shape))
 
 
@@ -59,7 +59,7 @@ def _slices(box: Box) -> Place:
 
 
 def part_of(tensor: Tensor, place: Place) -> Tensor:
-    """Return the part of a global tensor that lies at `place`."""
+    """Return the part of a global tensor at `place`."""
     for dim, one in enumerate(place):
         if isinstance(one, slice):
             tensor = tensor.narrow(dim, one.start, one.stop - one.start)
@@ -82,7 +82,7 @@ def index_sum(place: Place, shape: Sequence[int]) -> int:
 
 
 def ranges(place: Place) -> list[list[tuple[int, int]]]:
-    """Return for each dimension the half-open ranges of the global tensor that lie at `place`, in order."""
+    """Return the half-open index ranges of `place` in each dimension of the global tensor, in order."""
     found: list[list[tuple[int, int]]] = []
     for one in place:
         if isinstance(one, slice):
@@ -99,7 +99,7 @@ def ranges(place: Place) -> list[list[tuple[int, int]]]:
 
 
 def global_index(place: Place, index: tuple[int, ...]) -> tuple[int, ...]:
-    """Return where the element `index` of the values at `place` lies in the global tensor."""
+    """Return the global index of element `index` of the values at `place`."""
     return tuple(
         one.start + i if isinstance(one, slice) else one[i] for one, i in zip(place, index, strict=True)
     )

@@ -58,7 +58,7 @@ def whole_shards(model: Transformer) -> list[Shard]:
 
 
 def record_plain(text: str, settings: Settings, device: torch.device = CPU) -> WholeRecord:
-    """Return what the steps of the configuration `text` compute in one process; its layout is not looked at.
+    """Run the steps of the configuration `text` in one process, ignoring its layout; return the recording.
 
     Needs a process group, of one rank, only for an optimizer that does, for hooks and for `settings.own_folder`.
     """
@@ -143,7 +143,7 @@ def record_plain(text: str, settings: Settings, device: torch.device = CPU) -> W
 def _largest_logits(
     model: Transformer, shards: list[Shard], config: Config, device: torch.device
 ) -> LargestLogits | None:
-    """Observe the largest logits as a run does that has one process; None for an optimizer that does not bound them."""
+    """Observe the largest logits as a run of one process does; None if the optimizer does not bound logits."""
     if not bounds_logits(config):
         return None
     alone = one_process(config)
@@ -153,7 +153,7 @@ def _largest_logits(
 def _checkpoint(
     model: Transformer, shards: list[Shard], optimizer: Optimizer
 ) -> dict[str, tuple[Shard, Tensor]]:
-    """What forge.train.state.all_tensors returns of a layout."""
+    """The result of forge.train.state.all_tensors for a layout."""
     tensors = {f"model.{shard.name}": (shard, shard.data) for shard in shards}
     for layer, router in model.routers.items():
         for leaf in ("bias", "previous_counts"):
@@ -175,7 +175,7 @@ def _save(
 
 
 def _quantile(bins: list[int], share: float) -> float:
-    """Return the place, in bins, below which this share of the counts lies."""
+    """Return the quantile of the counts, in bins."""
     below = 0
     for index, count in enumerate(bins):
         if count and below + count >= share * sum(bins):

@@ -1,4 +1,4 @@
-"""Imported once by the fork server, so that no rank pays for it: every module of forge whose packages are installed."""
+"""Imports for the fork server: every module of forge with installed dependencies. Ranks fork with them loaded."""
 
 import contextlib
 import gc
@@ -14,6 +14,6 @@ for _module in pkgutil.walk_packages(forge.__path__, "forge."):
     with contextlib.suppress(ImportError, MissingExtra):
         importlib.import_module(_module.name)
 
-# What is imported lives as long as the server: a rank's collector passes it by, and so does not copy its pages either.
+# Imported objects live as long as the server. Frozen, they are skipped by a rank's collector, which then copies no pages.
 gc.collect()
 gc.freeze()

@@ -45,21 +45,21 @@ LIMIT_S = 45.0
 
 
 def limit_s(world: int) -> float:
-    """Return the seconds after which verify ends a layout of `world` processes."""
+    """Return the timeout of a layout with `world` processes, in seconds."""
     return LIMIT_S * max(2, world)
 
 
 class RankFailed(AssertionError):
-    """A rank raised or died; the message holds the tracebacks of all that did.
+    """A rank raised or died. The message contains the tracebacks of all failed ranks.
 
-    An AssertionError, so that an assertion that fails on a rank is one where the ranks were started.
+    An AssertionError, so that a failed assertion on a rank is a failed assertion in the starting process.
     """
 
 
 def run_ranks(
     function: Callable[..., Any], world: int, *arguments: Any, timeout: float = TIMEOUT_S
 ) -> list[Any]:
-    """Results of `function(rank, world, *arguments)` for every rank, or `RankFailed` with what went wrong."""
+    """Return `function(rank, world, *arguments)` of every rank. Raises RankFailed if a rank fails."""
     _search_here_first()
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
@@ -106,7 +106,7 @@ def _collect(processes: list[Any], pipes: list[Any], timeout: float) -> dict[int
                 processes[rank].join(60)
                 results[rank] = (False, f"died with exit code {processes[rank].exitcode}")
         if any(not ok for ok, _ in results.values()):
-            # Peers of a failed rank hang in their collectives; what they still report helps to read the failure.
+            # Peers of a failed rank hang in their collectives; their reports help to explain the failure.
             deadline = min(deadline, time.monotonic() + 5.0)
     failed = any(not ok for ok, _ in results.values())
     for process in processes:

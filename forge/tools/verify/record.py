@@ -1,4 +1,4 @@
-"""What a few optimizer steps compute: on a layout, as pieces on every rank, and in one process, as whole tensors.
+"""Recordings of a few optimizer steps: of a layout, as pieces on every rank, and of one process, as whole tensors.
 
 Both read the same batches and make the same steps, and share no code beyond the model itself and the optimizer: the
 reference is a plain module that computes the whole global batch in one forward, is clipped by PyTorch, and has the
@@ -44,7 +44,7 @@ OptimizerFactory: TypeAlias = Callable[[list[Shard], Config, Any], Optimizer]
 
 @dataclass(frozen=True)
 class Twist:
-    """What a test does to both runs; functions at module level, so that they can be sent to ranks.
+    """A test's changes to both runs: functions at module level, so that ranks can unpickle them.
 
     routers: writes into the routers' weights (a rank's part of each) and biases at the start. labels: writes into the
     labels that a data rank reads, int64 `[sequences, seq]`, of every batch; called with the number of the data rank.
@@ -93,7 +93,7 @@ class Settings:
 
 @dataclass
 class RankStep:
-    """What a rank computed in one step, with its `part` of the global batch; `seen` are the borders in order."""
+    """A rank's recording of one step, with its `part` of the global batch; `seen`: borders in order."""
 
     pieces: dict[Key, list[Piece]] = field(default_factory=dict)
     seen: list[Seen] = field(default_factory=list)
@@ -102,14 +102,14 @@ class RankStep:
 
 @dataclass
 class RankRecord:
-    """All that a rank computed; steps[0] has the initial parameters."""
+    """A rank's whole recording; steps[0] has the initial parameters."""
 
     steps: list[RankStep]
 
 
 @dataclass
 class WholeRecord:
-    """All that one process computed: per step the tensors, and the names of modules in the order of the computation."""
+    """The recording of one process: tensors by step, and names of modules in computation order."""
 
     steps: list[dict[Key, Tensor]]
     order: list[str]
@@ -118,7 +118,7 @@ class WholeRecord:
 def record_on_rank(
     rank: int, world: int, text: str, settings: Settings, device: torch.device = CPU
 ) -> RankRecord:
-    """Make the steps of the configuration `text` on the layout that it describes, on this of `world` ranks. Collective."""
+    """Run the steps of the configuration `text` on its layout, on this of `world` ranks. Collective."""
     if settings.patch is not None:
         settings.patch()
     config = parse_toml_text(text)
@@ -174,7 +174,7 @@ def record_on_rank(
 
 
 def plans_of(config: Config, steps: int) -> list[StepPlan]:
-    """Return what each step has: the phases of the configuration are in force as the tokens of the steps say."""
+    """Return the configuration in force at each step: phases begin by trained tokens."""
     phases = Phases(config)
     return [phases.at(phases.tokens_after(step)) for step in range(steps)]
 
@@ -196,7 +196,7 @@ def make_step(
     borders: Borders | None = None,
     hooks: UserHooks | None = None,
 ) -> RankStep:
-    """Make the optimizer step `number`, as the trainer does, and return what it computed. Collective."""
+    """Run the optimizer step `number` as the trainer does; return its recording. Collective."""
     step, hooks = RankStep(), hooks or UserHooks()
     hooks.call("before_step", number)
     hooks.call("before_data", number)
@@ -235,7 +235,7 @@ def _slots(optimizer: Optimizer) -> dict[Key, list[Piece]]:
 
 
 def _routers(model: ParallelModel, report: RouterReport | None) -> dict[str, Tensor]:
-    """What `_move_routers` returns of the reference, as far as this rank has it."""
+    """Return this rank's part of the reference's `_move_routers`."""
     if report is None:
         return {}
     rows = {
@@ -248,7 +248,7 @@ def _routers(model: ParallelModel, report: RouterReport | None) -> dict[str, Ten
 def batches(
     config: Config, rank: int, ranks: int, settings: Settings, device: torch.device = CPU
 ) -> Iterator[Batch]:
-    """Yield what the data rank `rank` of `ranks` reads in `settings.steps` steps."""
+    """Yield the batches of data rank `rank` of `ranks` for `settings.steps` steps."""
     with contextlib.closing(every_batch(config, rank, ranks, device)) as every:
         for batch in itertools.islice(every, settings.steps):
             if settings.uneven:
@@ -263,7 +263,7 @@ def batches(
 def every_batch(
     config: Config, rank: int = 0, ranks: int = 1, device: torch.device = CPU
 ) -> Generator[Batch, None, None]:
-    """Yield what the data rank `rank` of `ranks` reads, step after step without end."""
+    """Yield the batches of data rank `rank` of `ranks`, without end."""
     loader = Loader(
         build_dataset(config),
         global_batch_size=config.train.global_batch_size,

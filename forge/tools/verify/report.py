@@ -18,7 +18,7 @@ WORDS = {"equal": "equal", "different": "DIFFERS", "failed": "FAILED"}
 
 
 def heading(name: str, small: Config, notes: list[str]) -> str:
-    """Return what is verified, in one line, and a line for each thing that the small configuration cannot keep."""
+    """Return one line about the verified configuration, and one line for each feature that shrinking removes."""
     model = small.model
     experts = "" if model.moe is None else f", {model.moe.n_experts} experts"
     size = (
@@ -43,7 +43,7 @@ def outcome_line(outcome: Outcome) -> str:
 
 
 def summary(report: Report) -> str:
-    """Return the end of the report: counts, and where the worst difference arose."""
+    """Return the end of the report: counts, and the origin of the worst difference."""
     number = len(report.outcomes)
     numbers = [f"{number} layout{'' if number == 1 else 's'}"]
     for status in ("equal", "different", "failed"):
@@ -116,7 +116,7 @@ def _numbers(one: Difference) -> str:
     if one.digest:
         copy = f", of which rank {one.rank} has another copy" if one.rank else ""
         where = f"digest of the {what}{copy}"
-    # As many digits as show that the two differ.
+    # Enough digits to show the difference.
     digits = 12 if f"{one.found:.12g}" != f"{one.expected:.12g}" else 17
     return f"step {one.step}, {where}: {one.found:.{digits}g} instead of {one.expected:.{digits}g}{relative}"
 
@@ -124,7 +124,7 @@ def _numbers(one: Difference) -> str:
 def last_line(error: str) -> str:
     """Return the sentence in which the first traceback of `error` (of RankFailed) ends, or what else is known of a rank.
 
-    Peers of a rank that raises only wait for it.
+    Peers of a failed rank only wait for it.
     """
     ranks = [text for text in re.split(r"^rank \d+: ", error, flags=re.M) if text.strip()]
     raised = [text for text in ranks if text.startswith("Traceback")] or ranks or ["no message"]
@@ -190,7 +190,7 @@ def _finding(finding: Finding) -> dict[str, Any]:
 
 
 def _number(value: float) -> float | None:
-    """JSON has no number that is not finite."""
+    """Replace non-finite numbers, which JSON cannot represent."""
     return value if isfinite(value) else None
 
 

@@ -1,4 +1,4 @@
-"""All layouts of a configuration against one process, within a time budget. A layout that fails or hangs ends no other."""
+"""All layouts of a configuration against one process, within a time budget. Failed or hanging layouts stop no other."""
 
 from __future__ import annotations
 
@@ -66,17 +66,17 @@ class Report:
 
     @property
     def bad(self) -> list[Outcome]:
-        """Layouts that differ or fail."""
+        """Return the different and the failed layouts."""
         return [one for one in self.outcomes if one.status != "equal"]
 
     @property
     def compared(self) -> int:
-        """The number of layouts that were compared: equal or different ones."""
+        """Return the number of compared layouts, equal or different."""
         return sum(one.status != "failed" for one in self.outcomes)
 
 
 class Verifier:
-    """Compares layouts of `config`, which is small and for one process, with one process.
+    """Compare layouts of `config` with one process. `config` is small and describes one process.
 
     settings: how; its folders are set here. other: the layout whose checkpoint the next one loads. rounded: the same
     configuration in its own formats, to be compared with float64 as well. Raises RankFailed if one process fails.
@@ -90,7 +90,7 @@ class Verifier:
         one = self._folder()
         self._settings = replace(settings, own_folder=one)
         self._known: dict[Case, Outcome] = {}
-        # Where the checkpoints of layouts are: of one process, of the last layout that was equal, of those that others need.
+        # Checkpoints: of one process, of the last equal layout, and of layouts that later ones load.
         self._saved = {ALONE: one}
         self.other = ALONE
         self._file = os.path.join(self._home.name, "reference")
@@ -111,7 +111,7 @@ class Verifier:
     def check(self, case: Case) -> Outcome:
         """Return the result of one legal layout; a layout is run once.
 
-        It loads the checkpoint of the layout of several processes that was the last to be equal, else of one process.
+        It loads the checkpoint of the last equal layout with several processes, else of one process.
         """
         if case not in self._known:
             self._known[case] = self._run(case, self.other, keep=True)
@@ -121,7 +121,7 @@ class Verifier:
         return tempfile.mkdtemp(dir=self._home.name)
 
     def _run(self, case: Case, other: Case, keep: bool = False) -> Outcome:
-        """Run a layout that loads the checkpoint of `other`. keep: its own is loaded by the next layout, if it is equal."""
+        """Run a layout that loads the checkpoint of `other`. keep: if it is equal, the next layout loads its checkpoint."""
         began, folder = time.monotonic(), self._folder()
         try:
             settings = replace(self._settings, own_folder=folder, other_folder=self._saved[other])
@@ -211,7 +211,7 @@ def verify(
                 break
             check(case)
     if report.bad:
-        # What differs says more than what fails.
+        # A difference says more than a failure.
         report.worst = max(report.bad, key=lambda one: (one.status == "different", one.size))
         report.smallest = verifier.reduce(report.worst, left)
     return report
@@ -225,7 +225,7 @@ def outcome_of(
     rounded: dict[str, float] | None = None,
     other: Case = ALONE,
 ) -> Outcome:
-    """Return the result of a layout that was computed, having loaded a checkpoint of `other`."""
+    """Return the result of a layout that ran and loaded a checkpoint of `other`."""
     finding = explain(result, order, other.name) if result.differences else None
     unplaced = tuple(sorted(result.unplaced))
     status: Status = "equal" if finding is None else "different"
@@ -280,7 +280,7 @@ def _plain_on_rank(
 
 
 def drop_unsteady(reference: WholeRecord, text: str, settings: Settings) -> None:
-    """Remove curves of hooks, such as times, which are not the same in a second run."""
+    """Remove curves of hooks that differ in a second run, e.g. times."""
     if not any(kind == "curve" for step in reference.steps for kind, _ in step):
         return
     with tempfile.TemporaryDirectory() as folder:

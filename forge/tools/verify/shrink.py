@@ -25,15 +25,15 @@ from forge.config.section import Section
 from forge.runtime.errors import UserError
 
 LAYERS, SEQ_LEN, BATCH = 4, 64, 8
-# How the names of keys end that are widths.
+# Suffixes of keys that are widths.
 WIDTHS = ("dim", "rank", "size")
 DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 
 
-# Sections and keys that are sizes, data, formats or the layout: the heading of the report tells of them.
+# Sections and keys of sizes, data, formats and layout: the report's heading shows them.
 TOLD = ("model", "train", "data", "evaluate", "phase", *(f"parallel.{axis}" for axis in DEGREES))
 TOLD += ("parallel.bucket_size", "precision.storage", "precision.compute", "precision.reduce")
-# All other keys that are changed, and these, are reported with the reason.
+# All other changed keys, and these, are reported with the reason.
 REASONS = {
     "activation_checkpoint.mode": "memory_budget needs the compiler",
     "compile.enabled": "nothing is compiled",
@@ -74,7 +74,7 @@ def shrink(config: Config, *, exact: bool = True) -> tuple[Config, list[str]]:
     """
     keys = _model(config.model) | _training(config) | _layout(config) | _left_out(config)
     if exact and (block := BLOCKS.get(config.precision.float8)):
-        # In float64 sums do not change codes. Sides and sequences of which two ranks have whole blocks.
+        # In float64, sums do not change codes. Sides and sequences are large enough for whole blocks on two ranks.
         keys |= {"precision.float8": config.precision.float8, "train.seq_len": 4 * block}
         keys |= _whole_blocks(config.model, keys, 2 * block)
     keys["phase"] = _phases(config, keys["train.seq_len"])
@@ -120,9 +120,9 @@ def one_process(config: Config) -> Config:
 
 
 def for_layout(small: Config, degrees: Degrees) -> Config:
-    """Return the small configuration under a layout of any size: what its degrees divide grows until they do.
+    """Return the small configuration under a layout of any size. Sizes grow until the layout's degrees divide them.
 
-    Raises UserError if that is not possible.
+    Raises UserError if no such sizes exist.
     """
     d, model, moe = degrees, small.model, small.model.moe
     own = model.n_heads if model.latent else model.n_kv_heads
@@ -173,7 +173,7 @@ def for_layout(small: Config, degrees: Degrees) -> Config:
 
 
 def _whole_blocks(model: ModelConfig, keys: Mapping[str, Any], unit: int) -> dict[str, Any]:
-    """Return sizes near those in `keys` that make `unit` divide every side that tensor parallelism splits."""
+    """Return sizes near those in `keys`, so that `unit` divides every side split by tensor parallelism."""
     of_head = unit // gcd(unit, keys["model.n_kv_heads"])
     found = {"model.ffn_dim": _multiple(keys["model.ffn_dim"], unit)}
     if model.latent is None:
@@ -209,7 +209,7 @@ def _model(model: ModelConfig) -> dict[str, Any]:
         "sliding_window_pattern": min(model.sliding_window_pattern, LAYERS),
         "layer_pattern": _kinds(model, LAYERS),
         "residual_block_size": min(model.residual_block_size, LAYERS // 2),
-        # So that a product keeps the size of its sums: with the weights of a wide model attention would be even.
+        # Keeps the size of sums in a product: with a wide model's weights, attention would be uniform.
         "init_std": min(0.5, model.init_std * max(1.0, sqrt(model.dim / dim))),
     }
     if model.sliding_window:
@@ -236,7 +236,7 @@ def _model(model: ModelConfig) -> dict[str, Any]:
 
 
 def _kinds(model: ModelConfig, layers: int) -> tuple[str, ...]:
-    """At most `layers` kinds of the pattern, with each kind that it has as long as there is room; () as it is."""
+    """Return at most `layers` entries of the pattern, with every kind of layer if there is room; () unchanged."""
     kinds = model.layer_pattern
     if len(kinds) <= layers:
         return kinds
@@ -245,7 +245,7 @@ def _kinds(model: ModelConfig, layers: int) -> tuple[str, ...]:
 
 
 def other_parts(model: ModelConfig, factor: Fraction) -> dict[str, Any]:
-    """Return the widths of parts of the model that have a section of their own, such as `[model.mla]`, times `factor`."""
+    """Return the widths in subsections of the model, e.g. `[model.mla]`, times `factor`."""
     keys: dict[str, Any] = {}
     for name, part in model:
         if isinstance(part, Section) and not isinstance(part, MoEConfig):
@@ -312,7 +312,7 @@ def _phases(config: Config, seq_len: int) -> list[dict[str, Any]]:
 
 
 def _let_end(phases: list[dict[str, Any]], batch: int, seq_len: int) -> None:
-    """Let each phase end after one step, of these sizes where it has no other ones; with a ramp in the middle after two."""
+    """End each phase after one step, or after two if a ramp lies in the middle; default sizes are these."""
     tokens, before = 0, batch
     for phase in phases:
         rows, length = phase.get("global_batch_size", batch), phase.get("seq_len", seq_len)
@@ -336,7 +336,7 @@ def _layout(config: Config) -> dict[str, Any]:
 
 
 def _left_out(config: Config) -> dict[str, Any]:
-    """Keys that make results depend on more than the mathematics."""
+    """Keys that let results depend on more than the mathematics."""
     keys: dict[str, Any] = {"precision.float8": "none"}
     keys |= {"compile.enabled": False, "compile.loss": False, "compile.optimizer": False}
     if config.activation_checkpoint.mode == "memory_budget":
@@ -346,7 +346,7 @@ def _left_out(config: Config) -> dict[str, Any]:
 
 
 def _multiple(least: int, unit: int) -> int:
-    """Return the smallest multiple of `unit` that is at least `least`."""
+    """Return `least` rounded up to a multiple of `unit`."""
     return -(-least // unit) * unit
 
 
@@ -358,7 +358,7 @@ def _few(number: int) -> int:
 
 
 def _scaled(size: int, factor: Fraction) -> int:
-    """Return `size` times `factor`, rounded up to what the same powers of 2 (up to 8) divide and no others, at least 8."""
+    """Return `size` times `factor`, at least 8, rounded up to the same power of 2 (up to 8) as `size`."""
     unit = gcd(size, 8)
     units = max(8 // unit, ceil(size * factor / unit))
     return unit * (units + (unit < 8 and units % 2 == 0))
