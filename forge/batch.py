@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of tokens: a step of one data rank, a microbatch, or a context-parallel rank's part of a microbatch.
+    """Rows of tokens: one step's batch of a data rank, a microbatch, or a context-parallel rank's part of a microbatch.
 
     tokens, labels: int64 `[batch, seq]`. A label is the next token or IGNORE (-100).
     positions: int64 `[batch, seq]`, or None for 0, 1, ...

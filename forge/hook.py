@@ -1,24 +1,24 @@
 """`Hook`: the extension point of the training loop, for forge's own parts (forge/run/hooks.py lists them) and for yours.
 
-`train.hooks = ["package.module:Class"]` adds hooks to a run. Each class is a subclass of `Hook` and is constructed on every
-rank with one argument, the `Trainer` (forge/train/trainer.py), when data, model, optimizer and state are ready. Each method
-below is called at one point of the run. In one step the order is:
+`train.hooks = ["package.module:Class"]` adds hooks to a run. Each class is a subclass of `Hook`. Every rank constructs it
+with one argument, the `Trainer` (forge/train/trainer.py), once data, model, optimizer and state are ready. Each method
+below is called at one point of the run. Within one step the order is:
 
     before_step  before_data  after_data  before_gradients  after_gradients  before_optimizer  after_optimizer  after_step
 
-The device computes step n while the host launches step n + 1, so the numbers of step n (`after_result`) are known after the
-gradients of step n + 1 have been launched, and before its update; earlier where an evaluation or a save waits for them.
+The device computes step n while the host launches step n + 1. So `after_result` of step n comes after the launch of the
+gradients of step n + 1 and before its update. It comes earlier if an evaluation or a save waits for it.
 
 What a hook may do:
 
-- Read everything of the trainer. What it changes there (gradients, parameters) is its own responsibility.
+- Read everything of the trainer. Changes there (gradients, parameters) are the hook's own responsibility.
 - Use collectives on all ranks or on none, in the same order. So decide by values that are equal on all ranks: the step, the
   config, a `StepResult`.
 - Write on the first rank only (`trainer.reporter.world.rank == 0`); `trainer.metrics.scalars` does so by itself.
-- Ask for the end of the run, on any rank: `trainer.request_stop(reason)`. All ranks stop after one more step, having saved.
+- Request the end of the run, on any rank: `trainer.request_stop(reason)`. All ranks make one more step, save, and stop.
 - Raise: the run fails, and the message names the hook.
 
-It should not wait for the device in a step (`tensor.item()`, `print(tensor)`): that stops the launch of further work.
+A hook should not wait for the device in a step (`tensor.item()`, `print(tensor)`): that delays the launch of further work.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ NOTE = Cause.NOTE.mark
 
 @dataclass(frozen=True)
 class StepInfo:
-    """What the host knows of a step when it has launched it.
+    """Facts about a step that the host knows at launch.
 
-    tokens: positions trained on so far, with this step. next_sample: the first global sample after it.
+    tokens: positions trained on so far, this step included. next_sample: the first global sample after the step.
     """
 
     step: int
@@ -53,10 +53,10 @@ class StepInfo:
 
 @dataclass(frozen=True)
 class StepResult(StepInfo):
-    """What the device reports of a step, equal on all ranks.
+    """The device's numbers of a step, equal on all ranks.
 
-    loss, z_loss, objective: means over the `valid_tokens` of the global batch. grad_norm: before clipping. A step that was
-    `skipped` has changed nothing; its loss and norm may be anything. waited_s: how long the host waited for the result.
+    loss, z_loss, objective: means over the `valid_tokens` of the global batch. grad_norm: before clipping. skipped: the step
+    changed nothing, and its loss and norm are arbitrary. waited_s: seconds that the host waited for the result.
     routers: in steps that report them, the rows of a RouterReport (forge/parallel/step/routers.py), one for each of
     `router_layers`.
     """
@@ -73,22 +73,22 @@ class StepResult(StepInfo):
 
 
 class Hook:
-    """Does nothing. Override what you need; what is not overridden costs nothing."""
+    """Does nothing. Override the methods you need; the others cost nothing."""
 
     name = ""
     """The import path of a hook from the config; empty for forge's own."""
 
     def before_run(self, step: int) -> None:
-        """The run starts: everything is built, `step` steps have been made before (0: a new history)."""
+        """The run starts, with everything built and `step` steps made (0: a new history)."""
 
     def after_rollback(self, step: int) -> None:
-        """The run has returned to the state after `step`: drop what you recorded of later steps, they are made again."""
+        """The run has rolled back to the state after `step`. Drop your records of later steps: they are repeated."""
 
     def after_run(self) -> None:
-        """The run ends, be it by an error. Called for every hook whose `before_run` has returned, the last one first."""
+        """The run ends, also after an error. Called in reverse order for every hook whose `before_run` has returned."""
 
     def before_step(self, step: int) -> None:
-        """`step`, counted from 1, is about to be made."""
+        """Step `step`, counted from 1, is about to begin."""
 
     def before_data(self, step: int) -> None:
         """The batch is about to be read."""
@@ -109,30 +109,30 @@ class Hook:
         """The optimizer has updated its shards of the parameters."""
 
     def after_step(self, step: int) -> None:
-        """The step has been launched; on a CUDA card it may still be running."""
+        """The step has been launched; on a GPU it may still be running."""
 
     def after_result(self, result: StepResult) -> None:
-        """The device has finished `result.step`; here are its numbers."""
+        """The device has finished step `result.step`."""
 
     def after_evaluation(self, step: int, losses: Mapping[str, float]) -> None:
         """Held-out losses after `step`, by name; equal on all ranks."""
 
     def before_save(self, step: int) -> None:
-        """A checkpoint of the state after `step` is about to be made: flush what you wrote, a killed run resumes there."""
+        """A checkpoint after `step` is about to be made. Flush your files: a killed run resumes there."""
 
     def after_save(self, step: int) -> None:
         """The checkpoint of `step` is complete and on disk. Later steps may have run since."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what checkpoints hold of this hook, as JSON, equal on all ranks; the first rank's is saved.
+        """Return this hook's state for the checkpoint, as JSON, equal on all ranks. The first rank's is saved.
 
-        Called on all ranks after `before_save`. Of hooks from the config only.
+        Called on all ranks after `before_save`, only for hooks from the config.
         """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned. Called on all ranks before `before_run` of a run that resumes, on any layout,
-        and before `after_rollback`; not if the checkpoint has no state of this hook."""
+        """Restore the result of `state_dict`. Called on all ranks, in any layout, before `before_run` of a resumed run and
+        before `after_rollback`; not called if the checkpoint has no state of this hook."""
 
 
 EVENTS = tuple(name for name in vars(Hook) if name.startswith(("before_", "after_")))
@@ -149,12 +149,12 @@ class Hooks:
         }
 
     def call(self, event: str, *arguments: Any) -> None:
-        """Call the method `event` of every hook that has one of its own."""
+        """Call the method `event` of every hook that overrides it."""
         for hook in self._overriding[event]:
             _call(hook, event, *arguments)
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of the hooks that have a state, by name. RuntimeError for what is not JSON."""
+        """Return the states of all hooks that have one, by name. RuntimeError if a state is not JSON."""
         found = {}
         for name, hook in self._with_state():
             found[name] = _call(hook, "state_dict")
@@ -167,7 +167,7 @@ class Hooks:
         return found
 
     def load_state(self, saved: Mapping[str, Any]) -> None:
-        """Give each hook what `state` returned for it. Logs which hooks start afresh, and whose state is left out."""
+        """Give each hook its part of the result of `state`. Log hooks that start without state, and unused states."""
         names = dict(self._with_state())
         for name, hook in names.items():
             if name in saved:
@@ -180,7 +180,7 @@ class Hooks:
             )
 
     def _with_state(self) -> Iterator[tuple[str, Hook]]:
-        """Yield each hook of the config that has a state, under its path; a second one of the same path is `PATH (2)`."""
+        """Yield the config's hooks with state under their paths. A second hook of one path is `PATH (2)`."""
         seen: Counter[str] = Counter()
         for hook in self._hooks:
             if hook.name and type(hook).state_dict is not Hook.state_dict:
@@ -197,7 +197,7 @@ class Hooks:
 
     @contextmanager
     def around_run(self, step: int) -> Iterator[None]:
-        """Call `before_run`, and at the end, whatever happens, `after_run`."""
+        """Call `before_run`, and `after_run` at the end, also after an exception."""
         with ExitStack() as stack:
             for hook in self._hooks:
                 _call(hook, "before_run", step)

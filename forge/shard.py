@@ -1,8 +1,8 @@
-"""`Shard`: what this rank holds of one parameter, whichever engine and layout put it there.
+"""`Shard`: this rank's part of one parameter, in any engine and layout.
 
-Initialisation, gradient norm, optimizers, checkpoints, digests and the memory report walk `list[Shard]`,
-so none of them asks how the model is distributed. PyTorch's placement of the same name, which says along which dimension
-a DTensor is split, is imported as `Split` throughout.
+Initialisation, gradient norm, optimizers, checkpoints, digests and the memory report walk `list[Shard]`, so they do not
+depend on the layout. PyTorch's placement class `Shard` (the dimension along which a DTensor is split) is imported as `Split`
+throughout.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Box:
 
 @dataclass(frozen=True)
 class Rates:
-    """Factors for one parameter. By forge/parallel/parametrization.py: lr, orthogonal: of the learning rate, for updates by
-    size or sign and for orthogonalised ones; weight decay is divided by it; eps: of what is added to the root. By
-    optimizer.groups: scale: of the learning rate, for update and weight decay."""
+    """Factors for one parameter. Set by forge/parallel/parametrization.py: lr, orthogonal: factors of the learning rate for
+    elementwise and for orthogonalised updates (weight decay is divided by them); eps: factor of the epsilon added to the
+    square root. Set by optimizer.groups: scale: factor of the learning rate, for update and weight decay."""
 
     lr: float = 1.0
     orthogonal: float = 1.0
@@ -46,14 +46,14 @@ class Rates:
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """This rank's part of the parameter `name`: knowledge that does not change, and the tensor that does.
+    """This rank's part of the parameter `name`: constant metadata, and the tensor.
 
-    `parameter` is the leaf that training updates: a DTensor under fsdp2, a flat slice under a contiguous-buffer engine.
-    Its local elements are those of `boxes`, one box after another, each in row-major order; a rank that holds
-    nothing has no boxes. `replicas` is the group of ranks that hold copies of the same elements (None: only this rank).
-    `heads`: of how many attention heads the rows are, one head after another; 1 where rows are of no heads.
-    `rates`: of its updates.
-    `boxes_on`: boxes on a rank, by its global number, where arithmetic knows them; None: only that rank does.
+    parameter: the leaf that training updates: a DTensor under fsdp2, a flat slice under a contiguous-buffer engine.
+    boxes: the local elements, one box after another, each in row-major order; empty if the rank holds none.
+    replicas: group of ranks with copies of the same elements; None: only this rank holds them.
+    heads: number of attention heads in the rows, one head after another; 1 if the rows do not belong to heads.
+    rates: factors of its updates.
+    boxes_on: returns the boxes of a rank, given its global number, if they can be computed; None: only that rank knows.
     """
 
     name: str
@@ -68,28 +68,28 @@ class Shard:
 
     @classmethod
     def whole(cls, name: str, parameter: Tensor, **more: Any) -> Shard:
-        """All of `parameter` on this rank. more: further fields."""
+        """Return a shard with all of `parameter` on this rank. more: further fields."""
         box = Box((0,) * parameter.ndim, tuple(parameter.shape))
         return cls(name, parameter.shape, (box,), parameter, **more)
 
     @property
     def data(self) -> Tensor:
-        """The local elements; writing to them changes the parameter."""
+        """The local elements. Writing to them changes the parameter."""
         return local(self.parameter).detach()
 
     @property
     def grad(self) -> Tensor | None:
-        """The local elements of the gradient, complete only after `finalize_gradients`; None before a backward."""
+        """The gradient of the local elements, complete only after `finalize_gradients`; None before backward."""
         grad = self.parameter.grad
         return None if grad is None else local(grad)
 
     @property
     def counted(self) -> bool:
-        """True on exactly one of the ranks that hold the same elements: the one that enters sums over all ranks."""
+        """True on exactly one of the ranks with these elements: the one that contributes to sums over all ranks."""
         return self.replicas is None or self.replicas.rank() == 0
 
     def pieces(self, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
-        """Views into `tensor` (laid out like `data`: the parameter itself, a moment), one per box and in its shape."""
+        """Yield a view of `tensor` for each box, in the box's shape. tensor: laid out like `data`, e.g. a moment."""
         flat, start = tensor.reshape(-1), 0
         for box in self.boxes:
             yield box, flat[start : start + box.numel].view(box.sizes)
@@ -100,9 +100,9 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of `tensor` in this process: a DTensor's local tensor, any other tensor itself."""
+    """Return this process's part of `tensor`: a DTensor's local tensor, any other tensor itself."""
     if type(tensor) in _PLAIN:
-        return tensor  # called for every parameter several times a step
+        return tensor  # common case: called for every parameter several times per step
     mine = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    # A weight that FSDP gathers in float8 is wrapped by torchao; the plain one is inside.
+    # torchao wraps a weight that FSDP gathers in float8. Return the plain tensor inside.
     return getattr(mine, "_tensor", mine)

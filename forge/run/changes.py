@@ -1,4 +1,4 @@
-"""What differs between the configuration of a checkpoint and that of the run which starts from it: taken or refused."""
+"""Compare the run's configuration with the one in its starting checkpoint, and accept or refuse each difference."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from forge.runtime.errors import UserError
 
 log = logging.getLogger(__name__)
 
-# The shape of the model and the order of its data: with another value a resumed run would not continue its history.
+# The model's shape and the data order. A resumed run with another value would not continue its history.
 FIXED = ("model.", "train.seq_len", "run.seed", "data.mixture_block", "data.document_mask")
-# Of [model], what says how training goes and not what the weights compute.
+# Keys of [model] that affect training but not the function computed by the weights.
 TRAINING = (
     *("model.init_std", "model.linear_attention.chunk_size", "model.mtp.loss_coef"),
     *(f"model.moe.{key}" for key in ("balance", "aux_loss_coef", "z_loss_coef", "bias_update_rate")),
     *(f"model.moe.{key}" for key in ("router_noise", "capacity_factor")),
 )
-# What a run may change when it continues.
+# Keys that may change on resume.
 FREE = ("model.init_std", "model.linear_attention.chunk_size")
-# With another value the tensors have other names or shapes, which loading compares and reports.
+# These keys change names or shapes of tensors. Loading compares and reports them.
 SHAPES = (
     *("model.dim", "model.n_layers", "model.ffn_dim", "model.vocab_size"),
     *("model.tie_embeddings", "model.qk_norm", "model.attention_bias"),
@@ -38,7 +38,7 @@ SHAPES = (
     ),
     *("model.moe.expert_bias", "model.moe.router_bias"),
 )
-# How far tokens see, and how positions are encoded: weights are adapted to a longer context by further training.
+# Attention windows and position encoding. Further training adapts the weights to a longer context.
 CONTEXT = (
     *("model.rope_theta", "model.rope_scaling.", "model.sliding_window", "model.sliding_rope_theta"),
     "model.layer_pattern",
@@ -46,9 +46,9 @@ CONTEXT = (
 
 
 def compare_for_resume(path: Path, step: int, new: Config, branch: bool = False) -> None:
-    """Log what has changed since the checkpoint at `path`. Raises UserError for what its history cannot go on with.
+    """Log changed keys since the checkpoint at `path`. Raises UserError for a change with which its history cannot continue.
 
-    branch: whether the configuration names the checkpoint, to go on from it with another end.
+    branch: the config names this checkpoint and branches from it.
     """
     old = _config_of(path)
     if branch:
@@ -67,9 +67,9 @@ def compare_for_resume(path: Path, step: int, new: Config, branch: bool = False)
 
 
 def compare_for_init(path: Path, new: Config) -> None:
-    """Log how the model differs from that of the checkpoint at `path`, whose weights it takes.
+    """Log how the model differs from the one in the checkpoint at `path`, whose weights it loads.
 
-    Raises UserError for what changes the function that the weights compute, unless `checkpoint.init_changes` names it.
+    Raises UserError for a change of the function computed by the weights, unless `checkpoint.init_changes` lists it.
     """
     changes = [change for change in difference(_config_of(path), new) if change[0].startswith("model.")]
     free = (*TRAINING, *CONTEXT, *SHAPES)
@@ -88,10 +88,10 @@ def compare_for_init(path: Path, new: Config) -> None:
 
 
 def check_data(path: Path, before: dict[str, Any], inputs: dict[str, Any], new: Config) -> list[str]:
-    """Refuse to continue on other data or with another tokenizer than the checkpoint at `path` (UserError, exit 2).
+    """Raise UserError (exit 2) if data or tokenizer differ from those of the checkpoint at `path`.
 
-    before, inputs: the fingerprints there and now; new: the run's configuration. With `checkpoint.allow_changed_data` other
-    data are taken; returns what of them has changed, one sentence each.
+    before, inputs: fingerprints in the checkpoint and now. new: the run's config. With `checkpoint.allow_changed_data`,
+    changed data are accepted. Return one sentence per accepted change.
     """
     changed = [key for key in sorted(set(before) | set(inputs)) if before.get(key) != inputs.get(key)]
     if not changed:
@@ -99,7 +99,7 @@ def check_data(path: Path, before: dict[str, Any], inputs: dict[str, Any], new: 
     old = _config_of(path)
     changes: list[str] = []
     for key in changed:
-        # With another tokenizer the same ids mean something else. Blocks grow where weights need it (data/mixture.py).
+        # Another tokenizer changes the meaning of ids. Blocks grow if weights need it (data/mixture.py).
         free = key.startswith("data.sources") or key == "data.mixture_block"
         for name, there, now in _as_written(key, before.get(key), inputs.get(key), old, new):
             change = f"{name} is not what {path} was trained on: {there} there, {now} now"
@@ -125,10 +125,10 @@ def check_data(path: Path, before: dict[str, Any], inputs: dict[str, Any], new: 
 
 
 def _as_written(key: str, there: object, now: object, old: Config, new: Config) -> list[tuple[str, str, str]]:
-    """Return what has changed as (key, value there, value now), as the user wrote it.
+    """Return changes as (key, old value, new value), in the user's own terms.
 
-    key, there, now: one of `input_fingerprints` (forge/data/build.py), whose weights and caps are computed. Its number of a
-    source counts the sources that are used.
+    key, there, now: one of `input_fingerprints` (forge/data/build.py), which has computed weights and caps, and numbers only
+    the sources in use.
     """
     source = re.fullmatch(r"data\.sources\[(\d+)\]\.(path|weight|max_epochs)", key)
     if source is None:
@@ -138,7 +138,7 @@ def _as_written(key: str, there: object, now: object, old: Config, new: Config) 
     if field == "path":
         return [(key, f"fingerprint {there}", f"fingerprint {now}")]
     if number >= min(len(used_sources(old)), len(used_sources(new))):
-        return []  # a source that is new, or no longer there, is reported by its path
+        return []  # added and removed sources are reported by path
     was, is_now = (config.data.sources[used_sources(config)[number]] for config in (old, new))
     name = f"data.sources[{used_sources(new)[number]}].{field}"
     written = [
@@ -166,7 +166,7 @@ def _lines(changes: list[tuple[str, object, object]]) -> str:
 
 
 def _refuse_a_past_decay(path: Path, step: int, old: Config, new: Config) -> None:
-    """Raise UserError if a branch of a plateau would have begun to decay before it begins."""
+    """Raise UserError if a branch from the plateau would have begun to decay before its own first step."""
     if new.schedule.name != "wsd" or new.schedule.unit == "tokens":
         return
     start, before = decay_start(new.schedule, new.train.steps), decay_start(old.schedule, old.train.steps)
@@ -181,9 +181,9 @@ def _refuse_a_past_decay(path: Path, step: int, old: Config, new: Config) -> Non
 
 
 def _warn_of_jump(path: Path, step: int, old: Config, new: Config) -> None:
-    """Warn if a run whose learning rate had begun to decay goes on with a higher one, as more steps make it."""
+    """Warn if the learning rate had begun to decay and now rises again, e.g. because of more steps."""
     if step >= new.train.steps:
-        return  # no step follows
+        return  # no further step
     start = decay_start(old.schedule, old.train.steps)
     last, following = (
         learning_rate(config.schedule, lr=config.optimizer.lr, step=number, steps=config.train.steps)

@@ -1,7 +1,7 @@
-"""Reports why a run fails: which rank and step, and which ranks did not live to report.
+"""Report why a run fails: the rank and step at fault, and the ranks that died without a report.
 
-A rank that dies takes all others with it: their collectives fail or hang, and each sees a lost connection but not the cause.
-So every rank that still can answers a roll call in the store through which the ranks met.
+A dead rank takes all others with it: their collectives fail or hang, and each sees a lost connection but not the cause.
+So every surviving rank answers a roll call in the rendezvous store.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from forge.runtime.errors import FAILED, WATCHDOG, UserError
 
 log = logging.getLogger(__name__)
 
-# Ranks hang, and fail for each other, within a step of each other; torchrun gives them 30 s before it kills them.
+# Ranks hang or fail within one step of each other. torchrun kills them 30 s later.
 PATIENCE_S = 8.0
 
 
 class CrashReporter:
-    """For one start of a run on all ranks. Constructing it is collective, its methods are not."""
+    """One start of a run on all ranks. The constructor is collective, the methods are not."""
 
     def __init__(self, reporter: Reporter):
         self._reporter, self._world = reporter, reporter.world
@@ -40,21 +40,21 @@ class CrashReporter:
             return RollCall(compat.meeting_store(), self._world.rank, self._world.size, f"roll-call-{start}")
 
         self._roll_call = roll_call()
-        # The watchdog asks it in a thread of its own, so it has a store of its own.
+        # The watchdog calls it in its own thread, so it has its own store.
         self.alarm = roll_call().alarm if self._world.size > 1 else None
         self.alarm_s = 1.0 if self._world.size <= 64 else 5.0
 
     def watchdog_ends(self, alarm: Alarm, step: int) -> None:
-        """Report that the watchdog ends this process: its own bound is exceeded, or another rank has raised an alarm."""
+        """Report that the watchdog ends this process: a bound is exceeded, or another rank has raised an alarm."""
         expired = alarm.exit_code == WATCHDOG
-        # Who broke a connection is known after the roll call only.
+        # Only the roll call tells which rank broke a connection.
         early = alarm.cause is not Cause.CONNECTION_LOST
         if self._world.rank == 0 and early:
             stacks = f"; stacks of every rank are in {self._reporter.directory.logs}" if expired else ""
             self._reporter.ended("failed", alarm.reason + stacks, *alarm[1:])
         if self._world.size > 1 and expired:
             self._roll_call.raise_alarm(alarm._replace(reason=f"rank {self._world.rank}: {alarm.reason}"))
-        # All ranks wait, so that none is torn down by another's end before it has written its stacks.
+        # All ranks wait, so that the end of one does not kill another before it has written its stacks.
         found = self._find_first(alarm, quiet_s=PATIENCE_S)
         if self._world.rank == 0 and not early:
             self._reporter.ended("failed", *found)
@@ -64,7 +64,7 @@ class CrashReporter:
     def failed(self, error: BaseException) -> None:
         """Report that `error` ends the run on this rank, and end the ranks that wait for this one.
 
-        A UserError most often ends all ranks by itself; one that only this rank has met, such as a lack of memory, does not.
+        Most UserErrors occur on all ranks. An error on one rank only, e.g. lack of memory, leaves the others waiting.
         """
         rank, cause = self._world.rank, cause_of(error)
         own = Alarm(self._describe(error), FAILED, cause, () if cause is Cause.CONNECTION_LOST else (rank,))
@@ -79,11 +79,11 @@ class CrashReporter:
         self._reporter.ended("failed", *found)
 
     def once(self, work: Callable[[], None], patience_s: float) -> None:
-        """Call `work` on the first rank that asks; the others wait until that has ended, for `patience_s` seconds at most."""
+        """Call `work` on the first rank that asks. The others wait for its end, `patience_s` seconds at most."""
         self._roll_call.once(work, patience_s)
 
     def _find_first(self, own: Alarm, quiet_s: float) -> Alarm:
-        """Return who did not answer or failed first. own: the trouble of this rank."""
+        """Return the first rank that failed or did not answer. own: this rank's trouble."""
         if self._world.size == 1:
             return own
         try:
@@ -92,12 +92,12 @@ class CrashReporter:
             self._roll_call.raise_alarm(first)
             missing = self._roll_call.missing(PATIENCE_S, quiet_s)
         except Exception as error:
-            gone = f"the store through which the ranks met is gone, and with it the process that held it: {error}"
+            gone = f"the rendezvous store is gone, and with it the process that held it: {error}"
             found = Alarm(gone, FAILED, Cause.RENDEZVOUS_LOST)
         else:
             found, reason = first, first.reason
             if len(missing) == self._world.size - 1:
-                # A rank that is gone looks the same as one that has not noticed yet that this one has failed.
+                # A dead rank looks like a rank that has not yet noticed the failure of this one.
                 reason += f"; no answer from {_ranks(missing)}: killed, hung or waiting for this one"
             elif missing:
                 reason = f"no answer from {_ranks(missing)}, killed or hung; {reason}"
@@ -105,7 +105,7 @@ class CrashReporter:
                 found = Alarm(reason, FAILED, Cause.KILLED, tuple(missing))
             else:
                 found = first._replace(reason=reason)
-        if self._world.rank < 2:  # two, because one of them may be the dead one
+        if self._world.rank < 2:  # two, in case one of them is dead
             log.error("%s", found.reason, extra=found.cause.of(*found.ranks))
         return found
 
@@ -126,13 +126,13 @@ def _read(written: bytes) -> Alarm:
 
 
 class RollCall:
-    """One per rank, over a `store` that no other thread uses. `name` is new at every start of the run."""
+    """The roll call of one rank, over a `store` that no other thread uses. `name` is new at every start of the run."""
 
     def __init__(self, store: Store, rank: int, world: int, name: str):
         self._store, self._rank, self._world, self._name = store, rank, world, name
 
     def answer(self, trouble: Alarm) -> Alarm:
-        """Report that this rank lives and what its trouble is. Returns the trouble of the rank that answered first."""
+        """Report that this rank lives, with its trouble. Return the trouble of the first rank that answered."""
         named = trouble._replace(reason=f"rank {self._rank}: {trouble.reason}")
         first = self._store.compare_set(f"{self._name}/first", "", json.dumps(named))
         self._store.set(f"{self._name}/{self._rank}", "here")
@@ -150,16 +150,16 @@ class RollCall:
             self._store.set(done, "done")
 
     def raise_alarm(self, alarm: Alarm) -> None:
-        """Make every rank that waits end for this reason. The first alarm counts."""
+        """End every waiting rank for this reason. Only the first alarm counts."""
         self._store.compare_set(f"{self._name}/alarm", "", json.dumps(alarm))
 
     def alarm(self) -> Alarm | None:
-        """The first alarm that any rank has raised."""
+        """Return the first alarm of any rank."""
         key = f"{self._name}/alarm"
         return _read(self._store.get(key)) if self._store.check([key]) else None
 
     def missing(self, patience_s: float, quiet_s: float = 1.0) -> list[int]:
-        """Ranks that have not answered after `patience_s` seconds, or once nobody new has answered for `quiet_s`."""
+        """Return ranks without an answer after `patience_s` seconds, or once no new answer has come for `quiet_s`."""
         missing = [rank for rank in range(self._world) if rank != self._rank]
         now = time.monotonic()
         end, quiet_until = now + patience_s, now + quiet_s

@@ -1,4 +1,4 @@
-"""A run's history as the trainer meets it: the state from which the run starts, and the states to which it returns."""
+"""The trainer's view of the run's history: the state at the start, and the states of roll-backs."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class History:
         trainer, init = self._trainer, self._trainer.config.checkpoint.init
         if start.point is None and init:
             load_weights(Path(init), trainer.model)
-            trainer.renew_optimizer()  # its mean of the weights begins at the loaded ones
+            trainer.renew_optimizer()  # its weight average starts from the loaded weights
             log.info("weights from %s, a new history", init)
         self._restart(start)
 
     def roll_back(self, required: RollbackRequired) -> None:
-        """Return to the newest good checkpoint before the trouble. Raises UserError (exit 1) if that is not possible."""
+        """Roll back to the newest good checkpoint before the trouble. Raises UserError (exit 1) if that is impossible."""
         trainer = self._trainer
         progress, reporter = trainer.progress, trainer.reporter
         assert required.last_step == progress.step
@@ -67,8 +67,8 @@ class History:
             if not load_training_state(start.point, trainer.model, trainer.optimizer, name):
                 trainer.renew_optimizer()
             trainer.progress.load(start.point.state)
-        # In this order: a run that is killed in between meets the same trouble again, or knows that it has rolled back; and
-        # a new history is recorded when nothing of the old one is left, before it saves for the first time.
+        # The order matters. A run killed in between meets the same trouble again, or knows about its roll-back. A new
+        # history is recorded after the old one is set aside and before its own first save.
         names = self._checkpoints.set_aside_after(start.kept)
         sync_rollback_history(reporter.directory, start, trainer.progress, rollbacks)
         metrics = trainer.metrics.restart_from(start.kept, aside=start.replaces)

@@ -1,4 +1,4 @@
-"""The hooks of every run, in the order in which they are called, and those that the config adds."""
+"""All hooks of a run in calling order, and the hooks from the config."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from forge.train.trainer import Trainer
 
 
 def load_hooks(config: Config) -> list[tuple[str, type[Hook]]]:
-    """Path and class of each hook that the config asks for. Raises UserError, also for a tracker that is not installed."""
+    """Return path and class of each hook in the config. Raises UserError, also if a tracker is not installed."""
     require_packages(config.metrics.trackers)
     samples = [TEXT_SAMPLES] if config.evaluate.sample_interval else []
     tasks = [TASK_SCORES] if config.evaluate.tasks and config.evaluate.tasks_interval else []
@@ -45,9 +45,9 @@ def make_hooks(
     loaded: list[tuple[str, type[Hook]]],
     local: LocalTier | None = None,
 ) -> list[Hook]:
-    """All hooks of a run, without those that are off. Collective. local: where nodes keep states themselves.
+    """Return all hooks of a run except those that are off. Collective. local: the node-local checkpoints.
 
-    A checkpoint follows everything that is written about its step, so saves come last.
+    Saves come last, because a checkpoint follows all other output of its step.
     """
     config, world, directory = trainer.config, trainer.reporter.world, trainer.reporter.directory
     saves = Saves(trainer, checkpoints)
@@ -73,7 +73,7 @@ def make_hooks(
     if trainer.data.validation:
         hooks.append(Evaluation(trainer))
     for path, kind in loaded:
-        # A user's class need not accept more than it uses, so the constructor's type is not known here.
+        # A user's class need not accept every argument, so the constructor's type is unknown.
         constructor: Any = kind
         hook: Hook = constructor(trainer)
         hook.name = path
@@ -87,14 +87,14 @@ def make_hooks(
 
 
 class FaultPoints(Hook):
-    """Tests make a step fail here."""
+    """Points at which fault injection makes a step fail."""
 
     def after_data(self, step: int) -> None:
         fault_point("step", step)
 
 
 class DataStalls(Hook):
-    """Reports long waits for data, with their cause, as events."""
+    """Reports long waits for data and their cause as events."""
 
     def __init__(self, trainer: Trainer):
         self._trainer = trainer
@@ -106,7 +106,7 @@ class DataStalls(Hook):
 
 
 class Epochs(Hook):
-    """Reports how often the data is read, at the start and on the lines of the metrics."""
+    """Reports epochs at the start and in the training lines of the metrics."""
 
     def __init__(self, trainer: Trainer):
         self._trainer = trainer
@@ -130,12 +130,12 @@ class Epochs(Hook):
 
 
 class StopBeforeTimeLimit(Hook):
-    """Asks for the end of the run early enough to save before `resilience.time_limit_s` is over."""
+    """Requests the end of the run early enough to save before `resilience.time_limit_s`."""
 
     def __init__(self, trainer: Trainer, saves: Saves):
         self._trainer, self._saves = trainer, saves
         self._limit_s = trainer.config.resilience.time_limit_s
-        # The limit counts from the launch; the launcher may have restarted this process since.
+        # The limit counts from the launch; the launcher may since have restarted this process.
         launched = time.monotonic() - process_age_s(trainer.reporter.world.first_process)
         self._limit = TimeLimit(self._limit_s, launched)
         trainer.reporter.phases.listen(self._limit.enter)

@@ -1,4 +1,4 @@
-"""From the command line to an exit code: loads the config, joins the ranks, trains, and reports how it ended."""
+"""From the command line to an exit code: load the config, join the ranks, train, and report how the run ended."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 
 def main(argv: list[str]) -> int:
-    """Run train.py's command line `argv` (without the program's name) and return the process's exit code."""
+    """Run train.py's command line `argv` (without the program name) and return the exit code."""
     with StopSignals() as signals:
         return _main(argv, signals)
 
@@ -87,8 +87,8 @@ def _main(argv: list[str], signals: StopSignals) -> int:
         if world.rank == 0:
             stderr.write(f"forge: {error}\n")
         else:
-            # torchrun kills the other workers when the first one ends, and rank 0 must have printed by then. On a busy
-            # machine ranks that have not met yet are seconds apart.
+            # torchrun kills the other workers when the first one ends, so rank 0 must have printed by then. On a busy
+            # machine ranks reach this point seconds apart before the rendezvous.
             time.sleep(2 if dist.is_initialized() else 5)
         return error.exit_code
     except Exception as error:
@@ -97,11 +97,11 @@ def _main(argv: list[str], signals: StopSignals) -> int:
 
 
 def run(config: Config, degrees: Degrees, world: World, signals: StopSignals, fallback: str = "") -> int:
-    """Train as `config` says on the joined ranks and return this worker's exit code. Collective.
+    """Train with `config` on the joined ranks and return this worker's exit code. Collective.
 
-    fallback: the one of `parallel.fallbacks` that `config` contains.
+    fallback: the entry of `parallel.fallbacks` that `config` contains.
 
-    Raises UserError for what the user can fix. By then `status.json` is written, unless another run has the directory.
+    Raises UserError for errors that the user can fix, after writing `status.json` unless another run holds the directory.
     """
     hooks = on_every_rank("loading hooks", lambda: load_hooks(config))
     directory = RunDirectory(Path(config.run.output_dir) / config.run.name)
@@ -125,7 +125,7 @@ def _run_in(
     hooks: list[tuple[str, type[Hook]]],
     fallback: str,
 ) -> int:
-    """Train in the locked run directory, watched over; report every kind of end."""
+    """Train in the locked run directory under the watchdog; report every kind of end."""
     setup_logging(world.rank, directory.logs, config.metrics.live)
     if world.size > 1:
         at = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -142,7 +142,7 @@ def _run_in(
         alarm_s=crash.alarm_s,
     )
     if world.launcher == "torchrun":
-        # It sends a signal to rank 0 as soon as another rank has left or died, and rank 0 has to report that.
+        # torchrun signals rank 0 as soon as another rank has left or died. Rank 0 has to report that.
         signals.defer()
     signals.leaving = lambda reason: reporter.ended("stopped", reason, STOPPED)
     try:
@@ -172,7 +172,7 @@ def _train(
     signals: StopSignals,
     hooks: list[tuple[str, type[Hook]]],
 ) -> str | None:
-    """Find where to start, build, train. None when all steps are done, else why the run stopped before."""
+    """Find the start, build and train. Return None when all steps are done, else the reason of an early stop."""
     world, directory = reporter.world, reporter.directory
     if config.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

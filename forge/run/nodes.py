@@ -1,4 +1,4 @@
-"""The nodes of a run: how many ranks each has, which an elastic run has lost and gained, and what that cost."""
+"""The run's nodes: ranks per node, nodes lost and gained by an elastic run, and the cost of each recovery."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from forge.runtime.world import World
 
 
 def ranks_per_node(world: World) -> int:
-    """Return the number of ranks on each node; 0 if nodes differ or it is unknown. Collective."""
+    """Return the number of ranks per node; 0 if nodes differ or it is unknown. Collective."""
     sizes = set(gather_from_ranks("counting the ranks of each node", lambda: world.local_size))
     return sizes.pop() if len(sizes) == 1 else 0
 
 
 def report_nodes(reporter: Reporter) -> None:
-    """Report the nodes of this start, and how they differ from those of the start before. Collective."""
+    """Report the nodes of this start, and the difference from the previous start. Collective."""
     if not is_elastic():
         return
     name = f"{socket.gethostname()}/{os.getppid()}"
@@ -34,13 +34,13 @@ def report_nodes(reporter: Reporter) -> None:
     before = past[-1]["nodes"] if past else names
     lost = [one for one in before if one not in names]
     joined = [one for one in names if one not in before]
-    # After the comparison, and in one line with it: the next start compares with this line.
+    # After the comparison, and in the same line: the next start compares with this line.
     kind = Cause.NODES_CHANGED if lost or joined else "nodes"
     reporter.event(kind, nodes=names, lost=lost, joined=joined)
 
 
 class Recovery(Hook):
-    """Reports, after the first step of a start that follows another, how long the run stood still and what it made again."""
+    """Reports downtime and repeated steps, after the first step of a restart."""
 
     def __init__(self, reporter: Reporter):
         self._reporter, self._before = reporter, reporter.before
@@ -56,7 +56,7 @@ class Recovery(Hook):
 
 
 def _cost(before: dict[str, Any], resumed: int) -> dict[str, Any]:
-    """Seconds since the status before was written, and steps between it and the state that was resumed."""
+    """Return the seconds since the previous status was written, and the steps between it and the resumed state."""
     try:
         stood_s = (datetime.now(UTC) - datetime.fromisoformat(before["time"])).total_seconds()
         return {"seconds": round(stood_s, 3), "steps_lost": max(0, int(before["step"]) - resumed)}

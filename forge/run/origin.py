@@ -1,8 +1,8 @@
-"""Where the history in a run directory began: `origin.json`, by which the origin that a command names counts once.
+"""The origin of the history in a run directory: `origin.json`, which makes an origin on the command line count only once.
 
-A history is one sequence of updates, and a run directory holds one: checkpoints, metrics and roll-backs. The command that
-began it, started again by a person, torchrun or Slurm, names the same origin and continues it. Another origin begins a new
-history, and what the directory holds of the old one is set aside.
+A history is one sequence of updates. A run directory holds one history: checkpoints, metrics and roll-backs. If a person,
+torchrun or Slurm repeats the command that began it, the command names the same origin and continues the history. Another
+origin begins a new history, and forge sets aside the old one's files.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from forge.runtime.files import replace_atomically
 
 log = logging.getLogger(__name__)
 
-# Sections that say what a run computes. The others say where and how, which may change between two starts.
+# Sections that define the computation. All others say where and how, and may change between two starts.
 SETTINGS = ("model", "data", "train", "optimizer", "schedule", "precision")
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a history began.
+    """The origin of a history.
 
-    resume, init: the keys of [checkpoint] as the command gave them. path: the checkpoint whose history is continued, as an
-    absolute path; None: step 0. digest: that of its manifest, by which it is recognised after it has been moved.
+    resume, init: the keys of [checkpoint] as written in the command. path: absolute path of the continued checkpoint; None:
+    step 0. digest: of its manifest, to recognise the checkpoint after a move.
     """
 
     resume: str
@@ -45,9 +45,9 @@ class Origin:
 
 @dataclass(frozen=True)
 class Earlier:
-    """The run directory's record of earlier starts. Known on the first rank only.
+    """The run directory's record of earlier starts. Known only on the first rank.
 
-    finished: whether the last one ended with all steps done. saved: the last step that the present history saved; 0: none.
+    finished: the last start ended with all steps done. saved: the last saved step of the present history; 0: none.
     """
 
     finished: bool = False
@@ -55,7 +55,7 @@ class Earlier:
 
 
 def read_earlier(directory: RunDirectory, status: dict[str, Any]) -> Earlier:
-    """Read the record of earlier starts. status: `status.json` as the last one left it."""
+    """Read the record of earlier starts. status: `status.json` of the last start."""
     events = read_lines(directory.events, "event")
     saved, finished = 0, status.get("state") == "finished"
     for event in events:
@@ -66,13 +66,13 @@ def read_earlier(directory: RunDirectory, status: dict[str, Any]) -> Earlier:
     if not saved and (finished or status.get("state") == "stopped"):
         saved = int(status.get("step") or 0)  # both are written after a save
     if not events:
-        # Somebody removed the record. Metrics do not show which steps were saved, but they show a history.
+        # Somebody removed the record. Metrics prove a history, although they do not show the saved steps.
         saved = saved or max((int(line["step"]) for line in read_lines(directory.metrics, "step")), default=0)
     return Earlier(finished, saved)
 
 
 def origin_of(config: Config) -> Origin:
-    """Return the origin of a history that `config` would begin now; its step is known once the checkpoint is read."""
+    """Return the origin of a new history of `config`. Its step is known once the checkpoint is read."""
     resume, init = config.checkpoint.resume, config.checkpoint.init
     if resume in ("auto", "none"):
         return Origin(resume, init)
@@ -81,7 +81,7 @@ def origin_of(config: Config) -> Origin:
 
 
 def read_origin(directory: RunDirectory) -> Origin | None:
-    """Return the origin of the history in `directory`; None if it is not recorded."""
+    """Return the recorded origin of the history in `directory`; None without a record."""
     try:
         return Origin(**json.loads(directory.origin.read_text()))
     except FileNotFoundError:
@@ -93,17 +93,16 @@ def read_origin(directory: RunDirectory) -> Origin | None:
 
 
 def write_origin(directory: RunDirectory, origin: Origin | None) -> None:
-    """Record where a history begins in `directory`; None: it goes on there. Collective."""
+    """Record the origin of the history in `directory`; None: keep the recorded one. Collective."""
     if origin is not None:
         text = json.dumps(asdict(origin), indent=1)
         on_first_rank("writing origin.json", lambda: replace_atomically(directory.origin, text.encode()))
 
 
 def new_history_because(config: Config, directory: RunDirectory, finished: bool) -> str | None:
-    """Return why `config` begins a new history in `directory`, or None if it continues the one there.
+    """Return why `config` begins a new history in `directory`; None if it continues the present one.
 
-    finished: the last start of the run ended with all steps done. Without checkpoints to continue from, the history is made
-    again from its origin.
+    finished: the last start ended with all steps done. Without checkpoints, the history is repeated from its origin.
     """
     asked = origin_of(config)
     if asked.resume == "auto":
@@ -112,7 +111,7 @@ def new_history_because(config: Config, directory: RunDirectory, finished: bool)
     if began is None:
         return "nothing records where the history before began"
     if asked.path is not None:
-        # The same text may be a link that leads elsewhere by now, and a checkpoint may have been moved.
+        # The path may be a link with a new target, and the checkpoint may have been moved.
         same_place = asked.resume == began.resume or asked.path == began.path
         same_content = asked.digest is not None and asked.digest == began.digest
         return None if same_place or same_content else "the history before has another origin"
@@ -125,12 +124,12 @@ def new_history_because(config: Config, directory: RunDirectory, finished: bool)
 
 
 def log_that_origins_count_once(config: Config, path: Path) -> None:
-    """Log that what `config` names as an origin was not used, because the run goes on from its own checkpoint `path`."""
+    """Log that the origin in `config` is ignored, because the run resumes from its own checkpoint `path`."""
     for key, value in (("resume", config.checkpoint.resume), ("init", config.checkpoint.init)):
         if value not in ("", "auto"):
             log.info(
-                "checkpoint.%s = %s counts where a history begins; this one goes on from its own %s. For a new one, use "
-                "another run.name",
+                "checkpoint.%s = %s is ignored: the run resumes from its own checkpoint %s. To begin there, use another "
+                "run.name",
                 key,
                 value,
                 path.name,
@@ -138,7 +137,7 @@ def log_that_origins_count_once(config: Config, path: Path) -> None:
 
 
 def _changed_settings(config: Config, directory: RunDirectory) -> str:
-    """Return the sections that differ from those of the last start, as text; empty if none does."""
+    """Return the sections that differ from the last start, as text; empty if none differs."""
     try:
         before = read_toml(directory.config.read_text("utf-8"))
     except (OSError, ValueError):
@@ -151,7 +150,7 @@ def _changed_settings(config: Config, directory: RunDirectory) -> str:
 
 
 def refuse_moved_run(command: CommandLine, config: Config) -> None:
-    """Raise UserError where the command names the config.toml of a run that it would not continue, most often a moved one."""
+    """Raise UserError if the command uses another run's config.toml but would not continue that run (often a moved run)."""
     path, target = Path(command.config or ""), Path(config.run.output_dir) / config.run.name
     home = path.resolve().parent
     if path.name != "config.toml" or not (home / "status.json").is_file() or home == target.resolve():

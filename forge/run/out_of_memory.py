@@ -1,6 +1,6 @@
-"""When memory is exhausted: what takes it, keys to change, and what a rank would need with each of them.
+"""Explain exhausted memory: its use by kind, keys to change, and the planned peak with each of them.
 
-The run ends. Before it does, its planner is asked, in processes of their own, since this one has no memory left.
+The run ends. First it starts the planner in separate processes, because this one has no memory left.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from forge.runtime.tools import PEAK_PLANNER
 
 log = logging.getLogger(__name__)
 
-# The message of PyTorch when the host is out of memory; it has no exception class of its own.
+# PyTorch's message when host memory is exhausted; there is no exception class for it.
 _CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
-# Far less than a step may take: the other ranks wait in it.
+# Well below the time limit of a step, in which the other ranks wait.
 PLANNING_S = 60.0
 
 Change: TypeAlias = tuple[str, Any, str]
-"""(key, value, effect); to double parallel.dp_shard takes twice as many processes."""
+"""(key, value, effect). Doubling parallel.dp_shard takes twice as many processes."""
 Once: TypeAlias = Callable[[Callable[[], None], float], None]
-"""`once(work, patience_s)` calls `work` on the first rank that asks; the others wait for its end, so long at most."""
+"""`once(work, patience_s)` calls `work` on the first rank that asks; the others wait for its end, `patience_s` s at most."""
 _SAME_CURVE = "; the curve stays the same"
 
 
@@ -64,7 +64,7 @@ def explaining_exhaustion(
         )
         bounds = (config.resilience.first_step_timeout_s, config.resilience.step_timeout_s)
         patience = min([PLANNING_S, *(seconds / 2 for seconds in bounds if seconds)])
-        # What goes wrong here must not hide what the run ended with.
+        # An error here must not hide the original one.
         with suppress(Exception):
             once(lambda: _log_plans(config, degrees, changes, report.device, patience), patience)
         message = f"out of memory {when}; what takes it and three keys to change are above"
@@ -72,7 +72,7 @@ def explaining_exhaustion(
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Return whether `error` is an out-of-memory error of the device or the host."""
+    """Return whether `error` is an out-of-memory error of device or host."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or _CPU_ALLOCATOR in str(error)
 
 
@@ -83,7 +83,7 @@ def _log_plans(
     device: torch.device,
     patience_s: float,
 ) -> None:
-    """Log the planned peak as the run is and with each of `changes`: what is known after `patience_s` seconds."""
+    """Log the planned peak of the run and with each of `changes`, as far as planned after `patience_s` seconds."""
     log.info("planning what these keys free, for %.0f s at most", patience_s)
     configs = [(config, degrees.world)]
     configs += [(changed, _world(change, degrees)) for change, changed in changes]
@@ -109,9 +109,9 @@ def _log_plans(
 def planned_peaks(
     configs: list[tuple[Config, int]], device: torch.device, patience_s: float
 ) -> list[int | None]:
-    """Plan each configuration on as many processes as stand with it, at once. Return the bytes of each peak.
+    """Plan every configuration with its number of processes, all at the same time. Return the bytes of each peak.
 
-    None: it could not be planned, or not within `patience_s` seconds.
+    None: planning failed or took longer than `patience_s` seconds.
     """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     environment |= {"CUDA_VISIBLE_DEVICES": ""}
@@ -146,7 +146,7 @@ def _number(child: subprocess.Popen[str]) -> int | None:
 
 
 def _world(change: Change, degrees: Degrees) -> int:
-    """The number of processes that a change is for."""
+    """Return the number of processes with this change."""
     return degrees.world * (2 if change[0] == "parallel.dp_shard" else 1)
 
 
@@ -158,10 +158,10 @@ def _assignment(change: Change) -> str:
 def usable_changes(
     config: Config, degrees: Degrees, state_dominates: bool, on_card: bool
 ) -> Iterator[tuple[Change, Config]]:
-    """Yield changes that reduce memory and that forge accepts, the best first, each with the changed configuration.
+    """Yield valid changes that reduce memory, the best first, each with its configuration.
 
-    `state_dominates`: parameters, gradients and optimizer state take the memory, not activations. `on_card`: the memory of
-    a card is exhausted, and state could move to the host. A change of parallel.dp_shard is for twice as many processes.
+    state_dominates: parameters, gradients and optimizer state use most memory, not activations. on_card: GPU memory is
+    exhausted, so state could move to the host. A change of parallel.dp_shard is for twice as many processes.
     """
     on_state, on_activations = _on_state(config, degrees), _on_activations(config)
     first, second = (on_state, on_activations) if state_dominates else (on_activations, on_state)
@@ -175,7 +175,7 @@ def _on_activations(config: Config) -> Iterator[Change]:
     train = config.train
     micro = train.micro_batch_size
     if micro > 1:
-        # The largest proper divisor keeps the division of the global batch exact.
+        # The largest proper divisor divides the global batch exactly.
         smaller = max(size for size in range(1, micro) if micro % size == 0)
         yield "train.micro_batch_size", smaller, "fewer activations at once" + _SAME_CURVE
     if config.activation_checkpoint.mode != "full":
@@ -205,13 +205,13 @@ def _on_state(config: Config, degrees: Degrees) -> Iterator[Change]:
 
 
 def _on_host(config: Config, on_card: bool) -> Iterator[Change]:
-    """Last: the optimizer then runs on the CPU, and every microbatch moves the state over the bus."""
+    """Yield the last resort: the optimizer runs on the CPU, and every microbatch moves state over the bus."""
     if on_card and not config.parallel.cpu_offload:
         yield "parallel.cpu_offload", True, "state in host memory, slow" + _SAME_CURVE
 
 
 def _accepted(config: Config, degrees: Degrees, change: Change) -> Config | None:
-    """Return the configuration with this change; None if it is not valid or does not fit the processes."""
+    """Return the configuration with this change; None if it is invalid or does not fit the processes."""
     key, value, _ = change
     section, _, name = key.partition(".")
     changes = {name: value} | ({"dp_shard": -1} if name == "dp_replicate" else {})

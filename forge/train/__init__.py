@@ -1,1 +1,1 @@
-"""The training run: assembling the parts, the loop, evaluation, saving and resuming."""
+"""The training loop: one optimizer step, its results, evaluation, monitors and training state."""

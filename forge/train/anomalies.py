@@ -1,8 +1,8 @@
-"""Steps whose loss or gradient is not as it should be: skipped, diagnosed, and rolled back where too many follow.
+"""Policy for anomalous steps: skip and diagnose a non-finite step or spike, and roll back after too many of them.
 
-A step that is not finite is skipped on the device, at once. Its numbers reach the host while the device works on the next
-step, before that one's update. So the model is still in the state in which the step went wrong: the step can be computed
-again and examined, and every decision is made on numbers that are equal on all ranks.
+The device skips a non-finite step at once. The step's numbers reach the host while the device works on the next step, before
+the next update. The model is then still in its state before the bad step, so the step can be recomputed and examined. Every
+decision uses numbers that are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from forge.train.state import Progress
 
 log = logging.getLogger(__name__)
 
-# Tensors that one rank, or one message, names.
+# Tensors shown per rank, and per message.
 SHOWN = 3
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What computing a skipped step again has shown. where: ranks and tensors that are not finite."""
+    """The result of recomputing a skipped step. where: ranks and tensors with non-finite values."""
 
     cause: Cause
     loss: float
@@ -43,9 +43,9 @@ class Diagnosis:
 
 
 class AnomalyPolicy:
-    """Decides what follows from the result of each step. All ranks hold one and decide the same.
+    """Decides how training continues after each step. Every rank has one, and all of them decide the same.
 
-    `compute_gradients(batch)` is the trainer's; `report_event(kind, **fields)` writes an event.
+    compute_gradients: the trainer's. report_event: `report_event(kind, **fields)` writes an event.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class AnomalyPolicy:
         self._limits = Limits()
 
     def examine(self, step: int, batch: Batch, sums: Sums, report: GradientReport) -> GradientReport:
-        """Note the step that is about to be updated, whose result comes next.
+        """Record the step that is about to be updated; `process_result` then gets its result.
 
-        Returns the report, in which a spike is to be skipped if `resilience.spikes` says so; decided on the device.
+        Return the report. If `resilience.spikes` asks for it, the device marks a spike there to be skipped.
         """
         self._batch, self._limits = batch, self._progress.spikes.limits(step)
         if self._config.spikes == "skip" and self._limits != Limits():
@@ -76,9 +76,9 @@ class AnomalyPolicy:
         return report
 
     def process_result(self, result: StepResult) -> bool:
-        """Act on the result of the step examined last. Collective if it was skipped.
+        """Act on the result of the last examined step. Collective if the step was skipped.
 
-        True if gradients computed since were discarded for a diagnosis. Raises RollbackRequired.
+        Return True if a diagnosis has discarded the gradients of the next step. Raises RollbackRequired.
         """
         progress, skipped = self._progress, result.skipped
         diagnose = skipped and self._config.rerun_skipped_steps
@@ -93,14 +93,14 @@ class AnomalyPolicy:
         return diagnose
 
     def discard_gradients(self) -> None:
-        """Forget gradients and what routers have counted, as if the step under way had not begun. Collective."""
+        """Discard gradients and router counts, as if the current step had not begun. Collective."""
         self._model.zero_gradients()
         self._model.update_router(torch.ones((), device=self._device))
 
     def check_replicas(self, step: int, replicas: Iterable[Copy]) -> None:
-        """Compare what several ranks hold copies of, before the state after `step` is saved. Collective.
+        """Compare replicas across ranks before a checkpoint of `step`. Collective.
 
-        Raises RollbackRequired: nobody knows which of two copies is right, but both were when they were saved last.
+        Raises RollbackRequired if they differ: either replica may be wrong, but both were equal at the last save.
         """
         if not self._config.check_replicas:
             return
@@ -127,7 +127,7 @@ class AnomalyPolicy:
             first_bad, cause = step, Cause.SPIKE
         else:
             return
-        remedy = "lower optimizer.lr or look at the data of these steps; events.jsonl says more of each"
+        remedy = "lower optimizer.lr or look at the data of these steps; events.jsonl describes each step"
         raise RollbackRequired(
             reason, cause, first_bad=first_bad, last_step=step, pass_over=True, remedy=remedy
         )
@@ -146,7 +146,7 @@ class AnomalyPolicy:
         return Diagnosis(Cause.DETERMINISTIC if bad else Cause.TRANSIENT, loss, norm, where)
 
     def _not_finite(self) -> list[str]:
-        """Ranks and tensors whose part of the gradient is not finite, a few of each rank."""
+        """Return ranks and tensors with non-finite local gradients, a few per rank."""
         own = []
         for shard in self._model.shards:
             if shard.grad is not None and not torch.isfinite(shard.grad).all():

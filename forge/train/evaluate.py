@@ -1,4 +1,4 @@
-"""Loss on held-out text, while training."""
+"""Held-out loss during training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Evaluation(Hook):
-    """Evaluates every `evaluate.interval` steps. Held-out data that cannot be read cost a warning, not the run."""
+    """Evaluates every `evaluate.interval` steps. Unreadable held-out data costs a warning, not the run."""
 
     def __init__(self, trainer: Trainer):
         self._trainer = trainer
@@ -45,7 +45,7 @@ class Evaluation(Hook):
 
 
 def evaluate(trainer: Trainer) -> dict[str, float]:
-    """Return `held_out_losses` of the model in training. Collective."""
+    """Return `held_out_losses` of the trainer's model. Collective."""
     return held_out_losses(
         trainer.model, trainer.data.validation, trainer.config, trainer.meshes, trainer.device
     )
@@ -56,8 +56,8 @@ def held_out_losses(
 ) -> dict[str, float]:
     """Return the mean cross-entropy over all valid tokens of `evaluate.sequences` windows of each source. Collective.
 
-    Losses and tokens are summed over batches and ranks before the one division, so every token weighs the same on any
-    layout. Raises UserError on every rank if any rank could not read its part.
+    Losses and tokens are summed over batches and ranks before the division, so every token has the same weight in any
+    layout. Raises UserError on every rank if any rank could not read its data.
     """
     losses = {}
     unreadable: list[Exception] = []

@@ -1,4 +1,4 @@
-"""The lines of the log that say what is trained: the model's size, its layout and its memory per parameter."""
+"""Log lines about the model: size, layout and memory per parameter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 def summarize(
     model: ParallelModel, whole: Transformer, config: Config, degrees: Degrees, memory: MemoryReport
 ) -> None:
-    """Log the size of the model, its memory, its layout, and which keys are set but not used. whole: it, on meta."""
+    """Log the model's size, memory and layout, and the unused keys of the config. whole: the full model on meta."""
     counts = parameter_counts(whole)
     log.info("%s: %s", model.engine_name, memory.per_parameter(counts.total))
     size = f"{counts.total:,} parameters"

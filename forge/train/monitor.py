@@ -1,4 +1,4 @@
-"""The hook that monitors steps: `metrics.monitor_interval`."""
+"""The hook for step monitors: `metrics.monitor_interval`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOADS = ("load_max", "load_min", "load_entropy")
 
 
 def make_monitors(config: Config, model: ParallelModel, meshes: Meshes, device: torch.device) -> Monitors:
-    """Return the monitors that `metrics.monitors` names, for the model of `config`."""
+    """Return the monitors listed in `metrics.monitors`, for the model of `config`."""
     tp, whole = meshes.tp, build_meta_model(config)
     return Monitors(
         config.metrics.monitors,
@@ -36,13 +36,13 @@ def make_monitors(config: Config, model: ParallelModel, meshes: Meshes, device: 
 
 
 def most_units(config: ModelConfig) -> int:
-    """Return the most units of any dense feed-forward, shared experts among them."""
+    """Return the largest number of units of any dense or shared-expert feed-forward."""
     shared = config.moe.n_shared_experts * config.moe.expert_dim if config.moe is not None else 0
     return max(config.ffn_dim, shared)
 
 
 class StepMonitors(Hook):
-    """Writes the monitors of a step when its result is known. In other steps the model is as it is without this hook."""
+    """Writes the monitors of a step when its result is known. Between monitored steps the model is unmodified."""
 
     def __init__(self, trainer: Trainer):
         self._trainer = trainer
@@ -71,7 +71,7 @@ class StepMonitors(Hook):
 
     def after_result(self, result: StepResult) -> None:
         if result.skipped:
-            # That step may be computed again, within the one under way, which then is not monitored.
+            # A diagnosis may recompute the monitored step within this one, which is not monitored.
             self._monitors.remove()
             self._active = False
         ready = self._delayed.pop(flush=True) if self._is_due(result.step) else None

@@ -1,4 +1,4 @@
-"""The hook that brings each phase into force: what a step reads comes from the loader, what else differs is set here."""
+"""The hook that applies phases. The loader applies the keys that concern data; this hook applies all others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class PhaseChanges(Hook):
-    """Before the first step of a phase, and before each step of a ramp, sets what is another than in the step before."""
+    """Applies changed keys before the first step of a phase and before each step of a ramp."""
 
     def __init__(self, trainer: Trainer):
         self._trainer, self._last = trainer, None
@@ -53,7 +53,7 @@ class PhaseChanges(Hook):
 
 
 def apply_plan(plan: StepPlan, before: StepPlan | None, models: Iterable[Any], optimizer: Optimizer) -> None:
-    """Set the sliding windows of `models` and the keys of `optimizer` that differ from the step `before` (None: all)."""
+    """Set the sliding windows and the optimizer keys that differ from the plan of the step `before` (None: set all)."""
     if plan.sliding_window and (before is None or plan.sliding_window != before.sliding_window):
         for block in (block for model in models for block in model.layers.values()):
             if block.attention.window > 0:

@@ -1,4 +1,4 @@
-"""The results of steps: numbers on their way from the device to the host, one step late and without a wait."""
+"""Step results: numbers on their way from device to host, read one step late and without a synchronisation."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from forge.parallel.step.routers import RouterReport
 
 
 class StepResults:
-    """A queue of at most one step. All ranks push and pop the same numbers, so all take the same decisions by them.
+    """A queue of at most one step. All ranks push and pop the same numbers and so take the same decisions.
 
-    Routers' values are part of a result in steps for which `with_routers(step)` holds.
+    A result includes router values if `with_routers(step)` is true.
     """
 
     def __init__(self, device: torch.device, with_routers: Callable[[int], bool]):
         self.stop_requested = False
-        """Whether any rank has asked for the end of the run, in a step whose result is known."""
+        """True once any rank has requested the end of the run, in a step with a known result."""
         self.save_requested = False
-        """Whether any rank has asked for a checkpoint in such a step, since the last `clear_save_request`."""
+        """True if any rank has requested a checkpoint since the last `clear_save_request`, in a step with a known result."""
         self._device, self._with_routers = device, with_routers
         self._delayed = DelayedRead(device)
 
     def push(self, info: StepInfo, sums: Sums, report: GradientReport, routers: RouterReport | None) -> None:
-        """Start to copy the numbers of the step just launched; returns at once."""
+        """Start to copy the numbers of the launched step; return at once."""
         parts = [sums.values, torch.stack([report.norm, report.skip.double(), report.stop, report.save])]
         layers: tuple[int, ...] = ()
         if routers is not None and self._with_routers(info.step):
@@ -40,10 +40,10 @@ class StepResults:
         self._delayed.push((info, layers), torch.cat(parts))
 
     def pop(self) -> StepResult | None:
-        """The result of the step pushed last, once the device has finished it; None if it has been popped.
+        """Return the result of the last pushed step once the device has finished it; None if it was popped before.
 
-        The next step may have been launched by then but for its update, so that the model is still in the state that the
-        step has left.
+        The next step may have been launched by then, but not its update, so the model is still in the state after the
+        returned step.
         """
         began = time.perf_counter()
         ready = self._delayed.pop(flush=True)
@@ -67,20 +67,20 @@ class StepResults:
         )
 
     def clear_save_request(self) -> None:
-        """Call when a checkpoint is made: it serves all requests so far."""
+        """Call after each checkpoint, which serves all requests so far."""
         self.save_requested = False
 
     def clear(self) -> None:
-        """Forget what has not been popped."""
+        """Discard a result that was not popped."""
         self._delayed = DelayedRead(self._device)
 
 
 class DelayedRead:
     """A queue of small device vectors on their way to the host.
 
-    Step n's `push` starts a copy into pinned memory and returns at once; `pop` then gives step n - 1, whose
-    copy is done by the time the device has begun step n. All ranks push and pop in the same order, so decisions on
-    values that are equal on all ranks are taken by all at the same step.
+    `push` of step n starts a copy into pinned memory and returns at once. `pop` then returns step n - 1, whose copy is
+    complete once the device has begun step n. All ranks push and pop in the same order, so all of them decide on equal
+    values at the same step.
     """
 
     def __init__(self, device: torch.device):
@@ -101,7 +101,7 @@ class DelayedRead:
         self._waiting.append((key, host, event))
 
     def pop(self, flush: bool = False) -> tuple[Any, list[float]] | None:
-        """The oldest snapshot and its key; None if there is none, or only the newest and not `flush`."""
+        """Return the oldest snapshot and its key. None without one, or if only the newest is left and not `flush`."""
         if len(self._waiting) < (1 if flush else 2):
             return None
         key, host, event = self._waiting.popleft()
@@ -113,7 +113,7 @@ class DelayedRead:
         return key, values
 
     def _buffer_like(self, vector: Tensor) -> Tensor:
-        """A pinned buffer, used again where it fits: pinning memory is slow and waits for the device."""
+        """Return a pinned buffer, reused if it fits: pinning memory is slow and synchronises with the device."""
         while self._free:
             buffer = self._free.pop()
             if buffer.shape == vector.shape and buffer.dtype == vector.dtype:

@@ -1,4 +1,4 @@
-"""The hook that counts the loss of each source of the mixture, and by position in the sequence: `metrics.sources`."""
+"""The hook that reports loss by source of the mixture and by position in the sequence: `metrics.sources`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from forge.model import IGNORE
 from forge.train.results import DelayedRead
 from forge.train.trainer import Trainer
 
-# Parts of the sequence whose mean losses are reported.
+# Intervals of the sequence with a mean loss each.
 PARTS = 16
 
 
 class LossCounter:
-    """Sums of losses and numbers of valid tokens, for each of `n_sources` and for each of PARTS parts of the sequence.
+    """Sums of losses and counts of valid tokens, for each of `n_sources` and for each of PARTS intervals of the sequence.
 
-    In `ahead` sums of the losses of all modules of multi-token prediction, for each source: float64 `[n_sources]`.
+    ahead: summed losses of all multi-token prediction modules by source, float64 `[n_sources]`.
     """
 
     def __init__(self, n_sources: int, seq_len: int, device: torch.device):
@@ -33,13 +33,13 @@ class LossCounter:
         self._done = 0
 
     def begin(self, inputs: Batch) -> None:
-        """Call before each forward: the next losses are of these tokens."""
+        """Call before each forward: the next losses belong to these tokens."""
         self._inputs, self._done = inputs, 0
 
     def count(self, losses: Tensor) -> None:
-        """Add the losses of the next tokens of the forward under way: `[n]`, of `[batch, seq]` in rows.
+        """Add the losses of the forward's next tokens, `[n]`, in the order of `[batch, seq]`.
 
-        Those beyond the forward's own are of multi-token prediction, which calls the loss again for each module.
+        Losses after the forward's own belong to multi-token prediction, which calls the loss once more for each module.
         """
         inputs, first = self._inputs, self._done
         assert inputs is not None and inputs.sources is not None
@@ -62,7 +62,7 @@ class LossCounter:
 class SourceLosses(Hook):
     """Adds `sources`, `positions` and, with multi-token prediction, `mtp_sources` to the training lines of the metrics.
 
-    They are means over the valid tokens of that step.
+    Each is a mean over the valid tokens of the step.
     """
 
     def __init__(self, trainer: Trainer):
@@ -83,13 +83,13 @@ class SourceLosses(Hook):
         if self._watching:
             self._unwatch()
             sums = torch.cat([self._counter.sums.flatten(), self._counter.ahead])
-            # Ranks of tensor parallelism have the same sums; these are the ranks whose losses add up.
+            # Tensor-parallel ranks have equal sums. Across this group the losses add up.
             dist.all_reduce(sums, group=self._trainer.meshes.pipeline)
             self._delayed.push(step, sums)
 
     def after_result(self, result: StepResult) -> None:
         if result.skipped:
-            # That step may be computed again, within the one under way, whose losses are then not known.
+            # A diagnosis may recompute the counted step within this one, which is not counted.
             self._unwatch()
         ready = self._delayed.pop(flush=True) if self._trainer.metrics.is_due(result.step) else None
         if ready is not None:
@@ -103,7 +103,7 @@ class SourceLosses(Hook):
         self._unwatch()
 
     def _means(self, values: list[float]) -> dict[str, Any]:
-        """A source that has no valid token in the step is left out; a part of the sequence without one is null."""
+        """Return the means, without sources that have no valid token in the step; null for such an interval."""
         number = len(self._names)
         values, ahead = values[:-number], values[-number:]
         pairs = list(zip(values[::2], values[1::2], strict=True))
@@ -113,7 +113,7 @@ class SourceLosses(Hook):
             "positions": [loss / tokens if tokens else None for loss, tokens in pairs[number:]],
         }
         if depth := self._trainer.config.model.mtp_depth:
-            # Divided by the number of the model's own tokens, as mtp_loss is.
+            # Divided by the model's own token count, like mtp_loss.
             found["mtp_sources"] = {
                 name: of / tokens / depth for name, (_, tokens), of in of_sources if tokens
             }

@@ -1,4 +1,4 @@
-"""The training state: `Progress`, which is saved as JSON, and the tensors of model and optimizer under their names."""
+"""The training state: `Progress`, saved as JSON, and the named tensors of model and optimizer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from forge.shard import Shard
 
 @dataclass(frozen=True, kw_only=True)
 class Rollback(PassedOver):
-    """A return from `from_step` to the checkpoint of `to_step`, since which these samples are passed over."""
+    """A roll-back from `from_step` to the checkpoint of `to_step`. Training skips the samples read since then."""
 
     from_step: int
     to_step: int
@@ -29,9 +29,9 @@ class Rollback(PassedOver):
 class Progress:
     """Counts since the start of the run's history.
 
-    order: of all samples, with those that roll-backs pass over. step: optimizer updates, skipped ones included.
+    order: the global sample order, with the ranges skipped by roll-backs. step: optimizer updates, skipped ones included.
     next_sample: the global sample that the next step reads first. tokens: positions trained on.
-    skipped_in_a_row: skipped steps since the last good one. spikes: the usual loss and gradient norm.
+    skipped_in_a_row: skipped steps since the last good one. spikes: window of recent losses and gradient norms.
     """
 
     order: Order
@@ -49,9 +49,9 @@ class Progress:
         self.tokens += plan.tokens
 
     def rollback_to(self, saved: dict[str, Any], pass_over: bool) -> Rollback:
-        """Return the record of a return to a checkpoint, given all that it holds as JSON; nothing changes yet.
+        """Return the record of a roll-back to a checkpoint with the JSON state `saved`. Changes nothing yet.
 
-        pass_over: whether what has been read since is passed over.
+        pass_over: skip the samples read since that checkpoint.
         """
         then = Progress(self.order)
         then.load(saved)
@@ -60,13 +60,13 @@ class Progress:
         return Rollback(first, end, drawn, from_step=self.step, to_step=then.step)
 
     def pass_over(self, rollbacks: Sequence[Rollback]) -> None:
-        """From here on skip the samples of `rollbacks`, which are all there have been."""
+        """Skip the samples of `rollbacks` from now on. `rollbacks`: all of this history."""
         self.rollbacks = list(rollbacks)
         self.order = self.order.passing_over(rollbacks)
         self.next_sample = self.order.nth(self.next_sample, 0)
 
     def state(self) -> dict[str, Any]:
-        """The state as JSON, for a checkpoint."""
+        """Return the state as JSON for a checkpoint."""
         return {
             "step": self.step,
             "next_sample": self.next_sample,
@@ -78,7 +78,7 @@ class Progress:
         }
 
     def load(self, saved: dict[str, Any]) -> None:
-        """Restore what `state` returned, from all that a checkpoint holds as JSON."""
+        """Restore the result of `state`. saved: the whole JSON of a checkpoint."""
         state = saved["progress"]
         for key in ("step", "next_sample", "tokens", "skipped_in_a_row"):
             setattr(self, key, int(state[key]))
@@ -88,12 +88,12 @@ class Progress:
 
 
 def model_tensors(model: ParallelModel) -> dict[str, tuple[Shard, Tensor]]:
-    """Checkpoint names of the parameters and of routers' state, each with its shard and values."""
+    """Return the parameters and router state by checkpoint name, each with its shard and values."""
     return {f"model.{shard.name}": (shard, shard.data) for shard in [*model.shards, *model.buffers]}
 
 
 def all_tensors(model: ParallelModel, optimizer: Optimizer) -> dict[str, tuple[Shard, Tensor]]:
-    """Checkpoint names of everything that is saved as tensors."""
+    """Return all tensors of a checkpoint by name."""
     slots = {f"optimizer.{shard.name}.{slot}": (shard, values) for slot, shard, values in optimizer.tensors()}
     return model_tensors(model) | slots
 
@@ -101,7 +101,7 @@ def all_tensors(model: ParallelModel, optimizer: Optimizer) -> dict[str, tuple[S
 def replicated_tensors(
     model: ParallelModel, optimizer: Optimizer
 ) -> Iterator[tuple[str, Tensor, ProcessGroup]]:
-    """Tensors that must be bit-identical across a group: name, values of this rank, the group."""
+    """Yield tensors that must be bit-identical across a group: name, this rank's tensor, the group."""
     for name, (shard, values) in all_tensors(model, optimizer).items():
         if shard.replicas is not None and shard.boxes:
             yield name, values, shard.replicas

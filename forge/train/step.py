@@ -1,4 +1,4 @@
-"""One optimizer step, for the trainer, the planner, the verifier and the benchmarks. Collective; no wait for the device."""
+"""One optimizer step, for trainer, planner, verifier and benchmarks. Collective; no synchronisation with the device."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from forge.parallel.step.routers import RouterReport
 def optimizer_step(
     model: ParallelModel, optimizer: Optimizer, batch: Batch, lr: float, max_norm: float
 ) -> tuple[Sums, GradientReport, RouterReport | None]:
-    """Train on the global batch, of which `batch` is this data rank's part; skip a step that is not finite."""
+    """Train on the global batch; skip a non-finite step. batch: this data rank's part."""
     sums = compute_gradients(model, batch)
     report = report_gradients(model.shards, sums.objective, stop=False)
     return sums, report, apply_gradients(model, optimizer, report, lr, max_norm)
 
 
 def compute_gradients(model: ParallelModel, batch: Batch) -> Sums:
-    """Leave the gradient of the global batch in the shards; return the sums of its losses."""
+    """Leave the global batch's gradient in the shards; return the sums of its losses."""
     sums = model.forward_backward(batch, model.count_tokens(batch))
     model.finalize_gradients()
     return sums
@@ -36,7 +36,7 @@ def apply_gradients(
 ) -> RouterReport | None:
     """Clip the gradients, update parameters and routers unless `report.skip`, and discard the gradients.
 
-    max_norm: bound of the global gradient norm; 0: no clipping. around_update: entered around the optimizer's update alone.
+    max_norm: bound of the global gradient norm; 0: no clipping. around_update: context around the optimizer's update only.
     """
     clip_gradients(model.shards, report.norm, max_norm, optimizer)
     if model.largest_logits and hasattr(optimizer, "bound_logits"):

@@ -1,4 +1,4 @@
-"""Training on any layout: `Trainer.step` is the algorithm, `Trainer.train` the loop around it."""
+"""Training in any layout: `Trainer.step` is the algorithm, `Trainer.train` the loop around it."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from forge.train.step import apply_gradients, compute_gradients
 
 
 class Trainer:
-    """A model in training on the joined ranks. All methods but `request_stop` and `is_due` are collective.
+    """A model and its training state on the joined ranks. All methods but `request_stop` and `is_due` are collective.
 
-    The constructor builds everything with fresh weights and writes no file. `History` (forge/run/history.py) loads the state
-    from which the run starts and opens the data there.
+    The constructor builds everything with initial weights and writes no file. `History` (forge/run/history.py) loads the
+    start state and opens the data there.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class Trainer:
         self.meshes = make_meshes(degrees, self.device.type, offloaded=config.parallel.cpu_offload)
         compat.raise_timeouts(patience(config.resilience))
         self.model = build_parallel_model(config, self.meshes, self.device)
-        compat.raise_timeouts(patience(config.resilience))  # of groups that engines have made
+        compat.raise_timeouts(patience(config.resilience))  # of groups created by the engines
 
         self.optimizer = self._make_optimizer()
         reporter.memory.count_state(self.model.memory(), self.optimizer.tensors())
-        # What was built is counted, which for a class of the user's own need not be what [model] says.
+        # Count the built model: a user's class may differ from [model].
         whole = build_meta_model(config)
         summarize(self.model, whole, config, degrees, reporter.memory)
 
@@ -80,7 +80,7 @@ class Trainer:
     def train(self, hooks: Sequence[Hook], roll_back: Callable[[RollbackRequired], None]) -> str | None:
         """Train until `train.steps`. Return None after the last step, otherwise the reason of an early stop.
 
-        roll_back: returns this trainer to an earlier state. Raises UserError (exit 1) when a roll-back is not possible.
+        roll_back: returns this trainer to an earlier state. Raises UserError (exit 1) if there is none.
         """
         self.hooks = Hooks(hooks)
         with self.hooks.around_run(self.progress.step):
@@ -99,7 +99,7 @@ class Trainer:
         return self.signals.reason or "another rank was asked to stop"
 
     def step(self) -> None:
-        """One optimizer step. The host waits for the device to finish the step before, never for the one it launches."""
+        """Make one optimizer step. The host waits for the device to finish the previous step, never for this one."""
         config, step, plan = self.config, self.progress.step + 1, self.plan
         lr = planned_rate(config, self.phases, step, self.progress.tokens)
         with self.hooks.around("data", step):
@@ -107,13 +107,13 @@ class Trainer:
         self.progress.order = self.batches.order
         with self.hooks.around("gradients", step):
             sums, report = self.compute_gradients(batch)
-            # The result of the step before is known by now, and is acted on before the next update.
+            # The previous step's result is known by now. Act on it before the next update.
             if self.process_last_result():
                 sums, report = self.compute_gradients(batch)
         report = self.anomalies.examine(step, batch, sums, report)
         update, max_norm = self.hooks.around("optimizer", step), config.train.grad_clip_norm
         routers = apply_gradients(self.model, self.optimizer, report, lr, max_norm, update)
-        # A request made since the gradients were reported goes with the next ones.
+        # A request made after the gradient report goes with the next report.
         self._wants_save = self._wants_save and not self._reported_save
         self.progress.advance(plan)
         self.results.push(
@@ -121,7 +121,7 @@ class Trainer:
         )
 
     def compute_gradients(self, batch: Batch) -> tuple[Sums, GradientReport]:
-        """Leave the gradient of the whole global batch in the shards; return the loss and the gradient's norm."""
+        """Leave the global batch's gradient in the shards; return the losses and the gradient norm."""
         sums = compute_gradients(self.model, batch)
         stop = self.signals.reason is not None
         self._reported_save = self._wants_save
@@ -129,9 +129,9 @@ class Trainer:
         return sums, report
 
     def process_last_result(self) -> bool:
-        """Wait for the result of the last step and act on it, unless that is done. Call before evaluating or saving a state.
+        """Wait for the last step's result and act on it, unless that is done. Call before an evaluation or a save.
 
-        True if gradients computed since were discarded and have to be computed again. Raises RollbackRequired.
+        Return True if the current gradients were discarded and must be recomputed. Raises RollbackRequired.
         """
         result = self.results.pop()
         if result is None:
@@ -141,30 +141,30 @@ class Trainer:
 
     @property
     def plan(self) -> StepPlan:
-        """What the next step has."""
+        """The plan of the next step."""
         return self.phases.at(self.progress.tokens)
 
     @property
     def finished(self) -> bool:
-        """Whether the last step has been made, or a rank has asked to stop."""
+        """True after the last step, or once a rank has requested a stop."""
         return self.progress.step >= self.config.train.steps or self.results.stop_requested
 
     def is_due(self, interval: int) -> bool:
-        """Whether what is done every `interval` steps (0: never), and after the last one, is due after this step."""
+        """Return whether work done every `interval` steps (0: never) and after the last step is due after this step."""
         step = self.progress.step
         return interval > 0 and (step % interval == 0 or step == self.config.train.steps)
 
     def request_stop(self, reason: str) -> None:
-        """Ask all ranks to end the run; they learn of it with the norm of the next gradient."""
+        """Ask all ranks to end the run. The request travels with the next gradient norm."""
         self.signals.reason = self.signals.reason or reason
 
     def request_save(self) -> None:
-        """Ask all ranks for a checkpoint. They learn of the request with the norm of the next gradient."""
+        """Ask all ranks for a checkpoint. The request travels with the next gradient norm."""
         self._wants_save = True
 
     def renew_optimizer(self) -> None:
-        """Replace the optimizer by a new one, which starts at the current weights."""
-        del self.optimizer  # its moments are freed before new ones are allocated
+        """Replace the optimizer by a new one that starts from the current weights."""
+        del self.optimizer  # frees its moments before the new ones are allocated
         self.optimizer = self._make_optimizer()
 
     def _make_optimizer(self) -> Optimizer:
@@ -179,7 +179,7 @@ class Trainer:
         )
 
     def open_data(self) -> None:
-        """Open the batches of this data rank at `progress`. The mixture of the config applies from there."""
+        """Open this data rank's batches at `progress`. From there the config's mixture applies."""
         dataset, progress = self.data.dataset, self.progress
         self.batches = Loader(
             dataset.following(progress.order),

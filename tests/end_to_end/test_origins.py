@@ -72,7 +72,7 @@ def test_r6_the_same_command_again_goes_on_with_what_it_saved(tmp_path, source: 
     assert_same_history(run, whole)
     assert [event["step"] for event in run.events("resumed")] == [2, 4, 6][0 if origin == "path" else 1 :]
     assert not [name for name in run.checkpoints() if name.startswith(".aside")]
-    assert f"{option.removeprefix('--').replace('=', ' = ')} counts where a history begins" in run.log()
+    assert f"{option.removeprefix('--').replace('=', ' = ')} is ignored" in run.log()
 
 
 def test_a_checkpoint_of_its_own_sets_aside_what_is_later_and_counts_once(tmp_path) -> None:
