@@ -1,6 +1,6 @@
-"""The protocol by which a checkpoint appears complete or not at all. A process may die at any point of it.
+"""The commit protocol: a checkpoint appears complete or not at all, even if a process dies at any point.
 
-    partial folder, and room for everything on the disk (old checkpoints go early where there is none)
+    make a partial folder and check the room on the disk (if it lacks, old checkpoints are removed early)
     -> every rank writes and syncs its tensors (DCP), then hashes its files
     -> rank 0 writes the other files and, last, the manifest, and syncs the folder
     -> rename to the final name, sync the parent folder
@@ -33,7 +33,7 @@ from forge.runtime.fault import fault_point
 from forge.runtime.files import replace_atomically, sync_folder
 
 logger = logging.getLogger(__name__)
-# An upper bound of what a rank adds to the manifest.
+# An upper bound of each rank's entries in the manifest.
 RANK_BYTES = 1024
 
 
@@ -45,8 +45,8 @@ class Contents:
     layout: dict[str, Any]
     files: dict[str, bytes]
     tensors: dict[str, ShardTensor]
-    # DCP keeps everything that it writes to a file in memory until the file is complete. Tensors that are made only when
-    # they are written need a file each.
+    # DCP buffers a whole file in memory until it is complete. Tensors that are computed only when they are written need a
+    # file each.
     file_per_tensor: bool = False
 
 

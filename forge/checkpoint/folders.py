@@ -1,10 +1,10 @@
 """The folders below `checkpoints/` of a run, by name, and the functions that find, rename and remove them.
 
-step-00000100            complete, if it holds manifest.json
-.partial-step-00000100   being written or restored, or left by a process that died meanwhile: worthless
+step-00000100            complete if it holds manifest.json
+.partial-step-00000100   being written or restored, or left by a dead process: worthless
 .pruned-step-00000100    being removed: worthless
-.damaged-step-00000100   found damaged, no longer used; kept for the user
-.aside-step-00000100     of a later step than the one a run went back to; kept for the user
+.damaged-step-00000100   found damaged and no longer used; kept for the user
+.aside-step-00000100     later than the step to which a run went back; kept for the user
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from forge.runtime.fault import fault_point
 
 logger = logging.getLogger(__name__)
 _STEP = re.compile(r"step-(\d{8,})")
-# Leftovers that cannot be removed and were reported: once per process is enough.
+# Reported leftovers that cannot be removed: once per process is enough.
 _reported: set[Path] = set()
 
 
@@ -37,7 +37,7 @@ def step_of(name: str) -> int | None:
 
 
 def steps(root: Path, *, complete: bool = True) -> list[int]:
-    """Return the steps that have a (complete) checkpoint folder, ascending; none if `root` does not exist."""
+    """Return the steps with a (complete) checkpoint folder, ascending; an empty list if `root` does not exist."""
     if not root.is_dir():
         return []
     found = [path for path in root.iterdir() if step_of(path.name) is not None]
@@ -45,7 +45,7 @@ def steps(root: Path, *, complete: bool = True) -> list[int]:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return the checkpoint at `path`: that folder itself, or the newest complete one of the run there. Not verified.
+    """Return the checkpoint at `path`: the folder itself, or the newest complete one of the run there. Not verified.
 
     Raises UserError (exit 2) if there is none.
     """
@@ -85,7 +85,7 @@ def start_partial(root: Path, step: int) -> Path:
 
 
 def sweep(root: Path) -> None:
-    """Remove the leftovers of killed saves and removals. Log those that cannot be removed. Only one run may use the folder.
+    """Remove the leftovers of killed saves and removals. Log the others. Only one run may use the folder.
 
     NFS keeps `.nfs*` files in a removed folder as long as any process has them open.
     """
@@ -100,7 +100,7 @@ def sweep(root: Path) -> None:
 def prune(root: Path, keep_last: int, keep_every: int, step: int = -1) -> None:
     """Remove all but the newest `keep_last` (0: keep all) and those whose step is a multiple of `keep_every`.
 
-    step: the one just saved, for fault injection. Raises OSError if a manifest cannot be removed.
+    step: the last saved one, for fault injection. Raises OSError if a manifest cannot be removed.
     """
     if keep_last == 0:
         return
@@ -110,7 +110,7 @@ def prune(root: Path, keep_last: int, keep_every: int, step: int = -1) -> None:
         if not kept or old >= kept[0] or (keep_every and old % keep_every == 0):
             continue
         path, removed = root / step_name(old), _unused(root / f".pruned-{step_name(old)}")
-        # The manifest first: a process that dies below leaves a folder that is no longer taken for a checkpoint.
+        # The manifest first: if the process dies below, the folder no longer counts as a checkpoint.
         (path / MANIFEST).unlink(missing_ok=True)
         fault_point("save.during_prune", step)
         path.rename(removed)

@@ -1,7 +1,7 @@
-"""Loading a checkpoint: its tensors into shards of any layout, and its JSON; never code.
+"""Load a checkpoint: its tensors into shards of any layout, and its JSON; never code.
 
-Every rank reads DCP's index and, from the files of all ranks that saved, the pieces that overlap its own boxes. Ranks only
-agree at the start that the checkpoint fits the model, and at the end that all of them could read it.
+Every rank reads DCP's index and, from the files of all saving ranks, the pieces that overlap its own boxes. Ranks
+communicate only to agree that the checkpoint fits the model, and at the end that all of them could read it.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ TRAINER = "trainer.json"
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Return the trainer's state, as it was passed to `Checkpoints.save`. Not collective."""
+    """Return the trainer's state as passed to `Checkpoints.save`. Not collective."""
     return json.loads((path / TRAINER).read_text("utf-8"))
 
 
 def read_config(path: Path) -> str:
-    """Return the TOML text of the run that saved the checkpoint. Not collective."""
+    """Return the TOML config of the saving run. Not collective."""
     return (path / "config.toml").read_text("utf-8")
 
 
 Fetch: TypeAlias = Callable[[set[str]], None]
-"""Brings the files of these names into a checkpoint's folder. Collective."""
+"""Brings the files with these names into a checkpoint's folder. Collective."""
 
 
 def load(
@@ -62,9 +62,10 @@ def load(
 
     fetch: called with the names of the files that this rank is about to read.
 
-    Raises UserError on every rank: exit 2 for names that the checkpoint lacks, for shapes that differ, and for names, not
-    ending in a part of `unused`, that no rank asks for in a section (`model`, `optimizer`: a name up to its first dot) of
-    which something is asked for (so the weights of a checkpoint may be loaded alone); exit 77 if a rank cannot read it.
+    A section is `model` or `optimizer`: a name up to its first dot. Sections without any wanted tensor are ignored, so
+    weights can be loaded alone. Raises UserError on every rank: exit 2 for wanted names that the checkpoint lacks, for
+    different shapes, and for names of a wanted section that no rank wants, except endings in `unused`; exit 77 if a rank
+    cannot read the checkpoint.
     """
     reader = TensorReader(path)
     wanted = {name: pair for name, pair in tensors.items() if pair[0].global_shape.numel()}
@@ -96,22 +97,22 @@ def _read(reader: TensorReader, wanted: NamedTensors) -> None:
 
 
 def _plan(index: Metadata, targets: dict[str, ShardTensor]) -> tuple[DefaultLoadPlanner, LoadPlan]:
-    """The plan has an item for each overlap of a saved chunk with one of our boxes, whichever layouts both come from."""
+    """Return a planner and a plan with one item for each overlap of a saved chunk with a local box, in any two layouts."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(targets), index, is_coordinator=False)
-    return planner, planner.create_local_plan()  # without a collective: each rank needs only its own
+    return planner, planner.create_local_plan()  # no collective: each rank needs only its own
 
 
 class TensorReader(dcp.FileSystemReader):
-    """DCP's reader of the checkpoint at `path`, with a safe index, which also reads single tensors in one process.
+    """DCP's reader of the checkpoint at `path` with a safe index; it also reads single tensors in one process.
 
-    (DCP reads tensors by `torch.load(weights_only=True)`.) The caller has verified all files but the index.
+    (DCP reads tensors with `torch.load(weights_only=True)`.) The caller has verified all files but the index.
     """
 
     _index: Metadata | None = None
 
     def tensors(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """Return the shape and dtype of every tensor, by its name."""
+        """Return the shape and dtype of every tensor by name."""
         saved = self.index().state_dict_metadata.items()
         return {
             name: (entry.size, entry.properties.dtype)
@@ -120,7 +121,7 @@ class TensorReader(dcp.FileSystemReader):
         }
 
     def read(self, name: str) -> Tensor:
-        """Return the tensor `name` in its own dtype. One of its saved pieces at a time is in memory beside it."""
+        """Return the tensor `name` in its own dtype. Besides it, only one saved piece at a time is in memory."""
         shape, dtype = self.tensors()[name]
         values = torch.empty(shape, dtype=dtype)
         _read(self, {name: (Shard.whole(name, values), values)})
@@ -130,7 +131,7 @@ class TensorReader(dcp.FileSystemReader):
     def verified(
         cls, path: Path, report: Callable[[int, int], None] = lambda done, total: None
     ) -> TensorReader:
-        """Verify the checkpoint at `path` in this process and return its reader. report: as for `find_damage`.
+        """Verify the checkpoint at `path` in this process and return its reader. report: see `find_damage`.
 
         Raises UserError (exit 77) if the checkpoint is damaged or cannot be read.
         """
@@ -166,9 +167,9 @@ class TensorReader(dcp.FileSystemReader):
 
 
 def read_index(folder: Path) -> Metadata:
-    """Return the index of the checkpoint in `folder`. Raises Damaged if it is not what was saved. Not collective.
+    """Return the index of the checkpoint in `folder`. Raises Damaged if its content is implausible. Not collective.
 
-    The index refers only to bytes of files that the manifest lists, and to no tensor larger than these files.
+    A valid index refers only to bytes of files in the manifest, and to no tensor larger than these files.
     """
     content = (folder / ".metadata").read_bytes()
     files = read_manifest(folder)["files"]
@@ -215,7 +216,7 @@ _ADMITTED = {
 
 
 def _enum_member(kind: Any, name: Any) -> enum.Enum:
-    """What `getattr` may do in a pickle: Python 3.11.0 to 3.11.3 pickle a member of an enumeration by class and name."""
+    """The allowed use of `getattr` in a pickle: Python 3.11.0 to 3.11.3 pickle an enum member by class and name."""
     if isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__:
         return kind[name]
     raise pickle.UnpicklingError(f".metadata refers to an attribute {name!r}, which no checkpoint needs")
@@ -236,15 +237,15 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Comparison:
-    """What one rank asks for, compared with the index. Small, because it is sent to every rank."""
+    """One rank's wanted tensors, compared with the index. Small, because it is sent to every rank."""
 
     missing: list[str]
     shapes: list[str]
-    asked: int  # bit i: this rank asks for the i-th name of the index
+    asked: int  # bit i: this rank wants the i-th name of the index
 
 
 def compare(index: Metadata, wanted: NamedTensors) -> Comparison:
-    """Compare what this rank asks for with the `index` of a checkpoint."""
+    """Compare this rank's wanted tensors with the `index` of a checkpoint."""
     saved = index.state_dict_metadata
     missing, shapes = [], []
     for name, (shard, _) in wanted.items():
@@ -254,7 +255,7 @@ def compare(index: Metadata, wanted: NamedTensors) -> Comparison:
         elif has.size != shard.global_shape:
             shapes.append(f"{name} is {_shape(has.size)} there and {_shape(shard.global_shape)} here")
     asked = sum((name in wanted) << i for i, name in enumerate(saved))
-    # One more than is shown, to say that there are more.
+    # One more than is shown, to tell that there are more.
     return Comparison(missing[: _SHOWN + 1], shapes[: _SHOWN + 1], asked)
 
 
@@ -294,10 +295,10 @@ def _some(items: list[str], separator: str = ", ") -> str:
 
 
 def require_tiled(plan: LoadPlan, targets: dict[str, ShardTensor]) -> None:
-    """Check that the pieces to be read cover each element of the targets exactly once. Raises ValueError.
+    """Check that the pieces to read cover each element of the targets exactly once. Raises ValueError.
 
-    DCP skips elements that no chunk covers, and old values would stay in place. Boxes tile a box exactly if their corners,
-    each with the sign of its parity, add up to those of the box.
+    DCP skips uncovered elements, and old values would stay in place. Boxes tile a box exactly if their corners, each with
+    the sign of its parity, add up to those of the box.
     """
     corners: dict[tuple[str, tuple[int, ...]], Counter[tuple[int, ...]]] = defaultdict(Counter)
 

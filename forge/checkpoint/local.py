@@ -1,8 +1,8 @@
-"""`LocalTier`: the newest states of a run in the memory or on the disks of its nodes, beside those on shared storage.
+"""`LocalTier`: the newest states of a run in the memory or on the disks of its nodes, in addition to shared storage.
 
-A state is one checkpoint of the usual format that no folder holds as a whole. On each node `step-N` has the manifest, DCP's
-index and the small files of all, and of the files with tensors those that the node's own ranks wrote and those of the nodes
-that it is a peer of. What a restart needs is complete as long as each file is on one node that is left.
+A state is one checkpoint in the usual format whose files are spread over the nodes. On each node, `step-N` holds the
+manifest, DCP's index, all small files, the tensor files of the node's own ranks, and copies of those of the nodes whose peer
+it is. A restart needs every file on at least one surviving node.
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ from forge.runtime.distributed import RanksFailed, describe, gather_from_ranks, 
 from forge.runtime.fault import fault_point
 
 log = logging.getLogger(__name__)
-# A state that is being written must not be the only one.
+# While one state is being written, an older one must remain.
 KEPT = 2
 _INDEX = ".metadata"
 
 
 class LocalTier:
-    """The states in `folder` of each node; `peers` other nodes keep a copy of each. Methods are collective over all ranks."""
+    """The states in `folder` of each node; `peers` other nodes keep copies. Methods are collective over all ranks."""
 
     def __init__(self, folder: Path, peers: int):
         self.folder, self._peers = folder, peers
         self.problems: list[str] = []
-        """What `newest` found damaged or incomplete, one sentence each."""
+        """Damaged or incomplete states found by `newest`, one sentence each."""
         self._group: dist.ProcessGroup = dist.new_group(backend="gloo")
         self.nodes = Nodes.of(folder, self._group)
         self._writer = Checkpoints(
             folder, keep_last=KEPT, group=self._group, write=partial(write_parts, self.nodes, peers)
         )
         self.save, self.poll, self.wait = self._writer.save, self._writer.poll, self._writer.wait
-        # Of the state that `newest` has returned: file -> nodes that hold it.
+        # For the state returned by `newest`: file -> nodes with that file.
         self._holders: dict[str, list[int]] = {}
         self._files: dict[str, dict[str, Any]] = {}
 
     def path(self, step: int) -> Path:
-        """Return where this node's part of the state of `step` is. Not collective."""
+        """Return this node's folder for the state of `step`. Not collective."""
         return self.folder / folders.step_name(step)
 
     def newest(self, after: int) -> int | None:
-        """Return the newest step later than `after` whose state is complete over all nodes and as it was saved.
+        """Return the newest step later than `after` with a complete and undamaged state over all nodes.
 
-        Files are read and compared with their checksums. Every node then has all but the files with tensors, see `fetch`.
+        Files are read and compared with their checksums. Every node then has all files except tensors, see `fetch`.
         """
         self.problems = []
         held = gather_from_ranks("listing local states", lambda: self._held(after), self._group)
@@ -72,11 +72,13 @@ class LocalTier:
         return None
 
     def fetch(self, step: int, names: set[str]) -> None:
-        """Bring those of the files `names` that this rank needs and its node lacks, from the nodes that hold them."""
+        """Copy from other nodes those of the files `names` that this rank needs and its node lacks."""
         nodes, folder = self.nodes, self.path(step)
         lacking = {name for name in names if nodes.own not in self._holders[name]}
         wanted = gather_from_ranks("asking for files", lambda: sorted(lacking), self._group)
-        of_nodes: dict[tuple[str, int], int] = {}  # file and node -> the first rank there that needs it
+        of_nodes: dict[
+            tuple[str, int], int
+        ] = {}  # file and node -> first rank of the node that needs the file
         for rank, of_rank in enumerate(wanted):
             for name in of_rank:
                 of_nodes.setdefault((name, nodes.node_of(rank)), rank)
@@ -90,12 +92,12 @@ class LocalTier:
         def bring() -> None:
             for name in exchange(folder, transfers, nodes.rank, self._group):
                 if entry(folder / name) != self._files[name]:
-                    raise Damaged(f"{name} is not what was saved")
+                    raise Damaged(f"{name} differs from its saved content")
 
         on_every_rank("bringing files from other nodes", bring, self._group)
 
     def forget_after(self, step: int) -> list[SaveOutcome]:
-        """Remove the states of later steps (-1: all). Return the saves that ended since the last call, as `wait` does."""
+        """Remove the states of later steps (-1: all). Return the saves that ended since the last call, like `wait`."""
         outcomes = self.wait()
 
         def remove() -> None:
@@ -107,7 +109,7 @@ class LocalTier:
         return outcomes
 
     def end(self) -> list[SaveOutcome]:
-        """Remove all states and their folder, and return as `wait`: the run has finished."""
+        """Remove all states and their folder after the end of the run; return as `wait` does."""
         outcomes = self.forget_after(-1)
         if self.nodes.leads:
             for folder in (self.folder, self.folder.parent):
@@ -116,7 +118,7 @@ class LocalTier:
         return outcomes
 
     def _held(self, after: int) -> dict[int, str]:
-        """On the first rank of a node return step -> digest of the manifest."""
+        """Return step -> digest of the manifest, on the first rank of a node."""
         found = {}
         for step in folders.steps(self.folder) if self.nodes.leads else ():
             if step > after:
@@ -127,7 +129,7 @@ class LocalTier:
         return found
 
     def _is_whole(self, step: int, holders: Collection[int]) -> bool:
-        """Verify the state of `step`, of which the ranks `holders` have the manifest."""
+        """Verify the state of `step`. holders: ranks with its manifest."""
         folder, nodes = self.path(step), self.nodes
 
         def intact() -> list[str]:
@@ -169,7 +171,7 @@ class LocalTier:
         return True
 
     def _complete(self, step: int, contents: Mapping[str, bytes]) -> None:
-        """Write the small files where the node lacks them."""
+        """Write the small files that the node lacks."""
         folder = self.path(step)
         if self.nodes.leads:
             for name, content in contents.items():
@@ -184,7 +186,7 @@ class LocalTier:
     ) -> tuple[list[str], list[str]]:
         """Hash this rank's share of its node's tensor files; return the good ones, and a problem for each damaged one.
 
-        Damaged files are removed, so that a copy can take their place.
+        Damaged files are removed, so that a copy can replace them.
         """
         good: list[str] = []
         damaged: list[str] = []
@@ -199,7 +201,7 @@ class LocalTier:
 
 
 def _problem(path: Path, expected: dict[str, Any]) -> str | None:
-    """Return what is wrong with a file of a local state, or None. An unreadable file is damaged: a peer has a copy."""
+    """Return the problem with a file of a local state, or None. An unreadable file is damaged: a peer has a copy."""
     try:
         return None if entry(path) == expected else "has a wrong checksum"
     except OSError as error:
@@ -221,9 +223,9 @@ def write_parts(
     _keep_every: int,
     group: dist.ProcessGroup,
 ) -> None:
-    """Write the parts of one checkpoint that each node keeps; the protocol is that of commit.py. Collective over `group`.
+    """Write each node's part of one checkpoint with the protocol of commit.py. Collective over `group`.
 
-    Raises RanksFailed on every rank when anything failed on any rank; no part of it is left then.
+    Raises RanksFailed on every rank if anything failed on any rank; no part is left then.
     """
     part, final = root / f".partial-{folders.step_name(step)}", root / folders.step_name(step)
     own = nodes.own
@@ -234,13 +236,13 @@ def write_parts(
         if nodes.leads:
             root.mkdir(parents=True, exist_ok=True)
             folders.sweep(root)
-            # Of an earlier start: it was not complete over all nodes, or the run would have gone on from there.
+            # Left by an earlier start. It was incomplete over all nodes, or the run would have resumed from it.
             shutil.rmtree(final, ignore_errors=True)
             folders.start_partial(root, step)
         return sum(tensor.written_bytes for tensor in contents.tensors.values())
 
     def copies() -> list[Transfer]:
-        """What each rank wrote goes to a rank of each peer of its node."""
+        """Return the transfers of each rank's files to one rank on every peer node."""
         found = []
         for node, ranks in enumerate(nodes.ranks):
             for peer in nodes.peers(node, peers):
@@ -285,7 +287,7 @@ def write_parts(
     if nodes.leads:
         try:
             folders.prune(root, keep_last, 0, step)
-        except Exception as error:  # the state is complete, and the other ranks have gone on
+        except Exception as error:  # the state is complete, and the other ranks have continued
             message = "could not remove old states in %s: %s"
             log.error(message, root, describe(error), extra=Cause.NOT_REMOVED.mark)
 

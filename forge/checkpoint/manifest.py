@@ -1,7 +1,7 @@
 """manifest.json: every file of a complete checkpoint with its size and SHA-256, and the one check for damage.
 
-A folder is a complete checkpoint exactly when it has a manifest, which is written last. The manifest carries a digest of
-itself and has only one valid spelling, so a flipped bit in any byte of it is found as well.
+A folder is a complete checkpoint exactly when it has a manifest, which is written last. The manifest contains its own digest
+and has only one valid spelling, so a flipped bit in any of its bytes is found, too.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from forge.runtime.files import read_json
 MANIFEST = "manifest.json"
 FORMAT = 1
 _BLOCK, _READ_AHEAD = 1 << 20, 1 << 25
-# These errors say that a file is gone or broken. Any other comes from its file system or from permissions.
+# Errors of a missing or broken file. All others come from its file system or from permissions.
 _DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO}
 
 
 class Damaged(Exception):
-    """A checkpoint is not as it was saved; the message names the file and what is wrong with it."""
+    """A checkpoint differs from its saved content; the message names the file and the problem."""
 
 
 def find_damage(
@@ -41,19 +41,19 @@ def find_damage(
     group: dist.ProcessGroup | None = None,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> str | None:
-    """Return what is wrong with the checkpoint in `folder`, or None if it is as it was saved. Collective over `group`.
+    """Return the damage of the checkpoint in `folder`, or None without damage. Collective over `group`.
 
-    Sizes are compared first. Then each rank hashes its share of the files: with `contents` all files, else all but those
-    with tensors. `report` gets the number of bytes that this rank has hashed, and will hash.
+    Sizes are compared first. Then each rank hashes its share of the files: all files with `contents`, else all but tensor
+    files. `report` gets the number of bytes hashed and to hash on this rank.
 
-    Raises UserError (exit 77) for another format, and RanksFailed when files cannot be read for a reason that says nothing
-    about them, such as a file system that is not mounted.
+    Raises UserError (exit 77) for another format. Raises RanksFailed if files cannot be read for an unrelated reason, e.g. an
+    unmounted file system.
     """
 
     files, problem = on_first_rank("reading the manifest", lambda: _read_files(folder), group)
     if problem is not None:
         return problem
-    # Dealt out in the order of their sizes, so that no rank gets all the large files.
+    # Dealt out by size, so that no rank gets all large files.
     names = [name for name in files if contents or not name.endswith(".distcp")]
     names.sort(key=lambda name: (-files[name]["size"], name))
     share = {name: files[name] for name in names[dist.get_rank(group) :: dist.get_world_size(group)]}
@@ -64,7 +64,7 @@ def find_damage(
 
 
 def _read_files(folder: Path) -> tuple[dict[str, Any], str | None]:
-    """Return the manifest's entries after a look at every file's size, and what is damaged."""
+    """Return the manifest's entries after a check of every file's size, and the damage, if any."""
     try:
         manifest = read_manifest(folder)
         if manifest["format"] != FORMAT:
@@ -91,7 +91,7 @@ def _read_files(folder: Path) -> tuple[dict[str, Any], str | None]:
 def _find_changed(
     folder: Path, files: dict[str, dict[str, Any]], report: Callable[[int, int], None]
 ) -> list[str]:
-    """Hash these files; return one sentence for each whose content is not what was saved."""
+    """Hash these files; return one sentence for each file with other content than saved."""
     problems, done, total = [], 0, sum(expected["size"] for expected in files.values())
     for name, expected in files.items():
         try:
@@ -108,7 +108,7 @@ def _find_changed(
 
 @contextmanager
 def _reading(name: str) -> Iterator[None]:
-    """Raise an OSError of the body as Damaged where it shows damage of the file `name`, else as an OSError that names it."""
+    """Raise an OSError of the body as Damaged if it shows damage of the file `name`, else as an OSError with that name."""
     try:
         yield
     except OSError as error:
@@ -119,7 +119,7 @@ def _reading(name: str) -> Iterator[None]:
 def entry(path: Path) -> dict[str, Any]:
     """Return the manifest's entry for one file: its size in bytes and its SHA-256.
 
-    The system reads ahead while we hash, so the time is that of the slower of the two and not their sum.
+    The system reads ahead during hashing, so the time is the slower of the two, not their sum.
     """
     digest, size, asked = hashlib.sha256(), 0, 0
     buffer = memoryview(bytearray(_BLOCK))
@@ -169,7 +169,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def read_digest(path: Path) -> str | None:
-    """Return the digest of the checkpoint's manifest, which no other checkpoint has; None without one. Not collective."""
+    """Return the digest of the checkpoint's manifest, unique to it; None without a manifest. Not collective."""
     try:
         return str(read_manifest(path)["digest"])
     except (Damaged, OSError):

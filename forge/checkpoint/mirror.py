@@ -1,6 +1,6 @@
-"""Copies of complete checkpoints in a store, made by a thread, and the way back.
+"""Mirror: a thread copies complete checkpoints to a store, and `restore` brings them back.
 
-URL/mirror.json              the steps of this run's history that the store has whole, ascending; written last
+URL/mirror.json              steps of this run's history with a complete copy, ascending; written last
 URL/step-00000100/...        the files of the local folder of that name; manifest.json is written last and removed first
 """
 
@@ -44,9 +44,9 @@ log = logging.getLogger(__name__)
 
 
 class Mirror:
-    """Copies checkpoints of `root` to `url`. Only one process may; its methods return at once unless they say otherwise.
+    """Copies checkpoints of `root` to `url`. Only one process may do so; methods return at once unless they say otherwise.
 
-    The newest `keep_last` (0: all) and the multiples of `keep_every` (0: none) are kept there. A failure is logged, and the
+    The store keeps the newest `keep_last` (0: all) and the multiples of `keep_every` (0: none). A failure is logged, and the
     next checkpoint is tried again.
     """
 
@@ -63,9 +63,9 @@ class Mirror:
         self._thread.start()
 
     def copy(self, step: int) -> None:
-        """Copy the complete checkpoint of `step`, unless a newer one is ready by the time it can begin."""
+        """Copy the complete checkpoint of `step`, unless a newer one is ready before the copy can begin."""
         self._newest, self._count = step, self._count + 1
-        # Links, because the checkpoint may be removed before it has been copied; numbered, because a step may be saved again.
+        # Links, because the checkpoint may be removed before its copy; numbered, because a step may be saved again.
         links = self._root / f".mirrored-{folders.step_name(step)}.{self._count}"
         try:
             shutil.copytree(self._root / folders.step_name(step), links, copy_function=_link)
@@ -84,12 +84,12 @@ class Mirror:
         self._work.put(work)
 
     def forget_after(self, step: int) -> None:
-        """No longer return to checkpoints after `step`: the history goes on from there without them."""
+        """Exclude checkpoints after `step` from a later restore: the history continues without them."""
         self._newest = min(self._newest, step)
         self._work.put(lambda: self._forget_after(step))
 
     def close(self, wait: bool) -> None:
-        """End the thread; with `wait` when all that was asked for has been done."""
+        """End the thread; with `wait`, first finish all requested work."""
         if not wait:
             self._given_up.set()
             self._newest = -1
@@ -132,7 +132,7 @@ class Mirror:
                     self._remove(later, recursive=False)
 
     def _remove(self, step: int, recursive: bool) -> None:
-        """Remove a copy that the index no longer lists, or only its manifest: a rebuilt index then leaves it out."""
+        """Remove a copy that the index no longer lists, or only its manifest, so that a rebuilt index omits the copy."""
         folder = join(self._url, folders.step_name(step))
         try:
             self._files.rm_file(join(folder, MANIFEST))
@@ -151,7 +151,7 @@ class Mirror:
         content, url = json.dumps({"version": 1, "steps": steps}).encode(), join(self._url, INDEX)
 
         def put() -> None:
-            if url.startswith("file://"):  # the only kind of store that would be overwritten in place
+            if url.startswith("file://"):  # the only kind of store with overwriting in place
                 path = Path(self._files._strip_protocol(url))
                 path.parent.mkdir(parents=True, exist_ok=True)
                 replace_atomically(path, content)
@@ -163,9 +163,9 @@ class Mirror:
 
 
 def restore(url: str, root: Path) -> int | None:
-    """Bring the newest checkpoint of the mirror at `url` into `root`; return its step, or None if there is none.
+    """Copy the newest checkpoint of the mirror at `url` into `root`; return its step, or None if there is none.
 
-    A copy that is incomplete or damaged is passed over, with an error in the log. The mirror is not changed.
+    An incomplete or damaged copy is skipped with an error in the log. The mirror is not changed.
 
     Raises UserError: exit 77 if no copy is usable; exit 1 if the store does not answer or `root` has too little room. The
     same command then starts the restore again.
@@ -203,7 +203,7 @@ def restore(url: str, root: Path) -> int | None:
 
 
 def copied_steps(url: str) -> list[int]:
-    """Return the steps that the mirror at `url` has whole, ascending: those of its index, or of its manifests without one."""
+    """Return the steps with a complete copy in the mirror at `url`, ascending, from its index or else its manifests."""
     index = join(url, INDEX)
     try:
         return [int(step) for step in json.loads(read_whole(index))["steps"]]
@@ -221,7 +221,7 @@ def copied_steps(url: str) -> list[int]:
 
 
 def _fetch(source: str, folder: Path) -> None:
-    """Fill `folder` from the copy at `source`. Raises Damaged for a copy that is not what was saved."""
+    """Fill `folder` from the copy at `source`. Raises Damaged if the copy differs from the saved checkpoint."""
     try:
         (folder / MANIFEST).write_bytes(read_whole(join(source, MANIFEST)))
     except FileNotFoundError:
@@ -235,7 +235,7 @@ def _fetch(source: str, folder: Path) -> None:
         path, url = folder / name, join(source, name)
         size = with_retries(url, lambda: _size(files, url))
         if size != expected[name]["size"]:
-            raise Damaged(f"{url} " + ("is missing" if size is None else "is not what was saved"))
+            raise Damaged(f"{url} " + ("is missing" if size is None else "differs from its saved content"))
         path.parent.mkdir(parents=True, exist_ok=True)
         digest = hashlib.sha256()
         with open_remote(url) as remote, open(path, "wb") as file:
@@ -245,7 +245,7 @@ def _fetch(source: str, folder: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
         if digest.hexdigest() != expected[name]["sha256"]:
-            raise Damaged(f"{url} is not what was saved")
+            raise Damaged(f"{url} differs from its saved content")
 
     _each(get, list(expected), threading.Event())
 

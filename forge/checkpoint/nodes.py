@@ -1,4 +1,4 @@
-"""Which ranks share a folder that is local to their node, and the exchange of files between nodes."""
+"""Ranks grouped by shared node-local folder, and the exchange of files between nodes."""
 
 from __future__ import annotations
 
@@ -36,31 +36,31 @@ class Nodes:
 
     @property
     def own(self) -> int:
-        """The number of this rank's node."""
+        """The index of this rank's node."""
         return self.node_of(self.rank)
 
     @property
     def leads(self) -> bool:
-        """Whether this rank manages the folder of its node."""
+        """True if this rank manages its node's folder."""
         return self.rank == self.ranks[self.own][0]
 
     def node_of(self, rank: int) -> int:
         return next(number for number, ranks in enumerate(self.ranks) if rank in ranks)
 
     def share(self, names: Sequence[str]) -> list[str]:
-        """Return this rank's share of work on files that its whole node holds."""
+        """Return this rank's share of work on files held by its whole node."""
         ranks = self.ranks[self.own]
         return list(names[ranks.index(self.rank) :: len(ranks)])
 
     def peers(self, node: int, copies: int) -> list[int]:
-        """Return the nodes that keep a copy of what `node` writes: those after it, as many as there are."""
+        """Return the nodes that keep copies of the files of `node`: up to `copies` nodes after it."""
         count = len(self.ranks)
         return [(node + step) % count for step in range(1, min(copies, count - 1) + 1)]
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """A file of `size` bytes, to be sent by one rank to another, which is on another node."""
+    """A file of `size` bytes, sent from one rank to a rank on another node."""
 
     name: str
     size: int
@@ -69,9 +69,9 @@ class Transfer:
 
 
 def exchange(folder: Path, transfers: Sequence[Transfer], rank: int, group: dist.ProcessGroup) -> list[str]:
-    """Send and receive files of `folder`; return the names received. All ranks pass the same transfers, in one order.
+    """Send and receive files of `folder`; return the names received. All ranks pass the same transfers in the same order.
 
-    Files are mapped into memory, so that nothing is copied but what goes over the network.
+    Files are mapped into memory, so only the network transfer copies data.
     """
     works, received, mapped = [], [], []
     for number, one in enumerate(transfers):
@@ -94,5 +94,5 @@ def exchange(folder: Path, transfers: Sequence[Transfer], rank: int, group: dist
 
 
 def _map(path: Path, size: int, writes: bool) -> Tensor:
-    """Return the bytes of the file at `path` as a tensor; with `writes` the file is made, and holds what is written."""
+    """Map the file at `path` as a tensor of bytes; with `writes`, create the file, and writes to the tensor go to it."""
     return torch.from_file(str(path), shared=writes, size=size, dtype=torch.uint8)

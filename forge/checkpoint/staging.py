@@ -1,4 +1,4 @@
-"""Copies of this rank's part of a checkpoint's tensors in host memory, from which a save writes while training goes on."""
+"""Host-memory copies of this rank's checkpoint tensors, so that a save can write while training continues."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _ALIGNMENT = 64
 
 
 class Stager:
-    """Copies tensors into CPU buffers that it keeps from one save to the next: only the latest copy is valid."""
+    """Copies tensors into CPU buffers kept from one save to the next: only the latest copy is valid."""
 
     def __init__(self) -> None:
         self._form: object = None
         self._buffers: dict[str, Tensor] = {}
 
     def stage(self, tensors: NamedTensors) -> dict[str, ShardTensor]:
-        """Copy what this rank will write. The originals may change as soon as it returns."""
+        """Copy the tensors that this rank will write. The originals may change after the return."""
         own = {
             name: (shard, local(values).detach())
             for name, (shard, values) in tensors.items()
@@ -37,7 +37,7 @@ class Stager:
         return {name: ShardTensor(shard, self._buffers[name]) for name, (shard, _) in own.items()}
 
     def _allocate(self, tensors: dict[str, Tensor]) -> None:
-        """Let `_buffers` be views of blocks with the shapes of `tensors`; kept while these do not change."""
+        """Make `_buffers` views of blocks with the shapes of `tensors`; kept while these do not change."""
         form = [(name, values.shape, values.dtype) for name, values in tensors.items()]
         if form == self._form:
             return
@@ -46,14 +46,14 @@ class Stager:
         pinned = any(values.is_cuda for values in tensors.values())
         blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned).numpy() for size in sizes]
         for (name, values), (block, start) in zip(tensors.items(), places, strict=True):
-            # By way of NumPy each buffer is a storage of its own; DCP would copy a part of a larger one before it writes it.
+            # Via NumPy each buffer has its own storage. DCP would copy a part of a larger storage before writing it.
             flat = torch.from_numpy(blocks[block][start : start + values.nbytes])
             self._buffers[name] = flat.view(values.dtype).view(values.shape)
         self._form = form
 
 
 def blocks_for(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return blocks that hold tensors of `sizes` bytes, and of each tensor the number of its block and its first byte there.
+    """Return blocks for tensors of `sizes` bytes, and for each tensor its block index and first byte there.
 
     Blocks are powers of two, of BLOCK bytes at most unless a tensor is larger.
     """
@@ -69,7 +69,7 @@ def blocks_for(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
         )
         if block is None:
             block = len(blocks)
-            # No larger than what is left, so that the last blocks are full as well.
+            # No larger than the remaining sizes, so that the last blocks are full as well.
             most = min(BLOCK, 1 << max(left, 1).bit_length() - 1)
             blocks.append(max(most, 1 << max(size - 1, 0).bit_length()))
             used.append(0)

@@ -1,4 +1,4 @@
-"""`Checkpoints`: the checkpoints of a run, which the trainer saves, finds, verifies and loads through it."""
+"""`Checkpoints`: saves, finds, verifies and loads the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from forge.runtime.fault import fault_point
 
 logger = logging.getLogger(__name__)
 
-# A rank may write for a long time while others wait for it. Whether the run as a whole hangs, the watchdog decides.
+# A rank may write for a long time while others wait. The watchdog decides whether the run hangs.
 _TIMEOUT = timedelta(hours=2)
 
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """The end of a save, `seconds` (of this rank) after the call of `save`; otherwise the same on every rank.
+    """The end of a save, `seconds` (on this rank) after the call of `save`; all else is equal on every rank.
 
-    `error` is None if the checkpoint of `step` is complete; else `cause` says why it is not.
+    error: None if the checkpoint of `step` is complete. cause: of a failure.
     """
 
     step: int
@@ -49,9 +49,9 @@ class SaveOutcome:
 class Checkpoints:
     """The checkpoints in `folder`. Every method is collective over all ranks, unless it says otherwise.
 
-    `mode` "async" writes in a background thread while training goes on, "sync" before `save` returns. The newest
-    `keep_last` checkpoints are kept (0: all), and without limit those whose step is a multiple of `keep_every` (0: none).
-    `group` is a gloo group of all ranks for the main thread; one is made if absent. `write` writes one checkpoint.
+    mode: "async" writes in a background thread while training continues, "sync" before `save` returns. keep_last: number of
+    newest checkpoints to keep (0: all). keep_every: keep all steps that are multiples of it (0: none).
+    group: gloo group of all ranks for the main thread; made if absent. write: writes one checkpoint.
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class Checkpoints:
     ):
         self.folder = Path(folder)
         self.fallbacks: list[str] = []
-        """The damaged checkpoints that `latest` did not use, one sentence each; for the run's events."""
+        """Damaged checkpoints skipped by `latest`, one sentence each, for the run's events."""
         self.failures_in_row = 0
-        """Failed saves since the last successful one, as of the last `save` or `wait`: the same on every rank."""
+        """Failed saves since the last successful one, as of the last `save` or `wait`. Equal on every rank."""
         self._keep_last, self._keep_every, self._mode, self._write_one = keep_last, keep_every, mode, write
         self._group = group or dist.new_group(backend="gloo", timeout=_TIMEOUT)
-        # Saving has a group of its own: two threads may not use one.
+        # Saving has its own group: two threads may not share one.
         self._saving_group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
         self._stager = Stager()
         self._thread: threading.Thread | None = None
@@ -80,7 +80,7 @@ class Checkpoints:
         self._outcomes: deque[SaveOutcome] = deque()
 
     def path(self, step: int) -> Path:
-        """Return where the checkpoint of `step` is or would be. Not collective."""
+        """Return the folder for the checkpoint of `step`, which need not exist. Not collective."""
         return self.folder / folders.step_name(step)
 
     def save(
@@ -91,14 +91,13 @@ class Checkpoints:
         files: Mapping[str, bytes],
         layout: Mapping[str, Any],
     ) -> list[SaveOutcome]:
-        """Save the checkpoint of `step`. Parameters may change as soon as it returns.
+        """Save the checkpoint of `step`. Parameters may change after the return.
 
         `state` (JSON) becomes trainer.json and `files` (by relative path) are added; rank 0 writes both. `layout` (JSON) is
-        recorded in the manifest. Waits for a save in flight first. A step that has a complete checkpoint is left alone.
+        recorded in the manifest. Waits for a save in flight first. Does nothing if the step has a complete checkpoint.
 
-        Returns the outcome of every save that ended since the last call of `save`, `poll` or `wait`; a failure that all
-        ranks know of is one. A failure that they cannot know of, such as a lost rank, is raised here and by whatever waits
-        for the save.
+        Return the outcome of every save that ended since the last call of `save`, `poll` or `wait`. A failure known to all
+        ranks is an outcome. Any other, e.g. a lost rank, is raised here and by all methods that wait for the save.
         """
         began = time.monotonic()
         self._join()
@@ -107,7 +106,7 @@ class Checkpoints:
             fault_point("save.begin", step)
             all_files = {loading.TRAINER: json.dumps(state, indent=1).encode(), **files}
             contents = Contents(step, dict(layout), all_files, self._stager.stage(tensors))
-        except Exception as error:  # raised where all ranks learn of it
+        except Exception as error:  # raised later, where all ranks learn of it
             contents = error
         if self._mode == "async":
             self._thread = threading.Thread(
@@ -129,24 +128,24 @@ class Checkpoints:
         return self.poll()
 
     def steps(self) -> list[int]:
-        """Return the steps that have a complete checkpoint, the newest first."""
+        """Return the steps with a complete checkpoint, the newest first."""
         self._join()
         return on_first_rank("listing checkpoints", lambda: folders.steps(self.folder)[::-1], self._group)
 
     def latest(self, verify: bool = True, at_most: int | None = None) -> int | None:
-        """Return the newest step, of those up to `at_most`, whose checkpoint is as it was saved; None if there is none.
+        """Return the newest step, up to `at_most`, with an undamaged checkpoint; None if there is none.
 
-        A damaged one is renamed `.damaged-step-n`, with an error in the log, and the next older is tried; see `fallbacks`.
-        Without `verify` the files with tensors are compared by name and size only.
+        A damaged checkpoint is renamed `.damaged-step-n` with an error in the log, and the next older one is tried; see
+        `fallbacks`. Without `verify`, tensor files are compared by name and size only.
 
-        Raises UserError (exit 77) if all checkpoints of the folder, without `at_most`, are damaged, or if a rank cannot
-        read one: that one is not known to be damaged, and nothing is renamed.
+        Raises UserError (exit 77) if all checkpoints of the folder (without `at_most`) are damaged. Raises it, too, if a rank
+        cannot read one: that checkpoint may be good, so nothing is renamed.
         """
         self._join()
         self.fallbacks = []
         try:
-            # A folder without a manifest counts: it is not a checkpoint, but to start over because somebody deleted that
-            # one file would be worse than to report damage.
+            # A folder without a manifest counts as damaged. To start over because somebody deleted that one file would be
+            # worse.
             candidates, damaged = on_first_rank(
                 "listing checkpoints",
                 lambda: (
@@ -178,7 +177,7 @@ class Checkpoints:
         return None
 
     def verify(self, path: Path, contents: bool = True) -> str | None:
-        """Return what is wrong with the checkpoint at `path`, or None: see `manifest.find_damage`."""
+        """Return the damage of the checkpoint at `path`, or None: see `manifest.find_damage`."""
         return find_damage(path, contents=contents, group=self._group)
 
     def load(self, path: Path, tensors: NamedTensors) -> None:
@@ -203,7 +202,7 @@ class Checkpoints:
         return on_first_rank("setting checkpoints aside", rename, self._group)
 
     def _write(self, step: int, contents: Contents | Exception, began: float) -> None:
-        """Run in the thread. A failure that all ranks know of becomes an outcome."""
+        """Run in the thread. A failure known to all ranks becomes an outcome."""
         error, cause = None, Cause.SAVE_FAILED
         try:
             self._write_one(
@@ -219,7 +218,7 @@ class Checkpoints:
         self._outcomes.append(self._last)
 
     def _join(self) -> None:
-        """Wait for the save in flight, and count failures there: at the same call on every rank."""
+        """Wait for the save in flight and count failures there: at the same call on every rank."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -1,8 +1,8 @@
-"""This rank's part of a checkpoint's tensors, shown to DCP as boxes of global tensors.
+"""This rank's part of a checkpoint's tensors, presented to DCP as boxes of global tensors.
 
-DCP asks an object in a state dict for three things, by the methods of its `_Checkpointable` protocol: what to write, which
-chunks it wants, and the memory of one chunk. `ShardTensor` answers them for boxes. That is all that is needed for a
-checkpoint to move between a DTensor's rows, a contiguous buffer's flat slices and whole tensors.
+DCP asks an object in a state dict for three things, by the methods of its `_Checkpointable` protocol: the items to write, the
+chunks to read, and the memory of one chunk. `ShardTensor` answers for boxes. So a checkpoint can move between a DTensor's
+rows, a contiguous buffer's flat slices and whole tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from forge.shard import Shard
 
-# An upper bound of what DCP's format and its index add to a piece of a tensor.
+# An upper bound of the bytes that DCP's format and index add to a piece of a tensor.
 PIECE_BYTES = 2048
 
 NamedTensors: TypeAlias = dict[str, tuple[Shard, Tensor]]
@@ -25,10 +25,10 @@ NamedTensors: TypeAlias = dict[str, tuple[Shard, Tensor]]
 
 
 class ShardTensor(torch.Tensor):
-    """A tensor of the shard's global shape without storage of its own, for DCP only.
+    """A tensor of the shard's global shape without its own storage, for DCP only.
 
-    `values` (contiguous, laid out like `shard.data`) are written, or loaded into, box by box. A rank may hold no box at
-    all: it then writes and reads nothing.
+    DCP writes or loads `values` (contiguous, laid out like `shard.data`) box by box. A rank without boxes writes and reads
+    nothing.
     """
 
     _pieces: dict[tuple[int, ...], Tensor]
@@ -54,7 +54,7 @@ class ShardTensor(torch.Tensor):
 
     @property
     def written_bytes(self) -> int:
-        """An upper bound of the size of this rank's pieces in DCP's files, in bytes."""
+        """Return an upper bound of the size of this rank's pieces in DCP's files, in bytes."""
         return sum(piece.numel() * piece.element_size() + PIECE_BYTES for piece in self._pieces.values())
 
     def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:
@@ -80,6 +80,6 @@ class ShardTensor(torch.Tensor):
 
 
 def writes(name: str, shard: Shard) -> bool:
-    """Whether this rank writes its part of the tensor `name`: one of those that hold it, and not the same for all names."""
+    """Return whether this rank writes its part of the tensor `name`. One replica does; names vary the choice."""
     copies = shard.replicas
     return copies is None or crc32(name.encode()) % copies.size() == copies.rank()

@@ -1,1 +1,1 @@
-"""Stopping after a save, hangs, slow ranks, spikes of the loss, and copies that differ."""
+"""Stopping after a save, hangs, stragglers, loss spikes, and replicas that differ."""

@@ -1,7 +1,7 @@
-"""Compares digests of the tensors that several ranks hold copies of.
+"""Compare digests of replicated tensors between ranks.
 
-Every rank updates its copy by itself and never sends it again, so a bit that flips on one rank stays, and the copies
-diverge while the loss may look normal. It takes one pass over the tensors and one small all-gather, before a save.
+Every rank updates its replica by itself and never sends it again. So a flipped bit on one rank stays, and the replicas
+diverge while the loss may look normal. The check takes one pass over the tensors and one small all-gather, before a save.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from forge.runtime import compat
 
-# Number of elements that are widened to 64 bits at a time.
+# Number of elements widened to 64 bits at a time.
 CHUNK = 1 << 20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Odd, so that multiplying by it modulo 2^64 is invertible (the multiplier of Knuth's MMIX generator).
@@ -28,8 +28,8 @@ Copy = tuple[str, Tensor, ProcessGroup]
 def digest(tensor: Tensor) -> Tensor:
     """Return a 64-bit digest of the bits of `tensor`: an int64 scalar on its device, without a host sync.
 
-    It is the sum of the elements, as integers, times odd weights, modulo 2^64: the same in any order of addition, and
-    different if any single bit differs.
+    The digest is the sum of the elements, as integers, times odd weights, modulo 2^64. It does not depend on the order of
+    addition, and any single flipped bit changes it.
     """
     bits = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])
     places = torch.arange(min(CHUNK, len(bits)), device=tensor.device)
@@ -43,8 +43,8 @@ def digest(tensor: Tensor) -> Tensor:
 def differing_copies(copies: Iterable[Copy], device: torch.device) -> list[str]:
     """Return one sentence for each tensor that differs between ranks, the same list on every rank. Collective.
 
-    copies: name, this rank's tensor, and the group whose ranks hold copies of it; in the same order on all ranks of a
-    group. With more than two copies, the ranks that differ from the majority are named.
+    copies: name, this rank's tensor, and the group of its replicas; in the same order on all ranks of a group. With more than
+    two replicas, the sentence names the ranks that differ from the majority.
     """
     by_group: dict[ProcessGroup, list[tuple[str, Tensor]]] = {}
     for name, tensor, group in copies:
@@ -79,5 +79,5 @@ def _sentence(name: str, digests: Sequence[int], ranks: Sequence[int]) -> str:
     (usual, count), *_ = Counter(digests).most_common()
     if 2 * count > len(digests):
         others = [rank for rank, one in zip(ranks, digests, strict=True) if one != usual]
-        return f"{name} on rank {', '.join(map(str, others))} is not what the other ranks hold"
+        return f"{name} on rank {', '.join(map(str, others))} differs from the other ranks"
     return f"{name} differs between the ranks {', '.join(map(str, ranks))}"

@@ -1,6 +1,6 @@
-"""Ranks of an elastic run know whether a stop is the run's or another node's.
+"""Tell on each rank of an elastic run whether a stop concerns the run or another node.
 
-`scripts/elastic.py` sets FORGE_NODES, such as 2:3, in the environment of the ranks that it starts.
+`scripts/elastic.py` sets FORGE_NODES, e.g. 2:3, in the environment of its ranks.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from forge.resilience.stopping import SIGNALS
 from forge.runtime.distributed import gather_from_ranks
 from forge.runtime.errors import FINISHED, STOPPED
 
-# Agents notice that another node joins or leaves within a fraction of a second of each other.
+# Agents notice a joining or leaving node within a fraction of a second of each other.
 OWN_SIGNAL_S = 3.0
 _SIGNAL_NAMES = {signal.Signals(number).name for number in SIGNALS}
 
 
 def is_elastic() -> bool:
-    """Whether nodes may join and leave this run."""
+    """Return whether nodes may join and leave this run."""
     return "FORGE_NODES" in os.environ
 
 
 def may_leave() -> bool:
-    """Whether the run would go on without this node."""
+    """Return whether the run would continue without this node."""
     least = int(os.environ.get("FORGE_NODES", "0").partition(":")[0])
     return is_elastic() and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > least
 
 
 def leave() -> None:
-    """Ask this node's agent to end: it stops its ranks, which make all ranks save, and the others go on without it."""
+    """Ask this node's agent to end: it stops its ranks, all ranks save, and the others continue without this node."""
     os.kill(os.getppid(), signal.SIGTERM)
 
 
@@ -40,12 +40,12 @@ def exit_code_after_stop(
 ) -> int:
     """Return the exit code of a rank after the run has stopped and saved. Collective in an elastic run.
 
-    reason: why this rank has asked for the stop; None if it has not.
+    reason: this rank's reason to stop; None if it has not asked for the stop.
 
-    With restarts left a launcher would start a planned stop again at once, unless the code is 0; job scripts go by
-    status.json. In an elastic run a signal to the ranks of some nodes only means that these nodes leave or that all agents
-    are about to meet again. A rank without a signal then waits for its agent's, and if none comes ends with 75, so that its
-    agent meets the others again.
+    A launcher with restarts left would restart a planned stop at once, unless the code is 0; job scripts read status.json.
+    In an elastic run, a signal to the ranks of some nodes means that these nodes leave, or that all agents are about to
+    repeat the rendezvous. A rank without a signal then waits for its agent's signal. Without one it ends with 75, so that its
+    agent joins the rendezvous again.
     """
     code = FINISHED if restarts_left > 0 else STOPPED
     if not is_elastic():

@@ -1,4 +1,4 @@
-"""Spikes of loss and gradient norm, found by medians over a window, which outliers do not move."""
+"""Spikes of loss and gradient norm, detected by medians over a window, which outliers do not move."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import median
 
 # The standard deviation of a normal distribution, in median absolute deviations.
 DEVIATIONS = 1.4826
-# A deviation is at least this part of the median: else every loss would be a spike where losses hardly differ.
+# Lower bound of a deviation, relative to the median: with nearly equal losses, every loss would be a spike otherwise.
 FLOOR = 1e-3
 
 
@@ -28,9 +28,9 @@ class Limits:
 class SpikeWindow:
     """Loss and gradient norm of the latest steps; a part of the training state.
 
-    Limits are made of the median and the median absolute deviation: a spike in the window hides no other, and a level that
-    stays becomes the usual one. Numbers that are not finite are left out. The limits of a step use steps at least two
-    before it, which every run knows when it launches the step, also a run that was just resumed.
+    Limits derive from the median and the median absolute deviation. So a spike in the window does not hide another, and a
+    lasting new level becomes the usual one. Non-finite numbers are left out. The limits of a step use steps at least two
+    before it: every run knows these at launch, even just after a resume.
     """
 
     size: int = 128
@@ -59,7 +59,7 @@ class SpikeWindow:
         return list(self.entries)
 
     def load(self, state: Iterable[tuple[int, float, float]]) -> None:
-        """Load what `state` returned, of a window of any size."""
+        """Load the result of `state`, from a window of any size."""
         self.entries = [(int(step), float(loss), float(norm)) for step, loss, norm in state][-self.size - 1 :]
 
 

@@ -1,6 +1,6 @@
-"""Requests to stop after a save: by SIGTERM, SIGINT, SIGUSR1 or SIGHUP, or because the time limit of the job is near.
+"""Requests to stop after a save: by SIGTERM, SIGINT, SIGUSR1 or SIGHUP, or because the job's time limit is near.
 
-train.py imports this before anything that takes long, so nothing here may import torch.
+train.py imports this module before all slow imports, so nothing here may import torch.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from forge.runtime.errors import STOPPED
 from forge.runtime.terminal import stderr
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-# Signals that arrive within this time of each other are one request. At a preemption or time limit Slurm sends SIGTERM twice
-# within milliseconds, to torchrun and to its workers, and torchrun forwards each to its workers again.
+# Signals within this time of each other are one request. At a preemption or time limit Slurm sends SIGTERM twice within
+# milliseconds, to torchrun and to its workers, and torchrun forwards each to its workers again.
 SAME_REQUEST_S = 2.0
-# The part of the time limit that is reserved for a save before the duration of one is known, and the most seconds of it.
+# Before the first save: the fraction of the time limit reserved for a save, and its upper bound in seconds.
 UNKNOWN_SAVE, UNKNOWN_SAVE_S = 0.05, 600.0
-# All ranks see the request to stop one step later, and that step may be slower than those before it.
+# All ranks see the request to stop one step later, and that step may be slower than the previous ones.
 STEPS = 3
 
 _active: StopSignals | None = None
 
 
 class StopSignals:
-    """Context manager in whose body a signal requests a stop instead of ending the process. Main thread only.
+    """Context manager; in its body a signal requests a stop instead of ending the process. Main thread only.
 
     Before `defer` is called, the first request ends the process at once with exit code 75: no step has been made, so
     nothing is lost. `leaving(reason)` is called first, in another thread.
 
-    After that the first request sets `reason`, which the training loop shares with all ranks. The second only prints a
-    message: a save may be running. The third ends the process at once with exit code 75. Signals that follow each other
-    within SAME_REQUEST_S are one request.
+    After `defer` the first request sets `reason`, which the training loop shares with all ranks. The second only prints a
+    message, because a save may be running. The third ends the process at once with exit code 75. Signals within
+    SAME_REQUEST_S of each other are one request.
 
-    One may be entered in the body of another, which is then out of use.
+    Entering another instance in the body disables the outer one.
 
-    Python runs a signal's handler in the main thread between two bytecodes, so not while that thread waits in a collective
-    that hangs. So a second thread, woken by the interpreter's C handler, counts the requests, prints the messages, and
-    ends the process; the handler itself only sets `reason`.
+    Python runs a signal handler in the main thread between two bytecodes, so not while that thread waits in a hanging
+    collective. So a second thread, woken by the interpreter's C handler, counts the requests, prints the messages, and ends
+    the process; the handler itself only sets `reason`.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class StopSignals:
         self._counting.start()
         self._previous_wakeup = signal.set_wakeup_fd(self._waking, warn_on_full_buffer=False)
         for number in SIGNALS:
-            # nohup has the run go on when the terminal is closed.
+            # nohup keeps the run alive after the terminal is closed.
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._handle)
         self._outer, _active = _active, self
@@ -86,11 +86,11 @@ class StopSignals:
         self._counting.join(timeout=1.0)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        # A handler interrupts any Python code, logging included, so it must not take a lock, and must not log.
+        # A handler interrupts any Python code, including logging, so it must neither take a lock nor log.
         self.reason = self.reason or signal.Signals(number).name
 
     def _count_requests(self, listening: int) -> None:
-        """Print what a request leads to, and end the process where it does; return when the pipe's other end is closed."""
+        """Print the effect of each request, and end the process if it asks for that. Return when the pipe is closed."""
         requests, last = 0, -math.inf
         speak = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
         while numbers := os.read(listening, 64):
@@ -139,14 +139,14 @@ def _restore_in_child() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
-# SIGTERM must end a forked helper process, and must not wake our thread: signals wait until it has restored the handlers.
+# SIGTERM must end a forked child, and must not wake our thread: signals wait until the child has restored the handlers.
 os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_restore_in_child)
 
 
 class TimeLimit:
-    """The time limit of a process that began at `began` (monotonic clock) and has to end, saved, `limit_s` seconds later.
+    """The time limit of a process that began at `began` (monotonic clock) and must have saved and ended `limit_s` later.
 
-    limit_s 0: no limit. `enter` listens to the phases of the run, to measure how long steps and evaluations take.
+    limit_s 0: no limit. `enter` listens to the run's phases, to measure the duration of steps and evaluations.
     """
 
     def __init__(self, limit_s: float, began: float):
@@ -155,16 +155,16 @@ class TimeLimit:
         self._recent: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=10))
 
     def enter(self, phase: str, _step: int) -> None:
-        """Call when `phase` begins and the one before has ended."""
+        """Call when `phase` begins and the previous one has ended."""
         now = time.monotonic()
         self._recent[self._phase].append(now - self._since)
         self._phase, self._since = phase, now
 
     def near(self, save_s: float) -> bool:
-        """Return whether it is time to stop, if the slowest save so far took `save_s` seconds (0: there was none)."""
+        """Return whether it is time to stop. save_s: duration of the slowest save so far; 0: none yet."""
         if not self._limit_s:
             return False
-        # In the worst case a save is in flight, and the last one has to wait for it.
+        # In the worst case a save is in flight, and the final one has to wait for it.
         saves = 2 * save_s if save_s else min(UNKNOWN_SAVE * self._limit_s, UNKNOWN_SAVE_S)
         steps = STEPS * sum(max(self._recent[phase], default=0.0) for phase in ("data", "step"))
         reserve = saves + steps + max(self._recent["evaluation"], default=0.0)

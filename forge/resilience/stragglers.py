@@ -1,8 +1,8 @@
-"""Finds the rank that slows the others down, and the phase in which it does.
+"""Find the rank that slows the others down, and the slow phase.
 
-Ranks wait for each other in every step, so a step takes the same time on all of them. What differs is the time of work
-that a rank does by itself: waiting for its data, the forward of one block (once its parameters are gathered), and the
-optimizer. The forward is timed in the first microbatch of each step; on a CUDA card by events, for which nothing waits.
+Ranks wait for each other in every step, so the step time is the same on all of them. Only the time of a rank's own work
+differs: waiting for its data, the forward of one block (after its parameters are gathered), and the optimizer. The forward
+is timed in the first microbatch of each step; on a GPU by CUDA events, without a synchronisation.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from forge.runtime.causes import Cause
 log = logging.getLogger(__name__)
 
 PHASES = ("data", "forward", "optimizer")
-# A rank is named only if it costs this many seconds of a step: less happens now and then on any busy machine.
+# Report a rank only if it costs this many seconds per step: smaller delays are common on a busy machine.
 LEAST_S = 0.01
 
 
 class Stragglers(Hook):
-    """Compares all ranks every `straggler_interval` steps, and names those that make a step longer by `straggler_factor`.
+    """Compares all ranks every `straggler_interval` steps, and names those that lengthen a step by `straggler_factor`.
 
-    The forward of the last block of `parts` shows how fast this rank computes; its ranks of tensor and context parallelism
+    The forward of the last block of `parts` shows this rank's compute speed. Ranks of one tensor- or context-parallel group
     wait for each other in it, so they are slow together. `report_event(kind, **fields)` writes an event.
     """
 
@@ -47,7 +47,7 @@ class Stragglers(Hook):
         self._interval, self._factor = config.straggler_interval, config.straggler_factor
         self._report_event = report_event
         self._on_cuda = device.type == "cuda"
-        # Where on the clock a phase began and ended.
+        # Begin and end of each phase on the clock.
         self._spans: dict[str, list[tuple[Any, Any]]] = {"forward": [], "optimizer": []}
         self._data_s: list[float] = []
         self._step_s: list[float] = []
@@ -73,7 +73,7 @@ class Stragglers(Hook):
         self._spans["optimizer"].append((self._optimizer_began, self._now()))
 
     def after_step(self, step: int) -> None:
-        """Collective every `straggler_interval` steps, without a wait: the other ranks' times are read a step later."""
+        """Collective every `straggler_interval` steps, without a wait: other ranks' times are read one step later."""
         self._timing_forward = False
         if self._gathering is not None:
             self._compare(*self._gathering)
@@ -117,7 +117,7 @@ class Stragglers(Hook):
             )
 
     def _drain(self, step: int, slow: set[int]) -> None:
-        """On every rank: let the node of this rank leave the run if the rank has been slow time and again."""
+        """Let this rank's node leave the run if the rank has been slow repeatedly. Call on every rank."""
         self._slow_in_a_row = self._slow_in_a_row + 1 if dist.get_rank() in slow else 0
         if self._slow_in_a_row >= self._drain_after and may_leave():
             log.warning(
@@ -139,7 +139,7 @@ class Stragglers(Hook):
             self._timing_forward = False
 
     def _now(self) -> Any:
-        """Return a point on the clock; on CUDA one of the stream, whose time is known when the stream has passed it."""
+        """Return a point on the clock. On CUDA, an event of the stream: its time is known once the stream has passed it."""
         if not self._on_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -149,15 +149,15 @@ class Stragglers(Hook):
     def _seconds(self, spans: list[tuple[Any, Any]]) -> list[float]:
         if not self._on_cuda:
             return [ended - began for began, ended in spans]
-        # The latest steps may still be running: their times are left out instead of waiting for them.
+        # The latest steps may still be running. Their times are left out instead of waited for.
         return [began.elapsed_time(ended) / 1e3 for began, ended in spans if ended.query()]
 
 
 def slow_ranks(table: Sequence[Sequence[float]], factor: float) -> list[tuple[int, str, float, float]]:
-    """Return (rank, phase, its seconds, the median rank's) of the ranks without which a step would be shorter by `factor`.
+    """Return (rank, phase, its seconds, the median rank's) of ranks whose delay lengthens a step by `factor`.
 
-    table: for each rank the seconds of data, forward, optimizer and of the whole step. The forward of one block stands for
-    all computation: a step loses the same fraction of its time. 0 there means that the rank has timed no forward.
+    table: for each rank the seconds of data, forward, optimizer and of the whole step. One block's forward stands for all
+    computation: the step loses the same fraction of its time. A forward of 0 means that the rank has timed none.
     """
     step_s = median_low([row[len(PHASES)] for row in table])
     least = max((1 - 1 / factor) * step_s, LEAST_S)

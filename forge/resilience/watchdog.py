@@ -1,8 +1,8 @@
-"""Ends a process that hangs, after it has written where.
+"""Watchdog: end a hanging process after writing its stacks.
 
-PyTorch's own timeouts end a collective that waits. They do not see a rank that sleeps, a file system that does not answer
-or a compiler that never ends, and they write no stacks. The watchdog's thread knows what the process is doing and how long
-that may take. Every rank has one, and all ranks hang together, so all stacks are written at about the same time.
+PyTorch's own timeouts end a waiting collective. They do not see a sleeping rank, an unresponsive file system or a compiler
+that never ends, and they write no stacks. The watchdog's thread knows the process's current phase and its time limit. Every
+rank has one. All ranks hang together, so all stacks are written at about the same time.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from forge.runtime.errors import FAILED, WATCHDOG
 
 log = logging.getLogger(__name__)
 
-# If the interpreter lock is never released, our thread cannot run; C code writes the stacks this many seconds later.
+# If the interpreter lock is never released, our thread cannot run. C code then writes the stacks this many seconds later.
 NET_S = 30.0
-# A step may take this many times the median of the last ones, but LEAST_S seconds in any case: a compiler may be at work.
+# A step may take this many times the median of the last ones, and at least LEAST_S seconds: a compiler may be running.
 TIMES_MEDIAN, LEAST_S, STEPS = 20.0, 300.0, 32
-# How often in a row asking for an alarm may fail.
+# Number of consecutive failures to ask for an alarm.
 ALARM_TRIES = 3
 
 
 def bounds(config: Resilience) -> dict[str, tuple[float, str]]:
-    """Return how many seconds each phase of a run may take (0: no limit), and the key that sets it."""
+    """Return the time limit of each phase in seconds (0: no limit), and the key that sets it."""
     keys = {
         "set-up": "setup_timeout_s",
         "first step": "first_step_timeout_s",
@@ -50,9 +50,9 @@ def bounds(config: Resilience) -> dict[str, tuple[float, str]]:
 
 
 def step_bound(configured: float, seconds: Sequence[float]) -> float:
-    """Return how many seconds a step may take after steps that took `seconds`; `configured` (0: no limit) at most.
+    """Return a step's time limit in seconds, after steps of `seconds`; at most `configured` (0: no limit).
 
-    A bound that suits a first guess is dear on a thousand cards, which wait for it together.
+    A bound generous enough for the first step would be expensive on 1,000 idle GPUs.
     """
     if not configured or len(seconds) < STEPS // 4:
         return configured
@@ -60,16 +60,16 @@ def step_bound(configured: float, seconds: Sequence[float]) -> float:
 
 
 def patience(config: Resilience) -> float:
-    """Return the timeout of collectives in seconds: longer than any phase, because the watchdog knows more.
+    """Return the timeout of collectives in seconds. It is longer than any phase, because the watchdog knows more.
 
-    PyTorch's own timeout then ends what the watchdog cannot see.
+    PyTorch's own timeout then ends hangs that the watchdog cannot see.
     """
     default = 1800.0
     return max(seconds or default for seconds, _ in bounds(config).values()) + 2 * NET_S
 
 
 class Alarm(NamedTuple):
-    """Why ranks end, and the exit code with which they have to. ranks: the ones at fault, where they are known."""
+    """Why ranks end, and their exit code. ranks: those at fault, if known."""
 
     reason: str
     exit_code: int
@@ -78,18 +78,17 @@ class Alarm(NamedTuple):
 
 
 class Watchdog:
-    """Context manager in whose body each phase must end within its bound, else the process exits with code 76.
+    """Context manager; in its body each phase must end within its bound, else the process exits with code 76.
 
-    bounds: phase -> (seconds, the key that sets it); a phase that is missing or has 0 seconds has no limit, and that of a
-    step is `step_bound`. When a bound is exceeded, `stacks-rank-R.txt` (Python stacks of all threads) and
-    `collectives-rank-R` (PyTorch's flight recorder, for `torchfrtrace FOLDER --prefix collectives-rank-`) are written to
-    `folder`. Then `report(alarm, step)` is called in a thread of its own: it may write, or wait for other ranks, for at most
-    `grace_s` seconds.
+    bounds: phase -> (seconds, the key that sets it); a missing phase or 0 seconds has no limit, and steps use `step_bound`.
+    When a bound is exceeded, `stacks-rank-R.txt` (Python stacks of all threads) and `collectives-rank-R` (PyTorch's flight
+    recorder, for `torchfrtrace FOLDER --prefix collectives-rank-`) are written to `folder`. Then `report(alarm, step)` is
+    called in its own thread: it may write, or wait for other ranks, for at most `grace_s` seconds.
 
-    The same happens, with the exit code of the alarm, when `alarm()`, called every `alarm_s` seconds, returns one: a
-    collective does not always fail when a rank that takes part in it has raised, and ranks that wait for one that hangs may
-    be in another phase, with a longer bound. If `alarm` itself raises time and again, the process that the ranks met
-    through is gone, and this one ends, unless it is at its end anyway.
+    The same happens, with the alarm's exit code, when `alarm()`, called every `alarm_s` seconds, returns one. Without it, a
+    rank could wait too long: a collective does not always fail after a participant has raised, and ranks that wait for a
+    hanging one may be in a phase with a longer bound. If `alarm` itself raises repeatedly, the process with the rendezvous
+    store is gone, and this process ends, unless it is already at its end.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class Watchdog:
         self._bounds, self._folder, self._rank = bounds, folder, rank
         self._report, self._grace_s = report, grace_s
         self._alarm, self._alarm_s = alarm, alarm_s
-        # One tuple, replaced as a whole: phase, step, when it began, how long it may take.
+        # One tuple, replaced as a whole: phase, step, begin, time limit.
         self._phase = ("", 0, 0.0, math.inf)
         self._steps: deque[float] = deque(maxlen=STEPS)
         self._waits_until = math.inf
@@ -116,7 +115,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def enter(self, phase: str, step: int) -> None:
-        """Call when `phase` (of `step`) begins and the one before has ended."""
+        """Call when `phase` (of `step`) begins and the previous one has ended."""
         began, (before, _, since, _) = time.monotonic(), self._phase
         if before == "step":
             self._steps.append(began - since)
@@ -129,11 +128,11 @@ class Watchdog:
 
     @property
     def expired(self) -> bool:
-        """Whether the process is being ended."""
+        """True while the process is being ended."""
         return self._expired.is_set()
 
     def wait_for_end(self) -> None:
-        """Do not return if the process is being ended, so that an error caused by a peer's end does not end it first."""
+        """Block for ever if the process is being ended, so that an error caused by a peer's end does not end it first."""
         while self.expired:
             time.sleep(1)
 
@@ -167,7 +166,7 @@ class Watchdog:
             if began + seconds < deadline:
                 continue  # an earlier deadline was set between the two lines above, and `enter` did not wake us
             if deadline < math.inf:
-                # Not sys.stderr: a test runner's has no file descriptor.
+                # Not sys.stderr: under a test runner it has no file descriptor.
                 if sys.__stderr__ is not None:
                     seconds = deadline - now + NET_S
                     faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
@@ -191,7 +190,7 @@ class Watchdog:
                     continue
                 if self._phase[0] == "end":
                     return
-                reason = f"the process through which the ranks met is gone: {error}"
+                reason = f"the process with the rendezvous store is gone: {error}"
                 alarm = Alarm(reason, FAILED, Cause.RENDEZVOUS_LOST)
             if alarm is not None and not self._closed.is_set():
                 return self._end(alarm, self._phase[1])
@@ -201,7 +200,7 @@ class Watchdog:
             return  # the other thread ends the process
         self._expired.set()
         faulthandler.cancel_dump_traceback_later()
-        # What hangs, such as a file system or a lock of logging, may hang the reporting too.
+        # The hanging resource, e.g. a file system or a lock of logging, may hang the report, too.
         reporting = threading.Thread(
             target=self._write_report, args=(alarm, step), name="crash-report", daemon=True
         )

@@ -90,7 +90,7 @@ def test_damaged_and_incomplete_copies_are_passed_over(tmp_path, caplog) -> None
     (tmp_path / "bucket" / step_name(30) / "__0_0.distcp").write_bytes(b"other")
     (tmp_path / "bucket" / step_name(20) / "manifest.json").unlink()
     assert restore(url(tmp_path), tmp_path / "new") == 10
-    assert "is not what was saved" in caplog.text and "manifest.json is missing" in caplog.text
+    assert "differs from its saved content" in caplog.text and "manifest.json is missing" in caplog.text
     (tmp_path / "bucket" / step_name(10) / "tokenizer" / "model").unlink()
     with pytest.raises(UserError, match=r"none of its checkpoints \[10, 20, 30\] can be used"):
         restore(url(tmp_path), tmp_path / "newer")

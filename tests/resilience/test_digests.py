@@ -52,7 +52,7 @@ def flip(tensor: torch.Tensor, element: int, bit: int) -> torch.Tensor:
 
 def test_n3_the_rank_that_differs_from_most_is_named_on_all_ranks() -> None:
     reports = run_ranks(_compare, 4, 2)
-    assert reports == [["b on rank 2 is not what the other ranks hold"]] * 4
+    assert reports == [["b on rank 2 differs from the other ranks"]] * 4
 
 
 def test_n3_of_two_copies_both_are_named_and_ranks_without_copies_know_it_too() -> None:
