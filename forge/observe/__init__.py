@@ -1,1 +1,1 @@
-"""What a run reports: its directory, metrics, events, TensorBoard, logs, memory and progress line."""
+"""Reports of a run: its directory, metrics, events, TensorBoard, logs, memory and progress line."""

@@ -1,4 +1,4 @@
-"""Python's garbage collector at chosen steps only: at a random time it stops one rank, and all ranks that wait for it."""
+"""Garbage collection at chosen steps only. At a random time it would stop one rank, and so all ranks that wait for it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from forge.hook import Hook
 class Collector(Hook):
     """Replaces automatic collections during a run by one every `interval` steps.
 
-    What exists before the run (modules, model, optimizer) is collected once and then frozen: later collections skip it.
+    Objects from before the run (modules, model, optimizer) are collected once and then frozen: later collections skip them.
     Every rank collects at the same steps, so that all pause together, and only young objects (generation 1), which takes
-    milliseconds. Interval 0 keeps automatic collection. The time of collections is counted in both cases.
+    milliseconds. Interval 0 keeps automatic collection. Collection time is counted in both cases.
     """
 
     def __init__(self, interval: int):
@@ -36,7 +36,7 @@ class Collector(Hook):
             gc.collect(1)
 
     def take_seconds(self) -> float:
-        """Return the seconds that collections took since the last call."""
+        """Return the seconds spent in collections since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 

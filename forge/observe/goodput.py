@@ -1,4 +1,4 @@
-"""Where the wall time of a run went, over all its starts: into steps that count, and into everything else."""
+"""Goodput: the wall time of a run over all its starts, split into steps that count and everything else."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 
 from forge.observe.progress import format_duration
 
-# In the order of the table. A run exists for "steps" only.
+# In the order of the table. Only "steps" is useful time.
 KINDS = ("steps", "set-up", "first step", "data", "evaluation", "save", "repeated steps", "down")
 
 
 @dataclass
 class Past:
-    """What earlier starts of a run did: seconds by kind up to `until`, and the last step that they made."""
+    """Totals of earlier starts of the run: seconds by kind up to `until`, and their last step."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     step: int = 0
@@ -35,8 +35,8 @@ class Past:
 def read_past(events: Path, status: Path) -> Past:
     """Read events.jsonl and status.json, before this start writes to them.
 
-    A goodput event has all seconds so far, but is written only now and then. The time from the last one to the death of a
-    killed process is estimated from its later events and its status. Torn lines are skipped.
+    A goodput event has all seconds so far, but is written only now and then. After the last one, a killed process's time is
+    estimated from its later events and its status. Torn lines are skipped.
     """
     past, kind = Past(), "set-up"
     for line in events.read_bytes().splitlines() if events.exists() else ():
@@ -60,10 +60,10 @@ def read_past(events: Path, status: Path) -> Past:
 
 
 class Ledger:
-    """Counts the time of this process by kind, as a listener to phases, on top of `past`.
+    """Counts this process's time by kind, as a listener to phases, on top of `past`.
 
-    began: when the process began, on the monotonic clock. `report_event("goodput", ...)` is called after the first step and
-    after each save, so that little is lost when the process is killed.
+    began: start of the process on the monotonic clock. `report_event("goodput", ...)` is called after the first step and
+    after each save, so that a killed process loses little.
     """
 
     def __init__(self, past: Past, began: float, report_event: Callable[..., None]):
@@ -76,7 +76,7 @@ class Ledger:
             self._seconds["down"] += max(0.0, start - past.until.timestamp())
 
     def enter(self, phase: str, step: int) -> None:
-        """Call when `phase` (of `step`) begins and the one before has ended."""
+        """Call when `phase` (of `step`) begins and the previous one has ended."""
         ended = self._phase
         self.seconds()  # counts the phase that ended
         in_step = phase in ("data", "step", "first step")

@@ -1,4 +1,4 @@
-"""Peak throughput of cards, memory in use, the age of a process, and the versions that it runs on."""
+"""GPU peak throughput, memory in use, the age of a process, and library versions."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from forge.runtime import compat
 GIB = 1024**3
 
 # Dense peak in TFLOP/s by the exact name that CUDA reports: bfloat16 with float32 accumulation, TF32, float32 without
-# tensor cores, float64, and float8 with float32 accumulation. Source: the vendor's data sheet of each card (NVIDIA's
-# architecture white paper for GeForce and RTX cards); where a sheet gives a figure only "with sparsity", half of it.
-# None: the sheet does not give it, or the card (before Ada) has no float8. A card with another name, such as an OEM variant
-# with other clocks, has no known peak: a wrong MFU is worse than none.
+# tensor cores, float64, and float8 with float32 accumulation. Source: the vendor's data sheet of each GPU (NVIDIA's
+# architecture white paper for GeForce and RTX); for a figure given only "with sparsity", half of it.
+# None: not in the sheet, or the GPU (before Ada) has no float8. A GPU with another name, e.g. an OEM variant with other
+# clocks, has no known peak: a wrong MFU is worse than none.
 _PEAK_TFLOPS: dict[str, tuple[float, float, float, float | None, float | None]] = {
     "NVIDIA GB200": (2500, 1250, 80, 40, 5000),
     "NVIDIA B200": (2250, 1100, 75, 37, 4500),
@@ -48,16 +48,16 @@ _PEAK_TFLOPS: dict[str, tuple[float, float, float, float | None, float | None]] 
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype | str) -> float | None:
-    """Return the dense peak of `device` for matrix products in `dtype`, in FLOP/s; None if it is not known.
+    """Return the dense peak of `device` for matrix products in `dtype`, in FLOP/s; None if unknown.
 
-    `dtype` is a torch dtype or its name, or `float8` for any of its formats. float32 means TF32 if torch is set to use it
-    for float32 products.
+    dtype: a torch dtype or its name, or `float8` for any of its formats. float32 means TF32 if torch is set to use it for
+    float32 products.
     """
     return card_peak_flops(torch.cuda.get_device_name(device) if device.type == "cuda" else "", dtype)
 
 
 def card_peak_flops(card: str, dtype: torch.dtype | str) -> float | None:
-    """Return the same of the card with this name."""
+    """Return the same for the GPU of this name."""
     bfloat16, tf32, float32, float64, float8 = _PEAK_TFLOPS.get(card, (None,) * 5)
     tflops = {
         "float8": float8,
@@ -69,14 +69,14 @@ def card_peak_flops(card: str, dtype: torch.dtype | str) -> float | None:
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """Return what a run computes with: versions of the libraries, the machine's system and its card."""
+    """Return the run's software and hardware: library versions, operating system and GPU."""
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({os.cpu_count()} cores)"
     cuda = {"cuda": str(torch.version.cuda)} if device.type == "cuda" else {}
     return {**compat.versions(), **cuda, "system": platform.platform(), "device": card}
 
 
 def memory_gib(device: torch.device) -> float:
-    """Return the peak memory in GiB: on CUDA reserved on the card, else resident in this process."""
+    """Return the peak memory in GiB: on CUDA the allocator's reserved memory, else the process's resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / GIB
     return most_resident() / GIB
@@ -84,7 +84,7 @@ def memory_gib(device: torch.device) -> float:
 
 def most_resident() -> int:
     """Return the peak resident memory of this process, in bytes."""
-    # The unit of ru_maxrss is KiB, on macOS bytes.
+    # ru_maxrss is in KiB, on macOS in bytes.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

@@ -1,4 +1,4 @@
-"""metrics.jsonl and events.jsonl: append-only files of one JSON object a line, which survive torn lines and full disks."""
+"""metrics.jsonl and events.jsonl: append-only files with one JSON object per line; robust to torn lines and full disks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _finite(value: Any) -> Any:
 
 
 def read_lines(path: Path, needed: str) -> list[dict[str, Any]]:
-    """Return the objects of a .jsonl file that have the key `needed`; a line torn by a kill is left out."""
+    """Return the objects of a .jsonl file with the key `needed`; skip a line torn by a kill."""
     lines = []
     for line in path.read_bytes().splitlines() if path.exists() else ():
         with suppress(ValueError):
@@ -51,7 +51,7 @@ def read_lines(path: Path, needed: str) -> list[dict[str, Any]]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the object in a .json file; an empty one if it cannot be read."""
+    """Return the object in a .json file; an empty dict if it cannot be read."""
     with suppress(OSError, ValueError):
         found = json.loads(path.read_text("utf-8"))
         if isinstance(found, dict):
@@ -60,7 +60,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 class JsonLines:
-    """Appends objects to `path`, which is opened at the first one. When `append` returns, SIGKILL loses nothing."""
+    """Appends objects to `path`, opened at the first append. Once `append` returns, SIGKILL loses nothing."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -69,7 +69,7 @@ class JsonLines:
         self._warned = False
 
     def append(self, **fields: Any) -> None:
-        """Write one line. Lines that a full disk refuses are kept, with a warning, and written with the next."""
+        """Write one line. A line that a full disk refuses is kept, with a warning, and written with the next one."""
         self._unwritten += encode(fields)
         try:
             descriptor = self._open()
@@ -83,7 +83,7 @@ class JsonLines:
             self._warned = True
 
     def sync(self) -> None:
-        """Put all lines on disk: a crash of the machine then loses none of them. A failure is logged."""
+        """Sync all lines to disk, so that a crash of the machine loses none. A failure is logged."""
         try:
             os.fsync(self._open())
         except OSError as error:
@@ -108,10 +108,10 @@ class JsonLines:
         return self._descriptor
 
     def cut(self, after_step: int, aside: bool = False) -> Path | None:
-        """Drop all lines whose `step` is greater than `after_step`, so that a resumed run writes no step twice.
+        """Drop all lines with a `step` greater than `after_step`, so that a resumed run writes no step twice.
 
-        A line torn by a kill, or unreadable, is dropped too. The file is replaced atomically, if at all; lines that wait
-        for room on the disk are cut with it. With `aside`, the file as it was is kept under the name that is returned.
+        Torn and unreadable lines are dropped too. The file is replaced atomically, if at all. Lines that wait for room on
+        the disk are cut like the others. With `aside`, keep the old file and return its new name.
         """
         self.close()
         written = self.path.read_bytes() if self.path.exists() else b""
@@ -151,9 +151,9 @@ class JsonLines:
 
 
 def warn_of_gap(path: Path, step: int, interval: int) -> None:
-    """Log that training lines before `step` are missing, if the last one is more than its usual distance before it.
+    """Log missing training lines before `step`, if the last one is further away than usual.
 
-    interval: the usual distance, in steps; that of the last lines in the file counts if it is greater.
+    interval: usual distance in steps; a greater distance between the last lines in the file counts instead.
     """
     steps = [0, *(line["step"] for line in read_lines(path, "loss"))]
     usual = max(interval, *map(operator.sub, steps[-10:], [0, *steps][-11:-1]))

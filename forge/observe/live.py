@@ -1,4 +1,4 @@
-"""A live view of a run on a terminal: the curve of the loss, rates, remaining time, and what happened last.
+"""Live view of a run on a terminal: loss curve, rates, remaining time, and the latest messages.
 
 The view is the last lines of the terminal. Log messages go above it, and each new line of the metrics redraws it.
 """
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TextIO
 from forge.observe.progress import format_line
 
 ROWS, LEAST_COLUMNS = 6, 40
-# Points of a curve that are kept: an even number, and more than a terminal has columns.
+# Points kept per curve: an even number, above the columns of any terminal.
 MOST = 1024
 BLOCKS = " ▁▂▃▄▅▆▇█"
 PLAIN = " .:-=+*##"
@@ -21,7 +21,7 @@ UP_AND_CLEAR = "\033[{}A\033[J"
 
 
 class Progress(NamedTuple):
-    """What a training line of the metrics has for people: `fields` as in metrics.jsonl."""
+    """The readable part of a training line of the metrics. fields: as in metrics.jsonl."""
 
     fields: Mapping[str, Any]
     total_steps: int
@@ -32,7 +32,7 @@ class Progress(NamedTuple):
 
 
 class Means:
-    """A curve of any length as at most MOST means, each of as many values; of the values that are left over the last one."""
+    """A curve of any length as at most MOST means of equally many values; the last mean has the remaining values."""
 
     def __init__(self) -> None:
         self._means: list[float] = []
@@ -50,7 +50,7 @@ class Means:
 
     @property
     def values(self) -> list[float]:
-        """The means, the oldest first."""
+        """Return the means, the oldest first."""
         return [*self._means, self._sum / self._count] if self._count else list(self._means)
 
 
@@ -96,7 +96,7 @@ class LiveHandler(logging.StreamHandler[TextIO]):
             return 80
 
     def _view(self, progress: Progress, columns: int) -> list[str]:
-        """Return the lines of the view, none of which is as wide as the terminal: it would break them."""
+        """Return the lines of the view, each shorter than the terminal's width, which would break longer ones."""
         step, total = progress.fields["step"], progress.total_steps
         width = columns - 1
         share = min(1.0, step / max(1, total))
@@ -114,9 +114,9 @@ class LiveHandler(logging.StreamHandler[TextIO]):
 
 
 def draw_curve(values: Sequence[float], rows: int, columns: int, blocks: str) -> list[str]:
-    """Return the curve as `rows` lines of text with the largest and the smallest value at their left; none of no values.
+    """Return the curve as `rows` lines of text with its largest and smallest value at the left; none without values.
 
-    Where there are more values than columns, each column shows the mean of its share of them.
+    With more values than columns, each column shows the mean of its share of them.
     """
     if not values:
         return []
@@ -127,7 +127,7 @@ def draw_curve(values: Sequence[float], rows: int, columns: int, blocks: str) ->
         means.append(sum(part) / len(part))
     low, high = min(means), max(means)
     steps = rows * (len(blocks) - 1)
-    # At least one step, so that the smallest value is seen.
+    # At least one step, so that the smallest value is visible.
     heights = [1 + round((mean - low) / (high - low or 1.0) * (steps - 1)) for mean in means]
     lines = []
     for row in reversed(range(rows)):

@@ -15,7 +15,7 @@ from forge.runtime.causes import Cause
 from forge.runtime.errors import redact
 from forge.runtime.terminal import patient
 
-# It warns at every redistribution on a mesh of two axes, such as that of each gradient norm; ours are intended.
+# It warns at every redistribution on a mesh of two axes, e.g. for each gradient norm; ours are intended.
 _NOISY = "torch.distributed.tensor._redistribute"
 _handlers: list[logging.Handler] = []
 log = logging.getLogger(__name__)
@@ -24,11 +24,11 @@ log = logging.getLogger(__name__)
 def setup_logging(rank: int, folder: Path, live: bool = False) -> None:
     """Send log messages to stderr and to `folder`/rank-R.log. A repeated call replaces the earlier set-up.
 
-    live: where stderr is a terminal, rank 0 keeps a live view below its messages.
+    live: on a terminal, rank 0 keeps a live view below its messages.
 
-    forge's own messages are logged from INFO up, all others, with Python's warnings, from WARNING up. On stderr rank 0
-    prints them all, other ranks only errors, with their rank. No message waits for the reader of stderr. If the folder
-    cannot be written to, one warning is logged.
+    forge's own messages are logged from INFO up, all others, with Python's warnings, from WARNING up. Rank 0 prints them all
+    to stderr; other ranks print only errors, with their rank. No message waits for the reader of stderr. One warning is
+    logged if the folder is not writable.
     """
     reset_logging()
     logging.getLogger().setLevel(logging.WARNING)
@@ -52,7 +52,7 @@ def setup_logging(rank: int, folder: Path, live: bool = False) -> None:
 
 
 def reset_logging() -> None:
-    """Remove what `setup_logging` added and close the file."""
+    """Undo `setup_logging` and close the file."""
     while _handlers:
         handler = _handlers.pop()
         logging.getLogger().removeHandler(handler)
@@ -79,7 +79,7 @@ class _RankFile(logging.FileHandler):
 
 
 class _Redacting(logging.Formatter):
-    """Replaces the secrets of URLs, also in tracebacks and in messages of other packages."""
+    """Redacts secrets of URLs, also in tracebacks and in messages of other packages."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redact(super().format(record))
@@ -88,7 +88,7 @@ class _Redacting(logging.Formatter):
 class _Dated(_Redacting):
     """Gives the local time with its offset from UTC, so that logs can be read on another machine.
 
-    `mark` is the record's cause, for programs: `[killed]`, or `[killed:2,3]` where it names ranks; empty without a cause.
+    `mark` is the record's cause, for programs: `[killed]`, or `[killed:2,3]` with ranks; empty without a cause.
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:
@@ -104,7 +104,7 @@ class _Dated(_Redacting):
 class _Short(_Redacting):
     """`12:03:44 message`, with the level from WARNING up, and with the rank if that is not 0.
 
-    The first line of a new day begins with its date.
+    The first line of a new day begins with the date.
     """
 
     def __init__(self, rank: int):
@@ -121,7 +121,7 @@ class _Short(_Redacting):
 
 
 def _route_torch() -> None:
-    """Send torch's messages to our handlers instead of its own, which print on every rank; not if TORCH_LOGS is set."""
+    """Send torch's messages to our handlers; its own print on every rank. Does nothing if TORCH_LOGS is set."""
     logging.getLogger(_NOISY).setLevel(logging.ERROR)
     if "TORCH_LOGS" in os.environ:
         return

@@ -1,6 +1,6 @@
-"""A table of what the memory of this rank holds, logged after the first step.
+"""Memory table of this rank, logged after the first step.
 
-It is counted from shards and optimizer state, so it is the same for every engine and layout.
+It is counted from shards and optimizer state, so it works for every engine and layout.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _NOTES = {
 class MemoryReport(Hook):
     """Logs the table after the first step, and reports its bytes as an event: `report_event(kind, **fields)`.
 
-    Activations are the peak of the first step without parameters, gradients and optimizer state: on CUDA as counted by the
-    allocator, on the CPU by the growth of the process, which is less exact. They include logits and communication buffers.
+    Activations are the peak of the first step minus parameters, gradients and optimizer state: on CUDA from the allocator's
+    counters, on the CPU from the growth of the process, which is less exact. They include logits and communication buffers.
     """
 
     def __init__(self, device: torch.device, report_event: Callable[..., None] = lambda *_, **__: None):
@@ -43,14 +43,14 @@ class MemoryReport(Hook):
     def count_state(
         self, of_model: Mapping[str, int], optimizer: Iterable[tuple[str, Shard, Tensor]]
     ) -> None:
-        """Count the state of this rank: the model's bytes by kind, and the optimizer's tensors as (slot, shard, values)."""
+        """Count this rank's state: the model's bytes by kind, and the optimizer's tensors as (slot, shard, values)."""
         self.bytes |= {kind: size for kind, size in of_model.items() if size}
-        # Offloaded state is not in the memory of the device.
+        # Offloaded state is not in device memory.
         here = (values for _, _, values in optimizer if values.device.type == self.device.type)
         self.bytes["optimizer"] = sum(values.nbytes for values in here)
 
     def per_parameter(self, parameters: int) -> str:
-        """Return the bytes of this rank for each of the model's `parameters`, as a line of the log."""
+        """Return this rank's bytes for each of the model's `parameters`, as a log line."""
         each = ", ".join(f"{kind} {size / parameters:.2f}" for kind, size in self.bytes.items())
         return f"{sum(self.bytes.values()) / parameters:.2f} bytes per parameter on this rank: {each}"
 
@@ -74,7 +74,7 @@ class MemoryReport(Hook):
         self._report_event("memory", **{f"{name}_bytes": size for name, size in self.bytes.items()})
 
     def table(self) -> str:
-        """Return what has been counted so far: a line for each kind, in GiB."""
+        """Return the counts so far: a line for each kind, in GiB."""
         rows = [
             f"  {name:<13}{size / GIB:10.3f} GiB{_NOTES.get(name, '')}" for name, size in self.bytes.items()
         ]
@@ -84,7 +84,7 @@ class MemoryReport(Hook):
         return "\n".join([f"memory of this rank {where}:", *(rows or ["  nothing is built yet"])])
 
     def state_dominates(self) -> bool:
-        """Return whether parameters, gradients and optimizer take most of the memory, as far as that is known."""
+        """Return whether parameters, gradients and optimizer use most of the memory, as far as known."""
         if not self.step:
             return True
         if self._on_card:
@@ -96,7 +96,7 @@ class MemoryReport(Hook):
 
 
 def _resident() -> int:
-    """Return the resident bytes of this process; without /proc, their peak."""
+    """Return the resident bytes of this process; their peak if the system has no /proc."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     except OSError:

@@ -1,4 +1,4 @@
-"""Writes what is measured of a run: metrics.jsonl, TensorBoard and the progress line. It decides nothing."""
+"""Write the run's measurements to metrics.jsonl, TensorBoard and the progress line. This module decides nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class MetricsWriter(Hook):
-    """Writes at most one line for each step, on the first rank only. `report_step(step)` is called with each line."""
+    """Writes at most one line per step, on the first rank only. `report_step(step)` is called with each line."""
 
     def __init__(
         self,
@@ -67,12 +67,12 @@ class MetricsWriter(Hook):
         self._restart_means()
 
     def set_step(self, tokens: int, flops_per_token: float) -> None:
-        """From here on a step trains on so many tokens, each of so many operations."""
+        """Set tokens per step and FLOPs per token, from the next step on."""
         self._tokens_per_step = tokens
         self._mfu_of_rate = mfu_of_rate(self._config, self._device, self._world_size, flops_per_token)
 
     def wants_routers(self, step: int) -> bool:
-        """Whether routers' values of this step are written."""
+        """Return whether router values of this step are written."""
         return self.is_due(step) or is_monitored(self._config.metrics, step)
 
     def before_data(self, step: int) -> None:
@@ -85,10 +85,10 @@ class MetricsWriter(Hook):
         self._step_data_s = time.perf_counter() - self._step_began
 
     def after_step(self, step: int) -> None:
-        """Count the wall time of this step; what evaluations and saves take is a pause after it.
+        """Count this step's wall time; the time of evaluations and saves counts as a pause after it.
 
-        On a GPU the host waits for a step's work in the next one, so a mean over some steps is exact but for a shift by
-        one step.
+        On a GPU the host waits for a step's work during the next step, so a mean over several steps is exact except for a
+        shift by one step.
         """
         assert self._step_began is not None
         self._step_ended = time.perf_counter()
@@ -100,7 +100,7 @@ class MetricsWriter(Hook):
         self._gc_s += self._collector.take_seconds()
 
     def after_result(self, result: StepResult) -> None:
-        if self._step_began is None:  # between steps: the wait belongs to the step that it is for
+        if self._step_began is None:  # between steps: the wait belongs to its own step
             self._seconds += result.waited_s
         self._steps += 1
         if self.is_due(result.step) or result.skipped:
@@ -113,13 +113,13 @@ class MetricsWriter(Hook):
         return self._log is not None and (self.is_due(result.step) or result.skipped)
 
     def publish(self, step: int, fields: Mapping[str, Any]) -> None:
-        """Add fields to the training line of `step`. For hooks that precede this one: its `after_result` writes the line."""
+        """Add fields to the training line of `step`. Call before this hook's `after_result`, which writes the line."""
         if self._published.get("step") != step:
             self._published = {"step": step}
         self._published |= fields
 
     def before_save(self, step: int) -> None:
-        """Put the curves so far into the file: a run that resumes at this step continues them."""
+        """Write buffered curves to the file: a run resumed at this step continues them."""
         self._board.flush()
 
     def after_run(self) -> None:
@@ -128,10 +128,10 @@ class MetricsWriter(Hook):
             tracker.close()
 
     def restart_from(self, step: int, aside: bool = False) -> Path | None:
-        """Remove what has been written about later steps than `step` (-1: everything): they are made again.
+        """Remove the output of steps after `step` (-1: of all steps), which are about to be repeated.
 
-        With `aside`, metrics.jsonl as it was is kept under the name that is returned. Collective. Raises UserError (exit 1)
-        on all ranks if metrics.jsonl cannot be cut.
+        With `aside`, keep the old metrics.jsonl and return its new name. Collective. Raises UserError (exit 1) on all ranks
+        if metrics.jsonl cannot be cut.
         """
         self._restart_means()
         self._board.discard_after(max(step, 0))
@@ -144,18 +144,18 @@ class MetricsWriter(Hook):
 
         kept = on_first_rank("cutting metrics.jsonl", cut)
         for tracker in self._trackers:
-            # A resumed run makes the steps behind its checkpoint again as they were; after a roll-back they are others.
+            # A resumed run repeats the steps after its checkpoint exactly; after a roll-back they differ.
             tracker.discard_after(step, self._has_run or step < 0)
         self._has_run = True
         return kept
 
     def sync(self) -> None:
-        """Put all lines of metrics.jsonl on disk."""
+        """Sync all lines of metrics.jsonl to disk."""
         if self._log is not None:
             self._log.sync()
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Add numbers to curves of TensorBoard, by name such as `my/number`."""
+        """Add numbers to TensorBoard curves, by name, e.g. `my/number`."""
         self._show(step, values)
 
     def evaluation(self, step: int, losses: Mapping[str, float]) -> None:
@@ -167,7 +167,7 @@ class MetricsWriter(Hook):
         log.info("step %d  %s", step, "  ".join(f"eval {name} {loss:.4f}" for name, loss in losses.items()))
 
     def monitors(self, step: int, found: Mapping[str, Any]) -> None:
-        """Write a line of monitors: numbers by name, in groups of layers or parameters."""
+        """Write a line of monitors: numbers by name, grouped by layers or parameters."""
         if self._log is not None:
             self._log.append(step=step, monitors=dict(found))
             self._show(step, dict(_curves({"monitors": found})))
@@ -202,11 +202,11 @@ class MetricsWriter(Hook):
             tracker.scalars(step, values)
 
     def is_due(self, step: int) -> bool:
-        """Whether a line is written about this step, whatever comes of it."""
+        """Return whether a line is written for this step, independently of its result."""
         return self._is_multiple(step, self._config.metrics.log_interval) or self._map_is_due(step)
 
     def _map_is_due(self, step: int) -> bool:
-        """Whether the load of every single expert is written."""
+        """Return whether the load of every single expert is written."""
         interval = self._config.metrics.expert_map_interval
         return self._config.model.moe is not None and interval > 0 and self._is_multiple(step, interval)
 
@@ -254,27 +254,27 @@ class MetricsWriter(Hook):
         log.info("%s", progress.text(), extra={"progress": progress})
 
     def _steps_left(self, result: StepResult) -> float:
-        """Return the rest of the run, in steps of the present size."""
+        """Return the remaining run in steps of the present size."""
         total = self._phases.tokens_after(self._config.train.steps)
         return max(0, total - result.tokens) / self._phases.at(result.tokens).tokens
 
     def _restart_means(self) -> None:
-        """Times since the last line."""
+        """Start new means for the next line."""
         self._steps, self._seconds, self._data_s, self._gc_s = 0, 0.0, 0.0, 0.0
 
 
 def mfu_of_rate(
     config: Config, device: torch.device, world_size: int, flops_per_token: float
 ) -> float | None:
-    """The model FLOPs utilisation at one token per second of the whole run; None where the peak is not known."""
-    # Float8 products count against the card's float8 peak: against bfloat16's, MFU could exceed one.
+    """Return the model FLOPs utilisation at one token per second for the whole run; None if the peak is unknown."""
+    # Float8 products count against the GPU's float8 peak: against bfloat16's, MFU could exceed one.
     products = config.precision.compute if config.precision.float8 == "none" else "float8"
     peak = config.metrics.peak_tflops * 1e12 or peak_flops(device, products)
     return flops_per_token / (peak * world_size) if peak else None
 
 
 def _nested(name: str, found: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
-    """Names and values of numbers in groups: `monitors/activations/3/rms`. Lists, such as counts of experts, are left out."""
+    """Yield names and values of grouped numbers: `monitors/activations/3/rms`. Lists, e.g. expert counts, are left out."""
     for key, value in found.items():
         if isinstance(value, Mapping):
             yield from _nested(f"{name}/{key}", value)
@@ -283,14 +283,14 @@ def _nested(name: str, found: Mapping[str, Any]) -> Iterator[tuple[str, float | 
 
 
 def history(path: Path) -> Iterator[tuple[int, dict[str, float | None]]]:
-    """Yield step and curves of each line of metrics.jsonl."""
+    """Yield step and curves of each line in metrics.jsonl."""
     for line in read_lines(path, "step"):
         if curves := dict(_curves(line)):
             yield line["step"], curves
 
 
 def flat(section: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the keys of a configuration, such as `train.steps`, with their values."""
+    """Yield the keys of a configuration, e.g. `train.steps`, with their values."""
     for key, value in section.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{before}{key}.")
@@ -299,7 +299,7 @@ def flat(section: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, An
 
 
 def _curves(fields: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
-    """Names and values for TensorBoard and trackers, from the fields of a line."""
+    """Yield names and values for TensorBoard and trackers from the fields of a line."""
     for name, value in fields.items():
         if name in ("eval", "monitors", "routers", "epochs", "sources", "tasks"):
             yield from _nested(name, value)

@@ -1,15 +1,15 @@
-"""Monitors: what a step is like inside the model, in few numbers for each layer and each matrix, equal on all layouts.
+"""Monitors: statistics of a step inside the model, a few numbers per layer and per matrix, equal in all layouts.
 
-Every number is a sum, a count or a maximum over what this rank has, so that the numbers of all ranks add up to those of one
-process: a mean is a sum divided by a count that was summed in the same way, so what several ranks compute twice cancels
-out. All of them are in one device vector, which takes one all-reduce, a sum, over all ranks: each rank writes its maxima to
-a row of its own, which is zero on all others, and takes the maximum of the rows afterwards. Nothing waits for the device.
+Every number is a sum, a count or a maximum over this rank's data, so the ranks' numbers combine to those of one process. A
+mean is a sum divided by a count, both summed over ranks, so duplicated work cancels out. All numbers are in one device
+vector, summed by one all-reduce over all ranks. For maxima each rank writes to its own row, zero on all other ranks, and the
+maximum over the rows is taken afterwards. Nothing waits for the device.
 
-    activations  behind each block: root mean square and largest absolute value; and of each feed-forward the share of
-                 dead units (open for less than one token in a thousand) and of saturated ones (for all but one in a
-                 thousand). A unit is open for a token where its gate w1 x is positive
-    attention    largest logit and mean entropy of the softmax, of QUERIES queries evenly spread over each sequence: all of
-                 them would cost as much as attention itself
+    activations  after each block: root mean square and largest absolute value; and for each feed-forward the share of dead
+                 units (open for less than one token in a thousand) and of saturated units (open for all but one in a
+                 thousand). A unit is open for a token if its gate w1 x is positive
+    attention    largest logit and mean entropy of the softmax, for QUERIES queries evenly spread over each sequence: all
+                 queries would cost as much as attention itself
     experts      mean entropy of a router's scores, and of the load: 1 is even, 0 is one expert for all
     gradients    L2 norm of the gradient of each parameter, before clipping
     weights      L2 norm of each parameter, after the update
@@ -42,16 +42,16 @@ MATRICES = ("gradients", "weights", "updates")
 
 
 def is_monitored(config: Metrics, step: int) -> bool:
-    """Whether `step` is one whose monitors are reported."""
+    """Return whether the monitors of `step` are reported."""
     return config.monitor_interval > 0 and (step == 1 or step % config.monitor_interval == 0)
 
 
 class Monitors:
-    """The monitors `chosen` of a model, of which this rank has `parts` and `shards`; which begin in each monitored step.
+    """The monitors `chosen` of a model. Each monitored step starts with `begin`.
 
-    names: the parameters of the whole model. n_layers, units: its layers, and the most units of a feed-forward in them.
-    world: this rank's number, and how many ranks there are; tp: the same among the ranks of tensor parallelism. compiled:
-    what lies within the graph of a compiled block, attention and units, is not measured.
+    parts, shards: this rank's. names: the parameters of the whole model. n_layers: of the whole model. units: the largest
+    number of units of a feed-forward. world: (this rank, number of ranks); tp: the same within tensor parallelism.
+    compiled: blocks are compiled, so attention and units, inside their graph, are not measured.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Monitors:
         self._own_maxima = self._sums["maxima"][rank]
         activations, attention = self._own_maxima
         self._maxima = {"activations": activations, "attention": attention}
-        # Views of each layer's numbers, made once: a step makes none.
+        # Views of each layer's numbers, made once rather than in each step.
         self._of_layer = {
             name: [row.unbind() for row in view.unbind()]
             for name, view in self._sums.items()
@@ -102,7 +102,7 @@ class Monitors:
         self._index: dict[tuple[int, ...], Tensor] = {}
 
     def begin(self) -> None:
-        """Begin a monitored step: install what watches the forwards."""
+        """Begin a monitored step: hook the forwards."""
         self.remove()
         self._flat.zero_()
         self._own_maxima.fill_(-torch.inf)
@@ -110,7 +110,7 @@ class Monitors:
             self._watch(layer, block)
 
     def remove(self) -> None:
-        """Remove what watches the forwards; nothing is left in the model."""
+        """Remove the hooks; nothing is left in the model."""
         for handle in self._handles:
             handle()
         self._handles.clear()
@@ -118,19 +118,19 @@ class Monitors:
         self._before = []
 
     def count_gradients(self, shards: Sequence[Shard]) -> None:
-        """Call when the gradients of the global batch are in the shards."""
+        """Call once the gradients of the global batch are in the shards."""
         if "gradients" in self._chosen:
             self._add_squares(
                 "gradients", [(shard, shard.grad) for shard in shards if shard.grad is not None]
             )
 
     def before_update(self, shards: Sequence[Shard]) -> None:
-        """Keep the parameters of before the update; by now the activations of the step are freed."""
+        """Copy the parameters before the update; by now the step's activations are freed."""
         if "updates" in self._chosen:
             self._before = [(shard, shard.data.clone()) for shard in _counted(shards)]
 
     def after_update(self, shards: Sequence[Shard]) -> None:
-        """Count what the update has changed."""
+        """Count the changes of the update."""
         if "updates" in self._chosen:
             changes = [(shard, before.sub_(shard.data)) for shard, before in self._before]
             self._add_squares("updates", changes)
@@ -139,7 +139,7 @@ class Monitors:
             self._add_squares("weights", [(shard, shard.data) for shard in shards])
 
     def reduce(self) -> Tensor:
-        """Return the numbers of the step as a device vector for `read`, equal on all ranks. Collective over all ranks."""
+        """Return the step's numbers as a device vector for `read`, equal on all ranks. Collective over all ranks."""
         dist.all_reduce(self._flat)
         parts = [self._sums[name] for name in self._reported_sums]
         if "units" in self._sums:
@@ -158,7 +158,7 @@ class Monitors:
         return [name for name in self._sums if name not in ("maxima", "units")]
 
     def read(self, values: Sequence[float]) -> dict[str, Any]:
-        """Return the monitors by name, from the numbers that `reduce` returned; layers and parameters by name."""
+        """Return the monitors from the result of `reduce`: by monitor name, then layer or parameter name."""
         vector, found = torch.tensor(values, dtype=torch.float64), dict[str, Any]()
         cut: dict[str, Tensor] = {}
         at = 0
@@ -193,7 +193,7 @@ class Monitors:
         return torch.ones(len(self._maxima["activations"]))
 
     def _add_squares(self, name: str, tensors: Sequence[tuple[Shard, Tensor]]) -> None:
-        """Add the sum of squares of each shard's tensor to the row of its parameter; each element on one rank only."""
+        """Add the sum of squares of each shard's tensor to the row of its parameter; count each element on one rank only."""
         kinds: dict[tuple[torch.dtype, torch.device], list[tuple[int, Tensor]]] = {}
         for shard, tensor in tensors:
             if shard.boxes and shard.counted and shard.name in self._rows:
@@ -209,8 +209,8 @@ class Monitors:
         return self._index[rows]
 
     def _watch(self, layer: int, block: Any) -> None:
-        """Install what measures a block. Inside of it tensors are only kept: what is computed there would be recorded by
-        activation checkpointing; when the block has returned, they are measured."""
+        """Hook a block. Inside it tensors are only kept and measured after it returns: activation checkpointing would record
+        any computation inside."""
         seen = self._seen[layer] = []
         if "attention" in self._chosen and not self._compiled and hasattr(block.attention, "attend"):
             latent = hasattr(block.attention.attend, "attend_latent")
@@ -234,10 +234,10 @@ class Monitors:
 
     @torch.no_grad()
     def _measure(self, layer: int, _block: nn.Module, _inputs: Any, output: Any) -> None:
-        """Measure what a block's forward returned, and what was kept inside."""
+        """Measure a block's output and the tensors kept inside."""
         kept, self._seen[layer][:] = list(self._seen[layer]), []
         if torch._C._current_graph_task_id() != -1:
-            return  # backward computes the block again
+            return  # recomputation in backward
         if "activations" in self._chosen:
             x = local(output)
             square = torch.linalg.vector_norm(x, dtype=promoted(x.dtype)).double().square()
@@ -247,7 +247,7 @@ class Monitors:
             getattr(self, f"_measure_{kind}")(layer, *tensors)
 
     def _measure_gate(self, layer: int, gate: Tensor, units: int) -> None:
-        """gate `[batch, seq, n]`, of all `units` or of those that this rank of tensor parallelism has."""
+        """gate `[batch, seq, n]`: all `units`, or the units of this tensor-parallel rank."""
         opened = (local(gate) > 0).flatten(0, -2)
         tokens, own = opened.shape
         rank, ranks = self._tp
@@ -257,7 +257,7 @@ class Monitors:
         counts[first : first + own] += tokens
 
     def _measure_scores(self, layer: int, scores: Tensor) -> None:
-        """scores `[..., n_experts]`, not negative."""
+        """scores `[..., n_experts]`, non-negative."""
         scores = scores.flatten(0, -2)
         share = scores / scores.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
         entropy = torch.special.entr(share).sum().double() / math.log(max(scores.shape[-1], 2))
@@ -303,7 +303,7 @@ class _WatchedAttention:
 
 
 class _WatchedLatents(_WatchedAttention):
-    """The same for an attention function that takes the latents of latent attention."""
+    """The same for an attention function on the latents of multi-head latent attention."""
 
     def attend_latent(self, layer: Any, q: Tensor, latent: Tensor, key: Tensor, mask: Any) -> Tensor:
         with torch.no_grad():
@@ -313,7 +313,7 @@ class _WatchedLatents(_WatchedAttention):
 
 
 def _keep(seen: list[tuple[Any, ...]], *found: Any) -> None:
-    """Keep what was found in a forward, but not where backward computes it again."""
+    """Keep the arguments of a forward, but not during recomputation in backward."""
     if torch._C._current_graph_task_id() == -1:
         seen.append(found)
 
@@ -331,9 +331,9 @@ def _keep_scores(seen: list[tuple[Any, ...]], choose: Callable[[Tensor], Tensor]
 
 @functools.lru_cache(maxsize=8)
 def chosen_queries(seq: int, split: Any, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return which of this rank's queries are measured, and their positions in the sequence; both int64 `[n]`.
+    """Return the indices of this rank's measured queries and their positions in the sequence; both int64 `[n]`.
 
-    They are the last positions of QUERIES equal parts of the sequence; all of a shorter one.
+    The positions are the last ones of QUERIES equal parts of the sequence; all positions of a shorter one.
     """
     count = min(QUERIES, seq)
     wanted = torch.tensor([(part + 1) * seq // count - 1 for part in range(count)])
@@ -347,7 +347,7 @@ def _counted(shards: Sequence[Shard]) -> Iterator[Shard]:
 
 
 def _add(place: Sequence[Tensor], value: Tensor, count: int) -> None:
-    """Add to a sum and to its count; a number of the host is the argument of a kernel, so nothing is copied."""
+    """Add to a sum and to its count. A number on the host becomes a kernel argument, so nothing is copied."""
     total, number = place
     total += value
     number += count
@@ -358,7 +358,7 @@ def _raise_to(place: Tensor, value: Tensor) -> None:
 
 
 def _views(shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> tuple[dict[str, Tensor], Tensor]:
-    """Return float64 tensors of these shapes, and the one vector that they are views of."""
+    """Return float64 tensors of these shapes, and the single vector that contains them as views."""
     sizes = [torch.Size(shape).numel() for shape in shapes.values()]
     flat = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
     parts = flat.split(sizes)
@@ -366,7 +366,7 @@ def _views(shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> tuple
 
 
 def _by_layer(count: Tensor, **values: Tensor) -> dict[str, dict[str, float]]:
-    """Return layer -> name -> value, for the layers that were measured."""
+    """Return layer -> name -> value, for the measured layers."""
     return {
         str(layer): {name: float(of_layers[layer]) for name, of_layers in values.items()}
         for layer in range(len(count))

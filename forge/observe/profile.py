@@ -16,15 +16,15 @@ from forge.runtime.causes import Cause
 
 log = logging.getLogger(__name__)
 
-# Number of allocations and frees in a memory snapshot: a few steps of a large model, in some tens of megabytes.
+# Allocations and frees in a memory snapshot: a few steps of a large model, some tens of megabytes.
 SNAPSHOT_ENTRIES = 200_000
 
 
 class StepProfiler(Hook):
-    """Writes to `folder` when the last chosen step, or the run, ends.
+    """Writes to `folder` at the end of the last chosen step or of the run.
 
     `rank-R-steps-A-B.json.gz` opens in https://ui.perfetto.dev and chrome://tracing; with `memory_snapshot`
-    `rank-R-steps-A-B.pickle` opens in https://pytorch.org/memory_viz. If a profile fails, a warning is logged.
+    `rank-R-steps-A-B.pickle` opens in https://pytorch.org/memory_viz. A failed profile costs a warning.
     """
 
     def __init__(self, config: Profile, rank: int, folder: Path, device: torch.device):
@@ -39,11 +39,11 @@ class StepProfiler(Hook):
         self._span = ExitStack()
 
     def before_step(self, step: int) -> None:
-        """Begin the profile, if `step` is the first chosen one, and a span named after the step."""
+        """Begin the profile at the first chosen step, and a span named after the step."""
         if not self._chosen or not self._first <= step <= self._last:
             return
         if self._profile is None:
-            self._first = step  # a run that was resumed within the span begins later
+            self._first = step  # a run resumed within the span begins later
             if self._snapshot:
                 torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES)
             cuda = [ProfilerActivity.CUDA] if self._device.type == "cuda" else []

@@ -1,4 +1,4 @@
-"""Progress for a person to watch: the line of a training step, and the one line of any other long work."""
+"""Progress on the terminal: the line of a training step, and the progress line of any other long work."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 
 def format_line(fields: Mapping[str, Any], total_steps: int, eta_s: float | None) -> str:
-    """Return one readable line from the fields of a training line of metrics.jsonl; None and missing fields are left out.
+    """Return one readable line for a training line of metrics.jsonl, without None and missing fields.
 
-    `mfu` is a fraction of one. `data` is the share of the step that was spent waiting for the batch, `gc` that of garbage
-    collection, which is shown from 1% up.
+    `mfu` is a fraction of one. `data` is the share of the step spent waiting for the batch. `gc` is the share of garbage
+    collection, shown from 1% up.
     """
     width = len(str(total_steps))
     parts = [f"step {fields['step']:>{width}}/{total_steps}"]
@@ -71,11 +71,11 @@ def format_count(number: float) -> str:
 
 
 class StepTimes:
-    """The times of steps and of the pauses between them, from which the remaining time is estimated.
+    """Times of steps and of the pauses between them, to estimate the remaining time.
 
-    A step counts with the mean of the last `window` ones, so that an early slow stretch is forgotten. The first step of the
-    run, which compiles and warms up, counts only until there is another. Pauses are evaluations, samples and saves, which
-    come at intervals: of these counts, per step, the mean from the start to the last long one.
+    The estimate uses the mean of the last `window` steps, so that an early slow stretch is forgotten. The first step compiles
+    and warms up, so it counts only until there is a second one. Pauses are evaluations, samples and saves, which come at
+    intervals: their mean per step counts, from the start to the last long pause.
     """
 
     def __init__(self, window: int = 50):
@@ -92,12 +92,12 @@ class StepTimes:
     def pause(self, seconds: float) -> None:
         """Count the time between the last step and the next one."""
         self._paused += seconds
-        # At a long one an interval is complete. In between the mean would fall, as if no other were to come.
+        # A long pause completes an interval. Between long pauses the mean would fall, as if none were to come.
         if seconds * self._count >= self._paused:
             self._pause_per_step = self._paused / self._count
 
     def eta(self, remaining_steps: float) -> float | None:
-        """Return the seconds that `remaining_steps` and the pauses after them will take; None before the first step."""
+        """Return the seconds for `remaining_steps` and the pauses after them; None before the first step."""
         if not self._seconds:
             return None
         step = sum(self._seconds) / len(self._seconds)
@@ -105,7 +105,7 @@ class StepTimes:
 
 
 class ProgressLine:
-    """One line on stderr with the remaining time; redrawn on a terminal, else (a log file) written every ten seconds."""
+    """One line on stderr with the remaining time; redrawn on a terminal, otherwise written every ten seconds."""
 
     def __init__(self, label: str, total: int, unit: str = "MB", scale: float = 1e6):
         self._label, self._total, self._unit, self._scale = label, total, unit, scale
@@ -114,7 +114,7 @@ class ProgressLine:
         self._began = self._last = time.monotonic()
 
     def update(self, done: int) -> None:
-        """Show that `done` of the total have been done since this line was made."""
+        """Show progress: `done` of the total, counted from the start of this line."""
         now = time.monotonic()
         if now - self._last < self._interval_s or not done:
             return
@@ -130,7 +130,7 @@ class ProgressLine:
         print(text, end="" if self._terminal else "\n", file=sys.stderr, flush=True)
 
     def close(self) -> float:
-        """Clear the line; return the seconds since it was made."""
+        """Clear the line; return the seconds since its start."""
         if self._terminal:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
         return time.monotonic() - self._began

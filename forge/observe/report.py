@@ -1,4 +1,4 @@
-"""What a run reports about itself as a whole: its phase, status.json, events.jsonl, goodput and memory."""
+"""Reports about the run as a whole: its phase, status.json, events.jsonl, goodput and memory."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from forge.runtime.world import World
 
 log = logging.getLogger(__name__)
 
-# Job scripts start the run again exactly when it is "stopped".
+# Job scripts restart the run exactly when its state is "stopped".
 State = Literal["running", "stopped", "finished", "failed"]
 Phase = Literal["set-up", "first step", "data", "step", "evaluation", "save", "end"]
 
 
 class Phases(Hook):
-    """What the run is doing now, for those that bound or count the time of each phase."""
+    """The run's current phase, for listeners that bound or count the time of each phase."""
 
     def __init__(self) -> None:
         self._listeners: list[Callable[[Phase, int], None]] = []
@@ -49,7 +49,7 @@ class Phases(Hook):
         listener(*self.now)
 
     def enter(self, phase: Phase, step: int = 0) -> None:
-        """End the phase before. The first step of a process, its wait for data included, is a phase of its own."""
+        """End the previous phase. The first step of a process, with its wait for data, is a phase of its own."""
         if phase in ("data", "step"):
             self._first_step = self._first_step or step
             phase = "first step" if step == self._first_step else phase
@@ -60,7 +60,7 @@ class Phases(Hook):
 
     @contextmanager
     def during(self, phase: Phase, step: int) -> Iterator[None]:
-        """`phase` in the body, then again what was before."""
+        """Enter `phase` for the body, then return to the previous phase."""
         before = self.now
         self.enter(phase, step)
         yield
@@ -68,9 +68,9 @@ class Phases(Hook):
 
 
 class Reporter:
-    """Only the first rank's writes files. `began`: when this process began, on the monotonic clock (None: now).
+    """Writes the run's reports, on the first rank only. began: start of this process, monotonic clock (None: now).
 
-    fallback: the one of `parallel.fallbacks` that is trained with.
+    fallback: the entry of `parallel.fallbacks` in use.
     """
 
     def __init__(self, directory: RunDirectory, world: World, began: float | None = None, fallback: str = ""):
@@ -82,7 +82,7 @@ class Reporter:
         self._events: JsonLines | None = None
         self._ledger: Ledger | None = None
         self.before: dict[str, Any] = {}
-        """On the first rank: status.json as the start before this one left it; empty if there was none."""
+        """On the first rank: status.json of the previous start; empty without one."""
         if world.rank == 0:
             self._events = JsonLines(directory.events)
             past = read_past(directory.events, directory.status)
@@ -99,7 +99,7 @@ class Reporter:
             self._events.append(time=utc_now(), event=kind, **cause | fields)
 
     def started(self, layout: dict[str, Any]) -> None:
-        """Report that the ranks have met, to train on this layout."""
+        """Report that the ranks are connected and will train in this layout."""
         world, about = self.world, environment(self.world.device)
         self.event(
             "started", world_size=world.size, launcher=world.launcher, layout=layout, environment=about
@@ -111,7 +111,7 @@ class Reporter:
             self.event("layout_fallback", world_size=world.size, override=self._fallback)
 
     def begun(self, step: int, path: Path | None, *, new: bool) -> None:
-        """Report that training starts after `step` updates. path: the checkpoint it continues; new: a history begins."""
+        """Report that training starts after `step` updates. path: the resumed checkpoint; new: a history begins."""
         self._begun = True
         self.event("fresh" if path is None else "resumed", step=step, path=path and str(path), new=new)
         self.running(step)
@@ -124,7 +124,7 @@ class Reporter:
     def ended(
         self, state: State, reason: str, exit_code: int, cause: Cause = Cause.ERROR, ranks: Sequence[int] = ()
     ) -> None:
-        """Report the end of the run. cause: of a failure; ranks: the ones at fault, where they are known."""
+        """Report the end of the run. cause: of a failure; ranks: those at fault, if known."""
         if self._ledger is not None:
             self._ledger.write()
             if exit_code != BAD_CONFIG:
@@ -135,14 +135,14 @@ class Reporter:
         self.event(state, step=self.step, reason=reason, exit_code=exit_code, **why, **named)
         refused = not self._begun and exit_code in (BAD_CONFIG, NO_CHECKPOINT)
         if refused and self.before.get("state") in ("stopped", "finished", "failed"):
-            # The run is what it was: a refused start has changed nothing.
+            # A refused start leaves the run's state unchanged.
             refusal = {"reason": f"the last start was refused: {reason}", **why}
             self._replace_status(self.before | refusal, sync=True)
         else:
             self._write_status(state, reason, exit_code, **why)
 
     def sync_events(self) -> None:
-        """Put the events so far on disk."""
+        """Sync the events so far to disk."""
         if self._events is not None:
             self._events.sync()
 
@@ -157,11 +157,11 @@ class Reporter:
             "pid": os.getpid(),
             "time": utc_now(),
         }
-        # Ranks would wait for the disk of the first one at each line of the metrics.
+        # Otherwise all ranks would wait for the first rank's disk at each line of the metrics.
         self._replace_status(status, sync=state != "running")
 
     def _replace_status(self, status: dict[str, Any], sync: bool) -> None:
-        """Replace the file, on the first rank. A full disk leaves the old one and costs a warning until it has room."""
+        """Replace the file, on the first rank. On a full disk the old file stays, with one warning until there is room."""
         if self._events is None:
             return
         try:

@@ -1,4 +1,4 @@
-"""How evenly the experts of a mixture are used: as fields of a metrics line, and as an image."""
+"""Load balance of the experts: as fields of a metrics line, and as an image."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _LESS, _EVEN, _MORE = np.array([[33, 102, 172], [247, 247, 247], [178, 24, 43]],
 def load_fields(
     values: Sequence[float], layers: Sequence[int], moe: MoEConfig, counts: bool = False
 ) -> dict[str, Any]:
-    """Return the fields of one step, from the values of a RouterReport (forge/parallel/step/routers.py), row after row.
+    """Return the fields of one step from the rows of a RouterReport (forge/parallel/step/routers.py).
 
     For all layers: expert_load_max and expert_load_min (tokens of the most and least used expert of any layer, relative to
     an even share), aux_loss and router_z_loss if they are on (sums over layers, without coefficients), expert_dropped
     (share of all choices). `routers`, by layer: load_max, load_min, load_entropy (1: even, 0: one expert gets all tokens),
-    bias_min and bias_max; with `counts` also counts, how often each expert was chosen.
+    bias_min and bias_max; with `counts` also counts, the tokens of each expert.
     """
     rows = np.asarray(values).reshape(len(layers), -1)
     n_experts = moe.n_experts
@@ -61,7 +61,7 @@ def expert_map(counts: Sequence[Sequence[float]]) -> NDArray[np.uint8]:
 def colors(counts: Sequence[Sequence[float]]) -> NDArray[np.uint8]:
     """Return red, green and blue from 0 to 255, `[layers, experts, 3]`, for the counts of each expert, `[layers, experts]`.
 
-    White is an even share, blue less, red more; the colour is full at a quarter and at four times the even share.
+    White is an even share, blue less, red more; the colour saturates at a quarter and at four times the even share.
     """
     load = np.asarray(counts, dtype=float)
     load = load / np.maximum(load.mean(axis=1, keepdims=True), 1e-9)

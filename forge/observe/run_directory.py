@@ -1,4 +1,4 @@
-"""The directory of one run: its paths, and the lock that keeps a second run out."""
+"""The run directory: its paths, and the lock against a second run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from forge.runtime.files import lock
 
 log = logging.getLogger(__name__)
 
-# More than a file system stores in the inode itself, so that a full disk is noticed.
+# Larger than the data that a file system stores in the inode itself, so that a full disk is noticed.
 _PROBE_BYTES = 64 * 1024
 
 _held: weakref.WeakSet[RunDirectory] = weakref.WeakSet()
@@ -43,12 +43,12 @@ class RunDirectory:
         self._descriptor: int | None = None
 
     def acquire(self, patience_s: float = 2.0) -> str:
-        """Make the folders, check that they can be written to, and lock the directory. Return what `find` compares.
+        """Make the folders, check that they are writable, and lock the directory. Return the holder for `find`.
 
         The lock is held until `release`, until this object is collected, or until the process ends, even by SIGKILL.
         Waits `patience_s` seconds for a holder that has just been killed.
 
-        Raises UserError (exit 2) when a folder cannot be written to or another run holds the directory.
+        Raises UserError (exit 2) if a folder is not writable or another run holds the directory.
         """
         for folder in (self.root, self.tensorboard, self.checkpoints, self.logs):
             _require_writable(folder)
@@ -64,7 +64,7 @@ class RunDirectory:
             os.close(descriptor)
             raise
         if stale := _holder(descriptor):
-            message = "%s: taking over from %s, which ended without giving the lock back"
+            message = "%s: taking over the stale lock of %s"
             log.warning(message, self.root, stale, extra=Cause.NOTE.mark)
         holder = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "started": utc_now()})
         _rewrite(descriptor, holder.encode())
@@ -74,7 +74,7 @@ class RunDirectory:
         return holder
 
     def find(self, holder: str) -> None:
-        """On another node: check that this is the directory for which `acquire` returned `holder`, and that it is writable.
+        """On another node: check that this directory is the one locked by `holder`, and that it is writable.
 
         Raises UserError (exit 2).
         """
@@ -84,8 +84,8 @@ class RunDirectory:
             seen = ""
         if seen != holder:
             raise UserError(
-                f"{self.root} on {socket.gethostname()} is another folder than on {json.loads(holder)['host']}; "
-                "point run.output_dir at a file system that all nodes share."
+                f"{self.root} on {socket.gethostname()} and on {json.loads(holder)['host']} are "
+                "different folders; point run.output_dir at a file system that all nodes share."
             )
         for folder in (self.checkpoints, self.logs):
             _require_writable(folder)
@@ -146,7 +146,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _require_writable(folder: Path) -> None:
-    """Make `folder` and write a file to it, without a name, so that none can be left behind."""
+    """Make `folder` and write an unnamed file to it, so that none can be left there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as probe:
@@ -156,12 +156,12 @@ def _require_writable(folder: Path) -> None:
     except OSError as error:
         raise UserError(
             f"{folder} cannot be written to ({error.strerror}); "
-            "point run.output_dir at a folder that you may write to and that has room."
+            "point run.output_dir at a writable folder with room."
         ) from error
 
 
 def _holder(descriptor: int) -> str | None:
-    """Return the last holder, as it described itself; None if it released the lock or has not written yet."""
+    """Return the last holder's description of itself; None if it released the lock or has not written yet."""
     try:
         holder = json.loads(os.pread(descriptor, 4096, 0))
         return f"process {holder['pid']} on {holder['host']} since {holder['started']}"
@@ -172,7 +172,7 @@ def _holder(descriptor: int) -> str | None:
 def _rewrite(descriptor: int, content: bytes) -> None:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, content, 0)
-    os.fsync(descriptor)  # or a network file system keeps it to this node
+    os.fsync(descriptor)  # otherwise a network file system may keep it on this node
 
 
 def _release(descriptor: int) -> None:

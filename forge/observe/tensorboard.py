@@ -1,4 +1,4 @@
-"""Curves, text samples and images for TensorBoard. No failure of it ends a run."""
+"""Curves, text samples and images for TensorBoard. A failure here never ends a run."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from forge.runtime.causes import Cause
 
 log = logging.getLogger(__name__)
 
-# What is not flushed is lost by a kill, and leaves a gap in the curves of a resumed run.
+# A kill loses unflushed points and leaves a gap in the curves of the resumed run.
 _FLUSH_SECONDS = 10
 
 
 class Board:
-    """Context manager that writes below `folder` if `enabled`; for rank 0 only.
+    """Context manager; writes below `folder` if `enabled`; for rank 0 only.
 
-    Points that an earlier start of the run wrote after step `after_step` are hidden, because these steps are trained again.
-    The writer is made at the first use, because its import is slow. After any failure one warning is logged and the board
-    is off.
+    Points of earlier starts after step `after_step` are hidden, because these steps are trained again. The writer is made at
+    its first use, because its import is slow. After any failure one warning is logged and the board is off.
     """
 
     def __init__(self, folder: Path, enabled: bool = True, after_step: int = 0):
@@ -54,7 +53,7 @@ class Board:
         self._after_step = step
 
     def close(self) -> None:
-        """Flush and close the file; what is added later goes to a new one."""
+        """Flush and close the file; later additions go to a new one."""
         if self._writer is not None:
             self._try("close")
         self._writer = None
@@ -72,7 +71,7 @@ class Board:
             if self._writer is None:
                 self._writer = self._make_writer()
             getattr(self._writer, action)(*arguments)
-        # Any exception of that package: training goes on without it.
+        # Any exception of that package. Training continues without it.
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
             log.warning("TensorBoard is off from now on: %s", problem, extra=Cause.SIDE_SYSTEM.mark)

@@ -1,9 +1,9 @@
-"""Trackers: a run's curves at Weights & Biases or MLflow. No failure of theirs ends or delays a run.
+"""Trackers: a run's curves at Weights & Biases or MLflow. A failure of theirs never ends or delays a run.
 
-A run keeps one record at each. Which, and the last step in it, stands in `trackers.json` in the run's folder: a resumed run
-continues that record with the steps that it has not yet, which metrics.jsonl has. After a roll-back, or where a new history
-begins in the folder, the record would have steps that no longer count: it is marked as superseded, and a new one gets the
-whole history so far.
+A run has one record at each tracker. `trackers.json` in the run's folder names the record and its last step. A resumed run
+continues that record with the missing steps, from metrics.jsonl. After a roll-back, or when a new history begins in the
+folder, the record would contain steps that no longer count: it is marked as superseded, and a new one gets the whole history
+so far.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from forge.runtime.files import replace_atomically
 
 log = logging.getLogger(__name__)
 
-# How long the end of a run waits for what is on its way to a tracker.
+# Seconds that the end of a run waits for unsent points.
 PATIENCE_S = 30.0
-# The trackers of a run have one file, and threads of their own.
+# The trackers of a run share one file, and each has its own thread.
 _saving = threading.Lock()
 Curves = tuple[int, Mapping[str, float | None]]
 
@@ -40,13 +40,13 @@ class Service(Protocol):
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
     def supersede(self) -> None:
-        """Mark the record as one whose history goes on elsewhere, and close it."""
+        """Mark the record as superseded by another one, and close it."""
 
     def close(self) -> None: ...
 
 
 class Wandb:
-    """A run at Weights & Biases, of the project `where`; WANDB_MODE=offline keeps it in `folder`."""
+    """A run at Weights & Biases in the project `where`; WANDB_MODE=offline keeps it in `folder`."""
 
     def __init__(self, where: str, folder: Path):
         self._project, self._folder = where, folder
@@ -64,7 +64,7 @@ class Wandb:
             dir=str(self._folder),
             settings=wandb.Settings(console="off", silent=True),
         )
-        # By our own step, not by the number of calls.
+        # Plot against our own step, not the number of calls.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         return str(self._run.id)
@@ -81,7 +81,7 @@ class Wandb:
 
 
 class Mlflow:
-    """A run at MLflow, of the experiment `where`, at the address that MLFLOW_TRACKING_URI names."""
+    """A run at MLflow in the experiment `where`, at the address in MLFLOW_TRACKING_URI."""
 
     def __init__(self, where: str, folder: Path):
         self._experiment = where
@@ -110,7 +110,7 @@ class Mlflow:
         metrics = [
             Metric(re.sub(r"[^\w\-. :/]", "_", name), value, now, step) for name, value in values.items()
         ]
-        for first in range(0, len(metrics), 1000):  # the most that one request may have
+        for first in range(0, len(metrics), 1000):  # the limit of one request
             self._client.log_batch(self._id, metrics=metrics[first : first + 1000])
 
     def supersede(self) -> None:
@@ -125,9 +125,9 @@ SERVICES: dict[str, Callable[[str, Path], Service]] = {"wandb": Wandb, "mlflow":
 
 
 class Tracker:
-    """Writes curves to a `service` in a thread of its own; for rank 0 only. After a failure it is off, with one warning.
+    """Writes curves to a `service` in its own thread; for rank 0 only. After a failure it is off, with one warning.
 
-    kind: its key of [metrics]. folder: the run's. config: the keys and values of the run. history: returns the curves of
+    kind: its key of [metrics]. folder: the run's. config: keys and values of the run. history: returns the curves of
     metrics.jsonl so far.
     """
 
@@ -149,22 +149,22 @@ class Tracker:
         self._last = self._known = -1
 
     def scalars(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Add a point to each curve; None is left out."""
+        """Add a point to each curve, except for None."""
         numbers = {name: float(value) for name, value in values.items() if value is not None}
         self._do(lambda: self._write(step, numbers))
 
     def discard_after(self, step: int, history_ends: bool) -> None:
-        """The run goes on after `step`. history_ends: what the record has of later steps will not come again as it is."""
+        """Continue after `step`. history_ends: the record's later steps will not be repeated with equal values."""
         self._do(lambda: self._restart(step, history_ends))
 
     def close(self) -> None:
-        """Wait for what is on its way, at most PATIENCE_S seconds."""
+        """Wait for unsent points, at most PATIENCE_S seconds."""
         if self._thread is not None:
             self._do(self._close)
             self._work.put(None)
             self._thread.join(PATIENCE_S)
             if self._thread.is_alive():
-                message = "metrics.%s: what was on its way after %g s is lost"
+                message = "metrics.%s: points not sent within %g s are lost"
                 log.warning(message, self._kind, PATIENCE_S, extra=Cause.SIDE_SYSTEM.mark)
             self._thread = None
 
@@ -182,7 +182,7 @@ class Tracker:
                 continue
             try:
                 action()
-            # Any exception of that package, or of its network: training goes on without it.
+            # Any exception of that package or its network. Training continues without it.
             except Exception as error:
                 self._off = True
                 problem = f"{type(error).__name__}: {error}"
@@ -198,8 +198,8 @@ class Tracker:
             self._open, record = False, None
         if record is None:
             last = -1
-        # What the record has is not written again: the same steps have the same numbers. What was on its way when the run
-        # was killed is.
+        # Recorded steps are not sent again, since the same steps have the same numbers. Points that were unsent at a kill
+        # are sent.
         self._record, self._last, self._known = record, last, last
         for at, values in self._history():
             if at <= step:
@@ -210,7 +210,7 @@ class Tracker:
             return
         self._require_open(self._record)
         if step > self._last:
-            # Before the point itself: where the run is killed in between, a point is missing and none is twice.
+            # Before the point itself: if the run is killed in between, a point is missing and none is doubled.
             self._last = step
             self._save()
         self._service.log(step, values)
@@ -233,7 +233,7 @@ class Tracker:
 
 
 def require_packages(wanted: Mapping[str, str]) -> None:
-    """Raise UserError (exit 2) where the package of a tracker that is wanted is not installed."""
+    """Raise UserError (exit 2) if the package of a wanted tracker is not installed."""
     for kind, where in wanted.items():
         if where and find_spec(kind) is None:
             raise UserError(
@@ -249,7 +249,7 @@ def make_trackers(
     config: Mapping[str, Any],
     history: Callable[[], Iterable[Curves]],
 ) -> list[Tracker]:
-    """Return a tracker for each kind of SERVICES that has a project or experiment in `wanted`."""
+    """Return a tracker for each kind of SERVICES with a project or experiment in `wanted`."""
     return [
         Tracker(kind, SERVICES[kind](where, folder), folder, name, config, history)
         for kind, where in wanted.items()

@@ -28,11 +28,11 @@ def build_optimizer(
     compiled: Compile | None = None,
     copies: Mapping[Tensor, Tensor] | None = None,
 ) -> Optimizer:
-    """Make the optimizer that `config.name` names, with the mean of weights that `config.ema` asks for.
+    """Make the optimizer `config.name`, with an average of the weights if `config.ema` is above 0.
 
-    group: the ranks that together hold every element of the parameters, each with the same list of shards; None in one
-    process. Optimizers that need whole matrices exchange them over it. compiled: how to compile the update, which AdamW can;
-    copies: narrower copies of parameters, which it then writes as well.
+    group: ranks that together hold every element of the parameters, each with the same list of shards; None in one process.
+    Optimizers that need whole matrices exchange them over it. compiled: how to compile the update (AdamW only). copies:
+    narrower copies of parameters, which the compiled update also writes.
     """
     shards = with_scales(shards, config)
     if compiled is None:

@@ -1,8 +1,8 @@
-"""AdamW over shards, in one fused kernel per group, able to skip a step on the device.
+"""AdamW over shards, in one fused kernel per group, with the skip of a step decided on the device.
 
 Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019. The arithmetic is PyTorch's own
-(torch.optim.adamw.adamw with fused=True). It runs on local shards instead of DTensors, so that one code path serves every
-engine, and its moments exist from the start, so that loading a checkpoint writes into them.
+(torch.optim.adamw.adamw with fused=True). It runs on local shards instead of DTensors, so one code path serves every engine.
+The moments exist from the start, so loading a checkpoint writes into them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from forge.optim.moments import make_moments
 from forge.optim.optimizer import gradient, register, update_groups, weight_decay, wide_dtype
 from forge.shard import Shard
 
-# Parameters in a narrow dtype are updated through float32 copies, this many elements at a time, to bound their memory.
+# Parameters in a narrow dtype are updated through float32 copies, this many elements at a time to bound memory.
 WIDENED_ELEMENTS = 1 << 26
 
 
@@ -27,16 +27,16 @@ WIDENED_ELEMENTS = 1 << 26
 class AdamW:
     """The update theta <- theta - lr * (m_hat / (sqrt(v_hat) + eps) + weight_decay * theta).
 
-    Moments have the dtype promote(float32, storage), or bfloat16 or eight bits with stochastic rounding if
-    `optimizer.moment_dtype` says so; arithmetic is always in promote(float32, storage). Names that match a glob of
-    `optimizer.no_decay` are not decayed.
+    Moments have the dtype promote(float32, storage), or bfloat16 or eight bits with stochastic rounding by
+    `optimizer.moment_dtype`. Arithmetic is always in promote(float32, storage). Names that match a glob of
+    `optimizer.no_decay` have no weight decay.
     """
 
     def __init__(self, shards: list[Shard], config: OptimizerConfig, group: ProcessGroup | None = None):
         self._config = config
         self._groups = update_groups(shards, config, WIDENED_ELEMENTS)
         self.moments = make_moments(shards, ("exp_avg", "exp_avg_sq"), config, group)
-        # The fused kernel advances one counter per parameter; they are views of one vector, so that one copy reads them all.
+        # The fused kernel advances one counter per parameter. All are views of one vector, so one copy reads them all.
         device = shards[0].parameter.device
         self._steps = torch.zeros(len(shards), dtype=torch.float32, device=device)
         self._step_of = dict(zip((s.name for s in shards), self._steps.unbind(), strict=True))
@@ -81,7 +81,7 @@ class AdamW:
                 self.moments.write(shard, slot, moment)
 
     def follow(self, config: OptimizerConfig) -> None:
-        """From the next step on, use these values of weight_decay, betas and eps."""
+        """Use these values of weight_decay, betas and eps from the next step on."""
         self._config = config
 
     def tensors(self) -> Iterator[tuple[str, Shard, Tensor]]:
@@ -89,7 +89,7 @@ class AdamW:
 
     def state(self) -> dict[str, int]:
         """Return the number of updates, without skipped ones. Waits for the device."""
-        # Counters of parameters of which this rank holds nothing stay 0; all others are equal.
+        # Counters of parameters without elements on this rank stay 0; all others are equal.
         return {"updates": int(self._steps.max().item())}
 
     def load_state(self, state: dict[str, int]) -> None:

@@ -1,8 +1,8 @@
-"""AdamW's update as one compiled kernel per box of a shard: it reads what it needs once and writes what changes once.
+"""AdamW's update as one compiled kernel per box of a shard: it reads every input once and writes every output once.
 
-Per parameter with a float32 master, a float32 gradient and bfloat16 moments that is 20 bytes, and 2 for the copy that the
-model computes with. Gradients are scaled by the clip coefficient on the way. As operators of their own the
-same steps take several times as much, because each of them reads and writes whole tensors.
+A parameter with a float32 master, a float32 gradient and bfloat16 moments takes 20 bytes of traffic, and 2 more for the
+model's compute copy. The kernel also multiplies gradients by the clip coefficient. Separate operators take several times as
+long, because each reads and writes whole tensors.
 
 `update_elements` is ordinary PyTorch, and computes the same without a compiler.
 """
@@ -23,16 +23,16 @@ from forge.optim.optimizer import gradient, weight_decay, wide_dtype
 from forge.optim.rounding import noise_bits
 from forge.shard import Shard
 
-# Kernels differ by dtypes, by what there is to round, and by whether a box has one row or several.
+# Kernels differ by dtypes, by the tensors to round, and by boxes of one row or several.
 GRAPHS = 32
-# Of the noise of a row, which has 16 bits.
+# In the noise of a row, which has 16 bits.
 SKIP_BIT = 16
 
 
 class CompiledAdamW(AdamW):
-    """AdamW whose update is compiled as `compiled` says; moments are in bfloat16 or as wide as the arithmetic.
+    """AdamW whose update is compiled as `compiled` says; moments are in bfloat16 or in the dtype of the arithmetic.
 
-    copies: narrower copies of parameters, which each step writes, too.
+    copies: narrower copies of parameters, which each step also writes.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class CompiledAdamW(AdamW):
                 self._kernel(*operands, tuple(map(_at_its_start, noise)), numbers)
 
     def _numbers(self, shard: Shard, lr: float, skip: Tensor) -> Tensor:
-        """Return what `update_elements` computes with besides tensors, float64 `[9]`, without waiting for the device."""
+        """Return the numbers that `update_elements` needs, float64 `[9]`, without waiting for the device."""
         count = self._steps.max().double() + 1
         (beta1, beta2), rates = self._config.betas, shard.rates
         rate, decay = lr * rates.scale * rates.lr, weight_decay(shard.name, self._config) / rates.lr
@@ -91,7 +91,7 @@ class CompiledAdamW(AdamW):
     def _boxes(
         self, shard: Shard, tensors: Sequence[Tensor | None], skip: Tensor
     ) -> Iterator[tuple[list[Tensor | None], tuple[Tensor, ...]]]:
-        """Yield the part of each tensor in one box, `[rows, columns]`, with the noise for both moments."""
+        """Yield each tensor's part in one box, `[rows, columns]`, with the noise of both moments."""
         assert all(t is None or t.is_contiguous() for t in tensors), "a part would be a copy"
         if (rounding := self.moments.rounding) is None:
             yield [None if t is None else t.view(1, -1) for t in tensors], ()
@@ -100,7 +100,7 @@ class CompiledAdamW(AdamW):
         first, second = (rounding.factors(shard, slot) for slot in ("exp_avg", "exp_avg_sq"))
         for number, noise in enumerate(zip(first, second, strict=True)):
             (rows, columns), of_second = noise
-            # Whether to skip stands by row, too: what depends on no row would be computed in a loop of its own.
+            # The skip flag is repeated per row: the compiler gives a value without a row dimension a loop of its own.
             rows = rows | (skip.to(torch.int32) << SKIP_BIT)
             boxes = [None if p is None else p[number].view(-1, columns.numel()) for p in pieces]
             yield boxes, (rows, columns, *of_second)
@@ -115,10 +115,10 @@ def update_elements(
     noise: tuple[Tensor, ...],
     numbers: Tensor,
 ) -> None:
-    """Update elements `[rows, columns]` in place, as torch.optim.adamw does with fused=True, in the dtype of `numbers`.
+    """Update elements `[rows, columns]` in place, like torch.optim.adamw with fused=True, in the dtype of `numbers`.
 
-    rounded: gets the new values in its dtype. noise: () or, for each moment, what `StochasticRounding.factors` yields, with
-    SKIP_BIT of the first if nothing is to change. numbers: those of `CompiledAdamW._numbers`.
+    rounded: receives the new values in its dtype. noise: () or, for each moment, the factors from
+    `StochasticRounding.factors`, with SKIP_BIT of the first set to change nothing. numbers: `CompiledAdamW._numbers`.
     """
     keep, share, decay_rate, square_share, eps, step_size, root, factor, skip = numbers.unbind()
     wide, skipped = numbers.dtype, (noise[0] >> SKIP_BIT if noise else skip) > 0
@@ -136,12 +136,12 @@ def update_elements(
 
 
 def _at_its_start(tensor: Tensor) -> Tensor:
-    """Return the same memory without a storage offset: for offsets of 0 the compiler makes kernels of their own."""
+    """Return the same memory without a storage offset: the compiler makes separate kernels for offset 0."""
     return tensor if tensor.storage_offset() == 0 else from_dlpack(to_dlpack(tensor))
 
 
 def _round(wide: Tensor, factors: tuple[Tensor, ...]) -> Tensor:
-    """Round as `StochasticRounding.copy_` does: bfloat16 is the upper half of float32, and noise carries into it."""
+    """Round like `StochasticRounding.copy_`: bfloat16 is the upper half of float32, and noise carries into it."""
     rows, columns = factors
     bits = wide.to(torch.float32).view(torch.int32) + ((rows ^ columns) & 0xFFFF)
     return (bits & -0x10000).view(torch.float32)

@@ -1,7 +1,7 @@
-"""A mean of the weights over past steps, beside any optimizer: less noise than the weights themselves at a high rate.
+"""Exponential moving average (EMA) of the weights, for any optimizer: less noise than the weights at a high learning rate.
 
-Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging", 1992, with exponential weights. It is state of
-the optimizer, so checkpoints have it and any layout loads it; `scripts/average.py --ema` makes weights of it.
+Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging", 1992, with exponential weights. The average is
+optimizer state, so checkpoints include it and any layout loads it; `scripts/average.py --ema` exports it as weights.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ SLOT = "ema"
 
 
 class WithAverage:
-    """An optimizer that after each update t, from 0, makes the mean e <- d e + (1 - d) theta.
+    """Wraps an optimizer and updates the average e <- d e + (1 - d) theta after each update t, counted from 0.
 
-    d is `decay`, and (1 + t) / (10 + t) while that is smaller: the first steps do not count as much as their number would
-    let them. In promote(float32, storage). Skipped steps change nothing.
+    d is the smaller of `decay` and (1 + t) / (10 + t), which keeps the first steps from dominating. In promote(float32,
+    storage). Skipped steps change nothing.
     """
 
     def __init__(self, inner: Optimizer, shards: Sequence[Shard], decay: float):
@@ -50,7 +50,7 @@ class WithAverage:
         return self._inner.state() | {"averaged": int(self._updates.item())}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned; of an optimizer that had no mean, begin one at the weights."""
+        """Restore the result of `state`; if it has no average, start one from the weights."""
         self._inner.load_state({key: value for key, value in state.items() if key != "averaged"})
         self._updates.fill_(float(state.get("averaged", 0)))
         if "averaged" not in state:
@@ -58,7 +58,7 @@ class WithAverage:
                 self._means[shard.name].copy_(shard.data)
 
     def __getattr__(self, name: str) -> Any:
-        """What else the optimizer offers; its `follow` changes the decay of the mean, too."""
+        """Forward to the optimizer; its `follow` changes the decay of the average, too."""
         found = getattr(self._inner, name)
         if name != "follow":
             return found

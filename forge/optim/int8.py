@@ -1,8 +1,8 @@
-"""Numbers in eight bits: blocks with one scale each, the same under every layout.
+"""Optimizer state in eight bits: blocks with one scale each, the same under every layout.
 
-A block is BLOCK consecutive elements of a row (the last dimension) of the global tensor, on any rank; its scale is
-the largest magnitude in it. A first moment is scale * sign(c) (c / 127)^2, a second one scale * (c / 255)^4: fine steps near
-zero, where most of a block is. Rounding is stochastic, by the noise of `StochasticRounding`, and its expectation is exact.
+A block is BLOCK consecutive elements of a row (the last dimension) of the global tensor, on any rank; its scale is the
+largest magnitude in it. A first moment is scale * sign(c) (c / 127)^2, a second one scale * (c / 255)^4: steps are fine near
+zero, where most values are. Rounding is stochastic, with the noise of `StochasticRounding`, and its expectation is exact.
 (Blocks: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021.)
 """
 
@@ -22,16 +22,17 @@ from forge.optim.optimizer import wide_dtype
 from forge.shard import Box, Shard
 
 BLOCK = 64
-# The code of 0 in second moments, which have no sign.
+# The code of 0 in second moments, which are unsigned.
 ZERO = {"exp_avg_sq": -128}
 
 
 @dataclass
 class Region:
-    """Columns of the rows of a box: whole blocks, or a part of one block of each row.
+    """Columns of all rows of one box: whole quantisation blocks, or one part of a block per row, cut by a shard boundary.
 
-    codes `[rows, columns]`, scales `[rows, blocks]`. saved: this rank saves the scales. agreed: where the scales of parts are
-    among those on which ranks agree, int64 `[rows]`; otherwise `[0]`. pending: parts and their noise, until there are scales.
+    codes `[rows, columns]`, scales `[rows, blocks]`. saved: this rank saves the scales. For cut blocks only: agreed: each
+    row's index into the scales that ranks all-reduce, int64 `[rows]`, otherwise `[0]`; pending: values and their noise, kept
+    until the scales are known.
     """
 
     box: int
@@ -49,11 +50,11 @@ class Region:
         return piece.reshape(-1, piece.shape[-1] if piece.dim() else 1)[:, self.columns]
 
     def read(self, values: Tensor) -> None:
-        """Write the numbers into `values`."""
+        """Decode into `values`."""
         values.copy_(_decode(self.codes.to(values.dtype), self.signed) * self._by_element())
 
     def write(self, values: Tensor, noise: Tensor) -> None:
-        """Replace the numbers; parts of blocks wait until ranks agree on `scales`, and are then encoded."""
+        """Replace the values. Cut blocks wait until ranks agree on `scales`, and are then encoded."""
         if len(self.agreed):
             self.pending = values.clone(), noise.clone()
             return
@@ -62,10 +63,10 @@ class Region:
         self.encode(values, noise)
 
     def encode(self, values: Tensor, noise: Tensor) -> None:
-        """Set each code to one of the two nearest of a number; the expectation is the number.
+        """Set each code to one of the two nearest to its value, with the value as the expectation.
 
-        noise: int32, from 0 to 2^16 - 1. A number that a code has gets this code. A positive second moment does not become
-        0, by which its first moment would be divided.
+        noise: int32, from 0 to 2^16 - 1. An exactly representable value keeps its code. A positive second moment does not
+        become 0, because the first moment would be divided by it.
         """
         scales = self._by_element()
         relative = torch.where(scales > 0, values / scales, 0.0)
@@ -74,7 +75,7 @@ class Region:
         else:
             below = (relative.sqrt().sqrt() * 255 - 128).floor_().clamp_(-128, 126)
         low, high = _decode(below, self.signed), _decode(below + 1, self.signed)
-        # Half a step of the noise keeps what is a code but for rounding.
+        # Half a step of the noise protects values that differ from a code only by rounding.
         up = (relative - low) / (high - low) > (noise.to(values.dtype) + 0.5) / (1 << 16)
         codes = below + up
         self.codes.copy_(codes if self.signed else codes.clamp_min_(-127).where(relative > 0, -128.0))
@@ -88,7 +89,7 @@ def make_regions(
 ) -> tuple[Shard, list[Region]]:
     """Divide `codes`, laid out like the data of `shard`. Return the scales that this rank saves, and the regions.
 
-    cut: `cut_blocks` of all ranks' boxes; first: where their scales begin among those on which ranks agree.
+    cut: `cut_blocks` of all ranks' boxes; first: index of their first scale among those that ranks all-reduce.
     """
     regions, boxes, pieces = [], [], [piece for _, piece in shard.pieces(codes)]
     for number, box in enumerate(shard.boxes):
@@ -113,14 +114,14 @@ def make_regions(
 
 
 def cut_blocks(shape: torch.Size, boxes: Iterable[Box]) -> NDArray[np.int64]:
-    """Return the blocks of a tensor of this global shape of which `boxes` hold parts, in order, by row and column."""
+    """Return the blocks of a tensor of global shape `shape` that `boxes` cut, in order, by row and column."""
     cut = [blocks for box in boxes for *_, blocks in _divide(shape, box)]
     return np.unique(np.concatenate(cut)) if cut else np.empty(0, dtype=np.int64)
 
 
 def _divide(shape: torch.Size, box: Box) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
-    """Divide a box at the edges of blocks: yield columns [start, stop) of the tensor of this global shape, and, if they are
-    parts of blocks, the number of the block in each row: `[rows]`, otherwise `[0]`."""
+    """Divide a box at block boundaries. Yield columns [start, stop) of the global tensor and, for cut blocks, the block's
+    number in each row: `[rows]`, otherwise `[0]`."""
     *counts, columns = shape or (1,)
     *tops, left = box.offsets or (0,)
     *heights, width = box.sizes or (1,)
@@ -138,5 +139,5 @@ def _divide(shape: torch.Size, box: Box) -> Iterator[tuple[int, int, NDArray[np.
 
 
 def _decode(codes: Tensor, signed: bool) -> Tensor:
-    """codes from -127 to 127 -> numbers from -1 to 1; unsigned ones, from -128 to 127, -> numbers from 0 to 1."""
+    """Map codes from -127 to 127 to numbers from -1 to 1, and unsigned codes from -128 to 127 to numbers from 0 to 1."""
     return codes * codes.abs() / 127**2 if signed else ((codes + 128) / 255) ** 4

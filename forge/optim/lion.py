@@ -1,4 +1,4 @@
-"""Lion: steps of one size in the direction of the sign of a mean of gradients; half the state of AdamW.
+"""Lion: steps of constant size along the sign of averaged gradients, with half the state of AdamW.
 
 Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023 (arXiv:2302.06675).
 """
@@ -21,8 +21,8 @@ from forge.shard import Shard
 class Lion:
     """The update theta <- theta - lr * (sign(c) + weight_decay * theta), m <- beta2 m + (1 - beta2) g.
 
-    c = beta1 m + (1 - beta1) g. Elements of c below `optimizer.eps` count as c / eps in place of their sign: that of a
-    gradient that is zero but for rounding would depend on the layout.
+    c = beta1 m + (1 - beta1) g. Elements of c below `optimizer.eps` count as c / eps instead of their sign: the sign of a
+    gradient that is zero except for rounding would depend on the layout.
 
     m has the dtype promote(float32, storage), or bfloat16 with stochastic rounding if `optimizer.moment_dtype` says so.
     """
@@ -39,7 +39,7 @@ class Lion:
         for shard in self._shards:
             wide = wide_dtype(shard)
             mean, weight = self._moments.read(shard, "momentum"), shard.data.to(wide)
-            # With the mean itself as the gradient the mean stays as it is.
+            # With the mean itself as the gradient, the mean does not change.
             new = torch.where(skip > 0, mean, gradient(shard).to(wide))
             direction = mean.lerp(new, 1 - beta1).div_(self._config.eps * shard.rates.eps).clamp_(-1, 1)
             decay = weight_decay(shard.name, self._config) / shard.rates.lr
@@ -51,7 +51,7 @@ class Lion:
         write_unless(skip, self._updates, self._updates + 1)
 
     def follow(self, config: OptimizerConfig) -> None:
-        """From the next step on, use these values of weight_decay, betas and eps."""
+        """Use these values of weight_decay, betas and eps from the next step on."""
         self._config = config
 
     def tensors(self) -> Iterator[tuple[str, Shard, Tensor]]:

@@ -1,11 +1,11 @@
-"""Whole matrices for optimizers that need them, such as Muon, from shards of any engine and layout.
+"""Whole matrices for optimizers that need them, e.g. Muon, from shards of any engine and layout.
 
-Who owns: each matrix has one owner among the ranks that hold parts of it, chosen so that all ranks have about the same work.
-What travels: in one all-to-all the parts go to the owners; each owner computes on its whole matrices, those of one shape
-together; in another the results go back to every rank that holds a part. What an owner holds itself is only copied.
-No matrix is computed twice, and copies of a part get the same bits.
-Rounds: only so many matrices travel at a time, which bounds the memory that an owner needs. While a round is computed,
-the parts of the next one and the results of the one before are under way.
+Owners: each matrix has one owner among the ranks that hold parts of it, chosen to balance the work over all ranks.
+Transfers: one all-to-all sends the parts to the owners. Each owner computes on its whole matrices, those of one shape
+together. A second all-to-all returns the results to every rank that holds a part. The owner's own parts are only copied.
+No matrix is computed twice, and replicas of a part get the same bits.
+Rounds: few matrices travel at a time, to bound the owners' memory. While a round is computed, the parts of the next round and
+the results of the previous one are in flight.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROUND_NUMEL = {"cuda": 1 << 24, "cpu": 1 << 19}
 
 @dataclass(frozen=True)
 class Part:
-    """The rows and columns in `box` of `count` matrices of shard `number`, from its matrix `first` on."""
+    """The rows and columns `box` of `count` matrices of shard `number`, from its matrix `first` on."""
 
     number: int
     first: int
@@ -43,14 +43,14 @@ class Part:
 
 
 Transfer: TypeAlias = tuple[Part, int, int]
-"""(what, from which rank, to which rank)"""
+"""(part, from which rank, to which rank)"""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive matrices of shard `number` that the same ranks hold in the same way, and that have one owner.
+    """Consecutive matrices of shard `number` with the same holders and one owner.
 
-    holders: for each box of a matrix the ranks that hold it; in the same order on all ranks.
+    holders: for each box of a matrix, the ranks that hold it; in the same order on all ranks.
     """
 
     number: int
@@ -67,13 +67,13 @@ class Run:
 
     @property
     def work(self) -> int:
-        """Multiplications of a step of an orthogonalisation: the Gram matrix, its square, and a product with it."""
+        """Multiplications of one orthogonalisation step: the Gram matrix, its square, and a product with it."""
         short, long = sorted(self.shape)
         return self.count * short * short * (2 * long + short)
 
     def to_owner(self) -> Iterator[Transfer]:
         for box, holders in self.holders.items():
-            # Of several copies take the owner's own, or else not always the first rank's.
+            # Prefer the owner's own copy. Otherwise vary the choice, so that it is not always the first rank.
             source = self.owner if self.owner in holders else holders[self.owner % len(holders)]
             yield Part(self.number, self.first, self.count, box), source, self.owner
 
@@ -85,7 +85,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Batch:
-    """Matrices of one shape that a rank computes at once: those of `runs`, one run after another."""
+    """Matrices of one shape, computed together on one rank: those of `runs`, one run after another."""
 
     shape: tuple[int, ...]
     runs: tuple[Run, ...]
@@ -99,12 +99,12 @@ Function: TypeAlias = Callable[[Tensor, Batch], Tensor]
 
 
 class WholeMatrices:
-    """The matrices of `shards`. A shard of three dimensions is a stack of matrices, such as experts. Collective.
+    """The matrices of `shards`. A shard of three dimensions is a stack of matrices, e.g. experts. Collective.
 
     group: ranks that together hold all of them, with shards of the same parameters in the same order (`Meshes.stage`);
-    None: this process alone. dtype: of matrices in transfers and in the function. heads: how many matrices the rows of a
-    shard of two dimensions are, one after another; None: one. round_numel: elements of matrices that an owner has in a
-    round, or one matrix if that has more; None: ROUND_NUMEL of the shards' device.
+    None: this process alone. dtype: of transfers and of the function's matrices. heads: number of matrices into which the
+    rows of a two-dimensional shard are divided; None: one. round_numel: elements that an owner has per round (or one larger
+    matrix); None: ROUND_NUMEL of the shards' device.
     """
 
     def __init__(
@@ -126,12 +126,12 @@ class WholeMatrices:
 
     @property
     def batches(self) -> list[Batch]:
-        """All matrices that this rank owns, in the order in which the function gets them."""
+        """Return all matrices that this rank owns, in the order in which the function gets them."""
         return [batch for one in self._rounds for batch in one.batches]
 
     @torch.no_grad()
     def replace(self, tensors: Sequence[Tensor], function: Function) -> None:
-        """Replace every matrix by the function of it, in all parts that `tensors` hold. Collective.
+        """Replace every matrix by the function of it, in all local parts of `tensors`. Collective.
 
         tensors: gradients or momenta, one per shard, contiguous and laid out like its `data`. function(matrices, batch):
         from `[batch.count, rows, columns]` to the same shape; called once per batch. Does not wait for the device.
@@ -155,7 +155,7 @@ class WholeMatrices:
         return_previous()
 
     def _views(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Views of this rank's parts `[count, rows, columns]`: what is written to them is written to `tensors`."""
+        """Return views of this rank's parts `[count, rows, columns]`; writes to them go to `tensors`."""
         views = []
         for number, (shard, tensor) in enumerate(zip(self._shards, tensors, strict=True)):
             pieces = [piece for _, piece in shard.pieces(tensor)]
@@ -169,7 +169,7 @@ class WholeMatrices:
 
 
 class _Place(NamedTuple):
-    """A part's place in a list of tensors `[n, rows, columns]`."""
+    """The location of a part in a list of tensors `[n, rows, columns]`."""
 
     tensor: int
     matrices: slice
@@ -181,7 +181,7 @@ class _Place(NamedTuple):
 
 
 class _Round:
-    """The matrices of `runs`: from the ranks that hold parts to their owners, and back."""
+    """The matrices of `runs`: sent from the holders of parts to their owners, and back."""
 
     def __init__(self, runs: Sequence[Run], held: Sequence[Part], group: dist.ProcessGroup | None):
         me = 0 if group is None else group.rank()
@@ -216,19 +216,19 @@ class _Round:
         self._to_holders = _Exchange(to_holders, place_in_whole, place_in_held, group)
 
     def gather(self, held: list[Tensor], empty: Tensor) -> tuple[list[Tensor], Callable[[], None]]:
-        """Return whole matrices, one tensor per batch, and what has to be called before they are there."""
+        """Return whole matrices, one tensor per batch, and a function that completes the transfer."""
         whole = [empty.new_empty(batch.count, *batch.shape) for batch in self.batches]
         return whole, self._to_owners.start(held, whole, empty)
 
     def scatter(self, results: list[Tensor], held: list[Tensor], empty: Tensor) -> Callable[[], None]:
-        """Return what has to be called before the results are in `held`."""
+        """Return a function that completes the transfer of the results into `held`."""
         return self._to_holders.start(results, held, empty)
 
 
 class _Exchange:
-    """One all-to-all. transfers: those between all ranks, in the same order on each of them.
+    """One all-to-all. transfers: between all ranks, in the same order on each of them.
 
-    source, target: place of a part in the tensors it is read from, and in those it is written to.
+    source, target: location of a part in the tensors to read from, and in those to write to.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class _Exchange:
         self._group, me, ranks = group, *((0, 1) if group is None else (group.rank(), group.size()))
         to: list[list[Part]] = [[] for _ in range(ranks)]
         by: list[list[Part]] = [[] for _ in range(ranks)]
-        self._sends_any = False  # any rank, so that all know whether there is a collective
+        self._sends_any = False  # any rank sends, so all know whether there is a collective
         for part, sender, receiver in transfers:
             self._sends_any |= sender != receiver
             if sender == me:
@@ -250,7 +250,7 @@ class _Exchange:
                 by[sender].append(part)
         self._kept = [(source(part), target(part)) for part in to[me]]
         to[me], by[me] = [], []
-        # What goes to rank 0 first, then to rank 1, and so on: so all-to-all wants its buffers.
+        # All-to-all wants its buffers in rank order: first the data for rank 0, then for rank 1, and so on.
         self._sends = [source(part) for part in itertools.chain(*to)]
         self._receives = [target(part) for part in itertools.chain(*by)]
         self._receive_numels = [part.numel for part in itertools.chain(*by)]
@@ -258,7 +258,7 @@ class _Exchange:
         self._numels_by = [sum(part.numel for part in parts) for parts in by]
 
     def start(self, sources: list[Tensor], targets: list[Tensor], empty: Tensor) -> Callable[[], None]:
-        """Begin to send in the dtype of `empty`; return what has to be called before all is in `targets`."""
+        """Begin to send in the dtype of `empty`; return a function that completes the writes to `targets`."""
         if self._kept:
             read, write = ([pair[side] for pair in self._kept] for side in (0, 1))
             torch._foreach_copy_([p.of(targets) for p in write], [p.of(sources) for p in read])
@@ -271,7 +271,7 @@ class _Exchange:
             incoming, outgoing, self._numels_by, self._numels_to, group=self._group, async_op=True
         )
 
-        def finish(_outgoing: Tensor = outgoing) -> None:  # which lives until it is sent
+        def finish(_outgoing: Tensor = outgoing) -> None:  # keeps the buffer alive until it is sent
             work.wait()
             if self._receives:
                 received = [place.of(targets) for place in self._receives]
@@ -288,8 +288,8 @@ def _nothing() -> None: ...
 def _parts_of(
     boxes: Sequence[Box], shape: torch.Size, number: int, heads: int
 ) -> Iterator[tuple[Part, tuple[int, slice]]]:
-    """Yield the parts of matrices that `boxes` are of the shard `number`, of the global `shape`, each with the number of its
-    box and its place in that piece."""
+    """Yield the parts of matrices in `boxes` of shard `number`, whose global shape is `shape`. Each comes with the index of
+    its box and its slice of that box."""
     for piece, box in enumerate(boxes):
         if len(shape) == 3:
             inner = Box(box.offsets[1:], box.sizes[1:])
@@ -309,7 +309,7 @@ def _parts_of(
 
 
 def _find_runs(shards: Sequence[Shard], heads: Sequence[int], group: dist.ProcessGroup | None) -> list[Run]:
-    """Return the matrices of `shards` in their order, with the ranks that hold them; without owners. Collective."""
+    """Return the matrices of `shards` in order, with their holders and without owners. Collective."""
     everyones = gather_shard_boxes(shards, group)
     runs = []
     for number, (shard, number_of_heads) in enumerate(zip(shards, heads, strict=True)):
@@ -344,7 +344,7 @@ def _find_runs(shards: Sequence[Shard], heads: Sequence[int], group: dist.Proces
 
 
 def _choose_owners(runs: Sequence[Run]) -> list[Run]:
-    """Divide runs and give each, most work first, to the rank that has least so far among those that hold parts of it."""
+    """Divide runs, and give each, most work first, to the least loaded rank among its holders."""
     divided = []
     for run in runs:
         ways = min(run.count, len({rank for holders in run.holders.values() for rank in holders}))
@@ -366,7 +366,7 @@ def _choose_owners(runs: Sequence[Run]) -> list[Run]:
 
 
 def _divide_into_rounds(runs: Sequence[Run], round_numel: int) -> list[list[Run]]:
-    """Divide into rounds in which no owner has more than `round_numel` elements, or one matrix."""
+    """Divide into rounds; in each an owner has at most `round_numel` elements, or one matrix."""
     rounds: list[list[Run]] = []
     current: Counter[int] = Counter()  # owner -> its latest round
     filled: Counter[int] = Counter()  # owner -> elements in that round

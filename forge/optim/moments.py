@@ -1,4 +1,4 @@
-"""The moments of an optimizer in one of three formats: as wide as the arithmetic, bfloat16, or eight bits.
+"""Optimizer moments in one of three formats: the dtype of the arithmetic, bfloat16, or eight bits.
 
 An update reads a moment in the dtype of the arithmetic, changes it in place and writes it back. Narrow formats are rounded
 stochastically (forge/optim/rounding.py), by noise that does not depend on the layout.
@@ -35,7 +35,7 @@ class Moments:
         }
 
     def draw(self, updates: Tensor) -> None:
-        """Draw the noise of an update. Call before it. updates: counts of those before, of which the largest counts."""
+        """Draw the noise of the next update. updates: counts of past updates; the largest is used."""
         if self.rounding is not None:
             self.rounding.draw(updates.max() if updates.dim() else updates)
 
@@ -44,7 +44,7 @@ class Moments:
         return self.stored[slot, shard.name].to(wide_dtype(shard))
 
     def write(self, shard: Shard, slot: str, wide: Tensor) -> None:
-        """Store `wide`, which may be overwritten; without rounding, it is what is stored."""
+        """Store `wide`, which may be overwritten. Without rounding, `wide` itself is the stored tensor."""
         if self.rounding is not None:
             self.rounding.copy_(self.stored[slot, shard.name], wide, shard, slot)
 
@@ -62,10 +62,10 @@ class Moments:
 
 
 class Int8Moments(Moments):
-    """Moments in codes of eight bits, with a scale for each block of elements (forge/optim/int8.py). Collective.
+    """Moments in eight-bit codes, with a scale for each block of elements (forge/optim/int8.py). Collective.
 
-    group: the ranks that together hold all elements; None: this process. Parts of ranks may end within a block. Its holders
-    then agree on its scale, by one all-reduce for all such blocks per update; the holder of its first element saves it.
+    group: ranks that together hold all elements; None: this process. A shard boundary may cut a block. Its holders then agree
+    on its scale, by one all-reduce for all cut blocks per update; the holder of its first element saves it.
     """
 
     rounding: StochasticRounding
@@ -120,12 +120,12 @@ class Int8Moments(Moments):
             yield f"{slot}_scale", scales, scales.data
 
     def _agree(self, known: Iterable[tuple[Region, Tensor]]) -> None:
-        """Set the scales of all blocks that are cut to the largest that any rank knows of a part: `[rows]` of regions."""
+        """Set the scales of all cut blocks to the maximum over ranks. known: regions with local maxima `[rows]`."""
         if not len(self.maxima):
             return
         self.maxima.zero_()
         for region, scales in known:
-            # A region has each block once, so this is exact; index_reduce_ has no deterministic kernel on CUDA.
+            # Each block occurs once in a region, so this is exact; index_reduce_ has no deterministic kernel on CUDA.
             larger = torch.maximum(self.maxima[region.agreed], scales.to(self.maxima.dtype))
             self.maxima[region.agreed] = larger
         if self._group is not None:
@@ -137,7 +137,7 @@ class Int8Moments(Moments):
 def make_moments(
     shards: Sequence[Shard], slots: Sequence[str], config: OptimizerConfig, group: dist.ProcessGroup | None
 ) -> Moments:
-    """Return moments in the format `optimizer.moment_dtype`. Collective for int8. group: as for `Int8Moments`."""
+    """Return moments in the format `optimizer.moment_dtype`. Collective for int8. group: see `Int8Moments`."""
     if config.moment_dtype == "int8":
         return Int8Moments(shards, slots, group)
     return Moments(shards, slots, torch.bfloat16 if config.moment_dtype == "bfloat16" else None)

@@ -1,4 +1,4 @@
-"""Muon: momentum whose matrices are made nearly orthogonal, whole ones under every engine and layout; AdamW for all else.
+"""Muon: orthogonalised momentum on whole matrices under every engine and layout; AdamW for all other parameters.
 
 Jordan et al., "Muon", 2024, in the form of `torch.optim.Muon`; the factor match_rms_adamw is of Liu et al., "Muon is
 Scalable for LLM Training", 2025 (arXiv:2502.16982), second_moment = neuron of Li et al., "NorMuon", 2025
@@ -29,7 +29,7 @@ from forge.shard import Box, Shard
 
 log = logging.getLogger(__name__)
 
-# Added to roots of moments: rows of zeros stay zeros.
+# Added to square roots of moments: rows of zeros stay zeros.
 LEAST_MOMENT = 1e-10
 
 
@@ -38,8 +38,8 @@ class Muon:
     """The update theta <- theta - lr * (weight_decay * theta + factor * O), with O the orthogonalised momentum.
 
     A matrix is a global tensor, or one expert of it; with `split_heads` one head of queries, keys or values. Matrices are
-    iterated in bfloat16 on CUDA and in promote(float32, storage) elsewhere, always in float64 where storage is float64.
-    Momentum is a mean of gradients laid out like the parameter; the second moments of rows lie with a matrix's owner.
+    iterated in bfloat16 on CUDA and in promote(float32, storage) elsewhere, always in float64 if storage is float64.
+    Momentum is a mean of gradients laid out like the parameter. A matrix's owner holds the second moments of its rows.
     """
 
     def __init__(self, shards: list[Shard], config: OptimizerConfig, group: ProcessGroup | None = None):
@@ -88,7 +88,7 @@ class Muon:
         """Scale the heads whose largest logit of this step is above `qk_clip`."""
         for shard in (shard for shard in self._all if shard.name in self._logits):
             (largest, powers), limit = self._logits[shard.name], self._keys.qk_clip
-            # Not where nothing has been observed: -inf.
+            # Heads without any observation have -inf.
             over = (largest > limit) & (skip == 0)
             scale = torch.where(over, limit / largest, 1.0).unsqueeze(-1)  # [heads, 1]
             rows = scale.pow(powers).flatten().to(wide_dtype(shard))
@@ -97,13 +97,13 @@ class Muon:
                 piece.mul_(of_rows.view(-1, *[1] * (piece.dim() - 1)))
 
     def bound_logits(self, logits: dict[str, tuple[Tensor, Tensor]]) -> None:
-        """Bound these logits in each step: for parameters, the largest of each head, and powers (`LargestLogits`)."""
+        """Bound these logits in each step. logits: parameter -> (largest logits of the heads, powers), see `LargestLogits`."""
         self._logits = logits
 
     def _update(self, shard: Shard, skip: Tensor) -> Tensor:
-        """Add the gradient to the momentum; return what is to be orthogonalised, laid out like `shard.data`."""
+        """Add the gradient to the momentum; return the input of the orthogonalisation, laid out like `shard.data`."""
         mean = self._moments.read(shard, "momentum")
-        # With the mean itself as the gradient nothing changes, and what follows is finite.
+        # With the mean itself as the gradient nothing changes, and all further values are finite.
         new = torch.where(skip > 0, mean, gradient(shard).to(mean.dtype))
         mean.lerp_(new, 1 - self._keys.momentum)
         update = new.lerp_(mean, self._keys.momentum) if self._keys.nesterov else mean.clone()
@@ -122,7 +122,7 @@ class Muon:
         return 0.2 * sqrt(max(rows, columns))
 
     def follow(self, config: OptimizerConfig) -> None:
-        """From the next step on, use these values of weight_decay, betas, eps and muon.momentum."""
+        """Use these values of weight_decay, betas, eps and muon.momentum from the next step on."""
         self._config, self._keys = config, config.muon
         self._rest.follow(config)
         if self._rows is not None:
@@ -146,9 +146,9 @@ class Muon:
 
 
 class _RowMoments:
-    """Second moments of the rows of orthogonalised matrices, each with the owner of its matrix.
+    """Second moments of the rows of orthogonalised matrices, each held by the matrix's owner.
 
-    shards: of the names of `shards`, without their last dimension; what this rank owns of each.
+    shards: named like `shards`, without their last dimension; this rank's owned part of each.
     """
 
     def __init__(self, shards: list[Shard], batches: list[Batch], decay: float):
@@ -174,10 +174,9 @@ class _RowMoments:
         }
 
     def normalize(self, matrices: Tensor, batch: Batch, skip: Tensor) -> Tensor:
-        """Divide each row of `[n, rows, columns]` by the root of its moment; norms of matrices stay as they are.
+        """Divide each row of `[n, rows, columns]` by the square root of its moment; keep the norm of each matrix.
 
-        The paper scales to 0.2 sqrt(rows * columns) instead, which is the same for an orthogonal matrix under
-        match_rms_adamw.
+        The paper scales to 0.2 sqrt(rows * columns) instead, which is equal for an orthogonal matrix under match_rms_adamw.
         """
         moments = torch.cat(self._of_batch[id(batch)])
         wide = matrices.to(moments.dtype)
@@ -192,7 +191,7 @@ class _RowMoments:
 
 
 def _is_muons(shard: Shard) -> bool:
-    """Return whether Muon updates this parameter: a matrix inside a block, or the experts', but no router's or convolution's.
+    """Return whether Muon updates this parameter: a matrix or expert matrices inside a block, but no router or convolution.
 
     Raises UserError (exit 2) for a parameter inside a block that is neither a vector nor made of matrices.
     """
@@ -204,13 +203,13 @@ def _is_muons(shard: Shard) -> bool:
         return True
     shape = " x ".join(map(str, shard.global_shape))
     raise UserError(
-        f'optimizer.name = "muon": {shard.name} of {shape} is no matrix, and Muon updates matrices only; use adamw, or an '
+        f'optimizer.name = "muon": {shard.name} of {shape} is not a matrix, and Muon updates matrices only; use adamw, or an '
         "optimizer of your own (docs/extending/optimizer.md)"
     )
 
 
 def _least_update(shard: Shard, dtype: torch.dtype) -> float:
-    """Return the size below which an element of an orthogonal update may be rounding noise, whose sign depends on the layout.
+    """Return the size below which an element of an orthogonal update may be rounding noise, with a layout-dependent sign.
 
     An orthogonal matrix has elements of about 1 / sqrt(longer side).
     """

@@ -1,6 +1,6 @@
-"""What an optimizer is, which ones there are, and the helpers that any of them needs.
+"""The `Optimizer` protocol, the registry of optimizers, and helpers for any of them.
 
-docs/extending/optimizer.md is the recipe for one of your own.
+docs/extending/optimizer.md is the recipe for your own optimizer.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from forge.shard import Box, Shard
 
 
 class Optimizer(Protocol):
-    """Updates this rank's shards. Made as `Class(shards, config, group)` by `build_optimizer`.
+    """Updates this rank's shards. Built as `Class(shards, config, group)` by `build_optimizer`.
 
-    May have `follow(config)`, which phases call before a step; `scale_by(factor)`, which takes clipping's factor of the next
-    step; `bound_logits(logits)`, which takes the largest attention logits (forge/parallel/logits.py); and `copies`, the
-    compute copies of parameters that each step writes.
+    Optional members: `follow(config)`, which phases call before a step; `scale_by(factor)`, which gets the clip coefficient
+    of the next step; `bound_logits(logits)`, which gets the largest attention logits (forge/parallel/logits.py); and
+    `copies`, the compute copies of parameters that each step writes.
     """
 
     def step(self, lr: float, skip: Tensor) -> None:
-        """Make one update with the shards' gradients. Where the device scalar `skip` is 1.0, change nothing at all."""
+        """Make one update with the shards' gradients. If the device scalar `skip` is 1.0, change nothing at all."""
 
     def tensors(self) -> Iterator[tuple[str, Shard, Tensor]]:
-        """Yield (slot, shard, values) for all tensors; the shard is the parameter's, or one for state of another shape.
+        """Yield (slot, shard, values) for all tensors. The shard is the parameter's, or a new one for state of another shape.
 
-        Checkpoints save each as `optimizer.<parameter>.<slot>` and load into `values` in place, so they must exist from
-        the start, laid out like the data of `shard`.
+        Checkpoints save each as `optimizer.<parameter>.<slot>` and load into `values` in place. So they must exist from the
+        start, laid out like the data of `shard`.
         """
 
     def state(self) -> dict[str, Any]:
         """Return the rest of the state as JSON, equal on all ranks. May wait for the device."""
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned. Further keys, of a mean of the weights that is no longer kept, are to be ignored."""
+        """Restore the result of `state`. Ignore further keys, e.g. of a weight average that is no longer kept."""
 
 
 OptimizerClass: TypeAlias = Callable[[list[Shard], OptimizerConfig, ProcessGroup | None], Optimizer]
@@ -51,7 +51,7 @@ C = TypeVar("C", bound=OptimizerClass)
 
 
 def register(name: str) -> Callable[[C], C]:
-    """Make a class available as `optimizer.name = name`, which the schema must list, too."""
+    """Register a class as `optimizer.name = name`; the schema must list the name, too."""
 
     def add(cls: C) -> C:
         _registered[name] = cls
@@ -61,36 +61,36 @@ def register(name: str) -> Callable[[C], C]:
 
 
 def registered() -> tuple[str, ...]:
-    """Return the names under which optimizers are registered."""
+    """Return the names of all registered optimizers."""
     return tuple(_registered)
 
 
 def optimizer_class(name: str) -> OptimizerClass:
-    """Return what a registered name or an import path names."""
+    """Return the class of a registered name or an import path."""
     return load_class(name) if ":" in name else _registered[name]
 
 
 def gradient(shard: Shard) -> Tensor:
-    """Return the shard's local gradient; zeros where there was no backward, as for an expert that got no tokens."""
+    """Return the shard's local gradient; zeros without a backward, e.g. for an expert without tokens."""
     grad = shard.grad
     return torch.zeros_like(shard.data) if grad is None else grad
 
 
 def weight_decay(name: str, config: OptimizerConfig) -> float:
-    """Return the decoupled weight decay of the parameter `name`, by `optimizer.groups` and `optimizer.no_decay`."""
+    """Return the decoupled weight decay of the parameter `name`, from `optimizer.groups` and `optimizer.no_decay`."""
     own = own_decay(name, config)
     return config.weight_decay if own is None else own
 
 
 def own_decay(name: str, config: OptimizerConfig) -> float | None:
-    """Return the weight decay of the parameter `name` if it does not follow `optimizer.weight_decay`, else None."""
+    """Return the weight decay of the parameter `name` if it overrides `optimizer.weight_decay`, else None."""
     given = _of_groups(name, config, "weight_decay")
     exempt = any(fnmatchcase(name, glob) for glob in config.no_decay)
     return 0.0 if given is None and exempt else given
 
 
 def with_scales(shards: Sequence[Shard], config: OptimizerConfig) -> list[Shard]:
-    """Return `shards` with the factors of the learning rate that `optimizer.groups` gives."""
+    """Return `shards` with the learning-rate factors of `optimizer.groups`."""
     scales = [_of_groups(shard.name, config, "lr_scale") for shard in shards]
     return [
         shard if scale is None else replace(shard, rates=replace(shard.rates, scale=scale))
@@ -99,7 +99,7 @@ def with_scales(shards: Sequence[Shard], config: OptimizerConfig) -> list[Shard]
 
 
 def _of_groups(name: str, config: OptimizerConfig, key: str) -> float | None:
-    """Return what the last group that matches `name` and has `key` gives; None if there is none."""
+    """Return `key` of the last group that matches `name` and has this key; None without one."""
     for group in reversed(config.groups):
         value: float | None = getattr(group, key)
         if value is not None and any(fnmatchcase(name, glob) for glob in group.names):
@@ -108,19 +108,19 @@ def _of_groups(name: str, config: OptimizerConfig, key: str) -> float | None:
 
 
 def wide_dtype(shard: Shard) -> torch.dtype:
-    """Return the dtype of the update's arithmetic: float32, or the parameter's storage where that is wider."""
+    """Return the dtype of the update's arithmetic: float32, or the parameter's storage dtype if that is wider."""
     return torch.promote_types(torch.float32, shard.parameter.dtype)
 
 
 def write_unless(skip: Tensor, target: Tensor, values: Tensor) -> None:
-    """Copy `values` into `target`, cast to its dtype; where the device scalar `skip` is 1.0 leave every bit of it."""
+    """Copy `values` into `target`, cast to its dtype; if the device scalar `skip` is 1.0, leave every bit unchanged."""
     torch.where(skip.to(target.device) > 0, target, values.to(target.dtype), out=target)
 
 
 def update_groups(shards: Sequence[Shard], config: OptimizerConfig, max_numel: int) -> list[list[Shard]]:
     """Group shards of equal weight decay and rates for multi-tensor kernels, decayed ones first.
 
-    A group ends where it reaches `max_numel` elements, which bounds temporaries. Shards without elements are left out.
+    A group ends once it has `max_numel` elements, to bound temporaries. Shards without elements are left out.
     """
     kinds: dict[Any, list[list[Shard]]] = {}
     filled: dict[Any, int] = {}  # elements of the last group

@@ -1,10 +1,10 @@
 """Stochastic rounding to bfloat16: small changes of a moment are kept on average instead of lost.
 
-bfloat16 has 8 significant bits. An average with beta2 = 0.999 changes by less than half of the last one per step, so
-rounding to nearest would leave it where it is for ever. A value between two bfloat16 numbers is rounded to the upper one
-with a probability equal to its distance from the lower one, so its expectation is exact (Gupta et al., "Deep Learning
-with Limited Numerical Precision", 2015). The error's standard deviation is some 6 % of a slow average, for any beta: the
-average forgets errors as fast as it moves.
+bfloat16 has 8 significant bits. With beta2 = 0.999 a moving average changes by less than half of its last bit per step, so
+rounding to nearest would never change it. A value between two bfloat16 numbers is rounded up with a probability equal to its
+distance from the lower one, so its expectation is exact (Gupta et al., "Deep Learning with Limited Numerical Precision",
+2015). The error's standard deviation is some 6 % of a slow average, for any beta: the average forgets errors as fast as it
+moves.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _POSITION = -7046029254386353131
 
 
 class StochasticRounding:
-    """Rounds `slots` of the optimizer state of `shards`, by noise that depends on no layout, in two cheap passes.
+    """Rounds `slots` of the optimizer state of `shards`, with layout-independent noise, in two cheap passes.
 
     The noise of an element is the exclusive or of one uniform number per dimension, each a hash of (name, slot, dimension,
     global index along it, updates so far): uniform for each element, and independent for any two.
@@ -49,7 +49,7 @@ class StochasticRounding:
         self.bits = noise_bits  # CompiledAdamW replaces it
 
     def draw(self, updates: Tensor) -> None:
-        """Draw the noise of the update after `updates`, a scalar on the device of the shards."""
+        """Draw the noise of the next update. updates: number of past updates, a scalar on the shards' device."""
         noise = self.bits(self._keys, updates).split([sum(sizes) for sizes in self._sizes.values()])
         for (which, sizes), of_shard in zip(self._sizes.items(), noise, strict=True):
             self._noise[which] = list(of_shard.split(sizes))
@@ -63,9 +63,9 @@ class StochasticRounding:
             yield box, functools.reduce(operator.xor, along).view(box.sizes)
 
     def factors(self, shard: Shard, slot: str) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this update's noise of each box as that of its rows `[rows, 1]` and columns `[columns]`, to be xored.
+        """Yield this update's noise of each box as factors for rows `[rows, 1]` and columns `[columns]`, to be xored.
 
-        A row is along the last dimension; a vector is one row.
+        A row runs along the last dimension; a vector is one row.
         """
         vectors = iter(self._noise[slot, shard.name])
         for box in shard.boxes:
@@ -78,7 +78,7 @@ class StochasticRounding:
     def copy_(self, narrow: Tensor, wide: Tensor, shard: Shard, slot: str) -> None:
         """Round `wide`, float32 or float64, into `narrow`, bfloat16; both are laid out like `shard.data`.
 
-        A value that bfloat16 has is not changed. `wide` is overwritten.
+        Values representable in bfloat16 do not change. `wide` is overwritten.
         """
         exact = wide.to(torch.float32)
         bits = exact.view(torch.int32)
@@ -89,7 +89,7 @@ class StochasticRounding:
 
 
 def noise_bits(keys: Tensor, updates: Tensor) -> Tensor:
-    """Return 16 uniform bits for each of `keys`, int64 `[n]`, at the update after `updates`, a scalar: int32 `[n]`."""
+    """Return 16 uniform bits for each of `keys`, int64 `[n]`, at the next update: int32 `[n]`. updates: past updates."""
     return (mix(keys + mix(updates.to(torch.int64) * _POSITION)) & 0xFFFF).to(torch.int32)
 
 

@@ -9,7 +9,7 @@ from forge.config.schema import ScheduleConfig
 
 
 def planned_rate(config: Config, phases: Phases, step: int, tokens: int) -> float:
-    """Learning rate of update `step`, before which `tokens` were trained on: `learning_rate` with the phase's peak.
+    """Return the learning rate of update `step`: `learning_rate` with the phase's peak. tokens: trained before the update.
 
     With `schedule.unit = "tokens"` the schedule counts the tokens up to the end of the update.
     """
@@ -24,14 +24,14 @@ def planned_rate(config: Config, phases: Phases, step: int, tokens: int) -> floa
 
 
 def learning_rate(schedule: ScheduleConfig, *, lr: float, step: int, steps: int) -> float:
-    """Learning rate of update `step`, counted from 1, in a run of `steps` updates with peak `lr`.
+    """Return the learning rate of update `step`, counted from 1, in a run of `steps` updates with peak `lr`.
 
     Every schedule is a warm-up, a plateau and a decay, some of them empty:
 
-    - warm-up: lr * step / warmup_steps up to step = warmup_steps; step 1 is not lost at rate zero;
-    - plateau: lr, up to the step where the decay begins, see `decay_start`;
-    - decay: lr * (m + (1 - m) * f(p)), with m = min_lr_ratio, f the shape and p the share of the decay that
-      is done, 1 at step = steps: the last step is taken at m * lr, and so is every later one.
+    - warm-up: lr * step / warmup_steps up to step = warmup_steps, so that step 1 does not have rate zero;
+    - plateau: lr, up to the step of `decay_start`;
+    - decay: lr * (m + (1 - m) * f(p)), with m = min_lr_ratio, f the shape and p the completed share of the decay, 1 at
+      step = steps: the last step has rate m * lr, and so has every later one.
     """
     assert step >= 1
     warmup = warmup_steps(schedule, steps)
@@ -46,16 +46,16 @@ def learning_rate(schedule: ScheduleConfig, *, lr: float, step: int, steps: int)
 
 
 def warmup_steps(schedule: ScheduleConfig, steps: int) -> int:
-    """The steps of warm-up; where none are configured, one in a hundred, and 2000 at most, which long runs commonly take."""
+    """Return the number of warm-up steps; by default 1 % of `steps`, at most 2000, a common choice in long runs."""
     return min(2000, steps // 100) if schedule.warmup_steps is None else schedule.warmup_steps
 
 
 def decay_start(schedule: ScheduleConfig, steps: int) -> int:
-    """The last step before the decay.
+    """Return the last step before the decay.
 
     wsd (warm-up, stable, decay; Hu et al. 2024, MiniCPM, arXiv:2404.06395) keeps the plateau until the last
-    round(decay_fraction * steps) steps; cosine and linear decay from the end of the warm-up; constant never
-    does. A decay does not begin within the warm-up.
+    round(decay_fraction * steps) steps. cosine and linear decay from the end of the warm-up. constant never
+    decays. A decay does not begin within the warm-up.
     """
     if schedule.name == "constant":
         return max(steps, warmup_steps(schedule, steps))
@@ -68,11 +68,10 @@ def _shape(schedule: ScheduleConfig) -> str:
 
 
 def _remaining(shape: str, done: float) -> float:
-    """How much of the rate is left, from 1 to 0, when `done` of the decay is behind us, from 0 to 1.
+    """Return the remaining share of the rate, from 1 to 0, at the completed share `done` of the decay, from 0 to 1.
 
     linear: 1 - p. cosine: (1 + cos(pi p)) / 2 (Loshchilov and Hutter 2017, arXiv:1608.03983, without
-    restarts). sqrt: 1 - sqrt(p) (Hägele et al. 2024, arXiv:2405.18392, where it did best as the decay of a
-    plateau).
+    restarts). sqrt: 1 - sqrt(p) (Hägele et al. 2024, arXiv:2405.18392, the best decay after a plateau there).
     """
     if shape == "linear":
         return 1.0 - done

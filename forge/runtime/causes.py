@@ -1,7 +1,7 @@
 """Causes: every fault that ends or disturbs a run, with its severity, its meaning and the remedy.
 
 Exceptions, log records, events.jsonl and status.json carry the id of a cause. Diagnoses and the tables of docs/recovery.md
-are rendered from here, so no program reads forge's messages.
+are rendered from here, so no program parses forge's messages.
 
     python -m forge.runtime.causes    # print the tables of docs/recovery.md
 """
@@ -12,7 +12,7 @@ from enum import IntEnum, StrEnum
 
 
 class Severity(IntEnum):
-    """How much a cause costs, the worst first."""
+    """The cost of a cause, the worst first."""
 
     ENDS = 0
     STOPS = 1
@@ -20,13 +20,13 @@ class Severity(IntEnum):
     NOTE = 3
 
 
-# What to do about every cause that ended a run, after its remedy.
+# Second remedy for every cause that ended a run.
 AGAIN = "Start the same command again: it resumes from the newest complete checkpoint."
 _ENDS, _STOPS, _COSTS, _NOTE = Severity
 
 
 class Cause(StrEnum):
-    """The value is the id, which is stable. meaning, remedy: sentences for the user, with Markdown."""
+    """A stable id. meaning, remedy: sentences for the user, with Markdown."""
 
     severity: Severity
     meaning: str
@@ -44,7 +44,7 @@ class Cause(StrEnum):
         return {"cause": self}
 
     def of(self, *ranks: int) -> dict[str, object]:
-        """Return the `extra` of a log record that names `ranks` as the ones at fault."""
+        """Return the `extra` of a log record that names `ranks` as those at fault."""
         return {"cause": self, "ranks": ranks}
 
     OUT_OF_MEMORY = (

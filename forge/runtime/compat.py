@@ -1,4 +1,4 @@
-"""Everything that depends on the device, the communication backend or the version of PyTorch."""
+"""All code that depends on the device, the communication backend or the version of PyTorch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def all_gather_into(whole: Tensor, part: Tensor, group: dist.ProcessGroup | None
 
 
 def side_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Return a CUDA stream for work that overlaps the computation; None on the CPU, where threads do it."""
+    """Return a CUDA stream for work that overlaps the computation; None on the CPU, where threads do this work."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
@@ -53,9 +53,9 @@ def side_stream(device: torch.device) -> torch.cuda.Stream | None:
 def communication_memory(
     device: torch.device, groups: Sequence[dist.ProcessGroup], *, symmetric: bool
 ) -> Iterator[None]:
-    """Register what the body allocates with NCCL as symmetric memory, at the same address on every rank of `groups`.
+    """Allocate memory in the body as NCCL symmetric memory, at the same address on every rank of `groups`.
 
-    NCCL's kernels then need fewer multiprocessors. With `symmetric` it needs CUDA and is collective, else it does nothing.
+    NCCL's kernels then need fewer multiprocessors. With `symmetric` this needs CUDA and is collective, else it does nothing.
     """
     if not (symmetric and groups):
         yield
@@ -69,12 +69,12 @@ def communication_memory(
         backend.register_mem_pool(pool, symm=True)
 
 
-# Pools of symmetric memory, which live as long as the process.
+# Pools of symmetric memory, kept as long as the process.
 _POOLS: list[Any] = []
 
 
 def training_device(local_rank: int) -> torch.device:
-    """Return the device that this process trains on: its own CUDA card if the machine has any, else the CPU."""
+    """Return this process's training device: its own GPU if the machine has any, else the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", local_rank)
     return torch.device("cpu")
@@ -88,13 +88,13 @@ def communication_backend(device: torch.device) -> str:
 def split_group(world: dist.ProcessGroup, sets: list[list[int]], backend: str | None) -> dist.ProcessGroup:
     """Split `world`, whose NCCL communicator exists, into the groups of `sets` at once; return this rank's. Collective.
 
-    backend: the part of the backend of `world` that the groups get, e.g. "cuda:nccl"; None: all of it, as always in 2.11.
+    backend: part of `world`'s backend for the groups, e.g. "cuda:nccl"; None: the whole backend, as always in 2.11.
     """
     options: dict[str, Any] = {}
     if backend is not None and "backend" in inspect.signature(dist.split_group).parameters:
         options["backend"] = backend
     group = dist.split_group(world, sets, **options)
-    assert isinstance(group, dist.ProcessGroup)  # `sets` have every rank
+    assert isinstance(group, dist.ProcessGroup)  # `sets` contain every rank
     return group
 
 
@@ -112,7 +112,7 @@ def all_to_all(
     receives: list[int] | None = None,
     sends: list[int] | None = None,
 ) -> Tensor:
-    """Send `x[r]` of x `[ranks, ...]` to rank r; the result's `[r]` comes from rank r. Its backward is another all-to-all.
+    """Send `x[r]` of x `[ranks, ...]` to rank r; the result's `[r]` comes from rank r. Backward is another all-to-all.
 
     With `sends` and `receives`, the first sends[0] rows of x `[sum(sends), ...]` go to rank 0, and so on; the result is
     `[sum(receives), ...]`, in the order of ranks.
@@ -121,9 +121,9 @@ def all_to_all(
 
 
 def pass_on(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send `x` to the next rank of the ring and return that of the previous rank. It has no gradient.
+    """Send `x` to the next rank of the ring and return the previous rank's `x`. No gradient.
 
-    Does not wait: the first use of the result waits.
+    Returns without waiting; the first use of the result waits.
     """
     rank, ranks = group.rank(), group.size()
     sends, receives = [0] * ranks, [0] * ranks
@@ -132,12 +132,12 @@ def pass_on(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def arrived(x: Tensor) -> Tensor:
-    """Return `x`, a plain tensor or one that a functional collective is still filling, once it can be used. No gradient."""
+    """Wait until `x`, a plain tensor or the result of a functional collective, can be used; return it. No gradient."""
     return x.wait() if isinstance(x, collectives.AsyncCollectiveTensor) else x
 
 
 def fsdp_parameter_groups(model: FSDPModule) -> list[Any]:
-    """Return the parameter groups of all FSDP2 units of `model`, a root that has been called; each is gathered as one."""
+    """Return the parameter groups of all FSDP2 units of `model`, a root after its first forward."""
     found: list[Any] = []
     for state in model._get_fsdp_state()._state_ctx.all_states:
         # In 2.13 a unit may have several, in 2.11 at most one.
@@ -147,7 +147,7 @@ def fsdp_parameter_groups(model: FSDPModule) -> list[Any]:
 
 
 def end_fsdp_backward(model: FSDPModule) -> None:
-    """Run what FSDP2 runs at the end of a backward of the root `model`, with the flags that are set on it."""
+    """Run FSDP2's end-of-backward work for the root `model`, with the flags that are set on it."""
     model._get_fsdp_state()._root_post_backward_final_callback()
 
 
@@ -183,7 +183,7 @@ def keep_buffers_of_compiled_backward() -> None:
 def share_memory(group: dist.ProcessGroup) -> None:
     """Let the ranks of `group` read each other's symmetric memory, for asynchronous tensor parallelism. Collective.
 
-    2.13 and 2.14 deprecate the call, but their compilers still divide products only for groups that had it.
+    2.13 and 2.14 deprecate the call, but their compilers still divide products only for groups registered this way.
     """
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
@@ -195,7 +195,7 @@ def share_memory(group: dist.ProcessGroup) -> None:
 def weigh_meshes_as_nothing() -> bool:
     """Let the compiler's memory budget count the device meshes of tensor parallelism as zero bytes.
 
-    From 2.12 on they are among the values that a backward may save. 2.13 has a setting; returns False under 2.12.
+    From 2.12 on, meshes are among the values saved for backward. 2.13 has a setting; returns False under 2.12.
     """
     key = "unsafe_treat_script_objects_as_zero_size"
     if hasattr(torch._functorch.config, key):
@@ -210,7 +210,7 @@ def raise_timeouts(seconds: float) -> None:
     New groups get PyTorch's default (10 minutes on NCCL), not the timeout of the first group.
     """
     wanted = timedelta(seconds=seconds)
-    # 2.14 has a public name for it.
+    # 2.14 has a public name for this function.
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for group in list(dist.distributed_c10d._world.pg_map):
         for device in group._device_types:
@@ -220,17 +220,17 @@ def raise_timeouts(seconds: float) -> None:
 
 
 def flight_record() -> bytes | None:
-    """Return PyTorch's record of the latest collectives of this process, a pickle for `torchfrtrace`, or None."""
+    """Return PyTorch's record of this process's latest collectives, a pickle for `torchfrtrace`, or None."""
     import torch._C._distributed_c10d as c10d
 
-    # NCCL and gloo keep separate records; on a CUDA machine NCCL's collectives are the ones that hang.
+    # NCCL and gloo keep separate records. On a CUDA machine NCCL's collectives hang, not gloo's.
     name = "_dump_nccl_trace" if torch.cuda.is_initialized() else "_dump_fr_trace"
     dump = getattr(c10d, name, None)
     return None if dump is None else dump()
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the libraries that a run computes with."""
+    """Return the versions of Python and of the run's libraries."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
     for package in ("forge", "numpy"):
         with suppress(PackageNotFoundError):  # run from a source tree
@@ -239,7 +239,7 @@ def versions() -> dict[str, str]:
 
 
 def forget_meshes() -> None:
-    """Let DTensor forget meshes, which it keeps for equal ones, although the groups of a later process group differ."""
+    """Clear DTensor's mesh cache. It would reuse an equal mesh of an earlier process group with other groups."""
     from torch.distributed.tensor import debug
 
     clear = getattr(debug, "_clear_sharding_prop_cache", None)
@@ -248,13 +248,13 @@ def forget_meshes() -> None:
 
 
 def meeting_store() -> dist.Store:
-    """Return a new connection to the store with which the ranks connected, for use by another thread."""
+    """Return a new connection to the rendezvous store, for use by another thread."""
     store: Any = dist.distributed_c10d._get_default_store()
     return store.clone()
 
 
 def cores() -> int:
-    """Return the number of cores that this process may run on; of the machine where the system has no affinity (macOS)."""
+    """Return the number of cores for this process; of the machine if the system has no affinity (macOS)."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""Work and decisions that ranks share: what one rank does for all, and errors that all ranks raise together."""
+"""Shared work and decisions of ranks: one rank's work for all, and errors that all ranks raise together."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class RanksFailed(UserError):
 def on_first_rank(what: str, work: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
     """Run `work` on the first rank of `group` (None: of all) and return its result on every rank. Collective.
 
-    If it raises, every rank raises: a UserError is raised as it is, any other exception as RanksFailed, which says that
-    `what` failed. The result must be picklable. Only one thread at a time may use a group.
+    If it raises, every rank raises: a UserError unchanged, any other exception as RanksFailed with the text `what`. The
+    result must be picklable. Only one thread at a time may use a group.
     """
     outcome: list[Any] = [_attempt(what, work) if dist.get_rank(group) == 0 else None]
     dist.broadcast_object_list(outcome, src=dist.get_process_group_ranks(group)[0], group=group)
@@ -64,7 +64,7 @@ def on_every_rank(what: str, work: Callable[[], Result], group: dist.ProcessGrou
 
 @dataclass(frozen=True)
 class _Failure:
-    """What `work` raised, in a form that can be sent: exceptions themselves may not unpickle."""
+    """An exception of `work` in a form that can be sent: exceptions themselves may not unpickle."""
 
     message: str
     cause: Cause
@@ -77,14 +77,14 @@ def _attempt(what: str, work: Callable[[], Result]) -> tuple[Result | None, _Fai
     except UserError as error:
         return None, _Failure(str(error), error.cause, error.exit_code)
     except Exception as error:
-        if not isinstance(error, OSError):  # such as a full disk: a traceback would not help
-            # What follows is up to the caller that asked for the work.
+        if not isinstance(error, OSError):  # e.g. a full disk: a traceback would not help
+            # The caller decides about the consequences.
             log.warning("%s failed on this rank", what, exc_info=True, extra=Cause.NOTE.mark)
         return None, _Failure(describe(error), cause_of(error))
 
 
 def _raise_first(what: str, failures: list[_Failure | None], group: dist.ProcessGroup | None) -> None:
-    """Raise what the first rank that failed has raised, if any."""
+    """Raise the failure of the first failed rank, if any."""
     ranks = dist.get_process_group_ranks(group)
     failed = [(rank, one) for rank, one in zip(ranks, failures, strict=False) if one is not None]
     if not failed:
@@ -97,7 +97,7 @@ def _raise_first(what: str, failures: list[_Failure | None], group: dist.Process
 
 
 def describe(error: BaseException) -> str:
-    """The class and message of an exception, on one line."""
+    """Return the class and message of an exception, on one line."""
     return f"{type(error).__name__}: {error}"
 
 
@@ -106,7 +106,7 @@ _BROKEN_CONNECTION = re.compile(r"gloo/transport/|Connection (?:closed|reset) by
 
 
 def cause_of(error: BaseException) -> Cause:
-    """Return the cause of a run that ends with `error`. Only the text of PyTorch's own errors is looked at."""
+    """Return the cause of a run that ends with `error`. Reads only the text of PyTorch's own errors."""
     if isinstance(error, UserError):
         return error.cause
     if isinstance(error, OSError):
@@ -117,7 +117,7 @@ def cause_of(error: BaseException) -> Cause:
 
 @contextmanager
 def single_process_group() -> Iterator[None]:
-    """In the body this process is the only rank of the default process group."""
+    """Make this process the only rank of the default process group within the body."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield

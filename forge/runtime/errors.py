@@ -1,4 +1,4 @@
-"""Errors of the user, as opposed to defects of forge: one sentence and an exit code, without a traceback."""
+"""User errors, as opposed to defects of forge: one sentence and an exit code, without a traceback."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ USUAL_CAUSES = {
 class UserError(Exception):
     """Ends the program with `message` on rank 0 and `exit_code` on every rank.
 
-    The message names what was given, what is allowed and what to do. Secrets of URLs in it are redacted. cause: the usual
-    one of the exit code, unless given.
+    The message names the given value, the allowed values and the next action. Secrets of URLs in it are redacted.
+    cause: by default the usual one of the exit code.
     """
 
     def __init__(self, message: str, exit_code: int = BAD_CONFIG, cause: Cause | None = None):
@@ -39,7 +39,7 @@ class UserError(Exception):
 
 @contextmanager
 def caused_by(cause: Cause) -> Iterator[None]:
-    """Give a UserError of the body this cause, unless it has one of its own."""
+    """Give a UserError of the body this cause, unless it already has one."""
     try:
         yield
     except UserError as error:
@@ -55,7 +55,7 @@ class MissingExtra(UserError):
 class RollbackRequired(Exception):
     """Raised on all ranks in a step: the run has to return to a checkpoint from before step `first_bad`.
 
-    pass_over: leave out the data from there to the end of `last_step`. remedy: what to do if returning does not help.
+    pass_over: skip the data of steps `first_bad` to `last_step`. remedy: advice if the roll-back does not help.
     """
 
     def __init__(
@@ -88,14 +88,14 @@ _SECRET = re.compile(
 
 
 def redact(text: str) -> str:
-    """Return `text` with the secrets of each URL replaced by REDACTED: user and password, and values such as `sig=...`."""
+    """Return `text` with the secrets of each URL replaced by REDACTED: user and password, and values, e.g. `sig=...`."""
     if "://" not in text:
         return text
     return _SECRET.sub(rf"\g<1>{HIDDEN}", _LOGIN.sub(f"://{HIDDEN}@", text))
 
 
 def redact_all(value: Any) -> Any:
-    """Return a value of JSON with every text in it redacted."""
+    """Return a JSON value with every text in it redacted."""
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, list | tuple):
@@ -106,5 +106,5 @@ def redact_all(value: Any) -> Any:
 
 
 def is_redacted(url: str) -> bool:
-    """Return whether secrets of this URL have been replaced, so that it cannot be opened."""
+    """Return whether this URL contains redacted secrets and so cannot be opened."""
     return f"://{HIDDEN}@" in url or any(match[0].endswith(f"={HIDDEN}") for match in _SECRET.finditer(url))

@@ -1,23 +1,23 @@
 """Fault injection: make one rank fail at a named point of one step, to prove that the run survives it.
 
 `FORGE_FAULT=point:step:rank[:action]` in the environment; `*` as step or rank means every one. Without the variable, fault
-injection is off. Actions: `kill` (the default) sends SIGKILL to this process, `raise` raises OSError(ENOSPC) as
-a full disk would, `sleep` or `sleep=SECONDS` (default: an hour) sleeps, `signal` or `signal=NAME` (default: SIGTERM) sends
-this process a signal. After a restart by torchrun nothing fails, or the run could never get past the point.
+injection is off. Actions: `kill` (the default) sends SIGKILL to this process, `raise` raises OSError(ENOSPC) like a full
+disk, `sleep` or `sleep=SECONDS` (default: an hour) sleeps, `signal` or `signal=NAME` (default: SIGTERM) sends this process a
+signal. Nothing fails after a restart by torchrun: otherwise the run could never get past the point.
 
 Points:
 
-    set-up               on every rank, when the run directory is locked and nothing is read or built yet; step 0
-    step                 on every rank, when it has the batch of that step and has computed nothing
-    evaluation           on every rank, before the first batch of an evaluation after that step
-    save.begin           on every rank, before anything is copied or written
-    save.between_shards  on every rank, when its own shard file is on disk and the shards' index is not
-    local.before_manifest on every rank, when the files of a state on the nodes are on all of them, copies of peers included
-    save.before_manifest on rank 0, when every file but the manifest is on disk
-    save.before_rename   on rank 0, when the partial folder is complete but does not have its final name
-    save.before_prune    on rank 0, when the new checkpoint is complete and the old ones are still there
-    save.during_prune    on rank 0, when an old checkpoint has lost its manifest and nothing else
-    mirror.restore       on rank 0, when the manifest of a copy of that step has been fetched and nothing else
+    set-up               every rank, once the run directory is locked, before anything is read or built; step 0
+    step                 every rank, with the step's batch, before any computation
+    evaluation           every rank, before the first batch of an evaluation after that step
+    save.begin           every rank, before anything is copied or written
+    save.between_shards  every rank, after its own shard file is on disk and before the shards' index is
+    local.before_manifest every rank, after the files of a node-local state, with peers' copies, are on all nodes
+    save.before_manifest rank 0, after every file except the manifest is on disk
+    save.before_rename   rank 0, after the partial folder is complete and before its final name
+    save.before_prune    rank 0, after the new checkpoint is complete and before old ones are removed
+    save.during_prune    rank 0, after an old checkpoint has lost its manifest and nothing else
+    mirror.restore       rank 0, after the manifest of a copy of that step has been fetched and nothing else
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _fault() -> tuple[str, str, str, str] | None:
 
 
 def fault_point(name: str, step: int) -> None:
-    """Fail here if `FORGE_FAULT` names this point, step and rank (`RANK` in the environment, or 0)."""
+    """Fail if `FORGE_FAULT` names this point, step and rank (`RANK` in the environment, or 0)."""
     fault = _fault()
     if fault is None or fault[0] != name:
         return

@@ -14,9 +14,9 @@ _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 
 
 def replace_atomically(path: Path, content: bytes, *, sync: bool = True) -> None:
-    """Write `content` beside `path`, sync it and rename it over `path`. On OSError `path` is as it was.
+    """Write `content` beside `path`, sync it and rename it over `path`. On OSError `path` is unchanged.
 
-    Without `sync` it takes no time, and a crash of the machine, though not one of the process, may leave an empty file.
+    Without `sync` it takes no time; a crash of the machine, but not of the process, may then leave an empty file.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -34,7 +34,7 @@ def replace_atomically(path: Path, content: bytes, *, sync: bool = True) -> None
 
 
 def sync_folder(folder: Path) -> None:
-    """Put a rename within `folder` on disk."""
+    """Sync a rename within `folder` to disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -43,7 +43,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def read_json(text: str | bytes) -> Any:
-    """Parse JSON from outside. Raises ValueError, also where it is nested too deeply for Python's parser."""
+    """Parse JSON from outside. Raises ValueError, also for nesting too deep for Python's parser."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -51,7 +51,7 @@ def read_json(text: str | bytes) -> Any:
 
 
 def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> bool:
-    """Lock an open file with flock. Return False where its file system has no locks.
+    """Lock an open file with flock. Return False if its file system has no locks.
 
     Raises BlockingIOError if another process holds the lock, unless `wait`, and OSError if the file cannot be locked.
     """

@@ -1,4 +1,4 @@
-"""Where the ranks of a Slurm step meet, how ranks recognise those of the same start, and Gloo's network interface."""
+"""Rendezvous address under Slurm, identification of ranks of one start, and Gloo's network interface."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed import Store
 
 from forge.runtime.errors import FAILED, UserError
 
-# Below the range from which Linux gives ports to outgoing connections (32768 to 60999).
+# Below Linux's range for outgoing connections (32768 to 60999).
 FIRST_PORT, END_OF_PORTS = 20000, 32768
 # Steps of one job, and the next jobs, get different ports. Coprime to the number of ports, so no two jobs nearby share one.
 PORTS_PER_JOB = 17
@@ -25,20 +25,20 @@ _SIOCGIFADDR = 0x8915  # ioctl of Linux: the IPv4 address of an interface
 
 
 def slurm_meeting_point(environment: Mapping[str, str]) -> tuple[str, int]:
-    """Return host and port where the ranks of this Slurm step meet: MASTER_ADDR and MASTER_PORT, where they are set.
+    """Return host and port of the rendezvous for this Slurm step: MASTER_ADDR and MASTER_PORT if they are set.
 
     Otherwise the step's first node, and a port that depends on the job and the step.
     """
     host = environment.get("MASTER_ADDR") or _first_host(environment)
     if port := environment.get("MASTER_PORT"):
         return host, int(port)
-    # In a batch script there is no step yet; the one that it starts is number 0.
+    # A batch script has no step yet; its first step has number 0.
     job, step = (int(environment.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return host, FIRST_PORT + (PORTS_PER_JOB * job + step) % (END_OF_PORTS - FIRST_PORT)
 
 
 def _first_host(environment: Mapping[str, str]) -> str:
-    """Return the first host of a node list such as `gpu[003-006,9],login1` or `rack[1-2]node[01-16]`."""
+    """Return the first host of a node list, e.g. `gpu[003-006,9],login1` or `rack[1-2]node[01-16]`."""
     names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     nodes = next((environment[name] for name in names if environment.get(name)), "")
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
@@ -50,11 +50,11 @@ def _first_host(environment: Mapping[str, str]) -> str:
 
 
 def name_start(store: Store, rank: int, size: int, timeout: timedelta) -> str:
-    """Return a name of this start that all its ranks get, and no earlier start had. Call on every rank.
+    """Agree on a name of this start, unique among all starts. Call on every rank.
 
-    A store that outlives starts holds what ranks of earlier ones wrote, which may have been more or fewer. So each rank
-    writes a nonce, and rank 0 publishes the nonces that it finds until every rank has seen its own one there and
-    has counted itself under the nonce of rank 0, which nobody before could know. Raises UserError (exit 1) after `timeout`.
+    A store that outlives starts holds keys of earlier ranks, whose number may differ. So each rank writes a nonce. Rank 0
+    publishes the nonces that it finds, until every rank has seen its own nonce there and has counted itself under rank 0's
+    nonce, unknown to all earlier ranks. Raises UserError (exit 1) after `timeout`.
     """
     own, end = uuid4().hex, time.monotonic() + timeout.total_seconds()
     keys = [f"nonce-of-rank-{one}" for one in range(size)]
@@ -78,8 +78,8 @@ def choose_gloo_interface(
 ) -> None:
     """Set GLOO_SOCKET_IFNAME if Gloo would otherwise publish an address that other nodes cannot reach. Call on every rank.
 
-    Gloo listens on the address of the machine's own name, which Debian's /etc/hosts sets to 127.0.1.1. Then the interface
-    is taken that has the route to `meeting_host`, or, on that host itself, to the last rank's machine.
+    Gloo listens on the address of the machine's own name, which Debian's /etc/hosts sets to 127.0.1.1. In that case use the
+    interface with the route to `meeting_host` or, on that host itself, to the last rank's machine.
     """
     if rank == size - 1:
         store.set("address-of-the-last-rank", _own_address(meeting_host))
@@ -93,7 +93,7 @@ def choose_gloo_interface(
 
 
 def _address(host: str) -> str:
-    """Return the IPv4 address of `host`, or 127.0.0.1, which Gloo takes for a name that has none."""
+    """Return the IPv4 address of `host`; 127.0.0.1 for an unknown name, as Gloo does."""
     try:
         return socket.gethostbyname(host)
     except OSError:
@@ -105,7 +105,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _own_address(peer: str) -> str:
-    """Return the IPv4 address from which this machine sends to `peer`; nothing is sent."""
+    """Return this machine's IPv4 source address for packets to `peer`; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((peer, 9))
@@ -115,7 +115,7 @@ def _own_address(peer: str) -> str:
 
 
 def _interface(address: str) -> str | None:
-    """Return the name of the network interface that has this IPv4 address."""
+    """Return the name of the network interface with this IPv4 address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])

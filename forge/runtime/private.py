@@ -1,8 +1,8 @@
-"""Folders that only this user can enter: the cache of blocks, and states in the memory of nodes.
+"""Private folders, which only this user can enter: the block cache, and states in the memory of nodes.
 
 Their usual places, /tmp and /dev/shm, are open to every user of the machine. Another user could make such a folder first, and
-put links or blocks of their own choice into it. So forge uses a folder only if this user owns it, it is a real directory of
-mode 0700, and it has forge's marker file. forge removes only real directories in it that have forge's own names.
+put their own links or blocks into it. So forge uses a folder only if this user owns it, it is a real directory of mode 0700,
+and it has forge's marker file. In it forge removes only real directories with forge's own names.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _TEXT = b"forge keeps temporary data here and removes it. Do not put other files
 class PrivateFolder:
     """The private folder `path`, made if it does not exist. Safe for processes that race.
 
-    An empty folder of this user becomes private, and so does a folder without a marker that `adopts` recognises as made by an
-    earlier forge. key: the configuration key that names the folder, for messages.
+    An empty folder of this user becomes private. So does a folder without a marker if `adopts` recognises it as made by an
+    earlier forge. key: the configuration key of the folder, for messages.
 
     Raises UserError for a folder that is a link, belongs to another user, is open to other users, or holds other files.
     """
@@ -51,7 +51,7 @@ class PrivateFolder:
             return None
 
     def make(self, *names: str) -> Path:
-        """Make the directory `path`/names[0]/names[1]/... and return it. Raises OSError where one is a link or a file."""
+        """Make the directory `path`/names[0]/names[1]/... and return it. Raises OSError if one is a link or a file."""
         made = self.path
         for name in names:
             made /= name
@@ -89,7 +89,7 @@ def _make(folder: Path) -> None:
 
 
 def _problem(folder: Path, key: str, adopts: Callable[[Path], bool]) -> str | None:
-    """Return why the existing `folder` cannot be private, with the remedy, or None. Add the marker where it may be added."""
+    """Return why the existing `folder` cannot be private, with the remedy, or None. Add the marker if allowed."""
     is_marked = os.path.lexists(
         folder / MARKER
     )  # before the mode: a racing process sets the mode before it adds the marker

@@ -1,4 +1,4 @@
-"""Files by URL, through fsspec: whole, or by blocks, with retries. What they wait for is known to `waiting_for`."""
+"""Remote files by URL, through fsspec: whole, or by blocks, with retries. `waiting_for` reports waits for stores."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from forge.runtime.errors import FAILED, UserError, is_redacted, redact
 from forge.runtime.files import is_url
 
 BLOCK_BYTES = 1 << 18
-"""Files are fetched, kept and checked in blocks of this size, the last one shorter."""
-# A store that is away for minutes comes back; the watchdog's limits (resilience.step_timeout_s) are longer.
+"""Block size for fetching, caching and checking files; the last block is shorter."""
+# A store may be away for minutes. The watchdog's limits (resilience.step_timeout_s) are longer.
 RETRY_S = 600.0
 _FIRST_S, _LONGEST_S = 0.25, 30.0
 _TIMEOUT_S = 60.0  # of one request
@@ -41,7 +41,7 @@ _RETRIED_ERRNO = {
     *(errno.ENETDOWN, errno.ENETRESET, errno.ENETUNREACH, errno.ENOTCONN, socket.EAI_AGAIN),
     getattr(errno, "EREMOTEIO", errno.EIO),  # Linux only
 }
-# Top package and class, because only the packages of the stores in use are installed; subclasses included.
+# Top package and class, because only the packages of used stores are installed; subclasses included.
 _RETRIED_TYPES = {
     *("aiohttp.ClientConnectionError", "aiohttp.ClientPayloadError", "azure.ServiceRequestError"),
     *("azure.ServiceResponseError", "botocore.ConnectionError", "botocore.HTTPClientError"),
@@ -54,7 +54,7 @@ Result = TypeVar("Result")
 
 
 class Corrupt(Exception):
-    """What was received is not what it should be; the message says how."""
+    """Received data differ from the expected data; the message says how."""
 
 
 def join(folder: str | Path, name: str) -> str:
@@ -63,9 +63,9 @@ def join(folder: str | Path, name: str) -> str:
 
 
 def filesystem(protocol: str) -> Any:
-    """Return fsspec's file system for a protocol. UserError where the package that it needs is not installed.
+    """Return fsspec's file system for a protocol. UserError if its package is not installed.
 
-    Credentials and endpoints come from where the package looks for them, and from fsspec's own variables, such as
+    Credentials and endpoints come from the package's own configuration, and from fsspec's variables, e.g.
     FSSPEC_S3_ENDPOINT_URL.
     """
     options: dict[str, Any] = {}
@@ -80,7 +80,7 @@ def filesystem(protocol: str) -> Any:
             options["auto_mkdir"] = True
         elif protocol == "s3":
             options["config_kwargs"] = {"read_timeout": _TIMEOUT_S, "connect_timeout": 10}
-        # Listings change while a run goes on.
+        # Listings change during a run.
         return fsspec.filesystem(protocol, use_listings_cache=False, **options)
     except (ImportError, ValueError) as error:
         package = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "http": "aiohttp", "https": "aiohttp"}
@@ -91,7 +91,7 @@ def filesystem(protocol: str) -> Any:
 
 
 def filesystem_of(url: str) -> Any:
-    """Return fsspec's file system for a URL. UserError for a URL whose secrets were left out, as in a run's config.toml."""
+    """Return fsspec's file system for a URL. UserError for a URL with redacted secrets, e.g. from a run's config.toml."""
     if is_redacted(url):
         raise UserError(
             f"{url}: its password or signature was left out when the configuration was written; set the key that has this "
@@ -105,20 +105,20 @@ _thread = threading.local()
 
 
 def give_up_on(event: threading.Event) -> None:
-    """Have this thread make no further attempt once `event` is set."""
+    """Make no further attempt in this thread once `event` is set."""
     _thread.given_up = event
 
 
 def waiting_for() -> str:
-    """Return what threads of this process wait for, as text; empty if nothing. The longest wait comes first."""
+    """Return the waits of this process's threads as text, the longest first; empty without a wait."""
     waits = list(_waits.values())
     return "; ".join(waits[:3]) + (f"; and {len(waits) - 3} more" if len(waits) > 3 else "")
 
 
 def with_retries(what: str, work: Callable[[], Result]) -> Result:
-    """Call `work`, and after a transient error again, with growing, random pauses. `what`: the URL and what is done with it.
+    """Call `work`; repeat it after a transient error, with growing random pauses. what: the URL and the operation.
 
-    Raises UserError for any other error at once, for a transient one after RETRY_S seconds, or when `give_up_on` says so.
+    Raises UserError at once for any other error, after RETRY_S seconds for a transient one, and when `give_up_on` says so.
     """
     what = redact(what)
     given_up: threading.Event = getattr(_thread, "given_up", None) or threading.Event()
@@ -150,10 +150,10 @@ def with_retries(what: str, work: Callable[[], Result]) -> Result:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether an error of a store may pass by itself: by its type, else its HTTP status, else its errno.
+    """Return whether a store's error may be transient: by its type, else its HTTP status, else its errno.
 
-    File systems translate errors, so the errors that it was raised from count as well: fsspec reports an unreachable server
-    as FileNotFoundError, and s3fs an unknown status as EIO.
+    File systems translate errors, so the original errors (`raise ... from`) count as well: fsspec reports an unreachable
+    server as FileNotFoundError, and s3fs an unknown status as EIO.
     """
     chain = [error]
     while (cause := chain[-1].__cause__) is not None:
@@ -175,7 +175,7 @@ def _names(error: BaseException) -> set[str]:
 
 
 def _status(error: BaseException) -> int | None:
-    """The HTTP status in an error of aiohttp, azure, gcsfs, requests or botocore; None if it has none."""
+    """Return the HTTP status in an error of aiohttp, azure, gcsfs, requests or botocore; None without one."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):
         found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
@@ -186,7 +186,7 @@ def _status(error: BaseException) -> int | None:
 
 
 def read_whole(url: str) -> bytes:
-    """Return the content of a small object. Raises FileNotFoundError if it does not exist, else as `with_retries`."""
+    """Return the content of a small object. Raises FileNotFoundError if it does not exist, else like `with_retries`."""
     files = filesystem_of(url)
 
     def read() -> bytes | None:
@@ -204,7 +204,7 @@ def read_whole(url: str) -> bytes:
 
 
 def read_range(files: Any, url: str, begin: int, end: int, size: int) -> bytes:
-    """Return bytes begin ... end - 1 of an object of `size` bytes, of the file system `files`. Raises as `with_retries`."""
+    """Return bytes begin ... end - 1 of an object of `size` bytes in the file system `files`. Raises like `with_retries`."""
 
     def read() -> bytes:
         data = files.cat_file(url, start=begin, end=end)
@@ -222,11 +222,10 @@ def _bytes(url: str, begin: int, end: int) -> str:
 
 
 class RemoteFile:
-    """One object, read in blocks. `key` names its content in a cache: equal keys, equal bytes.
+    """One object, read in blocks. `key` identifies its content in a cache: equal keys, equal bytes.
 
-    With `expected`, which gives the digest of each block, a block is what it was when the dataset was written. Without it the
-    object must keep the version (ETag, or time) that it had when it was opened. Either way a changed object is a UserError
-    that names it.
+    expected: returns the digest of each block, recorded when the dataset was written. Without it the object must keep the
+    version (ETag, or time) that it had at opening. Either way a changed object is a UserError with its URL.
     """
 
     def __init__(
@@ -280,13 +279,13 @@ class RemoteFile:
         return self._expected is None or self._digest is None or self._digest(data) == self._expected(block)
 
     def _look(self) -> tuple[int, str]:
-        """Its size and version."""
+        """Return its size and version."""
         about = with_retries(self.url, lambda: self._files.info(self.url))
         return _size(self.url, about), _version(about)
 
 
 def open_remote(url: str) -> io.BufferedReader:
-    """Open an object for reading; each block is read as by `with_retries`."""
+    """Open an object for reading; each block is read like in `with_retries`."""
     return io.BufferedReader(_Reader(url), _READ_BYTES)
 
 
@@ -317,7 +316,7 @@ class _Reader(io.RawIOBase):
 
 
 def find_objects(url: str) -> dict[str, int]:
-    """Return URL -> size in bytes of the object `url`, or of all objects below it, in the order of their URLs."""
+    """Return URL -> size in bytes of the object `url`, or of all objects below it, ordered by URL."""
     files = filesystem_of(url)
 
     def find() -> dict[str, Any]:
@@ -329,7 +328,7 @@ def find_objects(url: str) -> dict[str, int]:
             return {}
 
     found = with_retries(url, find)
-    if not found:  # not every store finds a single object below itself
+    if not found:  # some stores do not list a single object below itself
 
         def look() -> dict[str, dict[str, Any]]:
             try:
@@ -353,7 +352,7 @@ def _size(url: str, about: dict[str, Any]) -> int:
 
 
 def version_of(url: str) -> str:
-    """Return what changes when the object does: its ETag or time; empty where the store has neither."""
+    """Return a value that changes with the object: its ETag or time; empty if the store has neither."""
     return _version(with_retries(url, lambda: filesystem_of(url).info(url)))
 
 

@@ -1,7 +1,7 @@
 """Writing to stderr without waiting for its reader.
 
-A pipe whose reader hangs fills up, and a write to it then blocks for ever: a process that logs would neither train nor
-stop. O_NONBLOCK is no way out, because other processes share the pipe. So a thread of this process writes.
+A pipe whose reader hangs fills up, and the next write blocks for ever: a logging process would neither train nor stop.
+O_NONBLOCK does not help, because other processes share the pipe. So a thread of this process writes.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import unicodedata
 from collections import deque
 from typing import TextIO
 
-# How long a message may wait for the reader, once; and how many may be kept until it reads again.
+# The longest wait of a message for the reader, once; and the number of messages kept until it reads again.
 PATIENCE_S, MOST = 1.0, 1000
 
 
 class PatientStream:
     """A text stream on a file descriptor. `write` returns when the text is written, after PATIENCE_S at the latest.
 
-    While the reader does not read, texts are kept and `write` returns at once. Beyond MOST they are dropped; a line says how
-    many as soon as the reader reads again. Errors of the descriptor are ignored: the reader may be gone.
+    While the reader does not read, texts are kept and `write` returns at once. Texts beyond MOST are dropped; once the reader
+    reads again, a line reports their number. Errors of the descriptor are ignored: the reader may be gone.
     """
 
     def __init__(self, descriptor: int, encoding: str = "utf-8"):
@@ -31,7 +31,7 @@ class PatientStream:
         os.register_at_fork(after_in_child=self._restart)
 
     def _restart(self) -> None:
-        """Begin without a thread: a forked child does not have that of its parent."""
+        """Begin without a thread: a forked child does not inherit its parent's."""
         self._changed = threading.Condition()
         self._texts: deque[str] = deque()
         self._thread: threading.Thread | None = None
@@ -96,12 +96,12 @@ def patient(stream: TextIO | None) -> TextIO | PatientStream:
     return stderr if descriptor == 2 else PatientStream(descriptor, stream.encoding)
 
 
-# They reorder the text around them.
+# These characters reorder the text around them.
 _DIRECTIONS = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Return `text` with control characters, marks of direction and lone surrogates as escapes. keep: characters to leave."""
+    """Return `text` with control characters, direction marks and lone surrogates escaped. keep: characters to leave."""
     return "".join(
         character.encode("unicode_escape").decode()
         if character not in keep

@@ -1,4 +1,4 @@
-"""This process among all ranks: who it is, as its launcher says, and how it joins the others."""
+"""This process among all ranks: its rank from the launcher's variables, and how it joins the others."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from forge.runtime.terminal import stderr
 
 # Enough for sockets to 8,192 ranks in eight groups.
 OPEN_FILES = 1 << 16
-# How long ranks may be apart before the wait for them is reported, and how often after that.
+# Seconds of waiting for other ranks before the first report, and between later reports.
 SILENT_S, SPEAK_AGAIN_S = 10.0, 60.0
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among all. `restarts_left`: how many more times the launcher would restart the run by itself.
+    """This process among all. restarts_left: how many more times the launcher would restart the run.
 
-    local_size: processes on this machine (0: unknown). bound: Slurm may have left this process a card of its own.
+    local_size: processes on this machine (0: unknown). bound: Slurm may have given this process a GPU of its own.
     """
 
     rank: int
@@ -53,12 +53,12 @@ class World:
 
     @property
     def first_process(self) -> int:
-        """The process id on this machine that outlives restarts: torchrun's agent, else this process."""
+        """The id of the process on this machine that outlives restarts: torchrun's agent, else this process."""
         return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
 
     @property
     def restarted(self) -> bool:
-        """Whether torchrun, or Slurm by a requeue, has started this command before."""
+        """True if torchrun, or Slurm by a requeue, has started this command before."""
         counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
         return any(os.environ.get(name, "0") != "0" for name in counts)
 
@@ -66,7 +66,7 @@ class World:
 def read_world(environment: Mapping[str, str] = os.environ) -> World:
     """Read the launcher's environment: torchrun's variables, else those of an srun step, else a single process.
 
-    Raises UserError for a variable that is missing or not a number, and for a rank that is not below the number of ranks.
+    Raises UserError for a missing or non-numeric variable, and for a rank that is not below the number of ranks.
     """
 
     def number(name: str, default: str = "") -> int:
@@ -115,7 +115,7 @@ def read_world(environment: Mapping[str, str] = os.environ) -> World:
             size=number("SLURM_STEP_NUM_TASKS"),
             local_rank=number("SLURM_LOCALID"),
             launcher="srun",
-            # Such as `8(x2),4`: eight tasks on two nodes each, four on a third.
+            # E.g. `8(x2),4`: eight tasks on two nodes each, four on a third.
             local_size=max(map(int, re.findall(r"(\d+)(?=\(|,|$)", tasks)), default=0),
             bound="gpu:" in environment.get("SLURMD_TRES_BIND", "").replace("gpu:none", ""),
         )
@@ -123,15 +123,15 @@ def read_world(environment: Mapping[str, str] = os.environ) -> World:
 
 
 def join(world: World, timeout: timedelta = timedelta(minutes=10)) -> None:
-    """Create the default process group, for a single process too, so that no later code asks whether there is one.
+    """Create the default process group, for a single process too, so that later code needs no special case.
 
-    Raises UserError when there are more processes on this node than GPUs, when srun does not say which node is
-    the first, when the port is taken, or when not all processes have arrived after `timeout`.
+    Raises UserError if this node has more processes than GPUs, if srun does not name the first node, if the port is taken,
+    or if not all processes have arrived after `timeout`.
     """
     if world.device.type == "cuda":
         use_expandable_segments(os.environ)
         cards = torch.cuda.device_count()
-        # On every rank of the machine, so that rank 0, which prints, is one of them.
+        # On every rank of the machine, so that rank 0, which prints, raises, too.
         processes = max(world.local_size, world.local_rank + 1)
         if processes > cards and not (world.bound and cards == 1):
             raise UserError(
@@ -143,7 +143,7 @@ def join(world: World, timeout: timedelta = timedelta(minutes=10)) -> None:
     if os.environ.keys() & {"FORGE_NODES", "FORGE_END_WITH_LAUNCHER"}:
         end_with_agent()
     backend = compat.communication_backend(world.device)
-    # With a device, each NCCL communicator is bound to its card now; without, PyTorch guesses at the first collective.
+    # With a device, each NCCL communicator is bound to its GPU now; without, PyTorch guesses at the first collective.
     bound: dict[str, Any] = {"device_id": world.device} if world.device.type == "cuda" else {}
     if world.launcher == "srun":
         host, port = slurm_meeting_point(os.environ)
@@ -157,7 +157,7 @@ def join(world: World, timeout: timedelta = timedelta(minutes=10)) -> None:
     dist.init_process_group(
         backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout, **bound
     )
-    # Gloo fails on a rank whose peer exits while it still connects, as after a config error: wait until all are connected.
+    # Gloo fails on a rank whose peer exits during the connection, e.g. after a config error: wait until all are connected.
     dist.barrier()
 
 
@@ -172,7 +172,7 @@ def _meet(world: World, timeout: timedelta) -> dist.Store:
     if world.local_rank == 0:
         silence.start()
     try:
-        # Without its own wait for the others, which says nothing.
+        # Without its own wait for the others, which prints nothing.
         return dist.TCPStore(
             host, int(port), is_master=opens, wait_for_workers=False, multi_tenant=opens, timeout=timeout
         )
@@ -187,7 +187,7 @@ def _meet(world: World, timeout: timedelta) -> dist.Store:
 
 
 def _wait_for_all(store: dist.Store, world: World, timeout: timedelta) -> None:
-    """On rank 0 return when all processes have connected, and say how many have while that takes long."""
+    """Return on rank 0 once all processes have connected; report their number while that takes long."""
     arrived = store.add("arrived", 1)
     began = time.monotonic()
     speak_s = SILENT_S
@@ -206,16 +206,17 @@ def _wait_for_all(store: dist.Store, world: World, timeout: timedelta) -> None:
 def end_with_agent() -> None:
     """Let the kernel kill this process when its launcher dies.
 
-    The ranks of a lost elastic agent must not go on in the old group. Those of a killed sweep would hold their run's lock.
+    Otherwise ranks of a lost elastic agent would continue in the old group, and ranks of a killed sweep would hold their
+    run's lock.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def use_expandable_segments(environment: MutableMapping[str, str]) -> None:
-    """Let PyTorch's CUDA allocator grow its segments, unless the user has set it up. Call before CUDA allocates.
+    """Let PyTorch's CUDA allocator grow its segments, unless the user has configured it. Call before CUDA allocates.
 
-    Batches and gathered weights of several sizes otherwise leave gaps that no later tensor fits into. Source:
+    Otherwise batches and gathered weights of several sizes leave gaps too small for later tensors. Source:
     https://docs.pytorch.org/docs/stable/notes/cuda.html (PYTORCH_ALLOC_CONF; before PyTorch 2.9 PYTORCH_CUDA_ALLOC_CONF).
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & environment.keys():
@@ -223,7 +224,7 @@ def use_expandable_segments(environment: MutableMapping[str, str]) -> None:
 
 
 def _raise_file_limit() -> None:
-    """Raise the limit of open files, most often 1,024, to OPEN_FILES or what the system admits.
+    """Raise the limit of open files, often 1,024, to OPEN_FILES or the system's maximum.
 
     Gloo connects each rank of a group with every other one: four groups of 1,024 ranks take 4,092 sockets.
     """
@@ -234,11 +235,11 @@ def _raise_file_limit() -> None:
 
 
 def _fresh(store: dist.Store, world: World, timeout: timedelta, environment: Mapping[str, str]) -> dist.Store:
-    """Return a view of `store` without the keys that workers wrote before a restart.
+    """Return a view of `store` without the keys of workers before a restart.
 
-    torchrun keeps one store over all restarts, but PyTorch assumes a new one each time: a group could then connect to
-    the address of a dead worker, and hang. On one node the number of restarts distinguishes the starts; the agents of several
-    nodes count differently, because a change of nodes counts as no restart.
+    torchrun keeps one store over all restarts, but PyTorch assumes a new one each time: a group could connect to the address
+    of a dead worker, and hang. On one node the number of restarts distinguishes the starts. The agents of several nodes count
+    differently, because a change of nodes does not count as a restart.
     """
     if environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE"):
         return dist.PrefixStore(f"start-{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)

@@ -353,5 +353,5 @@ def test_s6_the_lock_of_a_killed_run_is_taken_over_and_its_holder_named(tmp_path
     ranks = run.start(fault="step:5:0")
     assert ranks.join() == [-signal.SIGKILL]
     assert run() == 0
-    assert f"taking over from process {ranks.pids[0]} on" in run.output()
+    assert f"taking over the stale lock of process {ranks.pids[0]} on" in run.output()
     assert_same_history(run, undisturbed())

@@ -289,7 +289,7 @@ def test_singular_values_become_one_and_singular_vectors_stay(
 
 def test_a_parameter_of_a_block_that_is_no_matrix_is_refused_by_its_name() -> None:
     with pytest.raises(
-        UserError, match=r"layers.0.mixer.kernel of 4 x 1 x 3 is no matrix.*use adamw"
+        UserError, match=r"layers.0.mixer.kernel of 4 x 1 x 3 is not a matrix.*use adamw"
     ) as caught:
         make(MATRICES | {"layers.0.mixer.kernel": (4, 1, 3)})
     assert caught.value.exit_code == BAD_CONFIG
